@@ -1,0 +1,50 @@
+"""What can go wrong, and the exit code that says so.
+
+    GpushareError              1   anything else that a person must act on
+    ├── ConfigError           78   a configuration file is wrong
+    ├── RequestError          64   the container asks for something that makes no sense
+    ├── PolicyError           77   ... for something that policy does not allow
+    ├── CapacityError         75   ... for more than is free now
+    ├── DeviceError           69   the driver or a device is not there
+    └── KernelError           71   the kernel refused an operation (syscall and path are named)
+"""
+
+
+class GpushareError(Exception):
+    """One line for the person who must act: what failed, and what to do (`hint`)."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        """The line as it is printed: control characters never reach a terminal or a log."""
+        text = f"{self.message}; {self.hint}" if self.hint else self.message
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+class ConfigError(GpushareError):
+    exit_code = 78
+
+
+class RequestError(GpushareError):
+    exit_code = 64
+
+
+class PolicyError(GpushareError):
+    exit_code = 77
+
+
+class CapacityError(GpushareError):
+    exit_code = 75
+
+
+class DeviceError(GpushareError):
+    exit_code = 69
+
+
+class KernelError(GpushareError):
+    exit_code = 71

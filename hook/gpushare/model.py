@@ -1,0 +1,158 @@
+"""The values that travel between modules: plain, immutable, cheap to import (start path)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+
+class Device(NamedTuple):
+    """A GPU of the host, in PCI order. `context_bytes` is what one process's context takes."""
+
+    index: int
+    uuid: str  # "GPU-..." as the driver prints it
+    minor: int
+    bus_id: str  # "0000:01:00.0"
+    model: str
+    memory_bytes: int  # 0 when not known (no NVML answer yet)
+    context_bytes: int
+    granularity_bytes: int = 2 << 20
+
+
+class Inventory(NamedTuple):
+    """What this host has. `root` is the driver root; device nodes are below `root`/dev."""
+
+    root: str
+    driver_version: str
+    devices: tuple[Device, ...]
+    simulated: bool = False
+
+
+class Policy(NamedTuple):
+    """Who may ask for what (NODE 4); the defaults are the workstation profile."""
+
+    accept_env: str = "always"  # always | privileged | never
+    accept_annotations: str = "always"
+    require_limits: bool = False
+    max_memory: str = ""  # "" = no maximum; else a quantity or percentage
+    max_compute_percent: int = 100
+    allowed_devices: tuple[str, ...] = ()  # uuids or indices; empty = all
+    allowed_backends: tuple[str, ...] = ("shim",)
+    unlimited: str = "exclusive"  # exclusive | shared | deny
+
+
+class Config(NamedTuple):
+    """The effective configuration, as compiled into node.json."""
+
+    driver_root: str = "/"
+    state_dir: str = "/run/gpushare"
+    shim_dir: str = "/usr/lib/gpushare"  # holds libcuda.so and libnvidia-ml.so (our shim)
+    memory_overcommit: float = 1.0
+    placement: str = "first-fit"
+    policy: Policy = Policy()
+
+
+class Node(NamedTuple):
+    """All that the start path knows of the host: one read of node.json."""
+
+    config: Config
+    inventory: Inventory
+
+
+class Bundle(NamedTuple):
+    """One container as its runtime described it. `spec` stays inside oci.py's callers at the edge."""
+
+    id: str
+    pid: int  # 0 when there is none (explain, poststop)
+    path: str  # the bundle directory
+    rootfs: str  # absolute path in the container's mount namespace, before pivot_root
+    env: tuple[tuple[str, str], ...]  # in order, duplicates kept
+    annotations: dict[str, str]
+    cgroups_path: str
+    container_type: str  # "sandbox" | "container" | ""
+    container_name: str
+    privileged: bool
+    spec: dict[str, Any]
+
+
+class Selection(NamedTuple):
+    """Which devices: kind is all | none | any | list. `none` means driver files, no GPU."""
+
+    kind: str
+    count: int = 0  # for any
+    names: tuple[str, ...] = ()  # for list: as written (index, uuid)
+
+
+class Amount(NamedTuple):
+    """A memory amount as asked for: exactly one of the two is set."""
+
+    limit_bytes: Optional[int]
+    percent: Optional[float]
+    text: str  # as written, for messages
+
+
+class Request(NamedTuple):
+    """What the container asked for. `memory` and `compute`: per slot; key None = every device."""
+
+    dialect: str  # "own", "nvidia", "own+nvidia": what was used
+    selection: Selection
+    capabilities: tuple[str, ...]  # sorted, expanded: "compute", "utility", ...
+    memory: tuple[tuple[Optional[int], Amount], ...] = ()
+    compute: tuple[tuple[Optional[int], int], ...] = ()  # percent 1..100
+    compute_mode: str = "hard"
+    priority: int = 0
+    backend: str = "auto"
+    oversubscribe: bool = False
+    sources: tuple[tuple[str, str], ...] = ()  # (variable or annotation, value) that were used
+    ignored: tuple[str, ...] = ()  # one line each, for explain
+
+
+class Share(NamedTuple):
+    """One granted device of one container. None = no limit on that resource."""
+
+    slot: int  # ordinal inside the container
+    device: Device
+    memory_limit_bytes: Optional[int]
+    compute_percent: Optional[int] = None
+    soft: bool = False
+    priority: int = 0
+    oversubscribe: bool = False
+
+
+class Lease(NamedTuple):
+    """A container's hold on its shares (lease.json). Start times are /proc/<pid>/stat field 22."""
+
+    id: str
+    state: str  # "reserved" | "held"
+    boot_id: str
+    bundle: str
+    shares: tuple[Share, ...]
+    creator_pid: int
+    creator_start: int
+    init_pid: int = 0
+    init_start: int = 0
+    cgroup: str = ""
+    created: float = 0.0  # unix seconds
+    dialect: str = ""
+    driver_version: str = ""
+
+
+class LdEntry(NamedTuple):
+    """One library in ld.so.cache: `flags` as ldconfig writes them (0x0303 = x86-64 libc6)."""
+
+    soname: str
+    path: str
+    flags: int
+
+
+class Image(NamedTuple):
+    """What rootfs.probe found in a container's root, before anything was changed. All paths are
+    as seen inside the container."""
+
+    libdir: str  # where the image keeps its libc.so.6; "" when it has no glibc
+    machine: str  # "x86_64", "aarch64", "" when unknown
+    has_ldcache: bool
+    ldcache_note: str  # why the cache is left alone; "" when it is rewritten
+    # (path, soname) of every libcuda/libnvidia-ml already there that a loader could prefer:
+    # cache entries, glibc-hwcaps, /usr/local/cuda*/compat, the spec's LD_LIBRARY_PATH
+    other_drivers: tuple[tuple[str, str], ...] = ()
+    existing_links: tuple[tuple[str, str], ...] = ()  # (path in libdir, link text)

@@ -1,0 +1,41 @@
+"""Every path and name that two parts of gpushare agree on. No imports: this is on the start path."""
+
+# On the host
+CONFIG_PATH = "/etc/gpushare/config.yaml"
+STATE_DIR = "/run/gpushare"
+SIM_MARKER = ".gpushare-sim"  # a file in the driver root: its device nodes are regular files
+
+# In the container
+PRIVATE_DIR = "/usr/lib/gpushare"
+DRIVER_DIR = PRIVATE_DIR + "/driver"
+REAL_CUDA = DRIVER_DIR + "/libcuda-real.so.1"
+REAL_NVML = DRIVER_DIR + "/libnvidia-ml-real.so.1"
+LIMITS = PRIVATE_DIR + "/limits"
+RW_DIR = PRIVATE_DIR + "/rw"
+USAGE = RW_DIR + "/usage"
+PEERS_DIR = PRIVATE_DIR + "/peers"
+MPS_DIR = PRIVATE_DIR + "/mps"
+
+# Our requests: environment variable -> annotation key of the same meaning
+ENV_DEVICES = "GPUSHARE_DEVICES"
+ENV_MEMORY = "GPUSHARE_MEMORY"
+ENV_COMPUTE = "GPUSHARE_COMPUTE"
+ENV_COMPUTE_MODE = "GPUSHARE_COMPUTE_MODE"
+ENV_PRIORITY = "GPUSHARE_PRIORITY"
+ENV_BACKEND = "GPUSHARE_BACKEND"
+ENV_OVERSUBSCRIBE = "GPUSHARE_OVERSUBSCRIBE"
+ANNOTATION_PREFIX = "gpushare.io/"
+ANNOTATIONS = {
+    ENV_DEVICES: "gpushare.io/devices",
+    ENV_MEMORY: "gpushare.io/memory",
+    ENV_COMPUTE: "gpushare.io/compute",
+    ENV_COMPUTE_MODE: "gpushare.io/compute-mode",
+    ENV_PRIORITY: "gpushare.io/priority",
+    ENV_BACKEND: "gpushare.io/backend",
+    ENV_OVERSUBSCRIBE: "gpushare.io/oversubscribe",
+}
+APPLIED_ANNOTATION = "gpushare.io/applied"
+
+# Annotations in which engines say what a container is
+CONTAINER_TYPE_ANNOTATIONS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
+CONTAINER_NAME_ANNOTATIONS = ("io.kubernetes.cri.container-name", "io.kubernetes.container.name")

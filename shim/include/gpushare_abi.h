@@ -1,0 +1,150 @@
+/* The shared-memory ABI between the host (hook/gpushare/region.py) and the shim.
+ *
+ * Two files, both little-endian, both of an exact size that the reader checks:
+ *
+ *   /usr/lib/gpushare/limits     written by the host only, mapped read-only by the shim.
+ *                                Values may change in place while a container lives
+ *                                (8-byte aligned stores); the layout never does.
+ *   /usr/lib/gpushare/rw/usage   created by the host, written by the container's processes.
+ *                                The host reads it with pread and believes nothing in it.
+ *
+ * A slot belongs to one process. `owner` is a robust futex word: the kernel itself sets
+ * GS_OWNER_DIED and clears the thread id when the owner's parked thread is gone, however it
+ * went. A slot counts only while (owner & GS_TID_MASK) != 0 and live == (owner & GS_TID_MASK);
+ * a dead slot therefore counts as zero at once, and nobody has to clean it up.
+ */
+#ifndef GPUSHARE_ABI_H
+#define GPUSHARE_ABI_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define GS_ABI_VERSION 1u
+#define GS_LIMITS_MAGIC 0x5354494d494c5347ull /* "GSLIMITS" */
+#define GS_USAGE_MAGIC 0x4547415355534753ull  /* "SGSUSAGE" */
+
+#define GS_MAX_DEVICES 16u
+#define GS_MAX_SLOTS 1024u
+
+#define GS_UNLIMITED UINT64_MAX
+#define GS_NO_PERCENT 100u /* compute_percent: no limit */
+
+#define GS_TID_MASK 0x3fffffffu   /* FUTEX_TID_MASK */
+#define GS_OWNER_DIED 0x40000000u /* FUTEX_OWNER_DIED */
+
+enum gs_device_flag {
+    GS_DEVICE_COMPUTE_SOFT = 1u << 0, /* borrow compute that others leave idle */
+    GS_DEVICE_OVERSUBSCRIBE = 1u << 1,
+    GS_DEVICE_PAUSED = 1u << 2, /* launches are held */
+};
+
+/* One granted device. `uuid` is the raw 16 bytes of GPU-<uuid> or MIG-<uuid>. 192 bytes. */
+struct gs_device_limit {
+    uint8_t uuid[16];
+    char uuid_text[64];             /* NUL-terminated, with its GPU-/MIG- prefix */
+    uint64_t memory_limit_bytes;    /* GS_UNLIMITED = no limit */
+    uint64_t memory_total_bytes;    /* of the whole device; 0 = not known */
+    uint64_t context_bytes;         /* charged for each process's context */
+    uint64_t granularity_bytes;     /* the driver's physical block, 2 MiB */
+    uint64_t memory_virtual_bytes;  /* with OVERSUBSCRIBE: the virtual total; else 0 */
+    uint32_t compute_percent;       /* 1..100; GS_NO_PERCENT = no limit */
+    uint32_t priority;              /* 0 = normal, 1 = high */
+    uint32_t weight;                /* soft sharing, 0 = by compute_percent */
+    uint32_t flags;                 /* enum gs_device_flag */
+    uint8_t reserved[56];
+};
+
+/* The whole limits file: header, then GS_MAX_DEVICES entries (n_devices in use, slot order). */
+struct gs_limits {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t size; /* sizeof(struct gs_limits) */
+    uint32_t n_devices;
+    uint32_t flags;
+    uint64_t nonce;      /* equals gs_usage.nonce: a usage file of another container is refused */
+    uint64_t generation; /* grows by one with each live change */
+    uint8_t reserved[24];
+    struct gs_device_limit device[GS_MAX_DEVICES];
+};
+
+/* One process. First cache line: identity, rarely written; then the charges. 192 bytes. */
+struct gs_slot {
+    uint32_t owner;      /* robust futex word: tid of the parked thread | GS_OWNER_DIED */
+    uint32_t live;       /* that tid again, stored after bytes[] was zeroed */
+    uint32_t generation; /* grows by one with each new owner */
+    uint32_t pid;        /* getpid() as the process sees itself; information only */
+    uint64_t started_ns; /* CLOCK_MONOTONIC */
+    uint8_t reserved[40];
+    uint64_t bytes[GS_MAX_DEVICES]; /* charged by this process, per device slot */
+};
+
+struct gs_usage {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t size; /* sizeof(struct gs_usage) */
+    uint32_t n_slots;
+    uint32_t n_devices;
+    uint64_t nonce;
+    uint32_t slots_high; /* no slot at or above this index was ever used */
+    uint32_t warnings;   /* enum gs_warning bits, for doctor */
+    uint64_t refused[GS_MAX_DEVICES]; /* allocations refused, per device; information only */
+    uint8_t reserved[3928];
+    struct gs_slot slot[GS_MAX_SLOTS];
+};
+
+enum gs_warning {
+    GS_WARN_UNKNOWN_PROC = 1u << 0,  /* cuGetProcAddress gave a pointer that we do not know */
+    GS_WARN_NO_SLOT = 1u << 1,       /* more than GS_MAX_SLOTS processes */
+    GS_WARN_UNGRANTED = 1u << 2,     /* the driver shows a device that was not granted */
+};
+
+#define GS_AT(type, field, offset) \
+    _Static_assert(offsetof(struct type, field) == (offset), #type "." #field)
+
+GS_AT(gs_device_limit, uuid, 0);
+GS_AT(gs_device_limit, uuid_text, 16);
+GS_AT(gs_device_limit, memory_limit_bytes, 80);
+GS_AT(gs_device_limit, memory_total_bytes, 88);
+GS_AT(gs_device_limit, context_bytes, 96);
+GS_AT(gs_device_limit, granularity_bytes, 104);
+GS_AT(gs_device_limit, memory_virtual_bytes, 112);
+GS_AT(gs_device_limit, compute_percent, 120);
+GS_AT(gs_device_limit, priority, 124);
+GS_AT(gs_device_limit, weight, 128);
+GS_AT(gs_device_limit, flags, 132);
+GS_AT(gs_device_limit, reserved, 136);
+_Static_assert(sizeof(struct gs_device_limit) == 192, "gs_device_limit");
+
+GS_AT(gs_limits, magic, 0);
+GS_AT(gs_limits, version, 8);
+GS_AT(gs_limits, size, 12);
+GS_AT(gs_limits, n_devices, 16);
+GS_AT(gs_limits, flags, 20);
+GS_AT(gs_limits, nonce, 24);
+GS_AT(gs_limits, generation, 32);
+GS_AT(gs_limits, reserved, 40);
+GS_AT(gs_limits, device, 64);
+_Static_assert(sizeof(struct gs_limits) == 64 + 16 * 192, "gs_limits");
+
+GS_AT(gs_slot, owner, 0);
+GS_AT(gs_slot, live, 4);
+GS_AT(gs_slot, generation, 8);
+GS_AT(gs_slot, pid, 12);
+GS_AT(gs_slot, started_ns, 16);
+GS_AT(gs_slot, reserved, 24);
+GS_AT(gs_slot, bytes, 64);
+_Static_assert(sizeof(struct gs_slot) == 192, "gs_slot");
+
+GS_AT(gs_usage, magic, 0);
+GS_AT(gs_usage, version, 8);
+GS_AT(gs_usage, size, 12);
+GS_AT(gs_usage, n_slots, 16);
+GS_AT(gs_usage, n_devices, 20);
+GS_AT(gs_usage, nonce, 24);
+GS_AT(gs_usage, slots_high, 32);
+GS_AT(gs_usage, warnings, 36);
+GS_AT(gs_usage, refused, 40);
+GS_AT(gs_usage, reserved, 168);
+GS_AT(gs_usage, slot, 4096);
+_Static_assert(sizeof(struct gs_usage) == 49 * 4096, "gs_usage");
+#endif
