@@ -1,0 +1,269 @@
+"""The struct twin of shim/include/gpushare_abi.h: what host and shim share, as bytes.
+
+One table per C struct: (field, struct code). Everything else (offsets, sizes, packers) follows from the tables, and
+tests/unit/test_region.py compares each offset and size with what a C compiler makes of the header.
+
+The usage file belongs to the tenant: nothing in it is believed. `read_usage` either returns bounded numbers or raises
+RegionError; it never raises anything else, whatever the bytes are.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .errors import GpushareError
+from .model import Share
+
+ABI_VERSION = 1
+LIMITS_MAGIC = int.from_bytes(b"GSLIMITS", "little")
+USAGE_MAGIC = int.from_bytes(b"SGSUSAGE", "little")
+MAX_DEVICES = 16
+MAX_SLOTS = 1024
+UNLIMITED = (1 << 64) - 1
+NO_PERCENT = 100
+TID_MASK = 0x3FFFFFFF
+OWNER_DIED = 0x40000000
+
+DEVICE_COMPUTE_SOFT = 1 << 0
+DEVICE_OVERSUBSCRIBE = 1 << 1
+DEVICE_PAUSED = 1 << 2
+
+# enum gs_warning: bit -> what it means, for a person
+WARNINGS = (
+    (1 << 0, "cuGetProcAddress returned a pointer that the shim does not know"),
+    (1 << 1, f"more than {MAX_SLOTS} processes: no slot left"),
+    (1 << 2, "the driver shows a device that was not granted"),
+)
+
+# C struct -> its fields in order. Little-endian without padding: every hole is a `reserved` field of its own.
+LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "gs_device_limit": (
+        ("uuid", "16s"),
+        ("uuid_text", "64s"),
+        ("memory_limit_bytes", "Q"),
+        ("memory_total_bytes", "Q"),
+        ("context_bytes", "Q"),
+        ("granularity_bytes", "Q"),
+        ("memory_virtual_bytes", "Q"),
+        ("compute_percent", "I"),
+        ("priority", "I"),
+        ("weight", "I"),
+        ("flags", "I"),
+        ("reserved", "56x"),
+    ),
+    "gs_limits": (
+        ("magic", "Q"),
+        ("version", "I"),
+        ("size", "I"),
+        ("n_devices", "I"),
+        ("flags", "I"),
+        ("nonce", "Q"),
+        ("generation", "Q"),
+        ("reserved", "24x"),
+        ("device", f"{MAX_DEVICES * 192}x"),
+    ),
+    "gs_slot": (
+        ("owner", "I"),
+        ("live", "I"),
+        ("generation", "I"),
+        ("pid", "I"),
+        ("started_ns", "Q"),
+        ("reserved", "40x"),
+        ("bytes", f"{MAX_DEVICES}Q"),
+    ),
+    "gs_usage": (
+        ("magic", "Q"),
+        ("version", "I"),
+        ("size", "I"),
+        ("n_slots", "I"),
+        ("n_devices", "I"),
+        ("nonce", "Q"),
+        ("slots_high", "I"),
+        ("warnings", "I"),
+        ("refused", f"{MAX_DEVICES}Q"),
+        ("reserved", "3928x"),
+        ("slot", f"{MAX_SLOTS * 192}x"),
+    ),
+}
+
+
+def packer(name: str) -> struct.Struct:
+    """The whole C struct `name`; embedded arrays of structs are padding in it."""
+    return struct.Struct("<" + "".join(code for _, code in LAYOUTS[name]))
+
+
+def offset(name: str, field: str) -> int:
+    """offsetof(struct `name`, `field`), in bytes."""
+    codes = []
+    for known, code in LAYOUTS[name]:
+        if known == field:
+            return struct.calcsize("<" + "".join(codes))
+        codes.append(code)
+    raise KeyError(f"{name}.{field}")
+
+
+DEVICE_SIZE = packer("gs_device_limit").size
+SLOT_SIZE = packer("gs_slot").size
+LIMITS_SIZE = packer("gs_limits").size
+USAGE_SIZE = packer("gs_usage").size
+
+
+class RegionError(GpushareError):
+    """A shared file is damaged, or was written by another version."""
+
+
+class Limit(NamedTuple):
+    """One device of a limits file. None = no limit."""
+
+    uuid: str
+    memory_limit_bytes: int | None
+    memory_total_bytes: int
+    compute_percent: int | None
+    priority: int
+    flags: int
+
+
+class Limits(NamedTuple):
+    """A whole limits file, as the host wrote it."""
+
+    nonce: int
+    generation: int
+    devices: tuple[Limit, ...]
+
+
+class Slot(NamedTuple):
+    """One live process of a container: `pid` is what the process calls itself (not believed)."""
+
+    index: int
+    pid: int
+    started_ns: int  # CLOCK_MONOTONIC
+    bytes: tuple[int, ...]  # per device of the container
+
+
+class Usage(NamedTuple):
+    """What a container says that it uses: information for people, never a ground for a grant."""
+
+    nonce: int
+    n_devices: int
+    slots: tuple[Slot, ...]
+    refused: tuple[int, ...]  # refused allocations, per device
+    warnings: tuple[str, ...]
+
+    def used_bytes(self, device: int) -> int:
+        """All that the live processes hold on one device slot."""
+        return sum(slot.bytes[device] for slot in self.slots if device < len(slot.bytes))
+
+
+def uuid_bytes(uuid: str) -> bytes:
+    """The raw 16 bytes of "GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx" (or MIG-). Raises RegionError."""
+    try:
+        raw = bytes.fromhex(uuid.partition("-")[2].replace("-", ""))
+    except ValueError:
+        raw = b""
+    if len(raw) != 16:
+        raise RegionError(f"device uuid {uuid!r} is not GPU- or MIG- and 32 hexadecimal digits")
+    return raw
+
+
+def pack_device(share: Share) -> bytes:
+    """One gs_device_limit."""
+    device = share.device
+    text = device.uuid.encode("ascii", "replace")
+    flags = (DEVICE_COMPUTE_SOFT if share.soft else 0) | (DEVICE_OVERSUBSCRIBE if share.oversubscribe else 0)
+    limit_bytes = UNLIMITED if share.memory_limit_bytes is None else share.memory_limit_bytes
+    if not 0 <= limit_bytes <= UNLIMITED or len(text) > 63:
+        raise RegionError(f"share of device {device.uuid!r} cannot be written: memory limit {limit_bytes} bytes")
+    return packer("gs_device_limit").pack(
+        uuid_bytes(device.uuid),
+        text,
+        limit_bytes,
+        device.memory_bytes,
+        device.context_bytes,
+        device.granularity_bytes,
+        device.memory_bytes if share.oversubscribe else 0,
+        NO_PERCENT if share.compute_percent is None else share.compute_percent,
+        share.priority,
+        0,
+        flags,
+    )
+
+
+def pack_limits(shares: Sequence[Share], nonce: int, generation: int = 1) -> bytes:
+    """A complete limits file: LIMITS_SIZE bytes, devices in slot order.
+
+    Raises RegionError when the shares are not the slots 0..n-1, or more than MAX_DEVICES.
+    """
+    ordered = sorted(shares, key=lambda share: share.slot)
+    if [share.slot for share in ordered] != list(range(len(ordered))) or len(ordered) > MAX_DEVICES:
+        slots = [share.slot for share in ordered]
+        raise RegionError(f"shares have slots {slots}, must be 0, 1, ... and at most {MAX_DEVICES}")
+    whole = bytearray(
+        packer("gs_limits").pack(LIMITS_MAGIC, ABI_VERSION, LIMITS_SIZE, len(ordered), 0, nonce, generation)
+    )
+    start = offset("gs_limits", "device")
+    for share in ordered:
+        whole[start : start + DEVICE_SIZE] = pack_device(share)
+        start += DEVICE_SIZE
+    return bytes(whole)
+
+
+def pack_usage(nonce: int, n_devices: int) -> bytes:
+    """An empty usage file: USAGE_SIZE bytes."""
+    refused = (0,) * MAX_DEVICES
+    return packer("gs_usage").pack(
+        USAGE_MAGIC, ABI_VERSION, USAGE_SIZE, MAX_SLOTS, n_devices, nonce, 0, 0, *refused
+    )
+
+
+def check(data: bytes, what: str, magic: int, size: int) -> None:
+    """Header checks that both files share. Raises RegionError."""
+    if len(data) != size:
+        raise RegionError(f"{what} is damaged: {len(data)} bytes, must be {size}")
+    found, version, stated = struct.unpack_from("<QII", data)
+    if (found, version, stated) != (magic, ABI_VERSION, size):
+        raise RegionError(f"{what} is damaged: magic {found:#x}, version {version}, size {stated}")
+
+
+def read_limits(data: bytes) -> Limits:
+    """A limits file as values. Raises RegionError when it is damaged."""
+    check(data, "limits file", LIMITS_MAGIC, LIMITS_SIZE)
+    _, _, _, n_devices, _, nonce, generation = packer("gs_limits").unpack(data)
+    if n_devices > MAX_DEVICES:
+        raise RegionError(f"limits file is damaged: {n_devices} devices, at most {MAX_DEVICES}")
+    devices = []
+    for index in range(n_devices):
+        fields = packer("gs_device_limit").unpack_from(data, offset("gs_limits", "device") + index * DEVICE_SIZE)
+        _, text, limit_bytes, total_bytes, _, _, _, percent, priority, _, flags = fields
+        devices.append(
+            Limit(
+                text.partition(b"\0")[0].decode("ascii", "replace"),
+                None if limit_bytes == UNLIMITED else limit_bytes,
+                total_bytes,
+                None if percent == NO_PERCENT else percent,
+                priority,
+                flags,
+            )
+        )
+    return Limits(nonce, generation, tuple(devices))
+
+
+def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
+    """What a tenant wrote, bounded. `n_devices` is what the host granted: no more are looked at.
+
+    `slots_high` is not used: a tenant could hide slots behind it. Raises RegionError when the header is not ours.
+    """
+    check(data, "usage file", USAGE_MAGIC, USAGE_SIZE)
+    fields = packer("gs_usage").unpack(data)
+    _, _, _, _, stated_devices, nonce, _, warnings = fields[:8]
+    count = min(n_devices, stated_devices, MAX_DEVICES)
+    slots = []
+    base = offset("gs_usage", "slot")
+    slot_struct = packer("gs_slot")
+    for index in range(MAX_SLOTS):
+        owner, live, _, pid, started_ns, *charged = slot_struct.unpack_from(data, base + index * SLOT_SIZE)
+        if owner & TID_MASK and live == owner & TID_MASK:
+            slots.append(Slot(index, pid, started_ns, tuple(charged[:count])))
+    texts = tuple(text for bit, text in WARNINGS if warnings & bit)
+    return Usage(nonce, count, tuple(slots), tuple(fields[8 : 8 + count]), texts)

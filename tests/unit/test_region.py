@@ -1,0 +1,198 @@
+"""The host's and the shim's idea of the shared files are the same, and a tenant's bytes cannot hurt the host."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+from gpushare import region
+from gpushare.model import Device, Share
+
+HEADER = Path(__file__).resolve().parents[2] / "shim" / "include" / "gpushare_abi.h"
+UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
+CONSTANTS = {
+    "GS_ABI_VERSION": region.ABI_VERSION,
+    "GS_LIMITS_MAGIC": region.LIMITS_MAGIC,
+    "GS_USAGE_MAGIC": region.USAGE_MAGIC,
+    "GS_MAX_DEVICES": region.MAX_DEVICES,
+    "GS_MAX_SLOTS": region.MAX_SLOTS,
+    "GS_UNLIMITED": region.UNLIMITED,
+    "GS_NO_PERCENT": region.NO_PERCENT,
+    "GS_TID_MASK": region.TID_MASK,
+    "GS_OWNER_DIED": region.OWNER_DIED,
+    "GS_DEVICE_COMPUTE_SOFT": region.DEVICE_COMPUTE_SOFT,
+    "GS_DEVICE_OVERSUBSCRIBE": region.DEVICE_OVERSUBSCRIBE,
+    "GS_DEVICE_PAUSED": region.DEVICE_PAUSED,
+    "GS_WARN_UNKNOWN_PROC": region.WARNINGS[0][0],
+    "GS_WARN_NO_SLOT": region.WARNINGS[1][0],
+    "GS_WARN_UNGRANTED": region.WARNINGS[2][0],
+}
+
+
+def device(index: int = 0, **changes: object) -> Device:
+    uuid = UUID[:-2] + f"{index:02x}"
+    return Device(index, uuid, index, f"0000:0{index}:00.0", "Test GPU", 16 << 30, 300 << 20)._replace(**changes)
+
+
+def c_fields() -> dict[str, list[str]]:
+    """Field names of each struct, from the header's own text, so that a new field cannot be overlooked."""
+    fields: dict[str, list[str]] = {}
+    current = None
+    for line in HEADER.read_text().splitlines():
+        words = line.strip().split()
+        if line.startswith("struct ") and line.endswith("{"):
+            current = words[1]
+            fields[current] = []
+        elif line.startswith("}"):
+            current = None
+        elif current and words and words[0] != "/*":
+            declared = line.split(";")[0].split("[")[0].split()
+            fields[current].append(declared[-1])
+    return fields
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """What the C compiler says: every offsetof, every sizeof, every constant."""
+    folder = tmp_path_factory.mktemp("abi")
+    lines = []
+    for struct_name, fields in c_fields().items():
+        lines.append(f'P("sizeof {struct_name}", sizeof(struct {struct_name}));')
+        lines += [f'P("{struct_name}.{f}", offsetof(struct {struct_name}, {f}));' for f in fields]
+    lines += [f'P("{name}", {name});' for name in CONSTANTS]
+    source = folder / "abi.c"
+    source.write_text(
+        '#include <stdio.h>\n#include "gpushare_abi.h"\n'
+        '#define P(n, v) printf("%s=%llu\\n", n, (unsigned long long)(v))\n'
+        "int main(void) {\n" + "\n".join(lines) + "\nreturn 0; }\n"
+    )
+    program = folder / "abi"
+    subprocess.run(["gcc", "-std=c11", f"-I{HEADER.parent}", "-o", program, source], check=True)
+    output = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    return {name: int(value) for name, value in (line.split("=") for line in output.splitlines())}
+
+
+def test_python_and_c_agree_on_every_offset_size_and_constant(compiled: dict[str, int]) -> None:
+    ours: dict[str, int] = dict(CONSTANTS)
+    for name, fields in region.LAYOUTS.items():
+        ours[f"sizeof {name}"] = region.packer(name).size
+        for field, _ in fields:
+            ours[f"{name}.{field}"] = region.offset(name, field)
+    assert ours == compiled
+
+
+def test_c_reads_the_limits_that_python_wrote(tmp_path: Path) -> None:
+    """Values, not only offsets: every field of two different devices arrives in C."""
+    shares = (
+        Share(0, device(0), 4 << 30, 30, soft=True, priority=1),
+        Share(1, device(1, memory_bytes=8 << 30), None, None, oversubscribe=True),
+    )
+    data = region.pack_limits(shares, nonce=0x1122334455667788, generation=7)
+    (tmp_path / "limits").write_bytes(data)
+    (tmp_path / "read.c").write_text(
+        """
+        #include <stdio.h>
+        #include <string.h>
+        #include "gpushare_abi.h"
+        int main(int c, char **v) {
+            static struct gs_limits l; FILE *f = fopen(v[1], "rb");
+            if (c != 2 || !f || fread(&l, sizeof l, 1, f) != 1 || fgetc(f) != EOF) return 1;
+            printf("%llx %u %llx %llu\\n", (unsigned long long)l.magic, l.n_devices,
+                   (unsigned long long)l.nonce, (unsigned long long)l.generation);
+            for (unsigned i = 0; i < l.n_devices; i++) { struct gs_device_limit *d = &l.device[i];
+                printf("%02x%02x %s %llu %llu %llu %llu %llu %u %u %u %u\\n", d->uuid[0], d->uuid[15], d->uuid_text,
+                (unsigned long long)d->memory_limit_bytes, (unsigned long long)d->memory_total_bytes,
+                (unsigned long long)d->context_bytes, (unsigned long long)d->granularity_bytes,
+                (unsigned long long)d->memory_virtual_bytes, d->compute_percent, d->priority, d->weight, d->flags);
+            }
+            return 0;
+        }"""
+    )
+    subprocess.run(
+        ["gcc", "-std=c11", f"-I{HEADER.parent}", "-o", tmp_path / "read", tmp_path / "read.c"], check=True
+    )
+    output = subprocess.run([tmp_path / "read", tmp_path / "limits"], check=True, capture_output=True, text=True)
+    assert output.stdout.splitlines() == [
+        f"{region.LIMITS_MAGIC:x} 2 1122334455667788 7",
+        f"0000 {UUID[:-2]}00 {4 << 30} {16 << 30} {300 << 20} {2 << 20} 0 30 1 0 1",
+        f"0001 {UUID[:-2]}01 {region.UNLIMITED} {8 << 30} {300 << 20} {2 << 20} {8 << 30} 100 0 0 2",
+    ]
+    back = region.read_limits(data)
+    assert (back.nonce, back.generation) == (0x1122334455667788, 7)
+    assert [d.memory_limit_bytes for d in back.devices] == [4 << 30, None]
+    assert [d.compute_percent for d in back.devices] == [30, None]
+
+
+def test_shares_must_be_the_slots_in_order() -> None:
+    with pytest.raises(region.RegionError, match=r"slots \[0, 2\]"):
+        region.pack_limits((Share(0, device(0), 1), Share(2, device(1), 1)), 1)
+    with pytest.raises(region.RegionError, match="at most 16"):
+        region.pack_limits(tuple(Share(i, device(i), 1) for i in range(17)), 1)
+    with pytest.raises(region.RegionError, match="GPU-nonsense"):
+        region.pack_limits((Share(0, device(0, uuid="GPU-nonsense"), 1),), 1)
+
+
+def usage_with(slots: dict[int, tuple[int, int, int, tuple[int, ...]]], n_devices: int = 2) -> bytearray:
+    """A usage file with (owner, live, pid, bytes) in the given slots."""
+    data = bytearray(region.pack_usage(99, n_devices))
+    for index, (owner, live, pid, charged) in slots.items():
+        at = region.offset("gs_usage", "slot") + index * region.SLOT_SIZE
+        charged = charged + (0,) * (region.MAX_DEVICES - len(charged))
+        data[at : at + region.SLOT_SIZE] = region.packer("gs_slot").pack(owner, live, 1, pid, 5, *charged)
+    return data
+
+
+def test_only_live_slots_count() -> None:
+    waiters = 0x80000000  # FUTEX_WAITERS is not part of the identity
+    data = usage_with(
+        {
+            0: (100, 100, 7, (10, 1)),
+            1: (region.OWNER_DIED, 100, 8, (1 << 40,)),  # the kernel found the owner dead
+            2: (101, 0, 9, (1 << 40,)),  # taken, bytes not zeroed yet
+            3: (0, 0, 9, (1 << 40,)),  # released
+            1023: (102 | waiters, 102, 10, (5, 2)),  # above slots_high, which is not believed
+        }
+    )
+    usage = region.read_usage(bytes(data))
+    assert [(slot.index, slot.pid, slot.bytes) for slot in usage.slots] == [(0, 7, (10, 1)), (1023, 10, (5, 2))]
+    assert (usage.used_bytes(0), usage.used_bytes(1), usage.nonce) == (15, 3, 99)
+
+
+def test_refusals_and_warnings_are_named() -> None:
+    data = usage_with({})
+    struct.pack_into("<I", data, region.offset("gs_usage", "warnings"), 0b110)
+    struct.pack_into("<QQ", data, region.offset("gs_usage", "refused"), 3, 4)
+    usage = region.read_usage(bytes(data))
+    assert usage.refused == (3, 4)
+    assert [text for _, text in region.WARNINGS[1:]] == list(usage.warnings)
+
+
+def test_a_device_count_from_the_tenant_is_bounded_by_the_grant() -> None:
+    data = usage_with({0: (1, 1, 1, (5, 6, 7))}, n_devices=2)
+    struct.pack_into("<I", data, region.offset("gs_usage", "n_devices"), 0xFFFFFFFF)
+    assert region.read_usage(bytes(data), n_devices=1).slots[0].bytes == (5,)
+    assert region.read_usage(bytes(data)).n_devices == region.MAX_DEVICES
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, region.USAGE_SIZE - 1, region.USAGE_SIZE + 1])
+def test_a_file_of_another_size_is_damaged(size: int) -> None:
+    with pytest.raises(region.RegionError, match=f"damaged: {size} bytes"):
+        region.read_usage((region.pack_usage(1, 1) + b"x")[:size].ljust(size, b"\0"))
+
+
+def test_garbage_never_raises_anything_but_damaged() -> None:
+    rng = random.Random(20240611)
+    header = region.pack_usage(1, 1)[:16]
+    for _ in range(40):
+        noise = rng.randbytes(region.USAGE_SIZE)
+        with pytest.raises(region.RegionError, match="damaged"):
+            region.read_usage(noise)
+        usage = region.read_usage(header + noise[16:])  # a right header, noise behind it
+        assert usage.n_devices <= region.MAX_DEVICES
+        assert all(0 <= used < 1 << 64 for slot in usage.slots for used in slot.bytes)
+        with pytest.raises(region.RegionError, match="damaged"):
+            region.read_limits(os.urandom(region.LIMITS_SIZE))
