@@ -1,0 +1,62 @@
+# gpushare. `make help` lists what there is; everything that is built goes below build/.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+# The distribution's Python runs the programs; build/venv is made from it.
+PYTHON := $(firstword $(wildcard /usr/bin/python3) python3)
+VENV_PYTHON := build/venv/bin/python
+SETUP := build/.setup
+
+# Headers from PyPI wheels (links into build/venv, made with it), for machines without CUDA
+CUDA_INCLUDE := build/include/cuda
+NVML_INCLUDE := build/include/nvml
+
+CC := gcc
+PYTEST_ARGS ?=
+
+.PHONY: help setup build demo test lint format bench clean root
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(SETUP) ## install missing system packages, make build/venv
+
+$(SETUP): packaging/bootstrap packaging/venv pyproject.toml
+	@packaging/bootstrap
+	@packaging/venv "$(PYTHON)"
+	@touch $@
+
+-include shim/shim.mk
+-include tests/sim/sim.mk
+
+build: $(SETUP) shim sim simhost build/bin/gpushare build/bin/gpushare-hook ## build the shim, the simulated driver and the programs
+
+build/bin/%: packaging/program $(SETUP)
+	@mkdir -p build/bin
+	@packaging/program "$(PYTHON)" $* >$@.new
+	@chmod 755 $@.new && mv $@.new $@
+
+root:
+	@[ "$$(id -u)" = 0 ] || { echo "gpushare: this starts containers, so it needs root: sudo make $(MAKECMDGOALS)" >&2; exit 1; }
+
+demo: root build ## two containers share one simulated 16 GiB GPU
+	@$(VENV_PYTHON) -m tests.demo
+
+test: root build lint ## every test, after the linters
+	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: $(SETUP) ## ruff, mypy --strict, clang-format, names that must not be committed
+	@tests/tools/lint
+
+format: $(SETUP) ## rewrite Python and C files in the house format
+	@tests/tools/lint --fix
+
+bench: root build ## measure; prints a table and writes build/bench.json
+	@$(VENV_PYTHON) -m tests.bench.bench
+
+clean: ## remove build/
+	rm -rf build
