@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional
 class Device(NamedTuple):
     """A GPU of the host, in PCI order. `context_bytes` is what one process's context takes."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which nothing here uses
     uuid: str  # "GPU-..." as the driver prints it
     minor: int
     bus_id: str  # "0000:01:00.0"
@@ -38,6 +38,7 @@ class Policy(NamedTuple):
     allowed_devices: tuple[str, ...] = ()  # uuids or indices; empty = all
     allowed_backends: tuple[str, ...] = ("shim",)
     unlimited: str = "exclusive"  # exclusive | shared | deny
+    accept_volume_mounts: str = "always"
 
 
 class Config(NamedTuple):
@@ -49,6 +50,7 @@ class Config(NamedTuple):
     memory_overcommit: float = 1.0
     placement: str = "first-fit"
     policy: Policy = Policy()
+    log: str = ""  # a file that the hook appends one line to for each container; "" = none
 
 
 class Node(NamedTuple):
@@ -75,10 +77,11 @@ class Bundle(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Which devices: kind is all | none | any | list. `none` means driver files, no GPU."""
+    """Which devices: kind is all | none | any | list. `none` means driver files, no GPU. (Inside dialects/own.py
+    there are also `void`, and `any` with count 0 = no device named; request.resolve leaves neither.)"""
 
     kind: str
-    count: int = 0  # for any
+    count: int = 0  # type: ignore[assignment]  # for any; shadows tuple.count
     names: tuple[str, ...] = ()  # for list: as written (index, uuid)
 
 

@@ -9,6 +9,18 @@ from __future__ import annotations
 from typing import NamedTuple, Union
 
 from .model import LdEntry, Share
+from .quantity import human
+
+
+def _share_text(share: Share) -> str:
+    """One share in words, for WriteLimits.describe()."""
+    if share.memory_limit_bytes is None:
+        memory = "all memory"
+    else:
+        memory = f"{human(share.memory_limit_bytes)} ({share.memory_limit_bytes} bytes)"
+    compute = "" if share.compute_percent is None else f", {share.compute_percent}% compute"
+    words = [word for word, on in (("soft", share.soft), ("high priority", share.priority > 0)) if on]
+    return f"slot {share.slot} {share.device.uuid} {memory}{compute}" + "".join(f", {word}" for word in words)
 
 
 class WriteLimits(NamedTuple):
@@ -16,7 +28,13 @@ class WriteLimits(NamedTuple):
 
     shares: tuple[Share, ...]
     path: str  # host path
-    needs = "namespace"
+
+    @property
+    def needs(self) -> str:
+        return "namespace"
+
+    def describe(self) -> str:
+        return f"limits   {self.path}: " + "; ".join(_share_text(share) for share in self.shares)
 
 
 class TenantTmpfs(NamedTuple):
@@ -25,7 +43,13 @@ class TenantTmpfs(NamedTuple):
     path: str  # host path of the mount
     size_bytes: int
     inodes: int
-    needs = "namespace"
+
+    @property
+    def needs(self) -> str:
+        return "namespace"
+
+    def describe(self) -> str:
+        return f"tmpfs    {self.path}: {self.size_bytes} bytes, {self.inodes} inodes"
 
 
 class Mount(NamedTuple):
@@ -36,7 +60,13 @@ class Mount(NamedTuple):
     kind: str  # "file" | "dir" | "socket"
     flags: tuple[str, ...]  # of: ro nosuid nodev noexec
     why: str
-    needs = "either"
+
+    @property
+    def needs(self) -> str:
+        return "either"
+
+    def describe(self) -> str:
+        return f"mount    {self.target} <- {self.source} ({self.kind} {' '.join(self.flags)}): {self.why}"
 
 
 class Link(NamedTuple):
@@ -45,7 +75,13 @@ class Link(NamedTuple):
     target: str  # container path of the link
     text: str  # what it holds
     why: str
-    needs = "either"
+
+    @property
+    def needs(self) -> str:
+        return "either"
+
+    def describe(self) -> str:
+        return f"link     {self.target} -> {self.text}: {self.why}"
 
 
 class DeviceNode(NamedTuple):
@@ -56,7 +92,14 @@ class DeviceNode(NamedTuple):
     major: int
     minor: int
     simulated: bool  # a regular file: no cgroup rule
-    needs = "either"
+
+    @property
+    def needs(self) -> str:
+        return "either"
+
+    def describe(self) -> str:
+        what = "simulated" if self.simulated else f"c {self.major}:{self.minor}"
+        return f"device   {self.target} <- {self.source} ({what})"
 
 
 class DeviceRule(NamedTuple):
@@ -64,21 +107,39 @@ class DeviceRule(NamedTuple):
 
     major: int
     minor: int
-    needs = "either"
+
+    @property
+    def needs(self) -> str:
+        return "either"
+
+    def describe(self) -> str:
+        return f"allow    c {self.major}:{self.minor} rw"
 
 
 class LdCache(NamedTuple):
     """Entries to add to or replace in /etc/ld.so.cache, in place and atomically."""
 
     entries: tuple[LdEntry, ...]
-    needs = "namespace"
+
+    @property
+    def needs(self) -> str:
+        return "namespace"
+
+    def describe(self) -> str:
+        return "ldcache  " + ", ".join(f"{entry.soname} => {entry.path}" for entry in self.entries)
 
 
 class ProcMask(NamedTuple):
     """/proc/driver/nvidia with the granted GPUs only and ModifyDeviceFiles: 0."""
 
     bus_ids: tuple[str, ...]
-    needs = "namespace"
+
+    @property
+    def needs(self) -> str:
+        return "namespace"
+
+    def describe(self) -> str:
+        return f"mask     /proc/driver/nvidia: {' '.join(self.bus_ids) or 'no GPU'}, ModifyDeviceFiles 0"
 
 
 Op = Union[WriteLimits, TenantTmpfs, Mount, Link, DeviceNode, DeviceRule, LdCache, ProcMask]

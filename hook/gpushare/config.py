@@ -1,0 +1,252 @@
+"""The configuration file: one table of keys, from which schema, sample and checks follow.
+
+    load_config(path)     -> Config     raises ConfigError naming file, line, key and value; no file = defaults
+    parse_config(text, path) -> Config  the same from text
+    SCHEMA, schema()      -> dict       JSON Schema (config/config.schema.json is this, written out)
+    sample()              -> str        config/config.yaml, commented
+
+Not on the start path: yaml and jsonschema are imported when a file is read, that is when node.json is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple, Optional
+
+from .errors import ConfigError, RequestError
+from .model import Config, Policy
+from .quantity import amount, shown, whole_percent
+
+VERSION = 1
+MAX_CONFIG_BYTES = 1 << 20
+_ACCEPT = {"enum": ["always", "privileged", "never"]}
+_TEXT = {"type": "string"}
+_PATH = {"type": "string", "pattern": "^/[^\\u0000]*$"}
+
+
+class Key(NamedTuple):
+    """One key: where it is in the file, its default there, its schema, and what it means."""
+
+    path: str  # dotted
+    default: Any
+    schema: dict[str, Any]
+    description: str
+
+
+KEYS = (
+    Key("version", VERSION, {"const": VERSION}, "Version of this file's format."),
+    Key("driver.root", "/", _PATH,
+        "Root below which the NVIDIA driver is: its libraries, dev and proc. / when it is installed on the host, "
+        "for example /run/nvidia/driver when it runs in a container."),
+    Key("state_dir", "/run/gpushare", _PATH,
+        "Where leases and limits are kept. On a tmpfs: nothing in it outlives a boot."),
+    Key("shim_dir", "/usr/lib/gpushare", _PATH, "Directory with our libcuda.so and libnvidia-ml.so."),
+    Key("placement", "first-fit", {"enum": ["first-fit"]},
+        "How a device is picked when a container names none: first-fit takes the first, in PCI order, on which the "
+        "share fits."),
+    Key("memory_overcommit", 1.0, {"type": "number", "minimum": 0.1, "maximum": 16},
+        "How much memory may be granted on a device, as a multiple of what it has. 1.0 means that every container "
+        "can use its whole limit at any time."),
+    Key("policy.accept.env", "always", _ACCEPT,
+        "From which containers requests in environment variables are taken. Images can set them too."),
+    Key("policy.accept.annotations", "always", _ACCEPT,
+        "From which containers requests in annotations are taken."),
+    Key("policy.accept.volume_mounts", "always", _ACCEPT,
+        "From which containers requests in the form of mounts at /var/run/nvidia-container-devices are taken."),
+    Key("policy.require_limits", False, {"type": "boolean"},
+        "Refuse containers that ask for a device without a memory limit."),
+    Key("policy.max_memory", "", _TEXT,
+        "Most memory per container and device, such as 8Gi or 50%; empty: no maximum. With a maximum a container "
+        "must ask for a limit."),
+    Key("policy.max_compute", "100%", _TEXT, "Most compute per container and device, from 1% to 100%."),
+    Key("policy.allowed_devices", [], {"type": "array", "items": _TEXT},
+        "Devices that containers may get, by uuid or index; empty: all."),
+    Key("policy.allowed_backends", ["shim"],
+        {"type": "array", "minItems": 1, "items": {"enum": ["shim", "mps", "dmem"]}},
+        "How limits may be enforced."),
+    Key("policy.unlimited", "exclusive", {"enum": ["exclusive", "shared", "deny"]},
+        "What a container without a memory limit gets: the device for itself, the device beside others, or nothing."),
+    Key("hook.log", "", {"type": "string", "pattern": "^(/[^\\u0000]*)?$"},
+        "File to which the hook appends one line for each container that asks for something; empty: none."),
+)  # fmt: skip
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of the file: unknown keys are refused at every level."""
+    top: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "gpushare configuration",
+        **_object("The configuration of gpushare on one host."),
+        "required": ["version"],
+    }
+    for key in KEYS:
+        here = top
+        *parents, leaf = key.path.split(".")
+        for depth, name in enumerate(parents):
+            label = f"The keys below {'.'.join(parents[: depth + 1])}."
+            here = here["properties"].setdefault(name, _object(label))
+        here["properties"][leaf] = {"description": key.description, "default": key.default, **key.schema}
+    return top
+
+
+def _object(description: str) -> dict[str, Any]:
+    fixed = {"default": {}, "additionalProperties": False, "properties": {}}
+    return {"type": "object", "description": description, **fixed}
+
+
+def _yaml_value(value: Any) -> str:
+    import json
+
+    return json.dumps(value)  # JSON scalars and lists are YAML
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+
+
+def sample() -> str:
+    """A file with every key at its default and what it means."""
+    lines = [
+        "# gpushare: configuration of one host, /etc/gpushare/config.yaml",
+        "# Every key but version may be left out. Containers started after a change use the changed file;",
+        "# `gpushare config check` reads it and says what is wrong.",
+    ]
+    open_parents: list[str] = []
+    for key in KEYS:
+        *parents, leaf = key.path.split(".")
+        lines.append("")
+        for depth, name in enumerate(parents):
+            if open_parents[: depth + 1] != parents[: depth + 1]:
+                lines.append("  " * depth + f"{name}:")
+        open_parents = parents
+        indent = "  " * len(parents)
+        lines += _wrapped(key.description, indent)
+        lines.append(f"{indent}{leaf}: {_yaml_value(key.default)}")
+    return "\n".join(lines) + "\n"
+
+
+def load_config(path: str) -> Config:
+    """The configuration; the defaults when there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+    except FileNotFoundError:
+        return Config()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        return parse_config(data.decode("utf-8"), path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
+def parse_config(text: str, path: str) -> Config:
+    """The configuration in `text`; `path` is for messages."""
+    import yaml
+
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        lines = _lines(tree, path) if tree is not None else {}
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        problem = getattr(error, "problem", None) or "nested too deeply"
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+    _validate(value, lines, path)
+    return _config(value, lines, path)
+
+
+def _lines(tree: Any, path: str, prefix: str = "") -> dict[str, int]:
+    """Dotted key -> line (from 1). Refuses a key that occurs twice: YAML would silently take the last."""
+    lines: dict[str, int] = {}
+    if not hasattr(tree, "value") or tree.id != "mapping":
+        return lines
+    for key_node, value_node in tree.value:
+        name = f"{prefix}{key_node.value}"
+        line = key_node.start_mark.line + 1
+        if name in lines:
+            raise ConfigError(f"{path}:{line}: {name} is given twice (first in line {lines[name]})", "keep one")
+        lines[name] = line
+        lines.update(_lines(value_node, path, f"{name}."))
+    return lines
+
+
+def _error(path: str, lines: dict[str, int], key: str, problem: str, hint: str = "") -> ConfigError:
+    line = lines.get(key)
+    return ConfigError(f"{path}{f':{line}' if line else ''}: {key or 'the file'}: {problem}", hint)
+
+
+def _validate(value: Any, lines: dict[str, int], path: str) -> None:
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(schema())
+    errors = sorted(validator.iter_errors(value), key=lambda error: [str(part) for part in error.path])
+    if not errors:
+        return
+    error = errors[0]
+    parts = [str(part) for part in error.path if not isinstance(part, int)]
+    if error.validator == "additionalProperties":
+        known = error.schema["properties"]
+        unknown = next(str(name) for name in error.instance if name not in known)
+        raise _error(path, lines, ".".join([*parts, unknown]), "unknown key", f"known here: {', '.join(known)}")
+    if error.validator == "required":
+        raise _error(path, lines, "", f"no version in {shown(path)}", f"begin the file with version: {VERSION}")
+    wanted = error.validator_value
+    expected = {
+        "pattern": "an absolute path",
+        "enum": "one of " + ", ".join(map(str, wanted)) if isinstance(wanted, list) else "",
+        "type": f"a value of type {wanted}",
+    }.get(error.validator, f"{error.validator} {wanted}")
+    problem = f"{shown(_yaml_value(error.instance))} is wrong"
+    raise _error(path, lines, ".".join(parts), problem, f"expected {expected}")
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, dict):
+            flat.update(_flat(item, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = item
+    return flat
+
+
+def _quantity(path: str, lines: dict[str, int], key: str, value: str, parse: Any) -> Any:
+    try:
+        return parse(key, value)
+    except RequestError as error:
+        line = lines.get(key)
+        raise ConfigError(f"{path}{f':{line}' if line else ''}: {error.message}", error.hint) from None
+
+
+def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
+    """The validated file as a Config: missing keys take the table's defaults."""
+    given = _flat(value)
+    at = {key.path: given.get(key.path, key.default) for key in KEYS}
+    maximum: Optional[str] = at["policy.max_memory"].strip()
+    if maximum:
+        _quantity(path, lines, "policy.max_memory", maximum, amount)
+    return Config(
+        driver_root=os.path.normpath(at["driver.root"]),
+        state_dir=os.path.normpath(at["state_dir"]),
+        shim_dir=os.path.normpath(at["shim_dir"]),
+        memory_overcommit=float(at["memory_overcommit"]),
+        placement=at["placement"],
+        policy=Policy(
+            accept_env=at["policy.accept.env"],
+            accept_annotations=at["policy.accept.annotations"],
+            require_limits=at["policy.require_limits"],
+            max_memory=maximum or "",
+            max_compute_percent=_quantity(path, lines, "policy.max_compute", at["policy.max_compute"], whole_percent),
+            allowed_devices=tuple(at["policy.allowed_devices"]),
+            allowed_backends=tuple(at["policy.allowed_backends"]),
+            unlimited=at["policy.unlimited"],
+            accept_volume_mounts=at["policy.accept.volume_mounts"],
+        ),
+        log=at["hook.log"],
+    )

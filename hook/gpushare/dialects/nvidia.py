@@ -1,0 +1,125 @@
+"""The NVIDIA dialect: NVIDIA_VISIBLE_DEVICES, NVIDIA_DRIVER_CAPABILITIES, volume requests.
+
+    read(env, annotations, spec, inventory) -> Request | None
+    capabilities(env)                       -> tuple[str, ...]     default compute,utility
+    names_device(env, spec)                 -> bool                cheap: does this container name a device?
+    volume_requests(spec)                   -> tuple[str, ...]     ids below /var/run/nvidia-container-devices
+    conflicts(spec)                         -> tuple[str, ...]     what other software already injected
+
+Source: NVIDIA container toolkit documentation; names of its hooks as of 1.17. Start path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from .. import oci
+from ..errors import RequestError
+from ..model import Inventory, Request
+from ..quantity import shown
+from . import Env, expand_capabilities, one_value, parse_devices
+
+ENV_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+ENV_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
+VOLUME_ROOT = "/var/run/nvidia-container-devices"
+# names that change nothing here, and why, for explain
+NOT_HONOURED = {
+    "NVIDIA_MIG_CONFIG_DEVICES": "no device of this container may change the MIG configuration",
+    "NVIDIA_MIG_MONITOR_DEVICES": "no device of this container may watch every MIG device",
+    "NVIDIA_REQUIRE_CUDA": "driver constraints are not checked",
+}
+_HOOK_PROGRAMS = frozenset(
+    (
+        "nvidia-container-runtime-hook",
+        "nvidia-container-toolkit",
+        "nvidia-container-cli",
+        "nvidia-cdi-hook",
+        "nvidia-ctk",
+    )
+)
+_DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so", "libcudadebugger.so", "libnvidia-ptxjitcompiler.so")
+_NVIDIA_MAJOR = 195
+
+
+def _values(env: Env, name: str) -> list[str]:
+    return [value for key, value in env if key == name]
+
+
+def capabilities(env: Env) -> tuple[str, ...]:
+    """What NVIDIA_DRIVER_CAPABILITIES asks for; also used by requests in our own words."""
+    return expand_capabilities(ENV_CAPABILITIES, one_value(ENV_CAPABILITIES, _values(env, ENV_CAPABILITIES)))
+
+
+def volume_requests(spec: dict[str, Any]) -> tuple[str, ...]:
+    """Devices asked for by mounts of /dev/null at VOLUME_ROOT/<id>: a way that images cannot use."""
+    found = []
+    for mount in oci.items(spec, "mounts"):
+        target = mount.get("destination") if isinstance(mount, dict) else None
+        if isinstance(target, str) and target.startswith(VOLUME_ROOT + "/") and mount.get("source") == "/dev/null":
+            found.append(target[len(VOLUME_ROOT) + 1 :].strip("/"))
+    return tuple(found)
+
+
+def names_device(env: Env, spec: dict[str, Any]) -> bool:
+    """Whether the container names a device in this dialect; the names are not checked."""
+    value = oci.env_get(env, ENV_DEVICES) or ""
+    words = [word.strip() for word in value.split(",")]
+    return bool(volume_requests(spec)) or (value.strip() not in ("", "none") and "void" not in words)
+
+
+def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
+    """The request, None when there is none. Volume requests count before the variable: an image cannot set them."""
+    asked = one_value(ENV_DEVICES, _values(env, ENV_DEVICES))
+    volumes = volume_requests(spec)
+    cdi = next((name for name in volumes if name.startswith("cdi/")), None)
+    if cdi is not None:
+        raise RequestError(f"a mount at {VOLUME_ROOT}/{cdi} names a CDI device", "name the GPU by index or uuid")
+    unhonoured = [(name, oci.env_get(env, name), why) for name, why in NOT_HONOURED.items()]
+    ignored = [f"{name}={shown(value)}: {why}" for name, value, why in unhonoured if value]
+    if volumes:
+        name, value = f"mounts at {VOLUME_ROOT}", ",".join(volumes)
+        if asked:
+            ignored.append(f"{ENV_DEVICES}={shown(asked)}: {name} name the devices")
+    else:
+        name, value = ENV_DEVICES, asked or ""
+    selection = parse_devices(name, value, inventory, any_allowed=False)
+    if selection is None:
+        return None
+    sources = [(name, value)]
+    named = oci.env_get(env, ENV_CAPABILITIES)
+    if named:
+        sources.append((ENV_CAPABILITIES, named))
+    return Request("nvidia", selection, capabilities(env), sources=tuple(sources), ignored=tuple(ignored))
+
+
+def _conflicting_hooks(spec: dict[str, Any]) -> list[str]:
+    found = []
+    for stage, hooks in oci.section(spec, "hooks").items():
+        for hook in hooks if isinstance(hooks, list) else ():
+            path = hook.get("path") if isinstance(hook, dict) else None
+            if isinstance(path, str) and path.rpartition("/")[2].partition(".")[0] in _HOOK_PROGRAMS:
+                found.append(f"{stage} hook {shown(path)}")
+    return found
+
+
+def _conflicting_mounts(spec: dict[str, Any]) -> list[str]:
+    found = []
+    for mount in oci.items(spec, "mounts"):
+        target = mount.get("destination") if isinstance(mount, dict) else None
+        if isinstance(target, str) and target.rpartition("/")[2].startswith(_DRIVER_LIBRARIES):
+            found.append(f"mount at {shown(target)}")
+    return found
+
+
+def _conflicting_devices(spec: dict[str, Any]) -> list[str]:
+    found = []
+    for device in oci.items(spec, "linux", "devices"):
+        path = device.get("path") if isinstance(device, dict) else None
+        if isinstance(path, str) and (device.get("major") == _NVIDIA_MAJOR or path.startswith("/dev/nvidia")):
+            found.append(f"device {shown(path)}")
+    return found
+
+
+def conflicts(spec: dict[str, Any]) -> tuple[str, ...]:
+    """NVIDIA hooks, driver mounts and device nodes that other software put into config.json before us."""
+    return tuple(_conflicting_hooks(spec) + _conflicting_mounts(spec) + _conflicting_devices(spec))

@@ -1,0 +1,145 @@
+"""Our own dialect: GPUSHARE_* variables and gpushare.io/ annotations, one row each.
+
+    read(env, annotations, spec, inventory) -> Request | None
+
+In the Request, Selection("any", count=0) means that no device was named, and Selection("void") that the container
+wants to be left alone; request.resolve turns both into something definite.
+
+In a pod an annotation reaches every container. So `<container>.gpushare.io/memory` is for that container, and an
+unscoped one counts only for containers that name a device themselves: a sidecar must not get a GPU by accident.
+Start path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Optional
+
+from .. import names, oci
+from ..errors import RequestError
+from ..model import Inventory, Request, Selection
+from ..quantity import amounts, percents, shown, wrong
+from . import Env, nvidia, one_value, parse_devices
+
+UNNAMED = Selection("any", count=0)
+VOID = Selection("void")
+_OTHER_VARIABLES = frozenset(("GPUSHARE_LOG",))  # ours, but no request
+_PREFIX = "GPUSHARE_"
+
+
+class Found(NamedTuple):
+    """One value and the name under which it was found."""
+
+    name: str
+    value: str
+
+
+def _word(choices: dict[str, Any]) -> Callable[[str, str, Inventory], Any]:
+    """A parser for one of a few words."""
+
+    def parse(name: str, value: str, inventory: Inventory) -> Any:
+        word = value.strip().lower()
+        if word not in choices:
+            raise wrong(name, value, "unknown value", f"write {', '.join(choices)}")
+        return choices[word]
+
+    return parse
+
+
+def _devices(name: str, value: str, inventory: Inventory) -> Selection:
+    if not value.strip():
+        return UNNAMED
+    return parse_devices(name, value, inventory, any_allowed=True) or VOID
+
+
+# variable -> (field of Request, parser)
+ROWS: dict[str, tuple[str, Callable[[str, str, Inventory], Any]]] = {
+    names.ENV_DEVICES: ("selection", _devices),
+    names.ENV_MEMORY: ("memory", lambda name, value, inventory: amounts(name, value)),
+    names.ENV_COMPUTE: ("compute", lambda name, value, inventory: percents(name, value)),
+    names.ENV_COMPUTE_MODE: ("compute_mode", _word({"hard": "hard", "soft": "soft"})),
+    names.ENV_PRIORITY: ("priority", _word({"normal": 0, "high": 1, "0": 0, "1": 1})),
+    names.ENV_BACKEND: ("backend", _word({word: word for word in ("auto", "shim", "mps", "dmem")})),
+    names.ENV_OVERSUBSCRIBE: (
+        "oversubscribe",
+        _word({"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False}),
+    ),
+}
+
+
+def _near(word: str, known: str) -> bool:
+    """Whether `word` is `known` with at most two letters wrong, missing, added or in another case."""
+    if word.upper() == known:
+        return True
+    if abs(len(word) - len(known)) > 2:
+        return False
+    row = list(range(len(known) + 1))
+    for i, a in enumerate(word.upper(), 1):
+        previous, row[0] = row[0], i
+        for j, b in enumerate(known, 1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
+    return row[-1] <= 2
+
+
+def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> None:
+    """A misspelt limit must not become no limit. Other GPUSHARE_ variables pass: Kubernetes adds
+    `<SERVICE>_PORT` and the like for a service that happens to be called gpushare."""
+    for name, value in env:
+        if name[: len(_PREFIX)].upper() != _PREFIX or name in ROWS or name in _OTHER_VARIABLES:
+            continue
+        meant = next((known for known in ROWS if _near(name, known)), None)
+        if meant:
+            raise wrong(name, value, "unknown name", f"did you mean {meant}?")
+    known_keys = {*names.ANNOTATIONS.values(), names.APPLIED_ANNOTATION}
+    for key, value in annotations.items():
+        scope, prefix, rest = key.rpartition(names.ANNOTATION_PREFIX)
+        if prefix and scope in ("", f"{container}.") and prefix + rest not in known_keys:
+            raise wrong(key, value, "unknown annotation", f"use {', '.join(names.ANNOTATIONS.values())}")
+
+
+def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool) -> dict[str, Found]:
+    """Every name of ours that is set: variables, and annotations that are for this container."""
+    found: dict[str, Found] = {}
+    for variable, key in names.ANNOTATIONS.items():
+        value = one_value(variable, [value for name, value in env if name == variable])
+        scoped_key = f"{container}.{key}"
+        chosen = scoped_key if container and scoped_key in annotations else key if unscoped else ""
+        said = annotations.get(chosen)
+        if value is not None and said is not None and value.strip() != said.strip():
+            raise RequestError(
+                f"{variable}={shown(value)} and annotation {chosen}={shown(said)} contradict", "keep one of them"
+            )
+        if value is not None:
+            found[variable] = Found(variable, value)
+        elif said is not None:
+            found[variable] = Found(chosen, said)
+    return found
+
+
+def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
+    """The request in our own words, None when there is none."""
+    container = oci.container_name(annotations)
+    _refuse_misspelt(env, annotations, container)
+    found = _find(env, annotations, container, unscoped=not container)
+    ignored = []
+    if container:
+        everything = _find(env, annotations, container, unscoped=True)
+        named = found.get(names.ENV_DEVICES)
+        if (named and named.value.strip()) or nvidia.names_device(env, spec):
+            found = everything
+        else:
+            ignored = [
+                f"{item.name}={shown(item.value)}: container {shown(container)} names no device"
+                for variable, item in everything.items()
+                if variable not in found
+            ]
+    if not found:
+        return None
+    fields = {ROWS[variable][0]: ROWS[variable][1](*item, inventory) for variable, item in found.items()}
+    fields.setdefault("selection", UNNAMED)
+    return Request(
+        dialect="own",
+        capabilities=nvidia.capabilities(env),
+        sources=tuple(found.values()),
+        ignored=tuple(ignored),
+        **fields,
+    )

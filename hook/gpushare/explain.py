@@ -1,0 +1,74 @@
+"""What `gpushare explain` prints: the request, the plan and the notes. Stable text, compared by golden tests.
+
+explain_text(request, plan) -> str     lines, each ended by a newline
+explain_json(request, plan) -> dict    the same as plain JSON values
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from .model import Request, Selection
+from .ops import Op, Plan
+from .quantity import shown
+
+NOTHING = "nothing asked: this container is left alone\n"
+
+
+def selection_text(selection: Selection) -> str:
+    """`any:2`, `all`, `none`, or the list as written."""
+    if selection.kind == "any":
+        return f"any:{selection.count}"
+    return ",".join(selection.names) if selection.kind == "list" else selection.kind
+
+
+def _by_slot(pairs: tuple[tuple[Optional[int], str], ...]) -> str:
+    return ",".join(text if slot is None else f"{slot}={text}" for slot, text in pairs) or "no limit"
+
+
+def _facts(request: Request) -> list[tuple[str, str]]:
+    """What was understood, as (label, text)."""
+    facts = [
+        ("dialect", request.dialect),
+        ("devices", selection_text(request.selection)),
+        ("memory", _by_slot(tuple((slot, amount.text) for slot, amount in request.memory))),
+        ("compute", _by_slot(tuple((slot, f"{percent}%") for slot, percent in request.compute))),
+        ("capabilities", ",".join(request.capabilities)),
+    ]
+    optional = (("priority", "high" if request.priority else ""), ("backend", request.backend.replace("auto", "")))
+    return facts + [(label, text) for label, text in optional if text]
+
+
+def explain_text(request: Optional[Request], plan: Optional[Plan]) -> str:
+    """The whole explanation; control characters of the container's words never reach a terminal."""
+    if request is None or plan is None:
+        return NOTHING
+    lines = [f"{label:<12} {text}" for label, text in _facts(request)]
+    lines += [f"{'from':<12} {name}={shown(value)}" for name, value in request.sources]
+    lines += ["", f"plan for {plan.container_id}:"]
+    lines += [f"{number:>3} {op.describe()}" for number, op in enumerate(plan.ops, 1)]
+    lines += ["", *(f"note: {note}" for note in plan.notes)] if plan.notes else []
+    return "".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) + "\n" for line in lines)
+
+
+def _plain(value: Any) -> Any:
+    """NamedTuples as objects, tuples as lists."""
+    if hasattr(value, "_asdict"):
+        return {key: _plain(item) for key, item in value._asdict().items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _op(op: Op) -> dict[str, Any]:
+    return {"op": type(op).__name__, "needs": op.needs, **_plain(op), "text": op.describe()}
+
+
+def explain_json(request: Optional[Request], plan: Optional[Plan]) -> dict[str, Any]:
+    """The same, for programs: {"request": null} when nothing was asked."""
+    if request is None or plan is None:
+        return {"request": None, "plan": None}
+    return {
+        "request": {**_plain(request), "selection": selection_text(request.selection)},
+        "plan": {"container_id": plan.container_id, "ops": [_op(op) for op in plan.ops], "notes": list(plan.notes)},
+    }

@@ -1,0 +1,141 @@
+"""node.json: configuration and inventory, compiled into one file that the start path reads and nothing else.
+
+    load_node(config_path, state_dir)           -> Node     fast; compiles when missing or stale
+    compile_node(config_path, state_dir, write) -> Node     always anew: yaml, jsonschema, NVML
+    read_node(config_path, state_dir)           -> Node | None   only if fresh
+    node_json(node, inputs), node_of(value)     -> to and from plain JSON values
+
+Fresh means: same schema, same configuration file (path, mtime, size, inode), same driver version, same GPUs on the
+bus: one stat, one short read, one directory listing. The file is a cache and never required: what cannot be written is
+compiled again next time. Raises ConfigError and DeviceError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import Any, Optional
+
+from . import inventory
+from .errors import DeviceError, GpushareError
+from .model import Config, Device, Inventory, Node, Policy
+
+SCHEMA = 1  # grows when the meaning of node.json changes
+FILE = "node.json"
+MAX_NODE_BYTES = 4 << 20
+
+
+def _config_identity(config_path: str) -> list[Any]:
+    """What changes when somebody edits the file; only the path while there is none."""
+    try:
+        status = os.stat(config_path)
+    except OSError:
+        return [config_path]
+    return [config_path, status.st_mtime_ns, status.st_size, status.st_ino]
+
+
+def _driver_identity(root: str) -> list[Any]:
+    """What changes with the driver or the GPUs; None for the version while no driver is loaded."""
+    try:
+        version: Optional[str] = inventory.driver_version(root)
+    except DeviceError:
+        version = None
+    return [version, *inventory.bus_ids(root)]
+
+
+def node_json(node: Node, config_identity: list[Any], driver_identity: list[Any]) -> dict[str, Any]:
+    """The file's content as plain values."""
+    config, host = node
+    return {
+        "schema": SCHEMA,
+        "config_identity": config_identity,
+        "driver_identity": driver_identity,
+        "config": {**config._asdict(), "policy": config.policy._asdict()},
+        "inventory": {**host._asdict(), "devices": [device._asdict() for device in host.devices]},
+    }
+
+
+def node_of(value: dict[str, Any]) -> Node:
+    """The Node in a file's content. Raises KeyError or TypeError when it is something else."""
+    config, host = value["config"], value["inventory"]
+    policy: dict[str, Any] = {
+        key: tuple(item) if isinstance(item, list) else item for key, item in config["policy"].items()
+    }
+    return Node(
+        Config(**{**config, "policy": Policy(**policy)}),
+        Inventory(**{**host, "devices": tuple(Device(**device) for device in host["devices"])}),
+    )
+
+
+def _read(path: str) -> Optional[dict[str, Any]]:
+    """The file's content if nobody but us could have written it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not ours or not stat.S_ISREG(status.st_mode) or status.st_size > MAX_NODE_BYTES:
+            return None
+        value = json.loads(os.read(fd, MAX_NODE_BYTES))
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+    return value if isinstance(value, dict) else None
+
+
+def read_node(config_path: str, state_dir: str) -> Optional[Node]:
+    """The compiled node if it is fresh."""
+    value = _read(os.path.join(state_dir, FILE))
+    if value is None or value.get("schema") != SCHEMA or value.get("config_identity") != _config_identity(config_path):
+        return None
+    try:
+        node = node_of(value)
+    except (KeyError, TypeError, AttributeError):
+        return None
+    if value.get("driver_identity") != _driver_identity(node.config.driver_root):
+        return None
+    return node._replace(config=node.config._replace(state_dir=state_dir))
+
+
+def load_node(config_path: str, state_dir: str) -> Node:
+    """The node, compiled anew only when something changed."""
+    return read_node(config_path, state_dir) or compile_node(config_path, state_dir)
+
+
+def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
+    """Reads the configuration and asks the driver. `write=False` leaves no trace (explain)."""
+    from .config import load_config
+
+    config_identity = _config_identity(config_path)  # before reading: a change meanwhile makes the file stale
+    try:
+        config = load_config(config_path)._replace(state_dir=state_dir)
+    except ImportError as error:
+        raise GpushareError(f"cannot read {config_path}: {error}", "install PyYAML and jsonschema") from None
+    driver_identity = _driver_identity(config.driver_root)
+    node = Node(config, inventory.read_inventory(config.driver_root))
+    if write:
+        _write(state_dir, node_json(node, config_identity, driver_identity))
+    return node
+
+
+def _write(state_dir: str, value: dict[str, Any]) -> None:
+    """Atomically; a directory that cannot be written only costs time."""
+    temporary = os.path.join(state_dir, f".{FILE}.{os.getpid()}")
+    try:
+        os.makedirs(state_dir, mode=0o755, exist_ok=True)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError:
+        return
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(value, file)
+        os.rename(temporary, os.path.join(state_dir, FILE))
+    except OSError:
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass

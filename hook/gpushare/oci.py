@@ -1,0 +1,233 @@
+"""What the runtime hands over: the state on stdin and the bundle's config.json. Both are untrusted text.
+
+    read_state(data: bytes)           -> State     the hook's stdin
+    load_bundle(State | path)         -> Bundle    config.json of that bundle
+    bundle_of(state, spec, directory) -> Bundle    the same from a parsed config.json (pure)
+    read_json(path, max_bytes, what)  -> dict      bounded, one object, clear errors
+    check_id(text)                    -> str       a container id that may become a directory name
+    env_get(env, name)                -> str|None  the last of duplicates counts, as in the container's libc
+
+All raise RequestError. Source: OCI runtime specification 1.x, `runtime.md` (State) and `config.md`.
+Start path: standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, NamedTuple, Optional, Union
+
+from . import names
+from .errors import RequestError
+from .model import Bundle
+from .quantity import shown
+
+MAX_STATE_BYTES = 4 << 20
+MAX_CONFIG_BYTES = 16 << 20
+MAX_ID_LENGTH = 200  # a directory name, with room for a suffix
+_ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+-.")
+
+
+class State(NamedTuple):
+    """The container's state as the runtime gave it. `pid` is 0 when there is none."""
+
+    id: str
+    pid: int
+    status: str
+    bundle: str
+    annotations: dict[str, str]
+
+
+def check_id(text: object) -> str:
+    """`text` when it is a container id: what runc accepts, minus what could leave our state directory."""
+    if not isinstance(text, str) or not text:
+        raise RequestError("the state has no container id", "the runtime must give one")
+    if len(text) > MAX_ID_LENGTH or not _ID_CHARACTERS.issuperset(text) or text in (".", ".."):
+        raise RequestError(
+            f"container id {shown(text)} is not acceptable",
+            f"use at most {MAX_ID_LENGTH} letters, digits and _ + - .",
+        )
+    return text
+
+
+def _path(value: object, what: str) -> str:
+    """`value` when it is text that the kernel would take as a path."""
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{what} is missing or not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{what} {shown(value)} is not valid text") from None
+    if "\0" in value:
+        raise RequestError(f"{what} {shown(value)} holds a NUL")
+    return value
+
+
+def _object(data: bytes, what: str) -> dict[str, Any]:
+    """One JSON object, whatever is wrong with the text."""
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise RequestError(f"{what} is nested too deeply") from None
+    except ValueError as error:  # also UnicodeDecodeError, and integers of absurd length
+        raise RequestError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{what} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_json(path: str, max_bytes: int, what: str) -> dict[str, Any]:
+    """The JSON object in a regular file of at most `max_bytes`. Never blocks on a FIFO."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise RequestError(f"cannot read {what} {shown(path)}: {error.strerror}") from None
+    try:
+        if not os.path.isfile(f"/proc/self/fd/{fd}"):
+            raise RequestError(f"{what} {shown(path)} is not a regular file")
+        data = _read_all(fd, max_bytes)
+    finally:
+        os.close(fd)
+    if len(data) > max_bytes:
+        raise RequestError(f"{what} {shown(path)} is larger than {max_bytes} bytes")
+    return _object(data, what)
+
+
+def _read_all(fd: int, max_bytes: int) -> bytes:
+    """Everything up to one byte more than `max_bytes`."""
+    parts = []
+    left = max_bytes + 1
+    while left:
+        part = os.read(fd, min(left, 1 << 20))
+        if not part:
+            break
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _texts(value: object, what: str) -> dict[str, str]:
+    """A JSON object of strings; null and absent count as empty, as in Go."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError(f"{what} must be an object, not {type(value).__name__}")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise RequestError(f"{what}: {shown(key)} must be text, not {type(text).__name__}")
+    return value
+
+
+def section(spec: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """The object at `keys`; empty when absent or null, an error when it is something else."""
+    here = spec
+    for depth, key in enumerate(keys):
+        value = here.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise RequestError(f"config.json: {'.'.join(keys[: depth + 1])} must be an object")
+        here = value
+    return here
+
+
+def items(spec: dict[str, Any], *keys: str) -> list[Any]:
+    """The list at `keys`; empty when absent or null, an error when it is something else."""
+    value = section(spec, *keys[:-1]).get(keys[-1])
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise RequestError(f"config.json: {'.'.join(keys)} must be a list")
+    return value
+
+
+def read_state(data: bytes) -> State:
+    """The hook's stdin."""
+    if len(data) > MAX_STATE_BYTES:
+        raise RequestError(f"the state on standard input is larger than {MAX_STATE_BYTES} bytes")
+    value = _object(data, "the state on standard input")
+    pid = value.get("pid") or 0
+    if not isinstance(pid, int) or isinstance(pid, bool) or not 0 <= pid < 1 << 31:
+        raise RequestError(f"the state's pid {shown(str(pid))} is not a process id")
+    bundle = value.get("bundle") or value.get("bundlePath")  # bundlePath: before specification 1.0
+    path = _path(bundle, "the state's bundle")
+    if not path.startswith("/"):
+        raise RequestError(f"the state's bundle {shown(path)} is not an absolute path")
+    status = value.get("status")
+    return State(
+        check_id(value.get("id")),
+        pid,
+        status if isinstance(status, str) else "",
+        path,
+        _texts(value.get("annotations"), "the state's annotations"),
+    )
+
+
+def load_bundle(source: Union[State, str]) -> Bundle:
+    """The bundle of a state, or of a directory (its id is then the directory's name, as runc's users do)."""
+    if isinstance(source, str):
+        directory = os.path.abspath(_path(source, "the bundle"))
+        name = os.path.basename(directory)
+        state = State(name if _ID_CHARACTERS.issuperset(name) and name else "bundle", 0, "", directory, {})
+    else:
+        state = source
+    spec = read_json(os.path.join(state.bundle, "config.json"), MAX_CONFIG_BYTES, "config.json")
+    return bundle_of(state, spec)
+
+
+def _env(spec: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """process.env in order, duplicates kept. A line without `=` or with a NUL cannot reach the process."""
+    pairs = []
+    for line in items(spec, "process", "env"):
+        if not isinstance(line, str):
+            raise RequestError(f"config.json: process.env holds {shown(str(line))}, which is not text")
+        name, equals, value = line.partition("=")
+        if "\0" in line:
+            raise RequestError(f"config.json: process.env holds a NUL in {shown(name)}")
+        if equals:
+            pairs.append((name, value))
+    return tuple(pairs)
+
+
+def _rootfs(spec: dict[str, Any], directory: str) -> str:
+    """root.path, joined to the bundle as runc joins it; "" when there is none (request.py judges)."""
+    path = section(spec, "root").get("path")
+    if path is None or path == "":
+        return ""
+    joined = os.path.normpath(os.path.join(directory, _path(path, "config.json: root.path")))
+    return "/" + joined.lstrip("/")  # normpath keeps a leading "//"
+
+
+def _first(annotations: dict[str, str], keys: tuple[str, ...]) -> str:
+    return next((annotations[key] for key in keys if annotations.get(key)), "")
+
+
+def container_name(annotations: dict[str, str]) -> str:
+    """The container's name inside its pod, "" when no engine says."""
+    return _first(annotations, names.CONTAINER_NAME_ANNOTATIONS)
+
+
+def bundle_of(state: State, spec: dict[str, Any]) -> Bundle:
+    """The parts of a parsed config.json that matter here, checked."""
+    annotations = _texts(spec.get("annotations"), "config.json: annotations")
+    cgroups_path = section(spec, "linux").get("cgroupsPath") or ""
+    if not isinstance(cgroups_path, str):
+        raise RequestError("config.json: linux.cgroupsPath must be text")
+    return Bundle(
+        id=state.id,
+        pid=state.pid,
+        path=state.bundle,
+        rootfs=_rootfs(spec, state.bundle),
+        env=_env(spec),
+        annotations=annotations,
+        cgroups_path=cgroups_path,
+        container_type=_first(annotations, names.CONTAINER_TYPE_ANNOTATIONS),
+        container_name=container_name(annotations),
+        privileged="CAP_SYS_ADMIN" in items(spec, "process", "capabilities", "bounding"),
+        spec=spec,
+    )
+
+
+def env_get(env: tuple[tuple[str, str], ...], name: str) -> Optional[str]:
+    """The value that counts: the last one."""
+    return next((value for key, value in reversed(env) if key == name), None)

@@ -1,0 +1,236 @@
+"""Which devices a request gets, and how much of each: a pure function of what is granted already.
+
+    ledger_of(leases, policy, blocked)  -> Ledger
+    grant(request, node, ledger)        -> tuple[Share, ...]      () for `none`: driver files, no GPU
+
+The caller holds the lease lock around both, so that two requests never see the same free bytes. `grant` raises
+CapacityError (with the numbers and the holders), PolicyError, RequestError or DeviceError. Start path.
+"""
+
+from __future__ import annotations
+
+from typing import Iterable, NamedTuple, Optional
+
+from . import names
+from .dialects import find_device
+from .errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
+from .model import Amount, Config, Device, Lease, Node, Policy, Request, Share
+from .quantity import amount, bytes_of, human
+
+_HELD_HINT = "stop one of them, or ask for less"
+
+
+class Ledger(NamedTuple):
+    """What is granted, per device uuid."""
+
+    used: dict[str, int]  # bytes granted to limited shares
+    exclusive: frozenset[str] = frozenset()  # taken as a whole
+    blocked: frozenset[str] = frozenset()  # unknown use: no new lease
+    holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}  # (container id, bytes or None = whole)
+
+
+class Wanted(NamedTuple):
+    """What one slot asks for."""
+
+    memory: Optional[Amount]
+    compute: Optional[int]
+
+
+def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = ()) -> Ledger:
+    """The ledger of live leases. An unlimited share takes the whole device unless policy shares it."""
+    used: dict[str, int] = {}
+    exclusive = set()
+    holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}
+    for lease in leases:
+        for share in lease.shares:
+            uuid = share.device.uuid
+            holders[uuid] = (*holders.get(uuid, ()), (lease.id, share.memory_limit_bytes))
+            if share.memory_limit_bytes is not None:
+                used[uuid] = used.get(uuid, 0) + share.memory_limit_bytes
+            elif policy.unlimited != "shared":
+                exclusive.add(uuid)
+    return Ledger(used, frozenset(exclusive), frozenset(blocked), holders)
+
+
+def capacity_bytes(device: Device, memory_overcommit: float) -> int:
+    """What may be granted in all; 0 when the device's size is not known."""
+    size = int(device.memory_bytes * memory_overcommit)
+    return size - size % device.granularity_bytes
+
+
+def _held_by(device: Device, ledger: Ledger) -> str:
+    """`; held by a (4 GiB), b (all)`, or nothing."""
+    held = ledger.holders.get(device.uuid, ())
+    if not held:
+        return ""
+    shown = [f"{name} ({'all' if size is None else human(size)})" for name, size in held[:4]]
+    return ", held by " + ", ".join(shown) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
+
+
+def _denied_by_policy(device: Device, policy: Policy) -> bool:
+    allowed = policy.allowed_devices
+    return bool(allowed) and device.uuid not in allowed and str(device.index) not in allowed
+
+
+def _check_policy(wanted: Wanted, device: Device, policy: Policy) -> None:
+    """Maxima and required limits, per container and device."""
+    if wanted.memory is None:
+        if policy.require_limits or policy.unlimited == "deny" or policy.max_memory:
+            key = "require_limits" if policy.require_limits else "max_memory" if policy.max_memory else "unlimited"
+            raise PolicyError(
+                f"no memory limit was asked for, and policy.{key} requires one", f"set {names.ENV_MEMORY}"
+            )
+    elif policy.max_memory:
+        most = bytes_of(amount("policy.max_memory", policy.max_memory), device.memory_bytes, device.granularity_bytes)
+        asked = bytes_of(wanted.memory, device.memory_bytes, device.granularity_bytes)
+        if asked > most:
+            raise PolicyError(
+                f"{wanted.memory.text} of device {device.index} is {human(asked)}, more than policy.max_memory allows",
+                f"ask for at most {human(most)}",
+            )
+    if policy.max_compute_percent < 100 and (wanted.compute is None or wanted.compute > policy.max_compute_percent):
+        asked_text = "no limit" if wanted.compute is None else f"{wanted.compute}%"
+        raise PolicyError(
+            f"compute: {asked_text} was asked for, more than policy.max_compute allows",
+            f"set {names.ENV_COMPUTE}={policy.max_compute_percent}% or less",
+        )
+
+
+def _memory_of(wanted: Wanted, device: Device, ledger: Ledger, config: Config) -> Optional[int]:
+    """The bytes that this device can grant now; None = the whole device. Raises why not."""
+    if device.uuid in ledger.blocked:
+        raise CapacityError(
+            f"device {device.index} is in use by containers that gpushare does not know",
+            "stop them and run `gpushare prune --assume-free`",
+        )
+    used, held = ledger.used.get(device.uuid, 0), _held_by(device, ledger)
+    if device.uuid in ledger.exclusive:
+        raise CapacityError(
+            f"device {device.index} is taken as a whole{held}", "stop that container, or give it a limit"
+        )
+    if wanted.memory is None:
+        if used and config.policy.unlimited != "shared":
+            raise CapacityError(
+                f"no limit was asked for, so all of device {device.index}, of which {human(used)} is granted{held}",
+                f"set {names.ENV_MEMORY}, or stop them",
+            )
+        return None
+    return _limited_bytes(wanted.memory, device, used, held, config)
+
+
+def _limited_bytes(memory: Amount, device: Device, used: int, held: str, config: Config) -> int:
+    """`memory` of the device if it is free. A device of unknown size serves one share: alone it cannot be
+    oversold, and the driver itself says when it is full."""
+    total = capacity_bytes(device, config.memory_overcommit)
+    if total == 0 and (memory.percent is not None or used):
+        raise DeviceError(
+            f"{memory.text} of device {device.index}: its memory size is not known",
+            "run `gpushare config check` as root with the driver loaded",
+        )
+    size = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
+    if size == 0:
+        raise RequestError(
+            f"{memory.text} of device {device.index} is less than one block of {human(device.granularity_bytes)}"
+        )
+    if total and used + size > total:
+        asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
+        raise CapacityError(
+            f"device {device.index}: {asked} asked, {human(max(0, total - used))} free of {human(total)}{held}",
+            _HELD_HINT if used else "ask for less",
+        )
+    return size
+
+
+def _wanted(request: Request, slots: int) -> tuple[Wanted, ...]:
+    """What each slot asks for. Every slot must be covered: one without a limit would be unlimited by accident."""
+    memory, compute = dict(request.memory), dict(request.compute)
+    for name, by_slot in ((names.ENV_MEMORY, memory), (names.ENV_COMPUTE, compute)):
+        if not by_slot or None in by_slot:
+            continue
+        beyond = [slot for slot in by_slot if slot is not None and slot >= slots]
+        missing = [slot for slot in range(slots) if slot not in by_slot]
+        if beyond:
+            raise RequestError(
+                f"{name} has an amount for slot {beyond[0]}, and this container gets {slots} device(s)",
+                f"leave it out, or set {names.ENV_DEVICES} (any:{max(beyond) + 1} for {max(beyond) + 1} devices)",
+            )
+        if missing:
+            raise RequestError(
+                f"{name} has no amount for slot {missing[0]}", "give every slot one, or one amount for all"
+            )
+    return tuple(
+        Wanted(memory.get(slot, memory.get(None)), compute.get(slot, compute.get(None))) for slot in range(slots)
+    )
+
+
+def _candidates(request: Request, node: Node) -> tuple[Device, ...]:
+    """The devices to choose from, in PCI order, which is the order in which the container counts them."""
+    inventory, policy = node.inventory, node.config.policy
+    selection = request.selection
+    if not inventory.devices:
+        raise DeviceError(f"no NVIDIA device on this host (driver root {inventory.root})", "load the driver")
+    devices = tuple(sorted(inventory.devices, key=lambda device: device.index))
+    if selection.kind == "list":
+        named = {find_device(names.ENV_DEVICES, ",".join(selection.names), n, inventory).uuid for n in selection.names}
+        devices = tuple(device for device in devices if device.uuid in named)
+        denied = next((device for device in devices if _denied_by_policy(device, policy)), None)
+    else:
+        denied = devices[0]
+        devices = tuple(device for device in devices if not _denied_by_policy(device, policy))
+        denied = None if devices else denied
+    if denied is not None:
+        raise PolicyError(
+            f"device {denied.index} ({denied.uuid}) is not among policy.allowed_devices",
+            f"use {', '.join(policy.allowed_devices)}",
+        )
+    return devices
+
+
+def _refuse_unenforced(request: Request) -> None:
+    """A limit that this version cannot hold is refused: accepted, it would be a promise to other tenants."""
+    if any(percent < 100 for _, percent in request.compute):
+        raise RequestError(
+            f"{names.ENV_COMPUTE}: compute limits are not enforced in this version", f"leave {names.ENV_COMPUTE} out"
+        )
+
+
+def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
+    """The shares of a request, slot by slot in PCI order; no device twice. `any` takes the first that fit."""
+    if request.selection.kind == "none":
+        return ()
+    _refuse_unenforced(request)
+    devices = _candidates(request, node)
+    picking = request.selection.kind == "any"
+    slots = request.selection.count if picking else len(devices)
+    wanted = _wanted(request, slots)
+    shares: list[Share] = []
+    refusals: list[GpushareError] = []
+    for device in devices:
+        if len(shares) == slots:
+            break
+        asked = wanted[len(shares)]
+        try:
+            _check_policy(asked, device, node.config.policy)
+            size = _memory_of(asked, device, ledger, node.config)
+        except GpushareError as error:
+            if not picking:
+                raise
+            refusals.append(error)
+            continue
+        soft = request.compute_mode == "soft"
+        shares.append(Share(len(shares), device, size, asked.compute, soft, request.priority, request.oversubscribe))
+    if len(shares) < slots:
+        raise _too_few(slots, len(devices), refusals)
+    return tuple(shares)
+
+
+def _too_few(slots: int, devices: int, refusals: list[GpushareError]) -> GpushareError:
+    """Why `any` found too few. The only reason is told as it is, several are put into one line."""
+    if devices < slots:
+        return CapacityError(f"any:{slots} asked, this container may use {devices} device(s)", "ask for fewer")
+    if len(refusals) == 1:
+        return refusals[0]
+    kind = CapacityError if any(isinstance(error, CapacityError) for error in refusals) else type(refusals[0])
+    shown = " | ".join(error.message for error in refusals[:4])
+    more = f" | and {len(refusals) - 4} more" if len(refusals) > 4 else ""
+    return kind(f"no device fits: {shown}{more}", refusals[0].hint)

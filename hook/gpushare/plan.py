@@ -1,0 +1,188 @@
+"""The plan: every change to one container, as plain data, in the order in which it is applied. Pure.
+
+    make_plan(bundle, request, node, lease, image, driver_files) -> Plan
+    container_dir(state_dir, container_id)                       -> str   host directory of this container's state
+
+`lease` is None (or has no shares) for a request of `none`: driver files, no GPU. Limits and the tenant's tmpfs exist
+before anything of them is mounted; files come before links and the loader's cache; device nodes are next to last and
+device rules last, so that limits are in place before a device is usable.
+Raises RequestError when the image cannot hold a limit. Start path.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+from . import names
+from .driverfiles import DriverFiles, Library
+from .errors import RequestError
+from .model import Bundle, Image, LdEntry, Lease, Node, Request, Share
+from .ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Op, Plan, ProcMask, TenantTmpfs, WriteLimits
+
+USAGE_BYTES = 49 * 4096  # sizeof(struct gs_usage): whole pages, all that the tenant's tmpfs can hold
+TMPFS_INODES = 2  # its root directory and the usage file
+NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
+LD_FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03}  # ldconfig's flags: libc6, and the machine
+
+_FILE = ("ro", "nosuid", "nodev")
+_DATA = ("nosuid", "nodev", "noexec")  # written by the container, or a socket of a daemon
+
+
+class _Shown(NamedTuple):
+    """A library as the container gets it: the driver's names, from a source that may be the shim."""
+
+    library: Library
+    source: str
+    why: str
+
+
+def container_dir(state_dir: str, container_id: str) -> str:
+    """<state_dir>/containers/<id>; the id was checked by oci.check_id."""
+    return f"{state_dir}/containers/{container_id}"
+
+
+def _limited(shares: tuple[Share, ...]) -> bool:
+    return any(share.memory_limit_bytes is not None or share.compute_percent is not None for share in shares)
+
+
+def _limits(state: str, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
+    """Limits, the tenant's own tmpfs, and the private directory with the real libraries."""
+    return [
+        WriteLimits(shares, f"{state}/share/limits"),
+        TenantTmpfs(f"{state}/rw", USAGE_BYTES, TMPFS_INODES),
+        Mount(f"{state}/share", names.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
+        Mount(f"{state}/rw", names.RW_DIR, "dir", _DATA, "what this container's processes count"),
+        Mount(files.cuda.source, names.REAL_CUDA, "file", _FILE, "the real libcuda, under a private name"),
+        Mount(files.nvml.source, names.REAL_NVML, "file", _FILE, "the real libnvidia-ml, under a private name"),
+    ]
+
+
+def _libraries(files: DriverFiles, shim_dir: str, shimmed: bool) -> list[_Shown]:
+    """What stands in the library directory: the shim (or, without a GPU, the driver itself), then the others."""
+    shown = []
+    for library, asked in ((files.cuda, files.asked_cuda), (files.nvml, files.asked_nvml)):
+        if asked and shimmed:
+            shown.append(_Shown(library, f"{shim_dir}/{library.stem}.so", "the shim"))
+        elif asked:
+            shown.append(_Shown(library, library.source, "driver library"))
+    return shown + [_Shown(library, library.source, "driver library") for library in files.libraries]
+
+
+def _place(shown: list[_Shown], image: Image) -> tuple[list[Op], list[Op]]:
+    """Mounts and links in the library directory. Where the image has a real file at a link's path, a link cannot be:
+    the library is mounted over the file, which a loader reads the same way."""
+    links_there = {path for path, _ in image.existing_links}
+    files_there = {path for path, _ in image.other_drivers} - links_there
+    mounts: list[Op] = []
+    links: list[Op] = []
+    for library, source, why in shown:
+        mounts.append(Mount(source, f"{image.libdir}/{library.name}", "file", _FILE, why))
+        for name, text in library.links:
+            path = f"{image.libdir}/{name}"
+            if path in files_there:
+                mounts.append(Mount(source, path, "file", _FILE, f"{why}, over the image's own file"))
+            else:
+                links.append(Link(path, text, f"name of {library.stem}"))
+    return mounts, links
+
+
+def _covers(files: DriverFiles, image: Image, shim_dir: str, taken: set[str]) -> list[Op]:
+    """The shim over every other copy of the driver that a loader could prefer; `taken` are mounted already."""
+    sources = {library.stem: f"{shim_dir}/{library.stem}.so" for library in (files.cuda, files.nvml)}
+    sources.update((library.stem, library.source) for library in files.libraries)  # one version, also of these
+    covers: list[Op] = []
+    for path, soname in image.other_drivers:
+        source = sources.get(soname.partition(".so")[0])
+        if source is not None and path not in taken:
+            covers.append(Mount(source, path, "file", _FILE, f"covers another {soname}"))
+            taken.add(path)
+    return covers
+
+
+def _extras(files: DriverFiles) -> list[Op]:
+    """Programs, firmware and sockets."""
+    ops: list[Op] = [Mount(path, f"/usr/bin/{name}", "file", _FILE, "driver program") for name, path in files.programs]
+    for path in files.firmware:
+        name = path.rpartition("/")[2]
+        ops.append(Mount(path, f"/lib/firmware/nvidia/{files.version}/{name}", "file", _FILE, "firmware"))
+    ops += [Mount(source, target, "socket", _DATA, "driver socket") for target, source in files.sockets]
+    return ops
+
+
+def _cache(shown: list[_Shown], image: Image, notes: list[str]) -> list[Op]:
+    """Entries for the loader's cache, which is also what `ldconfig -p` shows to programs that look there."""
+    if image.ldcache_note or not image.has_ldcache:
+        notes.append(f"ld.so.cache is left alone: {image.ldcache_note or 'the image has none'}")
+        return []
+    flags = LD_FLAGS.get(image.machine)
+    if flags is None:
+        notes.append(f"ld.so.cache is left alone: unknown machine {image.machine!r}")
+        return []
+    entries = []
+    for library, _, _ in shown:
+        for name in (link for link, _ in library.links) if library.links else (library.name,):
+            entries.append(LdEntry(name, f"{image.libdir}/{name}", flags))
+    return [LdCache(tuple(entries))] if entries else []
+
+
+def _devices(node: Node, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
+    """Nodes of the granted devices and the driver's control nodes, then the rules for all of them."""
+    root, simulated = node.inventory.root.rstrip("/"), node.inventory.simulated
+    nodes = [
+        DeviceNode(
+            f"{root}/dev/nvidia{share.device.minor}",
+            f"/dev/nvidia{share.device.minor}",
+            NVIDIA_MAJOR,
+            share.device.minor,
+            simulated,
+        )
+        for share in shares
+    ]
+    nodes += [DeviceNode(n.source, f"/dev/{n.name}", n.major, n.minor, simulated) for n in files.nodes]
+    rules = [DeviceRule(n.major, n.minor) for n in nodes if not n.simulated]
+    return [*nodes, *rules]
+
+
+def _no_glibc(shares: tuple[Share, ...]) -> str:
+    """The note for an image without glibc; refused when a limit was asked for, since nothing could hold it."""
+    if _limited(shares):
+        raise RequestError(
+            "this image has no glibc (libc.so.6), which NVIDIA's driver needs, so the limit could not be held",
+            "use an image with glibc, or ask for the device without limits",
+        )
+    return "no glibc in the image: device nodes only, no driver files"
+
+
+def make_plan(
+    bundle: Bundle, request: Request, node: Node, lease: Optional[Lease], image: Image, driver_files: DriverFiles
+) -> Plan:
+    """Everything that this container gets, and nothing else."""
+    shares = lease.shares if lease is not None else ()
+    notes = list(request.ignored)
+    ops: list[Op] = []
+    if not image.libdir:
+        notes.append(_no_glibc(shares))
+    else:
+        ops += _files(bundle, node, shares, image, driver_files, notes)
+    ops.append(ProcMask(tuple(share.device.bus_id for share in shares)))
+    if shares:
+        ops += _devices(node, shares, driver_files)
+        notes += [f"/dev/{name} is not on this host" for name in driver_files.missing_nodes]
+    return Plan(bundle.id, tuple(ops), tuple(notes))
+
+
+def _files(
+    bundle: Bundle, node: Node, shares: tuple[Share, ...], image: Image, files: DriverFiles, notes: list[str]
+) -> list[Op]:
+    """All ops that put files into an image with glibc."""
+    shim_dir = node.config.shim_dir.rstrip("/")
+    shown = _libraries(files, shim_dir, shimmed=bool(shares))
+    mounts, links = _place(shown, image)
+    ops: list[Op] = []
+    if shares:
+        ops += _limits(container_dir(node.config.state_dir, bundle.id), shares, files)
+    ops += mounts
+    if shares:
+        taken = {op.target for op in mounts if isinstance(op, Mount)}
+        ops += _covers(files, image, shim_dir, taken)
+    return ops + _extras(files) + links + _cache(shown, image, notes)

@@ -1,0 +1,165 @@
+"""Amounts as people write them: `4Gi`, `1.5GiB`, `512M`, `25%`, and per slot `0=4Gi,1=8Gi`.
+
+    size_bytes(name, value)    -> int                                  "4Gi" -> 4294967296
+    percent(name, value)       -> float                                "12.5%" -> 12.5
+    whole_percent(name, value) -> int                                  "30%" -> 30
+    amount(name, value)        -> Amount                               size or percentage
+    amounts(name, value)       -> ((slot or None, Amount), ...)
+    percents(name, value)      -> ((slot or None, int), ...)
+    bytes_of(amount, total_bytes, granularity_bytes) -> int            percentages round down to whole blocks
+    shown(value)               -> str                                  quoted and short, for a message
+    human(size_bytes)          -> str                                  "4 GiB", exact or with two digits
+
+Every parser raises RequestError with `name`, `value` and what would be right. Powers follow the International
+System and IEC 80000-13, as Kubernetes quantities do: `G` is 10^9, `Gi` is 2^30; a final `B` changes nothing.
+Start path: standard library only.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Optional, TypeVar
+
+from .errors import RequestError
+from .model import Amount
+
+MAX_BYTES = (1 << 63) - 1
+MAX_SLOTS = 16  # GS_MAX_DEVICES
+_MAX_DIGITS = 20  # more cannot be a size; checked before int(), which is quadratic
+_PERCENT_SCALE = 10**6  # six decimals of a percent: more than the bytes of any GPU need
+
+UNITS = {
+    "": 1,
+    "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
+    "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50,
+}  # fmt: skip
+
+_SIZE_HINT = "write a size such as 4Gi, 1.5GiB or 512M, or a percentage such as 25%"
+_PERCENT_HINT = "write a percentage above 0% and up to 100%, such as 25%"
+_WHOLE_HINT = "write a whole percentage from 1% to 100%, such as 30%"
+_SLOT_HINT = "write one amount for every device, or one for each slot such as 0=4Gi,1=8Gi"
+
+T = TypeVar("T")
+
+
+def shown(value: str) -> str:
+    """`value` in quotes, shortened to what fits one line of a log."""
+    return f'"{value}"' if len(value) <= 80 else f'"{value[:64]}..." ({len(value)} characters)'
+
+
+def wrong(name: str, value: str, reason: str, hint: str) -> RequestError:
+    """The error for a variable or annotation `name` whose value makes no sense."""
+    return RequestError(f"{name}={shown(value)}: {reason}", hint)
+
+
+def _decimal(text: str) -> Optional[tuple[int, int]]:
+    """`12.5` as (125, 10): exact, ASCII digits only, no sign and no exponent. None when it is no such number."""
+    whole, dot, part = text.partition(".")
+    digits = whole + part
+    if not digits.isascii() or not whole.isdigit() or len(digits) > _MAX_DIGITS or (dot and not part.isdigit()):
+        return None
+    return int(digits), 10 ** len(part)
+
+
+def size_bytes(name: str, value: str) -> int:
+    """Bytes of a size. Fractions of a byte are dropped. Zero is refused: it would mean "none" to one reader
+    and "no limit" to the next."""
+    text = value.strip()
+    end = len(text)
+    while end and not (text[end - 1].isdigit() or text[end - 1] == "."):
+        end -= 1
+    unit = text[end:].strip()
+    if unit.endswith("B"):
+        unit = unit[:-1]
+    number = _decimal(text[:end])
+    if number is None:
+        raise wrong(name, value, "not an amount of memory", _SIZE_HINT)
+    if unit not in UNITS:
+        raise wrong(name, value, f"unknown unit {shown(text[end:].strip())}", f"use {', '.join(u for u in UNITS if u)}")
+    size = number[0] * UNITS[unit] // number[1]
+    if size == 0:
+        raise wrong(name, value, "zero is not a limit", "leave the name out for no limit, or " + _SIZE_HINT)
+    if size > MAX_BYTES:
+        raise wrong(name, value, "larger than any device", _SIZE_HINT)
+    return size
+
+
+def percent(name: str, value: str) -> float:
+    """A percentage above 0 and up to 100, with at most six decimals; the `%` is required."""
+    text = value.strip()
+    number = _decimal(text[:-1].strip()) if text.endswith("%") else None
+    if number is None or number[1] > _PERCENT_SCALE:
+        raise wrong(name, value, "not a percentage", _PERCENT_HINT)
+    if not 0 < number[0] <= 100 * number[1]:
+        raise wrong(name, value, "out of range", _PERCENT_HINT)
+    return number[0] / number[1]
+
+
+def whole_percent(name: str, value: str) -> int:
+    """A whole percentage from 1 to 100; the `%` may be missing, as nothing else could be meant."""
+    text = value.strip()
+    number = _decimal(text[:-1].strip() if text.endswith("%") else text)
+    if number is None or number[0] % number[1]:
+        raise wrong(name, value, "not a whole percentage", _WHOLE_HINT)
+    if not 1 <= number[0] // number[1] <= 100:
+        raise wrong(name, value, "out of range", _WHOLE_HINT)
+    return number[0] // number[1]
+
+
+def amount(name: str, value: str) -> Amount:
+    """A size or a percentage of the device."""
+    text = value.strip()
+    if text.endswith("%"):
+        return Amount(None, percent(name, value), text)
+    return Amount(size_bytes(name, value), None, text)
+
+
+def _by_slot(name: str, value: str, parse: Callable[[str, str], T]) -> tuple[tuple[Optional[int], T], ...]:
+    """`0=A,1=B` as ((0, A), (1, B)); a single amount as ((None, A),)."""
+    if "=" not in value:
+        if "," in value:
+            raise wrong(name, value, "several amounts without slots", _SLOT_HINT)
+        return ((None, parse(name, value)),)
+    found: dict[int, T] = {}
+    if value.count(",") >= MAX_SLOTS:
+        raise wrong(name, value, f"more than {MAX_SLOTS} slots", _SLOT_HINT)
+    for item in value.split(","):
+        key, equals, text = item.partition("=")
+        key = key.strip()
+        if not equals or not (key.isascii() and key.isdigit()) or len(key) > 3 or int(key) >= MAX_SLOTS:
+            raise wrong(name, value, f"{shown(item)} does not begin with a slot from 0 to {MAX_SLOTS - 1}", _SLOT_HINT)
+        if int(key) in found:
+            raise wrong(name, value, f"slot {int(key)} occurs twice", _SLOT_HINT)
+        try:
+            found[int(key)] = parse(name, text)
+        except RequestError as error:
+            raise RequestError(f"{name}={shown(value)}: in {error.message.partition('=')[2]}", error.hint) from None
+    return tuple(sorted(found.items()))
+
+
+def amounts(name: str, value: str) -> tuple[tuple[Optional[int], Amount], ...]:
+    """Memory, for every device or for each slot."""
+    return _by_slot(name, value, amount)
+
+
+def percents(name: str, value: str) -> tuple[tuple[Optional[int], int], ...]:
+    """Compute, for every device or for each slot."""
+    return _by_slot(name, value, whole_percent)
+
+
+def bytes_of(wanted: Amount, total_bytes: int, granularity_bytes: int) -> int:
+    """Bytes of an amount on a device of `total_bytes`; percentages round down to whole blocks, so that four
+    quarters always fit. Zero when the device is too small or its size is not known."""
+    if wanted.limit_bytes is not None:
+        return wanted.limit_bytes
+    assert wanted.percent is not None
+    scaled = round(wanted.percent * _PERCENT_SCALE)  # exact again: the parser allowed six decimals
+    size = total_bytes * scaled // (100 * _PERCENT_SCALE)
+    return size - size % granularity_bytes
+
+
+def human(size: int) -> str:
+    """Bytes for a person: the largest binary unit, exact when it is whole, else with two digits."""
+    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size // factor} {unit}" if size % factor == 0 else f"{size / factor:.2f} {unit}"
+    return f"{size} B"

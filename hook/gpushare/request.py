@@ -1,0 +1,149 @@
+"""From a container's description to what it asks for: the dialect table, combined, and checked against policy.
+
+    mentions(bundle)                     -> bool             cheap: could this container ask for anything at all?
+    resolve(bundle, node)                -> Request | None   None: nothing asked, leave the container alone
+    refuse_conflicts(bundle, request)    -> None             hook-only mode: raises when NVIDIA's tools were here first
+
+Pure. They raise RequestError (makes no sense), DeviceError (no such device) and PolicyError (not allowed).
+Start path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional
+
+from . import names
+from .dialects import Env, nvidia, own
+from .errors import PolicyError, RequestError
+from .model import Bundle, Inventory, Node, Policy, Request, Selection
+from .quantity import shown
+
+# name -> (env, annotations, spec, inventory) -> Request | None, the most specific language first
+DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], Optional[Request]]] = {
+    "own": own.read,
+    "nvidia": nvidia.read,
+}
+TRIGGERS = ("GPUSHARE_", nvidia.ENV_DEVICES)  # beginnings of variables without which nothing is asked
+_IMPLEMENTED_BACKENDS = ("auto", "shim")
+
+
+def mentions(bundle: Bundle) -> bool:
+    """False when no dialect can find anything, so that such a container costs neither inventory nor lease.
+    Variables of ours count in any case of letters: a misspelt limit must be refused, not overlooked."""
+    if bundle.container_type == "sandbox":
+        return False
+    return (
+        any(name.upper().startswith(TRIGGERS) for name, _ in bundle.env)
+        or any(names.ANNOTATION_PREFIX in key for key in bundle.annotations)
+        or bool(nvidia.volume_requests(bundle.spec))
+    )
+
+
+def _accepted(who: str, privileged: bool) -> bool:
+    return who == "always" or (who == "privileged" and privileged)
+
+
+def _refuse_unaccepted(request: Request, policy: Policy, privileged: bool) -> None:
+    """Our own words, where policy does not listen to them: refused, since ignoring a limit would lift it."""
+    for name, value in request.sources:
+        is_variable = name in names.ANNOTATIONS
+        if not _accepted(policy.accept_env if is_variable else policy.accept_annotations, privileged):
+            key = "env" if is_variable else "annotations"
+            raise PolicyError(
+                f"{name}={shown(value)}: requests in {key} are not accepted on this node",
+                f"set policy.accept.{key} in the node's config.yaml, or leave the name out",
+            )
+
+
+def _foreign(bundle: Bundle, node: Node) -> Optional[Request]:
+    """NVIDIA's words, as far as policy listens. Not listening is no error: every CUDA image sets them."""
+    policy = node.config.policy
+    env, spec = bundle.env, bundle.spec
+    if not _accepted(policy.accept_env, bundle.privileged):
+        env = tuple(pair for pair in env if pair[0] != nvidia.ENV_DEVICES)
+    if not _accepted(policy.accept_volume_mounts, bundle.privileged):
+        spec = {}
+    return DIALECTS["nvidia"](env, bundle.annotations, spec, node.inventory)
+
+
+def _limits(request: Request) -> list[tuple[str, str]]:
+    """The sources that set limits: a limit asks for a device even where none is named."""
+    keys = (names.ENV_MEMORY, names.ENV_COMPUTE)
+    suffixes = tuple(names.ANNOTATIONS[key] for key in keys)
+    return [pair for pair in request.sources if pair[0] in keys or pair[0].endswith(suffixes)]
+
+
+def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
+    """Our own words win; NVIDIA's say the devices where ours name none."""
+    limits = _limits(mine)
+    if mine.selection.kind in ("void", "none"):
+        if limits:
+            (name, value), word = limits[0], mine.selection.kind
+            raise RequestError(
+                f"{name}={shown(value)}: a limit, but {names.ENV_DEVICES} is {word}", "name a device, or leave one out"
+            )
+        return mine if mine.selection.kind == "none" else None
+    if mine.selection != own.UNNAMED:
+        return mine
+    if foreign is not None and foreign.selection.kind != "none":
+        return mine._replace(
+            dialect="own+nvidia",
+            selection=foreign.selection,
+            sources=foreign.sources + mine.sources,
+            ignored=foreign.ignored + mine.ignored,
+        )
+    if not limits:  # only how to share, not what: nothing is asked
+        return foreign
+    ignored = mine.ignored
+    if foreign is not None:
+        ignored += (f"{nvidia.ENV_DEVICES}=none: {limits[0][0]} asks for a device",)
+    return mine._replace(selection=Selection("any", count=1), ignored=ignored)
+
+
+def _check_rootfs(bundle: Bundle) -> None:
+    """A container that gets files must have a root of its own."""
+    if bundle.rootfs in ("", "/"):
+        raise RequestError(f"config.json: root.path is {shown(bundle.rootfs)}", "give the container a root file system")
+
+
+def _check_words(request: Request, policy: Policy) -> None:
+    """What no device is needed to judge."""
+    if request.backend not in _IMPLEMENTED_BACKENDS:
+        raise RequestError(f"backend {shown(request.backend)} is not available in this version", "use auto or shim")
+    if request.backend != "auto" and request.backend not in policy.allowed_backends:
+        raise PolicyError(
+            f"backend {shown(request.backend)} is not allowed on this node",
+            f"use {', '.join(policy.allowed_backends)}",
+        )
+    if request.oversubscribe:
+        raise RequestError(f"{names.ENV_OVERSUBSCRIBE}: not available in this version", "leave it out")
+
+
+def resolve(bundle: Bundle, node: Node) -> Optional[Request]:
+    """What the container asks for. The sandbox container of a pod asks for nothing, whatever it inherited."""
+    if bundle.container_type == "sandbox":
+        return None
+    policy = node.config.policy
+    mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
+    if mine is not None:
+        _refuse_unaccepted(mine, policy, bundle.privileged)
+    if mine is not None and mine.selection != own.UNNAMED:
+        request = _combine(mine, None)  # foreign words do not matter, so they cannot be wrong either
+    else:
+        foreign = _foreign(bundle, node)
+        request = foreign if mine is None else _combine(mine, foreign)
+    if request is not None:
+        _check_rootfs(bundle)
+        _check_words(request, policy)
+    return request
+
+
+def refuse_conflicts(bundle: Bundle, request: Request) -> None:
+    """A hook cannot take out what other software put into config.json, so it refuses and says what that was:
+    an NVIDIA hook would mount its own libcuda over ours, or beside it."""
+    found = nvidia.conflicts(bundle.spec)
+    if found:
+        raise RequestError(
+            f"config.json already has an NVIDIA {found[0]}" + (f" and {len(found) - 1} more" if found[1:] else ""),
+            "use one of the two: remove it from this container, or remove the request " + request.sources[0][0],
+        )
