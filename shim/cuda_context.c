@@ -1,0 +1,338 @@
+/* Contexts: each takes memory before the program asks for any (context_bytes of the limits file),
+ * and takes everything that was allocated in it along when it goes. */
+#include "cuda_shim.h"
+
+/* context -> entry: bytes = its charge, extra = device | attached uses << 32 */
+static struct gs_map contexts;
+static int dev_of_ordinal[GS_MAX_ORDINALS];
+static struct {
+    uint32_t retained;
+    CUcontext context;
+} primary[GS_MAX_ORDINALS];
+
+/* A thread's current context seldom changes; `epoch` changes when any context goes. */
+static _Atomic uint32_t epoch = 1;
+static _Thread_local struct {
+    struct gs_here here;
+    uint32_t epoch;
+} last;
+
+void gs_devices_learn(void)
+{
+    __typeof__(&cuDeviceGetCount) get_count = GS_REAL(cuDeviceGetCount);
+    __typeof__(&cuDeviceGet) get = GS_REAL(cuDeviceGet);
+    __typeof__(&cuDeviceGetUuid) get_uuid = GS_REAL(cuDeviceGetUuid_v2); /* a MIG device's own */
+    int count = 0;
+    for (int i = 0; i < GS_MAX_ORDINALS; i++)
+        dev_of_ordinal[i] = GS_NO_DEV;
+    if (!get_uuid)
+        get_uuid = GS_REAL(cuDeviceGetUuid);
+    if (!get_count || !get || !get_uuid || get_count(&count) != CUDA_SUCCESS)
+        return;
+    for (int i = 0; i < count; i++) {
+        CUdevice device;
+        CUuuid uuid;
+        int dev = GS_NO_DEV;
+        if (get(&device, i) != CUDA_SUCCESS || device < 0 || device >= GS_MAX_ORDINALS)
+            continue;
+        if (get_uuid(&uuid, device) == CUDA_SUCCESS)
+            dev = gs_slot_of_uuid((const uint8_t *)uuid.bytes);
+        dev_of_ordinal[device] = dev;
+        if (dev == GS_NO_DEV)
+            gs_warn(GS_WARN_UNGRANTED);
+    }
+}
+
+int gs_dev_of(CUdevice device)
+{
+    return device >= 0 && device < GS_MAX_ORDINALS ? dev_of_ordinal[device] : GS_NO_DEV;
+}
+
+static uint64_t overhead(int dev)
+{
+    const struct gs_view *view = gs_region();
+    return view && dev >= 0 ? __atomic_load_n(&view->limits->device[dev].context_bytes, __ATOMIC_RELAXED) : 0;
+}
+
+static uint64_t key_of(CUcontext context)
+{
+    return (uint64_t)(uintptr_t)context;
+}
+
+/* Record a context that was made, with what was charged for it; false when it is known already. */
+static bool learn(CUcontext context, CUdevice device, uint64_t bytes)
+{
+    struct gs_entry entry;
+    if (gs_map_get(&contexts, key_of(context), &entry))
+        return false;
+    entry = (struct gs_entry){.bytes = bytes,
+                              .extra = (uint64_t)(uint32_t)device | UINT64_C(1) << 32,
+                              .dev = gs_dev_of(device),
+                              .kind = GS_KIND_WHOLE};
+    return gs_map_put(&contexts, key_of(context), &entry);
+}
+
+/* A context that no wrapper saw being made (a library's private way): charged as it is found. */
+static bool find_out(CUcontext context, struct gs_here *here)
+{
+    struct gs_self *self = gs_self();
+    __typeof__(&cuCtxGetDevice) get_device = GS_REAL(cuCtxGetDevice);
+    struct gs_entry entry;
+    CUdevice device;
+    if (gs_map_get(&contexts, key_of(context), &entry)) {
+        *here = (struct gs_here){context, (CUdevice)(uint32_t)entry.extra, entry.dev};
+        return true;
+    }
+    if (!get_device || get_device(&device) != CUDA_SUCCESS)
+        return false;
+    *here = (struct gs_here){context, device, gs_dev_of(device)};
+    gs_lock(&self->lock_context);
+    if (learn(context, device, overhead(here->dev)))
+        gs_charge_anyway(here->dev, overhead(here->dev));
+    gs_unlock(&self->lock_context);
+    return true;
+}
+
+bool gs_here(struct gs_here *here)
+{
+    __typeof__(&cuCtxGetCurrent) get_current = GS_REAL(cuCtxGetCurrent);
+    CUcontext context = NULL;
+    if (!get_current || get_current(&context) != CUDA_SUCCESS || !context)
+        return false;
+    uint32_t now = atomic_load_explicit(&epoch, memory_order_acquire);
+    __typeof__(&last) mine = &last;
+    if (mine->here.context == context && mine->epoch == now) {
+        *here = mine->here;
+        return true;
+    }
+    if (!find_out(context, here))
+        return false;
+    mine->here = *here;
+    mine->epoch = now;
+    return true;
+}
+
+bool gs_here_of_stream(CUstream stream, struct gs_here *here)
+{
+    __typeof__(&cuStreamGetCtx) get_context = GS_REAL(cuStreamGetCtx);
+    struct gs_entry entry;
+    CUcontext context;
+    bool special = stream == NULL || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD;
+    if (special || !get_context || get_context(stream, &context) != CUDA_SUCCESS ||
+        !gs_map_get(&contexts, key_of(context), &entry))
+        return gs_here(here);
+    *here = (struct gs_here){context, (CUdevice)(uint32_t)entry.extra, entry.dev};
+    return true;
+}
+
+/* ---- contexts that the program makes --------------------------------------------------------- */
+
+static CUresult created(struct gs_charge *charge, CUresult result, CUcontext *context, CUdevice device)
+{
+    if (result != CUDA_SUCCESS || !context)
+        gs_charge_abort(charge);
+    else if (!learn(*context, device, charge->bytes))
+        gs_charge_abort(charge);
+    return result;
+}
+
+/* Reserve the overhead exactly, not in blocks: it is a measured number. */
+static CUresult begin(struct gs_charge *charge, CUdevice device)
+{
+    CUresult result = gs_charge_begin_on(charge, device, overhead(gs_dev_of(device)));
+    uint64_t exact = overhead(gs_dev_of(device));
+    if (result == CUDA_SUCCESS && charge->bytes > exact) {
+        gs_release(charge->dev, charge->bytes - exact);
+        charge->bytes = exact;
+    }
+    return result;
+}
+
+#define GS_CREATE(device, ...)                                                                               \
+    struct gs_charge charge;                                                                                 \
+    CUresult result = begin(&charge, device);                                                                \
+    if (result != CUDA_SUCCESS)                                                                              \
+        return result;                                                                                       \
+    return created(&charge, real(__VA_ARGS__), pctx, device)
+
+GS_EXPORT CUresult CUDAAPI cuCtxCreate(CUcontext *pctx, unsigned int flags, CUdevice dev)
+{
+    GS_NEED(real, cuCtxCreate);
+    GS_CREATE(dev, pctx, flags, dev);
+}
+
+GS_EXPORT CUresult CUDAAPI cuCtxCreate_v2(CUcontext *pctx, unsigned int flags, CUdevice dev)
+{
+    GS_NEED(real, cuCtxCreate_v2);
+    GS_CREATE(dev, pctx, flags, dev);
+}
+
+GS_EXPORT CUresult CUDAAPI cuCtxCreate_v3(CUcontext *pctx, CUexecAffinityParam *params, int n, unsigned int flags,
+                                          CUdevice dev)
+{
+    GS_NEED(real, cuCtxCreate_v3);
+    GS_CREATE(dev, pctx, params, n, flags, dev);
+}
+
+GS_EXPORT CUresult CUDAAPI cuCtxCreate_v4(CUcontext *pctx, CUctxCreateParams *params, unsigned int flags,
+                                          CUdevice dev)
+{
+    GS_NEED(real, cuCtxCreate_v4);
+    GS_CREATE(dev, pctx, params, flags, dev);
+}
+
+/* ---- and that go ------------------------------------------------------------------------------ */
+
+static CUresult destroy(CUcontext context, CUresult (*call)(CUcontext))
+{
+    struct gs_entry entry;
+    if (!gs_slot())
+        return call(context);
+    bool known = gs_map_take(&contexts, key_of(context), &entry);
+    struct gs_dropped *dropped = gs_drop_begin(context);
+    CUresult result = call(context);
+    gs_drop_end(dropped, result == CUDA_SUCCESS);
+    if (known && result == CUDA_SUCCESS) {
+        gs_release(entry.dev, entry.bytes);
+        atomic_fetch_add(&epoch, 1);
+    } else if (known)
+        gs_map_put(&contexts, key_of(context), &entry);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuCtxDestroy(CUcontext ctx)
+{
+    GS_NEED(real, cuCtxDestroy);
+    return destroy(ctx, real);
+}
+
+GS_EXPORT CUresult CUDAAPI cuCtxDestroy_v2(CUcontext ctx)
+{
+    GS_NEED(real, cuCtxDestroy_v2);
+    return destroy(ctx, real);
+}
+
+/* Uses of a context, for cuCtxAttach and cuCtxDetach; returns the new number, 0 when not known. */
+static uint32_t count_use(CUcontext context, int change)
+{
+    struct gs_self *self = gs_self();
+    struct gs_entry entry;
+    uint32_t uses = 0;
+    gs_lock(&self->lock_context);
+    if (gs_map_take(&contexts, key_of(context), &entry)) {
+        uses = (uint32_t)((int)(entry.extra >> 32) + change);
+        entry.extra = (uint64_t)uses << 32 | (uint32_t)entry.extra;
+        gs_map_put(&contexts, key_of(context), &entry);
+    }
+    gs_unlock(&self->lock_context);
+    return uses;
+}
+
+GS_EXPORT CUresult CUDAAPI cuCtxAttach(CUcontext *pctx, unsigned int flags)
+{
+    GS_NEED(real, cuCtxAttach);
+    CUresult result = real(pctx, flags);
+    if (gs_slot() && result == CUDA_SUCCESS && pctx)
+        count_use(*pctx, 1);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuCtxDetach(CUcontext ctx)
+{
+    GS_NEED(real, cuCtxDetach);
+    if (!gs_slot())
+        return real(ctx);
+    if (count_use(ctx, -1) == 0)
+        return destroy(ctx, real);
+    CUresult result = real(ctx);
+    if (result != CUDA_SUCCESS)
+        count_use(ctx, 1);
+    return result;
+}
+
+/* ---- the primary context: one per process and device, counted ------------------------------- */
+
+static bool primary_active(CUdevice device)
+{
+    __typeof__(&cuDevicePrimaryCtxGetState) get_state = GS_REAL(cuDevicePrimaryCtxGetState);
+    unsigned int flags;
+    int active = 0;
+    return get_state && get_state(device, &flags, &active) == CUDA_SUCCESS && active;
+}
+
+static CUresult retain_locked(__typeof__(&cuDevicePrimaryCtxRetain) real, CUcontext *pctx, CUdevice device)
+{
+    struct gs_charge charge = {.passed = true};
+    CUresult result = CUDA_SUCCESS;
+    if (!primary_active(device) && (result = begin(&charge, device)) != CUDA_SUCCESS)
+        return result;
+    if ((result = real(pctx, device)) != CUDA_SUCCESS || !pctx) {
+        gs_charge_abort(&charge);
+        return result;
+    }
+    primary[device].retained++;
+    primary[device].context = *pctx;
+    if (!charge.passed && !learn(*pctx, device, charge.bytes))
+        gs_charge_abort(&charge);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
+{
+    GS_NEED(real, cuDevicePrimaryCtxRetain);
+    if (!gs_slot() || dev < 0 || dev >= GS_MAX_ORDINALS)
+        return real(pctx, dev);
+    gs_lock(&gs_self()->lock_context);
+    CUresult result = retain_locked(real, pctx, dev);
+    gs_unlock(&gs_self()->lock_context);
+    return result;
+}
+
+/* Release and reset: the driver itself says afterwards whether the context is still there. */
+static CUresult primary_goes(CUresult (*call)(CUdevice), CUdevice device, bool reset)
+{
+    if (!gs_slot() || device < 0 || device >= GS_MAX_ORDINALS)
+        return call(device);
+    gs_lock(&gs_self()->lock_context);
+    CUcontext context = primary[device].context;
+    bool last_use = reset || primary[device].retained <= 1;
+    struct gs_dropped *dropped = last_use && context ? gs_drop_begin(context) : NULL;
+    CUresult result = call(device);
+    bool gone = result == CUDA_SUCCESS && last_use && !primary_active(device);
+    gs_drop_end(dropped, gone || (reset && result == CUDA_SUCCESS));
+    struct gs_entry entry;
+    if (result == CUDA_SUCCESS && !reset && primary[device].retained)
+        primary[device].retained--;
+    if (gone && context && gs_map_take(&contexts, key_of(context), &entry)) {
+        gs_release(entry.dev, entry.bytes);
+        atomic_fetch_add(&epoch, 1);
+    }
+    if (gone)
+        primary[device].context = NULL;
+    gs_unlock(&gs_self()->lock_context);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice dev)
+{
+    GS_NEED(real, cuDevicePrimaryCtxRelease);
+    return primary_goes(real, dev, false);
+}
+
+GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice dev)
+{
+    GS_NEED(real, cuDevicePrimaryCtxRelease_v2);
+    return primary_goes(real, dev, false);
+}
+
+GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxReset(CUdevice dev)
+{
+    GS_NEED(real, cuDevicePrimaryCtxReset);
+    return primary_goes(real, dev, true);
+}
+
+GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxReset_v2(CUdevice dev)
+{
+    GS_NEED(real, cuDevicePrimaryCtxReset_v2);
+    return primary_goes(real, dev, true);
+}

@@ -1,0 +1,37 @@
+/* cuInit: limits first, then the driver, then a slot. Without a limits file there is no GPU:
+ * "unlimited" is a value in the file, never the absence of one. */
+#include "cuda_shim.h"
+
+static CUresult refuse(const char *reason)
+{
+    gs_log("cuInit refused", reason);
+    return CUDA_ERROR_NOT_PERMITTED;
+}
+
+static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags)
+{
+    const struct gs_view *view = gs_region();
+    if (!view)
+        return refuse(gs_region_refusal());
+    CUresult result = real(flags);
+    if (result != CUDA_SUCCESS || gs_slot())
+        return result;
+    if (!gs_slot_claim(view))
+        return refuse("no slot: too many processes, or no thread can be started");
+    gs_devices_learn();
+    return CUDA_SUCCESS;
+}
+
+GS_EXPORT CUresult CUDAAPI cuInit(unsigned int flags)
+{
+    GS_NEED(real, cuInit);
+    struct gs_self *self = gs_self();
+    if (!self)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    gs_lock(&self->lock_init);
+    if (!gs_slot())
+        gs_log_open();
+    CUresult result = init_locked(real, flags);
+    gs_unlock(&self->lock_init);
+    return result;
+}

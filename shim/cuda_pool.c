@@ -1,0 +1,275 @@
+/* Memory pools are charged what they reserve, not what is handed out from them.
+ *
+ * A pool's charge and a version share one word. After each call that can change a pool, the caller
+ * reads the word, asks the driver how much the pool reserves, and swaps in {that, version + 1}; when
+ * somebody else got in between, it asks again. So whoever settles last has asked last, without a lock.
+ * The graph memory of a device is one more pool, which the driver keeps itself.
+ *
+ * The table only grows by pools that exist at one time; walking it (before a refusal, in
+ * cuMemGetInfo) holds lock_pool, as destroying a pool does: a destroyed handle is never asked. */
+#include "pool.h"
+
+#define UNIT_SHIFT 12u /* charges are kept in pages: 40 bits of them, 24 bits of version */
+#define VERSION_MASK UINT64_C(0xffffff)
+
+static struct gs_map numbers; /* CUmemoryPool -> extra = number */
+static struct gs_pool pools[GS_MAX_POOLS];
+static _Atomic uint32_t pools_high;
+_Atomic uint32_t gs_graph_trims;
+
+static uint64_t charged(uint64_t word)
+{
+    return word >> 24 << UNIT_SHIFT;
+}
+
+static bool reserved(const struct gs_pool *pool, uint64_t *bytes)
+{
+    cuuint64_t value = 0;
+    CUresult result;
+    if (pool->graph) {
+        __typeof__(&cuDeviceGetGraphMemAttribute) get = GS_REAL(cuDeviceGetGraphMemAttribute);
+        result = get ? get(pool->device, CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, &value)
+                     : CUDA_ERROR_NOT_SUPPORTED;
+    } else {
+        __typeof__(&cuMemPoolGetAttribute) get = GS_REAL(cuMemPoolGetAttribute);
+        result = get ? get(pool->handle, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &value)
+                     : CUDA_ERROR_NOT_SUPPORTED;
+    }
+    *bytes = value;
+    return result == CUDA_SUCCESS;
+}
+
+static void apply(struct gs_pool *pool, uint64_t before, uint64_t after)
+{
+    if (after > before)
+        gs_charge_anyway(pool->dev, after - before);
+    else
+        gs_release(pool->dev, before - after);
+}
+
+uint64_t gs_pool_settle(struct gs_pool *pool)
+{
+    uint64_t word, bytes;
+    do {
+        word = atomic_load(&pool->word);
+        if (atomic_load(&pool->state) != GS_POOL_OPEN || !reserved(pool, &bytes))
+            return 0;
+        bytes = gs_round_up(bytes, UINT64_C(1) << UNIT_SHIFT);
+    } while (!atomic_compare_exchange_strong(&pool->word, &word,
+                                             bytes >> UNIT_SHIFT << 24 | ((word + 1) & VERSION_MASK)));
+    apply(pool, charged(word), bytes);
+    return bytes > charged(word) ? bytes - charged(word) : 0;
+}
+
+static void settle(struct gs_pool *pool)
+{
+    gs_pool_settle(pool);
+}
+
+/* The pool is no more, and neither is its memory. */
+static void close_pool(struct gs_pool *pool)
+{
+    uint64_t word = atomic_exchange(&pool->word, 0);
+    apply(pool, charged(word), 0);
+    atomic_store(&pool->state, GS_POOL_NONE);
+}
+
+static struct gs_pool *claim(void)
+{
+    for (uint32_t i = 0; i < GS_MAX_POOLS; i++) {
+        uint32_t none = GS_POOL_NONE;
+        if (!atomic_compare_exchange_strong(&pools[i].state, &none, GS_POOL_CLAIMED))
+            continue;
+        uint32_t high = atomic_load(&pools_high);
+        while (high < i + 1 && !atomic_compare_exchange_strong(&pools_high, &high, i + 1))
+            ;
+        return &pools[i];
+    }
+    return NULL;
+}
+
+static struct gs_pool *learn(CUmemoryPool handle, CUdevice device, bool graph)
+{
+    struct gs_pool *pool = claim();
+    if (!pool)
+        return NULL;
+    pool->handle = handle;
+    pool->device = device;
+    pool->dev = gs_dev_of(device);
+    pool->graph = graph;
+    atomic_store(&pool->live, 0);
+    atomic_store(&pool->word, 0);
+    atomic_store(&pool->state, GS_POOL_OPEN);
+    return pool;
+}
+
+static struct gs_pool *find_or_learn(CUmemoryPool handle, CUdevice device, bool graph)
+{
+    uint64_t key = graph ? (uint64_t)(uint32_t)device + 1 : (uint64_t)(uintptr_t)handle;
+    struct gs_pool *pool = NULL;
+    struct gs_entry entry;
+    if (gs_map_get(&numbers, key, &entry))
+        return &pools[entry.extra];
+    gs_lock(&gs_self()->lock_pool);
+    if (gs_map_get(&numbers, key, &entry)) {
+        pool = &pools[entry.extra];
+    } else if ((pool = learn(handle, device, graph))) {
+        entry = (struct gs_entry){.extra = (uint64_t)(pool - pools), .dev = pool->dev};
+        gs_map_put(&numbers, key, &entry);
+    }
+    gs_unlock(&gs_self()->lock_pool);
+    return pool;
+}
+
+struct gs_pool *gs_pool_of(CUmemoryPool handle, CUdevice device)
+{
+    return find_or_learn(handle, device, false);
+}
+
+struct gs_pool *gs_pool_known(CUmemoryPool handle)
+{
+    struct gs_entry entry;
+    return gs_map_get(&numbers, (uint64_t)(uintptr_t)handle, &entry) ? &pools[entry.extra] : NULL;
+}
+
+uint64_t gs_pool_number(const struct gs_pool *pool)
+{
+    return (uint64_t)(pool - pools);
+}
+
+struct gs_pool *gs_pool_of_graphs(CUdevice device)
+{
+    return find_or_learn(NULL, device, true);
+}
+
+struct gs_pool *gs_pool_of_stream(const struct gs_here *here)
+{
+    __typeof__(&cuDeviceGetMemPool) get = GS_REAL(cuDeviceGetMemPool);
+    CUmemoryPool handle;
+    if (!get || get(&handle, here->device) != CUDA_SUCCESS)
+        return NULL;
+    return gs_pool_of(handle, here->device);
+}
+
+static void each_of(int dev, void (*act)(struct gs_pool *pool))
+{
+    if (dev < 0 || atomic_load_explicit(&pools_high, memory_order_acquire) == 0)
+        return;
+    gs_lock(&gs_self()->lock_pool);
+    uint32_t high = atomic_load(&pools_high);
+    for (uint32_t i = 0; i < high; i++)
+        if (atomic_load(&pools[i].state) == GS_POOL_OPEN && pools[i].dev == dev)
+            act(&pools[i]);
+    gs_unlock(&gs_self()->lock_pool);
+}
+
+static void trim(struct gs_pool *pool)
+{
+    __typeof__(&cuMemPoolTrimTo) trim_to = GS_REAL(cuMemPoolTrimTo);
+    __typeof__(&cuDeviceGraphMemTrim) trim_graphs = GS_REAL(cuDeviceGraphMemTrim);
+    if (pool->graph && trim_graphs) {
+        atomic_fetch_add(&gs_graph_trims, 1);
+        trim_graphs(pool->device);
+    } else if (!pool->graph && trim_to) {
+        trim_to(pool->handle, 0);
+    }
+    gs_pool_settle(pool);
+}
+
+void gs_pools_settle(int dev)
+{
+    each_of(dev, settle);
+}
+
+void gs_pools_trim(int dev)
+{
+    each_of(dev, trim);
+}
+
+/* A destroyed pool lives on until its last allocation is freed; its charge stays until then. */
+void gs_pooled_freed(const struct gs_entry *entry)
+{
+    struct gs_pool *pool = &pools[entry->extra];
+    if (atomic_fetch_sub(&pool->live, 1) == 1 && atomic_load(&pool->state) == GS_POOL_GHOST) {
+        uint32_t ghost = GS_POOL_GHOST;
+        if (atomic_compare_exchange_strong(&pool->state, &ghost, GS_POOL_CLAIMED))
+            close_pool(pool);
+        return;
+    }
+    gs_pool_settle(pool);
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *props)
+{
+    GS_NEED(real, cuMemPoolCreate);
+    CUresult result = real(pool, props);
+    bool on_device = result == CUDA_SUCCESS && pool && props && props->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+    if (on_device && gs_slot())
+        gs_pool_of(*pool, props->location.id);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool handle)
+{
+    GS_NEED(real, cuMemPoolDestroy);
+    struct gs_entry entry;
+    if (!gs_slot())
+        return real(handle);
+    gs_lock(&gs_self()->lock_pool);
+    bool known = gs_map_take(&numbers, (uint64_t)(uintptr_t)handle, &entry);
+    struct gs_pool *pool = known ? &pools[entry.extra] : NULL;
+    if (pool) { /* what it holds unused goes with the call; what is in use stays charged */
+        trim(pool);
+        atomic_store(&pool->state, GS_POOL_GHOST);
+    }
+    CUresult result = real(handle);
+    if (pool && result != CUDA_SUCCESS) {
+        atomic_store(&pool->state, GS_POOL_OPEN);
+        gs_map_put(&numbers, (uint64_t)(uintptr_t)handle, &entry);
+    } else if (pool && atomic_load(&pool->live) == 0) {
+        uint32_t ghost = GS_POOL_GHOST;
+        if (atomic_compare_exchange_strong(&pool->state, &ghost, GS_POOL_CLAIMED))
+            close_pool(pool);
+    }
+    gs_unlock(&gs_self()->lock_pool);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool pool, size_t keep)
+{
+    GS_NEED(real, cuMemPoolTrimTo);
+    CUresult result = real(pool, keep);
+    struct gs_pool *known = gs_slot() && result == CUDA_SUCCESS ? gs_pool_known(pool) : NULL;
+    if (known)
+        gs_pool_settle(known);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attr, void *value)
+{
+    GS_NEED(real, cuMemPoolSetAttribute);
+    CUresult result = real(pool, attr, value);
+    struct gs_pool *known = gs_slot() && result == CUDA_SUCCESS ? gs_pool_known(pool) : NULL;
+    if (known)
+        gs_pool_settle(known);
+    return result;
+}
+
+/* The pools that a device's streams will use from now on: known before the first allocation. */
+GS_EXPORT CUresult CUDAAPI cuDeviceSetMemPool(CUdevice dev, CUmemoryPool pool)
+{
+    GS_NEED(real, cuDeviceSetMemPool);
+    CUresult result = real(dev, pool);
+    if (gs_slot() && result == CUDA_SUCCESS)
+        gs_pool_of(pool, dev);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemSetMemPool(CUmemLocation *location, CUmemAllocationType type, CUmemoryPool pool)
+{
+    GS_NEED(real, cuMemSetMemPool);
+    CUresult result = real(location, type, pool);
+    if (gs_slot() && result == CUDA_SUCCESS && location && location->type == CU_MEM_LOCATION_TYPE_DEVICE)
+        gs_pool_of(pool, location->id);
+    return result;
+}

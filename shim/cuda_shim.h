@@ -1,0 +1,90 @@
+/* What the wrappers (cuda_*.c) share. A wrapper decides nothing: it says how many bytes a call may
+ * take, makes the call, and says what it took; charge.c, context.c and pool.c do the rest. */
+#ifndef GPUSHARE_CUDA_SHIM_H
+#define GPUSHARE_CUDA_SHIM_H
+
+#ifndef __CUDA_API_VERSION_INTERNAL
+#define __CUDA_API_VERSION_INTERNAL
+#endif
+#include <cuda.h>
+
+#include "gs.h"
+#include "real.h"
+
+#define GS_MAX_ORDINALS 64
+
+/* `real` = the driver's own function; without one the wrapper ends here. */
+#define GS_NEED(real, fn)                                                                                    \
+    __typeof__(&fn) real = GS_REAL(fn);                                                                      \
+    if (!real)                                                                                               \
+    return CUDA_ERROR_NOT_SUPPORTED
+
+/* ---- cuda_context.c: which device, which context ------------------------------------------ */
+
+struct gs_here {
+    CUcontext context;
+    CUdevice device;
+    int dev;
+};
+/* The calling thread's current context; false when there is none. */
+bool gs_here(struct gs_here *here);
+/* A device's slot in the limits file, GS_NO_DEV when it was not granted. */
+int gs_dev_of(CUdevice device);
+/* Filled in by cuInit. */
+void gs_devices_learn(void);
+/* The device that a stream works on. */
+bool gs_here_of_stream(CUstream stream, struct gs_here *here);
+
+/* ---- cuda_charge.c: from the call to the free --------------------------------------------- */
+
+struct gs_charge {
+    CUcontext context;
+    int dev;
+    bool passed;    /* nothing to charge: the driver will refuse this call itself */
+    uint64_t bytes; /* reserved */
+};
+
+/* Reserve for an allocation in the current context. CUDA_SUCCESS: go on and call the driver. */
+CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes);
+/* The same on a named device, bound to no context. */
+CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes);
+void gs_charge_abort(struct gs_charge *charge);
+/* The driver gave [address, +bytes). CUDA_ERROR_OUT_OF_MEMORY: it took more than there is; free it. */
+CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t bytes);
+/* The driver gave an object that takes `bytes`, at most what was reserved. */
+void gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle, uint64_t bytes);
+/* Give up the charge of an entry that was taken out of its map. */
+void gs_uncharge(uint64_t key, const struct gs_entry *entry);
+
+extern struct gs_map gs_memory;  /* addresses */
+extern struct gs_map gs_objects; /* arrays, mipmapped arrays, modules, libraries */
+
+/* Entries of a context that is about to go: out of the maps, then gone or put back. */
+struct gs_dropped;
+struct gs_dropped *gs_drop_begin(CUcontext context);
+void gs_drop_end(struct gs_dropped *dropped, bool gone);
+
+/* Take out, call, uncharge or put back: the driver may give the address to another thread before
+ * its free returns, so the entry must be out by then. */
+#define GS_FREE(map, key, call)                                                                              \
+    ({                                                                                                       \
+        struct gs_entry entry_;                                                                              \
+        bool known_ = gs_map_take(&(map), (uint64_t)(key), &entry_);                                         \
+        CUresult result_ = (call);                                                                           \
+        if (known_ && result_ == CUDA_SUCCESS)                                                               \
+            gs_uncharge((uint64_t)(key), &entry_);                                                           \
+        else if (known_)                                                                                     \
+            gs_map_put(&(map), (uint64_t)(key), &entry_);                                                    \
+        result_;                                                                                             \
+    })
+
+/* ---- cuda_pool.c --------------------------------------------------------------------------- */
+
+/* Ask the driver what this process's pools hold on a device, and charge that. */
+void gs_pools_settle(int dev);
+/* The same after trimming them: what is reserved but not used goes back. */
+void gs_pools_trim(int dev);
+/* A pooled allocation is gone: settle its pool. */
+void gs_pooled_freed(const struct gs_entry *entry);
+
+#endif

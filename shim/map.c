@@ -1,0 +1,156 @@
+/* Key -> entry, lock-free: open addressing in segments that only ever get added.
+ *
+ * A cell's key is EMPTY (never used), FREE (was used), BUSY (one thread owns its contents) or a
+ * key. Cells never go back to EMPTY, so a search may stop there; FREE cells are used again, so
+ * deletions leave no debt. A key lies within PROBES cells of its home, or in a later segment. */
+#include <sys/mman.h>
+
+#include "gs.h"
+
+#define EMPTY UINT64_C(0)
+#define FREE UINT64_MAX
+#define BUSY (UINT64_MAX - 1)
+#define PROBES 16u
+#define FIRST_CELLS_LOG2 12u
+
+struct cell { /* a cache line of its own, so threads do not slow each other */
+    _Alignas(64) _Atomic uint64_t key;
+    struct gs_entry entry;
+};
+_Static_assert(sizeof(struct cell) == 64, "one cell, one cache line");
+
+struct gs_map_segment {
+    _Alignas(64) uint64_t mask;
+    struct cell cell[];
+};
+
+#define SEGMENTS (sizeof(((struct gs_map *)0)->segment) / sizeof(void *))
+
+static size_t segment_bytes(unsigned i)
+{
+    return sizeof(struct gs_map_segment) + sizeof(struct cell) * ((size_t)1 << (FIRST_CELLS_LOG2 + i));
+}
+
+static uint64_t home(uint64_t key)
+{
+    key ^= key >> 32;
+    key *= UINT64_C(0x9e3779b97f4a7c15);
+    return key >> 24;
+}
+
+static struct gs_map_segment *grown(struct gs_map *map, unsigned i)
+{
+    struct gs_map_segment *segment = mmap(NULL, segment_bytes(i), PROT_READ | PROT_WRITE,
+                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (segment == MAP_FAILED)
+        return NULL;
+    segment->mask = ((uint64_t)1 << (FIRST_CELLS_LOG2 + i)) - 1;
+    struct gs_map_segment *none = NULL;
+    if (atomic_compare_exchange_strong(&map->segment[i], &none, segment))
+        return segment;
+    munmap(segment, segment_bytes(i));
+    return none;
+}
+
+static bool put_in(struct gs_map_segment *segment, uint64_t key, const struct gs_entry *entry)
+{
+    uint64_t at = home(key);
+    for (unsigned i = 0; i < PROBES; i++) {
+        struct cell *cell = &segment->cell[(at + i) & segment->mask];
+        uint64_t seen = atomic_load_explicit(&cell->key, memory_order_relaxed);
+        if (seen != EMPTY && seen != FREE)
+            continue;
+        if (!atomic_compare_exchange_strong_explicit(&cell->key, &seen, BUSY, memory_order_acquire,
+                                                     memory_order_relaxed))
+            continue;
+        cell->entry = *entry;
+        atomic_store_explicit(&cell->key, key, memory_order_release);
+        return true;
+    }
+    return false;
+}
+
+bool gs_map_put(struct gs_map *map, uint64_t key, const struct gs_entry *entry)
+{
+    for (unsigned i = 0; i < SEGMENTS; i++) {
+        struct gs_map_segment *segment = atomic_load_explicit(&map->segment[i], memory_order_acquire);
+        if (!segment && !(segment = grown(map, i)))
+            return false;
+        if (put_in(segment, key, entry))
+            return true;
+    }
+    return false;
+}
+
+/* The cell that holds `key`, or NULL. */
+static struct cell *find(const struct gs_map *map, uint64_t key)
+{
+    uint64_t at = home(key);
+    if (key == EMPTY || key >= BUSY)
+        return NULL;
+    for (unsigned s = 0; s < SEGMENTS; s++) {
+        struct gs_map_segment *segment = atomic_load_explicit(&map->segment[s], memory_order_acquire);
+        if (!segment)
+            return NULL;
+        for (unsigned i = 0; i < PROBES; i++) {
+            struct cell *cell = &segment->cell[(at + i) & segment->mask];
+            uint64_t seen = atomic_load_explicit(&cell->key, memory_order_acquire);
+            if (seen == key)
+                return cell;
+            if (seen == EMPTY)
+                break;
+        }
+    }
+    return NULL;
+}
+
+static bool take_cell(struct cell *cell, uint64_t key, struct gs_entry *out)
+{
+    if (!atomic_compare_exchange_strong_explicit(&cell->key, &key, BUSY, memory_order_acquire,
+                                                 memory_order_relaxed))
+        return false;
+    *out = cell->entry;
+    atomic_store_explicit(&cell->key, FREE, memory_order_release);
+    return true;
+}
+
+bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out)
+{
+    struct cell *cell;
+    while ((cell = find(map, key)))
+        if (take_cell(cell, key, out))
+            return true;
+    return false;
+}
+
+/* The copy is good when the key is the same before and after: a cell is rewritten only as BUSY. */
+bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out)
+{
+    struct cell *cell;
+    while ((cell = find(map, key))) {
+        for (size_t i = 0; i < sizeof(*out) / sizeof(uint64_t); i++)
+            ((uint64_t *)out)[i] = __atomic_load_n((const uint64_t *)&cell->entry + i, __ATOMIC_RELAXED);
+        atomic_thread_fence(memory_order_acquire);
+        if (atomic_load_explicit(&cell->key, memory_order_relaxed) == key)
+            return true;
+    }
+    return false;
+}
+
+void gs_map_take_all(struct gs_map *map, bool (*want)(uint64_t key, const struct gs_entry *e, void *arg),
+                     void (*taken)(uint64_t key, const struct gs_entry *e, void *arg), void *arg)
+{
+    for (unsigned s = 0; s < SEGMENTS; s++) {
+        struct gs_map_segment *segment = atomic_load_explicit(&map->segment[s], memory_order_acquire);
+        for (uint64_t i = 0; segment && i <= segment->mask; i++) {
+            struct cell *cell = &segment->cell[i];
+            uint64_t key = atomic_load_explicit(&cell->key, memory_order_acquire);
+            struct gs_entry entry;
+            if (key == EMPTY || key >= BUSY)
+                continue;
+            entry = cell->entry;
+            if (want(key, &entry, arg) && take_cell(cell, key, &entry))
+                taken(key, &entry, arg);
+        }
+    }
+}

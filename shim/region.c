@@ -1,0 +1,124 @@
+/* The two shared files: opened without following what a tenant may have put there into a hang
+ * (O_NONBLOCK: a FIFO), checked for exact size and header, mapped, closed again. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "gs.h"
+
+#define LIMITS_PATH "/usr/lib/gpushare/limits"
+#define USAGE_PATH "/usr/lib/gpushare/rw/usage"
+
+static _Atomic(const struct gs_view *) the_view;
+static _Atomic(const char *) refusal = "not opened yet";
+static _Atomic bool log_on;
+
+void gs_log_open(void)
+{
+    const char *value = getenv("GPUSHARE_LOG");
+    atomic_store(&log_on, value && strcmp(value, "1") == 0);
+}
+
+void gs_log(const char *text, const char *detail)
+{
+    if (!atomic_load(&log_on))
+        return;
+    char line[256];
+    size_t n = 0;
+    const char *part[] = {"gpushare: ", text, detail[0] ? ": " : "", detail, "\n"};
+    for (size_t i = 0; i < sizeof(part) / sizeof(part[0]); i++)
+        for (const char *c = part[i]; *c && n < sizeof(line); c++)
+            line[n++] = *c;
+    ssize_t ignored = write(STDERR_FILENO, line, n);
+    (void)ignored;
+}
+
+/* Map one file of exactly `size` bytes, or NULL with `*why`. The descriptor is closed: programs
+ * close descriptors that they do not know (close_range), and may be handed its number. */
+static void *map_exact(const char *path, int flags, int prot, size_t size, const char **why)
+{
+    int fd = open(path, flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (fd < 0) {
+        *why = errno == ENOENT ? "file is missing" : "file cannot be opened";
+        return NULL;
+    }
+    struct stat st;
+    void *at = MAP_FAILED;
+    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))
+        *why = "not a regular file";
+    else if ((uint64_t)st.st_size != size)
+        *why = "wrong size";
+    else if ((at = mmap(NULL, size, prot, MAP_SHARED, fd, 0)) == MAP_FAILED)
+        *why = "cannot be mapped";
+    close(fd);
+    return at == MAP_FAILED ? NULL : at;
+}
+
+static const char *wrong_limits(const struct gs_limits *l)
+{
+    if (l->magic != GS_LIMITS_MAGIC)
+        return "limits: not a limits file";
+    if (l->version != GS_ABI_VERSION || l->size != sizeof(*l))
+        return "limits: other version";
+    if (l->n_devices > GS_MAX_DEVICES)
+        return "limits: too many devices";
+    for (uint32_t i = 0; i < l->n_devices; i++)
+        if (l->device[i].granularity_bytes != GS_BLOCK)
+            return "limits: granularity is not 2 MiB";
+    return NULL;
+}
+
+static const char *wrong_usage(const struct gs_usage *u, const struct gs_limits *l)
+{
+    if (u->magic != GS_USAGE_MAGIC)
+        return "usage: not a usage file";
+    if (u->version != GS_ABI_VERSION || u->size != sizeof(*u) || u->n_slots != GS_MAX_SLOTS)
+        return "usage: other version";
+    return u->nonce == l->nonce ? NULL : "usage: nonce of another container";
+}
+
+const struct gs_view *gs_region(void)
+{
+    const struct gs_view *view = atomic_load_explicit(&the_view, memory_order_acquire);
+    if (view)
+        return view;
+    const char *why = NULL;
+    struct gs_view fresh = {0};
+    fresh.limits = map_exact(LIMITS_PATH, O_RDONLY, PROT_READ, sizeof(struct gs_limits), &why);
+    if (fresh.limits && !(why = wrong_limits(fresh.limits)))
+        fresh.usage = map_exact(USAGE_PATH, O_RDWR, PROT_READ | PROT_WRITE, sizeof(struct gs_usage), &why);
+    if (fresh.usage)
+        why = wrong_usage(fresh.usage, fresh.limits);
+    struct gs_view *mine = why ? NULL : malloc(sizeof(*mine));
+    if (mine) {
+        const struct gs_view *none = NULL;
+        *mine = fresh;
+        if (atomic_compare_exchange_strong(&the_view, &none, mine))
+            return mine;
+        free(mine); /* another thread was first: its view is as good */
+    }
+    if (fresh.usage)
+        munmap(fresh.usage, sizeof(struct gs_usage));
+    if (fresh.limits)
+        munmap((void *)fresh.limits, sizeof(struct gs_limits));
+    atomic_store(&refusal, why ? why : "no memory");
+    return atomic_load_explicit(&the_view, memory_order_acquire);
+}
+
+const char *gs_region_refusal(void)
+{
+    return atomic_load(&refusal);
+}
+
+int gs_slot_of_uuid(const uint8_t uuid[16])
+{
+    const struct gs_view *view = gs_region();
+    for (uint32_t i = 0; view && i < view->limits->n_devices; i++)
+        if (memcmp(view->limits->device[i].uuid, uuid, 16) == 0)
+            return (int)i;
+    return GS_NO_DEV;
+}
