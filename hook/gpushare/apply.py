@@ -1,0 +1,265 @@
+"""Carries a plan out in a container, from outside, before its first instruction; or takes all of it back.
+
+Three steps. On the host: limits and storage, then a detached copy of every source (nothing can be swapped later, and a copy
+vanishes with this process). In the container's mount namespace: mounts, links, the loader's cache, the /proc mask. On the
+host again: device access, last, so that no device is usable before its limits are in place.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from typing import Any, Union
+
+from . import cgroup, inroot, linux, mountns, mountpoint, rootfs
+from .errors import DeviceError, GpushareError, KernelError
+from .model import Bundle
+from .ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Op, Plan, ProcMask, TenantTmpfs, WriteLimits
+
+_KINDS = {"file": stat.S_ISREG, "dir": stat.S_ISDIR, "socket": stat.S_ISSOCK}
+
+
+class Applied:
+    """What `apply` did. `undo` takes it back in reverse order; `close` keeps it and lets go. `notes`: what was skipped."""
+
+    def __init__(self, namespace: mountns.Namespace) -> None:
+        self._namespace = namespace
+        self._access: list[Callable[[], None]] = []
+        self._root: Union[mountpoint.Root, None] = None
+        self._trees: list[int] = []
+        self.notes: list[str] = []
+
+    def undo(self) -> None:
+        """Takes everything back, as far as the kernel lets us; raises the first failure at the end."""
+        failures: list[Exception] = []
+        _run_all(self._access, failures)
+        if self._root is not None and self._root.undo:
+            try:
+                with self._namespace:
+                    _run_all(self._root.undo, failures)
+            except KernelError as error:
+                failures.append(error)
+        self.close()
+        if failures:
+            raise KernelError(f"undo: {failures[0]}", "remove the container")
+
+    def close(self) -> None:
+        for fd in self._trees:
+            os.close(fd)
+        self._trees.clear()
+        if self._root is not None:
+            self._root.close()
+        self._namespace.close()
+
+
+def _run_all(steps: list[Callable[[], None]], failures: list[Exception]) -> None:
+    while steps:
+        try:
+            steps.pop()()
+        except (OSError, GpushareError) as error:
+            failures.append(error)
+
+
+def apply(plan: Plan, bundle: Bundle, pid: int) -> Applied:
+    """Applies `plan` to the container whose init is `pid`. After a failure nothing of it is left, and the error is raised."""
+    applied = Applied(mountns.Namespace(pid))
+    try:
+        _apply(plan, bundle, pid, applied)
+    except BaseException as error:
+        try:
+            applied.undo()
+        except KernelError as second:
+            if isinstance(error, GpushareError):
+                error.message += f" (and {second.message})"
+        if isinstance(error, OSError):
+            raise linux.from_os_error(error, "apply", str(error.filename or plan.container_id)) from None
+        raise
+    return applied
+
+
+def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
+    trees: dict[int, int] = {}
+    for index, op in enumerate(plan.ops):
+        if isinstance(op, (WriteLimits, TenantTmpfs)):
+            _execute_storage(op)
+        elif isinstance(op, (Mount, DeviceNode)):
+            if isinstance(op, Mount):
+                _make_point_in_source(op, plan.ops[:index])
+            trees[index] = _detached_copy(op)
+            applied._trees.append(trees[index])
+    host_devices = frozenset(entry.device for entry in mountns.read_mounts())
+    root_fd = rootfs.open_root(bundle, pid)
+    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, host_devices)
+    root.keep(root_fd)
+    applied._namespace.require_alive()
+    with applied._namespace:
+        for index, op in enumerate(plan.ops):
+            executor = _EXECUTORS.get(type(op))
+            if executor is not None:
+                executor(root, op, trees.get(index, -1))
+    applied.notes.extend(root.notes)
+    rules = [(op.major, op.minor) for op in plan.ops if isinstance(op, DeviceRule)]
+    if rules:
+        applied._access.append(cgroup.allow_devices(pid, rules))
+        applied._namespace.require_alive()
+
+
+def _execute_storage(op: Union[WriteLimits, TenantTmpfs]) -> None:
+    """Both live in the container's state directory, which goes with its lease: there is nothing to take back here."""
+    from . import storage  # noqa: PLC0415  (only containers with limits need it)
+
+    storage.execute(op)
+
+
+def _make_point_in_source(op: Mount, earlier: tuple[Op, ...]) -> None:
+    """A mount point below a directory that this plan itself mounts is made in that directory's source, which is ours on the
+    host: in the container it is read-only by then."""
+    for below in earlier:
+        if isinstance(below, Mount) and below.kind == "dir" and op.target.startswith(below.target + "/"):
+            path = below.source + op.target[len(below.target) :]
+            os.makedirs(path if op.kind == "dir" else os.path.dirname(path), 0o755, exist_ok=True)
+            if op.kind != "dir" and not os.path.lexists(path):
+                flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+                os.close(os.open(path, flags, 0o444))
+
+
+def _detached_copy(op: Union[Mount, DeviceNode]) -> int:
+    """The source as a mount of its own that is attached nowhere, private, with the op's attributes."""
+    try:
+        fd = os.open(op.source, os.O_PATH | os.O_CLOEXEC)
+    except OSError as error:
+        raise DeviceError(
+            f"{op.source!r}: {os.strerror(error.errno or 0)}", "is the driver loaded, and its version still the same?"
+        ) from None
+    try:
+        _check_source(op, os.fstat(fd))
+        tree = linux.open_tree("", dir_fd=fd)
+    finally:
+        os.close(fd)
+    names = op.flags if isinstance(op, Mount) else ("nosuid", "noexec", "nodev") if op.simulated else ("nosuid", "noexec")
+    try:
+        attributes = sum(linux.ATTRIBUTES[name] for name in names)
+        linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
+    except BaseException:
+        os.close(tree)
+        raise
+    return tree
+
+
+def _check_source(op: Union[Mount, DeviceNode], status: os.stat_result) -> None:
+    if isinstance(op, Mount):
+        if not _KINDS[op.kind](status.st_mode):
+            raise DeviceError(f"{op.source!r} is {mountpoint.type_name(status.st_mode)}, not a {op.kind}")
+    elif op.simulated:
+        if not stat.S_ISREG(status.st_mode):
+            raise DeviceError(f"{op.source!r} is {mountpoint.type_name(status.st_mode)}, not a simulated device")
+    elif not stat.S_ISCHR(status.st_mode) or status.st_rdev != os.makedev(op.major, op.minor):
+        raise DeviceError(f"{op.source!r} is not the character device {op.major}:{op.minor}", "run gpushare refresh")
+
+
+def _mount(root: mountpoint.Root, op: Mount, tree: int) -> None:
+    root.attach(tree, root.mount_point(op.target, op.kind), op.target)
+
+
+def _device(root: mountpoint.Root, op: DeviceNode, tree: int) -> None:
+    fd = root.lookup(op.target, os.O_PATH | os.O_NOFOLLOW)
+    if fd >= 0:
+        status = os.fstat(fd)
+        if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.makedev(op.major, op.minor) and not op.simulated:
+            root.notes.append(f"{op.target} is there already")
+            return
+    root.attach(tree, root.mount_point(op.target, "file"), op.target)
+
+
+def _link(root: mountpoint.Root, op: Link, _: int) -> None:
+    dir_fd, name = root.parent(op.target)
+    there = root.lookup(op.target, os.O_PATH | os.O_NOFOLLOW)
+    if there < 0:
+        root.require_writable(dir_fd, op.target)
+        _make_link(root, op, dir_fd, name)
+        return
+    if stat.S_ISLNK(os.fstat(there).st_mode):
+        old = os.readlink("", dir_fd=there)
+        if old == op.text:
+            return
+        if root.lookup(op.target) < 0:  # it leads nowhere, so nobody can be using what it names
+            root.require_writable(dir_fd, op.target)
+            _replace_link(root, op, dir_fd, name, old)
+            return
+    _cover(root, op)
+
+
+def _make_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str) -> None:
+    try:
+        os.symlink(op.text, name, dir_fd=dir_fd)
+    except OSError as error:
+        raise linux.from_os_error(error, "symlinkat", op.target) from None
+    root.undo.append(lambda: _unlink_link(dir_fd, name, op.text))
+    if root.owner != (0, 0):
+        os.chown(name, *root.owner, dir_fd=dir_fd, follow_symlinks=False)
+
+
+def _unlink_link(dir_fd: int, name: str, text: str) -> None:
+    try:
+        if os.readlink(name, dir_fd=dir_fd) == text:
+            os.unlink(name, dir_fd=dir_fd)
+    except FileNotFoundError:
+        pass
+
+
+def _replace_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str, old: str) -> None:
+    def put(text: str) -> None:
+        temporary = f".{name}.gpushare"
+        try:
+            os.unlink(temporary, dir_fd=dir_fd)  # of a run that was killed
+        except FileNotFoundError:
+            pass
+        os.symlink(text, temporary, dir_fd=dir_fd)
+        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    try:
+        put(op.text)
+    except OSError as error:
+        raise linux.from_os_error(error, "symlinkat", op.target) from None
+    root.undo.append(lambda: put(old))
+
+
+def _cover(root: mountpoint.Root, op: Link) -> None:
+    """The image has something else where our link goes (an own libcuda.so.1, say): the file that it leads to is covered by
+    what our link would have led to, so that the name means the same."""
+    existing = root.library_behind(op.target)
+    if not stat.S_ISREG(os.fstat(existing).st_mode):
+        kind = mountpoint.type_name(os.fstat(existing).st_mode)
+        raise KernelError(f"{op.target!r} is {kind} where a link must be", "remove it from the image")
+    meant_path = os.path.join(os.path.dirname(op.target), op.text)
+    meant = root.lookup(meant_path)
+    if meant < 0 or not root.is_own(meant):
+        raise KernelError(f"{op.target!r} is in the way of a link to {op.text!r}", "remove it from the image")
+    if os.path.samestat(os.fstat(existing), os.fstat(meant)):
+        return
+    tree = root.keep(linux.open_tree("", dir_fd=meant))
+    linux.mount_setattr(tree, 0, linux.MS_PRIVATE, meant_path)
+    root.attach(tree, existing, op.target)
+    root.notes.append(f"{op.target} of the image is covered ({inroot.path_of(root.fd, existing)})")
+
+
+def _ld_cache(root: mountpoint.Root, op: LdCache, _: int) -> None:
+    from . import cachefile  # noqa: PLC0415
+
+    cachefile.extend(root, op.entries)
+
+
+def _proc_mask(root: mountpoint.Root, op: ProcMask, _: int) -> None:
+    from . import procmask  # noqa: PLC0415
+
+    procmask.cover(root, op.bus_ids)
+
+
+_EXECUTORS: dict[type, Callable[[mountpoint.Root, Any, int], None]] = {
+    Mount: _mount,
+    DeviceNode: _device,
+    Link: _link,
+    LdCache: _ld_cache,
+    ProcMask: _proc_mask,
+}

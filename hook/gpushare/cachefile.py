@@ -1,0 +1,62 @@
+"""Writes the loader's cache of a container: a new file beside the old one, then one rename. Never a bind mount: `ldconfig`, and
+so every package manager, replaces the file by rename in the container and would fail on one."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from . import ldcache, linux, mountpoint, rootfs
+from .model import LdEntry
+
+_TEMPORARY = ".ld.so.cache.gpushare"  # a fixed name, so that the next start removes what a killed one left
+
+
+def extend(root: mountpoint.Root, entries: tuple[LdEntry, ...]) -> None:
+    """Adds `entries` to the container's cache; leaves it alone, with a note, when it is not plainly the image's own."""
+    cache, note = rootfs.read_cache(root.fd)
+    if cache is None or note:
+        root.notes.append(f"loader cache not extended: {note}")
+        return
+    dir_fd, name = root.parent(rootfs.LD_CACHE)
+    old = root.lookup(rootfs.LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
+    if old < 0 or not stat.S_ISREG(os.fstat(old).st_mode):
+        root.notes.append(f"loader cache not extended: {rootfs.LD_CACHE} changed meanwhile")
+        return
+    status = os.fstat(old)
+    before = rootfs.read_all(old, ldcache.MAX_BYTES)
+    try:
+        content = ldcache.render(ldcache.extended(ldcache.parse(before), entries))
+    except ldcache.MalformedCache as error:
+        root.notes.append(f"loader cache not extended: {error}")
+        return
+    try:
+        _write(dir_fd, name, content, status)
+    except OSError as error:
+        raise linux.from_os_error(error, "write", rootfs.LD_CACHE) from None
+    root.undo.append(lambda: _write(dir_fd, name, before, status))
+
+
+def _write(dir_fd: int, name: str, content: bytes, status: os.stat_result) -> None:
+    try:
+        os.unlink(_TEMPORARY, dir_fd=dir_fd)
+    except FileNotFoundError:
+        pass
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+    fd = os.open(_TEMPORARY, flags, 0o600, dir_fd=dir_fd)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fchown(fd, status.st_uid, status.st_gid)
+        os.fchmod(fd, stat.S_IMODE(status.st_mode))
+        os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+        os.rename(_TEMPORARY, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except BaseException:
+        try:
+            os.unlink(_TEMPORARY, dir_fd=dir_fd)
+        except FileNotFoundError:
+            pass
+        raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,107 @@
+"""Device access of a container that exists already, for its cgroup on v1 (devices.allow), v2 (eBPF, see bpf.py), or both.
+
+Rules are (major, minor) of character devices, for reading and writing; never mknod.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from . import linux, mountns
+from .errors import KernelError
+
+Rule = tuple[int, int]
+
+
+def allow_devices(pid: int, rules: Sequence[Rule]) -> Callable[[], None]:
+    """Lets the cgroup of `pid` open the devices; returns the undo. Raises KernelError, with nothing changed."""
+    undos: list[Callable[[], None]] = []
+
+    def undo() -> None:
+        while undos:
+            undos.pop()()
+
+    try:
+        v1, v2 = find_cgroups(pid)
+        if v1:
+            undos.append(_allow_v1(v1, rules))
+        if v2:
+            from . import bpf  # noqa: PLC0415  (hosts without v2 need not load it)
+
+            undos.append(bpf.allow(v2, rules))
+    except BaseException:
+        undo()
+        raise
+    if not undos:
+        raise KernelError(f"no device cgroup of process {pid} is mounted", "mount /sys/fs/cgroup")
+    return undo
+
+
+def revoke(pid: int, rules: Sequence[Rule]) -> None:
+    """Takes back what `allow_devices` gave, from another process or later."""
+    v1, v2 = find_cgroups(pid)
+    if v1:
+        _write_rules(v1, "devices.deny", rules)
+    if v2:
+        from . import bpf  # noqa: PLC0415
+
+        bpf.revoke(v2, rules)
+
+
+def find_cgroups(pid: int) -> tuple[str, str]:
+    """(directory in the v1 devices hierarchy, directory in the v2 hierarchy) of a process; "" where not mounted."""
+    v1_path = v2_path = ""
+    with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            number, controllers, path = line.rstrip("\n").split(":", 2)
+            if "devices" in controllers.split(","):
+                v1_path = path
+            elif number == "0" and not controllers:
+                v2_path = path
+    v1 = v2 = ""
+    for mount in mountns.read_mounts():
+        if mount.fstype == "cgroup" and v1_path and not v1 and "devices" in mount.super_options.split(","):
+            v1 = _below(mount, v1_path)
+        elif mount.fstype == "cgroup2" and v2_path and not v2:
+            v2 = _below(mount, v2_path)
+    return v1, v2
+
+
+def _below(mount: mountns.MountEntry, path: str) -> str:
+    """Where cgroup `path` is below a mount that may show only a part of its hierarchy; "" when it does not show it."""
+    if "/.." in path:  # another cgroup namespace, outside ours
+        return ""
+    root = mount.root.rstrip("/")
+    if path != root and not path.startswith(root + "/"):
+        return ""
+    directory = mount.point.rstrip("/") + path[len(root) :]
+    return directory if os.path.isdir(directory) else ""
+
+
+def _write_rules(directory: str, name: str, rules: Sequence[Rule]) -> None:
+    path = f"{directory}/{name}"
+    for major, minor in rules:
+        try:
+            with open(path, "w", encoding="ascii") as control:  # one rule per write(2)
+                control.write(f"c {major}:{minor} rw")
+        except OSError as error:
+            raise linux.from_os_error(error, "write", path) from None
+
+
+def _allow_v1(directory: str, rules: Sequence[Rule]) -> Callable[[], None]:
+    missing = [rule for rule in rules if not _is_allowed_v1(directory, rule)]
+    _write_rules(directory, "devices.allow", missing)
+    return lambda: _write_rules(directory, "devices.deny", missing)
+
+
+def _is_allowed_v1(directory: str, rule: Rule) -> bool:
+    """Whether devices.list has it already: a rule that we did not add must survive our undo."""
+    with open(f"{directory}/devices.list", encoding="ascii") as rules:
+        for line in rules:
+            kind, _, rest = line.partition(" ")
+            numbers, _, access = rest.strip().partition(" ")
+            major, _, minor = numbers.partition(":")
+            if kind in "ac" and {"r", "w"} <= set(access) and major in ("*", str(rule[0])) and minor in ("*", str(rule[1])):
+                return True
+    return False

@@ -1,0 +1,78 @@
+"""The two facts that we need of an ELF file: its machine and its DT_SONAME. The file is a tenant's: every read is bounded and a
+malformed file is simply "not a library" (None), never an error. Layout: System V gABI, elf(5)."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import NamedTuple, Optional
+
+MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm"}  # e_machine
+
+_MAX_HEADERS = 128  # program headers; real libraries have about ten
+_MAX_DYNAMIC = 64 << 10  # bytes of PT_DYNAMIC that are read
+_MAX_NAME = 256
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_DT_NULL, _DT_STRTAB, _DT_SONAME = 0, 5, 14
+
+
+class Library(NamedTuple):
+    """A shared object (ET_DYN): `soname` is "" when it has none."""
+
+    machine: str  # "" when it is none of MACHINES
+    soname: str
+
+
+class _Layout(NamedTuple):
+    header: struct.Struct  # from byte 16 of the file on
+    segment: struct.Struct
+    fields: tuple[int, int, int, int]  # of a segment: type, offset, vaddr, filesz
+    dynamic: struct.Struct
+
+
+_CLASS32 = _Layout(struct.Struct("<HHIIIIIHHH"), struct.Struct("<8I"), (0, 1, 2, 4), struct.Struct("<iI"))
+_CLASS64 = _Layout(struct.Struct("<HHIQQQIHHH"), struct.Struct("<IIQQQQQQ"), (0, 2, 3, 5), struct.Struct("<qQ"))
+_LAYOUTS = {b"\x7fELF\x01\x01": _CLASS32, b"\x7fELF\x02\x01": _CLASS64}  # little-endian only: no GPU driver is not
+
+
+def read_library(fd: int) -> Optional[Library]:
+    """What the shared object open at `fd` says of itself; None when it is not a (little-endian) shared object."""
+    try:
+        return _read(fd)
+    except (OSError, struct.error, OverflowError, ValueError):
+        return None
+
+
+def _read(fd: int) -> Optional[Library]:
+    head = os.pread(fd, 64, 0)
+    layout = _LAYOUTS.get(head[:6])
+    if layout is None:
+        return None
+    kind, machine, _, _, phoff, _, _, _, entry_size, count = layout.header.unpack_from(head, 16)
+    if kind != 3 or entry_size != layout.segment.size or count > _MAX_HEADERS:  # 3: ET_DYN
+        return None
+    table = os.pread(fd, entry_size * count, phoff)
+    segments = []
+    for raw in layout.segment.iter_unpack(table):
+        segments.append(tuple(raw[i] for i in layout.fields))
+    return Library(MACHINES.get(machine, ""), _soname(fd, layout, segments))
+
+
+def _soname(fd: int, layout: _Layout, segments: list[tuple[int, ...]]) -> str:
+    found: dict[int, int] = {}
+    for kind, offset, _, size in segments:
+        if kind == _PT_DYNAMIC:
+            data = os.pread(fd, min(size, _MAX_DYNAMIC), offset)
+            for tag, value in layout.dynamic.iter_unpack(data[: len(data) // layout.dynamic.size * layout.dynamic.size]):
+                if tag == _DT_NULL:
+                    break
+                found.setdefault(tag, value)
+            break
+    if _DT_SONAME not in found or _DT_STRTAB not in found:
+        return ""
+    address = found[_DT_STRTAB] + found[_DT_SONAME]
+    for kind, offset, start, size in segments:
+        if kind == _PT_LOAD and start <= address < start + size:
+            name, end, _ = os.pread(fd, _MAX_NAME, offset + address - start).partition(b"\0")
+            return name.decode("utf-8", "surrogateescape") if end else ""
+    return ""

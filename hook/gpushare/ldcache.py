@@ -1,0 +1,218 @@
+"""The dynamic loader's cache, /etc/ld.so.cache: read, extended in memory, written back in the order that the loader needs.
+
+The format is glibc's "glibc-ld.so.cache1.1", alone (since 2.32) or behind the older "ld.so-1.7.0" table. All numbers are
+32 bits wide, little-endian; string offsets count from the new header. An optional extension directory holds the generator's
+name and the names of glibc-hwcaps subdirectories. The file belongs to a tenant: every offset is checked, sizes are bounded,
+and whatever is wrong raises `MalformedCache`.
+
+The loader finds a name by binary search (descending `compare_names`), then looks at all neighbours of the same name; of those
+for its own machine the glibc-hwcaps ones come first, then the first regular one wins.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from .model import LdEntry
+
+MAX_BYTES = 4 << 20  # a cache of 500 libraries has 40 KiB
+MAX_LIBS = 1 << 16
+
+_OLD_MAGIC = b"ld.so-1.7.0"
+_NEW_MAGIC = b"glibc-ld.so.cache1.1"
+_OLD_HEADER = struct.Struct("<11sxI")  # magic, nlibs; then 12 bytes per entry
+_HEADER = struct.Struct("<20sIIB3xI12x")  # magic, nlibs, len_strings, flags, extension_offset
+_ENTRY = struct.Struct("<iIIIQ")  # flags, key, value, osversion or isa level, hwcap
+_SECTION = struct.Struct("<IIII")  # tag, flags, offset, size
+_EXTENSION_MAGIC = 0xEAA42174
+_MAX_SECTIONS = 64
+_TAG_HWCAPS = 1  # its data are string offsets; the other known tag (0, the generator's name) and unknown ones are plain bytes
+_BIG_ENDIAN = 3  # the header's flags: 0 unset, 2 little
+HWCAP_EXTENSION = 1 << 62  # in an entry's hwcap: a glibc-hwcaps subdirectory, its index in the low half
+
+
+class MalformedCache(ValueError):
+    """Not a cache that we understand; the text says why."""
+
+
+class Entry(NamedTuple):
+    """One library as the cache has it; `key` and `value` are offsets of its name and its path in `Cache.strings`."""
+
+    flags: int
+    key: int
+    value: int
+    isa_level: int
+    hwcap: int
+
+
+class Cache(NamedTuple):
+    """A parsed cache. `sections` are the extension's, as (tag, flags, data); offsets in strings are from `strings[0]`."""
+
+    entries: tuple[Entry, ...]
+    strings: bytes
+    sections: tuple[tuple[int, int, bytes], ...]
+
+    def text(self, offset: int) -> bytes:
+        """The NUL-terminated string at an offset that `parse` has checked."""
+        return self.strings[offset : self.strings.index(b"\0", offset)]
+
+    def libraries(self) -> Iterator[tuple[bytes, bytes, Entry]]:
+        """(name, path, entry) in the order of the file."""
+        for entry in self.entries:
+            yield self.text(entry.key), self.text(entry.value), entry
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise MalformedCache(what)
+
+
+def _new_header_at(data: bytes) -> int:
+    """Where the new format starts: 0, or behind the old table (aligned to 8, as ldconfig does)."""
+    if data.startswith(_NEW_MAGIC):
+        return 0
+    _require(len(data) >= _OLD_HEADER.size and data.startswith(_OLD_MAGIC), "it is not an ld.so.cache")
+    count = _OLD_HEADER.unpack_from(data)[1]
+    _require(count <= MAX_LIBS, f"its old table has {count} entries")
+    base = (_OLD_HEADER.size + 12 * count + 7) & ~7
+    _require(data[base : base + len(_NEW_MAGIC)] == _NEW_MAGIC, "it has only the format of before glibc 2.2")
+    return int(base)
+
+
+def parse(data: bytes) -> Cache:
+    """The cache in `data`; raises MalformedCache."""
+    _require(len(data) <= MAX_BYTES, f"it has {len(data)} bytes; at most {MAX_BYTES} are read")
+    base = _new_header_at(data)
+    _require(len(data) >= base + _HEADER.size, "its header is cut off")
+    _, count, strings_size, flags, extension = _HEADER.unpack_from(data, base)
+    _require(flags & 3 != _BIG_ENDIAN, "it is big-endian")
+    _require(count <= MAX_LIBS, f"it has {count} entries; at most {MAX_LIBS} are read")
+    start = base + _HEADER.size + count * _ENTRY.size
+    end = start + strings_size
+    _require(end <= len(data), "its strings are cut off")
+    strings = data[start:end]
+    last = strings.rfind(b"\0")  # every string that starts at or before this ends inside the table
+    shift = start - base
+    entries: list[Entry] = []
+    for raw in _ENTRY.iter_unpack(data[base + _HEADER.size : start]):
+        key, value = raw[1] - shift, raw[2] - shift
+        _require(0 <= key <= last and 0 <= value <= last, f"entry {len(entries)} points outside the strings")
+        entries.append(Entry(raw[0], key, value, raw[3], raw[4]))
+    return Cache(tuple(entries), strings, _sections(data, extension, shift, last) if extension else ())
+
+
+def _sections(data: bytes, at: int, shift: int, last: int) -> tuple[tuple[int, int, bytes], ...]:
+    """The extension directory; its own offsets count from the start of the file. Strings of the hwcaps section are re-based."""
+    _require(at % 4 == 0 and at + 8 <= len(data), "its extension directory is cut off")
+    magic, count = struct.unpack_from("<II", data, at)
+    _require(magic == _EXTENSION_MAGIC, "its extension directory has a wrong magic number")
+    _require(count <= _MAX_SECTIONS and at + 8 + count * _SECTION.size <= len(data), "its extension directory is too long")
+    sections = []
+    for index in range(count):
+        tag, flags, offset, size = _SECTION.unpack_from(data, at + 8 + index * _SECTION.size)
+        _require(offset + size <= len(data), f"its extension section {index} is cut off")
+        content = data[offset : offset + size]
+        if tag == _TAG_HWCAPS:
+            _require(size % 4 == 0, "its glibc-hwcaps section is cut off")
+            names = [v[0] - shift for v in struct.iter_unpack("<I", content)]
+            _require(all(0 <= v <= last for v in names), "a glibc-hwcaps name is outside the strings")
+            content = struct.pack(f"<{len(names)}I", *names)
+        sections.append((tag, flags, content))
+    return tuple(sections)
+
+
+def render(cache: Cache) -> bytes:
+    """The file of `cache`, in the new format alone, which every glibc since 2.2 reads."""
+    shift = _HEADER.size + len(cache.entries) * _ENTRY.size
+    parts = [b""]
+    pack = _ENTRY.pack
+    for flags, key, value, isa_level, hwcap in cache.entries:
+        parts.append(pack(flags, key + shift, value + shift, isa_level, hwcap))
+    parts.append(cache.strings)
+    extension = 0
+    if cache.sections:
+        end = shift + len(cache.strings)
+        extension = (end + 3) & ~3
+        parts.append(bytes(extension - end))
+        parts.append(_rendered_sections(cache.sections, extension, shift))
+    parts[0] = _HEADER.pack(_NEW_MAGIC, len(cache.entries), len(cache.strings), 2, extension)
+    return b"".join(parts)
+
+
+def _rendered_sections(sections: Sequence[tuple[int, int, bytes]], at: int, shift: int) -> bytes:
+    directory = [struct.pack("<II", _EXTENSION_MAGIC, len(sections))]
+    contents: list[bytes] = []
+    offset = at + 8 + len(sections) * _SECTION.size
+    # The loader requires 4-byte alignment of the hwcaps array only, so arrays go first.
+    for tag, flags, content in sorted(sections, key=lambda s: s[0] != _TAG_HWCAPS):
+        if tag == _TAG_HWCAPS:
+            content = b"".join(struct.pack("<I", v[0] + shift) for v in struct.iter_unpack("<I", content))
+        directory.append(_SECTION.pack(tag, flags, offset, len(content)))
+        contents.append(content)
+        offset += len(content)
+    directory[1:] = sorted(directory[1:])  # by tag, as ldconfig writes them
+    return b"".join(directory + contents)
+
+
+def _number(text: bytes, at: int) -> tuple[int, int]:
+    """The decimal number at `at` and the index behind it; it wraps as the loader's `int` does, so it cannot grow."""
+    value = 0
+    while at < len(text) and 48 <= text[at] <= 57:
+        value = (value * 10 + text[at] - 48) & 0xFFFFFFFF
+        at += 1
+    return value - (value >> 31 << 32), at
+
+
+def compare_names(left: bytes, right: bytes) -> int:
+    """<0, 0, >0: the order of glibc's `_dl_cache_libcmp`. Runs of digits compare as numbers; a digit is above any other."""
+    i = j = 0
+    while i < len(left):
+        a, b = left[i], right[j] if j < len(right) else 0
+        if 48 <= a <= 57:
+            if not 48 <= b <= 57:
+                return 1
+            first, i = _number(left, i)
+            second, j = _number(right, j)
+            if first != second:
+                return first - second
+        elif 48 <= b <= 57:
+            return -1
+        elif a != b:
+            return a - b
+        else:
+            i, j = i + 1, j + 1
+    return -right[j] if j < len(right) else 0
+
+
+def _position(cache: Cache, entries: Sequence[Entry], name: bytes, flags: int) -> int:
+    """Where a regular entry goes: behind all with a higher name or higher flags, and behind its own hwcaps variants."""
+    low, high = 0, len(entries)
+    while low < high:
+        middle = (low + high) // 2
+        entry = entries[middle]
+        order = compare_names(cache.text(entry.key), name) or entry.flags - flags or int(entry.hwcap != 0)
+        if order > 0:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def extended(cache: Cache, additions: Iterable[LdEntry]) -> Cache:
+    """`cache` with `additions` in place: each replaces the regular entries of the same name and flags. Variants in
+    glibc-hwcaps directories stay: they are other files."""
+    entries = list(cache.entries)
+    for flags, name, path in ((a.flags, a.soname.encode(), a.path.encode()) for a in additions):
+        at = _position(cache, entries, name, flags)
+        while at < len(entries):
+            old = entries[at]
+            if old.flags != flags or old.hwcap or cache.text(old.key) != name:
+                break
+            del entries[at]
+        key = len(cache.strings)
+        entries.insert(at, Entry(flags, key, key + len(name) + 1, 0, 0))
+        cache = cache._replace(strings=cache.strings + name + b"\0" + path + b"\0")
+    _require(len(entries) <= MAX_LIBS, "it would have too many entries")
+    return cache._replace(entries=tuple(entries))

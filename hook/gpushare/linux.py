@@ -1,0 +1,164 @@
+"""Linux system calls that Python does not have, as thin functions. The only module that imports ctypes (start path).
+
+Every function raises `SyscallError`, a `KernelError` that names the call, the path (or what the descriptor stands for) and
+the kernel's reason. Nothing here decides anything. Sources: the manual pages of each call; numbers from the kernel's tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Union
+
+from .errors import KernelError
+
+AT_FDCWD = -100
+AT_EMPTY_PATH = 0x1000
+AT_RECURSIVE = 0x8000
+AT_SYMLINK_NOFOLLOW = 0x100
+
+RESOLVE_NO_XDEV = 0x01
+RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_IN_ROOT = 0x10
+
+OPEN_TREE_CLONE = 1
+OPEN_TREE_CLOEXEC = os.O_CLOEXEC
+MOVE_MOUNT_F_EMPTY_PATH = 0x04
+MOVE_MOUNT_T_EMPTY_PATH = 0x40
+
+# Mount attributes under the names that plans use (`ops.Mount.flags`)
+ATTRIBUTES = {"ro": 0x1, "nosuid": 0x2, "nodev": 0x4, "noexec": 0x8}
+MS_PRIVATE = 1 << 18
+MS_SLAVE = 1 << 19
+MNT_DETACH = 2
+UMOUNT_NOFOLLOW = 8
+CLONE_NEWNS = 0x00020000
+
+PROC_SUPER_MAGIC = 0x9FA0
+TMPFS_MAGIC = 0x01021994
+
+# Calls since 5.2 have one number on every architecture; bpf is older.
+_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _PIDFD_OPEN, _OPENAT2, _MOUNT_SETATTR = (
+    428, 429, 430, 431, 432, 434, 437, 442,
+)  # fmt: skip
+_BPF = {"x86_64": 321, "aarch64": 280}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+
+Memory = ctypes.Array[ctypes.c_char]  # what `buffer` returns
+Arg = Union[int, bytes, Memory, None]
+
+
+class SyscallError(KernelError):
+    """A system call failed. `errno` lets a caller accept one reason and pass on the others."""
+
+    def __init__(self, call: str, path: str, errno: int, hint: str = "") -> None:
+        super().__init__(f"{call} {path!r}: {os.strerror(errno)}", hint)
+        self.call = call
+        self.path = path
+        self.errno = errno
+
+
+def from_os_error(error: OSError, call: str, path: str) -> SyscallError:
+    """An OSError of the `os` module as the error that this program reports."""
+    return SyscallError(call, path, error.errno or 0)
+
+
+def _long(argument: Arg) -> object:
+    return ctypes.c_long(argument) if isinstance(argument, int) else argument
+
+
+def _call(name: str, path: str, number: int, *arguments: Arg) -> int:
+    result = int(_syscall(ctypes.c_long(number), *map(_long, arguments)))
+    if result < 0:
+        raise SyscallError(name, path, ctypes.get_errno())
+    return result
+
+
+def _libc_call(name: str, path: str, *arguments: Arg) -> int:
+    result = int(getattr(_libc, name)(*arguments))
+    if result < 0:
+        raise SyscallError(name, path, ctypes.get_errno())
+    return result
+
+
+def _u64s(*values: int) -> bytes:
+    return b"".join(v.to_bytes(8, "little") for v in values)
+
+
+def openat2(dir_fd: int, path: str, flags: int, mode: int = 0, resolve: int = 0) -> int:
+    """A new close-on-exec descriptor; raises with ENOSYS before Linux 5.6."""
+    how = _u64s(flags | os.O_CLOEXEC, mode, resolve)
+    return _call("openat2", path, _OPENAT2, dir_fd, os.fsencode(path), how, len(how))
+
+
+def open_tree(path: str, recursive: bool = False, dir_fd: int = AT_FDCWD) -> int:
+    """A detached copy of the mount that `path` (or, when it is "", `dir_fd`) is on; it vanishes with its descriptor."""
+    flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (AT_RECURSIVE if recursive else 0) | (0 if path else AT_EMPTY_PATH)
+    return _call("open_tree", path or f"fd {dir_fd}", _OPEN_TREE, dir_fd, os.fsencode(path), flags)
+
+
+def mount_setattr(fd: int, set_: int, propagation: int, what: str, clear: int = 0, recursive: bool = False) -> None:
+    """Sets attributes and propagation of the mount whose root is `fd`."""
+    attr = _u64s(set_, clear, propagation, 0)
+    flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
+    _call("mount_setattr", what, _MOUNT_SETATTR, fd, b"", flags, attr, len(attr))
+
+
+def move_mount(mount_fd: int, target_fd: int, what: str) -> None:
+    """Attaches a detached mount on the very inode that `target_fd` (O_PATH) names; no path is looked up."""
+    flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
+    _call("move_mount", what, _MOVE_MOUNT, mount_fd, b"", target_fd, b"", flags)
+
+
+def umount(path: str, flags: int = MNT_DETACH) -> None:
+    _libc_call("umount2", path, os.fsencode(path), flags)
+
+
+def setns(fd: int, what: str, kind: int = CLONE_NEWNS) -> None:
+    _libc_call("setns", what, fd, kind)
+
+
+def pidfd_open(pid: int) -> int:
+    """A descriptor that stands for this very process, whoever has the number later."""
+    return _call("pidfd_open", f"pid {pid}", _PIDFD_OPEN, pid, 0)
+
+
+def detached_tmpfs(options: dict[str, str], attributes: int, what: str) -> int:
+    """A new tmpfs that is mounted nowhere yet. `options` as in tmpfs(5): size, nr_inodes, mode."""
+    fs = _call("fsopen", "tmpfs", _FSOPEN, b"tmpfs", 1)  # 1: FSOPEN_CLOEXEC
+    try:
+        for key, value in options.items():
+            _call("fsconfig", f"{key}={value}", _FSCONFIG, fs, 1, key.encode(), value.encode(), 0)  # 1: SET_STRING
+        _call("fsconfig", what, _FSCONFIG, fs, 6, None, None, 0)  # 6: FSCONFIG_CMD_CREATE
+        return _call("fsmount", what, _FSMOUNT, fs, 1, attributes)  # 1: FSMOUNT_CLOEXEC
+    finally:
+        os.close(fs)
+
+
+def filesystem_magic(fd: int) -> int:
+    """The superblock magic number (statfs f_type) of the file system that `fd` is on."""
+    buffer = ctypes.create_string_buffer(256)
+    _libc_call("fstatfs", f"fd {fd}", fd, buffer)
+    return int.from_bytes(buffer.raw[:8], "little")
+
+
+def buffer(content: Union[bytes, int]) -> Memory:
+    """Memory for the kernel to read or fill: a copy of `content`, or that many zero bytes."""
+    if isinstance(content, int):
+        return ctypes.create_string_buffer(content)
+    return ctypes.create_string_buffer(content, max(len(content), 1))
+
+
+def address(memory: Memory) -> int:
+    return ctypes.addressof(memory)
+
+
+def bpf(command: int, attr: Memory, what: str) -> int:
+    """bpf(2); the kernel may write results into `attr`."""
+    number = _BPF.get(os.uname().machine)
+    if number is None:
+        raise KernelError(f"bpf {what}: no system call number for {os.uname().machine!r}")
+    return _call("bpf", what, number, command, attr, len(attr))

@@ -1,0 +1,250 @@
+"""Mount points and links inside a container's root: found or made, by descriptor, refused when a tenant laid something there.
+
+    nothing there          made (empty file or directory), except inside a volume of the user's, which would change the host
+    an empty file          a mount point of an earlier run (`docker commit` keeps them): used again
+    a file, a directory    used when it is of the right kind
+    a link                 followed in-root; accepted when it ends in a library directory
+    anything else          refused, by name
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from typing import Optional
+
+from . import inroot, linux, mountns
+from .errors import KernelError
+
+# Below which directories a link may lead us to cover something: the prefix, and how its first component may go on
+_LIBRARY_DIRS = (
+    ("/lib", ("", "32", "64", "x32")),
+    ("/usr/lib", ("", "32", "64", "x32")),
+    ("/usr/local/lib", ("", "32", "64")),
+    ("/usr/local/cuda", None),  # any version
+    ("/opt/cuda", None),
+)
+_RACES = 16  # how often something may change under us before we give up
+
+# kind of mount -> the file types that it can be mounted over
+_ACCEPTED: dict[str, tuple[Callable[[int], bool], ...]] = {
+    "file": (stat.S_ISREG,),
+    "dir": (stat.S_ISDIR,),
+    "socket": (stat.S_ISREG, stat.S_ISSOCK),
+}
+_TYPES = (
+    (stat.S_ISREG, "a regular file"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+def type_name(mode: int) -> str:
+    return next((name for test, name in _TYPES if test(mode)), "of an unknown type")
+
+
+def is_library_path(path: str) -> bool:
+    """Whether a resolved `path` is below a directory of shared libraries: what a link may lead us to cover."""
+    for directory, suffixes in _LIBRARY_DIRS:
+        if path.startswith(directory):
+            rest, slash, _ = path[len(directory) :].partition("/")
+            if slash and (suffixes is None or rest in suffixes):
+                return True
+    return False
+
+
+class Root:
+    """A container's root while a plan is applied to it: where things go, and how to take each one back."""
+
+    def __init__(self, fd: int, owner: tuple[int, int], host_devices: frozenset[str]) -> None:
+        self.fd = fd
+        self.owner = owner
+        self.mount_id = inroot.mount_id(fd)
+        self.undo: list[Callable[[], None]] = []
+        self.notes: list[str] = []
+        self._fds: list[int] = []
+        self._host_devices = host_devices  # superblocks that the host has mounted too
+        self._own_mounts: set[int] = set()
+        self._quiet: set[int] = set()  # mounts that are known not to propagate
+
+    # descriptors
+
+    def keep(self, fd: int) -> int:
+        """`fd`, closed at the end: undo needs the descriptors of what was made."""
+        self._fds.append(fd)
+        return fd
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def lookup(self, path: str, flags: int = os.O_PATH) -> int:
+        """What is at `path`, or -1 when nothing is. Magic links and loops are refused, not "nothing"."""
+        try:
+            return self.keep(inroot.open_in(self.fd, path, flags))
+        except linux.SyscallError as error:
+            if error.errno == errno.ENOENT:
+                return -1
+            if error.errno == errno.ELOOP:
+                raise KernelError(f"{path!r} leads through a magic link or a loop of links", "remove it") from None
+            if error.errno == errno.ENOTDIR:
+                raise KernelError(f"a parent of {path!r} is not a directory", "remove it from the image") from None
+            raise
+
+    # mounts
+
+    def attach(self, tree: int, target: int, path: str) -> None:
+        """Mounts the detached `tree` on `target`, so that it never shows anywhere but in this container."""
+        self._silence(target, path)
+        linux.move_mount(tree, target, path)
+        self._own_mounts.add(inroot.mount_id(tree))
+        self.undo.append(lambda: linux.umount(f"/proc/self/fd/{tree}"))
+
+    def is_own(self, fd: int) -> bool:
+        """Whether `fd` is on a mount that this plan made."""
+        return inroot.mount_id(fd) in self._own_mounts
+
+    def _entry(self, mount_id: int) -> Optional[mountns.MountEntry]:
+        return next((e for e in mountns.read_mounts() if e.id == mount_id), None)
+
+    def _silence(self, target: int, path: str) -> None:
+        """Stops propagation out of the mount that `target` is on: a mount below a shared one appears at every peer, so on
+        the host. It becomes a slave (it still receives), in this namespace only."""
+        mount_id = inroot.mount_id(target)
+        if mount_id in self._quiet or mount_id in self._own_mounts:
+            return
+        entry = self._entry(mount_id)
+        if entry is None or entry.shared:
+            linux.mount_setattr(self._mount_root(target, mount_id, path), 0, linux.MS_SLAVE, path)
+        self._quiet.add(mount_id)
+
+    def _mount_root(self, fd: int, mount_id: int, path: str) -> int:
+        """The root of the mount that `fd` is on: up by ".." until the mount would change."""
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            entry = self._entry(mount_id)
+            parent = self.lookup(path.rpartition("/")[0] or "/")
+            if parent < 0 or entry is None or inroot.mount_id(parent) != mount_id:
+                return fd  # a file that is itself the root of its mount
+            fd = parent
+        while True:
+            up = self.keep(os.open("..", os.O_PATH | os.O_CLOEXEC, dir_fd=fd))
+            if inroot.mount_id(up) != mount_id or os.path.samestat(os.fstat(up), os.fstat(fd)):
+                return fd
+            fd = up
+
+    # mount points
+
+    def mount_point(self, path: str, kind: str) -> int:
+        """O_PATH descriptor of a place for a mount of `kind` ("file", "dir", "socket") at `path`; made if need be."""
+        for _ in range(_RACES):
+            fd = self.lookup(path, os.O_PATH | os.O_NOFOLLOW)
+            if fd < 0:
+                fd = self._make(path, kind)
+                if fd < 0:
+                    continue
+            mode = os.fstat(fd).st_mode
+            if stat.S_ISLNK(mode):
+                fd = self.library_behind(path)
+                mode = os.fstat(fd).st_mode
+            if not any(test(mode) for test in _ACCEPTED[kind]):
+                wanted = "a directory" if kind == "dir" else "a file"
+                raise KernelError(f"{path!r} is {type_name(mode)} where {wanted} must be", "remove it from the image")
+            return fd
+        raise KernelError(f"{path!r} keeps changing", "stop what is writing to the container's file system")
+
+    def library_behind(self, path: str) -> int:
+        """What the link `path` leads to, if that is in a library directory; else it is refused."""
+        fd = self.lookup(path)
+        if fd < 0:
+            raise KernelError(f"{path!r} is a link to nothing", "remove it from the image")
+        real = inroot.path_of(self.fd, fd)
+        if not is_library_path(real):
+            raise KernelError(
+                f"{path!r} is a link to {real!r}, which is not in a library directory", "remove it from the image"
+            )
+        return fd
+
+    def parent(self, path: str) -> tuple[int, str]:
+        """(descriptor of the directory that holds `path`, made if need be; the last name)."""
+        above, _, name = path.rstrip("/").rpartition("/")
+        if not name or name in (".", ".."):
+            raise KernelError(f"{path!r} cannot be a mount point", "name a file below the container's root")
+        return self.directory(above or "/"), name
+
+    def directory(self, path: str) -> int:
+        """Descriptor of the directory `path`, made with its parents if need be."""
+        for _ in range(_RACES):
+            fd = self.lookup(path, os.O_PATH | os.O_DIRECTORY)
+            if fd < 0:
+                fd = self._make(path, "dir")
+            if fd >= 0:
+                return fd
+        raise KernelError(f"{path!r} is a link to nothing, or keeps changing", "remove it from the image")
+
+    def _make(self, path: str, kind: str) -> int:
+        """Creates an empty file or directory at `path`; -1 when something is there by now."""
+        dir_fd, name = self.parent(path)
+        self.require_writable(dir_fd, path)
+        try:
+            if kind == "dir":
+                os.mkdir(name, 0o755, dir_fd=dir_fd)
+            else:
+                flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+                os.close(os.open(name, flags, 0o644, dir_fd=dir_fd))
+        except FileExistsError:
+            return -1
+        except OSError as error:
+            raise self._cannot_make(error, path) from None
+        try:
+            flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = self.keep(os.open(name, flags, dir_fd=dir_fd))
+        except FileNotFoundError:
+            return -1
+        self.undo.append(lambda: self._remove(dir_fd, name, fd))
+        if self.owner != (0, 0):
+            os.chown(f"/proc/self/fd/{fd}", *self.owner)
+        return fd
+
+    def _cannot_make(self, error: OSError, path: str) -> KernelError:
+        hint = ""
+        if error.errno == errno.EROFS:
+            hint = "the image is read-only: create an empty file there in the image, or mount it writable"
+        return linux.SyscallError("create", path, error.errno or 0, hint)
+
+    @staticmethod
+    def _remove(dir_fd: int, name: str, fd: int) -> None:
+        """Takes back an empty file or directory that we made, if it is still the same one and still empty."""
+        made = os.fstat(fd)
+        try:
+            there = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+            if not os.path.samestat(made, there):
+                return
+            if stat.S_ISDIR(made.st_mode):
+                os.rmdir(name, dir_fd=dir_fd)
+            elif there.st_size == 0:
+                os.unlink(name, dir_fd=dir_fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
+                raise
+
+    def require_writable(self, dir_fd: int, path: str) -> None:
+        """Refuses to create in a volume: a mount other than the root whose superblock the host has mounted as well. What
+        we made there would appear on the host. File systems that the runtime made (/dev, /run) are the container's."""
+        mount_id = inroot.mount_id(dir_fd)
+        if mount_id == self.mount_id or mount_id in self._own_mounts:
+            return
+        entry = self._entry(mount_id)
+        if entry is not None and entry.device in self._host_devices:
+            point = entry.point
+            prefix = os.readlink(f"/proc/self/fd/{self.fd}").rstrip("/")
+            point = point[len(prefix) :] if point.startswith(prefix + "/") else point
+            raise KernelError(
+                f"{path!r} would be created in the volume at {point!r} (host: {entry.source!r}, {entry.root!r})",
+                "mount the volume elsewhere, or create an empty file there",
+            )

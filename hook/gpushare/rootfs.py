@@ -1,0 +1,271 @@
+"""What is in a container's root file system that the plan must know: where its glibc is, and which other copies of the driver
+its loader could prefer. Reads only, by descriptor and in-root (inroot.py); all that is found is the tenant's and is bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Union
+
+from . import elf, inroot, ldcache, linux
+from .errors import KernelError
+from .model import Bundle, Image
+
+LD_CACHE = "/etc/ld.so.cache"
+SONAMES = {  # what a program asks the loader for -> the library that it means
+    "libcuda.so.1": "libcuda.so.1",
+    "libcuda.so": "libcuda.so.1",
+    "libnvidia-ml.so.1": "libnvidia-ml.so.1",
+    "libnvidia-ml.so": "libnvidia-ml.so.1",
+}
+_PREFIXES = ("libcuda.so", "libnvidia-ml.so")
+
+
+class _Platform(NamedTuple):
+    cache_flags: int  # of a cache entry for this machine's glibc
+    libdirs: tuple[str, ...]  # where a distribution can have libc.so.6, multiarch first
+
+
+_PLATFORMS = {
+    "x86_64": _Platform(0x0303, ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu")),
+    "aarch64": _Platform(0x0A03, ("/lib/aarch64-linux-gnu", "/usr/lib/aarch64-linux-gnu")),
+}
+_COMMON_LIBDIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
+_LEGACY_HWCAPS = ("tls", "x86_64", "haswell", "tls/x86_64", "tls/haswell", "haswell/x86_64", "haswell/avx512_1")
+
+_MAX_ENV_BYTES = 64 << 10  # of LD_LIBRARY_PATH that are looked at
+_MAX_DIRS = 128
+_MAX_NAMES = 4096  # of one directory
+
+
+def open_root(bundle: Bundle, pid: int = 0) -> int:
+    """O_PATH descriptor of the container's root: in the mount namespace of `pid` (its init, not yet pivoted), or, without a
+    pid, as the host sees it. The path up to the root is the runtime's and is trusted; everything below is not."""
+    path = f"/proc/{pid}/root{bundle.rootfs}" if pid else bundle.rootfs
+    try:
+        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise KernelError(
+            f"open the container's root {bundle.rootfs!r}: {os.strerror(error.errno or 0)}",
+            "check root.path in config.json",
+        ) from None
+
+
+def probe(root: Union[int, str], env: Iterable[tuple[str, str]]) -> Image:
+    """The `Image` below `root` (a descriptor or a host path) for a process environment `env` (the last of a name counts)."""
+    root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if isinstance(root, str) else root
+    try:
+        return _probe(root_fd, dict(env))
+    finally:
+        if isinstance(root, str):
+            os.close(root_fd)
+
+
+def _probe(root_fd: int, env: dict[str, str]) -> Image:
+    cache, note = read_cache(root_fd)
+    cached = _cached_paths(cache) if cache else {}
+    libdir, machine = _find_libc(root_fd, cached)
+    directories = list(_preferred_directories(root_fd, libdir, env))
+    found: dict[str, str] = {}
+    for path, soname in _candidates(root_fd, libdir, directories, cached):
+        _add_driver(root_fd, path, soname, found)
+    links = tuple(_links(root_fd, libdir)) if libdir else ()
+    return Image(libdir, machine, cache is not None, note, tuple(sorted(found.items())), links)
+
+
+def read_cache(root_fd: int) -> tuple[Union[ldcache.Cache, None], str]:
+    """(the parsed ld.so.cache, "") or (None or the cache, why it must be left alone)."""
+    fd = inroot.exists(root_fd, LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
+    if fd < 0:
+        return None, f"no {LD_CACHE} in the image"
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None, f"{LD_CACHE} is not a regular file"
+        if status.st_size > ldcache.MAX_BYTES:
+            return None, f"{LD_CACHE} has {status.st_size} bytes; at most {ldcache.MAX_BYTES} are read"
+        data = read_all(fd, ldcache.MAX_BYTES)
+        note = ""
+        if inroot.mount_id(fd) != inroot.mount_id(root_fd):
+            note = f"{LD_CACHE} is on a mount of its own (a volume over it or over /etc)"
+        return ldcache.parse(data), note
+    except ldcache.MalformedCache as error:
+        return None, f"{LD_CACHE} is malformed: {error}"
+    except OSError as error:
+        return None, f"{LD_CACHE} cannot be read: {os.strerror(error.errno or 0)}"
+    finally:
+        os.close(fd)
+
+
+def read_all(path_fd: int, limit: int) -> bytes:
+    """At most `limit` bytes of the regular file that an O_PATH descriptor names, by pread (a truncation only shortens it)."""
+    fd = inroot.reopen(path_fd)
+    try:
+        parts = []
+        total = 0
+        while total < limit:
+            part = os.pread(fd, min(1 << 20, limit - total), total)
+            if not part:
+                break
+            parts.append(part)
+            total += len(part)
+        return b"".join(parts)
+    finally:
+        os.close(fd)
+
+
+def _cached_paths(cache: ldcache.Cache) -> dict[str, list[tuple[str, int]]]:
+    """Name -> its (path, flags) in the cache, for the few names that matter."""
+    wanted = {name.encode(): name for name in (*SONAMES, "libc.so.6")}
+    interesting = [k for name in wanted for k in _offsets_of(cache.strings, name)]
+    keys = set(interesting)
+    result: dict[str, list[tuple[str, int]]] = {}
+    for entry in cache.entries:
+        # ldconfig shares string tails ("libc.so.6" is the end of its path), so a key is any offset that reads as the name.
+        if entry.key in keys:
+            path = cache.text(entry.value).decode("utf-8", "surrogateescape")
+            if path.startswith("/"):
+                result.setdefault(cache.text(entry.key).decode(), []).append((path, entry.flags))
+    return {name: paths[:_MAX_DIRS] for name, paths in result.items()}
+
+
+def _offsets_of(strings: bytes, name: bytes) -> Iterator[int]:
+    at = strings.find(name + b"\0")
+    while at >= 0:
+        yield at
+        at = strings.find(name + b"\0", at + 1)
+
+
+def _library_at(root_fd: int, path: str) -> tuple[str, Union[elf.Library, None]]:
+    """(where `path` ends, in-root; what is there): ("", None) when there is no regular file."""
+    fd = inroot.open_regular(root_fd, path)
+    if fd < 0:
+        return "", None
+    try:
+        return inroot.path_of(root_fd, fd), elf.read_library(fd)
+    finally:
+        os.close(fd)
+
+
+def _find_libc(root_fd: int, cached: dict[str, list[tuple[str, int]]]) -> tuple[str, str]:
+    """(libdir, machine) of the image's glibc; the host's own machine first, then any other that we can name."""
+    host = os.uname().machine
+    platform = _PLATFORMS.get(host, _Platform(0, ()))
+    places = [path for path, flags in cached.get("libc.so.6", ()) if flags == platform.cache_flags]
+    places += [f"{d}/libc.so.6" for d in (*platform.libdirs, *_COMMON_LIBDIRS)]
+    other = ("", "")
+    for place in places:
+        real, library = _library_at(root_fd, place)
+        if not real or library is None or not library.machine:
+            continue
+        directory = _directory(root_fd, place.rpartition("/")[0])
+        if directory and library.machine == host:
+            return directory, host
+        other = other if other[0] else (directory, library.machine)
+    return other
+
+
+def _directory(root_fd: int, path: str) -> str:
+    """The directory that `path` is in-root, through links (/lib -> /usr/lib); "" when it is none."""
+    fd = inroot.exists(root_fd, path, os.O_PATH | os.O_DIRECTORY)
+    if fd < 0:
+        return ""
+    try:
+        return inroot.path_of(root_fd, fd)
+    finally:
+        os.close(fd)
+
+
+def _names_in(root_fd: int, path: str) -> list[str]:
+    """Names in a directory, sorted; bounded, [] when it is none."""
+    fd = inroot.exists(root_fd, path, os.O_PATH | os.O_DIRECTORY)
+    if fd < 0:
+        return []
+    names: list[str] = []
+    try:
+        readable = inroot.reopen(fd, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.scandir(readable) as entries:
+                for entry in entries:
+                    names.append(entry.name)
+                    if len(names) >= _MAX_NAMES:
+                        break
+        finally:
+            os.close(readable)
+    except OSError:
+        return []
+    finally:
+        os.close(fd)
+    return sorted(names)
+
+
+def _preferred_directories(root_fd: int, libdir: str, env: dict[str, str]) -> Iterator[str]:
+    """Directories that a loader can look in before, or instead of, the cache's entry for the libdir."""
+    yield from (f"/usr/local/{n}/compat" for n in _names_in(root_fd, "/usr/local") if n.startswith("cuda"))
+    for directory in _library_path(env.get("LD_LIBRARY_PATH", ""), libdir):
+        yield directory
+        yield from (f"{directory}/{sub}" for sub in _LEGACY_HWCAPS)
+        yield from (f"{directory}/glibc-hwcaps/{n}" for n in _names_in(root_fd, f"{directory}/glibc-hwcaps"))
+    if libdir:
+        yield from (f"{libdir}/{sub}" for sub in _LEGACY_HWCAPS)
+        yield from (f"{libdir}/glibc-hwcaps/{n}" for n in _names_in(root_fd, f"{libdir}/glibc-hwcaps"))
+
+
+def _library_path(value: str, libdir: str) -> list[str]:
+    """The absolute directories of an LD_LIBRARY_PATH; the loader expands $LIB and $PLATFORM. A relative one and $ORIGIN
+    depend on the program and cannot be known here."""
+    lib = libdir.removeprefix("/usr").lstrip("/") if libdir else "lib"
+    tokens = {"LIB": lib, "PLATFORM": os.uname().machine}
+    directories: list[str] = []
+    for part in value[:_MAX_ENV_BYTES].replace(";", ":").split(":"):
+        for token, text in tokens.items():
+            part = part.replace("${" + token + "}", text).replace("$" + token, text)
+        if part.startswith("/") and "$ORIGIN" not in part and "\0" not in part and part not in directories:
+            directories.append(part)
+    return directories[:_MAX_DIRS]
+
+
+def _candidates(
+    root_fd: int, libdir: str, directories: list[str], cached: dict[str, list[tuple[str, int]]]
+) -> Iterator[tuple[str, str]]:
+    """(path, soname) of every place where a driver library may be."""
+    for name, soname in SONAMES.items():
+        yield from ((path, soname) for path, _ in cached.get(name, ()))
+    for directory in directories:
+        yield from ((f"{directory}/{name}", soname) for name, soname in SONAMES.items())
+    for name in _names_in(root_fd, libdir) if libdir else ():
+        for prefix in _PREFIXES:
+            if name.startswith(prefix):
+                yield f"{libdir}/{name}", f"{prefix}.1"
+
+
+def _add_driver(root_fd: int, path: str, soname: str, found: dict[str, str]) -> None:
+    """Adds what `path` resolves to, if that is a driver library: a shared object with its name or its DT_SONAME. Anything
+    else that a link of that name leads to (another library, /etc/passwd) is not ours to cover."""
+    real, library = _library_at(root_fd, path)
+    if not real or library is None:
+        return
+    if real.rpartition("/")[2].startswith(_PREFIXES) or library.soname in SONAMES:
+        found.setdefault(real, soname)
+
+
+def _links(root_fd: int, libdir: str) -> Iterator[tuple[str, str]]:
+    """(path, text) of the libdir's own links with a driver library's name."""
+    for name in _names_in(root_fd, libdir):
+        if not name.startswith(_PREFIXES):
+            continue
+        path = f"{libdir}/{name}"
+        try:
+            fd = inroot.open_in(root_fd, path, os.O_PATH | os.O_NOFOLLOW)
+        except linux.SyscallError as error:
+            if error.errno == errno.ENOENT:
+                continue  # removed meanwhile
+            raise
+        try:
+            if stat.S_ISLNK(os.fstat(fd).st_mode):
+                yield path, os.readlink("", dir_fd=fd)
+        finally:
+            os.close(fd)
