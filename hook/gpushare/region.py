@@ -96,7 +96,7 @@ def packer(name: str) -> struct.Struct:
 
 def offset(name: str, field: str) -> int:
     """offsetof(struct `name`, `field`), in bytes."""
-    codes = []
+    codes: list[str] = []
     for known, code in LAYOUTS[name]:
         if known == field:
             return struct.calcsize("<" + "".join(codes))
@@ -136,7 +136,7 @@ class Limits(NamedTuple):
 class Slot(NamedTuple):
     """One live process of a container: `pid` is what the process calls itself (not believed)."""
 
-    index: int
+    number: int
     pid: int
     started_ns: int  # CLOCK_MONOTONIC
     bytes: tuple[int, ...]  # per device of the container
@@ -212,9 +212,7 @@ def pack_limits(shares: Sequence[Share], nonce: int, generation: int = 1) -> byt
 def pack_usage(nonce: int, n_devices: int) -> bytes:
     """An empty usage file: USAGE_SIZE bytes."""
     refused = (0,) * MAX_DEVICES
-    return packer("gs_usage").pack(
-        USAGE_MAGIC, ABI_VERSION, USAGE_SIZE, MAX_SLOTS, n_devices, nonce, 0, 0, *refused
-    )
+    return packer("gs_usage").pack(USAGE_MAGIC, ABI_VERSION, USAGE_SIZE, MAX_SLOTS, n_devices, nonce, 0, 0, *refused)
 
 
 def check(data: bytes, what: str, magic: int, size: int) -> None:

@@ -112,9 +112,7 @@ def test_c_reads_the_limits_that_python_wrote(tmp_path: Path) -> None:
             return 0;
         }"""
     )
-    subprocess.run(
-        ["gcc", "-std=c11", f"-I{HEADER.parent}", "-o", tmp_path / "read", tmp_path / "read.c"], check=True
-    )
+    subprocess.run(["gcc", "-std=c11", f"-I{HEADER.parent}", "-o", tmp_path / "read", tmp_path / "read.c"], check=True)
     output = subprocess.run([tmp_path / "read", tmp_path / "limits"], check=True, capture_output=True, text=True)
     assert output.stdout.splitlines() == [
         f"{region.LIMITS_MAGIC:x} 2 1122334455667788 7",
@@ -158,7 +156,7 @@ def test_only_live_slots_count() -> None:
         }
     )
     usage = region.read_usage(bytes(data))
-    assert [(slot.index, slot.pid, slot.bytes) for slot in usage.slots] == [(0, 7, (10, 1)), (1023, 10, (5, 2))]
+    assert [(slot.number, slot.pid, slot.bytes) for slot in usage.slots] == [(0, 7, (10, 1)), (1023, 10, (5, 2))]
     assert (usage.used_bytes(0), usage.used_bytes(1), usage.nonce) == (15, 3, 99)
 
 

@@ -1,0 +1,245 @@
+"""gpushare-hook: the OCI hook, one container from its state on stdin to its share (start path).
+
+    gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop
+
+prestart, createRuntime   give the container what it asks for, or fail with one line and undo everything
+poststop                  releases it; idempotent, needs no pid, always exits 0
+
+Nothing is taken from this process's own environment or working directory: both can come from an image.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Optional
+
+from . import log, names, oci
+from .errors import GpushareError, KernelError, RequestError
+from .model import Bundle, Lease, Node, Request, Share
+
+if TYPE_CHECKING:
+    from . import apply, procs
+
+DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
+_POSTSTOP_WAIT_MS = 2000
+_USAGE = "use gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop"
+
+
+class Options(NamedTuple):
+    """The command line."""
+
+    stage: str
+    config: str
+    state_dir: str
+
+
+class Interrupted(GpushareError):
+    """A signal or the deadline; what was done is undone."""
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The command line, without argparse (10 ms). Raises RequestError."""
+    values = {"--config": names.CONFIG_PATH, "--state": names.STATE_DIR}
+    words = list(argv)
+    while words and words[0].startswith("-"):
+        flag, equals, value = words.pop(0).partition("=")
+        if flag not in values or not (equals or words):
+            raise RequestError(f"option {flag!r} is unknown or has no value", _USAGE)
+        values[flag] = value if equals else words.pop(0)
+        if not values[flag].startswith("/"):
+            raise RequestError(f"{flag} {values[flag]!r} is not an absolute path", _USAGE)
+    if len(words) != 1 or words[0] not in _STAGES:
+        raise RequestError(f"stage {' '.join(words)!r} is unknown", _USAGE)
+    return Options(words[0], values["--config"], values["--state"].rstrip("/"))
+
+
+def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
+    """Returns the exit code. `stdin` is a descriptor."""
+    container_id, state_dir = "", ""
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+        state_dir = options.state_dir
+        os.umask(0o022)
+        os.chdir("/")
+        _watch()
+        state = oci.read_state(_read_stdin(stdin))
+        container_id = state.id
+        return _STAGES[options.stage](options, state)
+    except BaseException as error:
+        _ignore_signals()
+        line, code = log.line_of(error)
+        if container_id and state_dir:
+            _keep(state_dir, container_id, line, error)
+        log.to_stderr(line)
+        return 0 if argv_says_poststop(argv) else code
+
+
+def argv_says_poststop(argv: Optional[Sequence[str]]) -> bool:
+    """A poststop hook that fails helps nobody: its container is gone, and its line is on stderr."""
+    return list(sys.argv[1:] if argv is None else argv)[-1:] == ["poststop"]
+
+
+def _keep(state_dir: str, container_id: str, line: str, error: BaseException) -> None:
+    from . import storage
+
+    try:
+        storage.prepare(state_dir)
+    except KernelError:
+        return
+    log.record(state_dir, container_id, line, error)
+
+
+def _read_stdin(fd: int) -> bytes:
+    parts = []
+    size = 0
+    while size <= oci.MAX_STATE_BYTES:
+        part = os.read(fd, 1 << 16)
+        if not part:
+            break
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+def _interrupt(number: int, _: object) -> None:
+    """Ends the start once; a second signal must not end the undoing."""
+    _ignore_signals()
+    if number == signal.SIGALRM:
+        raise Interrupted(f"the start took longer than {DEADLINE_S} s", "see whether the driver or the disk hangs")
+    raise Interrupted(f"the start was ended by signal {number}", "start the container again")
+
+
+def _watch() -> None:
+    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    signal.alarm(DEADLINE_S)
+
+
+def _ignore_signals() -> None:
+    signal.alarm(0)
+    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _start(options: Options, state: oci.State) -> int:
+    """prestart and createRuntime: the same work, whichever the engine offers."""
+    from . import request
+
+    bundle = oci.load_bundle(state)
+    if not request.mentions(bundle):
+        return 0
+    from . import leases, node, procs, storage
+
+    storage.prepare(options.state_dir)
+    host = node.load_node(options.config, options.state_dir)
+    asked = request.resolve(bundle, host)
+    if asked is None:
+        return 0
+    request.refuse_conflicts(bundle, asked)
+    init = procs.find(bundle.pid)
+    if init is None:
+        raise RequestError(f"the state's pid {bundle.pid} is no process", "call the hook as prestart or createRuntime")
+    if leases.is_held_by(options.state_dir, bundle.id, init):
+        return 0  # the same hook in two stages
+    _give(bundle, asked, host, init)
+    log.forget(options.state_dir, bundle.id)
+    return 0
+
+
+def grant(asked: Request, host: Node, live: tuple[Lease, ...], blocked: frozenset[str]) -> tuple[Share, ...]:
+    """leases.GrantFn: placement against the ledger of the live leases."""
+    from . import placement
+
+    return placement.grant(asked, host, placement.ledger_of(live, host.config.policy, blocked))
+
+
+def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> None:
+    """Reserve, apply, hold; or nothing at all."""
+    from . import apply, driverfiles, leases, plan, procs, rootfs, storage
+
+    state_dir = host.config.state_dir
+    inventory = host.inventory
+    files = driverfiles.find(inventory.root, inventory.driver_version, asked.capabilities, inventory.simulated)
+    root = rootfs.open_root(bundle, init.pid)
+    try:
+        image = rootfs.probe(root, bundle.env)
+    finally:
+        os.close(root)
+    lease: Optional[Lease] = None
+    applied: Optional[apply.Applied] = None
+    try:
+        if asked.selection.kind != "none":  # driver files alone hold no part of a device
+            lease = leases.reserve(state_dir, bundle, asked, host, grant)
+            storage.make_share_dir(state_dir, bundle.id)
+        steps = plan.make_plan(bundle, asked, host, lease, image, files)
+        applied = apply.apply(steps, bundle, init.pid)
+        if lease is not None:
+            leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
+    except BaseException:
+        _ignore_signals()
+        _undo(state_dir, bundle.id, applied)
+        raise
+    applied.close()
+    storage.empty_trash(state_dir)
+    if host.config.log:
+        log.append(host.config.log, f"{bundle.id}: {steps.ops[0].describe() if steps.ops else 'nothing'}")
+
+
+def _undo(state_dir: str, container_id: str, applied: Optional[apply.Applied]) -> None:
+    """Takes everything back. What fails here is left for the next start, poststop or prune: the first error counts."""
+    from . import leases, storage
+
+    for step in (
+        lambda: applied.undo() if applied is not None else None,
+        lambda: leases.undo(state_dir, container_id),
+        lambda: storage.empty_trash(state_dir),
+    ):
+        try:
+            step()
+        except (OSError, GpushareError):
+            pass
+
+
+def _poststop(options: Options, state: oci.State) -> int:
+    """Releases the container's lease and its files."""
+    from . import leases, storage
+
+    if not os.path.isdir(os.path.join(options.state_dir, "containers")):
+        return 0
+    lease = leases.find(options.state_dir, state.id)
+    if lease is not None and lease.state == "held" and lease.bundle == state.bundle:
+        _wait_gone(lease.init_pid, lease.init_start)
+    kept = leases.release(options.state_dir, state.id)
+    if kept:
+        log.to_stderr(f"gpushare: {kept}")
+    storage.empty_trash(options.state_dir)
+    return 0
+
+
+def _wait_gone(pid: int, start: int) -> None:
+    """Gives the init that the runtime has just killed a moment to be gone."""
+    import select
+
+    from . import linux, procs
+
+    try:
+        fd = linux.pidfd_open(pid)
+    except KernelError:
+        return
+    try:
+        if procs.alive(pid, start):
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            poll.poll(_POSTSTOP_WAIT_MS)
+    finally:
+        os.close(fd)
+
+
+_STAGES: dict[str, Callable[[Options, oci.State], int]] = {
+    "prestart": _start,
+    "createRuntime": _start,
+    "poststop": _poststop,
+}

@@ -1,0 +1,329 @@
+"""Leases: who holds which part of which device (start path).
+
+    reserve(...)   -> "reserved", owned by the hook's process      atomic with the placement, under the lock
+    hold(...)      -> "held", owned by the container's init
+    release(...)      gone, with its directory; idempotent, needs no pid
+
+A lease is dead when its owner is (pid *and* start time), or when it is of another boot; a dead lease counts for nothing
+and is replaced or swept by whoever comes next. A lease file that cannot be read is the opposite: use of unknown extent,
+so its devices (all devices when even they are unknown) get no new lease until a person says that it is free.
+
+The lock is one flock, held for reads, renames and arithmetic only: never across a subprocess, NVML or a mount.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, NamedTuple, Optional
+
+from . import procs, region, storage
+from .errors import CapacityError, GpushareError, KernelError
+from .model import Bundle, Device, Lease, Node, Request, Share
+
+_FILE = "lease.json"
+_MAX_BYTES = 1 << 20
+# Field types as JSON has them; a lease of another shape is damaged.
+_LEASE: dict[str, tuple[type, ...]] = {
+    "id": (str,),
+    "state": (str,),
+    "boot_id": (str,),
+    "bundle": (str,),
+    "shares": (list,),
+    "creator_pid": (int,),
+    "creator_start": (int,),
+    "init_pid": (int,),
+    "init_start": (int,),
+    "cgroup": (str,),
+    "created": (float, int),
+    "dialect": (str,),
+    "driver_version": (str,),
+}
+_SHARE: dict[str, tuple[type, ...]] = {
+    "slot": (int,),
+    "device": (dict,),
+    "memory_limit_bytes": (int, type(None)),
+    "compute_percent": (int, type(None)),
+    "soft": (bool,),
+    "priority": (int,),
+    "oversubscribe": (bool,),
+}
+_DEVICE: dict[str, tuple[type, ...]] = {
+    "index": (int,),
+    "uuid": (str,),
+    "minor": (int,),
+    "bus_id": (str,),
+    "model": (str,),
+    "memory_bytes": (int,),
+    "context_bytes": (int,),
+    "granularity_bytes": (int,),
+}
+
+# (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
+GrantFn = Callable[[Request, Node, "tuple[Lease, ...]", "frozenset[str]"], "tuple[Share, ...]"]
+
+
+class Damaged(NamedTuple):
+    """A lease that cannot be read. `uuids` None: not even its devices are known."""
+
+    id: str
+    reason: str
+    uuids: Optional[frozenset[str]]
+
+
+class View(NamedTuple):
+    """All of containers/ at one moment."""
+
+    live: tuple[Lease, ...]
+    dead: tuple[tuple[Lease, str], ...]  # with the reason, for people
+    damaged: tuple[Damaged, ...]
+    partial: tuple[str, ...]  # ids whose directory has no lease: a start was killed in between
+
+    def blocked(self, node: Node) -> frozenset[str]:
+        """Uuids of devices in unknown use."""
+        everything = frozenset(device.uuid for device in node.inventory.devices)
+        return frozenset().union(*(everything if d.uuids is None else d.uuids for d in self.damaged))
+
+
+@contextmanager
+def locked(state_dir: str) -> Iterator[None]:
+    """The lease lock. The kernel gives it back when its holder dies."""
+    path = os.path.join(state_dir, "lock")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise KernelError(f"{path!r}: {error.strerror}", "run as root") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def to_json(lease: Lease) -> bytes:
+    """lease.json: objects with the field names of model.py."""
+    shares = [{**share._asdict(), "device": share.device._asdict()} for share in lease.shares]
+    return json.dumps({**lease._asdict(), "shares": shares}, indent=1).encode()
+
+
+def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[str, Any]:
+    """`value` when it has exactly these fields with these types (a bool is not an int). Raises ValueError."""
+    if not isinstance(value, dict) or value.keys() != types.keys():
+        raise ValueError(f"{what} has other fields")
+    for name, allowed in types.items():
+        if not isinstance(value[name], allowed) or (isinstance(value[name], bool) and bool not in allowed):
+            raise ValueError(f"{what}.{name} is {value[name]!r}")
+    return value
+
+
+def from_json(data: bytes, container_id: str) -> Lease:
+    """The inverse of `to_json`. Raises ValueError."""
+    try:
+        fields = _fields(json.loads(data), _LEASE, "lease")
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if fields["id"] != container_id or fields["state"] not in ("reserved", "held"):
+        raise ValueError(f"id {fields['id']!r}, state {fields['state']!r}")
+    shares = []
+    for item in fields["shares"]:
+        share = _fields(item, _SHARE, "share")
+        shares.append(Share(**{**share, "device": Device(**_fields(share["device"], _DEVICE, "device"))}))
+    return Lease(**{**fields, "shares": tuple(shares)})
+
+
+def why_dead(lease: Lease, boot_id: str) -> str:
+    """Why this lease counts for nothing; "" while it is alive."""
+    if lease.boot_id != boot_id:
+        return "of another boot"
+    if lease.state == "reserved":
+        dead = not procs.alive(lease.creator_pid, lease.creator_start)
+        return f"its start (pid {lease.creator_pid}) was killed" if dead else ""
+    return "" if procs.alive(lease.init_pid, lease.init_start) else f"its init (pid {lease.init_pid}) is gone"
+
+
+def _read_file(state_dir: str, container_id: str) -> bytes:
+    fd = os.open(
+        os.path.join(storage.container_dir(state_dir, container_id), _FILE),
+        os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
+    )
+    try:
+        return os.read(fd, _MAX_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _damaged(state_dir: str, container_id: str, reason: str) -> Damaged:
+    """The devices of a damaged lease are those of its limits file, which is complete or not there."""
+    path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
+    try:
+        uuids: Optional[frozenset[str]] = frozenset(limit.uuid for limit in storage.read_limits(path).devices)
+    except region.RegionError:
+        uuids = None
+    return Damaged(container_id, reason, uuids)
+
+
+def view(state_dir: str) -> View:
+    """Every lease, judged now. Without the lock it can be a moment old, which is good enough to show."""
+    boot_id = procs.boot_id()
+    live: list[Lease] = []
+    dead: list[tuple[Lease, str]] = []
+    damaged: list[Damaged] = []
+    partial: list[str] = []
+    try:
+        ids = sorted(os.listdir(os.path.join(state_dir, "containers")))
+    except FileNotFoundError:
+        ids = []
+    except OSError as error:
+        raise KernelError(f"{state_dir!r}: {error.strerror}", "run as root") from error
+    for container_id in ids:
+        try:
+            lease = from_json(_read_file(state_dir, container_id), container_id)
+        except FileNotFoundError:
+            if os.path.isdir(storage.container_dir(state_dir, container_id)):
+                partial.append(container_id)
+        except (OSError, ValueError) as error:
+            damaged.append(_damaged(state_dir, container_id, f"{_FILE} is damaged: {error}"))
+        else:
+            reason = why_dead(lease, boot_id)
+            if reason:
+                dead.append((lease, reason))
+            else:
+                live.append(lease)
+    return View(tuple(live), tuple(dead), tuple(damaged), tuple(partial))
+
+
+def _write(state_dir: str, lease: Lease) -> None:
+    """By rename: a reader sees the old lease or the new one."""
+    path = os.path.join(storage.container_dir(state_dir, lease.id), _FILE)
+    temporary = path + ".new"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        data = to_json(lease)
+        if os.write(fd, data) != len(data):  # a full tmpfs writes less; the start must fail, not the lease be damaged
+            raise KernelError(f"{temporary!r}: no space left in the state directory")
+    finally:
+        os.close(fd)
+    os.rename(temporary, path)
+
+
+def _sweep(state_dir: str, seen: View) -> list[str]:
+    """Discards what is dead or was never finished. The caller holds the lock."""
+    gone = [lease.id for lease, _ in seen.dead] + list(seen.partial)
+    return [container_id for container_id in gone if storage.discard(state_dir, container_id)]
+
+
+def _refuse_taken(container_id: str, seen: View) -> None:
+    for lease in seen.live:
+        if lease.id == container_id:
+            pid = lease.init_pid or lease.creator_pid
+            raise CapacityError(
+                f"container id {container_id!r} already has a lease, {lease.state} by pid {pid} for {lease.bundle!r}",
+                "delete that container, or use another id",
+            )
+    for damage in seen.damaged:
+        if damage.id == container_id:
+            raise CapacityError(
+                f"container id {container_id!r} has a lease that cannot be read: {damage.reason}",
+                "make sure that it does not run, then `gpushare prune --assume-free`",
+            )
+
+
+def reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, grant_fn: GrantFn) -> Lease:
+    """A "reserved" lease owned by this process; `grant_fn` decides against all live leases, under the lock.
+
+    Raises CapacityError when the id has a live lease, KernelError, and whatever `grant_fn` raises, leaving nothing.
+    Returns with containers/<id> made and holding the lease. The caller calls `storage.empty_trash` afterwards.
+    """
+    me = procs.myself()
+    with locked(state_dir):
+        seen = view(state_dir)
+        _sweep(state_dir, seen)
+        _refuse_taken(bundle.id, seen)
+        shares = grant_fn(request, node, seen.live, seen.blocked(node))
+        lease = Lease(
+            id=bundle.id,
+            state="reserved",
+            boot_id=procs.boot_id(),
+            bundle=bundle.path,
+            shares=shares,
+            creator_pid=me.pid,
+            creator_start=me.start,
+            created=time.time(),
+            dialect=request.dialect,
+            driver_version=node.inventory.driver_version,
+        )
+        try:
+            os.mkdir(storage.container_dir(state_dir, lease.id), 0o700)
+            _write(state_dir, lease)
+        except (OSError, GpushareError) as error:
+            storage.discard(state_dir, lease.id)
+            if isinstance(error, OSError):
+                raise KernelError(f"lease of {lease.id!r}: {error.strerror}") from error
+            raise
+    return lease
+
+
+def hold(state_dir: str, lease: Lease, init: procs.Process, cgroup: str) -> Lease:
+    """The reserved `lease` becomes the container's own. Raises KernelError when it was taken away meanwhile, or when
+    the container's init has died, since nobody would release it then."""
+    held = lease._replace(state="held", init_pid=init.pid, init_start=init.start, cgroup=cgroup)
+    with locked(state_dir):
+        if find(state_dir, lease.id) != lease:
+            raise KernelError(f"the lease of {lease.id!r} was taken away during its start", "start the container again")
+        if not procs.alive(init.pid, init.start):
+            raise KernelError(f"the container's init (pid {init.pid}) died during its start")
+        _write(state_dir, held)
+    return held
+
+
+def find(state_dir: str, container_id: str) -> Optional[Lease]:
+    """The lease of one container, alive or not; None when there is none that can be read."""
+    try:
+        return from_json(_read_file(state_dir, container_id), container_id)
+    except (OSError, ValueError):
+        return None
+
+
+def is_held_by(state_dir: str, container_id: str, init: procs.Process) -> bool:
+    """True when this very container has its lease already."""
+    lease = find(state_dir, container_id)
+    return lease is not None and lease.state == "held" and (lease.init_pid, lease.init_start) == (init.pid, init.start)
+
+
+def release(state_dir: str, container_id: str) -> str:
+    """Releases `container_id` unless a living process holds it; "" or why it was left.
+
+    Not even poststop may free what is in use: runc calls it for a failed create too, also when the id is one that
+    another container (of another runc root) holds.
+    """
+    if not os.path.isdir(state_dir):
+        return ""
+    with locked(state_dir):
+        lease = find(state_dir, container_id)
+        if lease is not None and not why_dead(lease, procs.boot_id()):
+            pid = lease.init_pid or lease.creator_pid
+            return f"lease of {container_id!r} is kept: pid {pid} is alive"
+        storage.discard(state_dir, container_id)
+    return ""
+
+
+def undo(state_dir: str, container_id: str) -> None:
+    """Takes back what this very process reserved or held under this id, and nothing else."""
+    me = procs.myself()
+    with locked(state_dir):
+        lease = find(state_dir, container_id)
+        if lease is not None and (lease.creator_pid, lease.creator_start) == (me.pid, me.start):
+            storage.discard(state_dir, container_id)
+
+
+def sweep(state_dir: str, assume_free: bool = False) -> list[str]:
+    """Discards all dead and partial leases, with `assume_free` also damaged ones; returns their ids."""
+    with locked(state_dir):
+        seen = view(state_dir)
+        gone = _sweep(state_dir, seen)
+        if assume_free:
+            gone += [damage.id for damage in seen.damaged if storage.discard(state_dir, damage.id)]
+    return gone

@@ -1,0 +1,100 @@
+"""Who a process is: pid, start time and boot together (start path).
+
+A pid alone is reused. Field 22 of /proc/<pid>/stat (start time in clock ticks since boot) is kept over execve and never
+the same for two owners of one pid; the boot id tells one boot's numbers from another's. Source: proc(5).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple, Optional
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_DEAD_STATES = ("Z", "X", "x")  # a zombie holds no memory, no device and no mount
+
+
+class Process(NamedTuple):
+    """A process at one moment. `start` is field 22 of its stat line."""
+
+    pid: int
+    start: int
+    state: str
+
+
+def _read(path: str) -> bytes:
+    """A file of /proc; empty when its process is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, 65536)
+    except OSError:  # ESRCH: died between open and read
+        return b""
+    finally:
+        os.close(fd)
+
+
+def parse_stat(line: bytes) -> Optional[Process]:
+    """A stat line. The name in parentheses is the process's own choice: it may hold spaces and `)`, so only the last
+    `)` ends it."""
+    head, found, tail = line.rpartition(b")")
+    fields = tail.split()
+    pid = head.partition(b" ")[0]
+    if not found or len(fields) < 20 or not pid.isdigit() or not fields[19].isdigit():
+        return None
+    return Process(int(pid), int(fields[19]), fields[0].decode("ascii", "replace"))
+
+
+def find(pid: int) -> Optional[Process]:
+    """The process with this pid now; None when there is none, or only a zombie of it."""
+    process = parse_stat(_read(f"/proc/{pid}/stat")) if pid > 0 else None
+    return None if process is None or process.state in _DEAD_STATES else process
+
+
+def alive(pid: int, start: int) -> bool:
+    """True while the very process that had `pid` and `start` runs."""
+    process = find(pid)
+    return process is not None and process.start == start
+
+
+def myself() -> Process:
+    """This process."""
+    process = find(os.getpid())
+    if process is None:
+        raise OSError("/proc/self/stat cannot be read: is /proc mounted?")
+    return process
+
+
+def boot_id() -> str:
+    """The kernel's name of this boot."""
+    return _read(_BOOT_ID).decode("ascii", "replace").strip()
+
+
+def cgroup_of(pid: int) -> str:
+    """The cgroup path of a process, as the devices controller (v1) or the unified hierarchy sees it; "" when gone."""
+    paths = {}
+    for line in _read(f"/proc/{pid}/cgroup").decode("utf-8", "surrogateescape").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        for controller in controllers.split(","):
+            paths[controller or number] = path
+    return paths.get("devices", paths.get("0", ""))
+
+
+def pids_by_container_pid(cgroup: str) -> dict[int, int]:
+    """{pid as the process sees itself: pid on this host} of all processes in `cgroup` and below.
+
+    For people (inspect), not for decisions: a scan of /proc. Source: NSpid in proc(5) status, innermost namespace last.
+    """
+    found = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        path = cgroup_of(int(name))
+        if not cgroup or not (path == cgroup or path.startswith(cgroup.rstrip("/") + "/")):
+            continue
+        for line in _read(f"/proc/{name}/status").splitlines():
+            if line.startswith(b"NSpid:"):
+                found[int(line.split()[-1])] = int(name)
+    return found

@@ -1,0 +1,259 @@
+"""The state directory: its tmpfs, each container's files, and their removal (start path).
+
+    prepare(state_dir)            the directory is a tmpfs of our own, private, with its folders
+    make_share_dir(state_dir, id) what the container will see at /usr/lib/gpushare
+    execute(op)                   WriteLimits, TenantTmpfs
+    discard(state_dir, id)        containers/<id> -> trash/: gone at once, under the lease lock, whatever is in it
+    empty_trash(state_dir)        unmounts and deletes what was discarded; idempotent, without the lock
+    read_usage(state_dir, id, n)  the tenant's page, believing nothing
+
+Removal has two steps because a mount must not be undone under the lock, and a name is free the moment its lease is.
+A process killed in either step leaves something that the next `empty_trash` (each start, poststop and prune) finishes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from typing import Union
+
+from . import linux, names, region
+from .errors import KernelError
+from .ops import TenantTmpfs, WriteLimits
+
+TENANT_INODES = 2  # the root directory and `usage`
+TENANT_BYTES = region.USAGE_SIZE
+_STATE_OPTIONS = {"size": "256m", "nr_inodes": "262144", "mode": "0755"}
+_FOLDERS = (("containers", 0o700), ("trash", 0o700), ("errors", 0o755))
+_MARKER = "lock"  # made last: its presence says that the directory is complete
+_SHARE_FOLDERS = ("driver", "rw", "peers", "mps")
+_SHARE_FILES = (names.REAL_CUDA, names.REAL_NVML)  # mount points; the directory is read-only in the container
+_TENANT_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def container_dir(state_dir: str, container_id: str) -> str:
+    """containers/<id>: 0700, since `rw` below it is writable by anybody who can reach it."""
+    if not container_id or "/" in container_id or container_id in (".", "..") or "\0" in container_id:
+        raise KernelError(f"container id {container_id!r} cannot name a directory")  # oci.py refused it before
+    return os.path.join(state_dir, "containers", container_id)
+
+
+def _is_ready(state_dir: str) -> bool:
+    """True when our own mount is on `state_dir` and complete."""
+    try:
+        own = os.stat(state_dir).st_dev != os.stat(os.path.dirname(os.path.abspath(state_dir))).st_dev
+        return own and os.access(os.path.join(state_dir, _MARKER), os.F_OK)
+    except OSError:
+        return False
+
+
+def prepare(state_dir: str) -> None:
+    """Makes `state_dir` a private tmpfs of our own with its folders. Raises KernelError.
+
+    Also where the directory is on a tmpfs already: /run is shared between mount namespaces on a systemd host, so a
+    tenant's page mounted below it would be copied into every other namespace and outlive its container.
+    The flock on the directory below the mount makes two first starts take turns.
+    """
+    if _is_ready(state_dir):
+        return
+    try:
+        os.makedirs(state_dir, 0o755, exist_ok=True)
+        fd = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not _is_ready(state_dir):
+                _mount_state(state_dir)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise KernelError(f"state directory {state_dir!r}: {error.strerror}", "run as root") from error
+
+
+def _mount_state(state_dir: str) -> None:
+    target = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    mount = -1
+    try:
+        parent = os.stat(os.path.dirname(os.path.abspath(state_dir)))
+        if os.fstat(target).st_dev == parent.st_dev or linux.filesystem_magic(target) != linux.TMPFS_MAGIC:
+            mount = linux.detached_tmpfs(
+                _STATE_OPTIONS, linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"], state_dir
+            )
+            linux.move_mount(mount, target, state_dir)
+        else:  # an earlier start was killed between here and the marker
+            mount = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        linux.mount_setattr(mount, 0, linux.MS_PRIVATE, state_dir)
+        for name, mode in _FOLDERS:
+            path = os.path.join(state_dir, name)
+            if not os.path.isdir(path):
+                os.mkdir(path)
+            os.chmod(path, mode)
+        os.close(os.open(os.path.join(state_dir, _MARKER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    finally:
+        os.close(target)
+        if mount >= 0:
+            os.close(mount)
+
+
+def make_share_dir(state_dir: str, container_id: str) -> str:
+    """containers/<id>/share with its mount points; returns its path. Modes do not depend on the umask: any uid in the
+    container reads it. Raises OSError."""
+    share = os.path.join(container_dir(state_dir, container_id), "share")
+    for path in (share, *(os.path.join(share, name) for name in _SHARE_FOLDERS)):
+        os.mkdir(path)
+        os.chmod(path, 0o755)
+    for target in _SHARE_FILES:
+        path = share + target[len(names.PRIVATE_DIR) :]
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o444))
+        os.chmod(path, 0o444)
+    return share
+
+
+def execute(op: Union[WriteLimits, TenantTmpfs]) -> None:
+    """Carries out an op of this module. Raises KernelError; what it made is below containers/<id>."""
+    try:
+        if isinstance(op, WriteLimits):
+            _write_limits(op)
+        else:
+            _mount_tenant(op)
+    except OSError as error:
+        raise KernelError(f"{op.path!r}: {error.strerror}") from error
+
+
+def _write_limits(op: WriteLimits) -> None:
+    """Complete before it has its name; 0444, since the shim's only use is to read."""
+    nonce = int.from_bytes(os.urandom(8), "little") | 1
+    temporary = op.path + ".new"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o444)
+    try:
+        _write_all(fd, region.pack_limits(op.shares, nonce))
+        os.fchmod(fd, 0o444)
+    finally:
+        os.close(fd)
+    os.rename(temporary, op.path)
+
+
+def _mount_tenant(op: TenantTmpfs) -> None:
+    """The tenant's tmpfs with its usage file, attached only when the file is complete. All blocks are allocated now, so
+    nothing that happens on the host later can turn a tenant's store into a SIGBUS, and nothing can grow."""
+    limits = read_limits(os.path.join(os.path.dirname(op.path), "share", "limits"))
+    options = {"size": str(op.size_bytes), "nr_inodes": str(op.inodes), "mode": "1777"}
+    flags = linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"] | linux.ATTRIBUTES["noexec"]
+    os.mkdir(op.path, 0o755)
+    mount = linux.detached_tmpfs(options, flags, op.path)
+    target = -1
+    try:
+        fd = os.open("usage", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=mount)
+        try:
+            os.posix_fallocate(fd, 0, region.USAGE_SIZE)
+            _write_all(fd, region.pack_usage(limits.nonce, len(limits.devices)))
+            os.fchmod(fd, 0o666)
+        finally:
+            os.close(fd)
+        target = os.open(op.path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        linux.move_mount(mount, target, op.path)
+    finally:
+        os.close(mount)
+        if target >= 0:
+            os.close(target)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    done = 0
+    while done < len(data):
+        done += os.write(fd, data[done:])
+
+
+def discard(state_dir: str, container_id: str) -> bool:
+    """Takes containers/<id> away, mounts and all. False when there is none. The caller holds the lock."""
+    try:
+        name = f"{time.monotonic_ns():x}-{os.getpid()}"
+        os.rename(container_dir(state_dir, container_id), os.path.join(state_dir, "trash", name))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def trash(state_dir: str) -> list[str]:
+    """What `empty_trash` would remove."""
+    try:
+        return sorted(os.listdir(os.path.join(state_dir, "trash")))
+    except FileNotFoundError:
+        return []
+
+
+def empty_trash(state_dir: str) -> list[str]:
+    """Unmounts and deletes all that was discarded; several processes may do so at once. Returns what could not be
+    removed, one line each, and raises nothing: leftovers are a matter for `prune`, not for the next start."""
+    problems = []
+    for name in trash(state_dir):
+        path = os.path.join(state_dir, "trash", name)
+        try:
+            _unmount(os.path.join(path, "rw"))
+            _delete(path)
+        except (OSError, KernelError) as error:
+            problems.append(f"{path}: {error}")
+    return problems
+
+
+def _unmount(path: str) -> None:
+    """Detaches every mount on `path`; a container that still runs keeps its own copy."""
+    while True:
+        try:
+            linux.umount(path, linux.MNT_DETACH | linux.UMOUNT_NOFOLLOW)
+        except linux.SyscallError as error:
+            if error.errno in (errno.EINVAL, errno.ENOENT):  # not a mount point, or gone already
+                return
+            raise
+
+
+def _delete(path: str) -> None:
+    """Deletes a tree of ours, never leaving its file system; somebody else may be deleting it too."""
+    device = os.lstat(path).st_dev if os.path.lexists(path) else 0
+    for folder, folders, files in os.walk(path, topdown=False):
+        for name in (*files, *folders):
+            inside = os.path.join(folder, name)
+            try:
+                status = os.lstat(inside)
+                if status.st_dev != device:
+                    raise KernelError(f"{inside!r} is still a mount point")
+                os.rmdir(inside) if stat.S_ISDIR(status.st_mode) else os.unlink(inside)
+            except FileNotFoundError:
+                pass
+    try:
+        os.rmdir(path)
+    except FileNotFoundError:
+        pass
+
+
+def read_limits(path: str) -> region.Limits:
+    """The limits file that we wrote. Raises RegionError."""
+    return region.read_limits(_pread(path, region.LIMITS_SIZE, "limits file"))
+
+
+def read_usage(state_dir: str, container_id: str, n_devices: int) -> region.Usage:
+    """What a container says that it uses. Raises RegionError."""
+    path = os.path.join(container_dir(state_dir, container_id), "rw", "usage")
+    return region.read_usage(_pread(path, region.USAGE_SIZE, "usage file"), n_devices)
+
+
+def _pread(path: str, size_bytes: int, what: str) -> bytes:
+    """A bounded copy of a file that somebody else may be truncating, locking or replacing right now.
+
+    O_NONBLOCK: a FIFO or a write lease must not hold us up; never mapped: a truncation would be a SIGBUS.
+    """
+    try:
+        fd = os.open(path, _TENANT_OPEN)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise region.RegionError(f"{what} {path!r} is damaged: not a regular file")
+            if status.st_size != size_bytes:
+                raise region.RegionError(f"{what} {path!r} is damaged: {status.st_size} bytes, must be {size_bytes}")
+            return os.pread(fd, size_bytes, 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise region.RegionError(f"{what} {path!r} cannot be read: {error.strerror}") from error
