@@ -1,0 +1,113 @@
+"""Fixtures for all tests. The parts themselves are in tests/lib, and usable without pytest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib import host, processes, rootfs
+from tests.lib.runc import Container
+from tests.tools import nvidia_userland
+
+GIB = 1 << 30
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Mounts of a test run are its own: nothing is left on the machine, even when the run is killed."""
+    if os.geteuid() == 0:
+        host.enter_private_mounts()
+        processes.become_subreaper()
+
+
+@pytest.fixture(scope="session")
+def userland() -> nvidia_userland.Userland:
+    """A real NVIDIA user-space driver, unpacked once into build/userland."""
+    try:
+        return nvidia_userland.unpack(host.BUILD / "userland")
+    except nvidia_userland.UserlandError as error:
+        pytest.fail(f"this test needs a real NVIDIA user-space driver, and none can be had: {error}", pytrace=False)
+
+
+@pytest.fixture
+def make_host(tmp_path: Path) -> Callable[..., Any]:
+    """make_host(name="host", **arguments of make_simhost) -> a simulated host below tmp_path."""
+    from tests.sim.simhost import make_simhost
+
+    def make(name: str = "host", **arguments: Any) -> Any:
+        return make_simhost(tmp_path / name, **arguments)
+
+    return make
+
+
+@pytest.fixture
+def simhost(make_host: Callable[..., Any]) -> Any:
+    """A simulated host with one GPU of 16 GiB."""
+    return make_host(gpus=1, memory_bytes=16 * GIB)
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Iterator[Path]:
+    """An empty state directory; what gets mounted below it is unmounted."""
+    path = tmp_path / "state"
+    path.mkdir()
+    yield path
+    rootfs.unmount_below(path)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Callable[..., Path]:
+    """config_file(driver_root, **keys) -> a configuration file."""
+
+    def make(driver_root: Path, **keys: Any) -> Path:
+        return host.write_config(tmp_path / "config.yaml", driver_root, **keys)
+
+    return make
+
+
+@pytest.fixture
+def make_node(tmp_path: Path) -> Iterator[Callable[..., host.Node]]:
+    """make_node(driver_root, name="node", **config keys) -> host.Node with its own state."""
+    made: list[host.Node] = []
+
+    def make(driver_root: Path, name: str = "node", **config: Any) -> host.Node:
+        made.append(host.Node(tmp_path / name, driver_root, **config))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.close()
+
+
+@pytest.fixture
+def node(make_node: Callable[..., host.Node], simhost: Any, tmp_path: Path) -> host.Node:
+    """The simulated host with the default configuration."""
+    return make_node(tmp_path / "host")
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Iterator[Callable[..., Container]]:
+    """container(args, **arguments of lib.runc.Container) -> Container, closed at the end of the test."""
+    made: list[Container] = []
+
+    def make(args: list[str], **arguments: Any) -> Container:
+        made.append(Container(tmp_path / "bundles", args, **arguments))
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close()
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fails a test that leaves a mount or a process behind. Use it first, so that it looks last."""
+    mounts, children = set(rootfs.mount_points()), set(processes.children())
+    yield
+    left = [point for point in rootfs.mount_points() if point not in mounts]
+    assert not left, f"mounts left behind: {left}"
+    running = {pid: command for pid, command in processes.children().items() if pid not in children}
+    assert not running, f"processes left behind: {running}"

@@ -1,0 +1,77 @@
+"""A host for the tests: where the programs are, a configuration, and a private view of the mounts."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .rootfs import run, unmount_below
+from .spec import Hook, Mount
+
+TREE = Path(__file__).resolve().parents[2]
+BUILD = TREE / "build"
+SHIM = BUILD / "shim"
+VENV_IN_CONTAINER = "/opt/venv"
+PYTHON = VENV_IN_CONTAINER + "/bin/python"  # in the container
+
+_CLONE_NEWNS = 0x00020000
+
+
+def enter_private_mounts() -> None:
+    """From now on mounts of this process are its own, and go with it however it ends. Needs root."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) != 0:
+        raise OSError(ctypes.get_errno(), "unshare CLONE_NEWNS: " + os.strerror(ctypes.get_errno()))
+    run("mount", "--make-rslave", "/")
+
+
+class Node:
+    """One host as gpushare sees it: a driver root, a configuration file, a state directory."""
+
+    def __init__(self, directory: Path, driver_root: Path, **config: Any) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.driver_root = driver_root
+        self.config = directory / "config.yaml"
+        self.state = directory / "state"
+        self.state.mkdir()
+        write_config(self.config, driver_root, **config)
+
+    def hook(self, stage: str = "prestart") -> Hook:
+        return Hook(BUILD / "bin" / "gpushare-hook", self.config, self.state, stage)
+
+    def cli(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run `gpushare` against this node."""
+        command = [BUILD / "bin" / "gpushare", "--config", self.config, "--state", self.state, *args]
+        return subprocess.run(
+            [str(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"},
+        )
+
+    def leases(self) -> list[str]:
+        """Ids of the containers that the state directory knows."""
+        containers = self.state / "containers"
+        return sorted(p.name for p in containers.iterdir()) if containers.is_dir() else []
+
+    def close(self) -> None:
+        unmount_below(self.state)
+
+
+def write_config(path: Path, driver_root: Path, **config: Any) -> Path:
+    """A configuration file; every JSON text is YAML. `config` holds further keys of config.schema.json."""
+    content = {"version": 1, "driver": {"root": str(driver_root)}, "shim_dir": str(SHIM), **config}
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def python_mounts(*programs: Path) -> list[Mount]:
+    """What a container needs to run `programs` (at /opt/<name>) with the packages of build/venv."""
+    venv = Mount(BUILD / "venv", VENV_IN_CONTAINER)
+    return [venv, *(Mount(program, f"/opt/{program.name}") for program in programs)]

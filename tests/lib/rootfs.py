@@ -1,0 +1,53 @@
+"""A complete root file system without any download: an overlay over the host's own root."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+class OverlayRoot:
+    """`path` is a writable view of `lower`; what is written stays on a tmpfs of its own and goes with close()."""
+
+    def __init__(self, directory: Path, lower: Path = Path("/")) -> None:
+        self.directory = directory
+        self.path = directory / "root"
+        directory.mkdir()
+        run("mount", "-t", "tmpfs", "-o", "size=256m,mode=755", "gpushare-test", directory)
+        try:
+            for name in ("root", "upper", "work"):
+                (directory / name).mkdir()
+            # Relative to the directory: overlay's option parser knows no spaces, commas or colons.
+            options = f"lowerdir={lower},upperdir=upper,workdir=work"
+            run("mount", "-t", "overlay", "-o", options, "gpushare-test", "root", cwd=directory)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unmount and remove; a second call does nothing."""
+        unmount_below(self.directory)
+        if self.directory.exists():
+            self.directory.rmdir()
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    """Run a host command that has to succeed; its output."""
+    done = subprocess.run([str(c) for c in command], cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def mount_points() -> list[str]:
+    """Where something is mounted, in mount order, from this process's view."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line.split(" ")[4].encode().decode("unicode_escape") for line in lines]
+
+
+def unmount_below(directory: Path) -> None:
+    """Unmount all that is mounted on or below `directory`, the last mount first."""
+    prefix = f"{directory.resolve()}/"
+    for point in reversed(mount_points()):
+        if f"{point}/".startswith(prefix):
+            run("umount", "--lazy", point)

@@ -1,0 +1,178 @@
+"""Real containers for the tests, under runc or crun.
+
+    with Container(tmp_path, ["sh", "-c", "echo hi"]) as container:
+        assert container.run() == 0
+        assert container.stdout == "hi\n"
+
+Each has an unusual id, a root file system of its own and a runtime state directory of its own, so tests can run beside
+each other, and close() leaves nothing, whatever happened before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import processes
+from .rootfs import OverlayRoot
+from .spec import Hook, Mount, spec
+
+_numbers = itertools.count(1)
+
+
+class RuntimeFailed(Exception):
+    """The runtime refused. `message` is all that it printed; `last_line` is what a person looks at first."""
+
+    def __init__(self, command: str, code: int, message: str) -> None:
+        super().__init__(f"{command} ended with {code}: {message.strip()}")
+        self.code = code
+        self.message = message
+        self.last_line = (message.strip().splitlines() or [""])[-1]
+
+
+class Container:
+    """One container. `edit` may change the spec before it is written; `prefix` comes before the runtime's command."""
+
+    def __init__(
+        self,
+        directory: Path,
+        args: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        annotations: dict[str, str] | None = None,
+        hook: Hook | None = None,
+        mounts: list[Mount] | None = None,
+        user: tuple[int, int] = (0, 0),
+        rootfs: Path | None = None,
+        runtime: str = "runc",
+        prefix: tuple[str, ...] = (),
+        edit: Callable[[dict[str, Any]], None] | None = None,
+        name: str = "c",
+    ) -> None:
+        processes.become_subreaper()
+        self.id = f"gpushare-{name}-{os.getpid()}-{next(_numbers)}"
+        self.bundle = directory / self.id
+        self.bundle.mkdir(parents=True)
+        self.pid = 0
+        self.exit_code: int | None = None
+        self._created = False
+        self._runtime = (*prefix, runtime, "--root", str(self.bundle / "runtime"))
+        self._overlay = None if rootfs else OverlayRoot(self.bundle / "disk")
+        self.rootfs = rootfs or self.bundle / "disk" / "root"
+        self.spec = spec(
+            rootfs=self.rootfs,
+            args=args,
+            env=env or {},
+            annotations=annotations or {},
+            hook=hook,
+            mounts=mounts or [],
+            user=user,
+            cgroups_path=f"/{self.id}",
+        )
+        if edit:
+            edit(self.spec)
+        (self.bundle / "config.json").write_text(json.dumps(self.spec, indent=1))
+
+    def __enter__(self) -> Container:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # What the container printed so far. The runtime's own words come first: it has the same standard error.
+
+    @property
+    def stdout(self) -> str:
+        return self._text("stdout")
+
+    @property
+    def stderr(self) -> str:
+        return self._text("stderr")
+
+    def _text(self, name: str) -> str:
+        path = self.bundle / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    # Life
+
+    def create(self) -> None:
+        """`runc create`: the hooks have run, the program has not. Raises RuntimeFailed when a hook refuses."""
+        pid_file = self.bundle / "pid"
+        command = [*self._runtime, "create", "--bundle", str(self.bundle), "--pid-file", str(pid_file), self.id]
+        self._created = True
+        with open(self.bundle / "stdout", "wb") as out, open(self.bundle / "stderr", "wb") as err:
+            code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err).returncode
+        if code:
+            raise RuntimeFailed("create", code, self.stderr)
+        self.pid = int(pid_file.read_text())
+
+    def start(self) -> Container:
+        """Create if need be, and start the program."""
+        if not self.pid:
+            self.create()
+        self.command("start", self.id)
+        return self
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """The program's exit code, 128 + signal when killed; AssertionError with its output when it does not end."""
+        if self.exit_code is None:
+            self.exit_code = processes.wait_exit(self.pid, timeout_s)
+        if self.exit_code is None:
+            raise AssertionError(f"{self.id} still runs after {timeout_s} s\n{self.stdout}\n{self.stderr}")
+        return self.exit_code
+
+    def run(self, timeout_s: float = 60) -> int:
+        """Create, start and wait."""
+        self.start()
+        return self.wait(timeout_s)
+
+    def exec(
+        self, *args: str, options: tuple[str, ...] = (), timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """`runc exec`: a second program in the running container."""
+        return self._run("exec", *options, self.id, *args, timeout_s=timeout_s)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.command("kill", self.id, str(int(number)))
+
+    def state(self) -> dict[str, Any]:
+        """What the runtime says of the container (`runc state`)."""
+        state: dict[str, Any] = json.loads(self.command("state", self.id))
+        return state
+
+    def delete(self) -> None:
+        """`runc delete --force`: poststop hooks run. The overlay and the captured output stay until close()."""
+        self.command("delete", "--force", self.id)
+        self._created = False
+
+    def command(self, *args: str) -> str:
+        """Any other command of the runtime; RuntimeFailed unless it succeeds."""
+        done = self._run(*args)
+        if done.returncode:
+            raise RuntimeFailed(args[0], done.returncode, done.stderr)
+        return done.stdout
+
+    def _run(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self._runtime, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+        )
+
+    def close(self) -> None:
+        """Nothing is left afterwards: container, process, mounts, files."""
+        if self._created:
+            self._run("delete", "--force", self.id)
+            self._created = False
+        if self.pid and self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                self.exit_code = processes.wait_exit(self.pid, 10)
+        if self._overlay:
+            self._overlay.close()
+        shutil.rmtree(self.bundle, ignore_errors=True)
