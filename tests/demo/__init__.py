@@ -1,0 +1,1 @@
+"""`make demo`: two containers share one simulated GPU."""

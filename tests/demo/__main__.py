@@ -1,0 +1,105 @@
+"""`make demo`: two containers at the same time under runc, through the hook, on one simulated 16 GiB GPU.
+
+Exit code 0 when both limits were kept and reached, as the simulated GPU itself counted; 1 when not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.lib import host
+from tests.lib.runc import RuntimeFailed
+from tests.lib.tenant import Tenant
+from tests.sim.ledger import Ledger
+from tests.sim.simhost import make_simhost
+
+from . import show
+from .tenant import LAST_BYTES
+
+GIB = 1 << 30
+GPU_BYTES = 16 * GIB
+ASKED = {"alice": ("4Gi", 4 * GIB), "bob": ("25%", GPU_BYTES // 4)}
+
+
+def interrupted(number: int, _: Any) -> None:
+    """SIGTERM and SIGHUP end the demo as Ctrl-C does: through every cleanup."""
+    raise KeyboardInterrupt
+
+
+def judged(name: str, full: dict[str, Any], seen: dict[str, Any], ledger_bytes: int) -> show.Row:
+    """Over the limit is a miss, and so is more than one block under what was free at the start."""
+    asked, limit_bytes = ASKED[name]
+    verdict = ""
+    if ledger_bytes > limit_bytes:
+        verdict = f"MISSED: {ledger_bytes - limit_bytes} bytes over"
+    elif seen["cuda_free_bytes"] - full["got_bytes"] >= LAST_BYTES:
+        verdict = f"MISSED: {show.size(seen['cuda_free_bytes'] - full['got_bytes'])} never granted"
+    elif seen["cuda_total_bytes"] != limit_bytes or seen["nvml_total_bytes"] != limit_bytes:
+        verdict = "MISSED: the container does not see its limit"
+    return show.Row(name, asked, limit_bytes, full["got_bytes"], ledger_bytes, verdict)
+
+
+def demo(directory: Path, cleanup: contextlib.ExitStack) -> list[show.Row]:
+    simulated = make_simhost(directory / "host", gpus=1, memory_bytes=GPU_BYTES)
+    node = host.Node(directory / "node", directory / "host")
+    cleanup.callback(node.close)
+    show.step(f"One GPU with {show.size(GPU_BYTES)}, two containers started by runc with the gpushare hook:")
+    tenants = []
+    for number, (name, (asked, _)) in enumerate(ASKED.items()):
+        tenant = Tenant(directory, name, {"GPUSHARE_MEMORY": asked}, node)
+        cleanup.callback(tenant.close)
+        tenants.append(tenant)
+        tenant.container.start()
+        show.tenant(number, name, f"is started with GPUSHARE_MEMORY={asked}")
+
+    show.step("Each sees a GPU of its own size:")
+    seen = [tenant.expect("seen") for tenant in tenants]
+    for number, tenant in enumerate(tenants):
+        show.seen(number, tenant.name, seen[number])
+
+    show.step("Both take memory at the same time, until they are refused:")
+    for tenant in tenants:
+        tenant.go()
+    full = [tenant.expect("full") for tenant in tenants]
+    for number, tenant in enumerate(tenants):
+        show.full(number, tenant.name, full[number])
+
+    show.step("Meanwhile on the host: gpushare list")
+    listed = node.cli("list")
+    show.output(listed.stdout + listed.stderr)
+
+    ledger = Ledger(simulated)
+    taken = [ledger.peak_bytes(tenant.pid_namespace()) for tenant in tenants]
+    for tenant in tenants:
+        tenant.go()
+        tenant.expect("freed")
+        if tenant.container.wait():
+            raise AssertionError(f"{tenant.name} ended with {tenant.container.exit_code}\n{tenant.container.stderr}")
+    return [judged(tenant.name, full[i], seen[i], taken[i]) for i, tenant in enumerate(tenants)]
+
+
+def main() -> int:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupted)
+    host.enter_private_mounts()
+    try:
+        with tempfile.TemporaryDirectory(prefix="demo-", dir=host.BUILD) as work, contextlib.ExitStack() as cleanup:
+            rows = demo(Path(work), cleanup)
+    except KeyboardInterrupt:
+        print("\ndemo: stopped; containers and mounts are gone", file=sys.stderr)
+        return 130
+    except (AssertionError, RuntimeFailed, RuntimeError, OSError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    show.step("Limits, as the simulated GPU itself counted:")
+    show.verdict(rows)
+    return 1 if any(row.verdict for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""How the demo looks: plain text, coloured only on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+COLOURS = ("cyan", "magenta")
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Row(NamedTuple):
+    """What one container asked for and what came of it, in bytes."""
+
+    name: str
+    asked: str
+    limit_bytes: int
+    got_bytes: int
+    ledger_bytes: int
+    verdict: str  # "" when the limit was kept and reached
+
+
+def size(count: int) -> str:
+    """1024-based, exact to the hundredth."""
+    gib = count / (1 << 30)
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{count / (1 << 20):.0f} MiB"
+
+
+def step(text: str) -> None:
+    console.print(Text(f"\n{text}", style="bold"))
+
+
+def tenant(number: int, name: str, text: str) -> None:
+    console.print(Text(f"  {name} ", style=f"bold {COLOURS[number % len(COLOURS)]}") + Text(text))
+
+
+def seen(number: int, name: str, event: dict[str, Any]) -> None:
+    tenant(number, name, f"sees {event['gpus']} GPU, {event['name']}")
+    for library in ("nvml", "cuda"):
+        total, free = event[f"{library}_total_bytes"], event[f"{library}_free_bytes"]
+        call = {"nvml": "nvmlDeviceGetMemoryInfo", "cuda": "cuMemGetInfo"}[library]
+        tenant(number, name, f"  {call + ':':<25}{size(free)} free of {size(total)}")
+
+
+def full(number: int, name: str, event: dict[str, Any]) -> None:
+    tenant(number, name, f"allocated {size(event['got_bytes'])}, then {event['refusal']}")
+
+
+def output(text: str) -> None:
+    for line in text.rstrip().splitlines():
+        console.print(Text(f"  {line}"))
+
+
+def verdict(rows: list[Row]) -> None:
+    table = Table(box=box.SIMPLE, show_edge=False)
+    for heading in ("container", "asked for", "limit", "allocated", "taken on the GPU", ""):
+        table.add_column(heading, justify="left" if heading in ("container", "asked for", "") else "right")
+    for row in rows:
+        mark = Text(row.verdict or "kept", style="bold red" if row.verdict else "bold green")
+        sizes = (size(row.limit_bytes), size(row.got_bytes), size(row.ledger_bytes))
+        table.add_row(row.name, row.asked, *sizes, mark)
+    console.print(table)

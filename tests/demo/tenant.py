@@ -1,0 +1,88 @@
+"""What runs in each container of the demo: an ordinary CUDA program that knows nothing of gpushare.
+
+It looks at the GPU through NVML (nvidia-ml-py) and the driver API (cuda-bindings), takes memory until it is refused,
+holds it until it is told to stop, and gives it back. It speaks to its audience through two FIFOs:
+
+    events   one line of JSON for each thing done: seen, full, freed
+    go       a line arrives when the host has looked
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pynvml
+from cuda.bindings import driver as cuda
+
+MIB = 1 << 20
+FIRST_BYTES = 256 * MIB  # the size of the first requests; halved at each refusal
+LAST_BYTES = 2 * MIB  # the driver's own block
+
+
+def call(result: tuple[Any, ...]) -> Any:
+    """What a driver call returned beside its error code; RuntimeError on any error."""
+    error, *values = result
+    if error != cuda.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(error.name)
+    return values[0] if len(values) == 1 else values
+
+
+def seen() -> dict[str, Any]:
+    """The GPU as both libraries describe it."""
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    free_bytes, total_bytes = call(cuda.cuMemGetInfo())
+    return {
+        "gpus": pynvml.nvmlDeviceGetCount(),
+        "name": pynvml.nvmlDeviceGetName(handle),
+        "nvml_total_bytes": memory.total,
+        "nvml_free_bytes": memory.free,
+        "cuda_total_bytes": total_bytes,
+        "cuda_free_bytes": free_bytes,
+    }
+
+
+def allocate_until_refused() -> tuple[list[Any], int, str]:
+    """(pointers, bytes, the name of the last error)."""
+    pointers, got_bytes, size_bytes, refusal = [], 0, FIRST_BYTES, ""
+    while size_bytes >= LAST_BYTES:
+        error, pointer = cuda.cuMemAlloc(size_bytes)
+        if error == cuda.CUresult.CUDA_SUCCESS:
+            pointers.append(pointer)
+            got_bytes += size_bytes
+        elif error == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            refusal = error.name
+            size_bytes //= 2
+        else:
+            raise RuntimeError(error.name)
+    return pointers, got_bytes, refusal
+
+
+def main(directory: Path) -> int:
+    with open(directory / "events", "w") as events, open(directory / "go") as go:
+
+        def tell(**event: Any) -> None:
+            print(json.dumps(event), file=events, flush=True)
+
+        call(cuda.cuInit(0))
+        device = call(cuda.cuDeviceGet(0))
+        call(cuda.cuCtxSetCurrent(call(cuda.cuDevicePrimaryCtxRetain(device))))
+        tell(event="seen", **seen())
+        go.readline()
+        pointers, got_bytes, refusal = allocate_until_refused()
+        free_bytes, _ = call(cuda.cuMemGetInfo())
+        tell(event="full", got_bytes=got_bytes, refusal=refusal, cuda_free_bytes=free_bytes)
+        go.readline()
+        for pointer in pointers:
+            call(cuda.cuMemFree(pointer))
+        call(cuda.cuDevicePrimaryCtxRelease(device))
+        tell(event="freed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
