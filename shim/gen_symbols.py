@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Turn shim/symbols.tsv into what the shim is built from. Standard library only.
+
+gen_symbols.py c LIBRARY DIR   writes DIR/symbols.h, DIR/symbols.c and DIR/exports.map
+gen_symbols.py docs            prints docs/shim-symbols.md
+
+LIBRARY is `cuda` or `nvml`. The table has one row for each function that a driver exports or a header declares:
+library, name, class (intercepted | passed), reason ("family: why").
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+TABLE = Path(__file__).with_name("symbols.tsv")
+COLUMNS = ("library", "name", "class", "reason")
+CLASSES = ("intercepted", "passed")
+REAL_PATHS = {
+    "cuda": "/usr/lib/gpushare/driver/libcuda-real.so.1",
+    "nvml": "/usr/lib/gpushare/driver/libnvidia-ml-real.so.1",
+}
+SONAMES = {"cuda": "libcuda.so.1", "nvml": "libnvidia-ml.so.1"}
+GENERATED = "/* Generated from shim/symbols.tsv by shim/gen_symbols.py. */\n"
+
+
+class Row(NamedTuple):
+    """One function: `reason` reads "family: why"."""
+
+    library: str
+    name: str
+    klass: str
+    reason: str
+
+    @property
+    def intercepted(self) -> bool:
+        return self.klass == "intercepted"
+
+    @property
+    def family(self) -> str:
+        return self.reason.partition(": ")[0]
+
+    @property
+    def why(self) -> str:
+        return self.reason.partition(": ")[2]
+
+
+class TableError(Exception):
+    """The table is wrong; one line with its line number."""
+
+
+def read(path: Path = TABLE) -> tuple[Row, ...]:
+    """The table, checked: every column filled, known classes, no name twice, sorted by library and name."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if not lines or tuple(lines[0].split("\t")) != COLUMNS:
+        raise TableError(f"{path.name}: the first line must be {' '.join(COLUMNS)}, separated by tabs")
+    rows = [_row(path, number, line) for number, line in enumerate(lines[1:], 2)]
+    for before, after in zip(rows, rows[1:]):
+        if before[:2] >= after[:2]:
+            raise TableError(f"{path.name}: {after.name} is not after {before.name}; keep the rows sorted, no name twice")
+    return tuple(rows)
+
+
+def _row(path: Path, number: int, line: str) -> Row:
+    cells = line.split("\t")
+    if len(cells) != len(COLUMNS) or not all(cells):
+        raise TableError(f"{path.name}:{number}: {line!r} has not {len(COLUMNS)} filled columns")
+    row = Row(*cells)
+    if row.library not in REAL_PATHS or row.klass not in CLASSES or not row.family or not row.why:
+        raise TableError(f"{path.name}:{number}: {line!r}: library, class or 'family: why' is not known")
+    return row
+
+
+def base_name(name: str) -> str:
+    """What cuGetProcAddress is asked for: the name without its version and per-thread-stream suffixes."""
+    return re.sub(r"(_v\d+)?(_pt[sd][sz])?$", "", name)
+
+
+def header(rows: tuple[Row, ...], library: str) -> str:
+    """An index for each known function, so that any of them can be looked up in the driver."""
+    lines = [GENERATED, "#ifndef GPUSHARE_SYMBOLS_H", "#define GPUSHARE_SYMBOLS_H", ""]
+    lines += [f'#define GS_REAL_PATH "{REAL_PATHS[library]}"', "", "enum gs_symbol {"]
+    lines += [f"    GS_SYMBOL_{row.name}," for row in rows]
+    lines += ["    GS_SYMBOL_COUNT", "};", ""]
+    lines += [f"#define GS_WRAPPER_COUNT {sum(row.intercepted for row in rows)}u"]
+    lines += [f"#define GS_BASE_COUNT {len(bases(rows))}u", "", "#endif", ""]
+    return "\n".join(lines)
+
+
+def bases(rows: tuple[Row, ...]) -> list[str]:
+    """Base names of the intercepted functions, sorted as strcmp sorts."""
+    return sorted({base_name(row.name) for row in rows if row.intercepted})
+
+
+def source(rows: tuple[Row, ...]) -> str:
+    """The tables. A wrapper that does not exist fails the link, by name."""
+    ours = [row.name for row in rows if row.intercepted]
+    lines = [GENERATED, '#include "real.h"', "", "const char *const gs_symbol_name[GS_SYMBOL_COUNT] = {"]
+    lines += [f'    "{row.name}",' for row in rows]
+    lines += ["};", ""]
+    lines += [f"extern char wrapper_of_{name}[] __asm__(\"{name}\");" for name in ours]
+    lines += ["", "const struct gs_wrapper gs_wrapper[GS_WRAPPER_COUNT] = {"]
+    lines += [f"    {{GS_SYMBOL_{name}, wrapper_of_{name}}}," for name in ours]
+    lines += ["};", "", "const char *const gs_base_name[GS_BASE_COUNT] = {"]
+    lines += [f'    "{name}",' for name in bases(rows)]
+    lines += ["};", ""]
+    return "\n".join(lines)
+
+
+def exports(rows: tuple[Row, ...]) -> str:
+    """The linker's export list: the intercepted names and nothing else, without a symbol version."""
+    names = [f"        {row.name};" for row in rows if row.intercepted]
+    return "\n".join(["{", "    global:", *names, "    local: *;", "};", ""])
+
+
+def docs(rows: tuple[Row, ...]) -> str:
+    """docs/shim-symbols.md."""
+    lines = [
+        "# What the shim intercepts",
+        "",
+        "Generated from `shim/symbols.tsv` by `make docs`; a test compares them. The shim defines the functions below and",
+        "nothing else: every other function of the driver is reached directly, at no cost.",
+    ]
+    titles = {"cuda": "libcuda", "nvml": "libnvidia-ml"}
+    for library, title in titles.items():
+        mine = [row for row in rows if row.library == library]
+        ours = [row for row in mine if row.intercepted]
+        lines += ["", f"## {title}: {len(ours)} of {len(mine)} functions intercepted"]
+        for family in dict.fromkeys(row.family for row in ours):
+            lines += ["", f"### {family}"]
+            for why in dict.fromkeys(row.why for row in ours if row.family == family):
+                names = ", ".join(f"`{row.name}`" for row in ours if row.reason == f"{family}: {why}")
+                lines += ["", f"{why[0].upper()}{why[1:]}: {names}."]
+        lines += ["", f"### {title}: passed", "", "| family | functions | why |", "|---|---|---|"]
+        for reason in sorted({row.reason for row in mine if not row.intercepted}):
+            same = [row for row in mine if row.reason == reason]
+            lines += [f"| {same[0].family} | {len(same)} | {same[0].why} |"]
+    return "\n".join(lines) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file only when its text changes, so that make rebuilds only what depends on a change."""
+    if path.exists() and path.read_text() == text:
+        os.utime(path)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        rows = read()
+    except TableError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if arguments == ["docs"]:
+        sys.stdout.write(docs(rows))
+        return 0
+    if len(arguments) != 3 or arguments[0] != "c" or arguments[1] not in REAL_PATHS:
+        print(__doc__, file=sys.stderr)
+        return 64
+    mine = tuple(row for row in rows if row.library == arguments[1])
+    out = Path(arguments[2])
+    write(out / "symbols.h", header(mine, arguments[1]))
+    write(out / "symbols.c", source(mine))
+    write(out / "exports.map", exports(mine))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+/* Finding the real driver's functions. The private file is in the process already, as a dependency
+ * of the shim: RTLD_NOLOAD says so, and an absolute path leaves no search to anybody. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <link.h>
+#include <string.h>
+
+#include "real.h"
+
+_Atomic(void *) gs_real_function[GS_SYMBOL_COUNT];
+
+static void *library(void)
+{
+    static _Atomic(void *) known;
+    void *handle = atomic_load_explicit(&known, memory_order_acquire);
+    if (handle)
+        return handle;
+    handle = dlopen(GS_REAL_PATH, RTLD_NOLOAD | RTLD_LAZY);
+    void *none = NULL;
+    if (handle && !atomic_compare_exchange_strong(&known, &none, handle)) {
+        dlclose(handle); /* another thread was first; it is the same one */
+        return none;
+    }
+    return handle;
+}
+
+void *gs_real_find(unsigned symbol)
+{
+    if (atomic_load_explicit(&gs_real_function[symbol], memory_order_relaxed) == GS_MISSING)
+        return NULL;
+    int saved = errno;
+    void *handle = library();
+    void *function = handle ? dlsym(handle, gs_symbol_name[symbol]) : NULL;
+    if (!function)
+        dlerror(); /* the program must not find our failure when it asks about its own */
+    if (handle)
+        atomic_store_explicit(&gs_real_function[symbol], function ? function : GS_MISSING, memory_order_release);
+    errno = saved;
+    return function;
+}
+
+/* ---- where its code lies ---------------------------------------------------------------------- */
+
+struct text {
+    uintptr_t base;
+    uintptr_t start, end;
+};
+
+static int find_text(struct dl_phdr_info *info, size_t size, void *arg)
+{
+    struct text *text = arg;
+    (void)size;
+    if (info->dlpi_addr != text->base)
+        return 0;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *segment = &info->dlpi_phdr[i];
+        if (segment->p_type != PT_LOAD || !(segment->p_flags & PF_X))
+            continue;
+        text->start = text->base + segment->p_vaddr;
+        text->end = text->start + segment->p_memsz;
+        return 1;
+    }
+    return 0;
+}
+
+bool gs_real_contains(const void *address)
+{
+    static _Atomic uintptr_t start, end; /* end is stored last; 0: not known yet */
+    uintptr_t last = atomic_load_explicit(&end, memory_order_acquire);
+    if (!last) {
+        struct link_map *map = NULL;
+        void *handle = library();
+        if (!handle || dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0)
+            return false;
+        struct text text = {.base = map->l_addr};
+        if (!dl_iterate_phdr(find_text, &text))
+            return false;
+        atomic_store_explicit(&start, text.start, memory_order_relaxed);
+        atomic_store_explicit(&end, text.end, memory_order_release);
+        last = text.end;
+    }
+    uintptr_t first = atomic_load_explicit(&start, memory_order_relaxed);
+    return (uintptr_t)address >= first && (uintptr_t)address < last;
+}

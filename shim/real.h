@@ -1,0 +1,47 @@
+/* The real driver's functions. GS_REAL(cuMemAlloc_v2) has that function's type and is NULL when the
+ * driver lacks it. It never gives the shim's own function: the look-up is made on the handle of the
+ * private file, whose scope is that file and its dependencies.
+ *
+ * symbols.h is generated from symbols.tsv, one for each of the two libraries. */
+#ifndef GPUSHARE_REAL_H
+#define GPUSHARE_REAL_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "symbols.h"
+
+/* NULL: not looked up yet. GS_MISSING: looked up, the driver has none. */
+extern _Atomic(void *) gs_real_function[GS_SYMBOL_COUNT];
+#define GS_MISSING ((void *)1)
+
+/* Look a function up and remember it; NULL when the driver lacks it. errno stays what it was. */
+void *gs_real_find(unsigned symbol);
+
+static inline void *gs_real(unsigned symbol)
+{
+    void *function = atomic_load_explicit(&gs_real_function[symbol], memory_order_relaxed);
+    if (__builtin_expect((uintptr_t)function > (uintptr_t)GS_MISSING, 1))
+        return function;
+    return gs_real_find(symbol);
+}
+
+#define GS_REAL(name) ((__typeof__(&name))gs_real(GS_SYMBOL_##name))
+
+/* True for an address in the real library's code: a call that comes from the driver itself. */
+bool gs_real_contains(const void *address);
+
+/* ---- the intercepted functions, as symbols.c lists them --------------------------------------- */
+
+struct gs_wrapper {
+    unsigned symbol; /* GS_SYMBOL_... */
+    void *function;  /* ours */
+};
+extern const struct gs_wrapper gs_wrapper[GS_WRAPPER_COUNT];
+extern const char *const gs_symbol_name[GS_SYMBOL_COUNT];
+/* Their names without suffixes (_v2, _ptsz), sorted. */
+extern const char *const gs_base_name[GS_BASE_COUNT];
+
+#endif

@@ -1,0 +1,75 @@
+# The shim: build/shim/libcuda.so and build/shim/libnvidia-ml.so, and variants of both.
+#
+#   shim            system compiler, for development and tests
+#   shim-asan       the same with AddressSanitizer and UBSan, in build/shim-asan
+#   shim-release    against glibc 2.17, in build/shim-release/<machine> (needs `ziglang` in build/venv)
+#   docs            docs/shim-symbols.md from the table
+#
+# A name that symbols.tsv calls intercepted and that has no wrapper fails the link.
+
+SHIM_COMMON := quota.c real.c region.c slot.c
+SHIM_CUDA_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(filter-out $(addprefix shim/,$(SHIM_COMMON)) $(wildcard shim/nvml_*.c),$(wildcard shim/*.c)))
+SHIM_NVML_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(wildcard shim/nvml_*.c))
+
+SHIM_CFLAGS := -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -ftls-model=initial-exec -fno-semantic-interposition \
+	-fstack-protector-strong -Wall -Wextra -Werror -MMD -MP
+SHIM_LDFLAGS := -shared -Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,relro -Wl,-z,now -Wl,-z,nodelete -Wl,--no-as-needed
+SHIM_LIBS := -ldl -lpthread
+
+SHIM_SONAME_cuda := libcuda.so.1
+SHIM_SONAME_nvml := libnvidia-ml.so.1
+SHIM_REAL_cuda := /usr/lib/gpushare/driver/libcuda-real.so.1
+SHIM_REAL_nvml := /usr/lib/gpushare/driver/libnvidia-ml-real.so.1
+SHIM_FILE_cuda := libcuda.so
+SHIM_FILE_nvml := libnvidia-ml.so
+SHIM_SOURCES_cuda := $(SHIM_CUDA_SOURCES)
+SHIM_SOURCES_nvml := $(SHIM_NVML_SOURCES)
+SHIM_INCLUDE_cuda := $(CUDA_INCLUDE)
+SHIM_INCLUDE_nvml := $(NVML_INCLUDE)
+
+# shim_library(library, directory, compiler, flags, link flags)
+define shim_library
+$(2)/$(SHIM_FILE_$(1)): $$(addprefix $(2)/obj/$(1)/,$$(SHIM_SOURCES_$(1):.c=.o)) $(2)/obj/$(1)/symbols.o $(2)/stub/$(1).so shim/shim.mk
+	$(3) $$(SHIM_LDFLAGS) $(5) -Wl,-soname,$$(SHIM_SONAME_$(1)) -Wl,--version-script=$(2)/gen/$(1)/exports.map \
+		-o $$@.new $$(filter %.o,$$^) $(2)/stub/$(1).so $$(SHIM_LIBS)
+	@mv $$@.new $$@
+
+# The real library under its private path: a dependency by absolute name, found without any search.
+$(2)/stub/$(1).so: shim/shim.mk | $$(SETUP)
+	@mkdir -p $$(@D)
+	echo | $(3) $(5) -shared -nostdlib -Wl,-soname,$$(SHIM_REAL_$(1)) -o $$@ -x c -
+
+$(2)/gen/$(1)/symbols.h: shim/symbols.tsv shim/gen_symbols.py | $$(SETUP)
+	$$(PYTHON) shim/gen_symbols.py c $(1) $$(@D)
+$(2)/gen/$(1)/symbols.c $(2)/gen/$(1)/exports.map: $(2)/gen/$(1)/symbols.h ;
+
+$(2)/obj/$(1)/symbols.o: $(2)/gen/$(1)/symbols.c
+	@mkdir -p $$(@D)
+	$(3) $$(SHIM_CFLAGS) $(4) -Ishim -I$(2)/gen/$(1) -c -o $$@ $$<
+
+$(2)/obj/$(1)/%.o: shim/%.c $(2)/gen/$(1)/symbols.h shim/shim.mk
+	@mkdir -p $$(@D)
+	$(3) $$(SHIM_CFLAGS) $(4) -Ishim -I$(2)/gen/$(1) -isystem $$(SHIM_INCLUDE_$(1)) -c -o $$@ $$<
+
+-include $$(wildcard $(2)/obj/$(1)/*.d)
+endef
+
+# shim_build(directory, compiler, flags, link flags)
+define shim_build
+$(call shim_library,cuda,$(1),$(2),$(3),$(4))
+$(call shim_library,nvml,$(1),$(2),$(3),$(4))
+endef
+
+SHIM_ZIG = $(VENV_PYTHON) -m ziglang cc
+SHIM_SANITIZE := -fsanitize=address,undefined -fno-omit-frame-pointer
+
+$(eval $(call shim_build,build/shim,$$(CC),,))
+$(eval $(call shim_build,build/shim-asan,$$(CC),$$(SHIM_SANITIZE),$$(SHIM_SANITIZE)))
+$(foreach machine,x86_64 aarch64,$(eval $(call shim_build,build/shim-release/$(machine),$$(SHIM_ZIG) -target $(machine)-linux-gnu.2.17,,)))
+
+.PHONY: shim shim-asan shim-release docs
+shim: build/shim/libcuda.so build/shim/libnvidia-ml.so ## build the shim
+shim-asan: build/shim-asan/libcuda.so build/shim-asan/libnvidia-ml.so ## build the shim with AddressSanitizer
+shim-release: $(foreach machine,x86_64 aarch64,$(addprefix build/shim-release/$(machine)/,libcuda.so libnvidia-ml.so)) ## build the shim against glibc 2.17
+docs: ## write docs/shim-symbols.md from the table
+	$(PYTHON) shim/gen_symbols.py docs >docs/shim-symbols.md
