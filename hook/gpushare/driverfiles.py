@@ -151,18 +151,21 @@ def _directories(root: str, version: str) -> _Listed:
     return found[:1] + rest
 
 
-def _library(stem: str, endings: tuple[str, ...], version: str, dirs: _Listed) -> Optional[Library]:
+def _library(root: str, stem: str, endings: tuple[str, ...], version: str, dirs: _Listed) -> Optional[Library]:
     name = f"{stem}.so.{version}"
-    source = next((os.path.join(path, name) for path, listing in dirs if name in listing), None)
-    if source is None:
+    directory = next((path for path, listing in dirs if name in listing), None)
+    if directory is None:
         return None
+    source = os.path.join(directory, name)
+    if os.path.islink(source):  # a store of packages; a bind mount would follow it out of the root
+        source = _in_root(root, os.path.relpath(source, root)) or source
     chain = (name, *(f"{stem}.{ending}" for ending in endings))
     return Library(stem, name, source, tuple((chain[i + 1], chain[i]) for i in range(len(endings))))
 
 
-def _required(stem: str, version: str, dirs: _Listed) -> Library:
+def _required(root: str, stem: str, version: str, dirs: _Listed) -> Library:
     endings = next(table[stem] for table in LIBRARIES.values() if stem in table)
-    library = _library(stem, endings, version, dirs)
+    library = _library(root, stem, endings, version, dirs)
     if library is None:
         raise DeviceError(f"no {stem}.so.{version} beside libcuda in {dirs[0][0]}", "install the whole driver")
     return library
@@ -225,12 +228,12 @@ def find(root: str, version: str, capabilities: tuple[str, ...], simulated: bool
     libnvidia-ml must be there."""
     dirs = _directories(root, version)
     asked = {stem: links for capability in capabilities for stem, links in LIBRARIES.get(capability, {}).items()}
-    others = (_library(stem, links, version, dirs) for stem, links in asked.items() if stem not in ALWAYS)
+    others = (_library(root, stem, links, version, dirs) for stem, links in asked.items() if stem not in ALWAYS)
     nodes, missing = _nodes(root, capabilities, simulated)
     return DriverFiles(
         version=version,
-        cuda=_required("libcuda", version, dirs),
-        nvml=_required("libnvidia-ml", version, dirs),
+        cuda=_required(root, "libcuda", version, dirs),
+        nvml=_required(root, "libnvidia-ml", version, dirs),
         asked_cuda="libcuda" in asked,
         asked_nvml="libnvidia-ml" in asked,
         libraries=tuple(library for library in others if library is not None),

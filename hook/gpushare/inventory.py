@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
+import time
 from typing import Any, Optional
 
 from . import names
@@ -137,24 +140,48 @@ def memory_sizes(library: str, deadline_s: float) -> dict[str, int]:
     """Total memory per uuid, asked in a child process. Empty when NVML fails or takes too long."""
     if not library:
         return {}
-    import select
-    import signal
-
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         _answer(library, writer)
     os.close(writer)
-    poll = select.poll()
-    poll.register(reader, select.POLLIN)
     try:
-        text = os.read(reader, 65536) if poll.poll(int(deadline_s * 1000)) else b""
+        text = _read_until(reader, time.monotonic() + deadline_s)
     finally:
         os.close(reader)
+        _end(pid)
+    try:
+        return {str(uuid): int(size) for uuid, size in json.loads(text).items()}
+    except ValueError:  # cut short, or nothing at all
+        return {}
+
+
+def _read_until(fd: int, deadline: float) -> bytes:
+    """Everything up to the end of the pipe, or up to the deadline."""
+    parts: list[bytes] = []
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while True:
+        left_ms = int((deadline - time.monotonic()) * 1000)
+        if left_ms <= 0 or not poll.poll(left_ms):
+            return b""
+        part = os.read(fd, 65536)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _end(pid: int) -> None:
+    """Kills and reaps the child. One that is stuck inside the kernel is left to init, after a second."""
+    pidfd = os.pidfd_open(pid)
+    try:
         os.kill(pid, signal.SIGKILL)
-        # A child stuck in the kernel cannot be reaped now; init will do it.
-        os.waitpid(pid, 0 if text else os.WNOHANG)
-    return {str(uuid): int(size) for uuid, size in json.loads(text).items()} if text else {}
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll(1000)
+        os.waitpid(pid, os.WNOHANG)
+    finally:
+        os.close(pidfd)
 
 
 def _answer(library: str, writer: int) -> None:

@@ -95,7 +95,7 @@ def read_json(path: str, max_bytes: int, what: str) -> dict[str, Any]:
 
 def _read_all(fd: int, max_bytes: int) -> bytes:
     """Everything up to one byte more than `max_bytes`."""
-    parts = []
+    parts: list[bytes] = []
     left = max_bytes + 1
     while left:
         part = os.read(fd, min(left, 1 << 20))

@@ -87,7 +87,7 @@ def _place(shown: list[_Shown], image: Image) -> tuple[list[Op], list[Op]]:
 
 
 def _covers(files: DriverFiles, image: Image, shim_dir: str, taken: set[str]) -> list[Op]:
-    """The shim over every other copy of the driver that a loader could prefer; `taken` are mounted already."""
+    """The shim over every other copy of the driver that a loader could prefer; `taken` lead to it already."""
     sources = {library.stem: f"{shim_dir}/{library.stem}.so" for library in (files.cuda, files.nvml)}
     sources.update((library.stem, library.source) for library in files.libraries)  # one version, also of these
     covers: list[Op] = []
@@ -183,6 +183,6 @@ def _files(
         ops += _limits(container_dir(node.config.state_dir, bundle.id), shares, files)
     ops += mounts
     if shares:
-        taken = {op.target for op in mounts if isinstance(op, Mount)}
+        taken = {op.target for op in (*mounts, *links) if isinstance(op, (Mount, Link))}
         ops += _covers(files, image, shim_dir, taken)
     return ops + _extras(files) + links + _cache(shown, image, notes)

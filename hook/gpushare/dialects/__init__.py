@@ -66,14 +66,19 @@ def _there(inventory: Inventory) -> str:
     return "this host has " + ", ".join(f"{d.index} ({d.uuid})" for d in inventory.devices[:8])
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
 def find_device(name: str, value: str, token: str, inventory: Inventory) -> Device:
     """The device that `token` names: an index, or a uuid (any case, or its unambiguous beginning)."""
-    if token.isascii() and token.isdigit():
+    gpu, colon, instance = token.partition(":")
+    if _is_number(token):
         index = int(token) if len(token) <= 6 else -1
         found = [device for device in inventory.devices if device.index == index]
     elif token[:4].upper() == "GPU-" and len(token) >= _MIN_UUID_PREFIX:
         found = [device for device in inventory.devices if device.uuid.lower().startswith(token.lower())]
-    elif token[:4].upper() == "MIG-" or token.replace(":", "", 1).isdigit():
+    elif token[:4].upper() == "MIG-" or (colon and _is_number(gpu) and _is_number(instance)):
         raise DeviceError(f"{name}={shown(value)}: no MIG device {shown(token)} on this host", _there(inventory))
     else:
         raise wrong(name, value, f"{shown(token)} does not name a device", _DEVICES_HINT)
@@ -87,7 +92,7 @@ def find_device(name: str, value: str, token: str, inventory: Inventory) -> Devi
 def _parse_any(name: str, value: str, token: str) -> Selection:
     """`any` or `any:2`."""
     count = token[4:] if token.startswith("any:") else "1"
-    if not (count.isascii() and count.isdigit()) or len(count) > 3 or not 1 <= int(count) <= MAX_SLOTS:
+    if not _is_number(count) or len(count) > 3 or not 1 <= int(count) <= MAX_SLOTS:
         raise wrong(name, value, f"{shown(token)} is not a number of devices", f"write any:1 to any:{MAX_SLOTS}")
     return Selection("any", count=int(count))
 

@@ -1,0 +1,138 @@
+"""The configuration file: one table, and errors that name file, line, key and value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from gpushare import config
+from gpushare.errors import ConfigError
+from gpushare.model import Config, Policy
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
+
+
+def test_written_files_are_the_table_s() -> None:
+    """`python -m tests.unit.test_config` writes them again."""
+    assert (CONFIG_DIR / "config.yaml").read_text() == config.sample()
+    assert json.loads((CONFIG_DIR / "config.schema.json").read_text()) == config.schema()
+
+
+def test_the_sample_is_the_defaults() -> None:
+    assert config.parse_config(config.sample(), "sample") == Config()
+    assert config.parse_config("version: 1", "minimal") == Config()
+
+
+def test_no_file_is_the_defaults(tmp_path: Path) -> None:
+    assert config.load_config(str(tmp_path / "none.yaml")) == Config()
+
+
+def objects(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        schema,
+        *(found for item in schema["properties"].values() if "properties" in item for found in objects(item)),
+    ]
+
+
+def test_schema_is_closed_and_documented() -> None:
+    schema = config.schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for item in objects(schema):
+        assert item["additionalProperties"] is False
+        for key, value in item["properties"].items():
+            assert value["description"].endswith("."), key
+            assert "default" in value, key
+            assert key == key.lower()
+
+
+EVERYTHING = """
+version: 1
+driver: {root: /run/nvidia/driver/}
+state_dir: /s
+shim_dir: /x/../shim
+memory_overcommit: 1.5
+policy:
+  accept: {env: never, annotations: privileged, volume_mounts: never}
+  require_limits: true
+  max_memory: 50%
+  max_compute: 40%
+  allowed_devices: ["0", GPU-x]
+  allowed_backends: [mps]
+  unlimited: deny
+hook: {log: /var/log/gpushare.log}
+"""
+
+
+def test_every_key_arrives() -> None:
+    policy = Policy("never", "privileged", True, "50%", 40, ("0", "GPU-x"), ("mps",), "deny", "never")
+    expected = Config("/run/nvidia/driver", "/s", "/shim", 1.5, "first-fit", policy, "/var/log/gpushare.log")
+    assert config.parse_config(EVERYTHING, "f") == expected
+    untouched = [
+        name
+        for one, default in ((expected, Config()), (expected.policy, Policy()))
+        for name, value, other in zip(one._fields, one, default)
+        if value == other
+    ]
+    assert untouched == ["placement"]  # it has one value so far; every other key is proven to have an effect
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "f.yaml: the file: "),
+        ("[]", 'f.yaml: the file: "[]" is wrong; expected a value of type object'),
+        ("driver: {}", "f.yaml: the file: no version"),
+        ("version: 2", 'f.yaml:1: version: "2" is wrong; expected const 1'),
+        ("version: 1\nplacment: x", "f.yaml:2: placment: unknown key; known here: version, driver, "),
+        ("version: 1\npolicy:\n  unlimted: deny", "f.yaml:3: policy.unlimted: unknown key"),
+        (
+            "version: 1\npolicy:\n  unlimited: maybe",
+            'policy.unlimited: "\\"maybe\\"" is wrong; expected one of exclusive',
+        ),
+        ("version: 1\nstate_dir: relative", "f.yaml:2: state_dir: "),
+        ("version: 1\nmemory_overcommit: 0", "f.yaml:2: memory_overcommit: "),
+        ("version: 1\nmemory_overcommit: '1'", "expected a value of type number"),
+        ("version: 1\npolicy:\n  max_memory: banana", 'f.yaml:3: policy.max_memory="banana": not an amount'),
+        ("version: 1\npolicy:\n  max_memory: 4", "expected a value of type string"),
+        ("version: 1\npolicy:\n  max_compute: 200%", 'f.yaml:3: policy.max_compute="200%": out of range'),
+        ("version: 1\npolicy:\n  allowed_backends: []", "f.yaml:3: policy.allowed_backends: "),
+        ("version: 1\npolicy:\n  allowed_devices: [0]", "f.yaml:3: policy.allowed_devices: "),
+        ("version: 1\nversion: 1", "f.yaml:2: version is given twice (first in line 1)"),
+        ("version: 1\nhook: {log: a, log: b}", "f.yaml:2: hook.log is given twice"),
+        ("version: 1\n  x: [", "f.yaml:2: not valid YAML"),
+        ("version: 1\n? [a, b]\n: c", "f.yaml"),
+        ("version: !!python/object:os.system {}", "f.yaml:1: not valid YAML"),
+        ('version: 1\nstate_dir: "/a\\0b"', "f.yaml:2: state_dir: "),
+        ("- " * 5000, "f.yaml: "),
+    ],
+)
+def test_errors_name_line_key_and_value(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse_config(text, "f.yaml")
+    assert message.replace('\\"', '"') in str(caught.value).replace('\\"', '"')
+    assert str(caught.value).isprintable()
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Is a directory"):
+        config.load_config(str(tmp_path))
+    (tmp_path / "a").write_bytes(b"version: \xff")
+    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 9\)"):
+        config.load_config(str(tmp_path / "a"))
+    (tmp_path / "b").write_bytes(b"#" * (config.MAX_CONFIG_BYTES + 1))
+    with pytest.raises(ConfigError, match="larger than"):
+        config.load_config(str(tmp_path / "b"))
+
+
+def test_the_sample_says_every_key() -> None:
+    flat = config._flat(yaml.safe_load(config.sample()))
+    assert list(flat) == [key.path for key in config.KEYS]
+
+
+if __name__ == "__main__":
+    (CONFIG_DIR / "config.yaml").write_text(config.sample())
+    (CONFIG_DIR / "config.schema.json").write_text(json.dumps(config.schema(), indent=2) + "\n")

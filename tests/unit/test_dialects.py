@@ -1,0 +1,334 @@
+"""The languages of requests: their whole grammar, and that nothing misspelt becomes no limit."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import pytest
+from gpushare import dialects, names
+from gpushare.dialects import nvidia, own
+from gpushare.errors import DeviceError, GpushareError, RequestError
+from gpushare.model import Amount, Inventory, Request, Selection
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.pure import UUIDS, device, node
+
+HOST = node().inventory
+NAME = "NVIDIA_VISIBLE_DEVICES"
+KEY = "io.kubernetes.cri.container-name"
+
+
+def read_nvidia(*env: tuple[str, str], spec: Any = None) -> Optional[Request]:
+    return nvidia.read(env, {}, spec or {}, HOST)
+
+
+def read_own(*env: tuple[str, str], annotations: Any = None, inventory: Inventory = HOST) -> Optional[Request]:
+    return own.read(env, annotations or {}, {}, inventory)
+
+
+@pytest.mark.parametrize(
+    ("value", "selection"),
+    [
+        ("all", Selection("all")),
+        ("0,all", Selection("all")),
+        ("none", Selection("none")),
+        ("", None),
+        ("  ", None),
+        ("void", None),
+        ("0,void", None),
+        ("all,void", None),
+        ("void,banana", None),
+        ("0", Selection("list", names=("0",))),
+        ("1,0", Selection("list", names=("1", "0"))),
+        ("0,0,00", Selection("list", names=("0",))),
+        (UUIDS[1], Selection("list", names=(UUIDS[1],))),
+        (UUIDS[1].upper(), Selection("list", names=(UUIDS[1].upper(),))),
+        (f"1,{UUIDS[1]}", Selection("list", names=("1",))),
+        ("GPU-aaaaaaaa", Selection("list", names=("GPU-aaaaaaaa",))),
+    ],
+)
+def test_visible_devices(value: str, selection: Optional[Selection]) -> None:
+    found = read_nvidia((NAME, value))
+    assert (found and found.selection) == selection
+
+
+def test_unset_is_nothing() -> None:
+    assert read_nvidia() is None
+    assert read_nvidia(("NVIDIA_DRIVER_CAPABILITIES", "all")) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "what"),
+    [
+        ("2", DeviceError, 'no device "2"; this host has 0'),
+        ("99999999999999999999", DeviceError, "no device"),
+        ("GPU-cccccccc", DeviceError, "no device"),
+        ("MIG-cccccccc-0000-0000-0000-000000000000", DeviceError, "no MIG device"),
+        ("0:1", DeviceError, 'no MIG device "0:1"'),
+        ("banana", RequestError, '"banana" does not name a device'),
+        ("-1", RequestError, "does not name a device"),
+        ("0,", RequestError, "an empty device name"),
+        ("0,none", RequestError, "none cannot be combined"),
+        ("all,none", RequestError, "none cannot be combined"),
+        ("GPU-", RequestError, "does not name a device"),
+        ("any", RequestError, "does not name a device"),
+        ("²", RequestError, "does not name a device"),
+        ("no-gpu-has-1024MiB-to-run", RequestError, "the scheduler found no device"),
+        ("void,no-gpu-has-1024MiB-to-run", RequestError, "the scheduler found no device"),
+    ],
+)
+def test_bad_devices_quote_name_and_value(value: str, error: type[GpushareError], what: str) -> None:
+    with pytest.raises(error) as caught:
+        read_nvidia((NAME, value))
+    assert str(caught.value).startswith(f'{NAME}="{value}": ')
+    assert what in str(caught.value)
+
+
+def test_ambiguous_uuid() -> None:
+    twins = Inventory("/", "1", (device(0), device(1, uuid="GPU-aaaaaaaa-9999-0000-0000-000000000000")))
+    with pytest.raises(RequestError, match="more than one device"):
+        dialects.parse_devices("N", "GPU-aaaaaaaa", twins, any_allowed=False)
+
+
+def test_no_devices_on_the_host() -> None:
+    with pytest.raises(DeviceError, match="this host has no device"):
+        nvidia.read(((NAME, "0"),), {}, {}, Inventory("/", "1", ()))
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, ("compute", "utility")),
+        ("", ("compute", "utility")),
+        ("utility", ("utility",)),
+        ("utility,utility", ("utility",)),
+        ("video", ("compute", "video")),
+        ("display", ("display", "graphics")),
+        ("all", ("compat32", "compute", "display", "graphics", "ngx", "utility", "video")),
+        ("compute, utility", ("compute", "utility")),
+    ],
+)
+def test_capabilities(value: Optional[str], found: tuple[str, ...]) -> None:
+    env = () if value is None else (("NVIDIA_DRIVER_CAPABILITIES", value),)
+    assert nvidia.capabilities(env) == found
+
+
+def test_unknown_capability() -> None:
+    with pytest.raises(RequestError) as caught:
+        read_nvidia((NAME, "0"), ("NVIDIA_DRIVER_CAPABILITIES", "utility,banana"))
+    assert str(caught.value).startswith('NVIDIA_DRIVER_CAPABILITIES="utility,banana": unknown capability "banana"')
+
+
+def volume(name: str, source: str = "/dev/null") -> dict[str, str]:
+    return {"destination": f"/var/run/nvidia-container-devices/{name}", "source": source}
+
+
+def test_volume_requests_count_before_the_variable() -> None:
+    found = read_nvidia((NAME, "all"), spec={"mounts": [volume("1"), volume("0", "/elsewhere"), 7]})
+    assert found and found.selection == Selection("list", names=("1",))
+    assert any("all" in line for line in found.ignored)
+
+
+def test_volume_request_for_cdi() -> None:
+    with pytest.raises(RequestError, match="cdi/nvidia.com/gpu/0 names a CDI device"):
+        read_nvidia(spec={"mounts": [volume("cdi/nvidia.com/gpu/0")]})
+
+
+def test_contradictory_duplicates() -> None:
+    assert read_nvidia((NAME, "0"), (NAME, "0"))
+    with pytest.raises(RequestError, match=f'{NAME} is given twice: "0" and "1"'):
+        read_nvidia((NAME, "0"), (NAME, "1"))
+    with pytest.raises(RequestError, match='GPUSHARE_MEMORY is given twice: "4Gi" and "8Gi"'):
+        read_own(("GPUSHARE_MEMORY", "4Gi"), ("GPUSHARE_MEMORY", "8Gi"))
+
+
+def test_what_is_not_honoured_is_said() -> None:
+    found = read_nvidia((NAME, "0"), ("NVIDIA_MIG_CONFIG_DEVICES", "all"))
+    assert found and "NVIDIA_MIG_CONFIG_DEVICES" in found.ignored[0]
+
+
+def test_conflicts() -> None:
+    spec = {
+        "hooks": {"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}, {"path": "/usr/bin/gpushare-hook"}]},
+        "mounts": [{"destination": "/usr/lib/libcuda.so.1"}, {"destination": "/data"}],
+        "linux": {"devices": [{"path": "/dev/nvidia0", "major": 195}, {"path": "/dev/null", "major": 1}]},
+    }
+    assert nvidia.conflicts(spec) == (
+        'prestart hook "/usr/bin/nvidia-container-runtime-hook"',
+        'mount at "/usr/lib/libcuda.so.1"',
+        'device "/dev/nvidia0"',
+    )
+    assert nvidia.conflicts({}) == ()
+    assert nvidia.conflicts({"hooks": {"prestart": 3, "poststop": [4]}, "mounts": [5], "linux": {"devices": [6]}}) == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "selection"),
+    [
+        ("any", Selection("any", count=1)),
+        ("any:2", Selection("any", count=2)),
+        ("all", Selection("all")),
+        ("1", Selection("list", names=("1",))),
+        ("none", Selection("none")),
+        ("void", own.VOID),
+        ("", own.UNNAMED),
+    ],
+)
+def test_own_devices(value: str, selection: Selection) -> None:
+    found = read_own(("GPUSHARE_DEVICES", value))
+    assert found and found.selection == selection
+
+
+@pytest.mark.parametrize("value", ["any:0", "any:17", "any:", "any:x", "any:-1", "any,0", "any:1,any:1", "Any"])
+def test_bad_any(value: str) -> None:
+    with pytest.raises(RequestError, match=f'GPUSHARE_DEVICES="{value}"'):
+        read_own(("GPUSHARE_DEVICES", value))
+
+
+def test_own_words() -> None:
+    found = read_own(
+        ("GPUSHARE_MEMORY", "4Gi"),
+        ("GPUSHARE_COMPUTE", "30%"),
+        ("GPUSHARE_COMPUTE_MODE", "soft"),
+        ("GPUSHARE_PRIORITY", "high"),
+        ("GPUSHARE_BACKEND", "shim"),
+        ("GPUSHARE_OVERSUBSCRIBE", "false"),
+        ("NVIDIA_DRIVER_CAPABILITIES", "utility"),
+    )
+    assert found is not None
+    assert found.memory == ((None, Amount(4 << 30, None, "4Gi")),)
+    assert found.compute == ((None, 30),)
+    assert (found.compute_mode, found.priority, found.backend, found.oversubscribe) == ("soft", 1, "shim", False)
+    assert found.capabilities == ("utility",)
+    assert found.selection == own.UNNAMED
+
+
+@pytest.mark.parametrize("variable", list(own.ROWS))
+def test_every_bad_word_is_quoted(variable: str) -> None:
+    with pytest.raises(RequestError, match=f'^{variable}="banana": '):
+        read_own((variable, "banana"))
+
+
+@pytest.mark.parametrize("variable", [name for name in own.ROWS if name != names.ENV_DEVICES])
+def test_empty_is_no_word(variable: str) -> None:
+    """`GPUSHARE_MEMORY=` from an unset shell variable must not mean no limit."""
+    with pytest.raises(RequestError, match=f'^{variable}="": '):
+        read_own((variable, ""))
+
+
+@pytest.mark.parametrize(
+    "name", ["GPUSHARE_MEMROY", "GPUSHARE_MEM0RY", "gpushare_memory", "GPUSHARE_MEMORYS", "Gpushare_Compute"]
+)
+def test_misspelt_names(name: str) -> None:
+    with pytest.raises(RequestError, match=f'{name}="4Gi": unknown name; did you mean GPUSHARE_'):
+        read_own((name, "4Gi"))
+
+
+@pytest.mark.parametrize("name", ["GPUSHARE_SERVICE_HOST", "GPUSHARE_PORT_8080_TCP", "GPUSHARE_LOG", "MEMORY"])
+def test_other_names_pass(name: str) -> None:
+    assert read_own((name, "x")) is None
+
+
+def test_misspelt_annotation() -> None:
+    with pytest.raises(RequestError, match='gpushare.io/memroy="4Gi": unknown annotation'):
+        read_own(annotations={"gpushare.io/memroy": "4Gi"})
+    with pytest.raises(RequestError, match="train.gpushare.io/memroy"):
+        read_own(annotations={KEY: "train", "train.gpushare.io/memroy": "4Gi"})
+    assert read_own(annotations={KEY: "train", "other.gpushare.io/memroy": "4Gi"}) is None
+    assert read_own(annotations={"gpushare.io/applied": "anything"}) is None
+
+
+def memory(request: Optional[Request]) -> Optional[str]:
+    return request.memory[0][1].text if request and request.memory else None
+
+
+def test_annotation_outside_a_pod() -> None:
+    found = read_own(annotations={"gpushare.io/memory": "4Gi"})
+    assert memory(found) == "4Gi"
+    assert found and found.sources == (("gpushare.io/memory", "4Gi"),)
+
+
+@pytest.mark.parametrize("variable", list(own.ROWS))
+def test_every_annotation_means_what_the_variable_means(variable: str) -> None:
+    """The same value, by either way, gives the same request."""
+    value = {"devices": "1", "memory": "4Gi", "compute": "30%", "compute_mode": "soft", "priority": "high"}.get(
+        variable[len("GPUSHARE_") :].lower(), "shim" if variable == names.ENV_BACKEND else "1"
+    )
+    by_env = read_own((variable, value))
+    by_annotation = read_own(annotations={names.ANNOTATIONS[variable]: value})
+    assert by_env and by_annotation
+    assert by_env._replace(sources=()) == by_annotation._replace(sources=())
+
+
+def test_scoped_annotations_are_for_their_container_only() -> None:
+    both = {"train.gpushare.io/memory": "4Gi", "serve.gpushare.io/memory": "2Gi"}
+    assert memory(read_own(annotations={KEY: "train", **both})) == "4Gi"
+    assert memory(read_own(annotations={KEY: "serve", **both})) == "2Gi"
+    assert read_own(annotations={KEY: "sidecar", **both}) is None
+
+
+def test_scoped_wins_over_unscoped() -> None:
+    found = read_own(
+        ("GPUSHARE_DEVICES", "any"),
+        annotations={KEY: "train", "train.gpushare.io/memory": "4Gi", "gpushare.io/memory": "1Gi"},
+    )
+    assert memory(found) == "4Gi"
+
+
+def test_unscoped_in_a_pod_needs_a_named_device() -> None:
+    pod = {KEY: "train", "gpushare.io/memory": "4Gi"}
+    assert read_own(annotations=pod) is None
+    assert read_own((NAME, "void"), annotations=pod) is None
+    assert read_own(("GPUSHARE_DEVICES", ""), annotations=pod) is not None  # asked for, but by no device:
+    assert memory(read_own(("GPUSHARE_DEVICES", ""), annotations=pod)) is None
+    assert memory(read_own((NAME, "all"), annotations=pod)) == "4Gi"
+    assert memory(read_own(("GPUSHARE_DEVICES", "any"), annotations=pod)) == "4Gi"
+    assert memory(read_own(annotations={**pod, "train.gpushare.io/devices": "0"})) == "4Gi"
+
+
+def test_ignored_annotation_is_said() -> None:
+    found = read_own(("GPUSHARE_PRIORITY", "high"), annotations={KEY: "train", "gpushare.io/memory": "4Gi"})
+    assert found and found.ignored == ('gpushare.io/memory="4Gi": container "train" names no device',)
+
+
+def test_variable_and_annotation() -> None:
+    assert read_own(("GPUSHARE_MEMORY", "4Gi"), annotations={"gpushare.io/memory": "4Gi"})
+    with pytest.raises(RequestError, match='GPUSHARE_MEMORY="4Gi" and annotation gpushare.io/memory="8Gi" contradict'):
+        read_own(("GPUSHARE_MEMORY", "4Gi"), annotations={"gpushare.io/memory": "8Gi"})
+
+
+words = st.sampled_from(["all", "none", "void", "any", "any:2", "0", "1", UUIDS[0], "MIG-x", "0:1", "", " ", "banana"])
+texts = st.lists(words | st.text(max_size=6), max_size=4).map(",".join)
+
+
+@given(texts)
+def test_any_device_text_is_read_or_refused(text: str) -> None:
+    for any_allowed in (True, False):
+        try:
+            found = dialects.parse_devices("N", text, HOST, any_allowed)
+        except (RequestError, DeviceError) as error:
+            assert str(error).isprintable()
+            continue
+        tokens = [token.strip() for token in text.split(",")]
+        if found is None:
+            assert "void" in tokens or not text.strip()
+        elif found.kind == "list":
+            uuids = [dialects.find_device("N", text, name, HOST).uuid for name in found.names]
+            assert uuids and len(set(uuids)) == len(uuids)
+        elif found.kind == "all":
+            assert "all" in tokens
+        elif found.kind == "none":
+            assert tokens == ["none"]
+
+
+@given(st.dictionaries(st.sampled_from(list(own.ROWS)), texts, min_size=1))
+def test_any_own_words_are_read_or_refused(env: dict[str, str]) -> None:
+    """And a memory limit that was asked for is in the request."""
+    try:
+        found = own.read(tuple(env.items()), {}, {}, HOST)
+    except (RequestError, DeviceError):
+        return
+    assert found is not None
+    assert bool(found.memory) == (names.ENV_MEMORY in env)
+    assert bool(found.compute) == (names.ENV_COMPUTE in env)

@@ -1,0 +1,172 @@
+"""Driver files by version, in the library directories of several distributions, and in a real driver's packages."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from gpushare import driverfiles
+from gpushare.errors import DeviceError
+
+V = "535.261.03"
+BOTH = ("compute", "utility")
+
+
+def tree(root: Path, *paths: str) -> str:
+    """Empty files; `a -> b` makes a link."""
+    for path in paths:
+        name, arrow, text = path.partition(" -> ")
+        target = root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if arrow:
+            target.symlink_to(text)
+        else:
+            target.touch()
+    return str(root)
+
+
+def driver(directory: str, version: str = V) -> tuple[str, ...]:
+    stems = ("libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler", "libnvidia-nvvm", "libnvidia-gpucomp")
+    return (
+        *(f"{directory}/{stem}.so.{version}" for stem in stems),
+        f"{directory}/libcuda.so.1 -> libcuda.so.{version}",
+    )
+
+
+@pytest.mark.parametrize(
+    "directory",
+    [
+        "usr/lib/x86_64-linux-gnu",
+        "usr/lib/x86_64-linux-gnu/nvidia/current",
+        "usr/lib64",
+        "usr/lib",
+        "usr/local/nvidia/lib64",
+        "run/opengl-driver/lib",
+    ],
+)
+def test_places(tmp_path: Path, directory: str) -> None:
+    root = tree(tmp_path, *driver(directory))
+    found = driverfiles.find(root, V, BOTH)
+    assert found.cuda.source == f"{root}/{directory}/libcuda.so.{V}"
+    assert found.nvml.source == f"{root}/{directory}/libnvidia-ml.so.{V}"
+    assert driverfiles.nvml_library(root, V) == found.nvml.source
+    assert [library.stem for library in found.libraries] == [
+        "libnvidia-gpucomp",
+        "libnvidia-ptxjitcompiler",
+        "libnvidia-nvvm",
+    ]
+
+
+def test_links(tmp_path: Path) -> None:
+    found = driverfiles.find(tree(tmp_path, *driver("usr/lib64")), V, BOTH)
+    links = {library.stem: library.links for library in (found.cuda, *found.libraries)}
+    assert links == {
+        "libcuda": (("libcuda.so.1", f"libcuda.so.{V}"), ("libcuda.so", "libcuda.so.1")),
+        "libnvidia-ptxjitcompiler": (("libnvidia-ptxjitcompiler.so.1", f"libnvidia-ptxjitcompiler.so.{V}"),),
+        "libnvidia-nvvm": (("libnvidia-nvvm.so.4", f"libnvidia-nvvm.so.{V}"),),
+        "libnvidia-gpucomp": (),
+    }
+
+
+def test_32_bit_libraries_are_not_taken(tmp_path: Path) -> None:
+    """Where lib64 has the driver, usr/lib is the 32-bit set of the same version."""
+    root = tree(tmp_path, *driver("usr/lib64"), f"usr/lib/libcudadebugger.so.{V}", f"usr/lib/libcuda.so.{V}")
+    found = driverfiles.find(root, V, BOTH)
+    assert "/usr/lib/" not in "".join(library.source for library in (found.cuda, found.nvml, *found.libraries))
+
+
+def test_linked_library_is_resolved_inside_the_root(tmp_path: Path) -> None:
+    stem = "store/abc/libcuda.so"
+    links = (f"usr/lib64/libcuda.so.{V} -> /{stem}.{V}", f"usr/lib64/libnvidia-ml.so.{V}")
+    root = tree(tmp_path, f"{stem}.{V}", *links)
+    assert driverfiles.find(root, V, ()).cuda.source == f"{root}/{stem}.{V}"
+
+
+def test_capabilities(tmp_path: Path) -> None:
+    root = tree(tmp_path, *driver("usr/lib64"), "usr/bin/nvidia-smi", "usr/bin/nvidia-cuda-mps-server")
+    utility = driverfiles.find(root, V, ("utility",))
+    assert (utility.asked_cuda, utility.asked_nvml, utility.libraries) == (False, True, ())
+    assert utility.programs == (("nvidia-smi", f"{root}/usr/bin/nvidia-smi"),)
+    compute = driverfiles.find(root, V, ("compute",))
+    assert (compute.asked_cuda, compute.asked_nvml) == (True, False)
+    assert [name for name, _ in compute.programs] == ["nvidia-cuda-mps-server"]
+    assert driverfiles.find(root, V, ()).programs == ()
+
+
+@pytest.mark.parametrize(
+    ("paths", "what"),
+    [
+        ((), rf"no libcuda.so.{V} below"),
+        (driver("usr/lib64", "550.54.15"), rf"the loaded driver is {V}, the libraries below .* are 550.54.15; finish"),
+        (
+            (*driver("usr/lib64", "550.54.15"), *driver("usr/lib/x86_64-linux-gnu", "560.1")),
+            "are 550.54.15, 560.1",
+        ),
+        ((f"usr/lib64/libcuda.so.{V}",), rf"no libnvidia-ml.so.{V} beside libcuda in .*/usr/lib64"),
+    ],
+)
+def test_missing_or_other_driver(tmp_path: Path, paths: tuple[str, ...], what: str) -> None:
+    with pytest.raises(DeviceError, match=what) as caught:
+        driverfiles.find(tree(tmp_path, *paths), V, BOTH)
+    assert "\n" not in str(caught.value)
+
+
+def test_left_overs_of_another_version_are_not_mixed_in(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path, *driver("usr/lib64", "550.54.15"), f"usr/lib64/libcuda.so.{V}", f"usr/lib64/libnvidia-ml.so.{V}"
+    )
+    found = driverfiles.find(root, V, BOTH)
+    assert {library.name for library in (found.cuda, found.nvml)} == {f"libcuda.so.{V}", f"libnvidia-ml.so.{V}"}
+    assert found.libraries == ()
+
+
+def test_programs_behind_debian_s_alternatives(tmp_path: Path) -> None:
+    """Absolute links are followed inside the root, so that another root never yields the host's files."""
+    root = tree(
+        tmp_path,
+        *driver("usr/lib64"),
+        "usr/bin/nvidia-smi -> /etc/alternatives/nvidia-smi",
+        "etc/alternatives/nvidia-smi -> ../../opt/driver/nvidia-smi",
+        "opt/driver/nvidia-smi",
+        "usr/bin/nvidia-debugdump -> /etc/passwd",
+        "usr/bin/nvidia-persistenced -> nvidia-persistenced",
+    )
+    assert driverfiles.find(root, V, ("utility",)).programs == (("nvidia-smi", f"{root}/opt/driver/nvidia-smi"),)
+
+
+def test_firmware_and_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tree(
+        tmp_path,
+        *driver("usr/lib64"),
+        f"lib/firmware/nvidia/{V}/gsp_tu10x.bin",
+        f"lib/firmware/nvidia/{V}/other.bin",
+        "lib/firmware/nvidia/550.1/gsp_tu10x.bin",
+        "run/nvidia-fabricmanager/socket",
+        "run/nvidia-persistenced/x",
+    )
+    monkeypatch.chdir(tmp_path / "run/nvidia-persistenced")  # the whole path is too long for a socket's address
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        found = driverfiles.find(root, V, ("utility",))
+    assert found.firmware == (f"{root}/lib/firmware/nvidia/{V}/gsp_tu10x.bin",)
+    assert found.sockets == (("/run/nvidia-persistenced/socket", f"{root}/run/nvidia-persistenced/socket"),)
+
+
+def test_nodes(tmp_path: Path) -> None:
+    """Character devices count; a regular file counts only where the root is simulated."""
+    root = tree(tmp_path, *driver("usr/lib64"), "dev/nvidia-uvm")
+    os.mknod(tmp_path / "dev/nvidiactl", 0o600 | 0o020000, os.makedev(195, 255))
+    real = driverfiles.find(root, V, BOTH)
+    assert real.nodes == (driverfiles.HostNode("nvidiactl", f"{root}/dev/nvidiactl", 195, 255),)
+    assert real.missing_nodes == ("nvidia-uvm", "nvidia-uvm-tools")
+    simulated = driverfiles.find(root, V, BOTH, simulated=True)
+    assert [node.name for node in simulated.nodes] == ["nvidiactl", "nvidia-uvm"]
+    assert [node.name for node in driverfiles.find(root, V, ("utility",)).nodes] == ["nvidiactl"]
+
+
+def test_every_library_is_in_one_row() -> None:
+    stems = [stem for table in driverfiles.LIBRARIES.values() for stem in table]
+    assert len(stems) == len(set(stems))
+    assert set(driverfiles.ALWAYS) <= set(stems)

@@ -1,0 +1,167 @@
+"""Devices from the driver's /proc tree; memory sizes from NVML in a child that cannot hang us."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from gpushare import inventory
+from gpushare.errors import DeviceError
+from gpushare.model import Device
+
+V = "535.261.03"
+LIBRARY_DIR = "usr/lib64"
+
+# A library with the few NVML entry points that an inventory asks for, compiled for each test: what is under test is
+# the child process, the load by path and the deadline, so a small honest library says more than a Python stand-in.
+NVML = r"""
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+struct memory { unsigned long long total, free, used; };
+int nvmlInit_v2(void) { BEHAVIOUR; return 0; }
+int nvmlInitWithFlags(unsigned flags) { (void)flags; return nvmlInit_v2(); }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)(long)(index + 1); return 0; }
+int nvmlDeviceGetUUID(void *device, char *uuid, unsigned length) {
+    snprintf(uuid, length, "GPU-%08ld-0000-0000-0000-000000000000", (long)device - 1);
+    return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory) {
+    memory->total = (unsigned long long)(long)device << 30;
+    return 0;
+}
+"""
+
+
+def uuid(index: int) -> str:
+    return f"GPU-{index:08d}-0000-0000-0000-000000000000"
+
+
+def gpu(root: Path, bus: str, index: int, text: str = "") -> None:
+    directory = root / "proc/driver/nvidia/gpus" / bus
+    directory.mkdir(parents=True)
+    facts = f"Model: \t\t NVIDIA Test\nIRQ:   \t\t 16\nGPU UUID: \t {uuid(index)}\nDevice Minor: \t {index}\n"
+    (directory / "information").write_text(text or facts)
+
+
+def host(root: Path, devices: int = 2) -> str:
+    (root / "sys/module/nvidia").mkdir(parents=True)
+    (root / "sys/module/nvidia/version").write_text(V + "\n")
+    (root / "proc/driver/nvidia").mkdir(parents=True)
+    for index in range(devices):
+        gpu(root, f"0000:{0x0A - 8 * index:02x}:00.0", index)  # PCI order is not the order of minors
+    return str(root)
+
+
+def nvml(root: Path, behaviour: str = "") -> str:
+    library = root / LIBRARY_DIR / f"libnvidia-ml.so.{V}"
+    library.parent.mkdir(parents=True)
+    compiler = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(compiler, input=NVML.replace("BEHAVIOUR", behaviour).encode(), check=True)
+    return str(library)
+
+
+def test_version(tmp_path: Path) -> None:
+    assert inventory.driver_version(host(tmp_path)) == V
+    (tmp_path / "sys/module/nvidia/version").unlink()
+    (tmp_path / "proc/driver/nvidia/version").write_text(
+        f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {V}  Thu Jun 12 2025\nGCC version:  gcc 12.2.0\n"
+    )
+    assert inventory.driver_version(str(tmp_path)) == V
+    open_kernel = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {V}  Release Build\n"
+    (tmp_path / "proc/driver/nvidia/version").write_text(open_kernel)
+    assert inventory.driver_version(str(tmp_path)) == V
+
+
+def test_no_driver(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=r"no NVIDIA driver is loaded .*; load it, or set driver.root"):
+        inventory.read_inventory(str(tmp_path))
+
+
+def test_devices_in_pci_order_without_nvml(tmp_path: Path) -> None:
+    found = inventory.read_inventory(host(tmp_path))
+    assert found.driver_version == V and not found.simulated
+    assert found.devices == (
+        Device(0, uuid(1), 1, "0000:02:00.0", "NVIDIA Test", 0, inventory.DEFAULT_CONTEXT_BYTES),
+        Device(1, uuid(0), 0, "0000:0a:00.0", "NVIDIA Test", 0, inventory.DEFAULT_CONTEXT_BYTES),
+    )
+
+
+def test_pci_order_counts_in_hexadecimal_and_by_domain(tmp_path: Path) -> None:
+    root = host(tmp_path, devices=0)
+    for index, bus in enumerate(("10000:01:00.0", "0000:e1:00.0", "0000:1f:00.0", "0001:00:00.0")):
+        gpu(tmp_path, bus, index)
+    assert inventory.bus_ids(root) == ("0000:1f:00.0", "0000:e1:00.0", "0001:00:00.0", "10000:01:00.0")
+
+
+def test_sizes_from_nvml(tmp_path: Path) -> None:
+    root = host(tmp_path)
+    nvml(tmp_path)
+    found = inventory.read_inventory(root)
+    assert {device.uuid: device.memory_bytes for device in found.devices} == {uuid(0): 1 << 30, uuid(1): 2 << 30}
+
+
+@pytest.mark.parametrize(
+    "behaviour", ["return 9", "_exit(0)", "*(volatile int *)0 = 0", 'write(1, "x", 1); return 999']
+)
+def test_nvml_that_fails_leaves_sizes_unknown(tmp_path: Path, behaviour: str) -> None:
+    assert inventory.memory_sizes(nvml(tmp_path, behaviour), 20) == {}
+
+
+def test_nvml_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
+    library = nvml(tmp_path, "for (;;) pause()")
+    before = time.monotonic()
+    assert inventory.memory_sizes(library, 0.3) == {}
+    assert time.monotonic() - before < 10
+    with pytest.raises(ChildProcessError):  # it was reaped
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_the_child_holds_none_of_our_descriptors(tmp_path: Path) -> None:
+    """A hung child must not keep a lock, or the pipe on which a runtime waits."""
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
+    library = nvml(tmp_path, f'if (write({writer}, "x", 1) == 1) return 0; else return 9')
+    assert inventory.memory_sizes(library, 20) == {}  # the write failed, so NVML's init did
+    os.close(writer)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GPU UUID: GPU-????????-????-????-????-????????????\nDevice Minor: 0\n", f"GPU UUID: {uuid(0)}\n", "x"]
+)
+def test_gpu_that_the_driver_does_not_know_yet(tmp_path: Path, text: str) -> None:
+    root = host(tmp_path, devices=0)
+    gpu(tmp_path, "0000:01:00.0", 0, text or "\n")
+    with pytest.raises(DeviceError, match=r"does not know the GPU at 0000:01:00.0 yet .*; run nvidia-smi once"):
+        inventory.read_inventory(root)
+
+
+@pytest.mark.parametrize(
+    ("marker", "context_bytes"),
+    [
+        ('{"context_bytes": 123}', 123),
+        ("", inventory.DEFAULT_CONTEXT_BYTES),
+        ("not json", inventory.DEFAULT_CONTEXT_BYTES),
+        ('{"context_bytes": "x"}', inventory.DEFAULT_CONTEXT_BYTES),
+    ],
+)
+def test_simulated_root(tmp_path: Path, marker: str, context_bytes: int) -> None:
+    root = host(tmp_path, devices=1)
+    assert not inventory.is_simulated(root)
+    (tmp_path / ".gpushare-sim").write_text(marker)
+    found = inventory.read_inventory(root)
+    assert inventory.is_simulated(root) and found.simulated
+    assert found.devices[0].context_bytes == context_bytes
+
+
+def test_context_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(inventory.CONTEXT_BYTES, ("NVIDIA H200", "580"), 7)
+    assert inventory.context_bytes_of("NVIDIA H200", "580.65.06") == 7
+    assert inventory.context_bytes_of("NVIDIA H200", "535.1") == inventory.DEFAULT_CONTEXT_BYTES
+    assert inventory.context_bytes_of("Other", "580.1") == inventory.DEFAULT_CONTEXT_BYTES

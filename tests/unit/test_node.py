@@ -1,0 +1,179 @@
+"""node.json: compiled once, read fast, and never believed when an input changed or somebody else could write it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+from gpushare import node
+from gpushare.errors import ConfigError, DeviceError
+from gpushare.model import Node
+
+UUID = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+class Host:
+    """A driver root without libraries, a configuration file, a state directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.root, self.config, self.state = directory / "root", directory / "config.yaml", directory / "state"
+        (self.root / "sys/module/nvidia").mkdir(parents=True)
+        self.set_version("535.261.03")
+        self.add_gpu("0000:01:00.0")
+        self.write_config("memory_overcommit: 2.0")
+
+    def set_version(self, text: str) -> None:
+        (self.root / "sys/module/nvidia/version").write_text(text + "\n")
+
+    def add_gpu(self, bus: str) -> None:
+        directory = self.root / "proc/driver/nvidia/gpus" / bus
+        directory.mkdir(parents=True)
+        (directory / "information").write_text(f"Model: X\nGPU UUID: {UUID}\nDevice Minor: 0\n")
+
+    def write_config(self, line: str) -> None:
+        self.config.write_text(f"version: 1\ndriver: {{root: {self.root}}}\n{line}\n")
+
+    def load(self) -> Node:
+        return node.load_node(str(self.config), str(self.state))
+
+    def fresh(self) -> Any:
+        return node.read_node(str(self.config), str(self.state))
+
+    @property
+    def file(self) -> Path:
+        return self.state / "node.json"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def test_compiled_then_read(host: Host) -> None:
+    assert host.fresh() is None
+    first = host.load()
+    assert first.config.memory_overcommit == 2.0
+    assert first.config.state_dir == str(host.state)
+    assert first.inventory.devices[0].uuid == UUID
+    assert host.fresh() == first
+    assert (host.file.stat().st_mode & 0o777) == 0o644
+    assert os.listdir(host.state) == ["node.json"]
+
+
+def test_all_values_survive(host: Host) -> None:
+    host.write_config("policy: {allowed_devices: ['0'], max_memory: 4Gi, unlimited: deny}")
+    assert node.node_of(json.loads(json.dumps(node.node_json(host.load(), [], [])))) == host.load()
+
+
+def replaced(host: Host) -> None:
+    """Same size and time, another inode: an editor's rename."""
+    status = host.config.stat()
+    host.config.rename(host.config.with_suffix(".old"))
+    host.write_config("memory_overcommit: 3.0")
+    os.utime(host.config, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def touched(host: Host) -> None:
+    """In place, same size."""
+    host.write_config("memory_overcommit: 3.0")
+    os.utime(host.config, ns=(1, 1))
+
+
+STALE: list[Callable[[Host], Any]] = [
+    replaced,
+    touched,
+    lambda host: host.config.unlink(),
+    lambda host: host.set_version("550.54.15"),
+    lambda host: host.add_gpu("0000:02:00.0"),
+    lambda host: (host.root / "sys/module/nvidia/version").unlink(),
+    lambda host: host.file.write_text(host.file.read_text().replace('"schema": 1', '"schema": 0')),
+    lambda host: host.file.write_text("{"),
+    lambda host: host.file.write_text("[]"),
+    lambda host: host.file.write_text(host.file.read_text().replace('"memory_overcommit"', '"other"')),
+    lambda host: host.file.write_text(host.file.read_text().replace('"uuid"', '"other"')),
+    lambda host: host.file.chmod(0o666),
+    lambda host: host.file.chmod(0o664),
+    lambda host: os.chown(host.file, 1000, 0),
+    lambda host: (host.file.rename(host.state / "x"), host.file.symlink_to("x")),
+    lambda host: (host.file.unlink(), os.mkfifo(host.file)),
+    lambda host: os.truncate(host.file, node.MAX_NODE_BYTES + 1),
+]
+
+
+@pytest.mark.parametrize("change", STALE, ids=range(len(STALE)))
+def test_what_makes_it_stale(host: Host, change: Callable[[Host], Any]) -> None:
+    host.load()
+    assert host.fresh() is not None
+    change(host)
+    assert host.fresh() is None
+
+
+def test_a_changed_configuration_takes_effect(host: Host) -> None:
+    host.load()
+    replaced(host)
+    assert host.load().config.memory_overcommit == 3.0
+    assert host.fresh().config.memory_overcommit == 3.0
+
+
+def test_a_configuration_that_appears_takes_effect(host: Host) -> None:
+    text = host.config.read_text()
+    host.load()
+    host.config.unlink()
+    with pytest.raises(DeviceError, match="no NVIDIA driver is loaded"):  # the default root has none
+        host.load()
+    host.config.write_text(text)
+    assert host.load().config.memory_overcommit == 2.0
+
+
+def test_another_configuration_file_is_another_node(host: Host, tmp_path: Path) -> None:
+    host.load()
+    other = tmp_path / "other.yaml"
+    other.write_text(host.config.read_text())
+    assert node.read_node(str(other), str(host.state)) is None
+
+
+def test_without_trace(host: Host) -> None:
+    assert node.compile_node(str(host.config), str(host.state), write=False).inventory.devices
+    assert not host.state.exists()
+
+
+def test_a_state_directory_that_cannot_be_written_is_no_error(host: Host) -> None:
+    host.state.write_text("a file")
+    assert host.load().inventory.devices
+
+
+def test_errors_are_not_cached(host: Host) -> None:
+    host.write_config("banana: 1")
+    with pytest.raises(ConfigError, match="banana"):
+        host.load()
+    assert not host.file.exists()
+
+
+# What the start path may import when node.json is fresh. Growth is a decision, so it is written down here.
+ALLOWED = {
+    "abc", "collections", "contextlib", "copyreg", "enum", "errno", "functools", "genericpath", "gpushare", "itertools",
+    "json", "keyword", "operator", "os", "posixpath", "re", "reprlib", "select", "signal", "stat", "sys", "time",
+    "types", "typing", "warnings",
+}  # fmt: skip
+
+
+def test_fast_path_imports(host: Host) -> None:
+    host.load()
+    program = f"""
+import sys
+before = set(sys.modules)
+sys.path.insert(0, {str(Path(node.__file__).parents[1])!r})
+from gpushare import driverfiles, node, oci, placement, plan, request
+assert node.load_node({str(host.config)!r}, {str(host.state)!r}).inventory.devices
+print(*(set(sys.modules) - before))
+"""
+    command = [sys.executable, "-ISs", "-c", program]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    imported = {name.partition(".")[0] for name in output.split() if not name.startswith("_")}
+    assert imported <= ALLOWED, imported - ALLOWED
+    assert not {"gpushare.config", "gpushare.explain"} & set(output.split())

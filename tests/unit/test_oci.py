@@ -1,0 +1,199 @@
+"""State and config.json are untrusted text: what is wrong with it ends as one RequestError, never as a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import oci
+from gpushare.errors import RequestError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.pure import bundle
+
+STATE = {"ociVersion": "1.0.2", "id": "c1", "status": "created", "pid": 42, "bundle": "/b", "annotations": {"a": "b"}}
+
+
+def state(**changes: Any) -> bytes:
+    return json.dumps({**STATE, **changes}).encode()
+
+
+def test_state() -> None:
+    assert oci.read_state(state()) == oci.State("c1", 42, "created", "/b", {"a": "b"})
+    assert oci.read_state(state(pid=None, annotations=None, status=3)).pid == 0
+
+
+@pytest.mark.parametrize("text", ["a", "a.b_c+d-e", "0" * 64, "..."])
+def test_ids(text: str) -> None:
+    assert oci.read_state(state(id=text)).id == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", None, 3, ".", "..", "../x", "a/b", "a\nb", "a\0b", "a b", "ü", "\ud800", "x" * 201]
+)
+def test_bad_ids(text: Any) -> None:
+    with pytest.raises(RequestError, match="id") as caught:
+        oci.read_state(state(id=text))
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"", "not valid JSON"),
+        (b"\xff\xfe{}", "not valid JSON"),
+        (b"[]", "must be a JSON object, not list"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"id": ' + b"9" * 5000 + b"}", "not valid JSON|no container id"),
+        (b" " * ((4 << 20) + 1), "larger than"),
+        (state(bundle="relative"), "not an absolute path"),
+        (state(bundle=""), "bundle is missing"),
+        (state(bundle="/a\0b"), "NUL"),
+        (state(bundle="/\ud800"), "not valid text"),
+        (state(pid="7"), "not a process id"),
+        (state(pid=True), "not a process id"),
+        (state(pid=-1), "not a process id"),
+        (state(annotations=[1]), "must be an object"),
+        (state(annotations={"a": 1}), "must be text"),
+    ],
+)
+def test_bad_state(data: bytes, what: str) -> None:
+    with pytest.raises(RequestError, match=what):
+        oci.read_state(data)
+
+
+def test_old_state_names_the_bundle_otherwise() -> None:
+    assert oci.read_state(json.dumps({"id": "x", "bundlePath": "/old"}).encode()).bundle == "/old"
+
+
+@pytest.mark.parametrize(
+    ("root", "expected"),
+    [
+        ("rootfs", "/bundle/rootfs"),
+        ("/var/lib/x", "/var/lib/x"),
+        ("./a/../b", "/bundle/b"),
+        ("//x", "/x"),
+        ("..", "/"),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_root_path(root: Any, expected: str) -> None:
+    assert bundle(root={"path": root}).rootfs == expected
+
+
+def test_environment_keeps_order_and_duplicates() -> None:
+    found = bundle("A=1", "B=x=y", "A=2", "NOVALUE", "C=")
+    assert found.env == (("A", "1"), ("B", "x=y"), ("A", "2"), ("C", ""))
+    assert oci.env_get(found.env, "A") == "2"
+    assert oci.env_get(found.env, "C") == ""
+    assert oci.env_get(found.env, "D") is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "what"),
+    [
+        ({"root": []}, "root must be an object"),
+        ({"root": {"path": 3}}, "root.path is missing or not text"),
+        ({"root": {"path": "a\0b"}}, "NUL"),
+        ({"process": 3}, "process must be an object"),
+        ({"process": {"env": "A=1"}}, "process.env must be a list"),
+        ({"process": {"env": [1]}}, "not text"),
+        ({"process": {"env": ["A=b\0c"]}}, "NUL"),
+        ({"annotations": []}, "annotations must be an object"),
+        ({"annotations": {"a": None}}, "must be text"),
+        ({"linux": {"cgroupsPath": 1}}, "cgroupsPath must be text"),
+        ({"linux": "x"}, "linux must be an object"),
+        ({"process": {"capabilities": []}}, "process.capabilities must be an object"),
+    ],
+)
+def test_wrong_types(spec: dict[str, Any], what: str) -> None:
+    with pytest.raises(RequestError, match=what):
+        oci.bundle_of(oci.State("c", 0, "", "/b", {}), spec)
+
+
+@pytest.mark.parametrize("key", ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"])
+def test_sandbox(key: str) -> None:
+    assert bundle(annotations={key: "sandbox"}).container_type == "sandbox"
+    assert bundle().container_type == ""
+
+
+def test_container_name() -> None:
+    assert bundle(annotations={"io.kubernetes.cri.container-name": "train"}).container_name == "train"
+
+
+def test_privileged() -> None:
+    assert bundle(process={"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}).privileged
+    assert not bundle(process={"capabilities": {"bounding": ["CAP_CHOWN"]}}).privileged
+    assert not bundle().privileged
+
+
+def write(directory: Path, data: bytes) -> str:
+    (directory / "config.json").write_bytes(data)
+    return str(directory)
+
+
+def test_load(tmp_path: Path) -> None:
+    directory = write(tmp_path, json.dumps({"root": {"path": "r"}, "linux": {"cgroupsPath": "/x"}}).encode())
+    by_path = oci.load_bundle(directory)
+    assert (by_path.path, by_path.rootfs, by_path.pid, by_path.cgroups_path) == (directory, f"{directory}/r", 0, "/x")
+    by_state = oci.load_bundle(oci.State("id7", 9, "created", directory, {}))
+    assert (by_state.id, by_state.pid, by_state.env) == ("id7", 9, ())
+
+
+def test_load_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b", b"{}")
+    monkeypatch.chdir(tmp_path)
+    assert oci.load_bundle("b").path == str(tmp_path / "b")
+    assert oci.load_bundle("b").id == "b"
+
+
+def test_config_of_unusual_kinds(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="cannot read config.json .*No such file"):
+        oci.load_bundle(str(tmp_path))
+    os.mkfifo(tmp_path / "config.json")  # must not block either
+    with pytest.raises(RequestError, match="not a regular file"):
+        oci.load_bundle(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(RequestError, match="not a regular file"):
+        oci.load_bundle(str(tmp_path))
+
+
+def test_huge_config(tmp_path: Path) -> None:
+    directory = write(tmp_path, b"{}")
+    with open(tmp_path / "config.json", "r+b") as file:
+        file.truncate(oci.MAX_CONFIG_BYTES + 1)
+    with pytest.raises(RequestError, match="larger than"):
+        oci.load_bundle(directory)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+shapes = st.fixed_dictionaries(
+    {},
+    optional={key: json_values for key in ("root", "process", "annotations", "linux", "mounts", "hooks")},
+)
+
+
+@given(shapes)
+def test_any_shape_is_read_or_refused(spec: dict[str, Any]) -> None:
+    try:
+        oci.bundle_of(oci.State("c", 0, "", "/b", {}), spec)
+    except RequestError as error:
+        assert str(error).isprintable()
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_state_or_refused(data: bytes) -> None:
+    with pytest.raises(RequestError):
+        oci.read_state(data)

@@ -1,0 +1,226 @@
+"""Who gets what: never more than there is, never a device twice, never unlimited by accident."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpushare import placement, request
+from gpushare.errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
+from gpushare.model import Node, Share
+from gpushare.placement import Ledger
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.pure import UUIDS, bundle, device, lease, ledger, node, share
+
+GI = 1 << 30
+
+
+def grant(*env: str, host: Any = None, held: Any = None) -> tuple[Share, ...]:
+    host = host or node()
+    asked = request.resolve(bundle(*env), host)
+    assert asked is not None
+    return placement.grant(asked, host, held or Ledger({}))
+
+
+def got(shares: tuple[Share, ...]) -> list[tuple[int, int, Any]]:
+    return [(s.slot, s.device.index, s.memory_limit_bytes) for s in shares]
+
+
+def test_first_fit() -> None:
+    assert got(grant("GPUSHARE_MEMORY=4Gi")) == [(0, 0, 4 * GI)]
+    full = ledger(lease(share(0, 0, 13 * GI), container_id="a"))
+    assert got(grant("GPUSHARE_MEMORY=4Gi", held=full)) == [(0, 1, 4 * GI)]
+    assert got(grant("GPUSHARE_MEMORY=3Gi", held=full)) == [(0, 0, 3 * GI)]
+
+
+def test_percent_of_each_device() -> None:
+    host = node()
+    small = host.inventory.devices[1]._replace(memory_bytes=8 * GI + 1)
+    host = host._replace(inventory=host.inventory._replace(devices=(host.inventory.devices[0], small)))
+    assert got(grant("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=25%", host=host)) == [(0, 0, 4 * GI), (1, 1, 2 * GI)]
+
+
+def test_exactly_full_and_one_byte_more() -> None:
+    held = ledger(lease(share(0, 0, 12 * GI)))
+    one = node(devices=1)
+    assert got(grant("GPUSHARE_MEMORY=4Gi", host=one, held=held)) == [(0, 0, 4 * GI)]
+    with pytest.raises(CapacityError) as caught:
+        grant(f"GPUSHARE_MEMORY={4 * GI + 1}", host=one, held=held)
+    assert "4 GiB free of 16 GiB, held by c1 (12 GiB)" in str(caught.value)
+
+
+def test_refusal_has_the_numbers_and_the_holders() -> None:
+    held = ledger(*(lease(share(0, 0, 3 * GI), container_id=f"c{i}") for i in range(5)))
+    with pytest.raises(CapacityError) as caught:
+        grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=25%", held=held)
+    assert str(caught.value) == (
+        "device 0: 25% (4 GiB) asked, 1 GiB free of 16 GiB, "
+        "held by c0 (3 GiB), c1 (3 GiB), c2 (3 GiB), c3 (3 GiB) and 1 more; stop one of them, or ask for less"
+    )
+
+
+def test_no_device_fits_says_why_for_each() -> None:
+    held = ledger(lease(share(0, 0, 15 * GI)), lease(share(0, 1, None), container_id="b"))
+    with pytest.raises(
+        CapacityError, match=r"no device fits: device 0: .* 1 GiB free .* \| device 1 is taken as a whole"
+    ):
+        grant("GPUSHARE_MEMORY=2Gi", held=held)
+
+
+def test_overcommit() -> None:
+    held = ledger(lease(share(0, 0, 16 * GI)))
+    with pytest.raises(CapacityError, match="0 B free of 16 GiB"):
+        grant("GPUSHARE_MEMORY=8Gi", host=node(devices=1), held=held)
+    assert grant("GPUSHARE_MEMORY=8Gi", host=node(devices=1, overcommit=1.5), held=held)
+    with pytest.raises(CapacityError, match="8 GiB free of 24 GiB"):
+        grant("GPUSHARE_MEMORY=9Gi", host=node(devices=1, overcommit=1.5), held=held)
+
+
+def test_unlimited_takes_the_whole_device() -> None:
+    shares = grant("NVIDIA_VISIBLE_DEVICES=0")
+    assert got(shares) == [(0, 0, None)]
+    held = ledger(lease(*shares))
+    for env in ("NVIDIA_VISIBLE_DEVICES=0", "GPUSHARE_DEVICES=0"):
+        with pytest.raises(CapacityError, match=r"device 0 is taken as a whole, held by c1 \(all\)"):
+            grant(env, "GPUSHARE_MEMORY=1Gi", held=held)
+    with pytest.raises(CapacityError, match=r"all of device 0, of which 1 GiB is granted, held by c1"):
+        grant("NVIDIA_VISIBLE_DEVICES=0", held=ledger(lease(share(0, 0, GI))))
+
+
+def test_unlimited_shared_and_denied() -> None:
+    shared = node(unlimited="shared")
+    held = ledger(lease(share(0, 0, None)), lease(share(0, 0, 10 * GI), container_id="b"), unlimited="shared")
+    assert got(grant("NVIDIA_VISIBLE_DEVICES=0", host=shared, held=held)) == [(0, 0, None)]
+    assert grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=6Gi", host=shared, held=held)
+    with pytest.raises(CapacityError):
+        grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=7Gi", host=shared, held=held)
+    with pytest.raises(PolicyError, match="policy.unlimited requires one"):
+        grant("NVIDIA_VISIBLE_DEVICES=0", host=node(unlimited="deny"))
+
+
+def test_blocked_devices_get_no_new_lease() -> None:
+    with pytest.raises(CapacityError, match="does not know.*prune --assume-free"):
+        grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=1Gi", held=ledger(blocked=[UUIDS[0]]))
+    assert got(grant("GPUSHARE_MEMORY=1Gi", held=ledger(blocked=[UUIDS[0]]))) == [(0, 1, GI)]
+
+
+def test_slots_follow_pci_order_whatever_the_list_says() -> None:
+    shares = grant("GPUSHARE_DEVICES=1,0", "GPUSHARE_MEMORY=0=1Gi,1=2Gi")
+    assert got(shares) == [(0, 0, GI), (1, 1, 2 * GI)]
+
+
+def test_any_two_are_two() -> None:
+    assert got(grant("GPUSHARE_DEVICES=any:2", "GPUSHARE_MEMORY=1Gi")) == [(0, 0, GI), (1, 1, GI)]
+    with pytest.raises(CapacityError, match=r"any:3 asked, this container may use 2 device\(s\)"):
+        grant("GPUSHARE_DEVICES=any:3", "GPUSHARE_MEMORY=1Gi")
+
+
+@pytest.mark.parametrize(
+    ("env", "what"),
+    [
+        (("GPUSHARE_MEMORY=0=1Gi,1=1Gi",), r"slot 1, and this container gets 1 device.*any:2"),
+        (("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=0=1Gi"), "GPUSHARE_MEMORY has no amount for slot 1"),
+        (("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=1=1Gi"), "GPUSHARE_MEMORY has no amount for slot 0"),
+    ],
+)
+def test_every_slot_needs_its_amount(env: tuple[str, ...], what: str) -> None:
+    with pytest.raises(RequestError, match=what):
+        grant(*env)
+
+
+def test_devices_of_unknown_size() -> None:
+    unknown = node(memory_bytes=0)
+    with pytest.raises(DeviceError, match="25% of device 0: its memory size is not known"):
+        grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=25%", host=unknown)
+    assert got(grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=4Gi", host=unknown)) == [(0, 0, 4 * GI)]
+    with pytest.raises(DeviceError, match="not known"):  # a second share could oversell it
+        grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=4Gi", host=unknown, held=ledger(lease(share(0, 0, GI))))
+
+
+def test_less_than_a_block() -> None:
+    with pytest.raises(RequestError, match="less than one block of 2 MiB"):
+        grant("GPUSHARE_MEMORY=0.001%")
+
+
+def test_no_device_on_the_host() -> None:
+    with pytest.raises(DeviceError, match=r"no NVIDIA device on this host \(driver root /\)"):
+        grant("GPUSHARE_MEMORY=1Gi", host=node(devices=0))
+    assert grant("NVIDIA_VISIBLE_DEVICES=none", host=node(devices=0)) == ()
+
+
+@pytest.mark.parametrize(
+    ("policy", "env", "what"),
+    [
+        ({"require_limits": True}, ("NVIDIA_VISIBLE_DEVICES=all",), "policy.require_limits requires one"),
+        ({"max_memory": "8Gi"}, ("NVIDIA_VISIBLE_DEVICES=all",), "policy.max_memory requires one"),
+        ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=5Gi",), "5Gi of device 0 is 5 GiB, more than policy.max_memory"),
+        ({"max_memory": "25%"}, ("GPUSHARE_MEMORY=26%",), "more than policy.max_memory allows"),
+        ({"max_compute_percent": 50}, ("GPUSHARE_MEMORY=1Gi",), "compute: no limit was asked for"),
+        (
+            {"allowed_devices": ("1",)},
+            ("GPUSHARE_DEVICES=0",),
+            "device 0 .* is not among policy.allowed_devices; use 1",
+        ),
+        ({"allowed_devices": ("9",)}, ("GPUSHARE_MEMORY=1Gi",), "not among policy.allowed_devices"),
+    ],
+)
+def test_policy(policy: dict[str, Any], env: tuple[str, ...], what: str) -> None:
+    with pytest.raises(PolicyError, match=what):
+        grant(*env, host=node(**policy))
+
+
+def test_policy_allows() -> None:
+    assert got(grant("GPUSHARE_MEMORY=25%", host=node(max_memory="25%"))) == [(0, 0, 4 * GI)]
+    for allowed in ("1", UUIDS[1]):
+        host = node(allowed_devices=(allowed,))
+        assert got(grant("GPUSHARE_MEMORY=1Gi", host=host)) == [(0, 1, GI)]
+        assert got(grant("NVIDIA_VISIBLE_DEVICES=all", host=host)) == [(0, 1, None)]
+
+
+def test_compute_limits_are_refused_until_they_are_enforced() -> None:
+    with pytest.raises(RequestError, match="GPUSHARE_COMPUTE: compute limits are not enforced in this version"):
+        grant("GPUSHARE_COMPUTE=30%")
+    assert grant("GPUSHARE_COMPUTE=100%")[0].compute_percent == 100
+
+
+def test_words_reach_the_share() -> None:
+    (found,) = grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE_MODE=soft", "GPUSHARE_PRIORITY=high")
+    assert (found.soft, found.priority, found.oversubscribe) == (True, 1, False)
+
+
+def test_ledger_of() -> None:
+    found = ledger(lease(share(0, 0, GI), share(1, 1, None)), lease(share(0, 0, GI), container_id="b"))
+    assert found.used == {UUIDS[0]: 2 * GI}
+    assert found.exclusive == {UUIDS[1]}
+    assert found.holders[UUIDS[0]] == (("c1", GI), ("b", GI))
+
+
+requests = st.tuples(
+    st.sampled_from(["", "any", "any:2", "all", "0", "1", "0,1"]),
+    st.sampled_from(["", "1Gi", "3.7Gi", "5000000001", "33%", "16Gi", "0=2Gi,1=9Gi", "100%"]),
+)
+
+
+@given(st.lists(requests, max_size=40), st.sampled_from([0.5, 1.0, 1.7]), st.sampled_from(["exclusive", "shared"]))
+def test_no_sequence_of_grants_oversells(asks: list[tuple[str, str]], overcommit: float, unlimited: str) -> None:
+    host: Node = node(overcommit=overcommit, unlimited=unlimited)
+    leases = []
+    for number, (devices, memory) in enumerate(asks):
+        env = [f"GPUSHARE_DEVICES={devices}"] + ([f"GPUSHARE_MEMORY={memory}"] if memory else [])
+        try:
+            asked = request.resolve(bundle(*env), host)
+            shares = placement.grant(asked, host, ledger(*leases, unlimited=unlimited)) if asked else ()
+        except GpushareError:
+            continue
+        indices = [s.device.index for s in shares]
+        assert indices == sorted(set(indices))
+        assert [s.slot for s in shares] == list(range(len(shares)))
+        assert all((s.memory_limit_bytes is None) == (memory == "") for s in shares)
+        leases.append(lease(*shares, container_id=f"c{number}"))
+    for gpu in (device(0), device(1)):
+        held = [s.memory_limit_bytes for item in leases for s in item.shares if s.device.uuid == gpu.uuid]
+        assert sum(size for size in held if size is not None) <= 16 * GI * overcommit
+        if unlimited == "exclusive" and None in held:
+            assert held == [None]

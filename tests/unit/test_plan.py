@@ -1,0 +1,220 @@
+"""The plan's rules: order, what stands where, and what is left out. Its whole text is compared by tests/golden."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import explain, names, plan, region, request
+from gpushare.errors import RequestError
+from gpushare.model import Share
+from gpushare.ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Plan, ProcMask, TenantTmpfs, WriteLimits
+
+from tests.unit.pure import VERSION, bundle, files, image, lease, node, share
+
+LIBDIR = "/usr/lib/x86_64-linux-gnu"
+SHIM = "/usr/lib/gpushare"
+LIMITED = (share(0, 0, 4 << 30),)
+
+
+def make(*env: str, shares: tuple[Share, ...] = LIMITED, host: Any = None, driver: Any = None, **facts: Any) -> Plan:
+    env = env or ("GPUSHARE_MEMORY=4Gi",)
+    container = bundle(*env)
+    host = host or node()
+    asked = request.resolve(container, host)
+    assert asked
+    return plan.make_plan(container, asked, host, lease(*shares) if shares else None, image(**facts), driver or files())
+
+
+def mounts(made: Plan) -> dict[str, str]:
+    found = [(op.target, op.source) for op in made.ops if isinstance(op, Mount)]
+    assert len(dict(found)) == len(found), "two mounts at one target"
+    return dict(found)
+
+
+def kinds(made: Plan) -> list[str]:
+    return list(dict.fromkeys(type(op).__name__ for op in made.ops))
+
+
+def test_limits_come_first_and_access_last() -> None:
+    order = ["WriteLimits", "TenantTmpfs", "Mount", "Link", "LdCache", "ProcMask", "DeviceNode", "DeviceRule"]
+    assert kinds(make()) == order
+
+
+def test_private_directory() -> None:
+    made = make()
+    state = "/run/gpushare/containers/c1"
+    assert made.ops[0] == WriteLimits(LIMITED, f"{state}/share/limits")
+    assert made.ops[1] == TenantTmpfs(f"{state}/rw", region.USAGE_SIZE, 2)
+    first = [op for op in made.ops if isinstance(op, Mount)][:4]
+    assert [(op.source, op.target) for op in first] == [
+        (f"{state}/share", names.PRIVATE_DIR),
+        (f"{state}/rw", names.RW_DIR),
+        (f"{LIBDIR}/libcuda.so.{VERSION}", names.REAL_CUDA),
+        (f"{LIBDIR}/libnvidia-ml.so.{VERSION}", names.REAL_NVML),
+    ]
+    assert "ro" in first[0].flags and "ro" not in first[1].flags and "noexec" in first[1].flags
+
+
+def test_usage_size_is_the_header_s() -> None:
+    header = Path(__file__).resolve().parents[2] / "shim" / "include" / "gpushare_abi.h"
+    assert f"sizeof(struct gs_usage) == {plan.USAGE_BYTES // 4096} * 4096" in header.read_text()
+
+
+def test_the_shim_stands_in_the_library_directory() -> None:
+    made = make()
+    found = mounts(made)
+    assert found[f"{LIBDIR}/libcuda.so.{VERSION}"] == f"{SHIM}/libcuda.so"
+    assert found[f"{LIBDIR}/libnvidia-ml.so.{VERSION}"] == f"{SHIM}/libnvidia-ml.so"
+    links = {op.target: op.text for op in made.ops if isinstance(op, Link)}
+    assert links[f"{LIBDIR}/libcuda.so.1"] == f"libcuda.so.{VERSION}"
+    assert links[f"{LIBDIR}/libcuda.so"] == "libcuda.so.1"
+    assert links[f"{LIBDIR}/libnvidia-ml.so.1"] == f"libnvidia-ml.so.{VERSION}"
+    assert links[f"{LIBDIR}/libnvidia-ptxjitcompiler.so.1"] == f"libnvidia-ptxjitcompiler.so.{VERSION}"
+
+
+def test_no_real_driver_outside_the_private_directory() -> None:
+    real = {f"{LIBDIR}/libcuda.so.{VERSION}", f"{LIBDIR}/libnvidia-ml.so.{VERSION}"}
+    made = make(other_drivers=(("/usr/local/cuda/compat/libcuda.so.1", "libcuda.so.1"),))
+    assert {target for target, source in mounts(made).items() if source in real} == {names.REAL_CUDA, names.REAL_NVML}
+
+
+def test_driver_files_are_read_only() -> None:
+    for op in make(driver=files(firmware=("/lib/firmware/nvidia/1/gsp_tu10x.bin",))).ops:
+        if isinstance(op, Mount) and op.target != names.RW_DIR:
+            assert {"ro", "nosuid", "nodev"} <= set(op.flags), op
+
+
+def test_other_copies_are_covered_once() -> None:
+    made = make(
+        other_drivers=(
+            ("/usr/local/cuda/compat/libcuda.so.550.54", "libcuda.so.1"),
+            ("/opt/x/libnvidia-ml.so.1", "libnvidia-ml.so.1"),
+            (f"{LIBDIR}/libcuda.so.{VERSION}", "libcuda.so.1"),
+        )
+    )
+    found = mounts(made)
+    assert found["/usr/local/cuda/compat/libcuda.so.550.54"] == f"{SHIM}/libcuda.so"
+    assert found["/opt/x/libnvidia-ml.so.1"] == f"{SHIM}/libnvidia-ml.so"
+
+
+def test_a_file_where_a_link_should_be_is_mounted_over() -> None:
+    path = f"{LIBDIR}/libcuda.so.1"
+    made = make(other_drivers=((path, "libcuda.so.1"),))
+    assert mounts(made)[path] == f"{SHIM}/libcuda.so"
+    assert path not in {op.target for op in made.ops if isinstance(op, Link)}
+    linked = make(other_drivers=((path, "libcuda.so.1"),), existing_links=((path, "libcuda.so.470"),))
+    assert path not in mounts(linked)
+    assert path in {op.target for op in linked.ops if isinstance(op, Link)}
+
+
+def test_cache_entries() -> None:
+    (cache,) = (op for op in make().ops if isinstance(op, LdCache))
+    assert [(entry.soname, entry.flags) for entry in cache.entries] == [
+        ("libcuda.so.1", 0x0303),
+        ("libcuda.so", 0x0303),
+        ("libnvidia-ml.so.1", 0x0303),
+        ("libnvidia-ml.so", 0x0303),
+        ("libnvidia-ptxjitcompiler.so.1", 0x0303),
+        (f"libnvidia-gpucomp.so.{VERSION}", 0x0303),
+    ]
+    assert {entry.path.rpartition("/")[0] for entry in cache.entries} == {LIBDIR}
+
+
+@pytest.mark.parametrize(
+    ("facts", "note"),
+    [
+        ({"has_ldcache": False}, "the image has none"),
+        ({"ldcache_note": "on a mount of its own"}, "on a mount of its own"),
+        ({"machine": "s390x"}, "unknown machine"),
+    ],
+)
+def test_cache_left_alone_is_said(facts: dict[str, Any], note: str) -> None:
+    made = make(**facts)
+    assert "LdCache" not in kinds(made)
+    assert any(note in line for line in made.notes)
+
+
+def test_utility_only_has_no_libcuda_but_covers_the_image_s() -> None:
+    other = (("/opt/libcuda.so.1", "libcuda.so.1"),)
+    made = make(driver=files(asked_cuda=False, libraries=()), other_drivers=other)
+    assert f"{LIBDIR}/libcuda.so.{VERSION}" not in mounts(made)
+    assert mounts(made)["/opt/libcuda.so.1"] == f"{SHIM}/libcuda.so"
+    assert names.REAL_CUDA in mounts(made)
+
+
+def test_devices_and_rules() -> None:
+    made = make("GPUSHARE_DEVICES=1", "GPUSHARE_MEMORY=1Gi", shares=(share(0, 1, 1 << 30),))
+    nodes = [(op.source, op.target, op.major, op.minor) for op in made.ops if isinstance(op, DeviceNode)]
+    assert nodes == [
+        ("/dev/nvidia1", "/dev/nvidia1", 195, 1),
+        ("/dev/nvidiactl", "/dev/nvidiactl", 195, 255),
+        ("/dev/nvidia-uvm", "/dev/nvidia-uvm", 511, 0),
+    ]
+    assert [(op.major, op.minor) for op in made.ops if isinstance(op, DeviceRule)] == [(195, 1), (195, 255), (511, 0)]
+    assert [op.bus_ids for op in made.ops if isinstance(op, ProcMask)] == [("0000:02:00.0",)]
+    assert "/dev/nvidia-uvm-tools is not on this host" in made.notes
+
+
+def test_another_driver_root_and_simulated_devices() -> None:
+    host = node()
+    host = host._replace(inventory=host.inventory._replace(root="/run/driver", simulated=True))
+    made = make(host=host)
+    assert next(op.source for op in made.ops if isinstance(op, DeviceNode)) == "/run/driver/dev/nvidia0"
+    assert "DeviceRule" not in kinds(made)
+
+
+def test_none_gets_driver_files_and_no_gpu() -> None:
+    made = make("NVIDIA_VISIBLE_DEVICES=none", shares=())
+    assert kinds(made) == ["Mount", "Link", "LdCache", "ProcMask"]
+    assert mounts(made)[f"{LIBDIR}/libcuda.so.{VERSION}"] == f"{LIBDIR}/libcuda.so.{VERSION}"
+    assert not any(target.startswith(names.PRIVATE_DIR) for target in mounts(made))
+    assert [op.bus_ids for op in made.ops if isinstance(op, ProcMask)] == [()]
+
+
+def test_no_glibc() -> None:
+    with pytest.raises(RequestError, match=r"no glibc .*the limit could not be held"):
+        make(libdir="")
+    made = make("NVIDIA_VISIBLE_DEVICES=0", shares=(share(0, 0, None),), libdir="")
+    assert kinds(made) == ["ProcMask", "DeviceNode", "DeviceRule"]
+    assert any("no glibc" in note for note in made.notes)
+
+
+def test_sockets_stay_writable() -> None:
+    socket = ("/run/nvidia-persistenced/socket", "/run/nvidia-persistenced/socket")
+    (op,) = (op for op in make(driver=files(sockets=(socket,))).ops if isinstance(op, Mount) and op.kind == "socket")
+    assert op.flags == ("nosuid", "nodev", "noexec")
+
+
+def test_needs() -> None:
+    """Limits, tmpfs, cache and masks need a namespace; the rest a spec can carry too."""
+    needs = {type(op).__name__: op.needs for op in make().ops}
+    assert {name for name, need in needs.items() if need == "namespace"} == {
+        "WriteLimits",
+        "TenantTmpfs",
+        "LdCache",
+        "ProcMask",
+    }
+    assert set(needs.values()) == {"namespace", "either"}
+
+
+def test_explain_json_is_json() -> None:
+    import json
+
+    container = bundle("GPUSHARE_MEMORY=4Gi")
+    asked = request.resolve(container, node())
+    value = json.loads(json.dumps(explain.explain_json(asked, make())))
+    assert value["request"]["selection"] == "any:1"
+    assert value["plan"]["ops"][0]["op"] == "WriteLimits"
+    assert value["plan"]["ops"][0]["shares"][0]["memory_limit_bytes"] == 4 << 30
+    assert explain.explain_json(None, None) == {"request": None, "plan": None}
+
+
+def test_explain_text_is_printable() -> None:
+    container = bundle("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=0\x1b[2J,0")
+    made = make()
+    asked = request.resolve(bundle("GPUSHARE_MEMORY=4Gi"), node())
+    assert asked
+    hostile = asked._replace(sources=container.env)
+    assert explain.explain_text(hostile, made).replace("\n", "").isprintable()

@@ -1,0 +1,178 @@
+"""Amounts as people write them: exact, or an error that quotes name and value."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from gpushare import quantity
+from gpushare.errors import RequestError
+from gpushare.model import Amount
+from hypothesis import given
+from hypothesis import strategies as st
+
+GI = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4Gi", 4 * GI),
+        ("4GiB", 4 * GI),
+        ("4G", 4 * 10**9),
+        ("4GB", 4 * 10**9),
+        ("512Mi", 512 << 20),
+        ("1.5Gi", 3 * GI // 2),
+        ("0.1Gi", GI // 10),
+        ("1Ti", 1 << 40),
+        ("2k", 2000),
+        ("2K", 2000),
+        ("2Ki", 2048),
+        ("4294967296", 4 * GI),
+        ("100B", 100),
+        (" 4 Gi ", 4 * GI),
+    ],
+)
+def test_size(text: str, size: int) -> None:
+    assert quantity.size_bytes("X", text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "banana", "Gi", "-4Gi", "+4Gi", "4Gi4", "0", "0Gi", "0.0000000001k", "4g", "3000m", "4gib", "1e9", ".5Gi"]
+    + [
+        "5.",
+        "1.2.3Gi",
+        "4 4Gi",
+        "0x10",
+        "٤Gi",
+        "²Gi",
+        "9" * 21,
+        "9" * 5000,
+        "8Pi" * 2,
+        "8589934592Gi",
+        "inf",
+        "nan",
+        "25",
+    ]
+    + ["4Gi\n5Gi", "1_000"],
+)
+def test_bad_size_quotes_name_and_value(text: str) -> None:
+    if text == "25":  # a bare number is bytes
+        assert quantity.size_bytes("X", text) == 25
+        return
+    with pytest.raises(RequestError) as caught:
+        quantity.size_bytes("GPUSHARE_MEMORY", text)
+    assert str(caught.value).startswith(f"GPUSHARE_MEMORY={quantity.shown(text)}".replace("\n", "\\n"))
+    assert caught.value.hint
+
+
+def test_zero_says_why() -> None:
+    with pytest.raises(RequestError, match="zero is not a limit"):
+        quantity.amount("M", "0Gi")
+
+
+@pytest.mark.parametrize(("text", "value"), [("25%", 25), ("100%", 100), ("0.5%", 0.5), (" 12.5 % ", 12.5)])
+def test_percent(text: str, value: float) -> None:
+    assert quantity.percent("X", text) == value
+
+
+@pytest.mark.parametrize("text", ["0%", "150%", "100.1%", "%", "-1%", "25", "25%%", "1.0000001%", "1e1%", "banana%"])
+def test_bad_percent(text: str) -> None:
+    with pytest.raises(RequestError, match="GPUSHARE_MEMORY="):
+        quantity.percent("GPUSHARE_MEMORY", text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("30%", 30), ("30", 30), ("100%", 100), ("30.0%", 30)])
+def test_whole_percent(text: str, value: int) -> None:
+    assert quantity.whole_percent("X", text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "0%", "101%", "12.5%", "", "half", "-3"])
+def test_bad_whole_percent(text: str) -> None:
+    with pytest.raises(RequestError, match="GPUSHARE_COMPUTE="):
+        quantity.whole_percent("GPUSHARE_COMPUTE", text)
+
+
+def test_by_slot() -> None:
+    assert quantity.amounts("M", "4Gi") == ((None, Amount(4 * GI, None, "4Gi")),)
+    assert quantity.amounts("M", "1=25%, 0=4Gi") == ((0, Amount(4 * GI, None, "4Gi")), (1, Amount(None, 25.0, "25%")))
+    assert quantity.percents("C", "0=30%,3=40") == ((0, 30), (3, 40))
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("4Gi,8Gi", "several amounts without slots"),
+        ("0=4Gi,0=8Gi", "slot 0 occurs twice"),
+        ("0=4Gi,8Gi", '"8Gi" does not begin with a slot'),
+        ("16=4Gi", "does not begin with a slot"),
+        ("-1=4Gi", "does not begin with a slot"),
+        ("x=4Gi", "does not begin with a slot"),
+        ("=4Gi", "does not begin with a slot"),
+        ("0=", "not an amount"),
+        ("0=banana", "not an amount"),
+        ("0=4Gi,", "does not begin with a slot"),
+        (",".join(f"{i}=1Gi" for i in range(17)), "more than 16 slots"),
+    ],
+)
+def test_bad_by_slot(text: str, what: str) -> None:
+    with pytest.raises(RequestError, match="^M=") as caught:
+        quantity.amounts("M", text)
+    assert what in str(caught.value)
+
+
+def test_percentages_round_down_to_blocks() -> None:
+    total = 16 * GI + (1 << 20)  # no multiple of a block
+    quarter = quantity.bytes_of(Amount(None, 25.0, "25%"), total, 2 << 20)
+    assert quarter % (2 << 20) == 0
+    assert 4 * quarter <= total < 4 * (quarter + (2 << 20))
+    assert quantity.bytes_of(Amount(5, None, "5"), total, 2 << 20) == 5
+    assert quantity.bytes_of(Amount(None, 25.0, "25%"), 0, 2 << 20) == 0
+
+
+@given(st.integers(1, 100 * 10**6), st.integers(1 << 20, 1 << 42))
+def test_percentages_are_exact(micro: int, total: int) -> None:
+    """The share of any writable percentage is what rational arithmetic gives, not what floats do."""
+    text = f"{micro // 10**6}.{micro % 10**6:06d}%"
+    exact = int(Fraction(micro, 10**8) * total)
+    assert quantity.bytes_of(quantity.amount("X", text), total, 1) == exact
+
+
+@given(st.text())
+def test_any_text_parses_or_is_refused(text: str) -> None:
+    """Never another exception, never an amount of nothing, and every error is one printable line."""
+    for parse in (quantity.amounts, quantity.percents):
+        try:
+            found = parse("N", text)
+        except RequestError as error:
+            assert str(error).isprintable()
+            assert str(error).startswith("N=")
+        else:
+            assert found
+            for _, value in found:
+                assert value if isinstance(value, int) else (value.limit_bytes or value.percent)
+
+
+@given(st.from_regex(r"[0-9]{1,6}(\.[0-9]{1,4})?(k|K|M|G|T|Ki|Mi|Gi|Ti)?B?", fullmatch=True))
+def test_sizes_match_rational_arithmetic(text: str) -> None:
+    unit = text.rstrip("B").lstrip("0123456789.")
+    number = Fraction(text.rstrip("B")[: len(text.rstrip("B")) - len(unit)])
+    expected = int(number * quantity.UNITS[unit])
+    if expected:
+        assert quantity.size_bytes("X", text) == expected
+    else:
+        with pytest.raises(RequestError):
+            quantity.size_bytes("X", text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(4 * GI, "4 GiB"), (3 * GI // 2, "1.50 GiB"), (512 << 20, "512 MiB"), (7, "7 B"), (0, "0 B"), (1 << 41, "2 TiB")],
+)
+def test_human(size: int, text: str) -> None:
+    assert quantity.human(size) == text
+
+
+def test_long_values_are_shortened() -> None:
+    assert len(str(quantity.wrong("N", "x" * (1 << 20), "bad", ""))) < 200

@@ -1,0 +1,161 @@
+"""One request out of several languages, and what policy says to it."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import pytest
+from gpushare import request
+from gpushare.errors import DeviceError, PolicyError, RequestError
+from gpushare.model import Request, Selection
+
+from tests.unit.pure import bundle, node
+
+SANDBOX = {"io.kubernetes.cri.container-type": "sandbox"}
+PRIVILEGED = {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}
+
+
+def resolve(
+    *env: str, annotations: Any = None, process: Any = None, policy: Any = None, **spec: Any
+) -> Optional[Request]:
+    return request.resolve(bundle(*env, annotations=annotations, process=process or {}, **spec), node(**(policy or {})))
+
+
+def selection(*env: str, **more: Any) -> Optional[Selection]:
+    found = resolve(*env, **more)
+    return found and found.selection
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        (),
+        ("PATH=/bin",),
+        ("NVIDIA_VISIBLE_DEVICES=",),
+        ("NVIDIA_VISIBLE_DEVICES=void",),
+        ("NVIDIA_DRIVER_CAPABILITIES=all",),
+        ("GPUSHARE_DEVICES=void",),
+        ("GPUSHARE_DEVICES=void", "NVIDIA_VISIBLE_DEVICES=all"),
+        ("GPUSHARE_PRIORITY=high",),
+        ("GPUSHARE_DEVICES=",),
+    ],
+)
+def test_nothing_asked(env: tuple[str, ...]) -> None:
+    assert resolve(*env) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "dialect", "expected"),
+    [
+        (("NVIDIA_VISIBLE_DEVICES=all",), "nvidia", Selection("all")),
+        (("NVIDIA_VISIBLE_DEVICES=none",), "nvidia", Selection("none")),
+        (("GPUSHARE_MEMORY=4Gi",), "own", Selection("any", count=1)),
+        (("GPUSHARE_COMPUTE=30%",), "own", Selection("any", count=1)),
+        (("GPUSHARE_MEMORY=4Gi", "GPUSHARE_DEVICES="), "own", Selection("any", count=1)),
+        (("GPUSHARE_DEVICES=any:2",), "own", Selection("any", count=2)),
+        (("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=1"), "own+nvidia", Selection("list", names=("1",))),
+        (("GPUSHARE_PRIORITY=high", "NVIDIA_VISIBLE_DEVICES=1"), "own+nvidia", Selection("list", names=("1",))),
+        # own names win, also over void, and over whatever is wrong with the others
+        (("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=void"), "own", Selection("any", count=1)),
+        (("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=none"), "own", Selection("any", count=1)),
+        (("GPUSHARE_DEVICES=0", "NVIDIA_VISIBLE_DEVICES=1"), "own", Selection("list", names=("0",))),
+        (("GPUSHARE_DEVICES=0", "NVIDIA_VISIBLE_DEVICES=7"), "own", Selection("list", names=("0",))),
+        (("GPUSHARE_DEVICES=none", "NVIDIA_VISIBLE_DEVICES=all"), "own", Selection("none")),
+    ],
+)
+def test_combinations(env: tuple[str, ...], dialect: str, expected: Selection) -> None:
+    found = resolve(*env)
+    assert found is not None
+    assert (found.dialect, found.selection) == (dialect, expected)
+
+
+def test_limits_survive_the_combination() -> None:
+    found = resolve("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=1")
+    assert found and found.memory[0][1].limit_bytes == 4 << 30
+    assert found.sources == (("NVIDIA_VISIBLE_DEVICES", "1"), ("GPUSHARE_MEMORY", "4Gi"))
+
+
+@pytest.mark.parametrize("word", ["void", "none"])
+def test_a_limit_on_nothing_is_refused(word: str) -> None:
+    with pytest.raises(RequestError, match=f'GPUSHARE_MEMORY="4Gi": a limit, but GPUSHARE_DEVICES is {word}'):
+        resolve("GPUSHARE_MEMORY=4Gi", f"GPUSHARE_DEVICES={word}")
+
+
+def test_sandbox_is_left_alone() -> None:
+    assert resolve("GPUSHARE_MEMORY=banana", annotations=SANDBOX) is None
+    assert not request.mentions(bundle("GPUSHARE_MEMORY=4Gi", annotations=SANDBOX))
+
+
+@pytest.mark.parametrize(
+    ("env", "annotations", "expected"),
+    [
+        (("PATH=/bin",), {}, False),
+        (("NVIDIA_VISIBLE_DEVICES=all",), {}, True),
+        (("gpushare_memory=4Gi",), {}, True),
+        ((), {"gpushare.io/memory": "4Gi"}, True),
+        ((), {"train.gpushare.io/memory": "4Gi"}, True),
+    ],
+)
+def test_mentions(env: tuple[str, ...], annotations: dict[str, str], expected: bool) -> None:
+    assert request.mentions(bundle(*env, annotations=annotations)) is expected
+
+
+def test_mentions_volume_requests() -> None:
+    mount = {"destination": "/var/run/nvidia-container-devices/0", "source": "/dev/null"}
+    assert request.mentions(bundle(mounts=[mount]))
+    assert resolve(mounts=[mount])
+
+
+@pytest.mark.parametrize("path", ["", "/", None, ".."])
+def test_a_request_needs_a_root_of_its_own(path: Any) -> None:
+    assert resolve("PATH=/bin", root={"path": path}) is None
+    with pytest.raises(RequestError, match="root.path"):
+        resolve("GPUSHARE_MEMORY=4Gi", root={"path": path})
+
+
+def test_unavailable_words() -> None:
+    with pytest.raises(RequestError, match='backend "mps" is not available'):
+        resolve("GPUSHARE_MEMORY=4Gi", "GPUSHARE_BACKEND=mps")
+    with pytest.raises(RequestError, match="GPUSHARE_OVERSUBSCRIBE"):
+        resolve("GPUSHARE_MEMORY=4Gi", "GPUSHARE_OVERSUBSCRIBE=1")
+    with pytest.raises(PolicyError, match='backend "shim" is not allowed'):
+        resolve("GPUSHARE_MEMORY=4Gi", "GPUSHARE_BACKEND=shim", policy={"allowed_backends": ("mps",)})
+
+
+def test_own_words_that_policy_does_not_take_are_refused() -> None:
+    """Not ignored: a limit would be lifted, if a device comes from elsewhere."""
+    with pytest.raises(PolicyError, match=r'GPUSHARE_MEMORY="4Gi": requests in env .*; set policy.accept.env'):
+        resolve("GPUSHARE_MEMORY=4Gi", policy={"accept_env": "never"})
+    with pytest.raises(PolicyError, match="policy.accept.annotations"):
+        resolve(annotations={"gpushare.io/memory": "4Gi"}, policy={"accept_annotations": "privileged"})
+    assert resolve(annotations={"gpushare.io/memory": "4Gi"}, policy={"accept_env": "never"})
+    assert resolve("GPUSHARE_MEMORY=4Gi", policy={"accept_env": "privileged"}, process=PRIVILEGED)
+
+
+def test_nvidia_words_that_policy_does_not_take_are_ignored() -> None:
+    """Every CUDA image sets them."""
+    assert resolve("NVIDIA_VISIBLE_DEVICES=all", policy={"accept_env": "never"}) is None
+    mount = {"destination": "/var/run/nvidia-container-devices/0", "source": "/dev/null"}
+    assert resolve(mounts=[mount], policy={"accept_volume_mounts": "never"}) is None
+    found = resolve("NVIDIA_VISIBLE_DEVICES=all", mounts=[mount], policy={"accept_env": "privileged"})
+    assert found and found.selection == Selection("list", names=("0",))
+
+
+def test_errors_pass_through() -> None:
+    with pytest.raises(DeviceError):
+        resolve("NVIDIA_VISIBLE_DEVICES=7")
+    with pytest.raises(RequestError):
+        resolve("NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_DRIVER_CAPABILITIES=banana")
+
+
+def test_conflicts_are_refused_by_name() -> None:
+    container = bundle(
+        "GPUSHARE_MEMORY=4Gi",
+        hooks={"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}]},
+        linux={"devices": [{"path": "/dev/nvidia0", "major": 195, "minor": 0}]},
+    )
+    asked = request.resolve(container, node())
+    assert asked
+    with pytest.raises(RequestError, match="prestart hook .*nvidia-container-runtime-hook.* and 1 more"):
+        request.refuse_conflicts(container, asked)
+    request.refuse_conflicts(bundle("GPUSHARE_MEMORY=4Gi"), asked)
