@@ -21,15 +21,14 @@ struct branch {
 };
 static _Atomic(struct branch *) top[FANOUT];
 
-static void *new_node(size_t bytes)
-{
-    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+static void *new_node(size_t bytes) {
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return at == MAP_FAILED ? NULL : at;
 }
 
 /* NULL without memory, or for an address beyond 57 bits. */
-static _Atomic uint32_t *counter(uint64_t block)
-{
+static _Atomic uint32_t *counter(uint64_t block) {
     if (block >> 36)
         return NULL;
     _Atomic(struct branch *) *b = &top[block >> 24];
@@ -57,22 +56,20 @@ static _Atomic uint32_t *counter(uint64_t block)
     return &leaf->count[block & (FANOUT - 1)];
 }
 
-/* Without a counter a block is charged for each allocation that touches it: too much, never too little. */
-static uint64_t enter(uint64_t block)
-{
+/* Without a counter a block is charged for each allocation that touches it: too much, never too
+ * little. */
+static uint64_t enter(uint64_t block) {
     _Atomic uint32_t *count = counter(block);
     return !count || atomic_fetch_add(count, 1) == 0 ? GS_BLOCK : 0;
 }
 
-static uint64_t leave(uint64_t block)
-{
+static uint64_t leave(uint64_t block) {
     _Atomic uint32_t *count = counter(block);
     return !count || atomic_fetch_sub(count, 1) == 1 ? GS_BLOCK : 0;
 }
 
 /* Whole blocks in the middle, plus `edge` of the blocks at the ends that are covered in part. */
-static uint64_t walk(uint64_t address, uint64_t bytes, uint64_t (*edge)(uint64_t block))
-{
+static uint64_t walk(uint64_t address, uint64_t bytes, uint64_t (*edge)(uint64_t block)) {
     if (bytes == 0)
         return 0;
     uint64_t first = address >> GS_BLOCK_SHIFT, last = (address + bytes - 1) >> GS_BLOCK_SHIFT;
@@ -83,12 +80,10 @@ static uint64_t walk(uint64_t address, uint64_t bytes, uint64_t (*edge)(uint64_t
     return (whole << GS_BLOCK_SHIFT) + (head ? edge(first) : 0) + (tail ? edge(last) : 0);
 }
 
-uint64_t gs_blocks_take(uint64_t address, uint64_t bytes)
-{
+uint64_t gs_blocks_take(uint64_t address, uint64_t bytes) {
     return walk(address, bytes, enter);
 }
 
-uint64_t gs_blocks_give(uint64_t address, uint64_t bytes)
-{
+uint64_t gs_blocks_give(uint64_t address, uint64_t bytes) {
     return walk(address, bytes, leave);
 }

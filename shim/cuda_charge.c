@@ -5,10 +5,10 @@
 
 struct gs_map gs_memory;
 struct gs_map gs_objects;
+struct gs_map gs_loaded;
 
 /* Before a refusal, what our own pools hold unused goes back to the driver. */
-static bool reserve(int dev, uint64_t bytes)
-{
+static bool reserve(int dev, uint64_t bytes) {
     if (gs_reserve(dev, bytes))
         return true;
     if (bytes <= gs_limit(dev)) {
@@ -23,8 +23,7 @@ static bool reserve(int dev, uint64_t bytes)
     return false;
 }
 
-CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes)
-{
+CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes) {
     struct gs_here here;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
@@ -37,22 +36,19 @@ CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes)
     return reserve(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes)
-{
+CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes) {
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     *charge = (struct gs_charge){.dev = gs_dev_of(device), .bytes = gs_round_up(bytes, GS_BLOCK)};
     return reserve(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-void gs_charge_abort(struct gs_charge *charge)
-{
+void gs_charge_abort(struct gs_charge *charge) {
     if (!charge->passed)
         gs_release(charge->dev, charge->bytes);
 }
 
-CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t bytes)
-{
+CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t bytes) {
     if (charge->passed)
         return CUDA_SUCCESS;
     uint64_t took = gs_blocks_take(address, bytes);
@@ -77,8 +73,8 @@ CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t b
     return CUDA_SUCCESS;
 }
 
-void gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle, uint64_t bytes)
-{
+void gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle,
+                      uint64_t bytes) {
     if (charge->passed)
         return;
     uint64_t keep = gs_round_up(bytes, GS_BLOCK);
@@ -93,8 +89,7 @@ void gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t han
     gs_map_put(map, handle, &entry);
 }
 
-void gs_uncharge(uint64_t key, const struct gs_entry *entry)
-{
+void gs_uncharge(uint64_t key, const struct gs_entry *entry) {
     switch (entry->kind) {
     case GS_KIND_LINEAR:
         gs_release(entry->dev, gs_blocks_give(key, entry->bytes));
@@ -118,11 +113,10 @@ struct gs_dropped {
         struct gs_map *map;
         uint64_t key;
         struct gs_entry entry;
-    } *one;
+    } * one;
 };
 
-static bool of_context(uint64_t key, const struct gs_entry *entry, void *arg)
-{
+static bool of_context(uint64_t key, const struct gs_entry *entry, void *arg) {
     struct gs_dropped *d = arg;
     (void)key;
     if (entry->context != (uint64_t)(uintptr_t)d->context)
@@ -138,15 +132,13 @@ static bool of_context(uint64_t key, const struct gs_entry *entry, void *arg)
     return more; /* without memory the entry stays, charged */
 }
 
-static void remember(uint64_t key, const struct gs_entry *entry, void *arg)
-{
+static void remember(uint64_t key, const struct gs_entry *entry, void *arg) {
     struct gs_dropped *d = arg;
     d->one[d->n++] = (struct dropped_one){.map = d->map, .key = key, .entry = *entry};
 }
 
-struct gs_dropped *gs_drop_begin(CUcontext context)
-{
-    struct gs_map *const maps[] = {&gs_memory, &gs_objects};
+struct gs_dropped *gs_drop_begin(CUcontext context) {
+    struct gs_map *const maps[] = {&gs_memory, &gs_objects, &gs_loaded};
     struct gs_dropped *dropped = calloc(1, sizeof(*dropped));
     if (!dropped || !context)
         return dropped;
@@ -158,8 +150,7 @@ struct gs_dropped *gs_drop_begin(CUcontext context)
     return dropped;
 }
 
-void gs_drop_end(struct gs_dropped *dropped, bool gone)
-{
+void gs_drop_end(struct gs_dropped *dropped, bool gone) {
     if (!dropped)
         return;
     for (size_t i = 0; i < dropped->n; i++) {

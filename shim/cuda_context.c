@@ -8,6 +8,7 @@ static int dev_of_ordinal[GS_MAX_ORDINALS];
 static struct {
     uint32_t retained;
     CUcontext context;
+    uint64_t unnamed; /* charged for it before anybody learned its handle */
 } primary[GS_MAX_ORDINALS];
 
 /* A thread's current context seldom changes; `epoch` changes when any context goes. */
@@ -17,8 +18,7 @@ static _Thread_local struct {
     uint32_t epoch;
 } last;
 
-void gs_devices_learn(void)
-{
+void gs_devices_learn(void) {
     __typeof__(&cuDeviceGetCount) get_count = GS_REAL(cuDeviceGetCount);
     __typeof__(&cuDeviceGet) get = GS_REAL(cuDeviceGet);
     __typeof__(&cuDeviceGetUuid) get_uuid = GS_REAL(cuDeviceGetUuid_v2); /* a MIG device's own */
@@ -43,25 +43,23 @@ void gs_devices_learn(void)
     }
 }
 
-int gs_dev_of(CUdevice device)
-{
+int gs_dev_of(CUdevice device) {
     return device >= 0 && device < GS_MAX_ORDINALS ? dev_of_ordinal[device] : GS_NO_DEV;
 }
 
-static uint64_t overhead(int dev)
-{
+static uint64_t overhead(int dev) {
     const struct gs_view *view = gs_region();
-    return view && dev >= 0 ? __atomic_load_n(&view->limits->device[dev].context_bytes, __ATOMIC_RELAXED) : 0;
+    return view && dev >= 0
+               ? __atomic_load_n(&view->limits->device[dev].context_bytes, __ATOMIC_RELAXED)
+               : 0;
 }
 
-static uint64_t key_of(CUcontext context)
-{
+static uint64_t key_of(CUcontext context) {
     return (uint64_t)(uintptr_t)context;
 }
 
 /* Record a context that was made, with what was charged for it; false when it is known already. */
-static bool learn(CUcontext context, CUdevice device, uint64_t bytes)
-{
+static bool learn(CUcontext context, CUdevice device, uint64_t bytes) {
     struct gs_entry entry;
     if (gs_map_get(&contexts, key_of(context), &entry))
         return false;
@@ -73,8 +71,7 @@ static bool learn(CUcontext context, CUdevice device, uint64_t bytes)
 }
 
 /* A context that no wrapper saw being made (a library's private way): charged as it is found. */
-static bool find_out(CUcontext context, struct gs_here *here)
-{
+static bool find_out(CUcontext context, struct gs_here *here) {
     struct gs_self *self = gs_self();
     __typeof__(&cuCtxGetDevice) get_device = GS_REAL(cuCtxGetDevice);
     struct gs_entry entry;
@@ -93,8 +90,7 @@ static bool find_out(CUcontext context, struct gs_here *here)
     return true;
 }
 
-bool gs_here(struct gs_here *here)
-{
+bool gs_here(struct gs_here *here) {
     __typeof__(&cuCtxGetCurrent) get_current = GS_REAL(cuCtxGetCurrent);
     CUcontext context = NULL;
     if (!get_current || get_current(&context) != CUDA_SUCCESS || !context)
@@ -112,8 +108,7 @@ bool gs_here(struct gs_here *here)
     return true;
 }
 
-bool gs_here_of_stream(CUstream stream, struct gs_here *here)
-{
+bool gs_here_of_stream(CUstream stream, struct gs_here *here) {
     __typeof__(&cuStreamGetCtx) get_context = GS_REAL(cuStreamGetCtx);
     struct gs_entry entry;
     CUcontext context;
@@ -125,22 +120,13 @@ bool gs_here_of_stream(CUstream stream, struct gs_here *here)
     return true;
 }
 
-/* ---- contexts that the program makes --------------------------------------------------------- */
-
-static CUresult created(struct gs_charge *charge, CUresult result, CUcontext *context, CUdevice device)
-{
-    if (result != CUDA_SUCCESS || !context)
-        gs_charge_abort(charge);
-    else if (!learn(*context, device, charge->bytes))
-        gs_charge_abort(charge);
-    return result;
-}
+/* ---- contexts that are made (cuda_context_make.c) ---------------------------------------------
+ */
 
 /* Reserve the overhead exactly, not in blocks: it is a measured number. */
-static CUresult begin(struct gs_charge *charge, CUdevice device)
-{
-    CUresult result = gs_charge_begin_on(charge, device, overhead(gs_dev_of(device)));
+CUresult gs_context_begin(struct gs_charge *charge, CUdevice device) {
     uint64_t exact = overhead(gs_dev_of(device));
+    CUresult result = gs_charge_begin_on(charge, device, exact);
     if (result == CUDA_SUCCESS && charge->bytes > exact) {
         gs_release(charge->dev, charge->bytes - exact);
         charge->bytes = exact;
@@ -148,43 +134,27 @@ static CUresult begin(struct gs_charge *charge, CUdevice device)
     return result;
 }
 
-#define GS_CREATE(device, ...)                                                                               \
-    struct gs_charge charge;                                                                                 \
-    CUresult result = begin(&charge, device);                                                                \
-    if (result != CUDA_SUCCESS)                                                                              \
-        return result;                                                                                       \
-    return created(&charge, real(__VA_ARGS__), pctx, device)
-
-GS_EXPORT CUresult CUDAAPI cuCtxCreate(CUcontext *pctx, unsigned int flags, CUdevice dev)
-{
-    GS_NEED(real, cuCtxCreate);
-    GS_CREATE(dev, pctx, flags, dev);
+CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcontext *context,
+                         CUdevice device) {
+    if (result != CUDA_SUCCESS || !context || !learn(*context, device, charge->bytes))
+        gs_charge_abort(charge);
+    return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuCtxCreate_v2(CUcontext *pctx, unsigned int flags, CUdevice dev)
-{
-    GS_NEED(real, cuCtxCreate_v2);
-    GS_CREATE(dev, pctx, flags, dev);
+void gs_context_grow(CUcontext context, int64_t bytes) {
+    struct gs_entry entry;
+    gs_lock(&gs_self()->lock_context);
+    if (gs_map_take(&contexts, key_of(context), &entry)) {
+        entry.bytes += (uint64_t)bytes;
+        gs_map_put(&contexts, key_of(context), &entry);
+    }
+    gs_unlock(&gs_self()->lock_context);
 }
 
-GS_EXPORT CUresult CUDAAPI cuCtxCreate_v3(CUcontext *pctx, CUexecAffinityParam *params, int n, unsigned int flags,
-                                          CUdevice dev)
-{
-    GS_NEED(real, cuCtxCreate_v3);
-    GS_CREATE(dev, pctx, params, n, flags, dev);
-}
+/* ---- and that go ------------------------------------------------------------------------------
+ */
 
-GS_EXPORT CUresult CUDAAPI cuCtxCreate_v4(CUcontext *pctx, CUctxCreateParams *params, unsigned int flags,
-                                          CUdevice dev)
-{
-    GS_NEED(real, cuCtxCreate_v4);
-    GS_CREATE(dev, pctx, params, flags, dev);
-}
-
-/* ---- and that go ------------------------------------------------------------------------------ */
-
-static CUresult destroy(CUcontext context, CUresult (*call)(CUcontext))
-{
+static CUresult destroy(CUcontext context, CUresult (*call)(CUcontext)) {
     struct gs_entry entry;
     if (!gs_slot())
         return call(context);
@@ -200,21 +170,18 @@ static CUresult destroy(CUcontext context, CUresult (*call)(CUcontext))
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuCtxDestroy(CUcontext ctx)
-{
+GS_EXPORT CUresult CUDAAPI cuCtxDestroy(CUcontext ctx) {
     GS_NEED(real, cuCtxDestroy);
     return destroy(ctx, real);
 }
 
-GS_EXPORT CUresult CUDAAPI cuCtxDestroy_v2(CUcontext ctx)
-{
+GS_EXPORT CUresult CUDAAPI cuCtxDestroy_v2(CUcontext ctx) {
     GS_NEED(real, cuCtxDestroy_v2);
     return destroy(ctx, real);
 }
 
 /* Uses of a context, for cuCtxAttach and cuCtxDetach; returns the new number, 0 when not known. */
-static uint32_t count_use(CUcontext context, int change)
-{
+static uint32_t count_use(CUcontext context, int change) {
     struct gs_self *self = gs_self();
     struct gs_entry entry;
     uint32_t uses = 0;
@@ -228,8 +195,7 @@ static uint32_t count_use(CUcontext context, int change)
     return uses;
 }
 
-GS_EXPORT CUresult CUDAAPI cuCtxAttach(CUcontext *pctx, unsigned int flags)
-{
+GS_EXPORT CUresult CUDAAPI cuCtxAttach(CUcontext *pctx, unsigned int flags) {
     GS_NEED(real, cuCtxAttach);
     CUresult result = real(pctx, flags);
     if (gs_slot() && result == CUDA_SUCCESS && pctx)
@@ -237,8 +203,7 @@ GS_EXPORT CUresult CUDAAPI cuCtxAttach(CUcontext *pctx, unsigned int flags)
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuCtxDetach(CUcontext ctx)
-{
+GS_EXPORT CUresult CUDAAPI cuCtxDetach(CUcontext ctx) {
     GS_NEED(real, cuCtxDetach);
     if (!gs_slot())
         return real(ctx);
@@ -252,19 +217,60 @@ GS_EXPORT CUresult CUDAAPI cuCtxDetach(CUcontext ctx)
 
 /* ---- the primary context: one per process and device, counted ------------------------------- */
 
-static bool primary_active(CUdevice device)
-{
+static bool primary_active(CUdevice device) {
     __typeof__(&cuDevicePrimaryCtxGetState) get_state = GS_REAL(cuDevicePrimaryCtxGetState);
     unsigned int flags;
     int active = 0;
     return get_state && get_state(device, &flags, &active) == CUDA_SUCCESS && active;
 }
 
-static CUresult retain_locked(__typeof__(&cuDevicePrimaryCtxRetain) real, CUcontext *pctx, CUdevice device)
-{
+/* The driver says that it is not there any more; the caller holds the lock. */
+static void primary_gone(CUdevice device) {
+    struct gs_entry entry;
+    CUcontext context = primary[device].context;
+    if (context && gs_map_take(&contexts, key_of(context), &entry)) {
+        gs_release(entry.dev, entry.bytes);
+        atomic_fetch_add(&epoch, 1);
+    }
+    gs_release(gs_dev_of(device), primary[device].unnamed);
+    primary[device].context = NULL;
+    primary[device].unnamed = 0;
+}
+
+/* A green context keeps the primary one alive, like one more retain. */
+CUresult gs_primary_used(CUdevice device, CUresult (*call)(void *arg), void *arg) {
     struct gs_charge charge = {.passed = true};
     CUresult result = CUDA_SUCCESS;
-    if (!primary_active(device) && (result = begin(&charge, device)) != CUDA_SUCCESS)
+    gs_lock(&gs_self()->lock_context);
+    if (!primary_active(device))
+        result = gs_context_begin(&charge, device);
+    if (result == CUDA_SUCCESS && (result = call(arg)) != CUDA_SUCCESS)
+        gs_charge_abort(&charge);
+    else if (result == CUDA_SUCCESS && device >= 0 && device < GS_MAX_ORDINALS) {
+        primary[device].retained++;
+        if (!charge.passed)
+            primary[device].unnamed += charge.bytes;
+    }
+    gs_unlock(&gs_self()->lock_context);
+    return result;
+}
+
+void gs_primary_unused(CUdevice device) {
+    if (device < 0 || device >= GS_MAX_ORDINALS)
+        return;
+    gs_lock(&gs_self()->lock_context);
+    if (primary[device].retained)
+        primary[device].retained--;
+    if (!primary_active(device))
+        primary_gone(device);
+    gs_unlock(&gs_self()->lock_context);
+}
+
+static CUresult retain_locked(__typeof__(&cuDevicePrimaryCtxRetain) real, CUcontext *pctx,
+                              CUdevice device) {
+    struct gs_charge charge = {.passed = true};
+    CUresult result = CUDA_SUCCESS;
+    if (!primary_active(device) && (result = gs_context_begin(&charge, device)) != CUDA_SUCCESS)
         return result;
     if ((result = real(pctx, device)) != CUDA_SUCCESS || !pctx) {
         gs_charge_abort(&charge);
@@ -272,13 +278,14 @@ static CUresult retain_locked(__typeof__(&cuDevicePrimaryCtxRetain) real, CUcont
     }
     primary[device].retained++;
     primary[device].context = *pctx;
+    if (primary[device].unnamed && learn(*pctx, device, primary[device].unnamed))
+        primary[device].unnamed = 0;
     if (!charge.passed && !learn(*pctx, device, charge.bytes))
         gs_charge_abort(&charge);
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
-{
+GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev) {
     GS_NEED(real, cuDevicePrimaryCtxRetain);
     if (!gs_slot() || dev < 0 || dev >= GS_MAX_ORDINALS)
         return real(pctx, dev);
@@ -289,8 +296,7 @@ GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice de
 }
 
 /* Release and reset: the driver itself says afterwards whether the context is still there. */
-static CUresult primary_goes(CUresult (*call)(CUdevice), CUdevice device, bool reset)
-{
+static CUresult primary_goes(CUresult (*call)(CUdevice), CUdevice device, bool reset) {
     if (!gs_slot() || device < 0 || device >= GS_MAX_ORDINALS)
         return call(device);
     gs_lock(&gs_self()->lock_context);
@@ -300,39 +306,30 @@ static CUresult primary_goes(CUresult (*call)(CUdevice), CUdevice device, bool r
     CUresult result = call(device);
     bool gone = result == CUDA_SUCCESS && last_use && !primary_active(device);
     gs_drop_end(dropped, gone || (reset && result == CUDA_SUCCESS));
-    struct gs_entry entry;
     if (result == CUDA_SUCCESS && !reset && primary[device].retained)
         primary[device].retained--;
-    if (gone && context && gs_map_take(&contexts, key_of(context), &entry)) {
-        gs_release(entry.dev, entry.bytes);
-        atomic_fetch_add(&epoch, 1);
-    }
     if (gone)
-        primary[device].context = NULL;
+        primary_gone(device);
     gs_unlock(&gs_self()->lock_context);
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice dev)
-{
+GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice dev) {
     GS_NEED(real, cuDevicePrimaryCtxRelease);
     return primary_goes(real, dev, false);
 }
 
-GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice dev)
-{
+GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice dev) {
     GS_NEED(real, cuDevicePrimaryCtxRelease_v2);
     return primary_goes(real, dev, false);
 }
 
-GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxReset(CUdevice dev)
-{
+GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxReset(CUdevice dev) {
     GS_NEED(real, cuDevicePrimaryCtxReset);
     return primary_goes(real, dev, true);
 }
 
-GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxReset_v2(CUdevice dev)
-{
+GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxReset_v2(CUdevice dev) {
     GS_NEED(real, cuDevicePrimaryCtxReset_v2);
     return primary_goes(real, dev, true);
 }

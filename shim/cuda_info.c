@@ -7,8 +7,7 @@ struct answer {
 };
 
 /* Total is the limit, used is the container's, free is never more than the driver itself has. */
-static struct answer share(int dev, uint64_t free_real, uint64_t total_real)
-{
+static struct answer share(int dev, uint64_t free_real, uint64_t total_real) {
     gs_pools_settle(dev);
     uint64_t limit = gs_limit(dev), used = gs_used(dev);
     uint64_t total = limit < total_real ? limit : total_real;
@@ -16,8 +15,7 @@ static struct answer share(int dev, uint64_t free_real, uint64_t total_real)
     return (struct answer){left < free_real ? left : free_real, total};
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemGetInfo_v2(size_t *free, size_t *total)
-{
+GS_EXPORT CUresult CUDAAPI cuMemGetInfo_v2(size_t *free, size_t *total) {
     GS_NEED(real, cuMemGetInfo_v2);
     struct gs_here here;
     CUresult result = real(free, total);
@@ -29,14 +27,12 @@ GS_EXPORT CUresult CUDAAPI cuMemGetInfo_v2(size_t *free, size_t *total)
     return result;
 }
 
-static unsigned int clamp(uint64_t bytes)
-{
+static unsigned int clamp(uint64_t bytes) {
     return bytes > UINT32_MAX ? UINT32_MAX : (unsigned int)bytes;
 }
 
 /* The 32-bit form: answered from the 64-bit one, since a clamped total says nothing. */
-GS_EXPORT CUresult CUDAAPI cuMemGetInfo(unsigned int *free, unsigned int *total)
-{
+GS_EXPORT CUresult CUDAAPI cuMemGetInfo(unsigned int *free, unsigned int *total) {
     GS_NEED(real, cuMemGetInfo);
     struct gs_here here;
     size_t free_real, total_real;
@@ -54,8 +50,7 @@ GS_EXPORT CUresult CUDAAPI cuMemGetInfo(unsigned int *free, unsigned int *total)
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem_v2(size_t *bytes, CUdevice dev)
-{
+GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem_v2(size_t *bytes, CUdevice dev) {
     GS_NEED(real, cuDeviceTotalMem_v2);
     CUresult result = real(bytes, dev);
     if (result == CUDA_SUCCESS && bytes && gs_slot() && gs_limit(gs_dev_of(dev)) < *bytes)
@@ -63,8 +58,7 @@ GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem_v2(size_t *bytes, CUdevice dev)
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem(unsigned int *bytes, CUdevice dev)
-{
+GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem(unsigned int *bytes, CUdevice dev) {
     GS_NEED(real, cuDeviceTotalMem);
     CUresult result = real(bytes, dev);
     if (result == CUDA_SUCCESS && bytes && gs_slot() && gs_limit(gs_dev_of(dev)) < *bytes)

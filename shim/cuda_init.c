@@ -2,14 +2,12 @@
  * "unlimited" is a value in the file, never the absence of one. */
 #include "cuda_shim.h"
 
-static CUresult refuse(const char *reason)
-{
+static CUresult refuse(const char *reason) {
     gs_log("cuInit refused", reason);
     return CUDA_ERROR_NOT_PERMITTED;
 }
 
-static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags)
-{
+static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags) {
     const struct gs_view *view = gs_region();
     if (!view)
         return refuse(gs_region_refusal());
@@ -22,8 +20,7 @@ static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags)
     return CUDA_SUCCESS;
 }
 
-GS_EXPORT CUresult CUDAAPI cuInit(unsigned int flags)
-{
+GS_EXPORT CUresult CUDAAPI cuInit(unsigned int flags) {
     GS_NEED(real, cuInit);
     struct gs_self *self = gs_self();
     if (!self)

@@ -1,9 +1,9 @@
 /* Memory pools are charged what they reserve, not what is handed out from them.
  *
  * A pool's charge and a version share one word. After each call that can change a pool, the caller
- * reads the word, asks the driver how much the pool reserves, and swaps in {that, version + 1}; when
- * somebody else got in between, it asks again. So whoever settles last has asked last, without a lock.
- * The graph memory of a device is one more pool, which the driver keeps itself.
+ * reads the word, asks the driver how much the pool reserves, and swaps in {that, version + 1};
+ * when somebody else got in between, it asks again. So whoever settles last has asked last, without
+ * a lock. The graph memory of a device is one more pool, which the driver keeps itself.
  *
  * The table only grows by pools that exist at one time; walking it (before a refusal, in
  * cuMemGetInfo) holds lock_pool, as destroying a pool does: a destroyed handle is never asked. */
@@ -17,13 +17,11 @@ static struct gs_pool pools[GS_MAX_POOLS];
 static _Atomic uint32_t pools_high;
 _Atomic uint32_t gs_graph_trims;
 
-static uint64_t charged(uint64_t word)
-{
+static uint64_t charged(uint64_t word) {
     return word >> 24 << UNIT_SHIFT;
 }
 
-static bool reserved(const struct gs_pool *pool, uint64_t *bytes)
-{
+static bool reserved(const struct gs_pool *pool, uint64_t *bytes) {
     cuuint64_t value = 0;
     CUresult result;
     if (pool->graph) {
@@ -39,43 +37,38 @@ static bool reserved(const struct gs_pool *pool, uint64_t *bytes)
     return result == CUDA_SUCCESS;
 }
 
-static void apply(struct gs_pool *pool, uint64_t before, uint64_t after)
-{
+static void apply(struct gs_pool *pool, uint64_t before, uint64_t after) {
     if (after > before)
         gs_charge_anyway(pool->dev, after - before);
     else
         gs_release(pool->dev, before - after);
 }
 
-uint64_t gs_pool_settle(struct gs_pool *pool)
-{
+uint64_t gs_pool_settle(struct gs_pool *pool) {
     uint64_t word, bytes;
     do {
         word = atomic_load(&pool->word);
         if (atomic_load(&pool->state) != GS_POOL_OPEN || !reserved(pool, &bytes))
             return 0;
         bytes = gs_round_up(bytes, UINT64_C(1) << UNIT_SHIFT);
-    } while (!atomic_compare_exchange_strong(&pool->word, &word,
-                                             bytes >> UNIT_SHIFT << 24 | ((word + 1) & VERSION_MASK)));
+    } while (!atomic_compare_exchange_strong(
+        &pool->word, &word, bytes >> UNIT_SHIFT << 24 | ((word + 1) & VERSION_MASK)));
     apply(pool, charged(word), bytes);
     return bytes > charged(word) ? bytes - charged(word) : 0;
 }
 
-static void settle(struct gs_pool *pool)
-{
+static void settle(struct gs_pool *pool) {
     gs_pool_settle(pool);
 }
 
 /* The pool is no more, and neither is its memory. */
-static void close_pool(struct gs_pool *pool)
-{
+static void close_pool(struct gs_pool *pool) {
     uint64_t word = atomic_exchange(&pool->word, 0);
     apply(pool, charged(word), 0);
     atomic_store(&pool->state, GS_POOL_NONE);
 }
 
-static struct gs_pool *claim(void)
-{
+static struct gs_pool *claim(void) {
     for (uint32_t i = 0; i < GS_MAX_POOLS; i++) {
         uint32_t none = GS_POOL_NONE;
         if (!atomic_compare_exchange_strong(&pools[i].state, &none, GS_POOL_CLAIMED))
@@ -88,8 +81,7 @@ static struct gs_pool *claim(void)
     return NULL;
 }
 
-static struct gs_pool *learn(CUmemoryPool handle, CUdevice device, bool graph)
-{
+static struct gs_pool *learn(CUmemoryPool handle, CUdevice device, bool graph) {
     struct gs_pool *pool = claim();
     if (!pool)
         return NULL;
@@ -103,8 +95,7 @@ static struct gs_pool *learn(CUmemoryPool handle, CUdevice device, bool graph)
     return pool;
 }
 
-static struct gs_pool *find_or_learn(CUmemoryPool handle, CUdevice device, bool graph)
-{
+static struct gs_pool *find_or_learn(CUmemoryPool handle, CUdevice device, bool graph) {
     uint64_t key = graph ? (uint64_t)(uint32_t)device + 1 : (uint64_t)(uintptr_t)handle;
     struct gs_pool *pool = NULL;
     struct gs_entry entry;
@@ -121,29 +112,24 @@ static struct gs_pool *find_or_learn(CUmemoryPool handle, CUdevice device, bool 
     return pool;
 }
 
-struct gs_pool *gs_pool_of(CUmemoryPool handle, CUdevice device)
-{
+struct gs_pool *gs_pool_of(CUmemoryPool handle, CUdevice device) {
     return find_or_learn(handle, device, false);
 }
 
-struct gs_pool *gs_pool_known(CUmemoryPool handle)
-{
+struct gs_pool *gs_pool_known(CUmemoryPool handle) {
     struct gs_entry entry;
     return gs_map_get(&numbers, (uint64_t)(uintptr_t)handle, &entry) ? &pools[entry.extra] : NULL;
 }
 
-uint64_t gs_pool_number(const struct gs_pool *pool)
-{
+uint64_t gs_pool_number(const struct gs_pool *pool) {
     return (uint64_t)(pool - pools);
 }
 
-struct gs_pool *gs_pool_of_graphs(CUdevice device)
-{
+struct gs_pool *gs_pool_of_graphs(CUdevice device) {
     return find_or_learn(NULL, device, true);
 }
 
-struct gs_pool *gs_pool_of_stream(const struct gs_here *here)
-{
+struct gs_pool *gs_pool_of_stream(const struct gs_here *here) {
     __typeof__(&cuDeviceGetMemPool) get = GS_REAL(cuDeviceGetMemPool);
     CUmemoryPool handle;
     if (!get || get(&handle, here->device) != CUDA_SUCCESS)
@@ -151,8 +137,7 @@ struct gs_pool *gs_pool_of_stream(const struct gs_here *here)
     return gs_pool_of(handle, here->device);
 }
 
-static void each_of(int dev, void (*act)(struct gs_pool *pool))
-{
+static void each_of(int dev, void (*act)(struct gs_pool *pool)) {
     if (dev < 0 || atomic_load_explicit(&pools_high, memory_order_acquire) == 0)
         return;
     gs_lock(&gs_self()->lock_pool);
@@ -163,8 +148,7 @@ static void each_of(int dev, void (*act)(struct gs_pool *pool))
     gs_unlock(&gs_self()->lock_pool);
 }
 
-static void trim(struct gs_pool *pool)
-{
+static void trim(struct gs_pool *pool) {
     __typeof__(&cuMemPoolTrimTo) trim_to = GS_REAL(cuMemPoolTrimTo);
     __typeof__(&cuDeviceGraphMemTrim) trim_graphs = GS_REAL(cuDeviceGraphMemTrim);
     if (pool->graph && trim_graphs) {
@@ -176,19 +160,16 @@ static void trim(struct gs_pool *pool)
     gs_pool_settle(pool);
 }
 
-void gs_pools_settle(int dev)
-{
+void gs_pools_settle(int dev) {
     each_of(dev, settle);
 }
 
-void gs_pools_trim(int dev)
-{
+void gs_pools_trim(int dev) {
     each_of(dev, trim);
 }
 
 /* A destroyed pool lives on until its last allocation is freed; its charge stays until then. */
-void gs_pooled_freed(const struct gs_entry *entry)
-{
+void gs_pooled_freed(const struct gs_entry *entry) {
     struct gs_pool *pool = &pools[entry->extra];
     if (atomic_fetch_sub(&pool->live, 1) == 1 && atomic_load(&pool->state) == GS_POOL_GHOST) {
         uint32_t ghost = GS_POOL_GHOST;
@@ -199,18 +180,17 @@ void gs_pooled_freed(const struct gs_entry *entry)
     gs_pool_settle(pool);
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *props)
-{
+GS_EXPORT CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *props) {
     GS_NEED(real, cuMemPoolCreate);
     CUresult result = real(pool, props);
-    bool on_device = result == CUDA_SUCCESS && pool && props && props->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+    bool on_device = result == CUDA_SUCCESS && pool && props &&
+                     props->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
     if (on_device && gs_slot())
         gs_pool_of(*pool, props->location.id);
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool handle)
-{
+GS_EXPORT CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool handle) {
     GS_NEED(real, cuMemPoolDestroy);
     struct gs_entry entry;
     if (!gs_slot())
@@ -235,8 +215,7 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool handle)
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool pool, size_t keep)
-{
+GS_EXPORT CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
     GS_NEED(real, cuMemPoolTrimTo);
     CUresult result = real(pool, keep);
     struct gs_pool *known = gs_slot() && result == CUDA_SUCCESS ? gs_pool_known(pool) : NULL;
@@ -245,8 +224,8 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool pool, size_t keep)
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attr, void *value)
-{
+GS_EXPORT CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attr,
+                                                 void *value) {
     GS_NEED(real, cuMemPoolSetAttribute);
     CUresult result = real(pool, attr, value);
     struct gs_pool *known = gs_slot() && result == CUDA_SUCCESS ? gs_pool_known(pool) : NULL;
@@ -256,8 +235,7 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_at
 }
 
 /* The pools that a device's streams will use from now on: known before the first allocation. */
-GS_EXPORT CUresult CUDAAPI cuDeviceSetMemPool(CUdevice dev, CUmemoryPool pool)
-{
+GS_EXPORT CUresult CUDAAPI cuDeviceSetMemPool(CUdevice dev, CUmemoryPool pool) {
     GS_NEED(real, cuDeviceSetMemPool);
     CUresult result = real(dev, pool);
     if (gs_slot() && result == CUDA_SUCCESS)
@@ -265,11 +243,12 @@ GS_EXPORT CUresult CUDAAPI cuDeviceSetMemPool(CUdevice dev, CUmemoryPool pool)
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemSetMemPool(CUmemLocation *location, CUmemAllocationType type, CUmemoryPool pool)
-{
+GS_EXPORT CUresult CUDAAPI cuMemSetMemPool(CUmemLocation *location, CUmemAllocationType type,
+                                           CUmemoryPool pool) {
     GS_NEED(real, cuMemSetMemPool);
     CUresult result = real(location, type, pool);
-    if (gs_slot() && result == CUDA_SUCCESS && location && location->type == CU_MEM_LOCATION_TYPE_DEVICE)
+    if (gs_slot() && result == CUDA_SUCCESS && location &&
+        location->type == CU_MEM_LOCATION_TYPE_DEVICE)
         gs_pool_of(pool, location->id);
     return result;
 }

@@ -14,9 +14,9 @@
 #define GS_MAX_ORDINALS 64
 
 /* `real` = the driver's own function; without one the wrapper ends here. */
-#define GS_NEED(real, fn)                                                                                    \
-    __typeof__(&fn) real = GS_REAL(fn);                                                                      \
-    if (!real)                                                                                               \
+#define GS_NEED(real, fn) \
+    __typeof__(&fn) real = GS_REAL(fn); \
+    if (!real) \
     return CUDA_ERROR_NOT_SUPPORTED
 
 /* ---- cuda_context.c: which device, which context ------------------------------------------ */
@@ -35,6 +35,17 @@ void gs_devices_learn(void);
 /* The device that a stream works on. */
 bool gs_here_of_stream(CUstream stream, struct gs_here *here);
 
+struct gs_charge;
+/* Around the making of a context: its overhead is reserved, then kept with it. */
+CUresult gs_context_begin(struct gs_charge *charge, CUdevice device);
+CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcontext *context,
+                         CUdevice device);
+/* A context's charge changed (it was reserved or released by the caller). */
+void gs_context_grow(CUcontext context, int64_t bytes);
+/* Around `call`, which makes something that keeps the device's primary context alive. */
+CUresult gs_primary_used(CUdevice device, CUresult (*call)(void *arg), void *arg);
+void gs_primary_unused(CUdevice device);
+
 /* ---- cuda_charge.c: from the call to the free --------------------------------------------- */
 
 struct gs_charge {
@@ -49,15 +60,18 @@ CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes);
 /* The same on a named device, bound to no context. */
 CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes);
 void gs_charge_abort(struct gs_charge *charge);
-/* The driver gave [address, +bytes). CUDA_ERROR_OUT_OF_MEMORY: it took more than there is; free it. */
+/* The driver gave [address, +bytes). CUDA_ERROR_OUT_OF_MEMORY: it took more than there is; free it.
+ */
 CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t bytes);
 /* The driver gave an object that takes `bytes`, at most what was reserved. */
-void gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle, uint64_t bytes);
+void gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle,
+                      uint64_t bytes);
 /* Give up the charge of an entry that was taken out of its map. */
 void gs_uncharge(uint64_t key, const struct gs_entry *entry);
 
 extern struct gs_map gs_memory;  /* addresses */
-extern struct gs_map gs_objects; /* arrays, mipmapped arrays, modules, libraries */
+extern struct gs_map gs_objects; /* arrays, mipmapped arrays, modules */
+extern struct gs_map gs_loaded;  /* libraries, once for each context in which they were used */
 
 /* Entries of a context that is about to go: out of the maps, then gone or put back. */
 struct gs_dropped;
@@ -66,16 +80,16 @@ void gs_drop_end(struct gs_dropped *dropped, bool gone);
 
 /* Take out, call, uncharge or put back: the driver may give the address to another thread before
  * its free returns, so the entry must be out by then. */
-#define GS_FREE(map, key, call)                                                                              \
-    ({                                                                                                       \
-        struct gs_entry entry_;                                                                              \
-        bool known_ = gs_map_take(&(map), (uint64_t)(key), &entry_);                                         \
-        CUresult result_ = (call);                                                                           \
-        if (known_ && result_ == CUDA_SUCCESS)                                                               \
-            gs_uncharge((uint64_t)(key), &entry_);                                                           \
-        else if (known_)                                                                                     \
-            gs_map_put(&(map), (uint64_t)(key), &entry_);                                                    \
-        result_;                                                                                             \
+#define GS_FREE(map, key, call) \
+    ({ \
+        struct gs_entry entry_; \
+        bool known_ = gs_map_take(&(map), (uint64_t)(key), &entry_); \
+        CUresult result_ = (call); \
+        if (known_ && result_ == CUDA_SUCCESS) \
+            gs_uncharge((uint64_t)(key), &entry_); \
+        else if (known_) \
+            gs_map_put(&(map), (uint64_t)(key), &entry_); \
+        result_; \
     })
 
 /* ---- cuda_pool.c --------------------------------------------------------------------------- */

@@ -1,6 +1,6 @@
 /* Virtual memory management: physical memory lives until every reference AND every mapping of it is
- * gone, so a record counts both. Rare calls with a lot to look up: bookkeeping under one lock, which is
- * never held while the driver is called. */
+ * gone, so a record counts both. Rare calls with a lot to look up: bookkeeping under one lock,
+ * which is never held while the driver is called. */
 #include <stdlib.h>
 
 #include "cuda_shim.h"
@@ -12,7 +12,8 @@ struct physical {
     uint32_t refs; /* handles only: 0 = the driver may give its number to another */
 };
 
-/* A mapping, a sparse tile or a multicast binding: a use of memory that has no handle of its own. */
+/* A mapping, a sparse tile or a multicast binding: a use of memory that has no handle of its own.
+ */
 struct use {
     uint64_t space; /* 0 = addresses; else a sparse array or multicast object */
     uint64_t from, bytes;
@@ -24,38 +25,33 @@ struct use {
 static struct gs_map handles; /* handle -> extra = struct physical */
 static struct use *uses[BUCKETS];
 
-static void lock(void)
-{
+static void lock(void) {
     gs_lock(&gs_self()->lock_vmm);
 }
 
-static void unlock(void)
-{
+static void unlock(void) {
     gs_unlock(&gs_self()->lock_vmm);
 }
 
-static struct physical *of_handle(CUmemGenericAllocationHandle handle)
-{
+static struct physical *of_handle(CUmemGenericAllocationHandle handle) {
     struct gs_entry entry;
     return gs_map_get(&handles, handle, &entry) ? (struct physical *)(uintptr_t)entry.extra : NULL;
 }
 
-static void put_use(struct physical *memory)
-{
+static void put_use(struct physical *memory) {
     if (--memory->uses)
         return;
     gs_release(memory->dev, memory->bytes);
     free(memory);
 }
 
-static struct use **bucket(uint64_t space, uint64_t from)
-{
+static struct use **bucket(uint64_t space, uint64_t from) {
     return &uses[((from >> GS_BLOCK_SHIFT) ^ (space >> 4)) % BUCKETS];
 }
 
 /* Before the driver is called, so that the memory cannot lose its record in between. */
-static struct use *use_begin(CUmemGenericAllocationHandle handle, uint64_t space, uint64_t from, uint64_t bytes)
-{
+static struct use *use_begin(CUmemGenericAllocationHandle handle, uint64_t space, uint64_t from,
+                             uint64_t bytes) {
     struct use *use = gs_slot() ? calloc(1, sizeof(*use)) : NULL;
     if (!use)
         return NULL;
@@ -72,8 +68,7 @@ static struct use *use_begin(CUmemGenericAllocationHandle handle, uint64_t space
     return use;
 }
 
-static CUresult use_end(struct use *use, CUresult result)
-{
+static CUresult use_end(struct use *use, CUresult result) {
     if (!use)
         return result;
     lock();
@@ -90,8 +85,7 @@ static CUresult use_end(struct use *use, CUresult result)
 }
 
 /* Take the use that starts at `from` out; the caller holds the lock. */
-static struct use *take_use(uint64_t space, uint64_t from)
-{
+static struct use *take_use(uint64_t space, uint64_t from) {
     for (struct use **at = bucket(space, from); *at; at = &(*at)->next)
         if ((*at)->space == space && (*at)->from == from) {
             struct use *use = *at;
@@ -101,10 +95,9 @@ static struct use *take_use(uint64_t space, uint64_t from)
     return NULL;
 }
 
-/* All uses in a range, chained: one as a rule, else whatever lies in it (whole mappings only, as the
- * driver wants it). */
-static struct use *take_range(uint64_t space, uint64_t from, uint64_t bytes)
-{
+/* All uses in a range, chained: one as a rule, else whatever lies in it (whole mappings only, as
+ * the driver wants it). */
+static struct use *take_range(uint64_t space, uint64_t from, uint64_t bytes) {
     if (!gs_slot())
         return NULL;
     lock();
@@ -126,8 +119,7 @@ static struct use *take_range(uint64_t space, uint64_t from, uint64_t bytes)
     return list;
 }
 
-static CUresult range_gone(struct use *list, CUresult result)
-{
+static CUresult range_gone(struct use *list, CUresult result) {
     if (!list)
         return result;
     lock();
@@ -146,8 +138,8 @@ static CUresult range_gone(struct use *list, CUresult result)
     return result;
 }
 
-static CUresult created(struct gs_charge *charge, CUresult result, const CUmemGenericAllocationHandle *handle)
-{
+static CUresult created(struct gs_charge *charge, CUresult result,
+                        const CUmemGenericAllocationHandle *handle) {
     struct physical *memory = result == CUDA_SUCCESS && handle ? malloc(sizeof(*memory)) : NULL;
     if (!memory) {
         if (result != CUDA_SUCCESS)
@@ -164,8 +156,7 @@ static CUresult created(struct gs_charge *charge, CUresult result, const CUmemGe
 
 /* On the device that it names; memory on the host costs the device nothing. */
 GS_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,
-                                       const CUmemAllocationProp *prop, unsigned long long flags)
-{
+                                       const CUmemAllocationProp *prop, unsigned long long flags) {
     GS_NEED(real, cuMemCreate);
     struct gs_charge charge;
     if (!gs_slot())
@@ -178,8 +169,7 @@ GS_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, siz
     return created(&charge, real(handle, size, prop, flags), handle);
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle)
-{
+GS_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
     GS_NEED(real, cuMemRelease);
     struct gs_entry entry;
     if (!gs_slot())
@@ -202,9 +192,10 @@ GS_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle)
     return result;
 }
 
-/* The driver gives back the handle that was mapped, also when every reference to it was released. */
-GS_EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *addr)
-{
+/* The driver gives back the handle that was mapped, also when every reference to it was released.
+ */
+GS_EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle,
+                                                       void *addr) {
     GS_NEED(real, cuMemRetainAllocationHandle);
     CUresult result = real(handle, addr);
     uint64_t at = (uint64_t)(uintptr_t)addr;
@@ -228,46 +219,44 @@ GS_EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHan
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
-                                    CUmemGenericAllocationHandle handle, unsigned long long flags)
-{
+                                    CUmemGenericAllocationHandle handle, unsigned long long flags) {
     GS_NEED(real, cuMemMap);
     struct use *use = use_begin(handle, 0, ptr, size);
     return use_end(use, real(ptr, size, offset, handle, flags));
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size)
-{
+GS_EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size) {
     GS_NEED(real, cuMemUnmap);
     struct use *list = take_range(0, ptr, size);
     return range_gone(list, real(ptr, size));
 }
 
-/* ---- sparse arrays and multicast objects: other places that hold memory ----------------------- */
+/* ---- sparse arrays and multicast objects: other places that hold memory -----------------------
+ */
 
-static uint64_t tile_space(const CUarrayMapInfo *info)
-{
+static uint64_t tile_space(const CUarrayMapInfo *info) {
     return (uint64_t)(uintptr_t)info->resource.array;
 }
 
-static uint64_t tile(const CUarrayMapInfo *info)
-{
+static uint64_t tile(const CUarrayMapInfo *info) {
     uint64_t sparse = info->subresourceType == CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_SPARSE_LEVEL;
     uint64_t where = sparse ? info->subresource.sparseLevel.offsetX * UINT64_C(31) +
                                   info->subresource.sparseLevel.offsetY * UINT64_C(1009) +
                                   info->subresource.sparseLevel.offsetZ * UINT64_C(65537) +
                                   ((uint64_t)info->subresource.sparseLevel.level << 40) +
                                   ((uint64_t)info->subresource.sparseLevel.layer << 48)
-                            : info->subresource.miptail.offset + ((uint64_t)info->subresource.miptail.layer << 48);
+                            : info->subresource.miptail.offset +
+                                  ((uint64_t)info->subresource.miptail.layer << 48);
     return where << 1 | sparse;
 }
 
-static CUresult map_array(__typeof__(&cuMemMapArrayAsync) real, CUarrayMapInfo *info, unsigned int count,
-                          CUstream stream)
-{
+static CUresult map_array(__typeof__(&cuMemMapArrayAsync) real, CUarrayMapInfo *info,
+                          unsigned int count, CUstream stream) {
     struct use **use = info && count && gs_slot() ? calloc(count, sizeof(struct use *)) : NULL;
     for (unsigned i = 0; use && i < count; i++)
         if (info[i].memOperationType == CU_MEM_OPERATION_TYPE_MAP)
-            use[i] = use_begin(info[i].memHandle.memHandle, tile_space(&info[i]), tile(&info[i]), 1);
+            use[i] =
+                use_begin(info[i].memHandle.memHandle, tile_space(&info[i]), tile(&info[i]), 1);
     CUresult result = real(info, count, stream);
     for (unsigned i = 0; use && i < count; i++) {
         if (result == CUDA_SUCCESS) /* a new mapping of a tile replaces the old one */
@@ -278,36 +267,36 @@ static CUresult map_array(__typeof__(&cuMemMapArrayAsync) real, CUarrayMapInfo *
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemMapArrayAsync(CUarrayMapInfo *info, unsigned int count, CUstream hStream)
-{
+GS_EXPORT CUresult CUDAAPI cuMemMapArrayAsync(CUarrayMapInfo *info, unsigned int count,
+                                              CUstream hStream) {
     GS_NEED(real, cuMemMapArrayAsync);
     return map_array(real, info, count, hStream);
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemMapArrayAsync_ptsz(CUarrayMapInfo *info, unsigned int count, CUstream hStream)
-{
+GS_EXPORT CUresult CUDAAPI cuMemMapArrayAsync_ptsz(CUarrayMapInfo *info, unsigned int count,
+                                                   CUstream hStream) {
     GS_NEED(real, cuMemMapArrayAsync_ptsz);
     return map_array(real, info, count, hStream);
 }
 
 GS_EXPORT CUresult CUDAAPI cuMulticastBindMem(CUmemGenericAllocationHandle mc, size_t mcOffset,
-                                              CUmemGenericAllocationHandle mem, size_t memOffset, size_t size,
-                                              unsigned long long flags)
-{
+                                              CUmemGenericAllocationHandle mem, size_t memOffset,
+                                              size_t size, unsigned long long flags) {
     GS_NEED(real, cuMulticastBindMem);
     struct use *use = use_begin(mem, mc, mcOffset, size);
     return use_end(use, real(mc, mcOffset, mem, memOffset, size, flags));
 }
 
 /* Memory that is named by its address is mapped there, and stays charged by that mapping. */
-GS_EXPORT CUresult CUDAAPI cuMulticastBindAddr(CUmemGenericAllocationHandle mc, size_t mcOffset, CUdeviceptr ptr,
-                                               size_t size, unsigned long long flags)
-{
+GS_EXPORT CUresult CUDAAPI cuMulticastBindAddr(CUmemGenericAllocationHandle mc, size_t mcOffset,
+                                               CUdeviceptr ptr, size_t size,
+                                               unsigned long long flags) {
     GS_NEED(real, cuMulticastBindAddr);
     __typeof__(&cuMemRetainAllocationHandle) retain = GS_REAL(cuMemRetainAllocationHandle);
     __typeof__(&cuMemRelease) release = GS_REAL(cuMemRelease);
     CUmemGenericAllocationHandle mem = 0;
-    bool named = gs_slot() && retain && release && retain(&mem, (void *)(uintptr_t)ptr) == CUDA_SUCCESS;
+    bool named =
+        gs_slot() && retain && release && retain(&mem, (void *)(uintptr_t)ptr) == CUDA_SUCCESS;
     struct use *use = named ? use_begin(mem, mc, mcOffset, size) : NULL;
     CUresult result = use_end(use, real(mc, mcOffset, ptr, size, flags));
     if (named)
@@ -315,9 +304,8 @@ GS_EXPORT CUresult CUDAAPI cuMulticastBindAddr(CUmemGenericAllocationHandle mc, 
     return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuMulticastUnbind(CUmemGenericAllocationHandle mc, CUdevice dev, size_t mcOffset,
-                                             size_t size)
-{
+GS_EXPORT CUresult CUDAAPI cuMulticastUnbind(CUmemGenericAllocationHandle mc, CUdevice dev,
+                                             size_t mcOffset, size_t size) {
     GS_NEED(real, cuMulticastUnbind);
     struct use *list = take_range(mc, mcOffset, size);
     return range_gone(list, real(mc, dev, mcOffset, size));

@@ -71,8 +71,7 @@ void gs_unlock(_Atomic uint32_t *word);
 extern _Atomic(struct gs_self *) gs_self_page;
 
 /* This process's slot; NULL before cuInit and in a forked child. */
-static inline struct gs_slot *gs_slot(void)
-{
+static inline struct gs_slot *gs_slot(void) {
     struct gs_self *self = atomic_load_explicit(&gs_self_page, memory_order_acquire);
     return self ? atomic_load_explicit(&self->slot, memory_order_acquire) : NULL;
 }
@@ -95,8 +94,7 @@ void gs_warn(uint32_t warning);
 /* Call `each` for every live process that has charges on `dev`; returns how many there were. */
 unsigned gs_processes(int dev, void (*each)(uint32_t pid, uint64_t bytes, void *arg), void *arg);
 
-static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit)
-{
+static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
     return bytes >= GS_NO_BYTES ? GS_NO_BYTES : (bytes + unit - 1) / unit * unit;
 }
 
@@ -122,12 +120,14 @@ struct gs_map {
     _Atomic(struct gs_map_segment *) segment[12];
 };
 
-/* Keys are never 0 nor >= UINT64_MAX - 1. put: false without memory. take: exactly one taker wins. */
+/* Keys are never 0 nor >= UINT64_MAX - 1. put: false without memory. take: exactly one taker wins.
+ */
 bool gs_map_put(struct gs_map *map, uint64_t key, const struct gs_entry *entry);
 bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out);
 bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out);
 /* Take every entry for which `want` is true, one by one; `taken` is called for each. */
-void gs_map_take_all(struct gs_map *map, bool (*want)(uint64_t key, const struct gs_entry *e, void *arg),
+void gs_map_take_all(struct gs_map *map,
+                     bool (*want)(uint64_t key, const struct gs_entry *e, void *arg),
                      void (*taken)(uint64_t key, const struct gs_entry *e, void *arg), void *arg);
 
 /* ---- blocks.c ------------------------------------------------------------------------- */

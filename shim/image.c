@@ -1,9 +1,9 @@
-/* Sizes read out of program images: enough of ELF, of NVIDIA's fat binaries and of PTX to know how much
- * memory a module takes, so that `__device__ char x[8 << 30]` is charged like any other 8 GiB.
+/* Sizes read out of program images: enough of ELF, of NVIDIA's fat binaries and of PTX to know how
+ * much memory a module takes, so that `__device__ char x[8 << 30]` is charged like any other 8 GiB.
  *
- * A fat binary holds the same program for several GPUs: the largest of them counts. What is compressed
- * in it cannot be read here: its uncompressed size counts as code (`cuda_module.c` compares with what
- * the driver says afterwards). */
+ * A fat binary holds the same program for several GPUs: the largest of them counts. What is
+ * compressed in it cannot be read here: its uncompressed size counts as code (`cuda_module.c`
+ * compares with what the driver says afterwards). */
 #include "image.h"
 
 #include <elf.h>
@@ -39,20 +39,17 @@ struct fatbin_entry {
 };
 #define FATBIN_COMPRESSED 0xa000u /* flags: LZ4 0x2000, zstd 0x8000 */
 
-static uint64_t plus(uint64_t a, uint64_t b)
-{
+static uint64_t plus(uint64_t a, uint64_t b) {
     return a + b < a ? UINT64_MAX : a + b;
 }
 
-static uint64_t times(uint64_t a, uint64_t b)
-{
+static uint64_t times(uint64_t a, uint64_t b) {
     uint64_t c;
     return __builtin_mul_overflow(a, b, &c) ? UINT64_MAX : c;
 }
 
 /* Every section that is in memory: code, initialised data, .nv.global (NOBITS), constants. */
-static uint64_t elf_bytes(const unsigned char *image, size_t size)
-{
+static uint64_t elf_bytes(const unsigned char *image, size_t size) {
     Elf64_Ehdr head;
     uint64_t total = 0;
     if (size < sizeof(head))
@@ -72,8 +69,7 @@ static uint64_t elf_bytes(const unsigned char *image, size_t size)
 }
 
 /* "SIMMOD globals=<bytes> code=<bytes>\n": the simulated driver's modules. */
-static uint64_t simulated_bytes(const char *text)
-{
+static uint64_t simulated_bytes(const char *text) {
     const char *globals = strstr(text, "globals="), *code = strstr(text, "code=");
     const char *end = strchr(text, '\n');
     if (!globals || !code || !end || globals > end || code > end)
@@ -81,14 +77,13 @@ static uint64_t simulated_bytes(const char *text)
     return plus(strtoull(globals + 8, NULL, 10), strtoull(code + 5, NULL, 10));
 }
 
-static unsigned ptx_type_bytes(const char *t)
-{
+static unsigned ptx_type_bytes(const char *t) {
     static const struct {
         const char name[5];
         unsigned bytes;
-    } types[] = {{"b8", 1},  {"u8", 1},  {"s8", 1},  {"b16", 2}, {"u16", 2}, {"s16", 2},  {"f16", 2},
-                 {"b32", 4}, {"u32", 4}, {"s32", 4}, {"f32", 4}, {"b64", 8}, {"u64", 8},  {"s64", 8},
-                 {"f64", 8}, {"b12", 16}};
+    } types[] = {{"b8", 1},  {"u8", 1},  {"s8", 1},  {"b16", 2}, {"u16", 2}, {"s16", 2},
+                 {"f16", 2}, {"b32", 4}, {"u32", 4}, {"s32", 4}, {"f32", 4}, {"b64", 8},
+                 {"u64", 8}, {"s64", 8}, {"f64", 8}, {"b12", 16}};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (strncmp(t, types[i].name, strlen(types[i].name)) == 0)
             return types[i].bytes;
@@ -96,8 +91,7 @@ static unsigned ptx_type_bytes(const char *t)
 }
 
 /* One declaration, up to ';' or '=': its type, and the product of its dimensions. */
-static uint64_t ptx_declared(const char *at, const char *end)
-{
+static uint64_t ptx_declared(const char *at, const char *end) {
     uint64_t bytes = 0, n = 1;
     for (; at < end && *at != ';' && *at != '=' && *at != '{' && *at != '('; at++) {
         if (*at == '.' && !bytes)
@@ -109,8 +103,7 @@ static uint64_t ptx_declared(const char *at, const char *end)
 }
 
 /* Code is estimated: a line of PTX is about one instruction of 16 bytes. */
-static uint64_t ptx_bytes(const char *text, size_t size)
-{
+static uint64_t ptx_bytes(const char *text, size_t size) {
     const char *end = text + size;
     uint64_t globals = 0, lines = 0;
     for (const char *at = text; at < end; at++) {
@@ -124,18 +117,18 @@ static uint64_t ptx_bytes(const char *text, size_t size)
     return plus(globals, lines * 16);
 }
 
-static uint64_t fatbin_entry_bytes(const unsigned char *at, const struct fatbin_entry *entry)
-{
+static uint64_t fatbin_entry_bytes(const unsigned char *at, const struct fatbin_entry *entry) {
     const unsigned char *data = at + entry->header_size;
     if (entry->flags & FATBIN_COMPRESSED)
         return entry->uncompressed_size;
     if (entry->kind == 2)
         return elf_bytes(data, entry->size);
-    return entry->kind == 1 ? ptx_bytes((const char *)data, strnlen((const char *)data, entry->size)) : 0;
+    return entry->kind == 1
+               ? ptx_bytes((const char *)data, strnlen((const char *)data, entry->size))
+               : 0;
 }
 
-static uint64_t fatbin_bytes(const unsigned char *image, size_t size)
-{
+static uint64_t fatbin_bytes(const unsigned char *image, size_t size) {
     struct fatbin_header head;
     uint64_t most = 0;
     if (size < sizeof(head))
@@ -157,8 +150,7 @@ static uint64_t fatbin_bytes(const unsigned char *image, size_t size)
     return most;
 }
 
-uint64_t gs_image_bytes(const void *image, size_t size)
-{
+uint64_t gs_image_bytes(const void *image, size_t size) {
     uint32_t magic;
     if (!image || size < sizeof(magic))
         return 0;
@@ -178,8 +170,7 @@ uint64_t gs_image_bytes(const void *image, size_t size)
 }
 
 /* A copy with a NUL behind it: text in a file need not end. */
-uint64_t gs_image_file_bytes(const char *path)
-{
+uint64_t gs_image_file_bytes(const char *path) {
     uint64_t bytes = 0;
     struct stat st;
     int fd = path ? open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK) : -1;

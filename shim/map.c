@@ -26,20 +26,18 @@ struct gs_map_segment {
 
 #define SEGMENTS (sizeof(((struct gs_map *)0)->segment) / sizeof(void *))
 
-static size_t segment_bytes(unsigned i)
-{
-    return sizeof(struct gs_map_segment) + sizeof(struct cell) * ((size_t)1 << (FIRST_CELLS_LOG2 + i));
+static size_t segment_bytes(unsigned i) {
+    return sizeof(struct gs_map_segment) +
+           sizeof(struct cell) * ((size_t)1 << (FIRST_CELLS_LOG2 + i));
 }
 
-static uint64_t home(uint64_t key)
-{
+static uint64_t home(uint64_t key) {
     key ^= key >> 32;
     key *= UINT64_C(0x9e3779b97f4a7c15);
     return key >> 24;
 }
 
-static struct gs_map_segment *grown(struct gs_map *map, unsigned i)
-{
+static struct gs_map_segment *grown(struct gs_map *map, unsigned i) {
     struct gs_map_segment *segment = mmap(NULL, segment_bytes(i), PROT_READ | PROT_WRITE,
                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (segment == MAP_FAILED)
@@ -52,8 +50,7 @@ static struct gs_map_segment *grown(struct gs_map *map, unsigned i)
     return none;
 }
 
-static bool put_in(struct gs_map_segment *segment, uint64_t key, const struct gs_entry *entry)
-{
+static bool put_in(struct gs_map_segment *segment, uint64_t key, const struct gs_entry *entry) {
     uint64_t at = home(key);
     for (unsigned i = 0; i < PROBES; i++) {
         struct cell *cell = &segment->cell[(at + i) & segment->mask];
@@ -70,10 +67,10 @@ static bool put_in(struct gs_map_segment *segment, uint64_t key, const struct gs
     return false;
 }
 
-bool gs_map_put(struct gs_map *map, uint64_t key, const struct gs_entry *entry)
-{
+bool gs_map_put(struct gs_map *map, uint64_t key, const struct gs_entry *entry) {
     for (unsigned i = 0; i < SEGMENTS; i++) {
-        struct gs_map_segment *segment = atomic_load_explicit(&map->segment[i], memory_order_acquire);
+        struct gs_map_segment *segment =
+            atomic_load_explicit(&map->segment[i], memory_order_acquire);
         if (!segment && !(segment = grown(map, i)))
             return false;
         if (put_in(segment, key, entry))
@@ -83,13 +80,13 @@ bool gs_map_put(struct gs_map *map, uint64_t key, const struct gs_entry *entry)
 }
 
 /* The cell that holds `key`, or NULL. */
-static struct cell *find(const struct gs_map *map, uint64_t key)
-{
+static struct cell *find(const struct gs_map *map, uint64_t key) {
     uint64_t at = home(key);
     if (key == EMPTY || key >= BUSY)
         return NULL;
     for (unsigned s = 0; s < SEGMENTS; s++) {
-        struct gs_map_segment *segment = atomic_load_explicit(&map->segment[s], memory_order_acquire);
+        struct gs_map_segment *segment =
+            atomic_load_explicit(&map->segment[s], memory_order_acquire);
         if (!segment)
             return NULL;
         for (unsigned i = 0; i < PROBES; i++) {
@@ -104,8 +101,7 @@ static struct cell *find(const struct gs_map *map, uint64_t key)
     return NULL;
 }
 
-static bool take_cell(struct cell *cell, uint64_t key, struct gs_entry *out)
-{
+static bool take_cell(struct cell *cell, uint64_t key, struct gs_entry *out) {
     if (!atomic_compare_exchange_strong_explicit(&cell->key, &key, BUSY, memory_order_acquire,
                                                  memory_order_relaxed))
         return false;
@@ -114,8 +110,7 @@ static bool take_cell(struct cell *cell, uint64_t key, struct gs_entry *out)
     return true;
 }
 
-bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out)
-{
+bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out) {
     struct cell *cell;
     while ((cell = find(map, key)))
         if (take_cell(cell, key, out))
@@ -124,12 +119,12 @@ bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out)
 }
 
 /* The copy is good when the key is the same before and after: a cell is rewritten only as BUSY. */
-bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out)
-{
+bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out) {
     struct cell *cell;
     while ((cell = find(map, key))) {
         for (size_t i = 0; i < sizeof(*out) / sizeof(uint64_t); i++)
-            ((uint64_t *)out)[i] = __atomic_load_n((const uint64_t *)&cell->entry + i, __ATOMIC_RELAXED);
+            ((uint64_t *)out)[i] =
+                __atomic_load_n((const uint64_t *)&cell->entry + i, __ATOMIC_RELAXED);
         atomic_thread_fence(memory_order_acquire);
         if (atomic_load_explicit(&cell->key, memory_order_relaxed) == key)
             return true;
@@ -137,11 +132,12 @@ bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out)
     return false;
 }
 
-void gs_map_take_all(struct gs_map *map, bool (*want)(uint64_t key, const struct gs_entry *e, void *arg),
-                     void (*taken)(uint64_t key, const struct gs_entry *e, void *arg), void *arg)
-{
+void gs_map_take_all(struct gs_map *map,
+                     bool (*want)(uint64_t key, const struct gs_entry *e, void *arg),
+                     void (*taken)(uint64_t key, const struct gs_entry *e, void *arg), void *arg) {
     for (unsigned s = 0; s < SEGMENTS; s++) {
-        struct gs_map_segment *segment = atomic_load_explicit(&map->segment[s], memory_order_acquire);
+        struct gs_map_segment *segment =
+            atomic_load_explicit(&map->segment[s], memory_order_acquire);
         for (uint64_t i = 0; segment && i <= segment->mask; i++) {
             struct cell *cell = &segment->cell[i];
             uint64_t key = atomic_load_explicit(&cell->key, memory_order_acquire);

@@ -1,4 +1,5 @@
-/* Pools, shared by cuda_pool.c (their charge), cuda_async.c (their allocations) and cuda_graph.c. */
+/* Pools, shared by cuda_pool.c (their charge), cuda_async.c (their allocations) and cuda_graph.c.
+ */
 #ifndef GPUSHARE_POOL_H
 #define GPUSHARE_POOL_H
 

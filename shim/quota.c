@@ -6,8 +6,7 @@
 
 #define ATTEMPTS 6
 
-uint64_t gs_limit(int dev)
-{
+uint64_t gs_limit(int dev) {
     const struct gs_view *view = gs_region();
     if (!view || dev < 0 || (uint32_t)dev >= view->limits->n_devices)
         return 0;
@@ -15,20 +14,17 @@ uint64_t gs_limit(int dev)
 }
 
 /* Alive: its parked thread is, and it has finished claiming (see gpushare_abi.h). */
-static bool alive(const struct gs_slot *slot)
-{
+static bool alive(const struct gs_slot *slot) {
     uint32_t tid = __atomic_load_n(&slot->owner, __ATOMIC_SEQ_CST) & GS_TID_MASK;
     return tid != 0 && __atomic_load_n(&slot->live, __ATOMIC_SEQ_CST) == tid;
 }
 
-static uint32_t slots_high(const struct gs_usage *usage)
-{
+static uint32_t slots_high(const struct gs_usage *usage) {
     uint32_t high = __atomic_load_n(&usage->slots_high, __ATOMIC_SEQ_CST);
     return high < GS_MAX_SLOTS ? high : GS_MAX_SLOTS; /* any process of the tenant can write it */
 }
 
-static uint64_t sum(const struct gs_usage *usage, int dev, bool living_only)
-{
+static uint64_t sum(const struct gs_usage *usage, int dev, bool living_only) {
     uint64_t total = 0;
     uint32_t high = slots_high(usage);
     for (uint32_t i = 0; i < high; i++) {
@@ -42,27 +38,23 @@ static uint64_t sum(const struct gs_usage *usage, int dev, bool living_only)
     return total;
 }
 
-uint64_t gs_used(int dev)
-{
+uint64_t gs_used(int dev) {
     const struct gs_view *view = gs_region();
     return view && dev >= 0 && (unsigned)dev < GS_MAX_DEVICES ? sum(view->usage, dev, true) : 0;
 }
 
 /* The dead are looked at only when it matters: the first sum takes every slot as it is. */
-static bool within(const struct gs_usage *usage, int dev, uint64_t limit)
-{
+static bool within(const struct gs_usage *usage, int dev, uint64_t limit) {
     return sum(usage, dev, false) <= limit || sum(usage, dev, true) <= limit;
 }
 
-bool gs_over(int dev)
-{
+bool gs_over(int dev) {
     const struct gs_view *view = gs_region();
     return view && !(dev >= 0 && within(view->usage, dev, gs_limit(dev)));
 }
 
 /* Two that reserve at once can refuse each other; slots differ, so they part after a few rounds. */
-static void back_off(const struct gs_usage *usage, const struct gs_slot *slot, unsigned attempt)
-{
+static void back_off(const struct gs_usage *usage, const struct gs_slot *slot, unsigned attempt) {
     unsigned spins = (32u << attempt) + (unsigned)(slot - usage->slot) % 8u * (16u << attempt);
     for (volatile unsigned i = 0; i < spins; i++)
 #if defined(__x86_64__)
@@ -71,8 +63,7 @@ static void back_off(const struct gs_usage *usage, const struct gs_slot *slot, u
     ;
 }
 
-bool gs_reserve(int dev, uint64_t bytes)
-{
+bool gs_reserve(int dev, uint64_t bytes) {
     struct gs_slot *slot = gs_slot();
     const struct gs_view *view = gs_region();
     uint64_t limit = gs_limit(dev);
@@ -91,36 +82,31 @@ bool gs_reserve(int dev, uint64_t bytes)
     return false;
 }
 
-void gs_charge_anyway(int dev, uint64_t bytes)
-{
+void gs_charge_anyway(int dev, uint64_t bytes) {
     struct gs_slot *slot = gs_slot();
     if (slot && dev >= 0)
         __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
 }
 
-void gs_release(int dev, uint64_t bytes)
-{
+void gs_release(int dev, uint64_t bytes) {
     struct gs_slot *slot = gs_slot();
     if (slot && dev >= 0 && bytes)
         __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
 }
 
-void gs_count_refusal(int dev)
-{
+void gs_count_refusal(int dev) {
     const struct gs_view *view = gs_region();
     if (view && dev >= 0)
         __atomic_fetch_add(&view->usage->refused[dev], 1, __ATOMIC_RELAXED);
 }
 
-void gs_warn(uint32_t warning)
-{
+void gs_warn(uint32_t warning) {
     const struct gs_view *view = gs_region();
     if (view)
         __atomic_fetch_or(&view->usage->warnings, warning, __ATOMIC_RELAXED);
 }
 
-unsigned gs_processes(int dev, void (*each)(uint32_t pid, uint64_t bytes, void *arg), void *arg)
-{
+unsigned gs_processes(int dev, void (*each)(uint32_t pid, uint64_t bytes, void *arg), void *arg) {
     const struct gs_view *view = gs_region();
     unsigned found = 0;
     if (!view || dev < 0 || (unsigned)dev >= GS_MAX_DEVICES)

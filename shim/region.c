@@ -17,14 +17,12 @@ static _Atomic(const struct gs_view *) the_view;
 static _Atomic(const char *) refusal = "not opened yet";
 static _Atomic bool log_on;
 
-void gs_log_open(void)
-{
+void gs_log_open(void) {
     const char *value = getenv("GPUSHARE_LOG");
     atomic_store(&log_on, value && strcmp(value, "1") == 0);
 }
 
-void gs_log(const char *text, const char *detail)
-{
+void gs_log(const char *text, const char *detail) {
     if (!atomic_load(&log_on))
         return;
     char line[256];
@@ -39,8 +37,7 @@ void gs_log(const char *text, const char *detail)
 
 /* Map one file of exactly `size` bytes, or NULL with `*why`. The descriptor is closed: programs
  * close descriptors that they do not know (close_range), and may be handed its number. */
-static void *map_exact(const char *path, int flags, int prot, size_t size, const char **why)
-{
+static void *map_exact(const char *path, int flags, int prot, size_t size, const char **why) {
     int fd = open(path, flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd < 0) {
         *why = errno == ENOENT ? "file is missing" : "file cannot be opened";
@@ -58,8 +55,7 @@ static void *map_exact(const char *path, int flags, int prot, size_t size, const
     return at == MAP_FAILED ? NULL : at;
 }
 
-static const char *wrong_limits(const struct gs_limits *l)
-{
+static const char *wrong_limits(const struct gs_limits *l) {
     if (l->magic != GS_LIMITS_MAGIC)
         return "limits: not a limits file";
     if (l->version != GS_ABI_VERSION || l->size != sizeof(*l))
@@ -72,8 +68,7 @@ static const char *wrong_limits(const struct gs_limits *l)
     return NULL;
 }
 
-static const char *wrong_usage(const struct gs_usage *u, const struct gs_limits *l)
-{
+static const char *wrong_usage(const struct gs_usage *u, const struct gs_limits *l) {
     if (u->magic != GS_USAGE_MAGIC)
         return "usage: not a usage file";
     if (u->version != GS_ABI_VERSION || u->size != sizeof(*u) || u->n_slots != GS_MAX_SLOTS)
@@ -81,8 +76,7 @@ static const char *wrong_usage(const struct gs_usage *u, const struct gs_limits 
     return u->nonce == l->nonce ? NULL : "usage: nonce of another container";
 }
 
-const struct gs_view *gs_region(void)
-{
+const struct gs_view *gs_region(void) {
     const struct gs_view *view = atomic_load_explicit(&the_view, memory_order_acquire);
     if (view)
         return view;
@@ -90,7 +84,8 @@ const struct gs_view *gs_region(void)
     struct gs_view fresh = {0};
     fresh.limits = map_exact(LIMITS_PATH, O_RDONLY, PROT_READ, sizeof(struct gs_limits), &why);
     if (fresh.limits && !(why = wrong_limits(fresh.limits)))
-        fresh.usage = map_exact(USAGE_PATH, O_RDWR, PROT_READ | PROT_WRITE, sizeof(struct gs_usage), &why);
+        fresh.usage =
+            map_exact(USAGE_PATH, O_RDWR, PROT_READ | PROT_WRITE, sizeof(struct gs_usage), &why);
     if (fresh.usage)
         why = wrong_usage(fresh.usage, fresh.limits);
     struct gs_view *mine = why ? NULL : malloc(sizeof(*mine));
@@ -109,13 +104,11 @@ const struct gs_view *gs_region(void)
     return atomic_load_explicit(&the_view, memory_order_acquire);
 }
 
-const char *gs_region_refusal(void)
-{
+const char *gs_region_refusal(void) {
     return atomic_load(&refusal);
 }
 
-int gs_slot_of_uuid(const uint8_t uuid[16])
-{
+int gs_slot_of_uuid(const uint8_t uuid[16]) {
     const struct gs_view *view = gs_region();
     for (uint32_t i = 0; view && i < view->limits->n_devices; i++)
         if (memcmp(view->limits->device[i].uuid, uuid, 16) == 0)

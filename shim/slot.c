@@ -21,15 +21,13 @@
 
 _Atomic(struct gs_self *) gs_self_page;
 
-static void wipe_in_child(void)
-{
+static void wipe_in_child(void) {
     struct gs_self *self = atomic_load(&gs_self_page);
     for (size_t i = 0; self && i < sizeof(*self); i++)
         ((volatile char *)self)[i] = 0;
 }
 
-struct gs_self *gs_self(void)
-{
+struct gs_self *gs_self(void) {
     struct gs_self *self = atomic_load_explicit(&gs_self_page, memory_order_acquire);
     if (self)
         return self;
@@ -47,14 +45,12 @@ struct gs_self *gs_self(void)
     return page;
 }
 
-static long futex(_Atomic uint32_t *word, int op, uint32_t value)
-{
+static long futex(_Atomic uint32_t *word, int op, uint32_t value) {
     return syscall(SYS_futex, word, op | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
 
 /* 0 free, 1 held, 2 held and someone waits. errno is the program's: kept. */
-void gs_lock(_Atomic uint32_t *word)
-{
+void gs_lock(_Atomic uint32_t *word) {
     uint32_t seen = 0;
     if (atomic_compare_exchange_strong(word, &seen, 1))
         return;
@@ -64,8 +60,7 @@ void gs_lock(_Atomic uint32_t *word)
     errno = saved;
 }
 
-void gs_unlock(_Atomic uint32_t *word)
-{
+void gs_unlock(_Atomic uint32_t *word) {
     if (atomic_exchange(word, 0) != 2)
         return;
     int saved = errno;
@@ -83,8 +78,7 @@ struct parked {
 };
 static struct parked parked;
 
-static void fill(struct gs_slot *slot, uint32_t tid)
-{
+static void fill(struct gs_slot *slot, uint32_t tid) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     for (unsigned d = 0; d < GS_MAX_DEVICES; d++)
@@ -95,8 +89,7 @@ static void fill(struct gs_slot *slot, uint32_t tid)
     __atomic_store_n(&slot->live, tid, __ATOMIC_SEQ_CST);
 }
 
-static void raise_high(struct gs_usage *usage, uint32_t high)
-{
+static void raise_high(struct gs_usage *usage, uint32_t high) {
     uint32_t seen = __atomic_load_n(&usage->slots_high, __ATOMIC_SEQ_CST);
     while (seen < high && !__atomic_compare_exchange_n(&usage->slots_high, &seen, high, false,
                                                        __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
@@ -105,8 +98,7 @@ static void raise_high(struct gs_usage *usage, uint32_t high)
 
 /* Claim one slot. At every instant a kill is safe: while the word may have become ours,
  * list_op_pending names it, and the kernel frees it if (and only if) it holds our thread id. */
-static bool try_claim(struct parked *p, uint32_t index, uint32_t tid)
-{
+static bool try_claim(struct parked *p, uint32_t index, uint32_t tid) {
     struct gs_slot *slot = &p->view->usage->slot[index];
     uint32_t seen = __atomic_load_n(&slot->owner, __ATOMIC_SEQ_CST);
     if (seen & GS_TID_MASK)
@@ -115,8 +107,8 @@ static bool try_claim(struct parked *p, uint32_t index, uint32_t tid)
     atomic_signal_fence(memory_order_seq_cst);
     *(struct robust_list *volatile *)&p->head.list_op_pending = &p->node;
     atomic_signal_fence(memory_order_seq_cst);
-    bool ours =
-        __atomic_compare_exchange_n(&slot->owner, &seen, tid, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    bool ours = __atomic_compare_exchange_n(&slot->owner, &seen, tid, false, __ATOMIC_SEQ_CST,
+                                            __ATOMIC_SEQ_CST);
     if (ours) {
         __atomic_store_n(&slot->live, 0, __ATOMIC_SEQ_CST);
         p->node.next = &p->head.list;
@@ -133,8 +125,7 @@ static bool try_claim(struct parked *p, uint32_t index, uint32_t tid)
     return true;
 }
 
-static void *park(void *arg)
-{
+static void *park(void *arg) {
     struct parked *p = arg;
     uint32_t tid = (uint32_t)syscall(SYS_gettid);
     p->head.list.next = &p->head.list;
@@ -151,8 +142,7 @@ static void *park(void *arg)
 
 /* Started with every signal blocked, so none of the program's handlers ever runs on it; the C
  * library's own two (setuid, cancellation) stay open, as pthread_sigmask sees to. */
-static bool start(struct parked *p)
-{
+static bool start(struct parked *p) {
     pthread_attr_t attr;
     sigset_t all, before;
     pthread_t thread;
@@ -168,8 +158,7 @@ static bool start(struct parked *p)
     return rc == 0;
 }
 
-bool gs_slot_claim(const struct gs_view *view)
-{
+bool gs_slot_claim(const struct gs_view *view) {
     struct gs_self *self = gs_self();
     if (!self)
         return false;
