@@ -1,26 +1,26 @@
 /* cuGetProcAddress: the driver chooses the function (version, per-thread streams), we replace the
- * pointer by our wrapper of that same function. The driver's answers are addresses of its exports, so
- * no table of versions is needed. What we intercept but do not recognise is not handed out at all. */
+ * pointer by our wrapper of that same function. The driver's answers are addresses of its exports,
+ * so no table of versions is needed. What we intercept but do not recognise is not handed out at
+ * all. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "cuda_shim.h"
 
-/* Hash of the driver's addresses -> index into gs_wrapper, plus 1; 0 = empty. Filled once, by any number
- * of threads at a time: they all write the same. */
+/* Hash of the driver's addresses -> index into gs_wrapper, plus 1; 0 = empty. Filled once, by any
+ * number of threads at a time: they all write the same. */
 #define TABLE_BITS 10u
 #define TABLE_SIZE (1u << TABLE_BITS)
 static _Atomic uint16_t table[TABLE_SIZE];
 static _Atomic bool table_ready;
 _Static_assert(GS_WRAPPER_COUNT * 2 < TABLE_SIZE, "the table must stay half empty");
 
-static unsigned hash(const void *function)
-{
-    return (unsigned)(((uint64_t)(uintptr_t)function * UINT64_C(0x9e3779b97f4a7c15)) >> (64 - TABLE_BITS));
+static unsigned hash(const void *function) {
+    return (unsigned)(((uint64_t)(uintptr_t)function * UINT64_C(0x9e3779b97f4a7c15)) >>
+                      (64 - TABLE_BITS));
 }
 
-static void enter(unsigned wrapper)
-{
+static void enter(unsigned wrapper) {
     void *function = gs_real(gs_wrapper[wrapper].symbol);
     if (!function)
         return;
@@ -33,8 +33,7 @@ static void enter(unsigned wrapper)
     }
 }
 
-static void *wrapper_of(const void *function)
-{
+static void *wrapper_of(const void *function) {
     if (!atomic_load_explicit(&table_ready, memory_order_acquire)) {
         for (unsigned i = 0; i < GS_WRAPPER_COUNT; i++)
             enter(i);
@@ -49,36 +48,34 @@ static void *wrapper_of(const void *function)
     }
 }
 
-/* ---- names ------------------------------------------------------------------------------------ */
+/* ---- names ------------------------------------------------------------------------------------
+ */
 
 /* Length without a "_v<digits>" and a "_ptds" or "_ptsz" at the end. */
-static size_t base_length(const char *name)
-{
+static size_t base_length(const char *name) {
     size_t length = strlen(name), digits = length;
     if (length > 5 && (!strcmp(name + length - 5, "_ptds") || !strcmp(name + length - 5, "_ptsz")))
         digits = length -= 5;
     while (digits > 0 && name[digits - 1] >= '0' && name[digits - 1] <= '9')
         digits--;
-    bool version = digits < length && digits > 2 && name[digits - 1] == 'v' && name[digits - 2] == '_';
+    bool version =
+        digits < length && digits > 2 && name[digits - 1] == 'v' && name[digits - 2] == '_';
     return version ? digits - 2 : length;
 }
 
-static int compare_base(const void *key, const void *element)
-{
+static int compare_base(const void *key, const void *element) {
     const char *name = key, *base = *(const char *const *)element;
     size_t length = base_length(name), other = strlen(base);
     int order = memcmp(name, base, length < other ? length : other);
     return order ? order : (length > other) - (length < other);
 }
 
-static bool is_intercepted(const char *name)
-{
+static bool is_intercepted(const char *name) {
     return bsearch(name, gs_base_name, GS_BASE_COUNT, sizeof(gs_base_name[0]), compare_base);
 }
 
 /* False: the driver gave a function of an intercepted name that is none of its exports. */
-static bool replace(const char *symbol, void **function)
-{
+static bool replace(const char *symbol, void **function) {
     void *wrapper = wrapper_of(*function);
     if (wrapper) {
         *function = wrapper;
@@ -92,8 +89,8 @@ static bool replace(const char *symbol, void **function)
     return false;
 }
 
-GS_EXPORT CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags)
-{
+GS_EXPORT CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion,
+                                            cuuint64_t flags) {
     GS_NEED(real, cuGetProcAddress);
     CUresult result = real(symbol, pfn, cudaVersion, flags);
     if (result != CUDA_SUCCESS || !symbol || !pfn || !*pfn || replace(symbol, pfn))
@@ -101,9 +98,9 @@ GS_EXPORT CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int 
     return CUDA_ERROR_NOT_FOUND;
 }
 
-GS_EXPORT CUresult CUDAAPI cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags,
-                                               CUdriverProcAddressQueryResult *symbolStatus)
-{
+GS_EXPORT CUresult CUDAAPI cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion,
+                                               cuuint64_t flags,
+                                               CUdriverProcAddressQueryResult *symbolStatus) {
     GS_NEED(real, cuGetProcAddress_v2);
     CUresult result = real(symbol, pfn, cudaVersion, flags, symbolStatus);
     if (result != CUDA_SUCCESS || !symbol || !pfn || !*pfn || replace(symbol, pfn))

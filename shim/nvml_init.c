@@ -1,8 +1,7 @@
 /* Starting NVML: as with cuInit, no limits file means no GPU. */
 #include "nvml_shim.h"
 
-static bool refused(void)
-{
+static bool refused(void) {
     gs_log_open();
     if (gs_region())
         return false;
@@ -10,24 +9,21 @@ static bool refused(void)
     return true;
 }
 
-#define GS_INIT(fn, ...)                                                                                     \
-    GS_NVML_ENTER(real, fn, __VA_ARGS__);                                                                    \
-    if (refused())                                                                                           \
-        return NVML_ERROR_NO_PERMISSION;                                                                     \
-    gs_nvml_forget();                                                                                        \
+#define GS_INIT(fn, ...) \
+    GS_NVML_ENTER(real, fn, __VA_ARGS__); \
+    if (refused()) \
+        return NVML_ERROR_NO_PERMISSION; \
+    gs_nvml_forget(); \
     return GS_NVML_CALL(real, __VA_ARGS__)
 
-GS_EXPORT nvmlReturn_t nvmlInit(void)
-{
+GS_EXPORT nvmlReturn_t nvmlInit(void) {
     GS_INIT(nvmlInit);
 }
 
-GS_EXPORT nvmlReturn_t nvmlInit_v2(void)
-{
+GS_EXPORT nvmlReturn_t nvmlInit_v2(void) {
     GS_INIT(nvmlInit_v2);
 }
 
-GS_EXPORT nvmlReturn_t nvmlInitWithFlags(unsigned int flags)
-{
+GS_EXPORT nvmlReturn_t nvmlInitWithFlags(unsigned int flags) {
     GS_INIT(nvmlInitWithFlags, flags);
 }

@@ -1,6 +1,6 @@
-/* Process lists: the container's own processes, with their pids and bytes as the container has them.
- * The driver is asked for its errors only. All of them are compute processes; the lists of graphics and
- * MPS clients are empty. */
+/* Process lists: the container's own processes, with their pids and bytes as the container has
+ * them. The driver is asked for its errors only. All of them are compute processes; the lists of
+ * graphics and MPS clients are empty. */
 #include "nvml_shim.h"
 
 #define NO_INSTANCE 0xffffffffu /* what NVML says outside MIG */
@@ -13,8 +13,7 @@ struct list {
     nvmlProcessDetail_v1_t *detail;
 };
 
-static void add(uint32_t pid, uint64_t bytes, void *arg)
-{
+static void add(uint32_t pid, uint64_t bytes, void *arg) {
     struct list *list = arg;
     unsigned i = list->n++;
     if (i >= list->room)
@@ -22,13 +21,14 @@ static void add(uint32_t pid, uint64_t bytes, void *arg)
     if (list->v1)
         list->v1[i] = (nvmlProcessInfo_v1_t){pid, bytes};
     if (list->v2)
-        list->v2[i] = (nvmlProcessInfo_v2_t){pid, bytes, list->gpu_instance, list->compute_instance};
+        list->v2[i] =
+            (nvmlProcessInfo_v2_t){pid, bytes, list->gpu_instance, list->compute_instance};
     if (list->detail)
-        list->detail[i] = (nvmlProcessDetail_v1_t){pid, bytes, list->gpu_instance, list->compute_instance, 0};
+        list->detail[i] =
+            (nvmlProcessDetail_v1_t){pid, bytes, list->gpu_instance, list->compute_instance, 0};
 }
 
-static void learn_instances(nvmlDevice_t device, struct list *list)
-{
+static void learn_instances(nvmlDevice_t device, struct list *list) {
     __typeof__(&nvmlDeviceGetGpuInstanceId) gpu = GS_REAL(nvmlDeviceGetGpuInstanceId);
     __typeof__(&nvmlDeviceGetComputeInstanceId) compute = GS_REAL(nvmlDeviceGetComputeInstanceId);
     if (!gpu || GS_NVML_CALL(gpu, device, &list->gpu_instance) != NVML_SUCCESS)
@@ -39,8 +39,7 @@ static void learn_instances(nvmlDevice_t device, struct list *list)
 
 /* NVML's protocol: `*count` is the room on entry and what there is on return; too little room is
  * NVML_ERROR_INSUFFICIENT_SIZE, also for a caller that only asks (no room). */
-static nvmlReturn_t fill(nvmlDevice_t device, bool compute, unsigned *count, struct list *list)
-{
+static nvmlReturn_t fill(nvmlDevice_t device, bool compute, unsigned *count, struct list *list) {
     int dev;
     nvmlReturn_t result = gs_nvml_dev(device, &dev);
     if (result != NVML_SUCCESS)
@@ -57,20 +56,18 @@ static nvmlReturn_t fill(nvmlDevice_t device, bool compute, unsigned *count, str
 }
 
 /* What the driver says to a caller without room: anything but these two is its own error. */
-static bool fine(nvmlReturn_t result)
-{
+static bool fine(nvmlReturn_t result) {
     return result == NVML_SUCCESS || result == NVML_ERROR_INSUFFICIENT_SIZE;
 }
 
-#define GS_LIST(fn, compute, type, member)                                                                   \
-    GS_EXPORT nvmlReturn_t fn(nvmlDevice_t device, unsigned int *infoCount, type *infos)                     \
-    {                                                                                                        \
-        GS_NVML_ENTER(real, fn, device, infoCount, infos);                                                   \
-        unsigned none = 0;                                                                                   \
-        nvmlReturn_t result = GS_NVML_CALL(real, device, infoCount ? &none : NULL, NULL);                    \
-        if (!fine(result) || !infoCount)                                                                     \
-            return result;                                                                                   \
-        return fill(device, compute, infoCount, &(struct list){.member = infos});                            \
+#define GS_LIST(fn, compute, type, member) \
+    GS_EXPORT nvmlReturn_t fn(nvmlDevice_t device, unsigned int *infoCount, type *infos) { \
+        GS_NVML_ENTER(real, fn, device, infoCount, infos); \
+        unsigned none = 0; \
+        nvmlReturn_t result = GS_NVML_CALL(real, device, infoCount ? &none : NULL, NULL); \
+        if (!fine(result) || !infoCount) \
+            return result; \
+        return fill(device, compute, infoCount, &(struct list){.member = infos}); \
     }
 
 GS_LIST(nvmlDeviceGetComputeRunningProcesses, true, nvmlProcessInfo_v1_t, v1)
@@ -83,8 +80,8 @@ GS_LIST(nvmlDeviceGetMPSComputeRunningProcesses, false, nvmlProcessInfo_v1_t, v1
 GS_LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, false, nvmlProcessInfo_v2_t, v2)
 GS_LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, false, nvmlProcessInfo_t, v2)
 
-GS_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device, nvmlProcessDetailList_t *plist)
-{
+GS_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device,
+                                                             nvmlProcessDetailList_t *plist) {
     GS_NVML_ENTER(real, nvmlDeviceGetRunningProcessDetailList, device, plist);
     nvmlProcessDetailList_t none = {0};
     if (plist)
@@ -93,5 +90,6 @@ GS_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device
     if (!fine(result) || !plist)
         return result;
     bool compute = plist->mode == 0; /* 0 compute, 1 graphics, 2 MPS */
-    return fill(device, compute, &plist->numProcArrayEntries, &(struct list){.detail = plist->procArray});
+    return fill(device, compute, &plist->numProcArrayEntries,
+                &(struct list){.detail = plist->procArray});
 }

@@ -10,8 +10,7 @@
 
 _Atomic(void *) gs_real_function[GS_SYMBOL_COUNT];
 
-static void *library(void)
-{
+static void *library(void) {
     static _Atomic(void *) known;
     void *handle = atomic_load_explicit(&known, memory_order_acquire);
     if (handle)
@@ -25,8 +24,7 @@ static void *library(void)
     return handle;
 }
 
-void *gs_real_find(unsigned symbol)
-{
+void *gs_real_find(unsigned symbol) {
     if (atomic_load_explicit(&gs_real_function[symbol], memory_order_relaxed) == GS_MISSING)
         return NULL;
     int saved = errno;
@@ -35,20 +33,21 @@ void *gs_real_find(unsigned symbol)
     if (!function)
         dlerror(); /* the program must not find our failure when it asks about its own */
     if (handle)
-        atomic_store_explicit(&gs_real_function[symbol], function ? function : GS_MISSING, memory_order_release);
+        atomic_store_explicit(&gs_real_function[symbol], function ? function : GS_MISSING,
+                              memory_order_release);
     errno = saved;
     return function;
 }
 
-/* ---- where its code lies ---------------------------------------------------------------------- */
+/* ---- where its code lies ----------------------------------------------------------------------
+ */
 
 struct text {
     uintptr_t base;
     uintptr_t start, end;
 };
 
-static int find_text(struct dl_phdr_info *info, size_t size, void *arg)
-{
+static int find_text(struct dl_phdr_info *info, size_t size, void *arg) {
     struct text *text = arg;
     (void)size;
     if (info->dlpi_addr != text->base)
@@ -64,8 +63,7 @@ static int find_text(struct dl_phdr_info *info, size_t size, void *arg)
     return 0;
 }
 
-bool gs_real_contains(const void *address)
-{
+bool gs_real_contains(const void *address) {
     static _Atomic uintptr_t start, end; /* end is stored last; 0: not known yet */
     uintptr_t last = atomic_load_explicit(&end, memory_order_acquire);
     if (!last) {

@@ -20,8 +20,7 @@ extern _Atomic(void *) gs_real_function[GS_SYMBOL_COUNT];
 /* Look a function up and remember it; NULL when the driver lacks it. errno stays what it was. */
 void *gs_real_find(unsigned symbol);
 
-static inline void *gs_real(unsigned symbol)
-{
+static inline void *gs_real(unsigned symbol) {
     void *function = atomic_load_explicit(&gs_real_function[symbol], memory_order_relaxed);
     if (__builtin_expect((uintptr_t)function > (uintptr_t)GS_MISSING, 1))
         return function;
@@ -33,7 +32,8 @@ static inline void *gs_real(unsigned symbol)
 /* True for an address in the real library's code: a call that comes from the driver itself. */
 bool gs_real_contains(const void *address);
 
-/* ---- the intercepted functions, as symbols.c lists them --------------------------------------- */
+/* ---- the intercepted functions, as symbols.c lists them ---------------------------------------
+ */
 
 struct gs_wrapper {
     unsigned symbol; /* GS_SYMBOL_... */
