@@ -33,6 +33,9 @@ $(SETUP): packaging/bootstrap packaging/venv pyproject.toml
 -include shim/shim.mk
 -include tests/sim/sim.mk
 
+# Headers and compiler come with the setup; being newer than an object must not rebuild it.
+$(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJECTS): | $(SETUP)
+
 build: $(SETUP) shim sim simhost build/bin/gpushare build/bin/gpushare-hook ## build the shim, the simulated driver and the programs
 
 build/bin/%: packaging/program $(SETUP)

@@ -19,7 +19,15 @@ CHANNEL_IN_CONTAINER = "/opt/channel"
 class Tenant:
     """Ask for `env`; follow the program with expect("seen"), go(), expect("full"), go(), expect("freed")."""
 
-    def __init__(self, directory: Path, name: str, env: dict[str, str], node: Node | None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        env: dict[str, str],
+        node: Node | None,
+        extra_mounts: list[Mount] | None = None,
+        **arguments: Any,
+    ) -> None:
         self.name = name
         self.channel = directory / f"{name}-channel"
         self.channel.mkdir(parents=True)
@@ -28,16 +36,18 @@ class Tenant:
             os.mkfifo(self.channel / fifo)
             (self.channel / fifo).chmod(0o666)
         self._events = os.open(self.channel / "events", os.O_RDONLY | os.O_NONBLOCK)
-        self._go = os.open(
-            self.channel / "go", os.O_RDWR
-        )  # a FIFO with a reader can be written before the tenant is up
+        self._go = os.open(self.channel / "go", os.O_RDWR)  # its own reader: no waiting for the tenant
         self._unread = b""
         self.container = Container(
             directory,
             [PYTHON, f"/opt/{PROGRAM.name}", CHANNEL_IN_CONTAINER],
             env=env,
             hook=node.hook() if node else None,
-            mounts=[*python_mounts(PROGRAM), Mount(self.channel, CHANNEL_IN_CONTAINER, ("rw", "nosuid", "nodev"))],
+            mounts=[
+                *python_mounts(PROGRAM),
+                Mount(self.channel, CHANNEL_IN_CONTAINER, ("rw", "nosuid", "nodev")),
+                *(extra_mounts or []),
+            ],
             name=name,
             **arguments,
         )

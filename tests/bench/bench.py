@@ -1,0 +1,136 @@
+"""`make bench`: what gpushare costs, as a table and as build/bench.json.
+
+Keys of the file are flat, each value is {median, p99, n, unit}. Nothing passes or fails here: this measures, tests judge.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tests.lib import host
+from tests.lib.runc import Container
+from tests.sim.ledger import Ledger
+from tests.sim.simhost import make_simhost
+
+GIB = 1 << 30
+PAIRS = 40
+WARM_UP_PAIRS = 3
+STRESS_PROCESSES = 8
+STRESS_ATTEMPTS = 20_000
+
+
+class Figure(NamedTuple):
+    """One measured number."""
+
+    median: float
+    p99: float
+    n: int
+    unit: str
+
+
+def figure(values: Sequence[float], unit: str) -> Figure:
+    ordered = sorted(values)
+    return Figure(
+        statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))], len(ordered), unit
+    )
+
+
+def hook_added(directory: Path) -> dict[str, Figure]:
+    """`runc create` with the hook against without: neighbours in time form a pair, and who goes first alternates."""
+    make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB)
+    node = host.Node(directory / "node", directory / "host")
+
+    def create_ms(hook: bool) -> float:
+        with Container(
+            directory, ["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook() if hook else None
+        ) as container:
+            begin = time.perf_counter()
+            container.create()
+            return (time.perf_counter() - begin) * 1000
+
+    try:
+        plain, added = [], []
+        for number in range(WARM_UP_PAIRS + PAIRS):
+            first = bool(number % 2)
+            times = {hook: create_ms(hook) for hook in (first, not first)}
+            if number >= WARM_UP_PAIRS:
+                plain.append(times[False])
+                added.append(times[True] - times[False])
+    finally:
+        node.close()
+    return {"hook.added_ms": figure(added, "ms"), "hook.create_without_ms": figure(plain, "ms")}
+
+
+def overshoot(directory: Path) -> dict[str, Figure]:
+    """Eight processes at the limit, judged by what the simulated GPU counted at its highest."""
+    simulated = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB)
+    node = host.Node(directory / "node", directory / "host")
+    limit_bytes = 4 * GIB
+    program = Path(__file__).with_name("stress.py")
+    args = [host.PYTHON, f"/opt/{program.name}", str(STRESS_PROCESSES), str(STRESS_ATTEMPTS)]
+    try:
+        with Container(
+            directory,
+            args,
+            env={"GPUSHARE_MEMORY": str(limit_bytes)},
+            hook=node.hook(),
+            mounts=host.python_mounts(program),
+        ) as container:
+            container.create()
+            namespace = (Path(f"/proc/{container.pid}/ns/pid")).stat().st_ino
+            if container.run(timeout_s=300):
+                raise RuntimeError(f"the stress program failed: {container.stderr}")
+            counts = json.loads(container.stdout)
+            if not counts["refused"]:
+                raise RuntimeError("the stress program never reached its limit, so it shows nothing")
+            over = max(0, Ledger(simulated).peak_bytes(namespace) - limit_bytes)
+            return {"memory.overshoot_bytes": Figure(over, over, STRESS_PROCESSES * STRESS_ATTEMPTS, "bytes")}
+    finally:
+        node.close()
+
+
+def shim_cost(directory: Path) -> dict[str, Figure]:
+    """Nanoseconds that the shim adds, measured by tests/bench/shim_bench.c."""
+    done = subprocess.run([host.BUILD / "bench" / "shim_bench"], capture_output=True, text=True, cwd=directory)
+    if done.returncode:
+        raise RuntimeError(f"shim_bench: {done.stderr.strip()}")
+    return {key: Figure(**value) for key, value in json.loads(done.stdout).items()}
+
+
+def show(figures: dict[str, Figure]) -> None:
+    table = Table(box=box.SIMPLE, show_edge=False)
+    table.add_column("what")
+    for heading in ("median", "p99", "n"):
+        table.add_column(heading, justify="right")
+    table.add_column("unit")
+    for key, value in sorted(figures.items()):
+        table.add_row(key, f"{value.median:,.1f}", f"{value.p99:,.1f}", f"{value.n:,}", value.unit)
+    Console(highlight=False).print(table)
+
+
+def main() -> int:
+    host.enter_private_mounts()
+    figures: dict[str, Figure] = {}
+    for measure in (shim_cost, overshoot, hook_added):
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
+            figures.update(measure(Path(work)))
+    content: dict[str, Any] = {key: value._asdict() for key, value in sorted(figures.items())}
+    (host.BUILD / "bench.json").write_text(json.dumps(content, indent=2) + "\n")
+    show(figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

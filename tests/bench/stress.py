@@ -1,0 +1,61 @@
+"""In a container: processes that allocate and free random sizes as fast as they can, all at the limit.
+
+stress.py PROCESSES ATTEMPTS      attempts are per process; prints one line of JSON: granted, refused
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+
+from cuda.bindings import driver as cuda
+
+OK, OUT_OF_MEMORY = cuda.CUresult.CUDA_SUCCESS, cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+MAX_BYTES = 64 << 20
+LIVE = 64  # allocations that one process holds at most
+
+
+def work(seed: int, attempts: int) -> tuple[int, int]:
+    """(granted, refused)."""
+    chance = random.Random(seed)
+    granted = refused = 0
+    live = []
+    assert cuda.cuInit(0)[0] == OK
+    error, context = cuda.cuDevicePrimaryCtxRetain(0)
+    assert error == OK, error
+    assert cuda.cuCtxSetCurrent(context)[0] == OK
+    for _ in range(attempts):
+        if len(live) >= LIVE or (live and chance.random() < 0.4):
+            assert cuda.cuMemFree(live.pop(chance.randrange(len(live))))[0] == OK
+            continue
+        error, pointer = cuda.cuMemAlloc(int(MAX_BYTES ** chance.uniform(0.5, 1)))
+        if error == OK:
+            live.append(pointer)
+            granted += 1
+        else:
+            assert error == OUT_OF_MEMORY, error
+            refused += 1
+    return granted, refused
+
+
+def main(processes: int, attempts: int) -> int:
+    readers = []
+    for seed in range(processes):
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            os.write(writer, json.dumps(work(seed, attempts)).encode())
+            os._exit(0)
+        os.close(writer)
+        readers.append(reader)
+    answers = [os.read(reader, 4096) for reader in readers]
+    if not all(answers):
+        return 1  # a process ended early; its traceback is above
+    counts = [json.loads(answer) for answer in answers]
+    print(json.dumps({"granted": sum(c[0] for c in counts), "refused": sum(c[1] for c in counts)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,116 @@
+"""Real containers on one simulated 16 GiB GPU: limits are seen, reached and kept, whichever way a program comes in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.demo.tenant import LAST_BYTES
+from tests.e2e.conftest import Node
+from tests.lib.host import PYTHON, TREE, python_mounts
+from tests.lib.runc import Container
+from tests.lib.tenant import PROGRAM, Tenant
+from tests.sim.ledger import Ledger
+
+GIB = 1 << 30
+GRAB = TREE / "tests" / "e2e" / "programs" / "grab.py"
+GRAB_IN_CONTAINER = f"/opt/{GRAB.name}"
+
+
+def take_all(tenant: Tenant) -> dict[str, Any]:
+    """The tenant takes memory until refused; its report."""
+    tenant.go()
+    return tenant.expect("full")
+
+
+def test_two_containers_reach_and_keep_their_limits(tenant: Callable[..., Tenant], simhost: Any) -> None:
+    limits = {"a": ("3Gi", 3 * GIB), "b": ("50%", 8 * GIB)}
+    both = [tenant(name, {"GPUSHARE_MEMORY": asked}) for name, (asked, _) in limits.items()]
+    for one in both:
+        one.container.start()
+    for one in both:
+        seen, limit = one.expect("seen"), limits[one.name][1]
+        assert (seen["nvml_total_bytes"], seen["cuda_total_bytes"], seen["gpus"]) == (limit, limit, 1)
+        assert seen["nvml_free_bytes"] == seen["cuda_free_bytes"] <= limit
+        one.free_bytes = seen["cuda_free_bytes"]  # type: ignore[attr-defined]
+        one.go()
+    for one in both:
+        full, limit = one.expect("full"), limits[one.name][1]
+        assert full["refusal"] == "CUDA_ERROR_OUT_OF_MEMORY"
+        assert one.free_bytes - full["got_bytes"] < LAST_BYTES  # type: ignore[attr-defined]
+        taken = Ledger(simhost).peak_bytes(one.pid_namespace())
+        assert full["got_bytes"] < taken <= limit
+    for one in both:
+        one.go()
+        one.expect("freed")
+        assert one.container.wait() == 0
+
+
+WAYS = {
+    "exec": [PYTHON, GRAB_IN_CONTAINER],
+    "empty environment": ["env", "-i", PYTHON, GRAB_IN_CONTAINER],
+    "shell": ["sh", "-c", f"unset GPUSHARE_MEMORY; export GPUSHARE_MEMORY=16Gi; {PYTHON} {GRAB_IN_CONTAINER}; exit $?"],
+    "fork without exec": [PYTHON, GRAB_IN_CONTAINER, "fork"],
+    "descriptors closed": [PYTHON, GRAB_IN_CONTAINER, "closed"],
+}
+
+
+@pytest.mark.parametrize("user", ["0:0", "1000:1000"])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_in_gets_more(tenant: Callable[..., Tenant], simhost: Any, way: str, user: str) -> None:
+    first = tenant("first", {"GPUSHARE_MEMORY": "2Gi"}, extra_mounts=python_mounts(GRAB)[1:])
+    first.container.start()
+    first.expect("seen")
+
+    def grab() -> dict[str, Any]:
+        done = first.container.exec(*WAYS[way], options=("--user", user))
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    beside = grab()  # the first process has no more than its context yet
+    assert beside["total_bytes"] == beside["nvml_total_bytes"] == 2 * GIB
+    assert GIB < beside["got_bytes"] < 2 * GIB
+    take_all(first)
+    assert grab() in ({"refused": "CUDA_ERROR_OUT_OF_MEMORY"}, beside | {"got_bytes": 0})
+    assert Ledger(simhost).peak_bytes(first.pid_namespace()) <= 2 * GIB
+
+
+def test_unprivileged_container(tenant: Callable[..., Tenant], simhost: Any) -> None:
+    one = tenant("plain", {"GPUSHARE_MEMORY": "1Gi"}, user=(1000, 1000))
+    one.container.start()
+    assert one.expect("seen")["cuda_total_bytes"] == GIB
+    assert GIB // 2 < take_all(one)["got_bytes"] < GIB
+    assert Ledger(simhost).peak_bytes(one.pid_namespace()) <= GIB
+
+
+def test_container_that_asks_for_nothing_gets_nothing(container: Callable[..., Container], node: Node) -> None:
+    one = container(["sh", "-c", "ls -d /dev/nvidia* /usr/lib/gpushare"], hook=node.hook())
+    assert one.run() != 0
+    assert one.stdout == ""
+    assert node.leases() == []
+
+
+def test_request_by_annotation(container: Callable[..., Container], node: Node) -> None:
+    annotations = {"gpushare.io/memory": "1Gi"}
+    one = container(
+        [PYTHON, GRAB_IN_CONTAINER], annotations=annotations, hook=node.hook(), mounts=python_mounts(PROGRAM, GRAB)
+    )
+    assert one.run() == 0, one.stderr
+    assert json.loads(one.stdout)["total_bytes"] == GIB
+
+
+def test_create_runtime_stage(container: Callable[..., Container], node: Node) -> None:
+    one = container(
+        [PYTHON, GRAB_IN_CONTAINER],
+        env={"GPUSHARE_MEMORY": "1Gi"},
+        hook=node.hook("createRuntime"),
+        mounts=python_mounts(PROGRAM, GRAB),
+    )
+    assert one.run() == 0, one.stderr
+    assert json.loads(one.stdout)["total_bytes"] == GIB
+    one.delete()
+    assert node.leases() == []
