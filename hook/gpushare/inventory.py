@@ -28,7 +28,7 @@ DEFAULT_CONTEXT_BYTES = 512 << 20
 # hardware with one context and nothing allocated. Unknown hardware gets the default, which is on the safe side of
 # what drivers of the 535 to 580 series are known to take.
 CONTEXT_BYTES: dict[tuple[str, str], int] = {}
-NVML_DEADLINE_S = 20.0
+NVML_DEADLINE_S = 10.0  # well below the time that a hook has
 _PROC = "proc/driver/nvidia"
 
 

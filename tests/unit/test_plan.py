@@ -206,6 +206,7 @@ def test_explain_json_is_json() -> None:
     asked = request.resolve(container, node())
     value = json.loads(json.dumps(explain.explain_json(asked, make())))
     assert value["request"]["selection"] == "any:1"
+    assert value["request"]["sources"] == [["GPUSHARE_MEMORY", "4Gi"]]
     assert value["plan"]["ops"][0]["op"] == "WriteLimits"
     assert value["plan"]["ops"][0]["shares"][0]["memory_limit_bytes"] == 4 << 30
     assert explain.explain_json(None, None) == {"request": None, "plan": None}

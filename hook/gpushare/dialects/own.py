@@ -139,7 +139,7 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     return Request(
         dialect="own",
         capabilities=nvidia.capabilities(env),
-        sources=tuple(found.values()),
+        sources=tuple((item.name, item.value) for item in found.values()),
         ignored=tuple(ignored),
         **fields,
     )

@@ -1,0 +1,85 @@
+"""Whole explanations, compared letter by letter: cases/<name>/config.json (+ facts.json) -> expected.txt.
+
+host.json has the usual host, image and driver files; a case's facts.json changes parts of them and says what other
+containers hold. After a wanted change run `GOLDEN_WRITE=1 build/venv/bin/python -m pytest tests/golden` and read the
+difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import explain, oci, placement, plan, request
+from gpushare.driverfiles import DriverFiles, HostNode, Library
+from gpushare.errors import GpushareError
+from gpushare.model import Config, Device, Image, Inventory, Lease, Node, Policy, Share
+
+HERE = Path(__file__).parent
+CASES = sorted(path.name for path in (HERE / "cases").iterdir())
+
+
+def deep_tuple(value: Any) -> Any:
+    return tuple(deep_tuple(item) for item in value) if isinstance(value, list) else value
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def facts_of(case: Path) -> tuple[Node, Image, DriverFiles, list[Lease]]:
+    usual, own = read(HERE / "host.json"), read(case / "facts.json")
+    host, image, files = ({**usual[key], **own.get(key, {})} for key in ("inventory", "image", "driver_files"))
+    devices = tuple(Device(**device) for device in host["devices"])
+    node = Node(Config(policy=Policy(**own.get("policy", {}))), Inventory(**{**host, "devices": devices}))
+    libraries = {key: Library(**{**files[key], "links": deep_tuple(files[key]["links"])}) for key in ("cuda", "nvml")}
+    others = tuple(Library(**{**item, "links": deep_tuple(item["links"])}) for item in files["libraries"])
+    nodes = tuple(HostNode(**item) if isinstance(item, dict) else HostNode(*item) for item in files["nodes"])
+    plain = {key: deep_tuple(value) for key, value in files.items()}
+    driver_files = DriverFiles(**{**plain, **libraries, "libraries": others, "nodes": nodes})
+    held = [
+        lease(item["id"], (Share(0, devices[item["index"]], item["memory_limit_bytes"]),))
+        for item in own.get("held", ())
+    ]
+    return node, Image(**{key: deep_tuple(value) for key, value in image.items()}), driver_files, held
+
+
+def lease(container_id: str, shares: tuple[Share, ...]) -> Lease:
+    return Lease(container_id, "reserved", "boot", "/bundle", shares, 1, 1)
+
+
+def explained(case: Path) -> str:
+    """The way of the hook, without its effects."""
+    node, image, driver_files, held = facts_of(case)
+    try:
+        bundle = oci.load_bundle(oci.State(case.name, 0, "created", str(case), {}))
+        asked = request.resolve(bundle, node)
+        if asked is None:
+            return explain.explain_text(None, None)
+        request.refuse_conflicts(bundle, asked)
+        shares = placement.grant(asked, node, placement.ledger_of(held, node.config.policy))
+        mine = lease(bundle.id, shares) if shares else None
+        made = plan.make_plan(bundle, asked, node, mine, image, driver_files)
+    except GpushareError as error:
+        return f"refused ({type(error).__name__}, exit {error.exit_code}): {error}\n"
+    return explain.explain_text(asked, made)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name: str) -> None:
+    case = HERE / "cases" / name
+    text = explained(case)
+    if os.environ.get("GOLDEN_WRITE"):
+        (case / "expected.txt").write_text(text)
+    assert text == (case / "expected.txt").read_text()
+
+
+def test_there_are_cases_of_every_kind() -> None:
+    """An emptied directory must not pass for a green one."""
+    texts = [(HERE / "cases" / name / "expected.txt").read_text() for name in CASES]
+    assert len(CASES) >= 12
+    for kind in ("RequestError", "PolicyError", "CapacityError", "DeviceError", "plan for", "left alone"):
+        assert any(kind in text for text in texts), kind
