@@ -11,6 +11,7 @@ import pytest
 
 from tests.lib import host, processes, rootfs
 from tests.lib.runc import Container
+from tests.sim.simhost import make_simhost
 from tests.tools import nvidia_userland
 
 GIB = 1 << 30
@@ -33,18 +34,17 @@ def userland() -> nvidia_userland.Userland:
 
 
 @pytest.fixture
-def make_host(tmp_path: Path) -> Callable[..., Any]:
+def make_host(tmp_path: Path) -> Callable[..., Path]:
     """make_host(name="host", **arguments of make_simhost) -> a simulated host below tmp_path."""
-    from tests.sim.simhost import make_simhost
 
-    def make(name: str = "host", **arguments: Any) -> Any:
+    def make(name: str = "host", **arguments: Any) -> Path:
         return make_simhost(tmp_path / name, **arguments)
 
     return make
 
 
 @pytest.fixture
-def simhost(make_host: Callable[..., Any]) -> Any:
+def simhost(make_host: Callable[..., Path]) -> Path:
     """A simulated host with one GPU of 16 GiB."""
     return make_host(gpus=1, memory_bytes=16 * GIB)
 
@@ -83,9 +83,9 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., host.Node]]:
 
 
 @pytest.fixture
-def node(make_node: Callable[..., host.Node], simhost: Any, tmp_path: Path) -> host.Node:
+def node(make_node: Callable[..., host.Node], simhost: Path) -> host.Node:
     """The simulated host with the default configuration."""
-    return make_node(tmp_path / "host")
+    return make_node(simhost)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """`make bench`: what gpushare costs, as a table and as build/bench.json.
 
-Keys of the file are flat, each value is {median, p99, n, unit}. Nothing passes or fails here: this measures, tests judge.
+Keys of the file are flat, each value is {median, p99, n, unit}. Nothing passes or fails here: tests do that.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tests.lib import host
+from tests.lib import host, judge
 from tests.lib.runc import Container
-from tests.sim.ledger import Ledger
 from tests.sim.simhost import make_simhost
 
 GIB = 1 << 30
@@ -49,8 +48,7 @@ def figure(values: Sequence[float], unit: str) -> Figure:
 
 def hook_added(directory: Path) -> dict[str, Figure]:
     """`runc create` with the hook against without: neighbours in time form a pair, and who goes first alternates."""
-    make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB)
-    node = host.Node(directory / "node", directory / "host")
+    node = host.Node(directory / "node", make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB))
 
     def create_ms(hook: bool) -> float:
         with Container(
@@ -76,7 +74,7 @@ def hook_added(directory: Path) -> dict[str, Figure]:
 def overshoot(directory: Path) -> dict[str, Figure]:
     """Eight processes at the limit, judged by what the simulated GPU counted at its highest."""
     simulated = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB)
-    node = host.Node(directory / "node", directory / "host")
+    node = host.Node(directory / "node", simulated)
     limit_bytes = 4 * GIB
     program = Path(__file__).with_name("stress.py")
     args = [host.PYTHON, f"/opt/{program.name}", str(STRESS_PROCESSES), str(STRESS_ATTEMPTS)]
@@ -95,7 +93,7 @@ def overshoot(directory: Path) -> dict[str, Figure]:
             counts = json.loads(container.stdout)
             if not counts["refused"]:
                 raise RuntimeError("the stress program never reached its limit, so it shows nothing")
-            over = max(0, Ledger(simulated).peak_bytes(namespace) - limit_bytes)
+            over = max(0, judge.peak_bytes(simulated, namespace) - limit_bytes)
             return {"memory.overshoot_bytes": Figure(over, over, STRESS_PROCESSES * STRESS_ATTEMPTS, "bytes")}
     finally:
         node.close()

@@ -12,10 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.lib import host
+from tests.lib import host, judge
 from tests.lib.runc import RuntimeFailed
 from tests.lib.tenant import Tenant
-from tests.sim.ledger import Ledger
 from tests.sim.simhost import make_simhost
 
 from . import show
@@ -46,7 +45,7 @@ def judged(name: str, full: dict[str, Any], seen: dict[str, Any], ledger_bytes: 
 
 def demo(directory: Path, cleanup: contextlib.ExitStack) -> list[show.Row]:
     simulated = make_simhost(directory / "host", gpus=1, memory_bytes=GPU_BYTES)
-    node = host.Node(directory / "node", directory / "host")
+    node = host.Node(directory / "node", simulated)
     cleanup.callback(node.close)
     show.step(f"One GPU with {show.size(GPU_BYTES)}, two containers started by runc with the gpushare hook:")
     tenants = []
@@ -73,8 +72,7 @@ def demo(directory: Path, cleanup: contextlib.ExitStack) -> list[show.Row]:
     listed = node.cli("list")
     show.output(listed.stdout + listed.stderr)
 
-    ledger = Ledger(simulated)
-    taken = [ledger.peak_bytes(tenant.pid_namespace()) for tenant in tenants]
+    taken = [judge.peak_bytes(simulated, tenant.pid_namespace()) for tenant in tenants]
     for tenant in tenants:
         tenant.go()
         tenant.expect("freed")

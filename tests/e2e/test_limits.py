@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import pytest
 from tests.demo.tenant import LAST_BYTES
 from tests.e2e.conftest import Node
 from tests.lib.host import PYTHON, TREE, python_mounts
+from tests.lib.judge import peak_bytes
 from tests.lib.runc import Container
 from tests.lib.tenant import PROGRAM, Tenant
-from tests.sim.ledger import Ledger
 
 GIB = 1 << 30
 GRAB = TREE / "tests" / "e2e" / "programs" / "grab.py"
@@ -26,7 +27,7 @@ def take_all(tenant: Tenant) -> dict[str, Any]:
     return tenant.expect("full")
 
 
-def test_two_containers_reach_and_keep_their_limits(tenant: Callable[..., Tenant], simhost: Any) -> None:
+def test_two_containers_reach_and_keep_their_limits(tenant: Callable[..., Tenant], simhost: Path) -> None:
     limits = {"a": ("3Gi", 3 * GIB), "b": ("50%", 8 * GIB)}
     both = [tenant(name, {"GPUSHARE_MEMORY": asked}) for name, (asked, _) in limits.items()]
     for one in both:
@@ -41,7 +42,7 @@ def test_two_containers_reach_and_keep_their_limits(tenant: Callable[..., Tenant
         full, limit = one.expect("full"), limits[one.name][1]
         assert full["refusal"] == "CUDA_ERROR_OUT_OF_MEMORY"
         assert one.free_bytes - full["got_bytes"] < LAST_BYTES  # type: ignore[attr-defined]
-        taken = Ledger(simhost).peak_bytes(one.pid_namespace())
+        taken = peak_bytes(simhost, one.pid_namespace())
         assert full["got_bytes"] < taken <= limit
     for one in both:
         one.go()
@@ -60,7 +61,7 @@ WAYS = {
 
 @pytest.mark.parametrize("user", ["0:0", "1000:1000"])
 @pytest.mark.parametrize("way", WAYS)
-def test_no_way_in_gets_more(tenant: Callable[..., Tenant], simhost: Any, way: str, user: str) -> None:
+def test_no_way_in_gets_more(tenant: Callable[..., Tenant], simhost: Path, way: str, user: str) -> None:
     first = tenant("first", {"GPUSHARE_MEMORY": "2Gi"}, extra_mounts=python_mounts(GRAB)[1:])
     first.container.start()
     first.expect("seen")
@@ -76,15 +77,15 @@ def test_no_way_in_gets_more(tenant: Callable[..., Tenant], simhost: Any, way: s
     assert GIB < beside["got_bytes"] < 2 * GIB
     take_all(first)
     assert grab() in ({"refused": "CUDA_ERROR_OUT_OF_MEMORY"}, beside | {"got_bytes": 0})
-    assert Ledger(simhost).peak_bytes(first.pid_namespace()) <= 2 * GIB
+    assert peak_bytes(simhost, first.pid_namespace()) <= 2 * GIB
 
 
-def test_unprivileged_container(tenant: Callable[..., Tenant], simhost: Any) -> None:
+def test_unprivileged_container(tenant: Callable[..., Tenant], simhost: Path) -> None:
     one = tenant("plain", {"GPUSHARE_MEMORY": "1Gi"}, user=(1000, 1000))
     one.container.start()
     assert one.expect("seen")["cuda_total_bytes"] == GIB
     assert GIB // 2 < take_all(one)["got_bytes"] < GIB
-    assert Ledger(simhost).peak_bytes(one.pid_namespace()) <= GIB
+    assert peak_bytes(simhost, one.pid_namespace()) <= GIB
 
 
 def test_container_that_asks_for_nothing_gets_nothing(container: Callable[..., Container], node: Node) -> None:
