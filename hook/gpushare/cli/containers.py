@@ -1,0 +1,164 @@
+"""gpushare list, gpushare inspect."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Optional
+
+import click
+
+from .. import log
+from ..quantity import human
+from . import facts
+from .options import Paths, with_format
+from .output import Column, age, bar, is_tty, write_json, write_line, write_table
+
+_LIST = (
+    Column("container"),
+    Column("device", right=True),
+    Column("memory used", right=True),
+    Column("limit", right=True),
+    Column("", only_tty=True),
+    Column("processes", right=True),
+    Column("state"),
+    Column("age", right=True),
+)
+
+
+@click.command("list")
+@with_format
+@click.pass_obj
+def list_(paths: Paths, output: str) -> None:
+    """Containers that have a share of a GPU, one line for each device."""
+    found = facts.containers(paths.state_dir)
+    if output == "json":
+        write_json([_plain(one) for one in found])
+        return
+    if not found and is_tty():
+        write_line("no container has a share of a GPU")
+        return
+    write_table(_LIST, [row for one in found for row in _rows(one)])
+
+
+def _rows(one: facts.Container) -> list[tuple[str, ...]]:
+    created = age(time.time() - one.lease.created) if one.lease else "-"
+    name, count = facts.short(one.id), str(len(one.slots))
+    rows = [
+        (
+            name,
+            str(use.share.device.index),
+            human(use.used_bytes),
+            _limit(use),
+            bar(use.used_bytes, use.limit_bytes),
+            count,
+            one.state,
+            created,
+        )
+        for use in one.uses
+    ]
+    return rows or [(name, "-", "-", "-", "", count, one.state, created)]
+
+
+def _limit(use: facts.Use) -> str:
+    return "unlimited" if use.share.memory_limit_bytes is None else human(use.share.memory_limit_bytes)
+
+
+def _plain(one: facts.Container) -> dict[str, Any]:
+    """A container as JSON values; bytes are numbers, no limit is null."""
+    return {
+        "id": one.id,
+        "state": one.state,
+        "note": one.note,
+        "created": one.lease.created if one.lease else None,
+        "init_pid": one.lease.init_pid if one.lease else None,
+        "processes": len(one.slots),
+        "shares": [
+            {
+                "slot": use.share.slot,
+                "device": use.share.device.index,
+                "uuid": use.share.device.uuid,
+                "memory_used_bytes": use.used_bytes,
+                "memory_limit_bytes": use.share.memory_limit_bytes,
+                "compute_percent": use.share.compute_percent,
+                "refused": use.refused,
+            }
+            for use in one.uses
+        ],
+    }
+
+
+@click.command()
+@click.argument("id", metavar="ID")
+@with_format
+@click.pass_obj
+def inspect(paths: Paths, id: str, output: str) -> None:
+    """All about one container: its shares, its processes, and its last refusal. ID may be shortened."""
+    container_id = facts.find(paths.state_dir, id)
+    one = next((one for one in facts.containers(paths.state_dir) if one.id == container_id), None)
+    refusal = log.read(paths.state_dir, container_id)
+    if output == "json":
+        write_json(_details(container_id, one, refusal))
+    else:
+        _print(container_id, one, refusal)
+
+
+def _details(container_id: str, one: Optional[facts.Container], refusal: str) -> dict[str, Any]:
+    value: dict[str, Any] = {"id": container_id, "state": "refused", "shares": []} if one is None else _plain(one)
+    value["last_refusal"] = refusal or None
+    if one is not None and one.lease is not None:
+        lease = one.lease
+        value.update(bundle=lease.bundle, cgroup=lease.cgroup, dialect=lease.dialect, driver=lease.driver_version)
+        value["processes"] = [
+            {"pid": pid, "container_pid": slot.pid, "memory_used_bytes": list(slot.bytes)}
+            for slot, pid in facts.processes(one)
+        ]
+    return value
+
+
+def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> None:
+    pairs = [("id", container_id), ("state", one.state if one else "refused")]
+    if one is not None and one.lease is not None:
+        lease = one.lease
+        pairs += [
+            ("age", age(time.time() - lease.created)),
+            ("bundle", lease.bundle),
+            ("cgroup", lease.cgroup or "-"),
+            ("init pid", str(lease.init_pid or "-")),
+            ("asked by", lease.dialect),
+            ("driver", lease.driver_version),
+        ]
+    pairs += [("note", one.note)] if one and one.note else []
+    pairs += [("last refusal", refusal)] if refusal else []
+    for label, text in pairs:
+        write_line(f"{label:<13} {text}")
+    if one is not None and one.uses:
+        _print_uses(one)
+
+
+def _print_uses(one: facts.Container) -> None:
+    write_line()
+    columns = (
+        *(Column("slot", True), Column("device", True), Column("uuid"), Column("memory used", True)),
+        *(Column("limit", True), Column("", only_tty=True), Column("refused", True)),
+    )
+    rows = [
+        (
+            str(use.share.slot),
+            str(use.share.device.index),
+            use.share.device.uuid,
+            human(use.used_bytes),
+            _limit(use),
+            bar(use.used_bytes, use.limit_bytes),
+            str(use.refused),
+        )
+        for use in one.uses
+    ]
+    write_table(columns, rows)
+    found = facts.processes(one)
+    if found:
+        write_line()
+        devices = [Column(f"slot {use.share.slot}", True) for use in one.uses]
+        write_table(
+            (Column("pid", True), Column("in container", True), *devices),
+            [(str(pid or "-"), str(slot.pid), *(human(size) for size in slot.bytes)) for slot, pid in found],
+        )

@@ -1,0 +1,83 @@
+"""gpushare devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .. import leases, placement
+from ..model import Device, Node
+from ..quantity import human
+from . import facts
+from .options import Paths, with_format
+from .output import Column, bar, write_json, write_table
+
+_COLUMNS = (
+    Column("device", right=True),
+    Column("uuid"),
+    Column("model"),
+    Column("memory", right=True),
+    Column("granted", right=True),
+    Column("", only_tty=True),
+    Column("free", right=True),
+    Column("containers", right=True),
+    Column("state"),
+)
+
+
+@click.command()
+@with_format
+@click.pass_obj
+def devices(paths: Paths, output: str) -> None:
+    """GPUs of this host, and how much of each is granted."""
+    host = facts.host(paths)
+    seen = leases.view(paths.state_dir)
+    ledger = placement.ledger_of(seen.live, host.config.policy, seen.blocked(host))
+    found = [_plain(device, host, ledger) for device in host.inventory.devices]
+    if output == "json":
+        write_json(found)
+        return
+    write_table(
+        _COLUMNS,
+        [
+            (
+                str(one["index"]),
+                one["uuid"],
+                one["model"],
+                human(one["memory_bytes"]) if one["memory_bytes"] else "unknown",
+                human(one["granted_bytes"]),
+                bar(one["granted_bytes"], one["grantable_bytes"]),
+                human(one["free_bytes"]),
+                str(one["containers"]),
+                one["state"],
+            )
+            for one in found
+        ],
+    )
+
+
+def _plain(device: Device, host: Node, ledger: placement.Ledger) -> dict[str, Any]:
+    """One device as JSON values. `grantable_bytes` is what may be granted in all (memory_overcommit)."""
+    grantable = placement.capacity_bytes(device, host.config.memory_overcommit)
+    state = "open"
+    granted = ledger.used.get(device.uuid, 0)
+    if device.uuid in ledger.blocked:
+        state, free = "unknown use", 0
+    elif device.uuid in ledger.exclusive:
+        state, granted, free = "exclusive", grantable, 0
+    else:
+        free = max(0, grantable - granted)
+    return {
+        "index": device.index,
+        "uuid": device.uuid,
+        "minor": device.minor,
+        "bus_id": device.bus_id,
+        "model": device.model,
+        "memory_bytes": device.memory_bytes,
+        "grantable_bytes": grantable,
+        "granted_bytes": granted,
+        "free_bytes": free,
+        "containers": len(ledger.holders.get(device.uuid, ())),
+        "state": state,
+    }

@@ -1,0 +1,107 @@
+"""What is known of each container, from its lease and from its own page (which is not believed beyond the device)."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple, Optional
+
+from .. import leases, log, node, procs, region, storage
+from ..errors import GpushareError, RequestError
+from ..model import Lease, Node, Share
+from .options import Paths
+
+_STATES = {"reserved": "starting", "held": "running"}
+
+
+class Use(NamedTuple):
+    """One share and what the container says that it takes of it."""
+
+    share: Share
+    used_bytes: int
+    refused: int  # allocations refused since the start
+
+    @property
+    def limit_bytes(self) -> int:
+        """The share's limit; for an unlimited one all that the device has (0 = not known)."""
+        limit = self.share.memory_limit_bytes
+        return self.share.device.memory_bytes if limit is None else limit
+
+
+class Container(NamedTuple):
+    """One entry of the state directory."""
+
+    id: str
+    state: str  # starting | running | dead | damaged
+    note: str  # why it is dead or damaged, what its page warns of
+    lease: Optional[Lease]
+    uses: tuple[Use, ...]
+    slots: tuple[region.Slot, ...]
+
+
+def short(container_id: str) -> str:
+    """As engines shorten it: 12 digits of a 64-digit id; a name that a person chose stays whole."""
+    is_hex = len(container_id) == 64 and set(container_id) <= set("0123456789abcdef")
+    return container_id[:12] if is_hex else container_id
+
+
+def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container:
+    slots: tuple[region.Slot, ...] = ()
+    notes = [note] if note else []
+    usage = None
+    if state == "running":
+        try:
+            usage = storage.read_usage(state_dir, lease.id, len(lease.shares))
+        except region.RegionError as error:
+            notes.append(str(error))
+    uses = []
+    for share in lease.shares:
+        used = usage.used_bytes(share.slot) if usage else 0
+        most = share.device.memory_bytes or used
+        if used > most:
+            notes.append(f"the usage page claims {used} bytes of device {share.device.index}, which has {most}")
+        refused_here = usage.refused[share.slot] if usage and share.slot < len(usage.refused) else 0
+        uses.append(Use(share, min(used, most), refused_here))
+    if usage:
+        slots = usage.slots
+        notes.extend(usage.warnings)
+    return Container(lease.id, state, "; ".join(notes), lease, tuple(uses), slots)
+
+
+def containers(state_dir: str) -> list[Container]:
+    """All containers, the oldest first; damaged ones last."""
+    seen = leases.view(state_dir)
+    found = [_container(state_dir, lease, _STATES[lease.state], "") for lease in seen.live]
+    found += [_container(state_dir, lease, "dead", reason) for lease, reason in seen.dead]
+    found.sort(key=lambda one: (one.lease.created if one.lease else 0.0, one.id))
+    return found + [Container(damage.id, "damaged", damage.reason, None, (), ()) for damage in seen.damaged]
+
+
+def find(state_dir: str, text: str) -> str:
+    """The id that `text` is or begins, among containers and refusals. Raises RequestError with the candidates."""
+    known = sorted({one.id for one in containers(state_dir)} | set(log.known(state_dir)))
+    if text in known:
+        return text
+    matching = [name for name in known if name.startswith(text)] if text else []
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
+        raise RequestError(f"no container {text!r}", "`gpushare list` shows those that have a share")
+    shown = ", ".join(short(name) if short(name) != short(matching[0]) else name for name in matching[:8])
+    raise RequestError(f"{text!r} begins {len(matching)} ids: {shown}", "give more of it")
+
+
+def host(paths: Paths) -> Node:
+    """The node as the next container would find it; nothing is written."""
+    fresh = node.read_node(paths.config, paths.state_dir) if os.path.isdir(paths.state_dir) else None
+    return fresh or node.compile_node(paths.config, paths.state_dir, write=False)
+
+
+def processes(one: Container) -> list[tuple[region.Slot, Optional[int]]]:
+    """The container's slots with the pid on this host, None where it cannot be told."""
+    if one.lease is None or not one.slots:
+        return []
+    try:
+        pids = procs.pids_by_container_pid(one.lease.cgroup)
+    except (OSError, GpushareError):
+        pids = {}
+    return [(slot, pids.get(slot.pid)) for slot in one.slots]

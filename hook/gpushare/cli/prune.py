@@ -1,0 +1,83 @@
+"""gpushare prune: what killed starts and ungraceful ends left behind."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import click
+
+from .. import leases, log, storage
+from .options import Paths, with_format
+from .output import Column, write_json, write_line, write_table
+
+
+class Item(NamedTuple):
+    """Something that is there and should not be. `removed`: whether this run takes it away."""
+
+    kind: str  # lease | start | files | refusal | damaged
+    id: str
+    why: str
+    removed: bool
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, remove nothing.")
+@click.option("--assume-free", is_flag=True, help="Also drop leases that cannot be read: their containers are gone.")
+@with_format
+@click.pass_obj
+def prune(paths: Paths, dry_run: bool, assume_free: bool, output: str) -> None:
+    """Remove leases of dead containers, leftovers of killed starts, and refusals of containers that are gone."""
+    found: list[Item] = []
+    problems: list[str] = []
+    if os.path.isdir(os.path.join(paths.state_dir, "containers")):
+        found = items(paths.state_dir, assume_free)
+        if not dry_run:
+            problems = remove(paths.state_dir, found, assume_free)
+    if output == "json":
+        write_json(
+            {"dry_run": dry_run, "items": [item._asdict() for item in found], "problems": problems},
+        )
+    else:
+        _print(found, dry_run, problems)
+    if problems:
+        raise SystemExit(1)
+
+
+def items(state_dir: str, assume_free: bool) -> list[Item]:
+    """All that could go, judged now."""
+    seen = leases.view(state_dir)
+    found = [Item("lease", lease.id, reason, True) for lease, reason in seen.dead]
+    found += [Item("start", name, "killed before it had a lease", True) for name in seen.partial]
+    found += [Item("damaged", damage.id, damage.reason, assume_free) for damage in seen.damaged]
+    found += [Item("files", name, "of a released container", True) for name in storage.trash(state_dir)]
+    live = {lease.id for lease in seen.live}
+    found += [
+        Item("refusal", name, log.read(state_dir, name), True) for name in log.known(state_dir) if name not in live
+    ]
+    return found
+
+
+def remove(state_dir: str, found: list[Item], assume_free: bool) -> list[str]:
+    """Removes them. Leases are judged again under the lock, so that one which came to life meanwhile stays."""
+    leases.sweep(state_dir, assume_free)
+    for item in found:
+        if item.kind == "refusal":
+            log.forget(state_dir, item.id)
+    return storage.empty_trash(state_dir)
+
+
+def _print(found: list[Item], dry_run: bool, problems: list[str]) -> None:
+    verb = "would go" if dry_run else "removed"
+    if not found:
+        write_line("nothing to remove")
+    else:
+        columns = (Column("what"), Column("container"), Column("why"), Column("result"))
+        write_table(columns, [(item.kind, item.id, item.why, verb if item.removed else "kept") for item in found])
+    if any(not item.removed for item in found):
+        log.to_stderr(
+            "gpushare: a lease cannot be read, so its devices get no new ones; if its container is gone: "
+            "gpushare prune --assume-free"
+        )
+    for problem in problems:
+        log.to_stderr(f"gpushare: {problem}")
