@@ -200,19 +200,22 @@ def _position(cache: Cache, entries: Sequence[Entry], name: bytes, flags: int) -
     return low
 
 
+def _is_regular(cache: Cache, entry: Entry, name: bytes, flags: int) -> bool:
+    return entry.flags == flags and not entry.hwcap and cache.text(entry.key) == name
+
+
 def extended(cache: Cache, additions: Iterable[LdEntry]) -> Cache:
     """`cache` with `additions` in place: each replaces the regular entries of the same name and flags. Variants in
     glibc-hwcaps directories stay: they are other files."""
     entries = list(cache.entries)
     for flags, name, path in ((a.flags, a.soname.encode(), a.path.encode()) for a in additions):
-        at = _position(cache, entries, name, flags)
-        while at < len(entries):
-            old = entries[at]
-            if old.flags != flags or old.hwcap or cache.text(old.key) != name:
-                break
-            del entries[at]
+        at = end = _position(cache, entries, name, flags)
+        while end < len(entries) and _is_regular(cache, entries[end], name, flags):
+            end += 1
+        if end - at == 1 and cache.text(entries[at].value) == path:
+            continue  # as it should be already: a second start must not make the file grow
         key = len(cache.strings)
-        entries.insert(at, Entry(flags, key, key + len(name) + 1, 0, 0))
+        entries[at:end] = [Entry(flags, key, key + len(name) + 1, 0, 0)]
         cache = cache._replace(strings=cache.strings + name + b"\0" + path + b"\0")
     _require(len(entries) <= MAX_LIBS, "it would have too many entries")
     return cache._replace(entries=tuple(entries))

@@ -223,9 +223,17 @@ def _library_path(value: str, libdir: str) -> list[str]:
     for part in value[:_MAX_ENV_BYTES].replace(";", ":").split(":"):
         for token, text in tokens.items():
             part = part.replace("${" + token + "}", text).replace("$" + token, text)
-        if part.startswith("/") and "$ORIGIN" not in part and "\0" not in part and part not in directories:
+        if part.startswith("/") and "$ORIGIN" not in part and part not in directories and _is_file_name(part):
             directories.append(part)
     return directories[:_MAX_DIRS]
+
+
+def _is_file_name(text: str) -> bool:
+    """Whether a string out of JSON can be a path at all: no NUL, and no surrogate that stands for no byte."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _candidates(

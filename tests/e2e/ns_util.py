@@ -4,27 +4,40 @@ of its own (or a real runc container), and `enter` to look at what it sees. Ever
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
-import signal
+import stat
 import subprocess
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from gpushare import linux
+from gpushare import apply, linux
+from gpushare.errors import GpushareError
 from gpushare.model import Bundle
+from gpushare.ops import Op, Plan
 
 LIBDIR = f"/usr/lib/{os.uname().machine}-linux-gnu"
 TOOLS = ("sh", "cat", "ls", "stat", "mknod", "sleep", "head", "rm", "dd")
 
 
+EMPTY = hashlib.sha256(b"").hexdigest()  # how `snapshot` shows an empty file
+
+
+class ChildDied(Exception):
+    """The child of `in_child` was killed before it could answer."""
+
+
 def in_child(body: Callable[[], Any]) -> Any:
     """The JSON-able result of `body` in a child process, which may change namespaces or its root; failures come back."""
     reader, writer = os.pipe()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside pytest's timer thread: the child starts none
+        pid = os.fork()
     if pid == 0:
         status = 1
         try:
@@ -42,6 +55,8 @@ def in_child(body: Callable[[], Any]) -> Any:
     with os.fdopen(reader) as pipe:
         text = pipe.read()
     os.waitpid(pid, 0)
+    if not text:
+        raise ChildDied
     answer = json.loads(text)
     if "error" in answer:
         raise AssertionError(answer["error"])
@@ -58,17 +73,62 @@ def bundle(rootfs: str, identity: str = "test", spec: Optional[dict[str, Any]] =
     return Bundle(identity, 0, os.path.dirname(rootfs), rootfs, (), {}, "", "", "", False, spec or {})
 
 
-class Sandbox:
-    """A process in its own mount namespace in which `rootfs` is a mount point, as a runtime leaves it before pivot_root."""
+def snapshot(root: Path) -> dict[str, tuple[int, int, str]]:
+    """Every path below `root` (on this side of any mount): mode, owner, and what it holds."""
+    found = {}
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            status = os.lstat(path)
+            content = ""
+            if stat.S_ISLNK(status.st_mode):
+                content = os.readlink(path)
+            elif stat.S_ISREG(status.st_mode):
+                with open(path, "rb") as file:
+                    content = hashlib.sha256(file.read()).hexdigest()
+            found[path[len(str(root)) :]] = (status.st_mode, status.st_uid, content)
+    return found
 
-    def __init__(self, rootfs: Path, setup: str = "") -> None:
+
+def _started(command: Sequence[str]) -> subprocess.Popen[str]:
+    """A process that has said "ready"."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        _ended(process)
+        raise AssertionError(f"{command} did not start")
+    return process
+
+
+def _ended(process: Optional[subprocess.Popen[str]]) -> None:
+    if process is not None:
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+class Sandbox:
+    """A process in its own mount namespace in which `rootfs` is a mount point, as a runtime leaves it before pivot_root.
+
+    `setup` are shell commands run there first. `propagates`: the rootfs stays a shared peer of the host's. `mapped`: in a
+    user namespace whose root is this host uid."""
+
+    def __init__(self, rootfs: Path, setup: str = "", propagates: bool = False, mapped: int = 0) -> None:
         self.rootfs = rootfs
-        script = f"mount --make-rprivate / && mount --bind {rootfs} {rootfs} && {setup or ':'} && echo ready && exec sleep 1000"
-        self.process = subprocess.Popen(
-            ["unshare", "-m", "--propagation", "unchanged", "sh", "-c", script], stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n", "the sandbox did not start"
+        steps = [] if propagates else ["mount --make-rprivate /", f"mount --bind {rootfs} {rootfs}"]
+        script = " && ".join([*steps, *([setup] if setup else []), "echo ready", "exec sleep 1000"])
+        self._holder = self._user_namespace(mapped) if mapped else None
+        users = ["nsenter", "-U", "-t", str(self._holder.pid), "-S", "0", "-G", "0"] if self._holder else []
+        self.process = _started([*users, "unshare", "-m", "--propagation", "unchanged", "sh", "-c", script])
+
+    @staticmethod
+    def _user_namespace(mapped: int) -> subprocess.Popen[str]:
+        holder = _started(["unshare", "-U", "sh", "-c", "echo ready; exec sleep 1000"])
+        for name in ("uid_map", "gid_map"):
+            with open(f"/proc/{holder.pid}/{name}", "w") as table:
+                table.write(f"0 {mapped} 1000")
+        return holder
 
     @property
     def pid(self) -> int:
@@ -98,34 +158,64 @@ class Sandbox:
         prefix = str(self.rootfs)
         return sorted(p[len(prefix) :] for p in points if p.startswith(prefix + "/"))
 
+    def apply(self, plan: Plan, then: Callable[[apply.Applied], Any] = lambda applied: None) -> Any:
+        """Applies `plan` to this container in a process of its own (as the hook is), then calls `then` there."""
+
+        def body() -> Any:
+            applied = apply.apply(plan, self.bundle, self.pid)
+            result = then(applied)
+            applied.close()
+            return result
+
+        return in_child(body)
+
+    def refuses(self, *ops: Op) -> str:
+        """The one-line error of a plan that must fail, after which nothing of it may be left."""
+        before, tree, host = self.mounts(), snapshot(self.rootfs), host_mounts()
+
+        def body() -> str:
+            try:
+                apply.apply(Plan("test", ops), self.bundle, self.pid)
+            except GpushareError as error:
+                return str(error)
+            raise AssertionError("the plan was applied")
+
+        message = str(in_child(body))
+        assert "\n" not in message
+        assert (self.mounts(), snapshot(self.rootfs), host_mounts()) == (before, tree, host)
+        return message
+
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdout:
-            self.process.stdout.close()
+        _ended(self.process)
+        _ended(self._holder)
 
 
 @contextlib.contextmanager
-def sandbox(rootfs: Path, setup: str = "") -> Iterator[Sandbox]:
-    box = Sandbox(rootfs, setup)
+def sandbox(rootfs: Path, setup: str = "", propagates: bool = False, mapped: int = 0) -> Iterator[Sandbox]:
+    box = Sandbox(rootfs, setup, propagates, mapped)
     try:
         yield box
     finally:
         box.close()
 
 
-def needed_libraries(program: str) -> list[str]:
-    """The files that the host's loader would map for `program`."""
-    out = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-    words = (word for line in out.splitlines() for word in line.split())
-    return [word for word in words if word.startswith("/")]
-
-
 def make_image(root: Path, layout: str = "multiarch", programs: Sequence[str] = TOOLS) -> Path:
     """A small glibc image from the host's files. "multiarch" is Debian's layout (/usr/lib/<triplet>, /lib a link); "lib64" is
     Fedora's (/usr/lib64). Its cache is made by ldconfig, which is in the image too."""
     libdir = LIBDIR if layout == "multiarch" else "/usr/lib64"
-    for directory in ("usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "etc", "dev", "proc", "sys", "tmp", "run", libdir[1:]):
+    for directory in (
+        "usr/bin",
+        "usr/sbin",
+        "usr/lib",
+        "usr/lib64",
+        "etc",
+        "dev",
+        "proc",
+        "sys",
+        "tmp",
+        "run",
+        libdir[1:],
+    ):
         (root / directory).mkdir(parents=True, exist_ok=True)
     for name in ("bin", "sbin", "lib", "lib64"):
         os.symlink(f"usr/{name}", root / name)
@@ -135,7 +225,10 @@ def make_image(root: Path, layout: str = "multiarch", programs: Sequence[str] = 
         is_loader = file.name.startswith("ld-")
         shutil.copy2(file, root / ("usr/lib64" if is_loader else libdir[1:]) / file.name)
     for source in sources:
-        shutil.copy2(os.path.realpath(source), root / ("usr/sbin" if source.endswith("ldconfig") else "usr/bin") / Path(source).name)
+        shutil.copy2(
+            os.path.realpath(source),
+            root / ("usr/sbin" if source.endswith("ldconfig") else "usr/bin") / Path(source).name,
+        )
     (root / "etc/ld.so.conf").write_text("" if layout == "lib64" else f"{LIBDIR.replace('/usr', '', 1)}\n{LIBDIR}\n")
     (root / "etc/passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
     subprocess.run(["ldconfig", "-r", str(root)], check=True)
@@ -164,8 +257,18 @@ def runc_spec(rootfs: str, cgroup: str, args: Sequence[str] = ("sleep", "1000"))
         "root": {"path": rootfs, "readonly": False},
         "mounts": [
             {"destination": "/proc", "type": "proc", "source": "proc"},
-            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=65536k"]},
-            {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": ["newinstance", "ptmxmode=0666"]},
+            {
+                "destination": "/dev",
+                "type": "tmpfs",
+                "source": "tmpfs",
+                "options": ["nosuid", "mode=755", "size=65536k"],
+            },
+            {
+                "destination": "/dev/pts",
+                "type": "devpts",
+                "source": "devpts",
+                "options": ["newinstance", "ptmxmode=0666"],
+            },
         ],
         "linux": {
             "cgroupsPath": cgroup,
@@ -186,7 +289,9 @@ class Runc:
         (directory / "config.json").write_text(json.dumps(spec))
 
     def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run([*self.command, *arguments], capture_output=True, text=True, check=False, cwd=self.directory)
+        done = subprocess.run(
+            [*self.command, *arguments], capture_output=True, text=True, check=False, cwd=self.directory
+        )
         assert not check or done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done
 
@@ -203,8 +308,3 @@ class Runc:
 
     def delete(self) -> None:
         self.run("delete", "--force", self.id, check=False)
-
-
-def kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,223 @@
+"""ldcache.py without a loader: round trips, the order, and files that a tenant crafted. (With one: tests/e2e/test_ldcache.py.)"""
+
+from __future__ import annotations
+
+import functools
+import random
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpushare import ldcache
+from gpushare.model import LdEntry
+
+X86_64 = 0x0303
+NAMES = ("libz.so.1", "libcuda.so.1", "libcuda.so", "libc.so.6", "libm.so.6", "libcrypto.so.1.1", "libcrypto.so.3")
+
+
+def build(*libraries: tuple[str, str, int, int], hwcaps: tuple[str, ...] = (), generator: bytes = b"test 1") -> bytes:
+    """A cache as ldconfig would write it: (name, path, flags, hwcap) in any order."""
+    strings = b""
+    entries = []
+    for name, path, flags, hwcap in libraries:
+        entries.append(ldcache.Entry(flags, len(strings), len(strings) + len(name) + 1, 0, hwcap))
+        strings += name.encode() + b"\0" + path.encode() + b"\0"
+    offsets = []
+    for name in hwcaps:
+        offsets.append(len(strings))
+        strings += name.encode() + b"\0"
+    cache = ldcache.Cache(tuple(entries), strings, ())
+
+    def order(left: ldcache.Entry, right: ldcache.Entry) -> int:
+        names = ldcache.compare_names(cache.text(right.key), cache.text(left.key))
+        return names or right.flags - left.flags or (right.hwcap > left.hwcap) - (right.hwcap < left.hwcap)
+
+    sections = [(0, 0, generator)] + ([(1, 0, struct.pack(f"<{len(offsets)}I", *offsets))] if offsets else [])
+    return ldcache.render(
+        cache._replace(entries=tuple(sorted(entries, key=functools.cmp_to_key(order))), sections=tuple(sections))
+    )
+
+
+SAMPLE = build(
+    *((name, f"/lib/{name}", X86_64, 0) for name in NAMES),
+    ("libcuda.so.1", "/lib32/libcuda.so.1", 3, 0),
+    ("libm.so.6", "/lib/glibc-hwcaps/x86-64-v3/libm.so.6", X86_64, ldcache.HWCAP_EXTENSION | 0),
+    hwcaps=("x86-64-v3",),
+)
+
+
+def behind_old_header(data: bytes, n_old: int = 3) -> bytes:
+    """The same cache behind the table of before glibc 2.2, as `ldconfig -c compat` writes it. Section offsets count from the
+    start of the file, so they move; string offsets count from the new header, so they stay."""
+    old = (struct.pack("<11sxI", b"ld.so-1.7.0", n_old) + bytes(12 * n_old)).ljust((16 + 12 * n_old + 7) & ~7, b"\0")
+    moved = bytearray(data)
+    (extension,) = struct.unpack_from("<I", moved, 32)
+    if extension:
+        struct.pack_into("<I", moved, 32, extension + len(old))
+        for index in range(struct.unpack_from("<I", moved, extension + 4)[0]):
+            at = extension + 8 + 16 * index + 8
+            struct.pack_into("<I", moved, at, struct.unpack_from("<I", moved, at)[0] + len(old))
+    return old + bytes(moved)
+
+
+def listed(cache: ldcache.Cache) -> list[tuple[str, str, int, int]]:
+    return [(n.decode(), p.decode(), e.flags, e.hwcap) for n, p, e in cache.libraries()]
+
+
+def lookup(cache: ldcache.Cache, name: str, flags: int = X86_64) -> list[str]:
+    """What glibc's search_cache finds for a name, in its order: a binary search, then all neighbours."""
+    entries = cache.entries
+    left, right = 0, len(entries) - 1
+    while left <= right:
+        middle = (left + right) // 2
+        order = ldcache.compare_names(name.encode(), cache.text(entries[middle].key))
+        if order == 0:
+            while middle > 0 and ldcache.compare_names(name.encode(), cache.text(entries[middle - 1].key)) == 0:
+                middle -= 1
+            found = []
+            while middle < len(entries) and cache.text(entries[middle].key).decode() == name:
+                if entries[middle].flags == flags:
+                    found.append(cache.text(entries[middle].value).decode())
+                middle += 1
+            return found
+        if order < 0:
+            left = middle + 1
+        else:
+            right = middle - 1
+    return []
+
+
+def test_rendering_what_was_parsed_gives_the_same_bytes() -> None:
+    assert ldcache.render(ldcache.parse(SAMPLE)) == SAMPLE
+
+
+def test_the_cache_of_this_host_round_trips() -> None:
+    with open("/etc/ld.so.cache", "rb") as file:
+        data = file.read()
+    cache = ldcache.parse(data)
+    assert listed(ldcache.parse(ldcache.render(cache))) == listed(cache)
+    assert any(name == "libc.so.6" for name, _, _, _ in listed(cache))
+
+
+def test_the_hosts_ldconfig_sorted_by_our_order() -> None:
+    with open("/etc/ld.so.cache", "rb") as file:
+        names = [name for name, _, _ in ldcache.parse(file.read()).libraries()]
+    assert len(names) > 50
+    assert all(ldcache.compare_names(a, b) >= 0 for a, b in zip(names, names[1:]))
+    assert any(ldcache.compare_names(a, b) < 0 for a, b in zip(sorted(names), sorted(names, reverse=True)))
+
+
+def test_behind_the_old_header_the_same_libraries_are_found() -> None:
+    cache = ldcache.parse(behind_old_header(SAMPLE))
+    assert listed(cache) == listed(ldcache.parse(SAMPLE))
+    assert cache.sections == ldcache.parse(SAMPLE).sections
+
+
+def test_an_addition_is_found_and_everything_else_too() -> None:
+    before = ldcache.parse(SAMPLE)
+    added = LdEntry("libnvidia-ml.so.1", "/usr/lib/libnvidia-ml.so.1", X86_64)
+    after = ldcache.parse(ldcache.render(ldcache.extended(before, [added])))
+    assert lookup(after, added.soname) == [added.path]
+    assert [x for x in listed(after) if x[0] != added.soname] == listed(before)
+    assert after.sections == before.sections
+    assert len(listed(after)) == len(listed(before)) + 1
+
+
+def test_an_addition_replaces_its_name_but_not_other_machines_nor_hwcaps() -> None:
+    additions = [LdEntry("libcuda.so.1", "/new/libcuda.so.1", X86_64), LdEntry("libm.so.6", "/new/libm.so.6", X86_64)]
+    after = ldcache.extended(ldcache.parse(SAMPLE), additions)
+    assert lookup(after, "libcuda.so.1") == ["/new/libcuda.so.1"]
+    assert lookup(after, "libcuda.so.1", 3) == ["/lib32/libcuda.so.1"]
+    assert lookup(after, "libm.so.6") == ["/lib/glibc-hwcaps/x86-64-v3/libm.so.6", "/new/libm.so.6"]
+
+
+def test_extending_twice_is_extending_once() -> None:
+    additions = [LdEntry("libcuda.so.1", "/new/libcuda.so.1", X86_64), LdEntry("libzz.so", "/new/libzz.so", X86_64)]
+    once = ldcache.extended(ldcache.parse(SAMPLE), additions)
+    assert listed(ldcache.extended(once, additions)) == listed(once)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(b"libc.so.5", b"libc.so.6"), (b"libc.so.9", b"libc.so.10"), (b"liba.so", b"libb.so"), (b"libx.so", b"libx.so.1"),
+     (b"lib.so", b"lib2.so"), (b"", b"a"), (b"a-", b"a1")],
+)  # fmt: skip
+def test_order_of_names(low: bytes, high: bytes) -> None:
+    assert ldcache.compare_names(low, high) < 0 < ldcache.compare_names(high, low)
+    assert ldcache.compare_names(low, low) == 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.text("ab.1209-", min_size=1, max_size=8), min_size=1, max_size=30, unique=True), st.randoms())
+def test_every_library_is_found_after_additions(names: list[str], rng: random.Random) -> None:
+    # "1" and "01" are the same to the loader's order; a real name cannot differ only so.
+    distinct: list[str] = []
+    for name in names:
+        if all(ldcache.compare_names(name.encode(), other.encode()) for other in distinct):
+            distinct.append(name)
+    cut = rng.randint(0, len(distinct))
+    cache = ldcache.parse(build(*((n, "/old/" + n, X86_64, 0) for n in distinct[:cut])))
+    cache = ldcache.extended(cache, [LdEntry(n, "/new/" + n, X86_64) for n in distinct[cut:]])
+    cache = ldcache.parse(ldcache.render(cache))
+    for index, name in enumerate(distinct):
+        assert lookup(cache, name) == [("/old/" if index < cut else "/new/") + name]
+
+
+CORPUS = [SAMPLE, behind_old_header(SAMPLE), build(), build(generator=b""), behind_old_header(build(), 0)]
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    st.sampled_from(CORPUS),
+    st.lists(st.tuples(st.integers(0, 700), st.sampled_from([b"\xff" * 4, b"\0" * 4, b"\x80", b"\x01\0\0\0", b"9" * 8]))),
+    st.integers(0, 900),
+)
+def test_damage_is_reported_or_harmless(data: bytes, changes: list[tuple[int, bytes]], length: int) -> None:
+    damaged = bytearray(data)
+    for at, content in changes:
+        damaged[at : at + len(content)] = content
+    try:
+        cache = ldcache.parse(bytes(damaged[:length]))
+    except ldcache.MalformedCache as error:
+        assert str(error)
+        return
+    extended = ldcache.extended(cache, [LdEntry("libcuda.so.1", "/x", X86_64)])
+    ldcache.parse(ldcache.render(extended))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=200))
+def test_noise_is_reported(data: bytes) -> None:
+    with pytest.raises(ldcache.MalformedCache):
+        ldcache.parse(data)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        (20, 0xFFFFFFFF, "entries"),  # nlibs
+        (24, 0xFFFFFFFF, "strings"),  # len_strings
+        (28, 3, "endian"),
+        (32, 0xFFFFFFFC, "extension"),
+        (32, 0x31, "extension"),
+        (52, 0xFFFFFFF0, "outside"),  # first entry's key
+        (56, 4, "outside"),  # its value, into the header
+    ],
+)
+def test_crafted_numbers_are_named(at: int, value: int, says: str) -> None:
+    data = bytearray(SAMPLE)
+    struct.pack_into("<I", data, at, value)
+    with pytest.raises(ldcache.MalformedCache, match=says):
+        ldcache.parse(bytes(data))
+
+
+def test_a_huge_file_is_not_looked_at() -> None:
+    with pytest.raises(ldcache.MalformedCache, match="at most"):
+        ldcache.parse(bytes(ldcache.MAX_BYTES + 1))
+
+
+def test_a_name_of_a_million_digits_costs_nothing_special() -> None:
+    digits = b"lib" + b"9" * 1_000_000
+    assert ldcache.compare_names(digits, digits + b"x") < 0  # would take minutes with numbers that grow

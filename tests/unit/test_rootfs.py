@@ -1,0 +1,264 @@
+"""rootfs.probe on small trees, as images have them and as tenants would craft them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpushare import ldcache, rootfs
+from gpushare.errors import KernelError
+from gpushare.model import Bundle, Image, LdEntry
+from tests.unit.test_elf import shared_object
+from tests.unit.test_ldcache import build
+
+MACHINE = os.uname().machine
+FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03}
+MULTIARCH = f"/usr/lib/{MACHINE}-linux-gnu"
+
+
+class Tree:
+    """A root file system under construction."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
+
+    def write(self, path: str, content: bytes = b"") -> None:
+        target = self.path / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+
+    def library(self, path: str, soname: str = "", machine: str = MACHINE) -> None:
+        self.write(path, shared_object(soname or path.rpartition("/")[2], machine))
+
+    def link(self, path: str, text: str) -> None:
+        target = self.path / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(text, target)
+
+    def cache(self, *libraries: tuple[str, str]) -> None:
+        self.write("/etc/ld.so.cache", build(*((n, p, FLAGS[MACHINE], 0) for n, p in libraries)))
+
+    def probe(self, *env: tuple[str, str]) -> Image:
+        return rootfs.probe(str(self.path), env)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path / "root")
+
+
+@pytest.fixture
+def debian(tree: Tree) -> Tree:
+    tree.library(f"{MULTIARCH}/libc.so.6")
+    tree.link("/lib", "usr/lib")
+    tree.cache(("libc.so.6", f"/lib/{MACHINE}-linux-gnu/libc.so.6"))
+    return tree
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks() -> Iterator[None]:
+    signal.alarm(20)  # opening a FIFO would wait for ever
+    yield
+    signal.alarm(0)
+
+
+# Where the image keeps its libc
+
+
+def test_multiarch_by_its_cache(debian: Tree) -> None:
+    image = debian.probe()
+    assert (image.libdir, image.machine, image.has_ldcache, image.ldcache_note) == (MULTIARCH, MACHINE, True, "")
+
+
+@pytest.mark.parametrize("directory", [MULTIARCH, "/usr/lib64", "/lib64", "/usr/lib"])
+def test_known_directories_without_a_cache(tree: Tree, directory: str) -> None:
+    tree.library(f"{directory}/libc.so.6")
+    image = tree.probe()
+    assert (image.libdir, image.machine) == (directory, MACHINE)
+    assert not image.has_ldcache
+    assert "no /etc/ld.so.cache" in image.ldcache_note
+
+
+def test_the_cache_wins_over_known_directories(tree: Tree) -> None:
+    tree.library("/usr/lib64/libc.so.6")
+    tree.library("/opt/glibc/lib/libc.so.6")
+    tree.cache(("libc.so.6", "/opt/glibc/lib/libc.so.6"))
+    assert tree.probe().libdir == "/opt/glibc/lib"
+
+
+def test_a_libc_of_another_machine_is_passed_over(debian: Tree) -> None:
+    debian.library("/usr/lib64/libc.so.6", machine="i386")
+    assert debian.probe().machine == MACHINE
+    os.remove(debian.path / MULTIARCH[1:] / "libc.so.6")
+    assert (debian.probe().libdir, debian.probe().machine) == ("/usr/lib64", "i386")
+
+
+def test_no_glibc(tree: Tree) -> None:
+    tree.library("/lib/ld-musl-x86_64.so.1")
+    assert tree.probe() == Image("", "", False, "no /etc/ld.so.cache in the image")
+
+
+def test_a_libc_that_is_a_script_or_a_fifo_is_none(tree: Tree) -> None:
+    tree.write("/usr/lib64/libc.so.6", b"#!/bin/sh")
+    (tree.path / "lib64").mkdir()
+    os.mkfifo(tree.path / "lib64/libc.so.6")
+    assert tree.probe().libdir == ""
+
+
+# Other copies of the driver
+
+
+def drivers(image: Image) -> dict[str, str]:
+    return dict(image.other_drivers)
+
+
+def test_every_place_that_a_loader_prefers(debian: Tree) -> None:
+    places = {
+        f"{MULTIARCH}/libcuda.so.470.82.01": "libcuda.so.1",
+        f"{MULTIARCH}/glibc-hwcaps/x86-64-v3/libcuda.so.1": "libcuda.so.1",
+        "/usr/local/cuda-12.4/compat/libcuda.so.550.54.14": "libcuda.so.1",
+        "/opt/tenant/libnvidia-ml.so.1": "libnvidia-ml.so.1",
+        "/opt/tenant/glibc-hwcaps/x86-64-v2/libcuda.so.1": "libcuda.so.1",
+        "/opt/tenant/tls/libcuda.so.1": "libcuda.so.1",
+        "/srv/cached/libcuda.so.1": "libcuda.so.1",
+    }
+    for path, soname in places.items():
+        debian.library(path, soname)
+    debian.library("/opt/tenant/libother.so.1")
+    debian.link("/usr/local/cuda-12.4/compat/libcuda.so.1", "libcuda.so.550.54.14")
+    debian.link(f"{MULTIARCH}/libcuda.so.1", "libcuda.so.470.82.01")
+    debian.cache(("libc.so.6", f"{MULTIARCH}/libc.so.6"), ("libcuda.so.1", "/srv/cached/libcuda.so.1"))
+    image = debian.probe(("LD_LIBRARY_PATH", "/elsewhere"), ("LD_LIBRARY_PATH", "/opt/tenant:/nowhere"))
+    assert drivers(image) == places
+    assert image.existing_links == ((f"{MULTIARCH}/libcuda.so.1", "libcuda.so.470.82.01"),)
+
+
+def test_a_link_is_reported_as_where_it_ends_once(debian: Tree) -> None:
+    debian.library("/opt/a/real.so", "libcuda.so.1")
+    debian.link("/opt/a/libcuda.so.1", "real.so")
+    debian.link("/opt/b", "a")
+    assert drivers(debian.probe(("LD_LIBRARY_PATH", "/opt/a:/opt/b"))) == {"/opt/a/real.so": "libcuda.so.1"}
+
+
+def test_a_link_to_something_else_is_not_ours_to_cover(debian: Tree) -> None:
+    debian.write("/etc/passwd", b"root:x:0:0")
+    debian.library(f"{MULTIARCH}/libz.so.1")
+    for index, text in enumerate(("/etc/passwd", f"{MULTIARCH}/libz.so.1", "/proc/self/root/x", "../../../../etc/passwd")):
+        debian.link(f"/opt/{index}/libcuda.so.1", text)
+    assert drivers(debian.probe(("LD_LIBRARY_PATH", "/opt/0:/opt/1:/opt/2:/opt/3"))) == {}
+
+
+def test_an_empty_file_is_an_earlier_mount_point(debian: Tree) -> None:
+    debian.write(f"{MULTIARCH}/libcuda.so.535.261.03")
+    assert drivers(debian.probe()) == {}
+
+
+def test_loader_tokens_are_expanded(debian: Tree) -> None:
+    debian.library(f"/opt/lib/{MACHINE}-linux-gnu/libcuda.so.1")
+    debian.library(f"/opt/{MACHINE}/libcuda.so.1")
+    found = drivers(debian.probe(("LD_LIBRARY_PATH", "/opt/$LIB:/opt/${PLATFORM}")))
+    assert sorted(found) == [f"/opt/lib/{MACHINE}-linux-gnu/libcuda.so.1", f"/opt/{MACHINE}/libcuda.so.1"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", ":::;;", "relative:../up", "$ORIGIN/../lib", "/" + "a" * 5000, ":".join(f"/d{i}" for i in range(20000)), "/\0x",
+     "/proc/self/root:/proc/self/fd/0", "/etc/passwd:/fifo:/loop", "/\ud800:/x", "/../../../../..", "\n/x:/%s%n{}"],
+    ids=lambda v: repr(v[:12]),
+)  # fmt: skip
+def test_hostile_library_paths(debian: Tree, value: str) -> None:
+    os.mkfifo(debian.path / "fifo")
+    debian.link("/loop", "loop")
+    image = debian.probe(("LD_LIBRARY_PATH", value))
+    assert (image.libdir, drivers(image)) == (MULTIARCH, {})
+
+
+def test_nothing_that_is_not_a_regular_file_is_opened(debian: Tree) -> None:
+    directory = debian.path / "opt"
+    directory.mkdir()
+    os.mkfifo(directory / "libcuda.so.1")
+    (directory / "libcuda.so").mkdir()
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(directory / "libnvidia-ml.so.1"))
+    assert drivers(debian.probe(("LD_LIBRARY_PATH", "/opt"))) == {}
+    server.close()
+
+
+def test_nothing_outside_the_root_is_seen(debian: Tree, tmp_path: Path) -> None:
+    outside = Tree(tmp_path / "outside")
+    outside.library("/libcuda.so.1")
+    debian.link("/opt/out", "../../outside")
+    debian.link("/opt/absolute", str(outside.path))
+    assert drivers(debian.probe(("LD_LIBRARY_PATH", f"/opt/out:/opt/absolute:{outside.path}"))) == {}
+
+
+def test_a_directory_with_many_names_is_read_up_to_a_bound(debian: Tree) -> None:
+    for index in range(5000):
+        debian.link(f"{MULTIARCH}/libcuda.so.{index}", "libc.so.6")
+    image = debian.probe()
+    assert 1000 < len(image.existing_links) <= 4096
+
+
+# The cache
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"", "not an ld.so.cache"), (b"x" * 100, "not an ld.so.cache"), (build()[:40], "cut off"),
+     (b"glibc-ld.so.cache1.1" + b"\xff" * 60, "malformed")],
+)  # fmt: skip
+def test_a_malformed_cache_is_left_alone(debian: Tree, content: bytes, says: str) -> None:
+    debian.write("/etc/ld.so.cache", content)
+    image = debian.probe()
+    assert not image.has_ldcache
+    assert says in image.ldcache_note
+    assert image.libdir == MULTIARCH
+
+
+def test_a_cache_of_16_gib_is_not_read(debian: Tree) -> None:
+    os.truncate(debian.path / "etc/ld.so.cache", 16 << 30)
+    assert "17179869184 bytes" in debian.probe().ldcache_note
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
+def test_a_cache_that_is_no_regular_file_is_left_alone(debian: Tree, kind: str) -> None:
+    path = debian.path / "etc/ld.so.cache"
+    path.rename(debian.path / "etc/real.cache")
+    {"fifo": os.mkfifo, "directory": os.mkdir, "link": lambda p: os.symlink("real.cache", p)}[kind](path)
+    assert "not a regular file" in debian.probe().ldcache_note
+
+
+def test_names_that_share_their_tail_with_a_path_are_found(debian: Tree) -> None:
+    """ldconfig stores "libcuda.so.1" only once, as the end of its path."""
+    debian.library("/srv/libcuda.so.1")
+    cache = ldcache.parse((debian.path / "etc/ld.so.cache").read_bytes())
+    cache = ldcache.extended(cache, [LdEntry("libcuda.so.1", "/srv/libcuda.so.1", FLAGS[MACHINE])])
+    shared = [
+        e._replace(key=cache.strings.index(b"/srv/libcuda.so.1\0") + 5) if cache.text(e.key) == b"libcuda.so.1" else e
+        for e in cache.entries
+    ]
+    debian.write("/etc/ld.so.cache", ldcache.render(cache._replace(entries=tuple(shared))))
+    assert drivers(debian.probe()) == {"/srv/libcuda.so.1": "libcuda.so.1"}
+
+
+# The root itself
+
+
+def test_a_root_that_is_not_there_is_named(tmp_path: Path) -> None:
+    missing = Bundle("x", 0, str(tmp_path), str(tmp_path / "no-root"), (), {}, "", "", "", False, {})
+    with pytest.raises(KernelError, match="no-root.*No such file.*root.path"):
+        rootfs.open_root(missing)
+
+
+def test_no_descriptor_is_left_open(debian: Tree) -> None:
+    debian.library("/opt/libcuda.so.1")
+    debian.probe(("LD_LIBRARY_PATH", "/opt"))
+    before = len(os.listdir("/proc/self/fd"))
+    debian.probe(("LD_LIBRARY_PATH", "/opt"))
+    assert len(os.listdir("/proc/self/fd")) == before
