@@ -1,0 +1,87 @@
+/* Initialisation, fork, and which context is current. */
+#define _GNU_SOURCE
+#include "sim.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+struct process sim = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* One word that a forked child reads as zero (MADV_WIPEONFORK): a child has no driver. */
+static uint32_t *alive;
+static bool was_initialised;
+
+static bool is_ready(void) {
+    return alive && *alive == 1;
+}
+
+CUresult sim_enter(void) {
+    if (!is_ready())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    pthread_mutex_lock(&sim.lock);
+    return CUDA_SUCCESS;
+}
+
+void sim_leave(int *entered) {
+    if (*entered)
+        pthread_mutex_unlock(&sim.lock);
+}
+
+static CUresult initialise(void) {
+    if (was_initialised)
+        return is_ready() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
+    struct sim_device found[SIM_MAX_DEVICES];
+    unsigned n = sim_open_devices(found, SIM_MAX_DEVICES);
+    if (n == 0)
+        return CUDA_ERROR_NO_DEVICE;
+    uint32_t *word = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (word == MAP_FAILED || madvise(word, 4096, MADV_WIPEONFORK))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    for (unsigned d = 0; d < n; d++)
+        sim.device[d].sim = found[d];
+    sim.n_devices = (int)n;
+    sim.next_id = 1;
+    *word = 1;
+    alive = word;
+    was_initialised = true;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuInit(unsigned flags) {
+    static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
+    if (flags)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (was_initialised && !is_ready())
+        return CUDA_ERROR_NOT_INITIALIZED; /* forked child */
+    pthread_mutex_lock(&once);
+    CUresult result = initialise();
+    pthread_mutex_unlock(&once);
+    return result;
+}
+
+/* The first context on a device makes this process its client. */
+CUresult join_device(int device) {
+    struct sim_device *d = &sim.device[device].sim;
+    if (!d->client && sim_join(d) != SIM_OK)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    return space_open(device);
+}
+
+CUresult charge(int device, uint64_t bytes) {
+    switch (sim_charge(&sim.device[device].sim, bytes)) {
+    case SIM_OK:
+        return CUDA_SUCCESS;
+    case SIM_NO_MEMORY:
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    default:
+        return CUDA_ERROR_UNKNOWN; /* our descriptor was closed: torn down */
+    }
+}
+
+void uncharge(int device, uint64_t bytes) {
+    sim_uncharge(&sim.device[device].sim, bytes);
+}
+
+bool sim_is(const void *object, enum object_kind kind) {
+    return object && *(const uint32_t *)object == (uint32_t)kind;
+}

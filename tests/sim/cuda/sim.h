@@ -1,0 +1,191 @@
+/* What the parts of the simulated libcuda know of each other.
+ *
+ *   process.c    initialisation, fork, current context      engine.c     streams' work on the
+ * device space.c      device addresses                           vmm.c        reserve, create, map
+ *   memory.c     plain, pitched, managed memory             pool.c       stream-ordered pools
+ *
+ * Lock order: sim_enter's process lock, then a device's lock (device.h).
+ */
+#ifndef SIM_H
+#define SIM_H
+
+#define __CUDA_API_VERSION_INTERNAL
+#include <cuda.h>
+
+#include "device.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define SIM_BLOCK (2ull << 20)
+#define SIM_UNIT 512ull
+#define SIM_LARGE (1ull << 20) /* from here on an allocation owns whole blocks */
+#define SIM_MAX_DEVICES 16u
+#define SIM_LEVELS 64u
+
+enum object_kind {
+    OBJ_CONTEXT = 0x43545831,
+    OBJ_STREAM = 0x53545231,
+    OBJ_EVENT = 0x45564e31,
+    OBJ_MODULE = 0x4d4f4431,
+    OBJ_FUNCTION = 0x46554e31,
+    OBJ_LIBRARY = 0x4c494231,
+    OBJ_KERNEL = 0x4b524e31,
+    OBJ_ARRAY = 0x41525231,
+    OBJ_MIPMAP = 0x4d495031,
+    OBJ_POOL = 0x504f4f31,
+    OBJ_PHYSICAL = 0x50485931,
+    OBJ_GRAPH = 0x47524131,
+    OBJ_NODE = 0x4e4f4431,
+    OBJ_EXEC = 0x45584531,
+    OBJ_EXTMEM = 0x45584d31,
+    OBJ_LINK = 0x4c4e4b31,
+    OBJ_TEXTURE = 0x54455831,
+    OBJ_USER = 0x55534531,
+};
+
+struct stream;
+struct pool;
+struct module;
+
+enum mem_kind { MEM_DEVICE, MEM_MANAGED, MEM_ARRAY, MEM_SMALL, MEM_POOL, MEM_FOREIGN, MEM_GRAPH };
+
+/* A span of whole blocks at a device address. */
+struct mem {
+    enum mem_kind kind;
+    int device;
+    uint64_t va;
+    uint64_t span;       /* bytes, whole blocks */
+    uint64_t size;       /* as asked for */
+    struct context *ctx; /* NULL: outlives contexts */
+    void *owner;         /* small block, pool chunk, graph node */
+    uint64_t shared_id;
+    uint64_t touched; /* content was written up to here: must be dropped on free */
+    uint64_t id;      /* CU_POINTER_ATTRIBUTE_BUFFER_ID */
+    bool sync_memops;
+    struct mem *next, *prev;
+};
+
+struct context {
+    uint32_t magic;
+    int device;
+    unsigned flags;
+    bool primary, green;
+    int refs;
+    uint64_t id;
+    uint64_t overhead; /* bytes charged beyond allocations and modules */
+    size_t limit[CU_LIMIT_MAX];
+    unsigned cache_config, shared_config;
+    struct mem *mems;
+    struct small_block *smalls;
+    struct module *modules;
+    struct stream *streams; /* all of this context's, legacy stream included */
+    struct stream *legacy;
+    uint32_t queue;        /* engine queue index + 1 */
+    uint64_t submitted_ns; /* end of this context's line of work, in attained time */
+    unsigned pending;      /* operations not yet known to be done */
+    struct context *next;
+};
+
+struct device {
+    struct sim_device sim;
+    struct context *primary;
+    unsigned primary_flags;
+    struct pool *default_pool, *current_pool;
+    uint64_t base; /* address range of this device */
+    uint64_t n_blocks;
+    uint64_t *used_map;
+    struct mem **head;
+    uint64_t hint;
+    uint64_t graph_reserved, graph_reserved_high, graph_used, graph_used_high;
+};
+
+struct process {
+    pthread_mutex_t lock;
+    int n_devices;
+    struct device device[SIM_MAX_DEVICES];
+    struct context *contexts;
+    uint64_t next_id;
+    int captures; /* streams capturing now */
+};
+
+extern struct process sim;
+
+/* process.c */
+CUresult sim_enter(void); /* locks; on failure does not */
+void sim_leave(int *entered);
+#define ENTER() \
+    int entered __attribute__((cleanup(sim_leave))) = 0; \
+    do { \
+        CUresult entry = sim_enter(); \
+        if (entry != CUDA_SUCCESS) \
+            return entry; \
+        entered = 1; \
+    } while (0)
+#define ENTER_CONTEXT(ctx) \
+    ENTER(); \
+    struct context *ctx = current_context(); \
+    if (!ctx) \
+    return CUDA_ERROR_INVALID_CONTEXT
+#define CHECK(condition, error) \
+    do { \
+        if (!(condition)) \
+            return (error); \
+    } while (0)
+#define CHECK_VALUE(condition) CHECK(condition, CUDA_ERROR_INVALID_VALUE)
+#define CHECK_HANDLE(condition) CHECK(condition, CUDA_ERROR_INVALID_HANDLE)
+#define CHECK_DEVICE(device) \
+    CHECK((device) >= 0 && (device) < sim.n_devices, CUDA_ERROR_INVALID_DEVICE)
+
+struct context *current_context(void);
+bool sim_is(const void *object, enum object_kind kind);
+struct context *context_of(CUcontext handle);
+CUresult join_device(int device);
+CUresult charge(int device, uint64_t bytes);
+void uncharge(int device, uint64_t bytes);
+static inline uint64_t round_up(uint64_t n, uint64_t unit) {
+    return (n + unit - 1) / unit * unit;
+}
+
+/* space.c */
+CUresult space_open(int device);
+struct mem *space_take(int device, uint64_t blocks); /* address only, nothing charged */
+void space_give(struct mem *mem);
+struct mem *space_find(uint64_t va);
+bool space_has(uint64_t va);
+
+/* memory.c */
+struct mem *mem_take(struct context *ctx, int device, uint64_t bytes, enum mem_kind kind,
+                     CUresult *error);
+void mem_give(struct mem *mem);
+void mem_give_all(struct context *ctx);
+/* The device allocation that holds va: its start and size. False: none. */
+bool mem_range(uint64_t va, uint64_t *start, uint64_t *size, struct mem **mem);
+CUresult mem_alloc(struct context *ctx, uint64_t bytes, CUdeviceptr *va);
+CUresult mem_free(uint64_t va);
+
+/* small.c */
+CUresult small_alloc(struct context *ctx, uint64_t bytes, CUdeviceptr *va);
+bool small_free(struct mem *mem, uint64_t va);
+bool small_range(const struct mem *mem, uint64_t va, uint64_t *start, uint64_t *size);
+void small_drop_all(struct context *ctx);
+
+/* host.c: page-locked host memory */
+bool host_range(uint64_t va, uint64_t *start, uint64_t *size);
+
+/* vmm.c */
+bool vmm_range(uint64_t va, uint64_t *start, uint64_t *size, int *device);
+
+/* pool.c */
+CUresult pool_alloc(struct pool *pool, uint64_t bytes, CUdeviceptr *va);
+bool pool_free(struct mem *mem, uint64_t va);
+bool pool_range(const struct mem *mem, uint64_t va, uint64_t *start, uint64_t *size);
+void pools_trim_at_sync(int device);
+
+/* module.c */
+void modules_drop_all(struct context *ctx);
+
+/* engine.c, stream.c */
+CUresult engine_open(struct context *ctx);
+void engine_close(struct context *ctx);
+CUresult engine_wait_context(struct context *ctx); /* drops the process lock while it waits */
+void streams_drop_all(struct context *ctx);
+#endif

@@ -1,0 +1,355 @@
+/* Clients and the physical ledger of a simulated device. */
+#define _GNU_SOURCE
+#include "device.h"
+
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MAX_NODES 64
+#define PF_EXITING 0x4u
+#define SIGKILL_BIT (1u << 8)
+
+uint64_t sim_now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* "/dev", or <root>/dev when this very library was loaded from a marked root's usr/lib. */
+const char *sim_device_dir(void) {
+    static char dir[PATH_MAX];
+    if (dir[0])
+        return dir;
+    Dl_info info;
+    char path[PATH_MAX];
+    if (dladdr((void *)sim_device_dir, &info) && info.dli_fname && realpath(info.dli_fname, path)) {
+        char *usr = strstr(path, "/usr/lib/");
+        if (usr) {
+            char marker[PATH_MAX + 32];
+            *usr = '\0';
+            snprintf(marker, sizeof marker, "%s/.gpushare-sim", path);
+            if (access(marker, F_OK) == 0) {
+                snprintf(dir, sizeof dir, "%.4000s/dev", path);
+                return dir;
+            }
+        }
+    }
+    return strcpy(dir, "/dev");
+}
+
+static void init_lock(struct sim_device *device) {
+    struct flock l = {
+        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = SIM_INIT_OFFSET, .l_len = 1};
+    while (fcntl(device->fd, F_OFD_SETLKW, &l) && errno == EINTR) {
+    }
+    if (!device->state->lock_ready) {
+        pthread_mutexattr_t a;
+        pthread_mutexattr_init(&a);
+        pthread_mutexattr_setpshared(&a, PTHREAD_PROCESS_SHARED);
+        pthread_mutexattr_setrobust(&a, PTHREAD_MUTEX_ROBUST);
+        pthread_mutex_init(&device->state->lock, &a);
+        device->state->device_ns = sim_now_ns();
+        __atomic_store_n(&device->state->lock_ready, 1, __ATOMIC_RELEASE);
+    }
+    l.l_type = F_UNLCK;
+    fcntl(device->fd, F_OFD_SETLK, &l);
+}
+
+static bool open_device(struct sim_device *device, const char *path) {
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    struct stat st;
+    if (fd < 0)
+        return false;
+    void *map = MAP_FAILED;
+    if (!fstat(fd, &st) && S_ISREG(st.st_mode) && st.st_size >= (off_t)SIM_STATE_BYTES)
+        map = mmap(NULL, SIM_STATE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (map != MAP_FAILED) {
+        madvise(map, SIM_STATE_BYTES, MADV_DONTFORK);
+        *device = (struct sim_device){.state = map, .fd = fd};
+        const struct sim_config *c = &device->state->config;
+        if (c->magic == SIM_MAGIC && c->version == SIM_VERSION &&
+            c->state_bytes == SIM_STATE_BYTES) {
+            if (!__atomic_load_n(&device->state->lock_ready, __ATOMIC_ACQUIRE))
+                init_lock(device);
+            return true;
+        }
+        munmap(map, SIM_STATE_BYTES);
+    }
+    close(fd);
+    return false;
+}
+
+static int by_index(const void *a, const void *b) {
+    const struct sim_device *x = a, *y = b;
+    return (int)x->state->config.index - (int)y->state->config.index;
+}
+
+unsigned sim_open_devices(struct sim_device *devices, unsigned max) {
+    char path[PATH_MAX + 32];
+    unsigned n = 0;
+    for (unsigned minor = 0; minor < MAX_NODES && n < max; minor++) {
+        snprintf(path, sizeof path, "%s/nvidia%u", sim_device_dir(), minor);
+        if (open_device(&devices[n], path))
+            n++;
+    }
+    qsort(devices, n, sizeof *devices, by_index);
+    return n;
+}
+
+/* After a holder died inside: the clients' own words are the truth, sums are derived. */
+static void recover(struct sim_state *s) {
+    for (unsigned g = 0; g < SIM_MAX_GROUPS; g++)
+        s->group[g].current_bytes = 0;
+    s->used_bytes = 0;
+    for (unsigned i = 0; i < s->clients_high && i < SIM_MAX_CLIENTS; i++) {
+        struct sim_client *c = &s->client[i];
+        if (c->state == SIM_CLIENT_FREE)
+            continue;
+        s->used_bytes += c->bytes;
+        if (c->state == SIM_CLIENT_LIVE)
+            s->group[c->group].current_bytes += c->bytes;
+    }
+    if (s->sequence & 1)
+        __atomic_store_n(&s->sequence, s->sequence + 1, __ATOMIC_RELEASE);
+}
+
+void sim_lock(struct sim_device *device) {
+    struct sim_state *s = device->state;
+    if (pthread_mutex_lock(&s->lock) == EOWNERDEAD) {
+        recover(s);
+        pthread_mutex_consistent(&s->lock);
+    }
+    __atomic_store_n(&s->sequence, s->sequence + 1, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+}
+
+void sim_unlock(struct sim_device *device) {
+    struct sim_state *s = device->state;
+    __atomic_store_n(&s->sequence, s->sequence + 1, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&s->lock);
+}
+
+static uint64_t namespace_inode(const char *name) {
+    char path[64];
+    struct stat st;
+    snprintf(path, sizeof path, "/proc/self/ns/%s", name);
+    return stat(path, &st) ? 0 : st.st_ino;
+}
+
+static struct sim_group *find_group(struct sim_state *s, uint64_t pidns, uint32_t *index) {
+    int idle = -1;
+    for (unsigned g = 0; g < SIM_MAX_GROUPS; g++) {
+        if (s->group[g].pidns == pidns)
+            return *index = g, &s->group[g];
+        if (idle < 0 && s->group[g].pidns == 0)
+            idle = (int)g;
+    }
+    for (unsigned g = 0; idle < 0 && g < SIM_MAX_GROUPS; g++)
+        if (s->group[g].current_bytes == 0)
+            idle = (int)g;
+    if (idle < 0)
+        return NULL;
+    s->group[idle] = (struct sim_group){.pidns = pidns};
+    *index = (uint32_t)idle;
+    return &s->group[idle];
+}
+
+enum sim_result sim_join(struct sim_device *device) {
+    uint64_t pidns = namespace_inode("pid"), mntns = namespace_inode("mnt");
+    enum sim_result result = SIM_NO_SLOT;
+    sim_lock(device);
+    sim_reap(device);
+    struct sim_state *s = device->state;
+    for (unsigned i = 0; i < SIM_MAX_CLIENTS; i++) {
+        struct sim_client *c = &s->client[i];
+        if (c->state != SIM_CLIENT_FREE)
+            continue;
+        uint32_t group = 0;
+        struct flock l = {.l_type = F_WRLCK,
+                          .l_whence = SEEK_SET,
+                          .l_start = (off_t)(SIM_LIFE_OFFSET + i),
+                          .l_len = 1};
+        if (fcntl(device->fd, F_SETLK, &l))
+            continue;
+        if (!find_group(s, pidns ? pidns : 1, &group))
+            break;
+        *c = (struct sim_client){.pid = (uint32_t)getpid(),
+                                 .pidns = pidns,
+                                 .mntns = mntns,
+                                 .generation = ++s->generation,
+                                 .started_ns = sim_now_ns(),
+                                 .group = group};
+        c->state = SIM_CLIENT_LIVE;
+        if (i >= s->clients_high)
+            s->clients_high = i + 1;
+        device->client = i + 1;
+        device->generation = c->generation;
+        result = SIM_OK;
+        break;
+    }
+    sim_unlock(device);
+    return result;
+}
+
+uint32_t sim_client_pid(struct sim_device *device, uint32_t index) {
+    const struct sim_client *c = &device->state->client[index];
+    if (c->state != SIM_CLIENT_LIVE)
+        return 0;
+    struct flock l = {.l_type = F_WRLCK,
+                      .l_whence = SEEK_SET,
+                      .l_start = (off_t)(SIM_LIFE_OFFSET + index),
+                      .l_len = 1};
+    if (fcntl(device->fd, F_GETLK, &l))
+        return c->pid;
+    if (l.l_type != F_UNLCK)
+        return l.l_pid > 0 ? (uint32_t)l.l_pid : c->pid;
+    /* A process's own locks never conflict with it: they look unlocked. */
+    static uint64_t pidns;
+    if (!pidns)
+        pidns = namespace_inode("pid");
+    return c->pid == (uint32_t)getpid() && c->pidns == pidns ? c->pid : 0;
+}
+
+static void bury(struct sim_device *device, uint32_t index, uint64_t now_ns) {
+    struct sim_state *s = device->state;
+    struct sim_client *c = &s->client[index];
+    c->state = SIM_CLIENT_DEAD;
+    c->return_ns = now_ns + s->config.late_return_ns;
+    c->contexts = 0;
+    s->group[c->group].current_bytes -= c->bytes;
+    s->deaths++;
+    sim_bury_shared(device, index);
+    for (unsigned q = 0; q < s->queues_high; q++)
+        if (s->queue[q].client == index + 1)
+            s->queue[q].client = 0;
+}
+
+void sim_reap(struct sim_device *device) {
+    struct sim_state *s = device->state;
+    uint64_t now_ns = sim_now_ns();
+    s->last_reap_ns = now_ns;
+    for (unsigned i = 0; i < s->clients_high; i++) {
+        struct sim_client *c = &s->client[i];
+        if (c->state == SIM_CLIENT_LIVE && !sim_client_pid(device, i))
+            bury(device, i, now_ns);
+        if (c->state == SIM_CLIENT_DEAD && now_ns >= c->return_ns) {
+            s->used_bytes -= c->bytes;
+            c->bytes = 0;
+            c->state = SIM_CLIENT_FREE;
+        }
+    }
+}
+
+/* Being killed, though its descriptors are still open: the kernel closes them late in exit. */
+static bool is_exiting(uint32_t pid) {
+    char path[32], text[1024];
+    snprintf(path, sizeof path, "/proc/%u/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return errno == ENOENT;
+    ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (n <= 0)
+        return true;
+    text[n] = '\0';
+    const char *rest = strrchr(text, ')');
+    char state = 0;
+    unsigned flags = 0;
+    unsigned long pending = 0;
+    if (!rest ||
+        sscanf(rest + 1,
+               " %c %*d %*d %*d %*d %*d %u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d "
+               "%*u %*u %*d %*u %*u %*u %*u %*u %*u %lu",
+               &state, &flags, &pending) != 3)
+        return false;
+    return state == 'Z' || state == 'X' || (flags & PF_EXITING) || (pending & SIGKILL_BIT);
+}
+
+/* A new peak counts only what the living hold: memory of a process that is on its way out belongs
+ * to no one any more, as far as a limit is concerned. Runs on new peaks only, since it is slow. */
+static void raise_peak(struct sim_device *device, struct sim_group *group) {
+    struct sim_state *s = device->state;
+    uint64_t bytes = 0;
+    for (unsigned i = 0; i < s->clients_high; i++) {
+        const struct sim_client *c = &s->client[i];
+        if (c->state != SIM_CLIENT_LIVE || &s->group[c->group] != group)
+            continue;
+        if (i + 1 == device->client || (sim_client_pid(device, i) && !is_exiting(c->pid)))
+            bytes += c->bytes;
+    }
+    if (bytes > group->peak_bytes)
+        group->peak_bytes = bytes;
+}
+
+static bool is_gone(const struct sim_device *device, const struct sim_client *c) {
+    return c->state != SIM_CLIENT_LIVE || c->generation != device->generation;
+}
+
+enum sim_result sim_charge(struct sim_device *device, uint64_t bytes) {
+    enum sim_result result = SIM_OK;
+    sim_lock(device);
+    struct sim_state *s = device->state;
+    struct sim_client *c = &s->client[device->client - 1];
+    struct sim_group *group = &s->group[c->group];
+    uint64_t total = s->config.total_bytes;
+    if (is_gone(device, c)) {
+        result = SIM_GONE;
+    } else {
+        if (bytes > total - s->used_bytes)
+            sim_reap(device);
+        if (bytes > total - s->used_bytes) {
+            group->refused++;
+            result = SIM_NO_MEMORY;
+        } else {
+            s->used_bytes += bytes;
+            c->bytes += bytes;
+            c->allocations++;
+            if (c->bytes > c->peak_bytes)
+                c->peak_bytes = c->bytes;
+            group->current_bytes += bytes;
+            if (group->current_bytes > group->peak_bytes)
+                raise_peak(device, group);
+        }
+    }
+    sim_unlock(device);
+    return result;
+}
+
+void sim_uncharge(struct sim_device *device, uint64_t bytes) {
+    sim_lock(device);
+    struct sim_state *s = device->state;
+    struct sim_client *c = &s->client[device->client - 1];
+    if (!is_gone(device, c)) {
+        c->bytes -= bytes;
+        s->group[c->group].current_bytes -= bytes;
+        s->used_bytes -= bytes;
+    }
+    sim_unlock(device);
+}
+
+void sim_count_context(struct sim_device *device, int delta) {
+    sim_lock(device);
+    struct sim_client *c = &device->state->client[device->client - 1];
+    if (!is_gone(device, c))
+        c->contexts += (uint32_t)delta;
+    sim_unlock(device);
+}
+
+uint64_t sim_used_bytes(struct sim_device *device) {
+    sim_lock(device);
+    if (sim_now_ns() - device->state->last_reap_ns > 1000000u)
+        sim_reap(device);
+    uint64_t used = device->state->used_bytes;
+    sim_unlock(device);
+    return used;
+}

@@ -1,0 +1,195 @@
+/* The state of one simulated device: the content of its device node, a regular sparse file that
+ * every client maps. simhost.py writes the configuration, ledger.py reads the rest; both mirror
+ * the offsets asserted below.
+ *
+ * One robust process-shared lock guards everything behind `lock`. `sequence` is odd while a
+ * holder writes, so that ledger.py can take a consistent copy without the lock.
+ */
+#ifndef SIM_DEVICE_H
+#define SIM_DEVICE_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define SIM_MAGIC 0x5645444d49535347ull /* "GSSIMDEV" */
+#define SIM_VERSION 1u
+#define SIM_MAX_CLIENTS 512u
+#define SIM_MAX_GROUPS 256u
+#define SIM_MAX_SHARED 1024u
+#define SIM_MAX_QUEUES 512u
+#define SIM_QUEUE_SLICES 64u
+#define SIM_STATE_BYTES (2u << 20)
+/* Content of memory shared by cuIpcGetMemHandle lies in the device file from here on (sparse). */
+#define SIM_ARENA_OFFSET (64ull << 20)
+/* The life sign of client i is a POSIX record lock on byte SIM_LIFE_OFFSET + i. */
+#define SIM_LIFE_OFFSET (1ull << 40)
+#define SIM_INIT_OFFSET (SIM_LIFE_OFFSET - 1)
+
+/* Written once by simhost.py, before any client. */
+struct sim_config {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t state_bytes;
+    uint32_t index;
+    uint32_t minor;
+    uint64_t total_bytes;
+    uint64_t context_bytes;
+    uint64_t granularity_bytes;
+    uint64_t late_return_ns; /* memory of a dead client comes back this long after its death was
+                                noticed */
+    uint64_t slice_ns;
+    uint64_t switch_ns;
+    uint64_t kernel_ns; /* a kernel whose name says nothing */
+    uint8_t uuid[16];
+    char model[96];
+    char driver_version[32];
+    char bus_id[32]; /* "00000000:01:00.0" */
+    uint32_t cuda_version;
+    uint32_t cc_major;
+    uint32_t cc_minor;
+    uint32_t sm_count;
+    uint32_t pci_domain;
+    uint32_t pci_bus;
+    uint32_t pci_device;
+    uint32_t pci_device_id;
+    uint32_t clock_khz;
+    uint32_t memory_clock_khz;
+    uint32_t bus_width_bits;
+    uint32_t l2_bytes;
+};
+
+enum sim_client_state { SIM_CLIENT_FREE, SIM_CLIENT_LIVE, SIM_CLIENT_DEAD };
+
+struct sim_client {
+    uint32_t state;
+    uint32_t pid; /* as the process sees itself */
+    uint64_t pidns;
+    uint64_t mntns;
+    uint64_t generation;
+    uint64_t started_ns;
+    uint64_t bytes;     /* physical memory held, contexts included */
+    uint64_t return_ns; /* when DEAD: its memory comes back then */
+    uint32_t contexts;
+    uint32_t group;
+    uint64_t peak_bytes;
+    uint64_t allocations; /* physical allocations made so far */
+    uint64_t busy_ns;     /* device time attained by its queues */
+    uint8_t reserved[40];
+};
+
+/* All clients of one pid namespace: one container. */
+struct sim_group {
+    uint64_t pidns; /* 0: free */
+    uint64_t current_bytes;
+    uint64_t peak_bytes;
+    uint64_t refused; /* physical out of memory */
+    uint8_t reserved[32];
+};
+
+/* Physical memory that more than one client may hold. Charged to `owner` (a client index). */
+struct sim_shared {
+    uint64_t id; /* 0: free */
+    uint64_t bytes;
+    uint64_t offset; /* in the device file; 0: the content lives in a memory file with `inode` */
+    uint64_t inode;
+    uint32_t owner;
+    uint32_t kind;
+    uint64_t holders[SIM_MAX_CLIENTS / 64];
+    uint8_t reserved[24];
+};
+
+/* A stretch of device time given to one queue: attained service grew from `attained_ns` on. */
+struct sim_slice {
+    uint64_t start_ns;
+    uint64_t end_ns;
+    uint64_t attained_ns;
+};
+
+/* The work of one context, as the device's scheduler sees it. */
+struct sim_queue {
+    uint32_t client; /* index + 1; 0: free */
+    uint32_t n_slices;
+    uint64_t submitted_ns; /* total runnable work ever submitted */
+    uint64_t attained_ns;  /* total service ever given */
+    uint64_t idle_since_ns;
+    struct sim_slice slice[SIM_QUEUE_SLICES];
+};
+
+struct sim_state {
+    struct sim_config config;
+    uint8_t pad0[1024 - sizeof(struct sim_config)];
+    uint32_t lock_ready;
+    uint32_t pad1;
+    pthread_mutex_t lock;
+    uint8_t pad2[128 - 8 - sizeof(pthread_mutex_t)];
+    uint64_t sequence;
+    uint64_t used_bytes;
+    uint64_t generation;
+    uint64_t shared_next_id;
+    uint64_t deaths;
+    uint64_t last_reap_ns;
+    uint32_t clients_high;
+    uint32_t queues_high;
+    /* scheduler */
+    uint64_t device_ns; /* the device was simulated up to this instant (CLOCK_MONOTONIC) */
+    uint64_t busy_ns;   /* time with work, switches included */
+    uint32_t running;   /* queue index + 1; 0: idle */
+    uint32_t pad3;
+    uint64_t slice_used_ns;
+    uint64_t switch_left_ns;
+    uint8_t pad4[4096 - 1024 - 128 - 96];
+    struct sim_group group[SIM_MAX_GROUPS];
+    struct sim_client client[SIM_MAX_CLIENTS];
+    struct sim_shared shared[SIM_MAX_SHARED];
+    struct sim_queue queue[SIM_MAX_QUEUES];
+};
+
+_Static_assert(sizeof(struct sim_config) <= 1024, "config");
+_Static_assert(offsetof(struct sim_config, uuid) == 80, "uuid");
+_Static_assert(offsetof(struct sim_config, bus_id) == 224, "bus_id");
+_Static_assert(offsetof(struct sim_config, cuda_version) == 256, "cuda_version");
+_Static_assert(offsetof(struct sim_state, sequence) == 1152, "sequence");
+_Static_assert(offsetof(struct sim_state, group) == 4096, "group");
+_Static_assert(sizeof(struct sim_group) == 64, "sim_group");
+_Static_assert(sizeof(struct sim_client) == 128, "sim_client");
+_Static_assert(offsetof(struct sim_state, client) == 20480, "client");
+_Static_assert(sizeof(struct sim_shared) == 128, "sim_shared");
+_Static_assert(sizeof(struct sim_state) <= SIM_STATE_BYTES, "sim_state");
+
+/* A device as one library in one process holds it. Never closed: closing any descriptor of the
+ * file would drop the process's record locks, and with them its life. */
+struct sim_device {
+    struct sim_state *state;
+    int fd;
+    uint32_t client; /* index + 1; 0: this library is no client (NVML) */
+    uint64_t generation;
+};
+
+enum sim_result { SIM_OK, SIM_NO_DEVICE, SIM_NO_MEMORY, SIM_GONE, SIM_NO_SLOT };
+
+uint64_t sim_now_ns(void);
+/* Opens the nodes nvidia0.. below the device directory, by ascending index; returns how many. */
+unsigned sim_open_devices(struct sim_device *devices, unsigned max);
+const char *sim_device_dir(void);
+void sim_lock(struct sim_device *device);
+void sim_unlock(struct sim_device *device);
+enum sim_result sim_join(struct sim_device *device);
+/* Buries clients whose record lock is gone, and returns memory that is due. Call locked. */
+void sim_reap(struct sim_device *device);
+enum sim_result sim_charge(struct sim_device *device, uint64_t bytes);
+void sim_uncharge(struct sim_device *device, uint64_t bytes);
+void sim_count_context(struct sim_device *device, int delta);
+uint64_t sim_used_bytes(struct sim_device *device);
+/* Host pid of the client when F_GETLK shows it, else its own; 0: dead. Call locked. */
+uint32_t sim_client_pid(struct sim_device *device, uint32_t index);
+
+uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t inode, uint64_t *offset);
+struct sim_shared *sim_find_shared(struct sim_device *device, uint64_t id, uint64_t inode);
+enum sim_result sim_hold_shared(struct sim_device *device, uint64_t id);
+void sim_drop_shared(struct sim_device *device, uint64_t id);
+void sim_bury_shared(struct sim_device *device, uint32_t dead_client);
+
+void sim_advance(struct sim_device *device, uint64_t now_ns);
+#endif

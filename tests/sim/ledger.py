@@ -1,0 +1,191 @@
+"""What a simulated device really holds: the judge over every limit.
+
+    ledger.py DEVICE [--format table|json] [--reset-peaks]
+
+Reads the device file (dev/nvidia<N> of a simulated host root) without taking the device's lock. A
+client is alive while its process holds the record lock on its byte. Do not use this class in a
+process that itself runs the simulated driver on the same file: closing the file would drop that
+process's locks. From such a program run it as a command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+if __package__:
+    from . import layout
+else:
+    import layout  # type: ignore[no-redef]
+
+FLOCK = struct.Struct("hhqqi4x")
+RETRIES = 2000
+
+
+class Client(NamedTuple):
+    """One process (more exactly: one loaded driver) on the device."""
+
+    index: int
+    pid: int  # as the process sees itself
+    host_pid: int  # as this reader sees it; 0 when dead or out of sight
+    pidns: int
+    mntns: int
+    alive: bool
+    bytes: int  # physical, context overhead included
+    peak_bytes: int
+    contexts: int
+    generation: int
+    allocations: int
+    busy_ns: int
+
+
+class Group(NamedTuple):
+    """All clients of one pid namespace. `current_bytes` is what the living hold."""
+
+    pidns: int
+    current_bytes: int
+    peak_bytes: int
+    refused: int
+
+
+class Snapshot(NamedTuple):
+    """One consistent copy of the whole ledger."""
+
+    total_bytes: int
+    context_bytes: int
+    used_bytes: int
+    deaths: int
+    busy_ns: int
+    clients: tuple[Client, ...]
+    groups: tuple[Group, ...]
+
+
+class Ledger:
+    """Read-only view of one device file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        config = layout.CONFIG.unpack(os.pread(self._fd, layout.CONFIG.size, 0))
+        if config[:3] != (layout.MAGIC, layout.VERSION, layout.STATE_BYTES):
+            raise ValueError(f"{path}: not a simulated device of version {layout.VERSION}; rebuild it with simhost.py")
+        self.total_bytes: int = config[5]
+        self.context_bytes: int = config[6]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _host_pid(self, index: int) -> int:
+        """The holder of the client's life byte; -1 when nobody holds it, 0 when out of sight."""
+        query = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, layout.LIFE_OFFSET + index, 1, 0)
+        kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, query))
+        return -1 if kind == fcntl.F_UNLCK else int(pid)
+
+    def _copy(self) -> bytes:
+        """The file's head, taken while no writer was inside (or after waiting for one that hangs)."""
+        size = layout.CLIENTS_OFFSET + layout.MAX_CLIENTS * layout.CLIENT.size
+        data = b""
+        for _ in range(RETRIES):
+            before = os.pread(self._fd, 8, layout.COUNTERS_OFFSET)
+            data = os.pread(self._fd, size, 0)
+            if not before[0] & 1 and before == os.pread(self._fd, 8, layout.COUNTERS_OFFSET):
+                break
+            time.sleep(0)
+        return data
+
+    def snapshot(self) -> Snapshot:
+        data = self._copy()
+        counters = layout.COUNTERS.unpack_from(data, layout.COUNTERS_OFFSET)
+        clients = []
+        current: dict[int, int] = {}
+        for index in range(counters[6]):
+            row = layout.CLIENT.unpack_from(data, layout.CLIENTS_OFFSET + index * layout.CLIENT.size)
+            if layout.STATES[row[0]] == "free":
+                continue
+            holder = self._host_pid(index)
+            alive = layout.STATES[row[0]] == "live" and holder >= 0
+            clients.append(
+                Client(index, row[1], max(holder, 0), row[2], row[3], alive, row[6], row[10], row[8], row[4], *row[11:])
+            )
+            if alive:
+                current[row[9]] = current.get(row[9], 0) + row[6]
+        groups = []
+        for index in range(layout.MAX_GROUPS):
+            pidns, _, peak, refused = layout.GROUP.unpack_from(data, layout.GROUPS_OFFSET + index * layout.GROUP.size)
+            if pidns:
+                groups.append(Group(pidns, current.get(index, 0), peak, refused))
+        return Snapshot(
+            self.total_bytes, self.context_bytes, counters[1], counters[4], counters[9], tuple(clients), tuple(groups)
+        )
+
+    @property
+    def used_bytes(self) -> int:
+        """Everything that is taken, the memory of the dead included until it comes back."""
+        return self.snapshot().used_bytes
+
+    def clients(self) -> tuple[Client, ...]:
+        return self.snapshot().clients
+
+    def groups(self) -> tuple[Group, ...]:
+        return self.snapshot().groups
+
+    def reset_peaks(self) -> None:
+        """Peak := 0 for every group; the next charge sets it anew. Use while nothing is charging."""
+        fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for index in range(layout.MAX_GROUPS):
+                os.pwrite(fd, bytes(8), layout.GROUPS_OFFSET + index * layout.GROUP.size + 16)
+        finally:
+            os.close(fd)
+
+
+def as_json(snapshot: Snapshot) -> str:
+    value = snapshot._asdict()
+    value["clients"] = [c._asdict() for c in snapshot.clients]
+    value["groups"] = [g._asdict() for g in snapshot.groups]
+    return json.dumps(value, indent=2)
+
+
+def as_table(snapshot: Snapshot) -> str:
+    lines = [f"used {snapshot.used_bytes >> 20} of {snapshot.total_bytes >> 20} MiB"]
+    lines.append(f"{'PID':>8} {'HOST PID':>8} {'ALIVE':>5} {'MIB':>8} {'CONTEXTS':>8}  PID NAMESPACE")
+    for c in snapshot.clients:
+        alive = "yes" if c.alive else "no"
+        lines.append(f"{c.pid:>8} {c.host_pid:>8} {alive:>5} {c.bytes >> 20:>8} {c.contexts:>8}  {c.pidns}")
+    for g in snapshot.groups:
+        lines.append(f"namespace {g.pidns}: {g.current_bytes >> 20} MiB now, {g.peak_bytes >> 20} MiB at most")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="What a simulated device holds, per client and container.")
+    parser.add_argument("device", help="the device file, <host root>/dev/nvidia<N>")
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+    parser.add_argument("--reset-peaks", action="store_true", help="forget the peaks after printing them")
+    options = parser.parse_args(arguments)
+    try:
+        with Ledger(options.device) as ledger:
+            print((as_json if options.format == "json" else as_table)(ledger.snapshot()))
+            if options.reset_peaks:
+                ledger.reset_peaks()
+    except (OSError, ValueError) as error:
+        print(f"ledger.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

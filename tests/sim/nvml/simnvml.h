@@ -1,0 +1,36 @@
+/* What the parts of the simulated libnvidia-ml share. */
+#ifndef SIM_NVML_H
+#define SIM_NVML_H
+
+#define NVML_NO_UNVERSIONED_FUNC_DEFS
+#include <nvml.h>
+
+#include "device.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define SIM_NVML_MAX 16u
+
+struct nvmlDevice_st {
+    struct sim_device sim;
+    uint64_t sample_ns, sample_busy_ns; /* for utilisation */
+    unsigned utilization_percent;
+};
+
+nvmlReturn_t nvml_enter(void);
+unsigned nvml_count(void);
+struct nvmlDevice_st *nvml_device(unsigned index);
+bool nvml_is_device(nvmlDevice_t device);
+void nvml_uuid_text(const struct sim_config *config, char text[41]);
+nvmlReturn_t nvml_put_text(char *buffer, unsigned length, const char *text);
+
+#define ENTER() \
+    do { \
+        nvmlReturn_t entry = nvml_enter(); \
+        if (entry != NVML_SUCCESS) \
+            return entry; \
+    } while (0)
+#define ENTER_DEVICE(device, condition) \
+    ENTER(); \
+    if (!nvml_is_device(device) || !(condition)) \
+    return NVML_ERROR_INVALID_ARGUMENT
+#endif

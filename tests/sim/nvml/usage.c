@@ -1,0 +1,160 @@
+/* Memory, processes, utilisation. Processes are reported by host pid, where it can be seen. */
+#define _GNU_SOURCE
+#include "simnvml.h"
+
+#include <string.h>
+
+#define NO_INSTANCE 0xffffffffu
+#define SAMPLE_NS 100000000u
+
+EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory) {
+    ENTER_DEVICE(device, memory);
+    if (memory->version != (unsigned)nvmlMemory_v2)
+        return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    memory->total = device->sim.state->config.total_bytes;
+    memory->reserved = 0;
+    memory->used = sim_used_bytes(&device->sim);
+    memory->free = memory->total - memory->used;
+    return NVML_SUCCESS;
+}
+
+EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory) {
+    ENTER_DEVICE(device, memory);
+    nvmlMemory_v2_t v2 = {.version = nvmlMemory_v2};
+    nvmlReturn_t result = nvmlDeviceGetMemoryInfo_v2(device, &v2);
+    if (result != NVML_SUCCESS)
+        return result;
+    *memory = (nvmlMemory_t){.total = v2.total, .free = v2.free, .used = v2.used + v2.reserved};
+    return NVML_SUCCESS;
+}
+
+EXPORT nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBAR1Memory_t *bar1) {
+    ENTER_DEVICE(device, bar1);
+    *bar1 = (nvmlBAR1Memory_t){
+        .bar1Total = 256ull << 20, .bar1Free = 254ull << 20, .bar1Used = 2ull << 20};
+    return NVML_SUCCESS;
+}
+
+/* Clients with a context. Fills at most *count, then says how many there are. */
+static nvmlReturn_t processes(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *infos) {
+    struct sim_device *d = &device->sim;
+    unsigned n = 0, room = infos ? *count : 0;
+    sim_lock(d);
+    sim_reap(d);
+    for (unsigned i = 0; i < d->state->clients_high; i++) {
+        const struct sim_client *c = &d->state->client[i];
+        if (c->state != SIM_CLIENT_LIVE || !c->contexts)
+            continue;
+        if (n < room)
+            infos[n] = (nvmlProcessInfo_t){.pid = sim_client_pid(d, i),
+                                           .usedGpuMemory = c->bytes,
+                                           .gpuInstanceId = NO_INSTANCE,
+                                           .computeInstanceId = NO_INSTANCE};
+        n++;
+    }
+    sim_unlock(d);
+    *count = n;
+    return n > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+EXPORT nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device,
+                                                            unsigned int *count,
+                                                            nvmlProcessInfo_t *infos) {
+    ENTER_DEVICE(device, count && (infos || !*count));
+    return processes(device, count, infos);
+}
+
+EXPORT nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v2(nvmlDevice_t device,
+                                                            unsigned int *count,
+                                                            nvmlProcessInfo_v2_t *infos) {
+    ENTER_DEVICE(device, count && (infos || !*count));
+    return processes(device, count, infos);
+}
+
+EXPORT nvmlReturn_t nvmlDeviceGetComputeRunningProcesses(nvmlDevice_t device, unsigned int *count,
+                                                         nvmlProcessInfo_v1_t *infos) {
+    nvmlProcessInfo_t full[SIM_MAX_CLIENTS];
+    ENTER_DEVICE(device, count && (infos || !*count));
+    unsigned room = *count < SIM_MAX_CLIENTS ? *count : SIM_MAX_CLIENTS;
+    *count = room;
+    nvmlReturn_t result = processes(device, count, full);
+    for (unsigned i = 0; i < room && i < *count; i++)
+        infos[i] =
+            (nvmlProcessInfo_v1_t){.pid = full[i].pid, .usedGpuMemory = full[i].usedGpuMemory};
+    return result;
+}
+
+/* No graphics and no MPS clients here. */
+#define NO_PROCESSES(name, type) \
+    EXPORT nvmlReturn_t name(nvmlDevice_t device, unsigned int *count, type *infos) { \
+        ENTER_DEVICE(device, count && (infos || !*count)); \
+        *count = 0; \
+        return NVML_SUCCESS; \
+    }
+NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses, nvmlProcessInfo_v1_t)
+NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v2, nvmlProcessInfo_v2_t)
+NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v3, nvmlProcessInfo_t)
+NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses, nvmlProcessInfo_v1_t)
+NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v2, nvmlProcessInfo_v2_t)
+NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, nvmlProcessInfo_t)
+
+EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device,
+                                                          nvmlProcessDetailList_t *list) {
+    nvmlProcessInfo_t full[SIM_MAX_CLIENTS];
+    ENTER_DEVICE(device, list);
+    if (list->version != nvmlProcessDetailList_v1)
+        return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    unsigned room = list->numProcArrayEntries, n = SIM_MAX_CLIENTS;
+    if (room && !list->procArray)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    processes(device, &n, full);
+    list->numProcArrayEntries = n;
+    for (unsigned i = 0; i < n && i < room; i++)
+        list->procArray[i] = (nvmlProcessDetail_v1_t){.pid = full[i].pid,
+                                                      .usedGpuMemory = full[i].usedGpuMemory,
+                                                      .gpuInstanceId = NO_INSTANCE,
+                                                      .computeInstanceId = NO_INSTANCE};
+    return n > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+/* The part of the time since the last sample (100 ms or more ago) in which the device had work. */
+EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
+                                                  nvmlUtilization_t *utilization) {
+    ENTER_DEVICE(device, utilization);
+    struct sim_device *d = &device->sim;
+    uint64_t now_ns = sim_now_ns();
+    sim_lock(d);
+    sim_advance(d, now_ns);
+    uint64_t elapsed_ns = now_ns - device->sample_ns;
+    if (elapsed_ns >= SAMPLE_NS) {
+        uint64_t busy_ns = d->state->busy_ns - device->sample_busy_ns;
+        device->utilization_percent =
+            (unsigned)(busy_ns >= elapsed_ns ? 100 : busy_ns * 100 / elapsed_ns);
+        device->sample_ns = now_ns;
+        device->sample_busy_ns = d->state->busy_ns;
+    }
+    sim_unlock(d);
+    *utilization = (nvmlUtilization_t){.gpu = device->utilization_percent,
+                                       .memory = device->utilization_percent / 2};
+    return NVML_SUCCESS;
+}
+
+EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
+                                                    nvmlProcessUtilizationSample_t *samples,
+                                                    unsigned int *count,
+                                                    unsigned long long last_seen) {
+    ENTER_DEVICE(device, count);
+    (void)last_seen;
+    nvmlProcessInfo_t full[SIM_MAX_CLIENTS];
+    unsigned n = SIM_MAX_CLIENTS, room = *count;
+    processes(device, &n, full);
+    *count = n;
+    if (!samples || n > room)
+        return NVML_ERROR_INSUFFICIENT_SIZE;
+    nvmlUtilization_t whole;
+    nvmlReturn_t result = nvmlDeviceGetUtilizationRates(device, &whole);
+    for (unsigned i = 0; i < n; i++)
+        samples[i] = (nvmlProcessUtilizationSample_t){
+            .pid = full[i].pid, .timeStamp = sim_now_ns() / 1000, .smUtil = n ? whole.gpu / n : 0};
+    return result;
+}
