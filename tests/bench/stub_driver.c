@@ -1,0 +1,64 @@
+/* An empty driver: addresses by increment, no memory, no locks. Under the shim, what is measured
+ * over it is the shim's own cost. */
+#define __CUDA_API_VERSION_INTERNAL
+#include <cuda.h>
+#include <string.h>
+
+static CUcontext current;
+static CUdeviceptr next_address = 0x700000000000;
+
+CUresult cuInit(unsigned int flags) {
+    return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuDriverGetVersion(int *version) {
+    *version = 12020;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetCount(int *count) {
+    *count = 1;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGet(CUdevice *device, int ordinal) {
+    *device = ordinal;
+    return ordinal == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
+    (void)device;
+    memset(uuid->bytes, 0x5a, sizeof(uuid->bytes));
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device) {
+    (void)flags, (void)device;
+    *context = current = (CUcontext)&current;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetCurrent(CUcontext *context) {
+    *context = current;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetDevice(CUdevice *device) {
+    *device = 0;
+    return CUDA_SUCCESS;
+}
+
+/* 1 GiB of addresses over and over, as a driver would use them again. */
+CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes) {
+    if (bytes >= 2u << 20)
+        next_address = (next_address + (2u << 20) - 1) & ~(CUdeviceptr)((2u << 20) - 1);
+    *address = next_address;
+    next_address += (bytes + 511) & ~(size_t)511;
+    if (next_address > 0x700040000000)
+        next_address = 0x700000000000;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemFree_v2(CUdeviceptr address) {
+    return address ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}

@@ -1,0 +1,1 @@
+"""Tests of the shim over the simulated driver."""

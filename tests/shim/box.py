@@ -1,0 +1,206 @@
+"""The shim and the simulated driver around one command, without a hook or a container runtime.
+
+    python3 tests/shim/box.py --memory 4Gi [--gpus N] [--simhost DIR] -- COMMAND...
+
+A box is a directory with a limits and a usage file, and a simulated host. Each `run` gives its command mount and pid
+namespaces of its own in which /usr/lib/gpushare, <libdir>/libcuda.so.1 and /dev are as in a container; all runs of one
+box share its limits, as the processes of one container do. /usr is an overlay with a tmpfs on top: nothing on the
+host changes, and everything is gone with the last process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Optional
+
+if TYPE_CHECKING:
+    from gpushare.model import Device
+
+TREE = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(TREE), str(TREE / "hook")]
+
+GIB = 1 << 30
+CONTEXT_BYTES = 300 << 20  # what the simulated driver takes for a context
+LIBDIR = "/usr/lib/x86_64-linux-gnu"
+PRIVATE = "/usr/lib/gpushare"
+VERSION = "535.261.03"
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+HOST_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+
+
+def host_devices(simhost: Path, memory_bytes: int, context_bytes: int) -> list[Device]:
+    """The devices of a simulated host, in PCI order; what NVML would add is given."""
+    from gpushare.model import Device
+
+    devices = []
+    for index, path in enumerate(sorted(simhost.glob("proc/driver/nvidia/gpus/*/information"))):
+        lines = (line.partition(":") for line in path.read_text().splitlines())
+        facts = {key.strip(): value.strip() for key, _, value in lines}
+        uuid, minor, bus_id = facts["GPU UUID"], int(facts["Device Minor"]), path.parent.name
+        devices.append(Device(index, uuid, minor, bus_id, facts["Model"], memory_bytes, context_bytes))
+    return devices
+
+
+class Box:
+    """`memory`: bytes per device in slot order; None = unlimited. A device without an entry is not granted."""
+
+    def __init__(
+        self,
+        memory: Sequence[Optional[int]] = (4 * GIB,),
+        gpus: int = 1,
+        gpu_bytes: int = 16 * GIB,
+        simhost: Optional[Path] = None,
+        shim: Path = TREE / "build" / "shim",
+        driver: Optional[Path] = None,
+    ) -> None:
+        from gpushare.model import Share
+        from gpushare.region import pack_limits, pack_usage
+        from tests.sim.simhost import make_simhost
+
+        self._temporary = tempfile.TemporaryDirectory(prefix="box-", dir=TREE / "build")
+        self.directory = Path(self._temporary.name)
+        self.simhost = simhost or make_simhost(self.directory / "host", gpus=gpus, memory_bytes=gpu_bytes)
+        self.shim = shim
+        self.driver = driver or self.simhost / LIBDIR[1:] / f"libcuda.so.{VERSION}"
+        self.devices = host_devices(self.simhost, gpu_bytes, CONTEXT_BYTES)
+        self.nonce = int.from_bytes(os.urandom(8), "little")
+        shares = [Share(slot, device, limit) for slot, (device, limit) in enumerate(zip(self.devices, memory))]
+        self.limits = self.directory / "limits"
+        self.usage = self.directory / "rw" / "usage"
+        self.usage.parent.mkdir()
+        self.usage.parent.chmod(0o1777)
+        self.limits.write_bytes(pack_limits(shares, self.nonce))
+        self.usage.write_bytes(pack_usage(self.nonce, len(shares)))
+        self.limits.chmod(0o444)
+        self.usage.chmod(0o666)
+
+    def __enter__(self) -> Box:
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self._temporary.cleanup()
+
+    def device(self, slot: int = 0) -> str:
+        """The simulated device's file, for the ledger."""
+        return str(self.simhost / "dev" / f"nvidia{self.devices[slot].minor}")
+
+    def command(self, args: Sequence[str]) -> list[str]:
+        """The command line that runs `args` inside."""
+        inside = {
+            "scratch": str(self.directory),
+            "simhost": str(self.simhost),
+            "shim": str(self.shim),
+            "driver": str(self.driver),
+        }
+        spread = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private", "--"]
+        return [*spread, sys.executable, "-I", "-S", __file__, "--inside", json.dumps(inside), "--", *map(str, args)]
+
+    def popen(self, args: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(self.command(args), text=True, **options)
+
+    def run(self, args: Sequence[str], timeout_s: float = 100, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run to the end; output is captured."""
+        return subprocess.run(self.command(args), text=True, timeout=timeout_s, capture_output=True, **options)
+
+
+# ---- inside the namespaces: standard library only ------------------------------------------------------------------
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    """mount(2); OSError names the target."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(source.encode(), target.encode(), kind.encode() or None, flags, data.encode() or None) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mount {source}: {os.strerror(number)}", target)
+
+
+def bind(source: str, target: str, read_only: bool = True) -> None:
+    """One file or directory, at a target that is made when it is missing."""
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    elif not os.path.lexists(target):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        open(target, "xb").close()
+    mount(source, target, flags=MS_BIND)
+    if read_only:
+        mount(source, target, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def make_devices(simhost: str, scratch: str) -> None:
+    """/dev: a few ordinary devices, and the simulated ones."""
+    stage = os.path.join(scratch, "dev")
+    mount("tmpfs", stage, "tmpfs", MS_NOSUID, "mode=755")
+    for name in HOST_DEVICES:
+        bind(f"/dev/{name}", f"{stage}/{name}", read_only=False)
+    os.makedirs(f"{stage}/shm", exist_ok=True)
+    mount("tmpfs", f"{stage}/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
+    os.symlink("/proc/self/fd", f"{stage}/fd")
+    for name in os.listdir(f"{simhost}/dev"):
+        bind(f"{simhost}/dev/{name}", f"{stage}/{name}", read_only=False)
+    mount(stage, "/dev", flags=MS_BIND | MS_REC)
+
+
+def enter(inside: dict[str, str]) -> None:
+    """The view of a container, around this process. What the host sees below `scratch` are empty directories."""
+    scratch, simhost = inside["scratch"], inside["simhost"]
+    for name in ("over", "dev"):
+        os.makedirs(os.path.join(scratch, name), exist_ok=True)
+    over = os.path.join(scratch, "over")
+    mount("tmpfs", over, "tmpfs", 0, "mode=755")
+    for name in ("upper", "work"):
+        os.mkdir(f"{over}/{name}")
+    mount("overlay", "/usr", "overlay", 0, f"lowerdir=/usr,upperdir={over}/upper,workdir={over}/work")
+    for stem in ("libcuda", "libnvidia-ml"):
+        bind(f"{inside['shim']}/{stem}.so", f"{LIBDIR}/{stem}.so.{VERSION}")
+        for link, text in ((f"{stem}.so.1", f"{stem}.so.{VERSION}"), (f"{stem}.so", f"{stem}.so.1")):
+            if os.path.lexists(f"{LIBDIR}/{link}"):
+                os.unlink(f"{LIBDIR}/{link}")
+            os.symlink(text, f"{LIBDIR}/{link}")
+    nvml = f"{simhost}{LIBDIR}/libnvidia-ml.so.{VERSION}"
+    for source, stem in ((inside["driver"], "libcuda"), (nvml, "libnvidia-ml")):
+        bind(source, f"{PRIVATE}/driver/{stem}-real.so.1")
+    if os.path.exists(f"{scratch}/limits"):
+        bind(f"{scratch}/limits", f"{PRIVATE}/limits")
+    bind(f"{scratch}/rw", f"{PRIVATE}/rw", read_only=False)
+    make_devices(simhost, scratch)
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+
+
+def quantity(text: str) -> int:
+    """Bytes of "4Gi", "512Mi" or a plain number."""
+    units = {"Ki": 10, "Mi": 20, "Gi": 30}
+    return int(text[:-2]) << units[text[-2:]] if text[-2:] in units else int(text)
+
+
+def main() -> int:
+    if sys.argv[1] == "--inside":
+        enter(json.loads(sys.argv[2]))
+        os.execvp(sys.argv[4], sys.argv[4:])
+    parser = argparse.ArgumentParser(description="Run a command with a limited, simulated GPU.")
+    parser.add_argument("--memory", type=quantity, default=4 * GIB, help="of each device, like 4Gi")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--simhost", type=Path, help="use this simulated host instead of a fresh one")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    with Box([options.memory] * options.gpus, gpus=options.gpus, simhost=options.simhost) as box:
+        with box.popen(options.command) as process:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the command's to handle
+            return process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
