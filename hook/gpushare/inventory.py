@@ -27,7 +27,9 @@ DEFAULT_CONTEXT_BYTES = 512 << 20
 # (beginning of the model's name, major driver version) -> bytes that a process's context takes, as measured on that
 # hardware with one context and nothing allocated. Unknown hardware gets the default, which is on the safe side of
 # what drivers of the 535 to 580 series are known to take.
-CONTEXT_BYTES: dict[tuple[str, str], int] = {}
+CONTEXT_BYTES: dict[tuple[str, str], int] = {
+    ("NVIDIA Simulated", "535"): 300 << 20,  # tests/sim, unless its marker says otherwise
+}
 NVML_DEADLINE_S = 10.0  # well below the time that a hook has
 _PROC = "proc/driver/nvidia"
 

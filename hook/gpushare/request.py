@@ -16,7 +16,7 @@ from . import names
 from .dialects import Env, nvidia, own
 from .errors import PolicyError, RequestError
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
-from .quantity import shown
+from .quantity import shown, wrong
 
 # name -> (env, annotations, spec, inventory) -> Request | None, the most specific language first
 DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], Optional[Request]]] = {
@@ -100,6 +100,12 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
     return mine._replace(selection=Selection("any", count=1), ignored=ignored)
 
 
+def _refuse_unknown(env: Env) -> None:
+    """GPUSHARE_MEM=4Gi beside a device means a limit to whoever wrote it. Without a request it is nobody's business."""
+    for name, value in own.unknown(env):
+        raise wrong(name, value, "unknown name", f"use {', '.join(own.ROWS)}")
+
+
 def _check_rootfs(bundle: Bundle) -> None:
     """A container that gets files must have a root of its own."""
     if bundle.rootfs in ("", "/"):
@@ -133,6 +139,7 @@ def resolve(bundle: Bundle, node: Node) -> Optional[Request]:
         foreign = _foreign(bundle, node)
         request = foreign if mine is None else _combine(mine, foreign)
     if request is not None:
+        _refuse_unknown(bundle.env)
         _check_rootfs(bundle)
         _check_words(request, policy)
     return request

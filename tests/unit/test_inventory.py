@@ -12,6 +12,8 @@ from gpushare import inventory
 from gpushare.errors import DeviceError
 from gpushare.model import Device
 
+from tests.sim import simhost
+
 V = "535.261.03"
 LIBRARY_DIR = "usr/lib64"
 
@@ -147,7 +149,7 @@ def test_gpu_that_the_driver_does_not_know_yet(tmp_path: Path, text: str) -> Non
     [
         ('{"context_bytes": 123}', 123),
         ("", inventory.DEFAULT_CONTEXT_BYTES),
-        ("not json", inventory.DEFAULT_CONTEXT_BYTES),
+        ("words for people", inventory.DEFAULT_CONTEXT_BYTES),
         ('{"context_bytes": "x"}', inventory.DEFAULT_CONTEXT_BYTES),
     ],
 )
@@ -164,4 +166,5 @@ def test_context_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(inventory.CONTEXT_BYTES, ("NVIDIA H200", "580"), 7)
     assert inventory.context_bytes_of("NVIDIA H200", "580.65.06") == 7
     assert inventory.context_bytes_of("NVIDIA H200", "535.1") == inventory.DEFAULT_CONTEXT_BYTES
+    assert inventory.context_bytes_of(simhost.DEFAULT_MODEL, simhost.VERSION) == simhost.DEFAULT_CONTEXT_MIB << 20
     assert inventory.context_bytes_of("Other", "580.1") == inventory.DEFAULT_CONTEXT_BYTES

@@ -141,6 +141,18 @@ def test_nvidia_words_that_policy_does_not_take_are_ignored() -> None:
     assert found and found.selection == Selection("list", names=("0",))
 
 
+@pytest.mark.parametrize("name", ["GPUSHARE_MEM", "GPUSHARE_MEMORY_LIMIT", "gpushare_gpu_memory", "GPUSHARE_"])
+def test_unknown_names_beside_a_request(name: str) -> None:
+    assert resolve(f"{name}=4Gi") is None
+    with pytest.raises(RequestError, match=f'{name}="4Gi": unknown name; use GPUSHARE_DEVICES, '):
+        resolve("NVIDIA_VISIBLE_DEVICES=all", f"{name}=4Gi")
+
+
+@pytest.mark.parametrize("name", ["SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP_ADDR", "X_PORT_80_TCP"])
+def test_service_links_are_no_requests(name: str) -> None:
+    assert resolve("NVIDIA_VISIBLE_DEVICES=all", f"GPUSHARE_{name}=10.0.0.1")
+
+
 def test_errors_pass_through() -> None:
     with pytest.raises(DeviceError):
         resolve("NVIDIA_VISIBLE_DEVICES=7")

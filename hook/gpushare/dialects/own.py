@@ -1,6 +1,7 @@
 """Our own dialect: GPUSHARE_* variables and gpushare.io/ annotations, one row each.
 
     read(env, annotations, spec, inventory) -> Request | None
+    unknown(env)                            -> [(name, value)]     GPUSHARE_ names that mean nothing
 
 In the Request, Selection("any", count=0) means that no device was named, and Selection("void") that the container
 wants to be left alone; request.resolve turns both into something definite.
@@ -80,12 +81,22 @@ def _near(word: str, known: str) -> bool:
     return row[-1] <= 2
 
 
+def unknown(env: Env) -> list[tuple[str, str]]:
+    """Variables that look like ours and are not. Kubernetes adds `<SERVICE>_SERVICE_HOST`, `<SERVICE>_PORT_...` and
+    the like to every container, so a service called gpushare-metrics is not taken for a request."""
+    return [
+        (name, value)
+        for name, value in env
+        if name[: len(_PREFIX)].upper() == _PREFIX
+        and name not in ROWS
+        and name not in _OTHER_VARIABLES
+        and not any(f"_{word}_" in f"{name}_" for word in ("SERVICE_HOST", "SERVICE_PORT", "PORT"))
+    ]
+
+
 def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> None:
-    """A misspelt limit must not become no limit. Other GPUSHARE_ variables pass: Kubernetes adds
-    `<SERVICE>_PORT` and the like for a service that happens to be called gpushare."""
-    for name, value in env:
-        if name[: len(_PREFIX)].upper() != _PREFIX or name in ROWS or name in _OTHER_VARIABLES:
-            continue
+    """A misspelt limit must not become no limit."""
+    for name, value in unknown(env):
         meant = next((known for known in ROWS if _near(name, known)), None)
         if meant:
             raise wrong(name, value, "unknown name", f"did you mean {meant}?")
