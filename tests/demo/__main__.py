@@ -6,6 +6,7 @@ Exit code 0 when both limits were kept and reached, as the simulated GPU itself 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -50,7 +51,7 @@ def demo(directory: Path, cleanup: contextlib.ExitStack) -> list[show.Row]:
     show.step(f"One GPU with {show.size(GPU_BYTES)}, two containers started by runc with the gpushare hook:")
     tenants = []
     for number, (name, (asked, _)) in enumerate(ASKED.items()):
-        tenant = Tenant(directory, name, {"GPUSHARE_MEMORY": asked}, node)
+        tenant = Tenant(directory, name, {"GPUSHARE_MEMORY": asked}, node, id=f"{name}-{os.getpid()}")
         cleanup.callback(tenant.close)
         tenants.append(tenant)
         tenant.container.start()

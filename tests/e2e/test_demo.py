@@ -31,7 +31,7 @@ def test_demo_twice() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert "\x1b" not in done.stdout  # colours are for terminals
         for word in ("alice", "bob"):
-            assert f"gpushare-{word}-" in done.stdout, "gpushare list shows both"
+            assert f"  {word}-" in done.stdout, "gpushare list shows both"
         assert done.stdout.count(" kept") == 2
 
 

@@ -39,7 +39,10 @@ class RuntimeFailed(Exception):
 
 
 class Container:
-    """One container. `edit` may change the spec before it is written; `prefix` comes before the runtime's command."""
+    """One container, called `id` or something unique with `name` in it.
+
+    `edit` may change the spec before it is written; `prefix` comes before the runtime's command.
+    """
 
     def __init__(
         self,
@@ -56,9 +59,10 @@ class Container:
         prefix: tuple[str, ...] = (),
         edit: Callable[[dict[str, Any]], None] | None = None,
         name: str = "c",
+        id: str = "",
     ) -> None:
         processes.become_subreaper()
-        self.id = f"gpushare-{name}-{os.getpid()}-{next(_numbers)}"
+        self.id = id or f"gpushare-{name}-{os.getpid()}-{next(_numbers)}"
         self.bundle = directory / self.id
         self.bundle.mkdir(parents=True)
         self.pid = 0

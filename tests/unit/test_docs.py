@@ -1,0 +1,35 @@
+"""What is written down agrees with the code it describes."""
+
+from __future__ import annotations
+
+import re
+
+from gpushare import errors
+from tests.lib.host import TREE
+from tests.tools import config_docs
+
+
+def test_config_docs_are_generated() -> None:
+    assert (TREE / "docs" / "config.md").read_text() == config_docs.text(), "run `make docs`"
+
+
+def test_every_error_is_described() -> None:
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert defined == set(config_docs.WHEN)
+
+
+def test_every_make_target_that_the_docs_name_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (TREE / "Makefile").read_text(), re.MULTILINE))
+    for part in ("shim/shim.mk", "tests/sim/sim.mk"):
+        targets |= set(re.findall(r"^([a-z-]+):", (TREE / part).read_text(), re.MULTILINE))
+    for name in ("README.md", "README.zh-CN.md", "HACKING.md", "docs/security.md"):
+        named = set(re.findall(r"\bmake ([a-z-]+)\b", (TREE / name).read_text()))
+        assert named <= targets, f"{name} names {sorted(named - targets)}"
+
+
+def test_both_readmes_show_the_same_commands() -> None:
+    def blocks(name: str) -> list[str]:
+        lines = (TREE / name).read_text().splitlines()
+        return [re.sub(r"\s+#.*", "", line) for line in lines if line.startswith("    ")]
+
+    assert blocks("README.md") == blocks("README.zh-CN.md")
