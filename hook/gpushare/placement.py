@@ -228,7 +228,7 @@ def _too_few(slots: int, devices: int, refusals: list[GpushareError]) -> Gpushar
     """Why `any` found too few. The only reason is told as it is, several are put into one line."""
     if devices < slots:
         return CapacityError(f"any:{slots} asked, this container may use {devices} device(s)", "ask for fewer")
-    if len(refusals) == 1:
+    if len({error.message for error in refusals}) == 1:
         return refusals[0]
     kind = CapacityError if any(isinstance(error, CapacityError) for error in refusals) else type(refusals[0])
     shown = " | ".join(error.message for error in refusals[:4])

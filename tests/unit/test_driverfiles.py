@@ -7,8 +7,10 @@ import socket
 from pathlib import Path
 
 import pytest
-from gpushare import driverfiles
+from gpushare import driverfiles, elf
 from gpushare.errors import DeviceError
+
+from tests.tools.nvidia_userland import Userland
 
 V = "535.261.03"
 BOTH = ("compute", "utility")
@@ -164,6 +166,23 @@ def test_nodes(tmp_path: Path) -> None:
     simulated = driverfiles.find(root, V, BOTH, simulated=True)
     assert [node.name for node in simulated.nodes] == ["nvidiactl", "nvidia-uvm"]
     assert [node.name for node in driverfiles.find(root, V, ("utility",)).nodes] == ["nvidiactl"]
+
+
+def test_a_real_driver(userland: Userland) -> None:
+    """Every library that the packages have is found, and its DT_SONAME is among the names that will lead to it."""
+    found = driverfiles.find(str(userland.root), userland.version, BOTH)
+    libraries = (found.cuda, found.nvml, *found.libraries)
+    on_disk = {path.name for path in userland.libdir.glob(f"*.so.{userland.version}") if not path.is_symlink()}
+    known = {f"{stem}.so.{userland.version}" for table in (driverfiles.COMPUTE, driverfiles.UTILITY) for stem in table}
+    assert {library.name for library in libraries} == on_disk & known
+    assert {"libnvidia-ptxjitcompiler", "libnvidia-nvvm"} <= {library.stem for library in libraries}
+    for library in libraries:
+        with open(library.source, "rb") as file:
+            real = elf.read_library(file.fileno())
+        assert real is not None
+        assert real.soname in {library.name, *(name for name, _ in library.links)}, library
+        assert library.links == () or real.soname == library.links[0][0], library
+    assert {"nvidia-smi", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"} <= {name for name, _ in found.programs}
 
 
 def test_every_library_is_in_one_row() -> None:

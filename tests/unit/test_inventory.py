@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from gpushare.model import Device
 
 from tests.sim import simhost
 
+# The programs fork while they have one thread; a test runner may have more, of which Python 3.12 warns.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 V = "535.261.03"
 LIBRARY_DIR = "usr/lib64"
 
@@ -98,6 +101,16 @@ def test_pci_order_counts_in_hexadecimal_and_by_domain(tmp_path: Path) -> None:
     for index, bus in enumerate(("10000:01:00.0", "0000:e1:00.0", "0000:1f:00.0", "0001:00:00.0")):
         gpu(tmp_path, bus, index)
     assert inventory.bus_ids(root) == ("0000:1f:00.0", "0000:e1:00.0", "0001:00:00.0", "10000:01:00.0")
+
+
+def test_a_simulated_host(make_host: Callable[..., Path]) -> None:
+    """The simulated driver's own NVML answers for its root, through its own device files."""
+    root = make_host(gpus=2, memory_bytes=6 << 30)
+    found = inventory.read_inventory(str(root))
+    assert found.simulated and found.driver_version == simhost.VERSION
+    assert [device.uuid for device in found.devices] == [simhost.default_uuid(0), simhost.default_uuid(1)]
+    assert [device.memory_bytes for device in found.devices] == [6 << 30, 6 << 30]
+    assert [device.context_bytes for device in found.devices] == [simhost.DEFAULT_CONTEXT_MIB << 20] * 2
 
 
 def test_sizes_from_nvml(tmp_path: Path) -> None:

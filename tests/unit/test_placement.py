@@ -69,6 +69,12 @@ def test_no_device_fits_says_why_for_each() -> None:
         grant("GPUSHARE_MEMORY=2Gi", held=held)
 
 
+def test_a_reason_that_is_the_same_everywhere_is_told_once() -> None:
+    with pytest.raises(PolicyError) as caught:
+        grant("GPUSHARE_DEVICES=any", host=node(require_limits=True))
+    assert str(caught.value).startswith("no memory limit was asked for, and policy.require_limits requires one")
+
+
 def test_overcommit() -> None:
     held = ledger(lease(share(0, 0, 16 * GI)))
     with pytest.raises(CapacityError, match="0 B free of 16 GiB"):
