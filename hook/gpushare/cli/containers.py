@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import click
@@ -40,7 +41,7 @@ def list_(paths: Paths, output: str) -> None:
     write_table(_LIST, [row for one in found for row in _rows(one)])
 
 
-def _rows(one: facts.Container) -> list[tuple[str, ...]]:
+def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
     created = age(time.time() - one.lease.created) if one.lease else "-"
     name, count = facts.short(one.id), str(len(one.slots))
     rows = [

@@ -1,0 +1,363 @@
+"""Leases: atomic against each other, dead with their owner, and never free by accident."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from gpushare import hook, leases, procs, storage
+from gpushare.errors import CapacityError, GpushareError, KernelError
+from gpushare.model import Amount, Bundle, Lease, Node, Request, Selection
+from gpushare.ops import WriteLimits
+
+from tests.unit import pure
+
+GIB = 1 << 30
+ONE_GPU = pure.node(1)
+
+
+@pytest.fixture
+def state(state_dir: Path) -> str:
+    storage.prepare(str(state_dir))
+    return str(state_dir)
+
+
+@pytest.fixture
+def init() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for a container's init."""
+    with subprocess.Popen(["sleep", "inf"]) as process:
+        yield process
+        process.kill()
+
+
+def bundle(container_id: str) -> Bundle:
+    return pure.bundle(container_id=container_id)
+
+
+def asks(memory_bytes: int, devices: int = 1) -> Request:
+    amount = Amount(memory_bytes, None, str(memory_bytes))
+    return Request("own", Selection("any", devices), ("compute",), memory=((None, amount),))
+
+
+def reserve(state: str, container_id: str, memory_bytes: int = GIB, node: Node = ONE_GPU, **how: int) -> Lease:
+    return leases.reserve(state, bundle(container_id), asks(memory_bytes, **how), node, hook.grant)
+
+
+def in_child(work: Callable[[], object]) -> None:
+    """Runs `work` in a process that is gone afterwards: a start that was killed right after it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def lease_file(state: str, container_id: str) -> Path:
+    return Path(state, "containers", container_id, "lease.json")
+
+
+def edit(state_dir: str, container_id: str, /, **changes: object) -> None:
+    path = lease_file(state_dir, container_id)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def process(pid: int) -> procs.Process:
+    found = procs.find(pid)
+    assert found is not None
+    return found
+
+
+# Life
+
+
+def test_reserved_held_released(state: str, init: subprocess.Popen[bytes]) -> None:
+    reserved = reserve(state, "c1", 4 * GIB)
+    assert (reserved.state, reserved.creator_pid, reserved.shares[0].memory_limit_bytes) == (
+        "reserved",
+        os.getpid(),
+        4 * GIB,
+    )
+    held = leases.hold(state, reserved, process(init.pid), "/c1")
+    assert leases.view(state).live == (held,)
+    assert leases.find(state, "c1") == held
+    assert (held.init_pid, held.cgroup) == (init.pid, "/c1")
+    assert "is alive" in leases.release(state, "c1")  # its init lives
+    init.kill()
+    init.wait()
+    assert leases.release(state, "c1") == ""
+    assert leases.release(state, "c1") == ""  # idempotent
+    assert leases.view(state) == leases.View((), (), (), ())
+
+
+def test_lease_survives_a_round_trip_through_its_file() -> None:
+    shares = (pure.share(0, 0, 4 * GIB), pure.share(1, 1, None)._replace(compute_percent=30, soft=True))
+    lease = pure.lease(*shares)._replace(created=1.5, cgroup="/a b", bundle="/ü")
+    assert leases.from_json(leases.to_json(lease), "c1") == lease
+
+
+def test_second_create_of_a_live_id_is_refused_and_named(state: str) -> None:
+    reserve(state, "c1")
+    with pytest.raises(CapacityError, match=rf"'c1' already has a lease, reserved by pid {os.getpid()} for '/bundle'"):
+        reserve(state, "c1")
+    assert len(leases.view(state).live) == 1
+
+
+def test_start_that_was_killed_holds_nothing(state: str) -> None:
+    in_child(lambda: reserve(state, "c1", 16 * GIB))
+    assert lease_file(state, "c1").exists()
+    assert [lease.id for lease, _ in leases.view(state).dead] == ["c1"]
+    assert reserve(state, "c2", 16 * GIB).id == "c2"  # all of the device is free again
+    assert not lease_file(state, "c1").exists()
+
+
+def test_dead_lease_of_the_same_id_is_replaced(state: str) -> None:
+    in_child(lambda: reserve(state, "c1", 16 * GIB))
+    assert reserve(state, "c1", 8 * GIB).creator_pid == os.getpid()
+    assert storage.empty_trash(state) == []
+
+
+def test_start_killed_before_its_lease_was_written_is_swept(state: str) -> None:
+    Path(state, "containers", "half").mkdir()
+    assert leases.view(state).partial == ("half",)
+    reserve(state, "half")
+    assert [lease.id for lease in leases.view(state).live] == ["half"]
+
+
+def test_dead_init_holds_nothing_even_as_a_zombie(state: str, init: subprocess.Popen[bytes]) -> None:
+    leases.hold(state, reserve(state, "c1", 16 * GIB), process(init.pid), "")
+    with pytest.raises(CapacityError, match="held by c1"):
+        reserve(state, "c2")
+    os.kill(init.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, init.pid, os.WEXITED | os.WNOWAIT)  # dead, and not reaped
+    ((_, reason),) = leases.view(state).dead
+    assert reason == f"its init (pid {init.pid}) is gone"
+    assert reserve(state, "c2", 16 * GIB).id == "c2"
+
+
+def test_reused_pid_is_not_the_owner(state: str, init: subprocess.Popen[bytes]) -> None:
+    leases.hold(state, reserve(state, "c1"), process(init.pid), "")
+    edit(state, "c1", init_start=process(init.pid).start - 1)
+    assert [lease.id for lease, _ in leases.view(state).dead] == ["c1"]
+
+
+def test_lease_of_another_boot_is_dead(state: str) -> None:
+    reserve(state, "c1", 16 * GIB)
+    edit(state, "c1", boot_id="00000000-0000-0000-0000-000000000000")
+    assert [reason for _, reason in leases.view(state).dead] == ["of another boot"]
+    assert reserve(state, "c1", 16 * GIB).boot_id == procs.boot_id()
+
+
+def test_hold_fails_when_the_lease_was_taken_away(state: str, init: subprocess.Popen[bytes]) -> None:
+    lease = reserve(state, "c1")
+    leases.undo(state, "c1")
+    with pytest.raises(KernelError, match="taken away"):
+        leases.hold(state, lease, process(init.pid), "")
+    assert not lease_file(state, "c1").exists()
+
+
+def test_hold_fails_when_init_has_died(state: str, init: subprocess.Popen[bytes]) -> None:
+    lease, owner = reserve(state, "c1"), process(init.pid)
+    init.kill()
+    init.wait()
+    with pytest.raises(KernelError, match="died during its start"):
+        leases.hold(state, lease, owner, "")
+
+
+def test_undo_takes_only_our_own(state: str) -> None:
+    reserve(state, "c1")
+    edit(state, "c1", creator_pid=1, creator_start=process(1).start)
+    leases.undo(state, "c1")
+    assert [lease.id for lease in leases.view(state).live] == ["c1"]
+
+
+def test_nothing_is_left_of_a_refused_request(state: str) -> None:
+    reserve(state, "c1", 10 * GIB)
+    with pytest.raises(CapacityError, match=r"8 GiB asked|8589934592 asked") as refused:
+        reserve(state, "c2", 8 * GIB)
+    assert "6 GiB free of 16 GiB" in str(refused.value) and "held by c1 (10 GiB)" in str(refused.value)
+    assert os.listdir(f"{state}/containers") == ["c1"]
+
+
+def test_full_state_directory_fails_the_start_and_damages_nothing(state: str) -> None:
+    """The lease cannot be written: no lease, not half of one."""
+    subprocess.run(["mount", "-o", "remount,size=64k", state], check=True)
+    with open(f"{state}/filler", "wb", buffering=0) as filler, pytest.raises(OSError):
+        while True:
+            filler.write(b"x" * 4096)
+    with pytest.raises(KernelError, match="[Nn]o space left"):
+        reserve(state, "c1")
+    assert leases.view(state) == leases.View((), (), (), ())
+    os.unlink(f"{state}/filler")
+    assert reserve(state, "c1").id == "c1"
+
+
+# Together
+
+
+def test_parallel_reserves_never_grant_more_than_the_device(state: str) -> None:
+    """32 at once ask for 1 GiB of 16 GiB and stay alive: 16 get it, 16 are refused with the numbers."""
+    go_reader, go_writer = os.pipe()
+    stay_reader, stay_writer = os.pipe()
+    answer_reader, answer_writer = os.pipe()
+    children = []
+    for number in range(32):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(go_writer)
+                os.close(stay_writer)
+                os.read(go_reader, 1)
+                try:
+                    reserve(state, f"c{number}")
+                    os.write(answer_writer, b"granted\n")
+                except CapacityError as error:
+                    full = b"0 B free of 16 GiB" in str(error).encode()
+                    os.write(answer_writer, b"refused\n" if full else b"wrong\n")
+                os.read(stay_reader, 1)
+            finally:
+                os._exit(0)
+        children.append(pid)
+    for fd in (go_reader, stay_reader, answer_writer, go_writer):
+        os.close(fd)
+    text = b""
+    while text.count(b"\n") < 32:
+        part = os.read(answer_reader, 4096)
+        assert part, f"a process died: {text!r}"
+        text += part
+    seen = leases.view(state)
+    os.close(stay_writer)
+    for pid in children:
+        os.waitpid(pid, 0)
+    os.close(answer_reader)
+    assert (text.count(b"granted"), text.count(b"refused")) == (16, 16)
+    assert sum(share.memory_limit_bytes or 0 for lease in seen.live for share in lease.shares) == 16 * GIB
+    assert len(leases.view(state).dead) == 16  # now that their owners are gone
+
+
+def test_killed_holder_of_the_lock_stops_nobody(state: str) -> None:
+    def take() -> None:
+        leases.locked(state).__enter__()
+
+    in_child(take)
+    assert reserve(state, "c1").id == "c1"
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'{"id": "c1"}', b"\xff\xfe", b"[" * 100_000, b"0" * 100_000],
+    ids=["empty", "cut", "list", "null", "partial", "binary", "nested", "number"],
+)
+def test_damaged_lease_blocks_its_devices(state: str, content: bytes) -> None:
+    reserve(state, "c1", GIB)
+    lease_file(state, "c1").write_bytes(content)
+    (damage,) = leases.view(state).damaged
+    assert (damage.id, damage.uuids) == ("c1", None)
+    for container_id in ("c1", "c2"):
+        with pytest.raises(CapacityError, match="prune --assume-free"):
+            reserve(state, container_id)
+    leases.sweep(state)
+    assert lease_file(state, "c1").exists()
+    assert leases.sweep(state, assume_free=True) == ["c1"]
+    assert reserve(state, "c1", 16 * GIB).id == "c1"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_pid": "1"},
+        {"created": None},
+        {"shares": [1]},
+        {"shares": [{}]},
+        {"state": "free"},
+        {"id": "c2"},
+        {"more": 1},
+        {"init_pid": True},
+    ],
+)
+def test_lease_of_another_shape_is_damaged(state: str, changes: dict[str, object]) -> None:
+    reserve(state, "c1")
+    edit(state, "c1", **changes)
+    assert [damage.id for damage in leases.view(state).damaged] == ["c1"]
+
+
+def test_damaged_lease_blocks_only_the_devices_of_its_limits(state: str) -> None:
+    two = pure.node(2)
+    lease = reserve(state, "c1", node=two)
+    share = storage.make_share_dir(state, "c1")
+    storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
+    lease_file(state, "c1").write_bytes(b"{")
+    assert leases.view(state).blocked(two) == {pure.UUIDS[0]}
+    assert reserve(state, "c2", 16 * GIB, two).shares[0].device.index == 1
+    with pytest.raises(GpushareError):
+        reserve(state, "c3", node=two, devices=2)
+
+
+def test_link_in_place_of_a_lease_is_not_followed(state: str, tmp_path: Path) -> None:
+    reserve(state, "c1")
+    good = tmp_path / "lease.json"
+    good.write_bytes(lease_file(state, "c1").read_bytes())
+    lease_file(state, "c1").unlink()
+    lease_file(state, "c1").symlink_to(good)
+    assert [damage.id for damage in leases.view(state).damaged] == ["c1"]
+
+
+def test_no_state_directory_means_no_leases(tmp_path: Path) -> None:
+    assert leases.view(str(tmp_path / "none")) == leases.View((), (), (), ())
+    assert leases.release(str(tmp_path / "none"), "c1") == ""
+
+
+# Processes
+
+
+@pytest.mark.parametrize("name", ["x", ") R 1 1 (", "a) Z 2 (b", "((((", "a b c d e f g h"])
+def test_a_name_cannot_forge_the_start_time(name: str) -> None:
+    """comm is the process's own choice (prctl PR_SET_NAME), up to 15 bytes."""
+    reader, writer = os.pipe()
+    end_reader, end_writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(end_writer)
+            ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)
+            os.write(writer, b"x")
+            os.read(end_reader, 1)
+        finally:
+            os._exit(0)
+    os.read(reader, 1)
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        assert name.encode()[:15] in stat
+        found = process(pid)
+        assert (found.pid, found.state) == (pid, "S") or found.state == "R"
+        ticks = os.sysconf("SC_CLK_TCK")
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        assert uptime - 60 < found.start / ticks <= uptime
+    finally:
+        os.close(end_writer)
+        os.waitpid(pid, 0)
+        for fd in (reader, writer, end_reader):
+            os.close(fd)
+    assert procs.find(pid) is None
+
+
+@pytest.mark.parametrize("line", [b"", b"1", b"1 (x", b"1 (x) S", b"x (x) " + b"1 " * 30, b"1 (x) S " + b"a " * 30])
+def test_garbage_stat_lines_are_nobody(line: bytes) -> None:
+    assert procs.parse_stat(line) is None
+
+
+def test_pid_zero_and_huge_pids_are_nobody() -> None:
+    assert procs.find(0) is None
+    assert procs.find(-1) is None
+    assert procs.find(1 << 40) is None
+    assert procs.cgroup_of(1 << 40) == ""

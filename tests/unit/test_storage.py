@@ -1,0 +1,318 @@
+"""The state directory: a private tmpfs of our own, exact tenant pages, and removal that always finishes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gpushare import region, storage
+from gpushare.errors import KernelError
+from gpushare.model import Device, Share
+from gpushare.ops import TenantTmpfs, WriteLimits
+
+from tests.lib import rootfs
+
+GIB = 1 << 30
+DEVICE = Device(0, "GPU-00112233-4455-6677-8899-aabbccddeeff", 0, "0000:01:00.0", "Test GPU", 16 * GIB, 512 << 20)
+SHARES = (Share(0, DEVICE, 4 * GIB),)
+
+
+@pytest.fixture
+def state(state_dir: Path) -> str:
+    storage.prepare(str(state_dir))
+    return str(state_dir)
+
+
+@pytest.fixture
+def page(state: str) -> Iterator[Path]:
+    """A container's page, as the tenant sees it: its path on the host."""
+    container = Path(storage.container_dir(state, "c1"))
+    container.mkdir()
+    share = storage.make_share_dir(state, "c1")
+    storage.execute(WriteLimits(SHARES, f"{share}/limits"))
+    storage.execute(TenantTmpfs(str(container / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
+    yield container / "rw" / "usage"
+
+
+def mounts_on(path: Path) -> list[str]:
+    """mountinfo lines of all mounts on `path`."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line for line in lines if line.split(" ")[4] == str(path)]
+
+
+def test_prepare_mounts_one_private_tmpfs(state_dir: Path) -> None:
+    subprocess.run(["mount", "--make-rshared", "/"], check=True)  # as systemd leaves it; our own view only
+    try:
+        for _ in range(3):
+            storage.prepare(str(state_dir))
+        (line,) = mounts_on(state_dir)
+        assert " - tmpfs " in line and "nosuid,nodev" in line
+        assert "shared:" not in line and "master:" not in line
+    finally:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in state_dir.iterdir()}
+    assert modes == {"containers": 0o700, "trash": 0o700, "errors": 0o755, "lock": 0o600}
+
+
+def test_first_starts_at_the_same_time_mount_once(state_dir: Path) -> None:
+    go_reader, go_writer = os.pipe()
+    children = []
+    for _ in range(8):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.close(go_writer)
+                os.read(go_reader, 1)  # ends for all at once, when the parent closes its end
+                storage.prepare(str(state_dir))
+                code = 0 if (state_dir / "lock").exists() else 2
+            finally:
+                os._exit(code)
+        children.append(pid)
+    os.close(go_reader)
+    os.close(go_writer)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 8
+    assert len(mounts_on(state_dir)) == 1
+
+
+def test_prepare_finishes_what_a_killed_start_began(state_dir: Path) -> None:
+    """Killed after the mount, before folders and marker: no second tmpfs goes over the first."""
+    subprocess.run(["mount", "-t", "tmpfs", "none", state_dir], check=True)
+    (state_dir / "containers").mkdir(mode=0o777)
+    storage.prepare(str(state_dir))
+    assert len(mounts_on(state_dir)) == 1
+    assert stat.S_IMODE((state_dir / "containers").stat().st_mode) == 0o700
+    assert (state_dir / "trash").is_dir()
+
+
+def test_prepare_says_what_to_do_when_it_cannot(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KernelError, match=r"state directory '.*file/state'"):
+        storage.prepare(str(tmp_path / "file" / "state"))
+
+
+def test_limits_are_complete_read_only_and_leave_no_temporary(page: Path, state: str) -> None:
+    share = Path(state, "containers", "c1", "share")
+    limits = share / "limits"
+    assert stat.S_IMODE(limits.stat().st_mode) == 0o444
+    assert sorted(path.name for path in share.iterdir()) == ["driver", "limits", "mps", "peers", "rw"]
+    assert sorted(path.name for path in (share / "driver").iterdir()) == [
+        "libcuda-real.so.1",
+        "libnvidia-ml-real.so.1",
+    ]
+    read = storage.read_limits(str(limits))
+    assert read.devices[0].memory_limit_bytes == 4 * GIB
+    assert read.nonce == storage.read_usage(state, "c1", 1).nonce != 0
+
+
+def test_two_containers_never_have_one_nonce(state: str) -> None:
+    seen = set()
+    for number in range(8):
+        path = f"{state}/limits-{number}"
+        storage.execute(WriteLimits(SHARES, path))
+        seen.add(storage.read_limits(path).nonce)
+    assert len(seen) == 8
+
+
+def test_modes_do_not_depend_on_the_umask(state: str) -> None:
+    Path(storage.container_dir(state, "c2")).mkdir()
+    old = os.umask(0o077)
+    try:
+        share = Path(storage.make_share_dir(state, "c2"))
+        storage.execute(WriteLimits(SHARES, str(share / "limits")))
+        storage.execute(TenantTmpfs(str(share.parent / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
+    finally:
+        os.umask(old)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (share, share / "driver", share / "limits")]
+    assert modes == [0o755, 0o755, 0o444]
+    assert stat.S_IMODE((share.parent / "rw").stat().st_mode) == 0o1777
+    assert stat.S_IMODE((share.parent / "rw" / "usage").stat().st_mode) == 0o666
+
+
+def test_page_is_exact_and_cannot_grow(page: Path) -> None:
+    (line,) = mounts_on(page.parent)
+    assert "nosuid,nodev,noexec" in line
+    space = os.statvfs(page.parent)
+    assert (space.f_blocks * space.f_frsize, space.f_bfree, space.f_files, space.f_ffree) == (
+        region.USAGE_SIZE,
+        0,
+        2,
+        0,
+    )
+    assert page.stat().st_blocks * 512 == region.USAGE_SIZE  # allocated: no store can hit a full file system
+    attempts = (
+        lambda: (page.parent / "more").touch(),
+        lambda: (page.parent / "folder").mkdir(),
+        lambda: (page.parent / "link").symlink_to("x"),
+    )
+    for attempt in attempts:
+        with pytest.raises(OSError) as failed:
+            attempt()
+        assert failed.value.errno == errno.ENOSPC
+    with open(page, "r+b", buffering=0) as file:
+        file.seek(region.USAGE_SIZE)
+        with pytest.raises(OSError) as failed:
+            file.write(b"x" * 4096)
+        assert failed.value.errno == errno.ENOSPC
+
+
+# What a tenant can do to its own page: (attack, what the host then says)
+def _shrink(page: Path) -> None:
+    os.truncate(page, 100)
+
+
+def _extend(page: Path) -> None:
+    os.truncate(page, 1 << 40)  # a hole: takes no space
+
+
+def _punch(page: Path) -> None:
+    subprocess.run(["fallocate", "--punch-hole", "--offset", "0", "--length", "4096", page], check=True)
+
+
+def _unlink(page: Path) -> None:
+    page.unlink()
+
+
+def _fifo(page: Path) -> None:
+    page.unlink()
+    os.mkfifo(page)
+
+
+def _folder(page: Path) -> None:
+    page.unlink()
+    page.mkdir()
+
+
+def _link(page: Path) -> None:
+    page.unlink()
+    page.symlink_to("/etc/shadow")
+
+
+def _device(page: Path) -> None:
+    page.unlink()
+    os.mknod(page, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero; the mount is nodev
+
+
+ATTACKS = {
+    _shrink: "100 bytes, must be",
+    _extend: f"{1 << 40} bytes, must be",
+    _punch: "magic 0x0",
+    _unlink: "No such file",
+    _fifo: "not a regular file",
+    _folder: "not a regular file",
+    _link: "Too many levels of symbolic links",
+    _device: "Permission denied",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__.strip("_"))
+def test_attacked_page_is_damaged_and_nothing_worse(page: Path, state: str, attack: object) -> None:
+    """Returns at once and with a RegionError; the container's directory can still be removed."""
+    attack(page)  # type: ignore[operator]
+    with pytest.raises(region.RegionError, match=ATTACKS[attack]):  # type: ignore[index]
+        storage.read_usage(state, "c1", 1)
+    assert storage.discard(state, "c1")
+    assert storage.empty_trash(state) == []
+    assert not mounts_on(page.parent)
+
+
+def test_modes_and_locks_of_the_tenant_do_not_matter(page: Path, state: str) -> None:
+    page.chmod(0)
+    page.parent.chmod(0)
+    with open(page, "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        assert storage.read_usage(state, "c1", 1).slots == ()
+
+
+def test_write_lease_of_the_tenant_does_not_hold_up_the_host(page: Path, state: str) -> None:
+    """fcntl(F_SETLEASE) makes an ordinary open wait /proc/sys/fs/lease-break-time (45 s)."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # how the kernel asks for the lease back
+    fd = os.open(page, os.O_RDWR)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        with pytest.raises(region.RegionError, match="cannot be read: Resource temporarily unavailable"):
+            storage.read_usage(state, "c1", 1)
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
+
+
+def test_page_that_changes_while_it_is_read(page: Path, state: str) -> None:
+    """A tenant truncates and restores in a loop: each read is a whole page or "damaged"."""
+    child = os.fork()
+    if child == 0:
+        try:
+            fd = os.open(page, os.O_RDWR)
+            while True:
+                os.ftruncate(fd, 10)
+                os.ftruncate(fd, region.USAGE_SIZE)
+        finally:
+            os._exit(1)
+    outcomes = set()
+    try:
+        for _ in range(2000):
+            try:
+                storage.read_usage(state, "c1", 1)
+                outcomes.add("read")
+            except region.RegionError:
+                outcomes.add("damaged")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert "damaged" in outcomes
+
+
+def test_charges_are_read_through_a_mapping_of_the_tenant(page: Path, state: str) -> None:
+    with open(page, "r+b") as file, mmap.mmap(file.fileno(), region.USAGE_SIZE) as memory:
+        slot = region.packer("gs_slot").pack(77, 77, 1, 5, 9, 123 << 20, *(0,) * 15)
+        start = region.offset("gs_usage", "slot")
+        memory[start : start + len(slot)] = slot
+        assert storage.read_usage(state, "c1", 1).used_bytes(0) == 123 << 20
+
+
+def test_discard_frees_the_name_at_once_and_removal_can_be_repeated(page: Path, state: str) -> None:
+    assert storage.discard(state, "c1")
+    assert not storage.discard(state, "c1")
+    Path(storage.container_dir(state, "c1")).mkdir()  # the name is free although the mount is still there
+    assert len(storage.trash(state)) == 1
+    with open(os.path.join(state, "trash", storage.trash(state)[0], "rw", "usage"), "rb"):  # busy
+        assert storage.empty_trash(state) == []
+    assert storage.empty_trash(state) == []
+    assert storage.trash(state) == []
+    assert [point for point in rootfs.mount_points() if point.startswith(state + "/")] == []
+
+
+def test_removal_continues_where_a_killed_one_stopped(page: Path, state: str) -> None:
+    storage.discard(state, "c1")
+    half = Path(state, "trash", storage.trash(state)[0])
+    subprocess.run(["umount", half / "rw"], check=True)
+    (half / "share" / "limits").unlink()
+    assert storage.empty_trash(state) == []
+    assert not half.exists()
+
+
+def test_removal_never_leaves_its_file_system(page: Path, state: str, tmp_path: Path) -> None:
+    """Something foreign is mounted inside: said so, and not a file of it is touched."""
+    treasure = tmp_path / "treasure"
+    treasure.mkdir()
+    (treasure / "file").write_text("keep")
+    subprocess.run(["mount", "--bind", treasure, Path(state, "containers", "c1", "share", "mps")], check=True)
+    storage.discard(state, "c1")
+    (problem,) = storage.empty_trash(state)
+    assert "is still a mount point" in problem
+    assert (treasure / "file").read_text() == "keep"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../../etc", "a\0b"])
+def test_odd_ids_never_become_paths(name: str) -> None:
+    with pytest.raises(KernelError, match="cannot name a directory"):
+        storage.container_dir("/state", name)
