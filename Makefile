@@ -5,6 +5,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
+ifndef V # make V=1 shows the commands
+MAKEFLAGS += --silent
+endif
 
 # The distribution's Python runs the programs; build/venv is made from it.
 PYTHON := $(firstword $(wildcard /usr/bin/python3) python3)
@@ -18,7 +21,7 @@ NVML_INCLUDE := build/include/nvml
 CC := gcc
 PYTEST_ARGS ?=
 
-.PHONY: help setup build demo test lint format bench clean root
+.PHONY: help setup build demo test lint format bench docs clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +35,7 @@ $(SETUP): packaging/bootstrap packaging/venv pyproject.toml
 
 -include shim/shim.mk
 -include tests/sim/sim.mk
+-include tests/bench/bench.mk
 
 # Headers and compiler come with the setup; being newer than an object must not rebuild it.
 $(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJECTS): | $(SETUP)
@@ -58,8 +62,13 @@ lint: $(SETUP) ## ruff, mypy --strict, clang-format, names that must not be comm
 format: $(SETUP) ## rewrite Python and C files in the house format
 	@tests/tools/lint --fix
 
-bench: root build ## measure; prints a table and writes build/bench.json
+bench: root build shim_bench ## measure; prints a table and writes build/bench.json
 	@$(VENV_PYTHON) -m tests.bench.bench
+
+docs: docs/config.md ## write the generated pages of docs/
+
+docs/config.md: hook/gpushare/config.py tests/tools/config_docs.py
+	$(VENV_PYTHON) tests/tools/config_docs.py >$@.new && mv $@.new $@
 
 clean: ## remove build/
 	rm -rf build

@@ -19,7 +19,7 @@ BAD = {
     "more than everything": ({"GPUSHARE_MEMORY": "150%"}, ("GPUSHARE_MEMORY", "150%")),
     "negative": ({"GPUSHARE_MEMORY": "-1Gi"}, ("GPUSHARE_MEMORY", "-1Gi")),
     "nothing of it": ({"GPUSHARE_MEMORY": "0"}, ("GPUSHARE_MEMORY", "0")),
-    "slot that is not there": ({"GPUSHARE_MEMORY": "3=1Gi"}, ("GPUSHARE_MEMORY", "3=1Gi")),
+    "slot that is not there": ({"GPUSHARE_MEMORY": "3=1Gi"}, ("GPUSHARE_MEMORY", "slot 3")),
     "compute without percent": ({"GPUSHARE_COMPUTE": "lots"}, ("GPUSHARE_COMPUTE", "lots")),
     "unknown device": ({"GPUSHARE_DEVICES": "7"}, ("GPUSHARE_DEVICES", "7")),
     "unknown uuid": ({"NVIDIA_VISIBLE_DEVICES": "GPU-none"}, ("NVIDIA_VISIBLE_DEVICES", "GPU-none")),
