@@ -140,6 +140,11 @@ def _attached(directory: int, path: str) -> tuple[list[int], int]:
     return list(struct.unpack_from(f"<{count}I", ids.raw)), flags
 
 
+def _program(identity: int, path: str) -> int:
+    """A descriptor of the loaded program with this id."""
+    return linux.bpf(_GET_FD_BY_ID, _attr("III", identity, 0, 0), f"device program {identity} of {path}")
+
+
 def _read(program: int, what: str) -> Program:
     """The instructions of a loaded program, as the kernel has them."""
     info = linux.buffer(128)  # struct bpf_prog_info up to what we need; the kernel accepts any length
@@ -201,7 +206,7 @@ def _change(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) -
 
     try:
         for program_id in ids:
-            old = linux.bpf(_GET_FD_BY_ID, _attr("III", program_id, 0, 0), f"device program {program_id} of {path}")
+            old = _program(program_id, path)
             try:
                 done_one = _change_one(directory, old, flags, path, change)
             except BaseException:

@@ -90,17 +90,17 @@ def snapshot(root: Path) -> dict[str, tuple[int, int, str]]:
     return found
 
 
-def _started(command: Sequence[str]) -> subprocess.Popen[str]:
+def started(command: Sequence[str]) -> subprocess.Popen[str]:
     """A process that has said "ready"."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     if process.stdout.readline() != "ready\n":
-        _ended(process)
+        ended(process)
         raise AssertionError(f"{command} did not start")
     return process
 
 
-def _ended(process: Optional[subprocess.Popen[str]]) -> None:
+def ended(process: Optional[subprocess.Popen[str]]) -> None:
     if process is not None:
         process.kill()
         process.wait()
@@ -120,11 +120,11 @@ class Sandbox:
         script = " && ".join([*steps, *([setup] if setup else []), "echo ready", "exec sleep 1000"])
         self._holder = self._user_namespace(mapped) if mapped else None
         users = ["nsenter", "-U", "-t", str(self._holder.pid), "-S", "0", "-G", "0"] if self._holder else []
-        self.process = _started([*users, "unshare", "-m", "--propagation", "unchanged", "sh", "-c", script])
+        self.process = started([*users, "unshare", "-m", "--propagation", "unchanged", "sh", "-c", script])
 
     @staticmethod
     def _user_namespace(mapped: int) -> subprocess.Popen[str]:
-        holder = _started(["unshare", "-U", "sh", "-c", "echo ready; exec sleep 1000"])
+        holder = started(["unshare", "-U", "sh", "-c", "echo ready; exec sleep 1000"])
         for name in ("uid_map", "gid_map"):
             with open(f"/proc/{holder.pid}/{name}", "w") as table:
                 table.write(f"0 {mapped} 1000")
@@ -186,8 +186,8 @@ class Sandbox:
         return message
 
     def close(self) -> None:
-        _ended(self.process)
-        _ended(self._holder)
+        ended(self.process)
+        ended(self._holder)
 
 
 @contextlib.contextmanager
@@ -297,13 +297,14 @@ class Runc:
 
     def create(self) -> int:
         # The container's init inherits runc's streams, so they must not be pipes that somebody waits for.
-        subprocess.run(
-            [*self.command, "create", "--bundle", str(self.directory), self.id],
-            check=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=(self.directory / "stderr").open("w"),
-        )
+        with (self.directory / "stderr").open("w") as log:
+            subprocess.run(
+                [*self.command, "create", "--bundle", str(self.directory), self.id],
+                check=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
         return int(json.loads(self.run("state", self.id).stdout)["pid"])
 
     def delete(self) -> None:
