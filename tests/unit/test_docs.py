@@ -23,7 +23,7 @@ def test_every_make_target_that_the_docs_name_exists() -> None:
     for part in ("shim/shim.mk", "tests/sim/sim.mk"):
         targets |= set(re.findall(r"^([a-z-]+):", (TREE / part).read_text(), re.MULTILINE))
     for name in ("README.md", "README.zh-CN.md", "HACKING.md", "docs/security.md"):
-        named = set(re.findall(r"\bmake ([a-z-]+)\b", (TREE / name).read_text()))
+        named = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", (TREE / name).read_text(), re.MULTILINE))
         assert named <= targets, f"{name} names {sorted(named - targets)}"
 
 
