@@ -22,6 +22,7 @@ from gpushare.model import Bundle
 from gpushare.ops import Op, Plan
 
 LIBDIR = f"/usr/lib/{os.uname().machine}-linux-gnu"
+LDCONFIG = "/sbin/ldconfig.real" if os.path.exists("/sbin/ldconfig.real") else "/sbin/ldconfig"  # Ubuntu has a wrapper
 TOOLS = ("sh", "cat", "ls", "stat", "mknod", "sleep", "head", "rm", "dd")
 
 
@@ -219,7 +220,7 @@ def make_image(root: Path, layout: str = "multiarch", programs: Sequence[str] = 
         (root / directory).mkdir(parents=True, exist_ok=True)
     for name in ("bin", "sbin", "lib", "lib64"):
         os.symlink(f"usr/{name}", root / name)
-    sources = [shutil.which(p) or p for p in programs] + ["/sbin/ldconfig"]
+    sources = [shutil.which(p) or p for p in programs] + [LDCONFIG]
     files = {Path(os.path.realpath(library)) for p in sources for library in _libraries(p)}
     for file in files | {Path(os.path.realpath("/lib64/ld-linux-x86-64.so.2"))}:
         is_loader = file.name.startswith("ld-")
@@ -227,9 +228,9 @@ def make_image(root: Path, layout: str = "multiarch", programs: Sequence[str] = 
     for source in sources:
         shutil.copy2(
             os.path.realpath(source),
-            root / ("usr/sbin" if source.endswith("ldconfig") else "usr/bin") / Path(source).name,
+            root / ("usr/sbin" if source == LDCONFIG else "usr/bin") / ("ldconfig" if source == LDCONFIG else Path(source).name),
         )
-    (root / "etc/ld.so.conf").write_text("" if layout == "lib64" else f"{LIBDIR.replace('/usr', '', 1)}\n{LIBDIR}\n")
+    (root / "etc/ld.so.conf").write_text("/usr/lib64\n" if layout == "lib64" else f"{LIBDIR.replace('/usr', '', 1)}\n{LIBDIR}\n")
     (root / "etc/passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
     subprocess.run(["ldconfig", "-r", str(root)], check=True)
     return root
