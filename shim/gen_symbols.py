@@ -60,7 +60,9 @@ def read(path: Path = TABLE) -> tuple[Row, ...]:
     rows = [_row(path, number, line) for number, line in enumerate(lines[1:], 2)]
     for before, after in zip(rows, rows[1:]):
         if before[:2] >= after[:2]:
-            raise TableError(f"{path.name}: {after.name} is not after {before.name}; keep the rows sorted, no name twice")
+            raise TableError(
+                f"{path.name}: {after.name} is not after {before.name}; keep the rows sorted, no name twice"
+            )
     return tuple(rows)
 
 
@@ -101,7 +103,7 @@ def source(rows: tuple[Row, ...]) -> str:
     lines = [GENERATED, '#include "real.h"', "", "const char *const gs_symbol_name[GS_SYMBOL_COUNT] = {"]
     lines += [f'    "{row.name}",' for row in rows]
     lines += ["};", ""]
-    lines += [f"extern char wrapper_of_{name}[] __asm__(\"{name}\");" for name in ours]
+    lines += [f'extern char wrapper_of_{name}[] __asm__("{name}");' for name in ours]
     lines += ["", "const struct gs_wrapper gs_wrapper[GS_WRAPPER_COUNT] = {"]
     lines += [f"    {{GS_SYMBOL_{name}, wrapper_of_{name}}}," for name in ours]
     lines += ["};", "", "const char *const gs_base_name[GS_BASE_COUNT] = {"]
@@ -121,7 +123,7 @@ def docs(rows: tuple[Row, ...]) -> str:
     lines = [
         "# What the shim intercepts",
         "",
-        "Generated from `shim/symbols.tsv` by `make docs`; a test compares them. The shim defines the functions below and",
+        "Generated from `shim/symbols.tsv` by `make docs`; a test compares them. The shim defines these functions and",
         "nothing else: every other function of the driver is reached directly, at no cost.",
     ]
     titles = {"cuda": "libcuda", "nvml": "libnvidia-ml"}

@@ -74,6 +74,15 @@ static bool is_intercepted(const char *name) {
     return bsearch(name, gs_base_name, GS_BASE_COUNT, sizeof(gs_base_name[0]), compare_base);
 }
 
+/* A driver that is not bound to itself (-Bsymbolic, as NVIDIA's is) takes our wrappers for its own.
+ */
+static bool is_ours(const void *function) {
+    for (unsigned i = 0; i < GS_WRAPPER_COUNT; i++)
+        if (gs_wrapper[i].function == function)
+            return true;
+    return false;
+}
+
 /* False: the driver gave a function of an intercepted name that is none of its exports. */
 static bool replace(const char *symbol, void **function) {
     void *wrapper = wrapper_of(*function);
@@ -81,7 +90,7 @@ static bool replace(const char *symbol, void **function) {
         *function = wrapper;
         return true;
     }
-    if (!is_intercepted(symbol))
+    if (!is_intercepted(symbol) || is_ours(*function))
         return true;
     gs_log("cuGetProcAddress: not handed out, since it is not an export of the driver", symbol);
     gs_warn(GS_WARN_UNKNOWN_PROC);
@@ -89,13 +98,18 @@ static bool replace(const char *symbol, void **function) {
     return false;
 }
 
+/* A name that no driver has: asked for it, the driver itself says "not found" in its own way (535
+ * answers CUDA_SUCCESS, a NULL pointer and a status through _v2, CUDA_ERROR_NOT_FOUND through the
+ * first version). */
+#define NO_SUCH_FUNCTION "cuGpushareNoSuchFunction"
+
 GS_EXPORT CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion,
                                             cuuint64_t flags) {
     GS_NEED(real, cuGetProcAddress);
     CUresult result = real(symbol, pfn, cudaVersion, flags);
     if (result != CUDA_SUCCESS || !symbol || !pfn || !*pfn || replace(symbol, pfn))
         return result;
-    return CUDA_ERROR_NOT_FOUND;
+    return real(NO_SUCH_FUNCTION, pfn, cudaVersion, flags);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion,
@@ -105,7 +119,5 @@ GS_EXPORT CUresult CUDAAPI cuGetProcAddress_v2(const char *symbol, void **pfn, i
     CUresult result = real(symbol, pfn, cudaVersion, flags, symbolStatus);
     if (result != CUDA_SUCCESS || !symbol || !pfn || !*pfn || replace(symbol, pfn))
         return result;
-    if (symbolStatus)
-        *symbolStatus = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-    return CUDA_ERROR_NOT_FOUND;
+    return real(NO_SUCH_FUNCTION, pfn, cudaVersion, flags, symbolStatus);
 }

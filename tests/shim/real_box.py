@@ -1,0 +1,109 @@
+"""A box in which the shim stands before a real NVIDIA user-space driver, as in a container, without one.
+
+The private path (/usr/lib/gpushare) exists only in a mount namespace of the program that runs: an overlay lays it over
+/usr/lib, the driver's own files are bind-mounted into it, the shim lies in the default library directory. Needs root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpushare import region
+from gpushare.model import Device, Share
+
+from tests.lib.host import BUILD, TREE
+from tests.tools.nvidia_userland import Userland
+
+GIB = 1 << 30
+NONCE = 0x5EED
+SONAMES = {"libcuda": "libcuda.so.1", "libnvidia-ml": "libnvidia-ml.so.1"}
+UUID = "GPU-00000000-0000-0000-0000-000000000001"
+
+# $1 the overlay, $2 the writable directory, then pairs of file and mount point, "--", the program
+_ENTER = """
+set -e
+mount --make-rslave /
+mount -t overlay overlay -o "lowerdir=$1:/usr/lib" /usr/lib
+mount --bind "$2" /usr/lib/gpushare/rw
+shift 2
+while [ "$1" != -- ]; do mount --bind "$1" "$2"; shift 2; done
+shift
+exec "$@"
+"""
+
+
+class RealBox:
+    """`run` starts a program in a fresh namespace; `limits` and `usage` are the two shared files as bytes."""
+
+    def __init__(self, directory: Path, drivers: Userland | dict[str, Path], shim: Path = BUILD / "shim") -> None:
+        """`drivers`: a real driver, or name ("libcuda", "libnvidia-ml") -> file that stands for it."""
+        self.lower = directory / "lower"
+        self.private = self.lower / "gpushare"
+        self.rw = directory / "rw"
+        self.binds: list[tuple[Path, str]] = []
+        self.libdir = self.lower / "x86_64-linux-gnu"
+        for path in (self.private / "driver", self.private / "rw", self.rw, self.libdir):
+            path.mkdir(parents=True)
+        files = drivers if isinstance(drivers, dict) else {name: drivers.library(name) for name in SONAMES}
+        for name in files:
+            soname = SONAMES[name]
+            real = self.private / "driver" / f"{name}-real.so.1"
+            real.touch()
+            self.binds.append((files[name], f"/usr/lib/gpushare/driver/{real.name}"))
+            file = self.libdir / f"{name}.so.535.261.03"
+            shutil.copy(shim / f"{name}.so", file)
+            (self.libdir / soname).symlink_to(file.name)
+            (self.libdir / f"{name}.so").symlink_to(soname)
+        self.set_limits(limits())
+        (self.rw / "usage").write_bytes(region.pack_usage(NONCE, 1))
+        (self.rw / "usage").chmod(0o666)
+
+    def set_limits(self, data: bytes | None) -> None:
+        """Replace the limits file; None removes it."""
+        path = self.private / "limits"
+        path.unlink(missing_ok=True)
+        if data is not None:
+            path.write_bytes(data)
+
+    def usage(self) -> region.Usage:
+        return region.read_usage((self.rw / "usage").read_bytes())
+
+    def run(self, *program: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a program in the box, with no environment but `env`; its output is text."""
+        binds = [str(word) for pair in self.binds for word in pair]
+        command = ["unshare", "-m", "sh", "-c", _ENTER, "sh", self.lower, self.rw, *binds, "--", *program]
+        return subprocess.run(
+            [str(word) for word in command],
+            env={"PATH": os.environ["PATH"], **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def probe(self, what: str, *arguments: Any, env: dict[str, str] | None = None) -> Any:
+        """The answer of one function of real_probe.py, called in the box."""
+        program = (sys.executable, "-I", TREE / "tests/shim/real_probe.py", what, json.dumps(arguments))
+        done = self.run(*program, env=env)
+        assert done.returncode == 0, f"probe {what} ended with {done.returncode}: {done.stderr}"
+        return json.loads(done.stdout)
+
+
+def compile_c(directory: Path, source: str, *options: str | Path) -> Path:
+    """Compile tests/shim/`source` into `directory`."""
+    out = directory / Path(source).with_suffix(".so" if "-shared" in options else "").name
+    flags = ("-O1", "-Wall", "-Wextra", "-Werror", f"-I{BUILD}/include/nvml", f"-I{BUILD}/include/cuda")
+    subprocess.run(["gcc", *flags, "-o", out, TREE / "tests/shim" / source, *options, "-ldl"], check=True)
+    return out
+
+
+def limits(memory_limit_bytes: int | None = 4 * GIB, uuid: str = UUID) -> bytes:
+    """A limits file that grants one device."""
+    device = Device(0, uuid, 0, "0000:01:00.0", "none", 16 * GIB, 300 << 20)
+    return region.pack_limits([Share(0, device, memory_limit_bytes)], NONCE)

@@ -1,0 +1,98 @@
+"""In by name: however a program opens the libraries, intercepted names are ours and all others the driver's."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shim import gen_symbols
+from tests.shim.real_box import SONAMES, RealBox, compile_c
+from tests.tools.nvidia_userland import Userland
+
+ROWS = gen_symbols.read()
+LIBRARIES = {"cuda": "libcuda.so.1", "nvml": "libnvidia-ml.so.1"}
+
+
+@pytest.fixture
+def box(tmp_path: Path, userland: Userland) -> RealBox:
+    return RealBox(tmp_path / "box", userland)
+
+
+def expected(library: str, in_driver: set[str]) -> dict[str, str]:
+    """For each function of the table, where a program must get it from ("" = nowhere)."""
+    mine = [row for row in ROWS if row.library == library]
+    return {
+        row.name: f"shim:{row.name}" if row.intercepted else f"real:{row.name}" if row.name in in_driver else ""
+        for row in mine
+    }
+
+
+def exports(library: Path) -> set[str]:
+    text = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    return {line.split()[-1] for line in text.splitlines()}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("mode", ["lazy", "noload", "deepbind", "global", "closed"])
+def test_dlopen(mode: str, library: str, box: RealBox, userland: Userland) -> None:
+    soname = LIBRARIES[library]
+    want = expected(library, exports(userland.library(soname[: -len(".so.1")])))
+    assert box.probe("owners", mode, soname, list(want)) == want
+
+
+@pytest.mark.parametrize(
+    ("soname", "ours", "theirs"),
+    [
+        ("libcuda.so.1", "cuMemAlloc_v2", "cuDriverGetVersion"),
+        ("libnvidia-ml.so.1", "nvmlInit_v2", "nvmlShutdown"),
+    ],
+)
+def test_dlmopen(soname: str, ours: str, theirs: str, box: RealBox, tmp_path: Path) -> None:
+    """In a namespace of its own too, where the real functions are looked up in that namespace. (A C program: the real
+    libcuda does not survive dlmopen under an interpreter, with or without the shim.)"""
+    done = box.run(compile_c(tmp_path, "real_dlmopen.c"), soname, ours, theirs)
+    assert done.stdout.split() == [f"{soname}", "libcuda-real.so.1" if "cuda" in soname else "libnvidia-ml-real.so.1"]
+
+
+def test_direct_link(box: RealBox, userland: Userland, tmp_path: Path) -> None:
+    """A program linked against the driver's own library finds the shim at run time; missing limits stop it."""
+    program = compile_c(
+        tmp_path, "real_linked.c", userland.library("libcuda"), "-Wl,--unresolved-symbols=ignore-in-shared-libs"
+    )
+    assert box.run(program).stdout == "shim real 100\n"
+    box.set_limits(None)
+    assert box.run(program).stdout == "shim real 800\n"
+
+
+def test_hostile_library_path(box: RealBox, tmp_path: Path) -> None:
+    """LD_LIBRARY_PATH with other files of the private names changes nothing: they are opened by absolute path."""
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    for name in ("libcuda-real.so.1", "libnvidia-ml-real.so.1"):
+        (hostile / name).write_bytes(b"not a library")
+    env = {"LD_LIBRARY_PATH": str(hostile)}
+    for soname, name in (("libcuda.so.1", "cuDriverGetVersion"), ("libnvidia-ml.so.1", "nvmlShutdown")):
+        assert box.probe("owners", "lazy", soname, [name], env=env) == {name: f"real:{name}"}
+
+
+def test_the_real_library_must_be_there(box: RealBox) -> None:
+    box.binds.clear()
+    for name in SONAMES:
+        (box.private / "driver" / f"{name}-real.so.1").unlink()
+    done = box.run("python3", "-c", "import ctypes; ctypes.CDLL('libcuda.so.1')")
+    assert done.returncode != 0
+    assert "/usr/lib/gpushare/driver/libcuda-real.so.1: cannot open shared object file" in done.stderr
+
+
+@pytest.mark.parametrize("library", ["libcuda.so", "libnvidia-ml.so"])
+def test_how_it_is_linked(library: str, box: RealBox) -> None:
+    """What the other tests cannot see: no lazy binding after start, never unloaded (its successor under the same
+    soname would be the real library), own names bound to itself, nothing but the real library and libc needed."""
+    text = subprocess.run(["readelf", "-dW", box.libdir / library], capture_output=True, text=True, check=True).stdout
+    flags = " ".join(line for line in text.splitlines() if "FLAGS" in line)
+    assert all(flag in flags for flag in ("SYMBOLIC", "BIND_NOW", "NODELETE"))
+    needed = [line.split("[")[1].rstrip("]") for line in text.splitlines() if "NEEDED" in line]
+    assert needed[0] == f"/usr/lib/gpushare/driver/{library.partition('.')[0]}-real.so.1"
+    assert set(needed[1:]) <= {"libc.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2"}

@@ -1,0 +1,245 @@
+"""The shim over NVIDIA's own user-space driver: starting, cuGetProcAddress, NVML's calls into itself, real clients.
+
+Without a GPU the driver ends every start with an error of its own; that one, and no other, must come through.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import region
+
+from shim import gen_symbols
+from tests.lib.host import BUILD, TREE
+from tests.shim.real_box import RealBox, compile_c, limits
+from tests.tools.nvidia_userland import Userland
+
+ROWS = gen_symbols.read()
+CUDA = [row for row in ROWS if row.library == "cuda"]
+NO_DEVICE, NOT_PERMITTED, NOT_FOUND = 100, 800, 500  # CUDA_ERROR_*
+NVML_NO_PERMISSION, NVML_DRIVER_NOT_LOADED = 4, 9
+INITS: list[tuple[str, list[int]]] = [("nvmlInit", []), ("nvmlInit_v2", []), ("nvmlInitWithFlags", [0])]
+# Every CUDA release: 1000 * major + 10 * minor
+VERSIONS = [
+    *(2000, 2010, 2020, 2030, 3000, 3010, 3020, 4000, 4010, 4020, 5000, 5050, 6000, 6050, 7000, 7050, 8000),
+    *(9000, 9010, 9020, 10000, 10010, 10020, 11000, 11010, 11020, 11030, 11040, 11050, 11060, 11070, 11080),
+    *(12000, 12010, 12020, 12030, 12040, 12050, 12060, 12080, 12090, 13000),
+]
+
+
+@pytest.fixture
+def box(tmp_path: Path, userland: Userland) -> RealBox:
+    return RealBox(tmp_path / "box", userland)
+
+
+# ---- starting -------------------------------------------------------------------------------------------------------
+
+
+def test_with_limits_the_driver_itself_answers(box: RealBox) -> None:
+    assert box.probe("cuda_init") == NO_DEVICE
+    for function, arguments in INITS:
+        assert box.probe("nvml_init", function, arguments) == NVML_DRIVER_NOT_LOADED
+
+
+def patched(data: bytes, struct: str, field: str, value: int) -> bytes:
+    """A copy with a 32-bit field of the first struct changed."""
+    at = region.offset(struct, field)
+    return data[:at] + value.to_bytes(4, "little") + data[at + 4 :]
+
+
+def hidden_usage(box: RealBox) -> None:
+    (box.rw / "usage").unlink()
+
+
+def limits_as(change: Callable[[bytes], bytes]) -> Callable[[RealBox], None]:
+    return lambda box: box.set_limits(change(limits()))
+
+
+def a_directory(box: RealBox) -> None:
+    box.set_limits(None)
+    (box.private / "limits").mkdir()
+
+
+def another_nonce(box: RealBox) -> None:
+    (box.rw / "usage").write_bytes(region.pack_usage(1, 1))
+
+
+REFUSALS = {
+    "missing": (lambda box: box.set_limits(None), "file is missing"),
+    "empty": (limits_as(lambda data: b""), "wrong size"),
+    "truncated": (limits_as(lambda data: data[:-1]), "wrong size"),
+    "longer": (limits_as(lambda data: data + b"\0"), "wrong size"),
+    "zeros": (limits_as(lambda data: bytes(len(data))), "not a limits file"),
+    "newer": (limits_as(lambda data: patched(data, "gs_limits", "version", 2)), "other version"),
+    "too many devices": (limits_as(lambda data: patched(data, "gs_limits", "n_devices", 17)), "too many devices"),
+    "directory": (a_directory, "not a regular file"),
+    "usage missing": (hidden_usage, "file is missing"),
+    "usage of another container": (another_nonce, "nonce of another container"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_without_valid_limits_nothing_starts(case: str, box: RealBox) -> None:
+    break_it, reason = REFUSALS[case]
+    break_it(box)
+    assert box.probe("cuda_init") == NOT_PERMITTED
+    for function, arguments in INITS:
+        assert box.probe("nvml_init", function, arguments) == NVML_NO_PERMISSION
+    quiet = box.run(sys.executable, "-c", "import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)")
+    loud = box.run(
+        sys.executable, "-c", "import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)", env={"GPUSHARE_LOG": "1"}
+    )
+    assert quiet.stderr == ""
+    assert reason in loud.stderr
+
+
+@pytest.mark.parametrize(("library", "init"), [("libcuda.so.1", "cuInit"), ("libnvidia-ml.so.1", "nvmlInitWithFlags")])
+def test_a_start_leaves_nothing_behind(library: str, init: str, box: RealBox) -> None:
+    """No descriptor, umask or environment of the program changes when the limits are refused."""
+    box.set_limits(None)
+    before, after = box.probe("descriptors_and_environment", library, init)
+    assert before == after
+
+
+# ---- cuGetProcAddress -----------------------------------------------------------------------------------------------
+
+
+def test_every_look_up_gives_our_wrapper_or_the_drivers_own(box: RealBox) -> None:
+    """Each function of the table x each CUDA release x each stream flag, through both versions of the call."""
+    intercepted = {row.name for row in CUDA if row.intercepted}
+    names = sorted({row.name for row in CUDA} | {gen_symbols.base_name(row.name) for row in CUDA})
+    seen: set[str] = set()
+    wrong = []
+    successes = {"cuGetProcAddress": 0, "cuGetProcAddress_v2": 0}
+    for api, name, version, flags, ours, theirs in box.probe("proc_addresses", names, VERSIONS):
+        given = theirs[2].partition(":")[2]
+        want = f"shim:{given}" if given in intercepted else theirs[2]
+        if ours != [theirs[0], theirs[1], want]:
+            wrong.append((api, name, version, flags, ours, theirs))
+        if given and theirs[0] == 0:
+            successes[api] += 1
+            seen.add(given)
+    assert wrong == []
+    assert min(successes.values()) > 30_000
+    in_driver = {row.name for row in CUDA if row.intercepted} & seen
+    assert len(in_driver) > 80, "most intercepted functions can be looked up"
+
+
+def test_every_intercepted_export_can_be_looked_up_as_ours(box: RealBox, userland: Userland) -> None:
+    """By its own full name or its base name, in some release: no intercepted export stays out of reach of the check."""
+    text = subprocess.run(
+        ["nm", "-D", "--defined-only", userland.library("libcuda")], capture_output=True, text=True, check=True
+    ).stdout
+    exported = {line.split()[-1] for line in text.splitlines()}
+    want = {row.name for row in CUDA if row.intercepted and row.name in exported}
+    names = sorted(want | {gen_symbols.base_name(name) for name in want})
+    rows = box.probe("proc_addresses", names, VERSIONS)
+    ours = {row[4][2].partition(":")[2] for row in rows if row[4][2].startswith("shim:")}
+    assert not {row[4][2] for row in rows if row[4][2].startswith("real:")} & {f"real:{name}" for name in want}
+    # What 535 exports and hands out in no release: these are reached by dlsym only.
+    assert want - ours == {"cuGLCtxCreate", "cuVDPAUCtxCreate"} & (want - ours)
+
+
+def test_threads_that_look_up_first_all_get_wrappers(box: RealBox) -> None:
+    bases = ["cuMemAlloc", "cuMemFree", "cuMemCreate", "cuCtxCreate", "cuModuleLoadData", "cuGetProcAddress"]
+    want = ["cuMemAlloc_v2", "cuMemFree_v2", "cuMemCreate", "cuCtxCreate_v3", "cuModuleLoadData", "cuGetProcAddress_v2"]
+    for found in box.probe("proc_addresses_at_once", bases, 8):
+        assert [name.partition(":")[0] for name in found] == ["shim"] * len(bases)
+        assert found[0] == f"shim:{want[0]}"
+
+
+@pytest.mark.parametrize("binding", ["-Bsymbolic", "-Bdynamic"])
+def test_an_unknown_function_of_an_intercepted_name_is_not_handed_out(binding: str, tmp_path: Path) -> None:
+    """Whether the driver's own references are bound to itself, as NVIDIA's are, or to the shim."""
+    driver = compile_c(tmp_path, "real_driver.c", "-shared", "-fPIC", "-fvisibility=hidden", f"-Wl,{binding}")
+    box = RealBox(tmp_path / "box", {"libcuda": driver})
+    names = ["cuMemAlloc", "cuMemAlloc_v2", "cuMemAlloc_v2_ptsz", "cuDriverGetVersion"]
+    rows = {tuple(row[:3]): row[4] for row in box.probe("proc_addresses", names, [12000]) if row[3] == 0}
+    assert rows["cuGetProcAddress_v2", "cuMemAlloc", 12000] == [0, 0, "shim:cuMemAlloc_v2"]
+    assert box.usage().warnings == ()
+    rows = {tuple(row[:3]): row[4] for row in box.probe("proc_addresses", names, [99000]) if row[3] == 0}
+    assert rows["cuGetProcAddress_v2", "cuMemAlloc", 99000] == [0, 1, ""]
+    assert rows["cuGetProcAddress", "cuMemAlloc", 99000] == [NOT_FOUND, -1, ""]
+    # Not a name of ours: passed, whatever it is
+    assert rows["cuGetProcAddress_v2", "cuDriverGetVersion", 99000] == [0, 0, "unknown"]
+    assert box.usage().warnings == (region.WARNINGS[0][1],)
+
+
+# ---- NVML's calls into itself ---------------------------------------------------------------------------------------
+
+SELF_CALLS = (TREE / "tests/sim/exports/libnvidia-ml-535-plt.txt").read_text().split()
+
+
+def test_the_list_of_self_calls_is_the_drivers(userland: Userland) -> None:
+    text = subprocess.run(
+        ["readelf", "-rW", userland.library("libnvidia-ml")], capture_output=True, text=True, check=True
+    ).stdout
+    called = {line.split()[4] for line in text.splitlines() if len(line.split()) > 4 and " nvml" in line}
+    assert sorted(called) == SELF_CALLS
+    assert len(SELF_CALLS) == 40
+
+
+@pytest.fixture(scope="session")
+def self_call(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_c(tmp_path_factory.mktemp("self"), "nvml_selfcall.c")
+
+
+@pytest.mark.parametrize("name", SELF_CALLS)
+def test_self_call_is_the_drivers_own(name: str, self_call: Path, box: RealBox) -> None:
+    """Made without a limits file, so that a call taken for the program's would be refused."""
+    box.set_limits(None)
+    done = box.run(self_call, name)
+    assert done.returncode == 0, done.stderr
+    file, symbol, inside, outside, straight = done.stdout.split()
+    wrapped = {row.name for row in ROWS if row.library == "nvml" and row.intercepted}
+    assert (file, symbol) == ("shim" if name in wrapped else "real", name)
+    if name.startswith("nvmlInit"):
+        # the real nvmlInit_v2 is a jump through the PLT to nvmlInitWithFlags: called by a program past the shim
+        # (`straight`) it still ends in the shim
+        assert (int(inside), int(outside)) == (NVML_DRIVER_NOT_LOADED, NVML_NO_PERMISSION)
+    else:
+        assert inside == outside == straight
+
+
+# ---- real clients ---------------------------------------------------------------------------------------------------
+
+
+def test_nvidia_smi(box: RealBox, userland: Userland) -> None:
+    smi = next(path for path in userland.root.rglob("nvidia-smi") if path.is_file() and os.access(path, os.X_OK))
+    alone = subprocess.run([smi], env={"LD_LIBRARY_PATH": str(userland.libdir)}, capture_output=True, text=True)
+    done = box.run(smi)
+    assert (done.returncode, done.stdout, done.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+    assert "couldn't communicate with the NVIDIA driver" in done.stdout
+    box.set_limits(None)
+    assert box.run(smi).stdout == "Failed to initialize NVML: Insufficient Permissions\n"
+
+
+@pytest.fixture(scope="session")
+def cudart() -> Path:
+    """NVIDIA's CUDA runtime 12.2, the last that 535 serves in full; from the package index, once."""
+    directory = BUILD / "cudart-12.2"
+    with open(f"{directory}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            wheels = BUILD / "wheels"
+            what = ["--no-deps", "--quiet", "--dest", str(wheels), "nvidia-cuda-runtime-cu12==12.2.140"]
+            subprocess.run([sys.executable, "-m", "pip", "download", *what], check=True)
+            with zipfile.ZipFile(next(wheels.glob("nvidia_cuda_runtime_cu12-12.2.140-*.whl"))) as wheel:
+                wheel.extractall(directory)
+    return next(directory.rglob("libcudart.so.12"))
+
+
+def test_the_cuda_runtime(box: RealBox, cudart: Path) -> None:
+    """It finds the driver by name and gets every function from cuGetProcAddress."""
+    assert box.probe("runtime", str(cudart)) == [[0, 12020], NO_DEVICE, NO_DEVICE]
+    box.set_limits(None)
+    answers: list[Any] = box.probe("runtime", str(cudart))
+    assert answers[1:] == [NOT_PERMITTED, NOT_PERMITTED]

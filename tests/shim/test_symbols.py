@@ -1,0 +1,125 @@
+"""The classification table against a real driver, the public headers and the wrappers that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from shim import gen_symbols
+from tests.lib.host import BUILD, TREE
+from tests.tools.nvidia_userland import Userland
+
+ROWS = gen_symbols.read()
+FILES = {"cuda": "libcuda", "nvml": "libnvidia-ml"}
+# Without these macros the headers rename old functions to new ones, or leave the old ones out.
+HEADERS = {
+    "cuda": ("cuda.h", "-D__CUDA_API_VERSION_INTERNAL"),
+    "nvml": ("nvml.h", "-DNVML_NO_UNVERSIONED_FUNC_DEFS"),
+}
+
+
+def exports(library: Path) -> set[str]:
+    """Every symbol that a shared library defines for others."""
+    text = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    return {line.split()[-1] for line in text.splitlines()}
+
+
+def declared(library: str, directory: Path) -> set[str]:
+    """Every function that the library's header declares, as the compiler itself lists them."""
+    header, macro = HEADERS[library]
+    prefix = "cu" if library == "cuda" else "nvml"
+    listing = directory / f"{library}.prototypes"
+    subprocess.run(
+        ["gcc", "-fsyntax-only", macro, f"-I{BUILD / 'include' / library}", "-aux-info", listing, "-x", "c", "-"],
+        input=f"#include <{header}>\n",
+        text=True,
+        check=True,
+    )
+    # One line per declaration: /* file:line:NC */ extern type name (types);
+    lines = [line for line in listing.read_text().splitlines() if f"/{header}:" in line]
+    return {found.group(1) for line in lines if (found := re.search(rf"\b({prefix}[A-Z]\w*) \(", line))}
+
+
+def problems(rows: Iterable[gen_symbols.Row], library: str, known: set[str]) -> list[str]:
+    """What is wrong with the table, by name: functions that it lacks, rows for functions that nobody has."""
+    listed = {row.name for row in rows if row.library == library}
+    missing = [f"{name}: not classified; add it to shim/symbols.tsv" for name in sorted(known - listed)]
+    gone = [f"{name}: in no driver and no header; remove it from shim/symbols.tsv" for name in sorted(listed - known)]
+    return missing + gone
+
+
+@pytest.mark.parametrize("library", FILES)
+def test_every_function_is_classified(library: str, userland: Userland, tmp_path: Path) -> None:
+    in_driver, in_header = exports(userland.library(FILES[library])), declared(library, tmp_path)
+    assert len(in_driver) > 300 and len(in_header) > 300
+    assert problems(ROWS, library, in_driver | in_header) == []
+
+
+def test_unclassified_and_vanished_names_are_named() -> None:
+    names = {row.name for row in ROWS if row.library == "cuda"}
+    assert problems(ROWS, "cuda", names | {"cuMemAlloc_v9"}) == [
+        "cuMemAlloc_v9: not classified; add it to shim/symbols.tsv"
+    ]
+    assert problems(ROWS, "cuda", names - {"cuInit"}) == [
+        "cuInit: in no driver and no header; remove it from shim/symbols.tsv"
+    ]
+
+
+@pytest.mark.parametrize("library", FILES)
+def test_the_shim_exports_exactly_the_intercepted_names(library: str) -> None:
+    intercepted = {row.name for row in ROWS if row.library == library and row.intercepted}
+    assert exports(BUILD / "shim" / f"{FILES[library]}.so") == intercepted
+
+
+@pytest.mark.parametrize("library", FILES)
+def test_no_wrapper_is_left_out_of_the_table(library: str) -> None:
+    """The linker would hide such a wrapper without a word."""
+    written = set()
+    for compiled in (BUILD / "shim" / "obj" / library).glob("*.o"):
+        text = subprocess.run(["readelf", "-sW", compiled], capture_output=True, text=True, check=True).stdout
+        fields = [line.split() for line in text.splitlines()]
+        written |= {f[7] for f in fields if len(f) == 8 and f[3:6] == ["FUNC", "GLOBAL", "DEFAULT"] and f[6] != "UND"}
+    assert written == {row.name for row in ROWS if row.library == library and row.intercepted}
+
+
+def test_a_missing_wrapper_fails_the_link_by_name(tmp_path: Path) -> None:
+    rows = tuple(row for row in ROWS if row.library == "cuda" and not row.intercepted)
+    rows += (gen_symbols.Row("cuda", "cuZero", "intercepted", "test: has no wrapper"),)
+    (tmp_path / "symbols.h").write_text(gen_symbols.header(rows, "cuda"))
+    (tmp_path / "symbols.c").write_text(gen_symbols.source(rows))
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-z,defs", f"-I{tmp_path}", f"-I{TREE / 'shim'}", tmp_path / "symbols.c"]
+    done = subprocess.run([*command, "-o", tmp_path / "out.so"], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "undefined reference to `cuZero'" in done.stderr
+
+
+def test_versions_and_stream_variants_share_a_class() -> None:
+    """A function is intercepted in all its versions and per-thread-stream variants, or in none."""
+    classes: dict[str, set[str]] = {}
+    for row in ROWS:
+        classes.setdefault(gen_symbols.base_name(row.name), set()).add(row.klass)
+    assert [name for name, found in classes.items() if len(found) > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cuda\tcuInit\tintercepted", "has not 4 filled columns"),
+        ("cuda\tcuInit\tmaybe\tstart: why", "is not known"),
+        ("cuda\tcuInit\tpassed\tno family", "is not known"),
+        ("cuda\tcuInit\tpassed\ta: b\ncuda\tcuInit\tpassed\ta: b", "keep the rows sorted"),
+    ],
+)
+def test_a_wrong_table_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    table = tmp_path / "symbols.tsv"
+    table.write_text("library\tname\tclass\treason\n" + text + "\n")
+    with pytest.raises(gen_symbols.TableError, match=message):
+        gen_symbols.read(table)
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert (TREE / "docs/shim-symbols.md").read_text() == gen_symbols.docs(ROWS), "run `make docs`"
