@@ -24,6 +24,12 @@ def pytest_configure(config: pytest.Config) -> None:
         processes.become_subreaper()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Orphans that we adopted and that have ended must not surprise a test that looks at its own children."""
+    processes.reap_zombies()
+
+
 @pytest.fixture(scope="session")
 def userland() -> nvidia_userland.Userland:
     """A real NVIDIA user-space driver, unpacked once into build/userland."""

@@ -43,8 +43,17 @@ def kill_and_reap(pid: int) -> None:
         pass
 
 
+def reap_zombies() -> None:
+    """Take the exit codes of all children that have ended, adopted ones too, which nobody else would ask for."""
+    try:
+        while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
+            pass
+    except ChildProcessError:
+        pass  # no child at all
+
+
 def children() -> dict[int, str]:
-    """Our live children, adopted ones included: pid -> command line. Zombies are reaped by whoever asked for them."""
+    """Our live children, adopted ones included, zombies not: pid -> command line."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
