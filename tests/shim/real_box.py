@@ -87,9 +87,11 @@ class RealBox:
             timeout=120,
         )
 
-    def probe(self, what: str, *arguments: Any, env: dict[str, str] | None = None) -> Any:
-        """The answer of one function of real_probe.py, called in the box."""
-        program = (sys.executable, "-I", TREE / "tests/shim/real_probe.py", what, json.dumps(arguments))
+    def probe(
+        self, what: str, *arguments: Any, env: dict[str, str] | None = None, script: str = "real_probe.py"
+    ) -> Any:
+        """The answer of one function of a probe script, called in the box."""
+        program = (sys.executable, "-I", TREE / "tests/shim" / script, what, json.dumps(arguments))
         done = self.run(*program, env=env)
         assert done.returncode == 0, f"probe {what} ended with {done.returncode}: {done.stderr}"
         return json.loads(done.stdout)

@@ -21,6 +21,7 @@ libc.dlclose.argtypes = (ctypes.c_void_p,)
 libc.dlerror.restype = ctypes.c_char_p
 RTLD_LAZY, RTLD_NOW, RTLD_NOLOAD, RTLD_DEEPBIND, RTLD_GLOBAL = 1, 2, 4, 8, 0x100
 LM_ID_NEWLM = -1
+UNTOUCHED = 0xDEAD  # what a pointer holds before a look-up
 
 REAL = {
     "libcuda.so.1": b"/usr/lib/gpushare/driver/libcuda-real.so.1",
@@ -43,8 +44,8 @@ libc.dladdr.argtypes = (ctypes.c_void_p, ctypes.POINTER(DlInfo))
 def owner(address: Optional[int]) -> str:
     """ "real:NAME" or "shim:NAME" of an address that is exactly an exported function's; "" for NULL."""
     info = DlInfo()
-    if not address:
-        return ""
+    if not address or address == UNTOUCHED:
+        return "untouched" if address else ""
     if not libc.dladdr(address, ctypes.byref(info)) or info.saddr != address:
         return "unknown"
     where = "real" if info.fname in REAL.values() else "shim" if b"/x86_64-linux-gnu/" in info.fname else "other"
@@ -130,7 +131,7 @@ def proc_addresses_at_once(names: list[str], threads: int) -> list[list[str]]:
 
 def look_up(function: Any, api: str, name: str, version: int, flags: int) -> list[Any]:
     """[result, status, address] of one look-up; status is -1 where the API has none."""
-    pointer, status = ctypes.c_void_p(0xDEAD), ctypes.c_int(-1)
+    pointer, status = ctypes.c_void_p(UNTOUCHED), ctypes.c_int(-1)
     more = (ctypes.byref(status),) if api.endswith("_v2") else ()
     result = function(name.encode(), ctypes.byref(pointer), version, ctypes.c_uint64(flags), *more)
     return [result, status.value, pointer.value]

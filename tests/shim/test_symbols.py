@@ -91,8 +91,9 @@ def test_a_missing_wrapper_fails_the_link_by_name(tmp_path: Path) -> None:
     rows += (gen_symbols.Row("cuda", "cuZero", "intercepted", "test: has no wrapper"),)
     (tmp_path / "symbols.h").write_text(gen_symbols.header(rows, "cuda"))
     (tmp_path / "symbols.c").write_text(gen_symbols.source(rows))
-    command = ["gcc", "-shared", "-fPIC", "-Wl,-z,defs", f"-I{tmp_path}", f"-I{TREE / 'shim'}", tmp_path / "symbols.c"]
-    done = subprocess.run([*command, "-o", tmp_path / "out.so"], capture_output=True, text=True)
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-z,defs", f"-I{tmp_path}", f"-I{TREE / 'shim'}"]
+    files = ["-o", str(tmp_path / "out.so"), str(tmp_path / "symbols.c")]
+    done = subprocess.run([*command, *files], capture_output=True, text=True)
     assert done.returncode != 0
     assert "undefined reference to `cuZero'" in done.stderr
 

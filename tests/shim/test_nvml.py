@@ -1,0 +1,148 @@
+"""What NVML says in a container: its own limit, use and processes, and nothing of anybody else.
+
+The driver is nvml_driver.c: two devices of 16 GiB, of which others use 10 GiB; the container has the first.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import region
+
+from tests.shim.real_box import GIB, NONCE, RealBox, compile_c, limits
+
+SUCCESS, INVALID_ARGUMENT, NO_PERMISSION, NOT_FOUND, INSUFFICIENT_SIZE = 0, 2, 4, 6, 7
+FUNCTION_NOT_FOUND, VERSION_MISMATCH = 13, 25
+NO_INSTANCE = 0xFFFFFFFF
+KINDS = ("Compute", "Graphics", "MPSCompute")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_c(tmp_path_factory.mktemp("nvml"), "nvml_driver.c", "-shared", "-fPIC", "-fvisibility=hidden")
+
+
+@pytest.fixture
+def box(tmp_path: Path, driver: Path) -> RealBox:
+    return RealBox(tmp_path / "box", {"libnvidia-ml": driver})
+
+
+def use(box: RealBox, *processes: tuple[int, int], dead: tuple[tuple[int, int], ...] = ()) -> None:
+    """Write a usage file with these processes, (pid, bytes on device 0) each."""
+    data = bytearray(region.pack_usage(NONCE, 1))
+    rows = [(*process, True) for process in processes] + [(*process, False) for process in dead]
+    for number, (pid, used, alive) in enumerate(rows):
+        owner = 5000 + number if alive else region.OWNER_DIED
+        slot = region.packer("gs_slot").pack(owner, 5000 + number, 1, pid, 1, used, *[0] * (region.MAX_DEVICES - 1))
+        start = region.offset("gs_usage", "slot") + number * region.SLOT_SIZE
+        data[start : start + len(slot)] = slot
+    struct.pack_into("<I", data, region.offset("gs_usage", "slots_high"), len(rows))
+    (box.rw / "usage").write_bytes(data)
+
+
+def probe(box: RealBox, what: str, *arguments: Any) -> Any:
+    return box.probe(what, *arguments, script="nvml_probe.py")
+
+
+@pytest.mark.parametrize(
+    ("limit", "processes", "total", "used", "free"),
+    [
+        (4 * GIB, (), 4 * GIB, 0, 4 * GIB),
+        (4 * GIB, ((101, GIB), (102, GIB // 2)), 4 * GIB, 3 * GIB // 2, 5 * GIB // 2),
+        (4 * GIB, ((101, 5 * GIB),), 4 * GIB, 4 * GIB, 0),  # over the limit: free is 0, never negative
+        (12 * GIB, ((101, GIB),), 12 * GIB, GIB, 6 * GIB),  # the device has less left than the share
+        (32 * GIB, (), 16 * GIB, 0, 6 * GIB),  # a limit over the device's size
+        (None, ((101, GIB),), 16 * GIB, GIB, 6 * GIB),
+        (0, (), 0, 0, 0),
+    ],
+)
+def test_memory(
+    limit: int | None, processes: tuple[tuple[int, int], ...], total: int, used: int, free: int, box: RealBox
+) -> None:
+    box.set_limits(limits(limit))
+    use(box, *processes, dead=((103, GIB),))
+    found = probe(box, "memory", 0)
+    assert found["v1"] == [total, used, free, 0]
+    assert found["v2"] == [total, used, free, total - used - free]
+
+
+def test_calls_inside_the_driver_get_the_drivers_own_numbers(box: RealBox) -> None:
+    """nvmlDeviceGetMemoryInfo calls nvmlDeviceGetMemoryInfo_v2 there (not virtualised twice: the first test), and so
+    does nvmlDeviceGetBAR1MemoryInfo, which is passed."""
+    use(box, (101, GIB))
+    assert probe(box, "memory", 0)["bar1"] == [16 * GIB, 19 * GIB // 2, 6 * GIB]
+
+
+def test_a_start_inside_the_driver_is_not_refused(box: RealBox) -> None:
+    box.set_limits(None)
+    assert probe(box, "driver_that_starts_itself") == SUCCESS
+
+
+def test_a_device_that_was_not_granted(box: RealBox) -> None:
+    use(box, (101, GIB))
+    assert set(probe(box, "errors", 1).values()) == {NO_PERMISSION}
+    assert probe(box, "listed", 1, "Compute", "v3", 8)[0] == NO_PERMISSION
+    assert box.usage().warnings == (region.WARNINGS[2][1],)
+    assert NO_PERMISSION not in probe(box, "errors", 0).values()
+
+
+def test_null_and_wrong_arguments(box: RealBox) -> None:
+    use(box, (101, GIB))
+    assert probe(box, "null_and_wrong", 0) == {
+        "memory NULL": INVALID_ARGUMENT,
+        "memory v2 NULL": INVALID_ARGUMENT,
+        "memory v2 version": VERSION_MISMATCH,
+        "no device": INVALID_ARGUMENT,
+        "count NULL": INVALID_ARGUMENT,
+        "room without list": INVALID_ARGUMENT,
+        "details NULL": INVALID_ARGUMENT,
+        "function that the driver lacks": FUNCTION_NOT_FOUND,
+    }
+
+
+@pytest.mark.parametrize("version", ["v1", "v2", "v3"])
+def test_process_list(version: str, box: RealBox) -> None:
+    use(box, (101, GIB), (102, 2 * GIB), dead=((103, GIB),))
+    instances = [] if version == "v1" else [NO_INSTANCE, NO_INSTANCE]
+    want = [[101, GIB, *instances], [102, 2 * GIB, *instances]]
+    assert probe(box, "listed", 0, "Compute", version, 8) == [SUCCESS, 2, want]
+    assert probe(box, "listed", 0, "Compute", version, 2) == [SUCCESS, 2, want]
+    assert probe(box, "listed", 0, "Compute", version, 1) == [INSUFFICIENT_SIZE, 2, []]
+    assert probe(box, "listed", 0, "Compute", version, 0) == [INSUFFICIENT_SIZE, 2, []]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_foreign_process_is_listed(kind: str, box: RealBox) -> None:
+    use(box)
+    assert probe(box, "listed", 0, kind, "v3", 8) == [SUCCESS, 0, []]
+    assert probe(box, "listed", 0, kind, "v3", 0) == [SUCCESS, 0, []]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_own_processes_are_compute_processes(kind: str, box: RealBox) -> None:
+    use(box, (101, GIB))
+    assert probe(box, "listed", 0, kind, "v3", 8) == [SUCCESS, 0, []]
+
+
+def test_process_details(box: RealBox) -> None:
+    use(box, (101, GIB), (102, 2 * GIB))
+    assert probe(box, "details", 0, 0, 8) == [SUCCESS, 2, [[101, GIB], [102, 2 * GIB]]]
+    assert probe(box, "details", 0, 0, 1) == [INSUFFICIENT_SIZE, 2, []]
+    assert probe(box, "details", 0, 1, 8) == [SUCCESS, 0, []]
+
+
+def test_utilization_of_own_processes_only(box: RealBox) -> None:
+    use(box, (102, GIB), (999, GIB))
+    assert probe(box, "utilization", 0, 3) == [SUCCESS, 1, [102, 0, 0]]
+    assert probe(box, "utilization", 0, 0)[:2] == [INSUFFICIENT_SIZE, 3]
+    use(box)
+    assert probe(box, "utilization", 0, 3) == [NOT_FOUND, 0, [0, 0, 0]]
+
+
+def test_a_thousand_processes(box: RealBox) -> None:
+    use(box, *((pid, 1 << 20) for pid in range(1, region.MAX_SLOTS + 1)))
+    result, count, rows = probe(box, "listed", 0, "Compute", "v3", region.MAX_SLOTS)
+    assert (result, count, len(rows)) == (SUCCESS, region.MAX_SLOTS, region.MAX_SLOTS)
