@@ -207,7 +207,7 @@ def _poststop(options: Options, state: oci.State) -> int:
     """Releases the container's lease and its files."""
     from . import leases, storage
 
-    if not os.path.isdir(os.path.join(options.state_dir, "containers")):
+    if not storage.is_ready(options.state_dir):
         return 0
     lease = leases.find(options.state_dir, state.id)
     if lease is not None and lease.state == "held" and lease.bundle == state.bundle:

@@ -90,10 +90,10 @@ class View(NamedTuple):
 
 @contextmanager
 def locked(state_dir: str) -> Iterator[None]:
-    """The lease lock. The kernel gives it back when its holder dies."""
+    """The lease lock. The kernel gives it back when its holder dies. Never made here: it marks a complete directory."""
     path = os.path.join(state_dir, "lock")
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise KernelError(f"{path!r}: {error.strerror}", "run as root") from error
     try:
@@ -299,7 +299,7 @@ def release(state_dir: str, container_id: str) -> str:
     Not even poststop may free what is in use: runc calls it for a failed create too, also when the id is one that
     another container (of another runc root) holds.
     """
-    if not os.path.isdir(state_dir):
+    if not storage.is_ready(state_dir):
         return ""
     with locked(state_dir):
         lease = find(state_dir, container_id)

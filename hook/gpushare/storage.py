@@ -41,8 +41,8 @@ def container_dir(state_dir: str, container_id: str) -> str:
     return os.path.join(state_dir, "containers", container_id)
 
 
-def _is_ready(state_dir: str) -> bool:
-    """True when our own mount is on `state_dir` and complete."""
+def is_ready(state_dir: str) -> bool:
+    """True when our own mount is on `state_dir` and complete; else it holds no lease."""
     try:
         own = os.stat(state_dir).st_dev != os.stat(os.path.dirname(os.path.abspath(state_dir))).st_dev
         return own and os.access(os.path.join(state_dir, _MARKER), os.F_OK)
@@ -57,14 +57,14 @@ def prepare(state_dir: str) -> None:
     tenant's page mounted below it would be copied into every other namespace and outlive its container.
     The flock on the directory below the mount makes two first starts take turns.
     """
-    if _is_ready(state_dir):
+    if is_ready(state_dir):
         return
     try:
         os.makedirs(state_dir, 0o755, exist_ok=True)
         fd = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            if not _is_ready(state_dir):
+            if not is_ready(state_dir):
                 _mount_state(state_dir)
         finally:
             os.close(fd)

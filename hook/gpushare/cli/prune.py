@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import click
@@ -30,7 +29,7 @@ def prune(paths: Paths, dry_run: bool, assume_free: bool, output: str) -> None:
     """Remove leases of dead containers, leftovers of killed starts, and refusals of containers that are gone."""
     found: list[Item] = []
     problems: list[str] = []
-    if os.path.isdir(os.path.join(paths.state_dir, "containers")):
+    if storage.is_ready(paths.state_dir):
         found = items(paths.state_dir, assume_free)
         if not dry_run:
             problems = remove(paths.state_dir, found, assume_free)
