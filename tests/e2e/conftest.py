@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.lib.host import Node
+from tests.lib.rootfs import run
 from tests.lib.tenant import Tenant
 
 
@@ -29,3 +31,15 @@ def tenant(tmp_path: Path, node: Node) -> Iterator[Callable[..., Tenant]]:
     yield make
     for one in reversed(made):
         one.close()
+
+
+@pytest.fixture
+def no_hybrid_cgroups() -> Iterator[None]:
+    """crun refuses a host with cgroup v1 and v2 at once; in this run's own mount namespace v2 can be out of sight."""
+    unified = Path("/sys/fs/cgroup/unified")
+    hybrid = unified.is_dir() and os.path.ismount(unified)
+    if hybrid:
+        run("umount", unified)
+    yield
+    if hybrid:
+        run("mount", "-t", "cgroup2", "none", unified)

@@ -19,6 +19,12 @@ from tests.lib.tenant import PROGRAM, Tenant
 GIB = 1 << 30
 GRAB = TREE / "tests" / "e2e" / "programs" / "grab.py"
 GRAB_IN_CONTAINER = f"/opt/{GRAB.name}"
+TOTALS = """
+import json, pynvml as n
+n.nvmlInit()
+handles = [n.nvmlDeviceGetHandleByIndex(i) for i in range(n.nvmlDeviceGetCount())]
+print(json.dumps([n.nvmlDeviceGetMemoryInfo(h).total for h in handles]))
+"""
 
 
 def take_all(tenant: Tenant) -> dict[str, Any]:
@@ -115,3 +121,30 @@ def test_create_runtime_stage(container: Callable[..., Container], node: Node) -
     assert json.loads(one.stdout)["total_bytes"] == GIB
     one.delete()
     assert node.leases() == []
+
+
+@pytest.mark.usefixtures("no_hybrid_cgroups")
+@pytest.mark.parametrize("stage", ["prestart", "createRuntime"])
+def test_under_crun(container: Callable[..., Container], node: Node, stage: str) -> None:
+    one = container(
+        [PYTHON, GRAB_IN_CONTAINER],
+        env={"GPUSHARE_MEMORY": "1Gi"},
+        hook=node.hook(stage),
+        mounts=python_mounts(PROGRAM, GRAB),
+        runtime="crun",
+    )
+    assert one.run() == 0, one.stderr
+    answer = json.loads(one.stdout)
+    assert answer["total_bytes"] == answer["nvml_total_bytes"] == GIB > answer["got_bytes"] > GIB // 2
+    one.delete()
+    assert node.leases() == []
+
+
+def test_two_devices_with_a_limit_each(
+    container: Callable[..., Container], make_host: Callable[..., Path], make_node: Callable[..., Node]
+) -> None:
+    node = make_node(make_host("two", gpus=2, memory_bytes=16 * GIB))
+    env = {"GPUSHARE_DEVICES": "any:2", "GPUSHARE_MEMORY": "0=4Gi,1=50%"}
+    one = container([PYTHON, "-c", TOTALS], env=env, hook=node.hook(), mounts=python_mounts())
+    assert one.run() == 0, one.stderr
+    assert json.loads(one.stdout) == [4 * GIB, 8 * GIB]
