@@ -36,7 +36,7 @@ def judged(name: str, full: dict[str, Any], seen: dict[str, Any], ledger_bytes: 
     asked, limit_bytes = ASKED[name]
     verdict = ""
     if ledger_bytes > limit_bytes:
-        verdict = f"MISSED: {ledger_bytes - limit_bytes} bytes over"
+        verdict = f"MISSED: {show.size(ledger_bytes - limit_bytes)} over"
     elif seen["cuda_free_bytes"] - full["got_bytes"] >= LAST_BYTES:
         verdict = f"MISSED: {show.size(seen['cuda_free_bytes'] - full['got_bytes'])} never granted"
     elif seen["cuda_total_bytes"] != limit_bytes or seen["nvml_total_bytes"] != limit_bytes:

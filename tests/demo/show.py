@@ -26,9 +26,11 @@ class Row(NamedTuple):
 
 
 def size(count: int) -> str:
-    """1024-based, exact to the hundredth."""
-    gib = count / (1 << 30)
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{count / (1 << 20):.0f} MiB"
+    """1024-based, two decimals; a few bytes stay bytes, since they can decide."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} bytes"
 
 
 def step(text: str) -> None:
@@ -59,7 +61,8 @@ def output(text: str) -> None:
 def verdict(rows: list[Row]) -> None:
     table = Table(box=box.SIMPLE, show_edge=False)
     for heading in ("container", "asked for", "limit", "allocated", "taken on the GPU", ""):
-        table.add_column(heading, justify="left" if heading in ("container", "asked for", "") else "right")
+        left = heading in ("container", "asked for", "")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         mark = Text(row.verdict or "kept", style="bold red" if row.verdict else "bold green")
         sizes = (size(row.limit_bytes), size(row.got_bytes), size(row.ledger_bytes))
