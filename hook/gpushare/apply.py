@@ -1,8 +1,8 @@
 """Carries a plan out in a container, from outside, before its first instruction; or takes all of it back.
 
-Three steps. On the host: limits and storage, then a detached copy of every source (nothing can be swapped later, and a copy
-vanishes with this process). In the container's mount namespace: mounts, links, the loader's cache, the /proc mask. On the
-host again: device access, last, so that no device is usable before its limits are in place.
+Three steps. On the host: limits and storage, then a detached copy of every source (nothing can be swapped later, and a
+copy vanishes with this process). In the container's mount namespace: mounts, links, the loader's cache, the /proc
+mask. On the host again: device access, last, so that no device is usable before its limits are in place.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from .errors import DeviceError, GpushareError, KernelError
 from .model import Bundle
 from .ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Op, Plan, ProcMask, TenantTmpfs, WriteLimits
 
+_DEVICE_FLAGS = {False: ("nosuid", "noexec"), True: ("nosuid", "noexec", "nodev")}  # by DeviceNode.simulated
 _KINDS = {"file": stat.S_ISREG, "dir": stat.S_ISDIR, "socket": stat.S_ISSOCK}
 
 
 class Applied:
-    """What `apply` did. `undo` takes it back in reverse order; `close` keeps it and lets go. `notes`: what was skipped."""
+    """What `apply` did. `undo` takes it back, last first; `close` keeps it and lets go. `notes`: what was skipped."""
 
     def __init__(self, namespace: mountns.Namespace) -> None:
         self._namespace = namespace
@@ -62,7 +63,7 @@ def _run_all(steps: list[Callable[[], None]], failures: list[Exception]) -> None
 
 
 def apply(plan: Plan, bundle: Bundle, pid: int) -> Applied:
-    """Applies `plan` to the container whose init is `pid`. After a failure nothing of it is left, and the error is raised."""
+    """Applies `plan` to the container whose init is `pid`. Raises GpushareError, with nothing of the plan left."""
     applied = Applied(mountns.Namespace(pid))
     try:
         _apply(plan, bundle, pid, applied)
@@ -107,14 +108,14 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
 
 def _execute_storage(op: Union[WriteLimits, TenantTmpfs]) -> None:
     """Both live in the container's state directory, which goes with its lease: there is nothing to take back here."""
-    from . import storage  # noqa: PLC0415  (only containers with limits need it)
+    from . import storage
 
     storage.execute(op)
 
 
 def _make_point_in_source(op: Mount, earlier: tuple[Op, ...]) -> None:
-    """A mount point below a directory that this plan itself mounts is made in that directory's source, which is ours on the
-    host: in the container it is read-only by then."""
+    """A mount point below a directory that this plan itself mounts is made in that directory's source, which is ours
+    on the host: in the container it is read-only by then."""
     for below in earlier:
         if isinstance(below, Mount) and below.kind == "dir" and op.target.startswith(below.target + "/"):
             path = below.source + op.target[len(below.target) :]
@@ -137,7 +138,7 @@ def _detached_copy(op: Union[Mount, DeviceNode]) -> int:
         tree = linux.open_tree("", dir_fd=fd)
     finally:
         os.close(fd)
-    names = op.flags if isinstance(op, Mount) else ("nosuid", "noexec", "nodev") if op.simulated else ("nosuid", "noexec")
+    names = op.flags if isinstance(op, Mount) else _DEVICE_FLAGS[op.simulated]
     try:
         attributes = sum(linux.ATTRIBUTES[name] for name in names)
         linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
@@ -226,8 +227,8 @@ def _replace_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str, old: 
 
 
 def _cover(root: mountpoint.Root, op: Link) -> None:
-    """The image has something else where our link goes (an own libcuda.so.1, say): the file that it leads to is covered by
-    what our link would have led to, so that the name means the same."""
+    """The image has something else where our link goes (an own libcuda.so.1, say): the file that it leads to is
+    covered by what our link would have led to, so that the name means the same."""
     existing = root.library_behind(op.target)
     if not stat.S_ISREG(os.fstat(existing).st_mode):
         kind = mountpoint.type_name(os.fstat(existing).st_mode)
@@ -245,13 +246,13 @@ def _cover(root: mountpoint.Root, op: Link) -> None:
 
 
 def _ld_cache(root: mountpoint.Root, op: LdCache, _: int) -> None:
-    from . import cachefile  # noqa: PLC0415
+    from . import cachefile
 
     cachefile.extend(root, op.entries)
 
 
 def _proc_mask(root: mountpoint.Root, op: ProcMask, _: int) -> None:
-    from . import procmask  # noqa: PLC0415
+    from . import procmask
 
     procmask.cover(root, op.bus_ids)
 

@@ -1,13 +1,14 @@
 """Device access on cgroup v2: the kernel asks every BPF_CGROUP_DEVICE program of a cgroup, and each must allow.
 
-So a program cannot be added, only exchanged: each attached one is read back from the kernel and replaced, atomically, by
-itself behind a prefix of ours that answers "yes" for our devices and otherwise falls through. Reusing the very instructions,
-rather than regenerating them from the spec, keeps what runtimes add on their own (default devices, mknod, /dev/net/tun,
-`systemd` properties) and cannot differ for any device but ours. That works because the verifier leaves programs of this type as
-they were loaded (their context is not translated); what it may have changed after all (`reusable`) is refused.
+So a program cannot be added, only exchanged: each attached one is read back from the kernel and replaced, atomically,
+by itself behind a prefix of ours that answers "yes" for our devices and otherwise falls through. Reusing the very
+instructions, rather than regenerating them from the spec, keeps what runtimes add on their own (default devices,
+mknod, /dev/net/tun, `systemd` properties) and cannot differ for any device but ours. That works because the verifier
+leaves programs of this type as they were loaded (their context is not translated); what it may have changed after all
+(`reusable`) is refused.
 
-Context of such a program (linux/bpf.h, struct bpf_cgroup_dev_ctx): u32 access_type (low half: 1 block, 2 character; high half:
-1 mknod, 2 read, 4 write), u32 major, u32 minor. It returns 1 to allow.
+Context of such a program (linux/bpf.h, struct bpf_cgroup_dev_ctx): u32 access_type (low half: 1 block, 2 character;
+high half: 1 mknod, 2 read, 4 write), u32 major, u32 minor. It returns 1 to allow.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def split(program: Program) -> tuple[tuple[Rule, ...], Program]:
 
 
 def reusable(program: Program, what: str) -> Program:
-    """`program`, read from the kernel, as it can be loaded again. Raises KernelError for an instruction that the verifier
-    has translated, or may have: calls, map references, atomics, and registers of its own."""
+    """`program`, read from the kernel, as it can be loaded again. Raises KernelError for an instruction that the
+    verifier has translated, or may have: calls, map references, atomics, and registers of its own."""
     result = []
     wide = False  # in the second half of a 16-byte load of a constant
     for instruction in program:
@@ -164,10 +165,8 @@ def load(program: Program, what: str) -> int:
     """A descriptor of a newly loaded BPF_PROG_TYPE_CGROUP_DEVICE."""
     code = linux.buffer(b"".join(_INSTRUCTION.pack(*instruction) for instruction in program))
     license_ = linux.buffer(b"none\0")  # no helper is called that would ask for another
-    layout = "IIQQIIQII16s"
-    head = struct.pack(
-        "<" + layout, _TYPE_CGROUP_DEVICE, len(program), linux.address(code), linux.address(license_), 0, 0, 0, 0, 0, _NAME
-    )
+    numbers = (_TYPE_CGROUP_DEVICE, len(program), linux.address(code), linux.address(license_))
+    head = struct.pack("<IIQQ24x16s", *numbers, _NAME)  # no log, no flags
     return linux.bpf(_PROG_LOAD, linux.buffer(head.ljust(128, b"\0")), f"load {what}")
 
 
@@ -186,7 +185,7 @@ class _Exchanged(NamedTuple):
 
 
 def _change(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) -> Callable[[], None]:
-    """Gives the rules of every program of the cgroup `path` to `change`, and attaches what comes back; returns the undo."""
+    """Gives the rules of each program of the cgroup `path` to `change`, attaches what comes back; returns the undo."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     done: list[_Exchanged] = []
     ids, flags = _attached(directory, path)
@@ -252,7 +251,8 @@ def _retried(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) 
 
 
 def allow(path: str, rules: Sequence[Rule]) -> Callable[[], None]:
-    """Allows `rules` in the cgroup directory `path`; returns the undo. A cgroup without programs allows everything as it is."""
+    """Allows `rules` in the cgroup directory `path`; returns the undo. A cgroup without programs allows everything as
+    it is."""
     return _retried(path, lambda present: present + tuple(dict.fromkeys(r for r in rules if r not in present)))
 
 

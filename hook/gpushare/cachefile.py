@@ -1,5 +1,5 @@
-"""Writes the loader's cache of a container: a new file beside the old one, then one rename. Never a bind mount: `ldconfig`, and
-so every package manager, replaces the file by rename in the container and would fail on one."""
+"""Writes the loader's cache of a container: a new file beside the old one, then one rename. Never a bind mount:
+`ldconfig`, and so every package manager, replaces the file by rename in the container and would fail on one."""
 
 from __future__ import annotations
 

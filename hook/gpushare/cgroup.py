@@ -1,4 +1,4 @@
-"""Device access of a container that exists already, for its cgroup on v1 (devices.allow), v2 (eBPF, see bpf.py), or both.
+"""Device access of a container that exists already, by its cgroup: v1 (devices.allow), v2 (eBPF, see bpf.py) or both.
 
 Rules are (major, minor) of character devices, for reading and writing; never mknod.
 """
@@ -27,7 +27,7 @@ def allow_devices(pid: int, rules: Sequence[Rule]) -> Callable[[], None]:
         if v1:
             undos.append(_allow_v1(v1, rules))
         if v2:
-            from . import bpf  # noqa: PLC0415  (hosts without v2 need not load it)
+            from . import bpf
 
             undos.append(bpf.allow(v2, rules))
     except BaseException:
@@ -44,7 +44,7 @@ def revoke(pid: int, rules: Sequence[Rule]) -> None:
     if v1:
         _write_rules(v1, "devices.deny", rules)
     if v2:
-        from . import bpf  # noqa: PLC0415
+        from . import bpf
 
         bpf.revoke(v2, rules)
 
@@ -102,6 +102,7 @@ def _is_allowed_v1(directory: str, rule: Rule) -> bool:
             kind, _, rest = line.partition(" ")
             numbers, _, access = rest.strip().partition(" ")
             major, _, minor = numbers.partition(":")
-            if kind in "ac" and {"r", "w"} <= set(access) and major in ("*", str(rule[0])) and minor in ("*", str(rule[1])):
+            device_matches = major in ("*", str(rule[0])) and minor in ("*", str(rule[1]))
+            if kind in ("a", "c") and device_matches and {"r", "w"} <= set(access):
                 return True
     return False

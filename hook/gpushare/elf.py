@@ -1,5 +1,5 @@
-"""The two facts that we need of an ELF file: its machine and its DT_SONAME. The file is a tenant's: every read is bounded and a
-malformed file is simply "not a library" (None), never an error. Layout: System V gABI, elf(5)."""
+"""The two facts that we need of an ELF file: its machine and its DT_SONAME. The file is a tenant's: every read is
+bounded and a malformed file is simply "not a library" (None), never an error. Layout: System V gABI, elf(5)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def _soname(fd: int, layout: _Layout, segments: list[tuple[int, ...]]) -> str:
     for kind, offset, _, size in segments:
         if kind == _PT_DYNAMIC:
             data = os.pread(fd, min(size, _MAX_DYNAMIC), offset)
-            for tag, value in layout.dynamic.iter_unpack(data[: len(data) // layout.dynamic.size * layout.dynamic.size]):
+            whole = len(data) - len(data) % layout.dynamic.size
+            for tag, value in layout.dynamic.iter_unpack(data[:whole]):
                 if tag == _DT_NULL:
                     break
                 found.setdefault(tag, value)

@@ -1,7 +1,7 @@
-"""Paths inside a container's root, which its tenant controls: resolved by descriptor, never outside, never through magic links.
+"""Paths inside a container's root, which its tenant controls: by descriptor, never outside, never through magic links.
 
-`openat2(RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)` does it in the kernel; before Linux 5.6 `_walk` does the same one component
-at a time. A path is always "as seen inside the container", absolute.
+`openat2(RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)` does it in the kernel; before Linux 5.6 `_walk` does the same one
+component at a time. A path is always "as seen inside the container", absolute.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def path_of(root_fd: int, fd: int) -> str:
 
 
 def open_regular(root_fd: int, path: str) -> int:
-    """A readable descriptor of a regular file, or -1. Nothing else is ever opened: opening a FIFO can block for ever and
-    opening a device has effects, so the type is known (O_PATH) before the file is opened for reading."""
+    """A readable descriptor of a regular file, or -1. Nothing else is ever opened: opening a FIFO can block for ever
+    and opening a device has effects, so the type is known (O_PATH) before the file is opened for reading."""
     probe = exists(root_fd, path)
     if probe < 0:
         return -1

@@ -1,12 +1,13 @@
-"""The dynamic loader's cache, /etc/ld.so.cache: read, extended in memory, written back in the order that the loader needs.
+"""The dynamic loader's cache, /etc/ld.so.cache: read, extended in memory, written back in the order that the loader
+needs.
 
-The format is glibc's "glibc-ld.so.cache1.1", alone (since 2.32) or behind the older "ld.so-1.7.0" table. All numbers are
-32 bits wide, little-endian; string offsets count from the new header. An optional extension directory holds the generator's
-name and the names of glibc-hwcaps subdirectories. The file belongs to a tenant: every offset is checked, sizes are bounded,
-and whatever is wrong raises `MalformedCache`.
+The format is glibc's "glibc-ld.so.cache1.1", alone (since 2.32) or behind the older "ld.so-1.7.0" table. All numbers
+are 32 bits wide, little-endian; string offsets count from the new header. An optional extension directory holds the
+generator's name and the names of glibc-hwcaps subdirectories. The file belongs to a tenant: every offset is checked,
+sizes are bounded, and whatever is wrong raises `MalformedCache`.
 
-The loader finds a name by binary search (descending `compare_names`), then looks at all neighbours of the same name; of those
-for its own machine the glibc-hwcaps ones come first, then the first regular one wins.
+The loader finds a name by binary search (descending `compare_names`), then looks at all neighbours of the same name;
+of those for its own machine the glibc-hwcaps ones come first, then the first regular one wins.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ENTRY = struct.Struct("<iIIIQ")  # flags, key, value, osversion or isa level, h
 _SECTION = struct.Struct("<IIII")  # tag, flags, offset, size
 _EXTENSION_MAGIC = 0xEAA42174
 _MAX_SECTIONS = 64
-_TAG_HWCAPS = 1  # its data are string offsets; the other known tag (0, the generator's name) and unknown ones are plain bytes
+_TAG_HWCAPS = 1  # its data are string offsets; those of other tags (0 is the generator's name) are plain bytes
 _BIG_ENDIAN = 3  # the header's flags: 0 unset, 2 little
 HWCAP_EXTENSION = 1 << 62  # in an entry's hwcap: a glibc-hwcaps subdirectory, its index in the low half
 
@@ -48,7 +49,7 @@ class Entry(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A parsed cache. `sections` are the extension's, as (tag, flags, data); offsets in strings are from `strings[0]`."""
+    """A parsed cache. `sections` are the extension's: (tag, flags, data). All offsets count from `strings[0]`."""
 
     entries: tuple[Entry, ...]
     strings: bytes
@@ -104,11 +105,13 @@ def parse(data: bytes) -> Cache:
 
 
 def _sections(data: bytes, at: int, shift: int, last: int) -> tuple[tuple[int, int, bytes], ...]:
-    """The extension directory; its own offsets count from the start of the file. Strings of the hwcaps section are re-based."""
+    """The extension's sections; offsets in it count from the start of the file. Those of hwcaps names are re-based."""
     _require(at % 4 == 0 and at + 8 <= len(data), "its extension directory is cut off")
     magic, count = struct.unpack_from("<II", data, at)
     _require(magic == _EXTENSION_MAGIC, "its extension directory has a wrong magic number")
-    _require(count <= _MAX_SECTIONS and at + 8 + count * _SECTION.size <= len(data), "its extension directory is too long")
+    _require(
+        count <= _MAX_SECTIONS and at + 8 + count * _SECTION.size <= len(data), "its extension directory is too long"
+    )
     sections = []
     for index in range(count):
         tag, flags, offset, size = _SECTION.unpack_from(data, at + 8 + index * _SECTION.size)
@@ -166,7 +169,8 @@ def _number(text: bytes, at: int) -> tuple[int, int]:
 
 
 def compare_names(left: bytes, right: bytes) -> int:
-    """<0, 0, >0: the order of glibc's `_dl_cache_libcmp`. Runs of digits compare as numbers; a digit is above any other."""
+    """<0, 0, >0: the order of glibc's `_dl_cache_libcmp`. Runs of digits compare as numbers; a digit is above any
+    other."""
     i = j = 0
     while i < len(left):
         a, b = left[i], right[j] if j < len(right) else 0

@@ -1,7 +1,8 @@
 """Linux system calls that Python does not have, as thin functions. The only module that imports ctypes (start path).
 
-Every function raises `SyscallError`, a `KernelError` that names the call, the path (or what the descriptor stands for) and
-the kernel's reason. Nothing here decides anything. Sources: the manual pages of each call; numbers from the kernel's tables.
+Every function raises `SyscallError`, a `KernelError` that names the call, the path (or what the descriptor stands for)
+and the kernel's reason. Nothing here decides anything. Sources: the manual pages of each call; numbers from the
+kernel's tables.
 """
 
 from __future__ import annotations

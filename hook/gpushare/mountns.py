@@ -1,7 +1,7 @@
 """Going into a container's mount namespace and back, and what mountinfo says there.
 
-The process is pinned by a pidfd before anything of its pid is believed: the namespace was opened while the process lived, so
-it is the container's even if the pid was given to another process since.
+The process is pinned by a pidfd before anything of its pid is believed: the namespace was opened while the process
+lived, so it is the container's even if the pid was given to another process since.
 """
 
 from __future__ import annotations

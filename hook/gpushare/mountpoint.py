@@ -1,6 +1,7 @@
-"""Mount points and links inside a container's root: found or made, by descriptor, refused when a tenant laid something there.
+"""Mount points and links inside a container's root: found or made, by descriptor, refused when a tenant laid something
+there.
 
-    nothing there          made (empty file or directory), except inside a volume of the user's, which would change the host
+    nothing there          made (an empty file or directory), except inside a user's volume: that is the host's
     an empty file          a mount point of an earlier run (`docker commit` keeps them): used again
     a file, a directory    used when it is of the right kind
     a link                 followed in-root; accepted when it ends in a library directory
@@ -114,8 +115,8 @@ class Root:
         return next((e for e in mountns.read_mounts() if e.id == mount_id), None)
 
     def _silence(self, target: int, path: str) -> None:
-        """Stops propagation out of the mount that `target` is on: a mount below a shared one appears at every peer, so on
-        the host. It becomes a slave (it still receives), in this namespace only."""
+        """Stops propagation out of the mount that `target` is on: a mount below a shared one appears at every peer, so
+        on the host. It becomes a slave (it still receives), in this namespace only."""
         mount_id = inroot.mount_id(target)
         if mount_id in self._quiet or mount_id in self._own_mounts:
             return
@@ -234,8 +235,9 @@ class Root:
                 raise
 
     def require_writable(self, dir_fd: int, path: str) -> None:
-        """Refuses to create in a volume: a mount other than the root whose superblock the host has mounted as well. What
-        we made there would appear on the host. File systems that the runtime made (/dev, /run) are the container's."""
+        """Refuses to create in a volume: a mount other than the root whose superblock the host has mounted as well.
+        What we made there would appear on the host. File systems that the runtime made (/dev, /run) are the
+        container's."""
         mount_id = inroot.mount_id(dir_fd)
         if mount_id == self.mount_id or mount_id in self._own_mounts:
             return

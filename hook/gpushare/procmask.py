@@ -1,5 +1,6 @@
-"""/proc/driver/nvidia of a container: the granted GPUs only, and `ModifyDeviceFiles: 0`, so that no driver program in the
-container tries to make or to change device nodes. A small read-only tmpfs with copies is mounted over the real directory."""
+"""/proc/driver/nvidia of a container: the granted GPUs only, and `ModifyDeviceFiles: 0`, so that no driver program in
+the container tries to make or to change device nodes. A small read-only tmpfs with copies is mounted over the real
+directory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from . import linux, mountpoint, rootfs
 
 PROC_DIR = "/proc/driver/nvidia"
-_FILES = ("version", "registry", "params")  # of the directory itself; the others are switches for the host's power states
+_FILES = ("version", "registry", "params")  # not the switches for the host's power states
 _MAX_BYTES = 64 << 10  # of one file; the real ones have some hundred bytes
 _MAX_GPU_FILES = 32
 _TMPFS = {"size": "4m", "nr_inodes": "4096", "mode": "0555"}
@@ -57,7 +58,8 @@ def _copy_directory(parent: int, name: str, tree: int, target: str) -> None:
 
 
 def _regular_files(directory: int, names: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of those that are regular files; in procfs a size says nothing, so content is read up to a bound."""
+    """(name, content) of those that are regular files; in procfs a size says nothing, so content is read up to a
+    bound."""
     for name in names:
         try:
             fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)

@@ -1,5 +1,6 @@
-"""What is in a container's root file system that the plan must know: where its glibc is, and which other copies of the driver
-its loader could prefer. Reads only, by descriptor and in-root (inroot.py); all that is found is the tenant's and is bounded.
+"""What is in a container's root file system that the plan must know: where its glibc is, and which other copies of the
+driver its loader could prefer. Reads only, by descriptor and in-root (inroot.py); all that is found is the tenant's
+and is bounded.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ _MAX_NAMES = 4096  # of one directory
 
 
 def open_root(bundle: Bundle, pid: int = 0) -> int:
-    """O_PATH descriptor of the container's root: in the mount namespace of `pid` (its init, not yet pivoted), or, without a
-    pid, as the host sees it. The path up to the root is the runtime's and is trusted; everything below is not."""
+    """O_PATH descriptor of the container's root: in the mount namespace of `pid` (its init, not yet pivoted), or,
+    without a pid, as the host sees it. The path up to the root is the runtime's and is trusted; everything below is
+    not."""
     path = f"/proc/{pid}/root{bundle.rootfs}" if pid else bundle.rootfs
     try:
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -55,7 +57,8 @@ def open_root(bundle: Bundle, pid: int = 0) -> int:
 
 
 def probe(root: Union[int, str], env: Iterable[tuple[str, str]]) -> Image:
-    """The `Image` below `root` (a descriptor or a host path) for a process environment `env` (the last of a name counts)."""
+    """The `Image` below `root` (a descriptor or a host path) for a process environment `env` (the last of a name
+    counts)."""
     root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if isinstance(root, str) else root
     try:
         return _probe(root_fd, dict(env))
@@ -101,7 +104,8 @@ def read_cache(root_fd: int) -> tuple[Union[ldcache.Cache, None], str]:
 
 
 def read_all(path_fd: int, limit: int) -> bytes:
-    """At most `limit` bytes of the regular file that an O_PATH descriptor names, by pread (a truncation only shortens it)."""
+    """At most `limit` bytes of the regular file that an O_PATH descriptor names, by pread (a truncation only shortens
+    it)."""
     fd = inroot.reopen(path_fd)
     try:
         parts = []
@@ -124,7 +128,8 @@ def _cached_paths(cache: ldcache.Cache) -> dict[str, list[tuple[str, int]]]:
     keys = set(interesting)
     result: dict[str, list[tuple[str, int]]] = {}
     for entry in cache.entries:
-        # ldconfig shares string tails ("libc.so.6" is the end of its path), so a key is any offset that reads as the name.
+        # ldconfig shares string tails ("libc.so.6" is the end of its path), so a key is any offset that reads as the
+        # name.
         if entry.key in keys:
             path = cache.text(entry.value).decode("utf-8", "surrogateescape")
             if path.startswith("/"):
@@ -251,8 +256,8 @@ def _candidates(
 
 
 def _add_driver(root_fd: int, path: str, soname: str, found: dict[str, str]) -> None:
-    """Adds what `path` resolves to, if that is a driver library: a shared object with its name or its DT_SONAME. Anything
-    else that a link of that name leads to (another library, /etc/passwd) is not ours to cover."""
+    """Adds what `path` resolves to, if that is a driver library: a shared object with its name or its DT_SONAME.
+    Anything else that a link of that name leads to (another library, /etc/passwd) is not ours to cover."""
     real, library = _library_at(root_fd, path)
     if not real or library is None:
         return

@@ -1,5 +1,5 @@
-"""What a container may do with devices, tried rather than computed: open and mknod for a matrix of nodes, in a runc container
-whose cgroup is of one version. Used by test_cgroup_v1.py and test_cgroup_v2.py."""
+"""What a container may do with devices, tried rather than computed: open and mknod for a matrix of nodes, in a runc
+container whose cgroup is of one version. Used by test_cgroup_v1.py and test_cgroup_v2.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpushare import cgroup, linux
+
 from tests.e2e import ns_util
 
 # name -> (type, major, minor): runtime defaults, devices with a rule in the spec, granted ones, and ones nobody granted
@@ -106,7 +107,10 @@ class View:
 
 
 def allow(view: View, pid: int, rules: Sequence[tuple[int, int]] = GRANTED) -> None:
-    view.run(lambda: cgroup.allow_devices(pid, rules) and None)
+    def body() -> None:
+        cgroup.allow_devices(pid, rules)
+
+    view.run(body)
 
 
 def check_granted(before: dict[str, str], after: dict[str, str]) -> None:
@@ -139,5 +143,3 @@ def update(container: ns_util.Runc) -> None:
 def pause_and_resume(container: ns_util.Runc) -> None:
     container.run("pause", container.id)
     container.run("resume", container.id)
-
-

@@ -1,5 +1,6 @@
-"""Containers for tests of single effects: a root file system made from the host's own files, a process in a mount namespace
-of its own (or a real runc container), and `enter` to look at what it sees. Everything goes away with the context manager."""
+"""Containers for tests of single effects: a root file system made from the host's own files, a process in a mount
+namespace of its own (or a real runc container), and `enter` to look at what it sees. Everything goes away with the
+context manager."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class ChildDied(Exception):
 
 
 def in_child(body: Callable[[], Any]) -> Any:
-    """The JSON-able result of `body` in a child process, which may change namespaces or its root; failures come back."""
+    """The JSON-able result of `body` in a child process, which may change namespaces or its root; failures come
+    back."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside pytest's timer thread: the child starts none
@@ -45,7 +47,7 @@ def in_child(body: Callable[[], Any]) -> Any:
             os.close(reader)
             try:
                 message = {"result": body()}
-            except BaseException as error:  # noqa: BLE001  (it is reported to the parent)
+            except BaseException as error:
                 message = {"error": f"{type(error).__name__}: {error}"}
             with os.fdopen(writer, "w") as pipe:
                 json.dump(message, pipe)
@@ -110,10 +112,11 @@ def ended(process: Optional[subprocess.Popen[str]]) -> None:
 
 
 class Sandbox:
-    """A process in its own mount namespace in which `rootfs` is a mount point, as a runtime leaves it before pivot_root.
+    """A process in its own mount namespace in which `rootfs` is a mount point, as a runtime leaves it before
+    pivot_root.
 
-    `setup` are shell commands run there first. `propagates`: the rootfs stays a shared peer of the host's. `mapped`: in a
-    user namespace whose root is this host uid."""
+    `setup` are shell commands run there first. `propagates`: the rootfs stays a shared peer of the host's. `mapped`:
+    in a user namespace whose root is this host uid."""
 
     def __init__(self, rootfs: Path, setup: str = "", propagates: bool = False, mapped: int = 0) -> None:
         self.rootfs = rootfs
@@ -201,8 +204,8 @@ def sandbox(rootfs: Path, setup: str = "", propagates: bool = False, mapped: int
 
 
 def make_image(root: Path, layout: str = "multiarch", programs: Sequence[str] = TOOLS) -> Path:
-    """A small glibc image from the host's files. "multiarch" is Debian's layout (/usr/lib/<triplet>, /lib a link); "lib64" is
-    Fedora's (/usr/lib64). Its cache is made by ldconfig, which is in the image too."""
+    """A small glibc image from the host's files. "multiarch" is Debian's layout (/usr/lib/<triplet>, /lib a link);
+    "lib64" is Fedora's (/usr/lib64). Its cache is made by ldconfig, which is in the image too."""
     libdir = LIBDIR if layout == "multiarch" else "/usr/lib64"
     for directory in (
         "usr/bin",
@@ -228,9 +231,13 @@ def make_image(root: Path, layout: str = "multiarch", programs: Sequence[str] = 
     for source in sources:
         shutil.copy2(
             os.path.realpath(source),
-            root / ("usr/sbin" if source == LDCONFIG else "usr/bin") / ("ldconfig" if source == LDCONFIG else Path(source).name),
+            root
+            / ("usr/sbin" if source == LDCONFIG else "usr/bin")
+            / ("ldconfig" if source == LDCONFIG else Path(source).name),
         )
-    (root / "etc/ld.so.conf").write_text("/usr/lib64\n" if layout == "lib64" else f"{LIBDIR.replace('/usr', '', 1)}\n{LIBDIR}\n")
+    (root / "etc/ld.so.conf").write_text(
+        "/usr/lib64\n" if layout == "lib64" else f"{LIBDIR.replace('/usr', '', 1)}\n{LIBDIR}\n"
+    )
     (root / "etc/passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
     subprocess.run(["ldconfig", "-r", str(root)], check=True)
     return root

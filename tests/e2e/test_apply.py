@@ -1,4 +1,5 @@
-"""apply.py on a container-like process: what it sees afterwards, what the host sees (nothing), and that all of it can be undone."""
+"""apply.py on a container-like process: what it sees afterwards, what the host sees (nothing), and that all of it can
+be undone."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from gpushare import apply, linux, mountns
 from gpushare.errors import GpushareError
 from gpushare.model import LdEntry
 from gpushare.ops import DeviceNode, LdCache, Link, Mount, Op, Plan, ProcMask
+
 from tests.e2e import ns_util
 
 LIBDIR = ns_util.LIBDIR
@@ -42,6 +43,7 @@ def source(tmp_path: Path) -> Path:
     (path / "shim.so").write_text("the shim")
     (path / "real.so").write_text("the driver")
     os.mknod(path / "nvidia0", 0o666 | 0o020000, os.makedev(195, 0))
+    os.mknod(path / "nvidia7", 0o666 | 0o020000, os.makedev(195, 7))
     (path / "simulated0").write_text("device state")
     return path
 
@@ -250,7 +252,9 @@ def test_mounts_never_reach_a_host_that_shares_the_rootfs(image: Path, source: P
     try:
         host = ns_util.host_mounts()
         with ns_util.sandbox(image, propagates=True) as box:
-            box.enter(lambda: subprocess.run(["mount", "--bind", image / "etc", image / "tmp"], check=True).returncode, False)
+            box.enter(
+                lambda: subprocess.run(["mount", "--bind", image / "etc", image / "tmp"], check=True).returncode, False
+            )
             assert ns_util.host_mounts() != host, "the test's premise: a mount in there does reach the host"
             subprocess.run(["umount", image / "tmp"], check=True)
             box.apply(Plan("test", whole_plan(source)))
@@ -330,11 +334,13 @@ def test_the_name_means_the_shim_whatever_the_image_had(image: Path, source: Pat
         os.symlink(texts.get(existing, "libcuda.so.999"), name)
     before = ns_util.snapshot(image)
     with ns_util.sandbox(image) as box:
-        assert box.apply(
-            Plan("test", shim_and_link(source)),
-            lambda applied: [box.enter(lambda: read(f"{LIBDIR}/{n}")) for n in ("libcuda.so.1", "libcuda.so")]
-            + [applied.undo()],
-        ) == ["the shim", "the shim", None]
+
+        def look_and_undo(applied: apply.Applied) -> list[str]:
+            found = [box.enter(lambda n=n: read(f"{LIBDIR}/{n}")) for n in ("libcuda.so.1", "libcuda.so")]
+            applied.undo()
+            return found
+
+        assert box.apply(Plan("test", shim_and_link(source)), look_and_undo) == ["the shim", "the shim"]
     assert ns_util.snapshot(image) == before
 
 
@@ -351,9 +357,14 @@ def test_a_node_that_is_there_already_is_kept(image: Path, source: Path) -> None
 
 @pytest.mark.parametrize(
     ("name", "simulated", "says"),
-    [("nvidia0", True, "not a simulated device"), ("simulated0", False, "not the character device 195:0"),
-     ("rw", True, "not a simulated device"), ("missing", False, "No such file")],
-)  # fmt: skip
+    [
+        ("nvidia0", True, "not a simulated device"),
+        ("nvidia7", False, "not the character device 195:0"),
+        ("simulated0", False, "not the character device 195:0"),
+        ("rw", True, "not a simulated device"),
+        ("missing", False, "No such file"),
+    ],
+)
 def test_a_source_that_is_not_the_device_is_refused(
     image: Path, source: Path, name: str, simulated: bool, says: str
 ) -> None:

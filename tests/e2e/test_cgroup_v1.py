@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from gpushare import cgroup, mountns
 from gpushare.errors import KernelError
+
 from tests.e2e import device_matrix, ns_util
 from tests.e2e.device_matrix import GRANTED, View, allow, matrix
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
 from gpushare import bpf, cgroup, linux
 from gpushare.errors import KernelError
+
 from tests.e2e import device_matrix, ns_util
 from tests.e2e.device_matrix import GRANTED, View, allow, matrix
 
@@ -45,6 +46,11 @@ def programs(view: View, pid: int) -> tuple[list[int], list[bpf.Program]]:
 
     ids, found = view.run(body)
     return ids, [tuple(bpf.Instruction(*i) for i in program) for program in found]
+
+
+def join(directory: str) -> None:
+    with open(f"{directory}/cgroup.procs", "w") as control:
+        control.write(str(os.getpid()))
 
 
 def test_the_view_is_pure_v2(view: View, container: Container) -> None:
@@ -198,6 +204,39 @@ def test_a_cgroup_that_denies_nothing_is_left_as_it_is(view: View, tmp_path: Pat
             os.rmdir(path)
 
     assert view.run(body) == []
+
+
+def test_mknod_is_never_granted(view: View, tmp_path: Path) -> None:
+    """Runtimes allow mknod of anything by default, so this is shown under a program that denies all."""
+    deny = (bpf.Instruction(0xB7, 0, 0, 0), bpf.Instruction(0x95, 0, 0, 0))
+    node, other = str(tmp_path / "node"), str(tmp_path / "other")
+    os.mknod(node, 0o020666, os.makedev(195, 0))
+
+    def attempt(call: Any) -> int:
+        try:
+            call()
+        except OSError as error:
+            return error.errno or 0
+        return 0
+
+    def body() -> list[int]:
+        path = f"/sys/fs/cgroup/gs-deny-{os.getpid()}"
+        os.mkdir(path)
+        try:
+            directory = os.open(path, os.O_RDONLY)
+            linux.bpf(8, bpf._attr("IIIII", directory, bpf.load(deny, path), 6, 2, 0), "attach")
+            join(path)
+            answers = [attempt(lambda: os.open(node, os.O_RDWR))]
+            cgroup.allow_devices(os.getpid(), GRANTED)
+            answers.append(attempt(lambda: os.open(node, os.O_RDWR)))
+            answers.append(attempt(lambda: os.mknod(other, 0o020666, os.makedev(195, 0))))
+            answers.append(attempt(lambda: os.open("/dev/null", os.O_RDWR)))
+            return answers
+        finally:
+            join("/sys/fs/cgroup")
+            os.rmdir(path)
+
+    assert view.run(body) == [errno.EPERM, errno.ENXIO, errno.EPERM, errno.EPERM]
 
 
 # Programs as values

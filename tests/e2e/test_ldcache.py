@@ -8,10 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from gpushare import cachefile, ldcache
 from gpushare.model import LdEntry
 from gpushare.ops import LdCache, Link, Mount, Op, Plan
+
 from tests.e2e import ns_util
 
 FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03}[os.uname().machine]
@@ -172,7 +172,9 @@ def test_hwcaps_and_the_generator_survive_in_both_formats(
         if file_format == "new":  # in the other, ldconfig misprints the names: their offsets count from the new header
             assert after == before
             assert any('"x86-64-v2"' in line for line in after["libgsprobe.so.1"])
-        assert run(box, "/bin/load", "libgsprobe.so.1") == f"{libdir}/glibc-hwcaps/x86-64-v2/libgsprobe.so.1 2\n".replace(
+        assert run(
+            box, "/bin/load", "libgsprobe.so.1"
+        ) == f"{libdir}/glibc-hwcaps/x86-64-v2/libgsprobe.so.1 2\n".replace(
             libdir, before["libgsprobe.so.1"][-1].split(" ")[-1].partition("/glibc-hwcaps")[0]
         )
 
@@ -224,7 +226,9 @@ def test_the_hosts_whole_cache_with_many_additions(tmp_path: Path) -> None:
     """A real cache of hundreds of libraries: ldconfig still reads every one."""
     with open("/etc/ld.so.cache", "rb") as file:
         cache = ldcache.parse(file.read())
-    additions = [LdEntry(f"lib{name}.so.{n}", f"/x/lib{name}.so.{n}", FLAGS) for name in "aZ_mQ" for n in (1, 9, 10, 535)]
+    additions = [
+        LdEntry(f"lib{name}.so.{n}", f"/x/lib{name}.so.{n}", FLAGS) for name in "aZ_mQ" for n in (1, 9, 10, 535)
+    ]
     path = tmp_path / "cache"
     path.write_bytes(ldcache.render(ldcache.extended(cache, additions)))
     out = subprocess.run([ns_util.LDCONFIG, "-p", "-C", path], capture_output=True, text=True, check=True).stdout

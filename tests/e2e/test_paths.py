@@ -1,5 +1,6 @@
-"""Attacks on the paths that we touch as root in a tenant's file system. Each asserts that the host is unchanged, and either a
-refusal that names what is wrong (after which nothing of the plan is left) or a share that is right all the same."""
+"""Attacks on the paths that we touch as root in a tenant's file system. Each asserts that the host is unchanged, and
+either a refusal that names what is wrong (after which nothing of the plan is left) or a share that is right all the
+same."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from gpushare import apply, inroot, rootfs
 from gpushare.errors import GpushareError
 from gpushare.model import LdEntry
 from gpushare.mountpoint import is_library_path
 from gpushare.ops import DeviceNode, LdCache, Link, Mount, Op, Plan
+
 from tests.e2e import ns_util
 
 LIBDIR = ns_util.LIBDIR
@@ -74,7 +75,14 @@ def read(path: str) -> Callable[[], str]:
 
 @pytest.mark.parametrize(
     "text",
-    ["/etc/passwd", "../../../etc/passwd", "../../../../../../../../etc/passwd", "/bin/sh", "/dev/link", "{host}/passwd"],
+    [
+        "/etc/passwd",
+        "../../../etc/passwd",
+        "../../../../../../../../etc/passwd",
+        "/bin/sh",
+        "/dev/link",
+        "{host}/passwd",
+    ],
 )
 def test_a_leaf_link_out_of_the_library_directories(image: Path, source: Path, host: Path, text: str) -> None:
     (image / "dev/link").write_text("")
@@ -109,9 +117,7 @@ def test_a_leaf_link_within_the_library_directories_is_a_share(
 
 
 @pytest.mark.parametrize("text", ["{host}", "../../../host", "../../../../../../../../..{host}"])
-def test_a_parent_link_towards_the_host_ends_in_the_container(
-    image: Path, source: Path, host: Path, text: str
-) -> None:
+def test_a_parent_link_towards_the_host_ends_in_the_container(image: Path, source: Path, host: Path, text: str) -> None:
     text = text.format(host=host)
     os.symlink(text, image / "usr/lib/gpushare")
     inside = image / os.path.normpath("/usr/lib/" + text if not text.startswith("/") else text).lstrip("/")
@@ -161,7 +167,9 @@ def test_a_link_name_that_is_a_link_to_passwd(image: Path, source: Path, host: P
     os.symlink("/etc/passwd", image / LIBDIR[1:] / "libcuda.so.1")
     with ns_util.sandbox(image) as box:
         message = box.refuses(shim(source), Link(f"{LIBDIR}/libcuda.so.1", "libcuda.so.535.1", "name"))
-    assert message.startswith(f"'{LIBDIR}/libcuda.so.1' is a link to '/etc/passwd', which is not in a library directory")
+    assert message.startswith(
+        f"'{LIBDIR}/libcuda.so.1' is a link to '/etc/passwd', which is not in a library directory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -340,7 +348,9 @@ def test_a_read_only_parent(image: Path, source: Path, host: Path) -> None:
     (image / "opt").mkdir()
     with ns_util.sandbox(image, setup) as box:
         message = box.refuses(shim(source), shim(source, "/opt/x/file"))
-    assert message.startswith("create '/opt/x/file': Read-only file system; the image is read-only: create an empty file")
+    assert message.startswith(
+        "create '/opt/x/file': Read-only file system; the image is read-only: create an empty file"
+    )
 
 
 # Names
@@ -415,13 +425,20 @@ def test_a_component_swapped_in_a_loop(
 
 @pytest.mark.parametrize(
     "value",
-    ["/proc/self/root{host}:/proc/1/root", "{host}:{host}/lib", "/lib/../../../..{host}", "/fifo:/socket:/loop", "\x00:/"],
+    [
+        "/proc/self/root{host}:/proc/1/root",
+        "{host}:{host}/lib",
+        "/lib/../../../..{host}",
+        "/fifo:/socket:/loop",
+        "\x00:/",
+    ],
 )
 def test_hostile_library_paths_lead_to_nothing_outside(image: Path, host: Path, source: Path, value: str) -> None:
     shutil.copy(image / LIBDIR[1:] / "libc.so.6", host / "lib/libcuda.so.1")
     os.mkfifo(image / "fifo")
     os.symlink("loop", image / "loop")
     with ns_util.sandbox(image, f"mount -t proc proc {image}/proc") as box:
+
         def probe() -> list[str]:
             fd = rootfs.open_root(box.bundle, box.pid)
             return [path for path, _ in rootfs.probe(fd, [("LD_LIBRARY_PATH", value.format(host=host))]).other_drivers]
@@ -430,7 +447,9 @@ def test_hostile_library_paths_lead_to_nothing_outside(image: Path, host: Path, 
     (host / "lib/libcuda.so.1").unlink()
 
 
-@pytest.mark.parametrize("content", [b"\xff" * 5000, b"glibc-ld.so.cache1.1" + b"\xff" * 5000, b"", b"ld.so-1.7.0\0\xff\xff\xff\x7f"])
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 5000, b"glibc-ld.so.cache1.1" + b"\xff" * 5000, b"", b"ld.so-1.7.0\0\xff\xff\xff\x7f"]
+)
 def test_a_malformed_cache_does_not_stop_the_share(image: Path, source: Path, host: Path, content: bytes) -> None:
     (image / "etc/ld.so.cache").write_bytes(content)
     entry = LdCache((LdEntry("libcuda.so.1", NAME, 0x0303),))

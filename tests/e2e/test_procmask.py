@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from gpushare import procmask
 from gpushare.ops import Plan, ProcMask
+
 from tests.e2e import ns_util
 
 GPUS = ("0000:01:00.0", "0000:41:00.0", "0000:c1:00.0")

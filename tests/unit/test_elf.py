@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
+from gpushare import elf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from gpushare import elf
 
 MACHINE_CODES = {"x86_64": 62, "aarch64": 183, "i386": 3}
 

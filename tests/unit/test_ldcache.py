@@ -1,4 +1,5 @@
-"""ldcache.py without a loader: round trips, the order, and files that a tenant crafted. (With one: tests/e2e/test_ldcache.py.)"""
+"""ldcache.py without a loader: round trips, the order, and files that a tenant crafted. (With one:
+tests/e2e/test_ldcache.py.)"""
 
 from __future__ import annotations
 
@@ -7,11 +8,10 @@ import random
 import struct
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from gpushare import ldcache
 from gpushare.model import LdEntry
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 X86_64 = 0x0303
 NAMES = ("libz.so.1", "libcuda.so.1", "libcuda.so", "libc.so.6", "libm.so.6", "libcrypto.so.1.1", "libcrypto.so.3")
@@ -49,8 +49,8 @@ SAMPLE = build(
 
 
 def behind_old_header(data: bytes, n_old: int = 3) -> bytes:
-    """The same cache behind the table of before glibc 2.2, as `ldconfig -c compat` writes it. Section offsets count from the
-    start of the file, so they move; string offsets count from the new header, so they stay."""
+    """The same cache behind the table of before glibc 2.2, as `ldconfig -c compat` writes it. Section offsets count
+    from the start of the file, so they move; string offsets count from the new header, so they stay."""
     old = (struct.pack("<11sxI", b"ld.so-1.7.0", n_old) + bytes(12 * n_old)).ljust((16 + 12 * n_old + 7) & ~7, b"\0")
     moved = bytearray(data)
     (extension,) = struct.unpack_from("<I", moved, 32)
@@ -171,7 +171,9 @@ CORPUS = [SAMPLE, behind_old_header(SAMPLE), build(), build(generator=b""), behi
 @settings(deadline=None, max_examples=400)
 @given(
     st.sampled_from(CORPUS),
-    st.lists(st.tuples(st.integers(0, 700), st.sampled_from([b"\xff" * 4, b"\0" * 4, b"\x80", b"\x01\0\0\0", b"9" * 8]))),
+    st.lists(
+        st.tuples(st.integers(0, 700), st.sampled_from([b"\xff" * 4, b"\0" * 4, b"\x80", b"\x01\0\0\0", b"9" * 8]))
+    ),
     st.integers(0, 900),
 )
 def test_damage_is_reported_or_harmless(data: bytes, changes: list[tuple[int, bytes]], length: int) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from gpushare import inroot, linux
 from gpushare.errors import KernelError
 
@@ -193,8 +192,7 @@ def test_no_descriptor_is_left_open(root: int, opener: Opener) -> None:
 def test_an_error_names_call_path_and_reason() -> None:
     with pytest.raises(KernelError, match="umount2 '/nowhere/at-all': No such file or directory"):
         linux.umount("/nowhere/at-all")
-    with pytest.raises(KernelError, match="setns 'a file': "):
-        with open("/proc/self/status") as file:
-            linux.setns(file.fileno(), "a file")
+    with open("/proc/self/status") as file, pytest.raises(KernelError, match="setns 'a file': "):
+        linux.setns(file.fileno(), "a file")
     with pytest.raises(KernelError, match=r"pidfd_open 'pid 4194304'"):
         linux.pidfd_open(4194304)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from gpushare import ldcache, rootfs
 from gpushare.errors import KernelError
 from gpushare.model import Bundle, Image, LdEntry
+
 from tests.unit.test_elf import shared_object
 from tests.unit.test_ldcache import build
 
@@ -149,7 +149,9 @@ def test_a_link_is_reported_as_where_it_ends_once(debian: Tree) -> None:
 def test_a_link_to_something_else_is_not_ours_to_cover(debian: Tree) -> None:
     debian.write("/etc/passwd", b"root:x:0:0")
     debian.library(f"{MULTIARCH}/libz.so.1")
-    for index, text in enumerate(("/etc/passwd", f"{MULTIARCH}/libz.so.1", "/proc/self/root/x", "../../../../etc/passwd")):
+    for index, text in enumerate(
+        ("/etc/passwd", f"{MULTIARCH}/libz.so.1", "/proc/self/root/x", "../../../../etc/passwd")
+    ):
         debian.link(f"/opt/{index}/libcuda.so.1", text)
     assert drivers(debian.probe(("LD_LIBRARY_PATH", "/opt/0:/opt/1:/opt/2:/opt/3"))) == {}
 
@@ -167,8 +169,8 @@ def test_loader_tokens_are_expanded(debian: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    ["", ":::;;", "relative:../up", "$ORIGIN/../lib", "/" + "a" * 5000, ":".join(f"/d{i}" for i in range(20000)), "/\0x",
+    "value", ["", ":::;;", "relative:../up", "$ORIGIN/../lib", "/" + "a" * 5000, ":".join(f"/d{i}" for i in
+    range(20000)), "/\0x",
      "/proc/self/root:/proc/self/fd/0", "/etc/passwd:/fifo:/loop", "/\ud800:/x", "/../../../../..", "\n/x:/%s%n{}"],
     ids=lambda v: repr(v[:12]),
 )  # fmt: skip
