@@ -1,0 +1,302 @@
+"""The command line over a state directory with known content; the device is a value, everything else is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import leases, log, node, procs, region, storage
+from gpushare.cli import facts, main, output
+from gpushare.errors import CapacityError
+from gpushare.model import Share
+from gpushare.ops import TenantTmpfs, WriteLimits
+
+from tests.unit import pure
+
+GIB = 1 << 30
+MIB = 1 << 20
+LONG = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def state(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    storage.prepare(str(state_dir))
+    monkeypatch.setattr(node, "read_node", lambda config, directory: pure.node())
+    return state_dir
+
+
+@pytest.fixture
+def init() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "inf"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def cli(state: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """cli(*args) -> (exit code, standard output, standard error)."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        code = main(["--config", "/none.yaml", "--state", str(state), *args])
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def start(state: Path, init: subprocess.Popen[bytes]) -> Callable[..., Path]:
+    """start(id, shares) -> the usage file of a "container" whose init is a sleeping process."""
+
+    def make(container_id: str, *shares: Share, created: float = 0.0) -> Path:
+        me = procs.myself()
+        lease = pure.lease(*shares, container_id=container_id)._replace(
+            boot_id=procs.boot_id(),
+            creator_pid=me.pid,
+            creator_start=me.start,
+            created=created or time.time(),
+            dialect="own",
+            driver_version="535.261.03",
+        )
+        folder = Path(storage.container_dir(str(state), container_id))
+        folder.mkdir()
+        (folder / "lease.json").write_bytes(leases.to_json(lease))
+        share = storage.make_share_dir(str(state), container_id)
+        storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
+        storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
+        found = procs.find(init.pid)
+        assert found is not None
+        leases.hold(str(state), lease, found, procs.cgroup_of(init.pid))
+        return folder / "rw" / "usage"
+
+    return make
+
+
+def charge(page: Path, number: int, pid: int, *charged: int, refused: int = 0) -> None:
+    """What a process of the container would write."""
+    data = bytearray(page.read_bytes())
+    at = region.offset("gs_usage", "slot") + number * region.SLOT_SIZE
+    tid = 1000 + number
+    padded = (*charged, *(0,) * (region.MAX_DEVICES - len(charged)))
+    data[at : at + region.SLOT_SIZE] = region.packer("gs_slot").pack(tid, tid, 1, pid, 1, *padded)
+    at = region.offset("gs_usage", "refused")
+    data[at : at + 8] = refused.to_bytes(8, "little")
+    page.write_bytes(data)
+
+
+def test_list_in_a_pipe_is_plain_and_aligned(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    page = start(LONG, pure.share(0, 0, 4 * GIB), created=time.time() - 7200)
+    charge(page, 0, 1, 1 * GIB)
+    charge(page, 3, 2, 512 * MIB)
+    start("web-1", pure.share(0, 0, 1 * GIB), pure.share(1, 1, None), created=time.time() - 130)
+    code, text, _ = cli("list")
+    assert code == 0
+    assert text.splitlines() == [
+        "CONTAINER     DEVICE  MEMORY USED      LIMIT  PROCESSES  STATE    AGE",
+        "0123456789ab       0     1.50 GiB      4 GiB          2  running   2h",
+        "web-1              0          0 B      1 GiB          0  running   2m",
+        "web-1              1          0 B  unlimited          0  running   2m",
+    ]
+
+
+def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    charge(start("c1", pure.share(0, 1, 4 * GIB)), 0, 1, 1 * GIB, refused=7)
+    (one,) = json.loads(cli("list", "--format", "json")[1])
+    assert (one["id"], one["state"], one["processes"], one["note"]) == ("c1", "running", 1, "")
+    assert one["shares"] == [
+        {
+            "slot": 0,
+            "device": 1,
+            "uuid": pure.UUIDS[1],
+            "memory_used_bytes": 1 * GIB,
+            "memory_limit_bytes": 4 * GIB,
+            "compute_percent": None,
+            "refused": 7,
+        }
+    ]
+
+
+def test_empty_list(cli: Callable[..., Any]) -> None:
+    assert cli("list") == (0, "CONTAINER  DEVICE  MEMORY USED  LIMIT  PROCESSES  STATE  AGE\n", "")
+    assert json.loads(cli("list", "--format", "json")[1]) == []
+
+
+def test_terminal_gets_a_bar_and_a_pipe_does_not(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path
+) -> None:
+    """The same command on a pseudo terminal."""
+    charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, 1, 3 * GIB)
+    assert "█" not in cli("list")[1]
+    source = str(Path(leases.__file__).resolve().parents[1])
+    program = f"import sys; sys.path.insert(0, {source!r}); from gpushare.cli import main; sys.exit(main())"
+    reader, terminal = pty.openpty()
+    environment = {"TERM": "xterm", "COLUMNS": "160", "LC_ALL": "C.UTF-8", "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--state", str(state), "list"], stdout=terminal, env=environment, check=True
+    )
+    os.close(terminal)
+    text = os.read(reader, 65536).decode()
+    os.close(reader)
+    assert done.returncode == 0
+    assert "███████░░░  75%" in text and "c1" in text
+
+
+def test_lying_page_is_not_believed(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    """No number above what the device has is shown as used."""
+    charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, 1, (1 << 64) - 1)
+    (one,) = json.loads(cli("list", "--format", "json")[1])
+    assert one["shares"][0]["memory_used_bytes"] == 16 * GIB
+    assert f"claims {(1 << 64) - 1} bytes of device 0" in one["note"]
+
+
+def test_inspect_shows_processes_refusals_and_the_last_refusal(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path, init: subprocess.Popen[bytes]
+) -> None:
+    charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, init.pid, 3 * GIB, refused=2)
+    log.record(str(state), "c1", "gpushare: no room; wait", CapacityError("no room"))
+    code, text, _ = cli("inspect", "c1")
+    assert code == 0
+    for line in (
+        r"id +c1",
+        r"state +running",
+        r"bundle +/bundle",
+        rf"init pid +{init.pid}",
+        r"last refusal +no room; wait",
+        rf" +0 +0  {pure.UUIDS[0]} +3 GiB +4 GiB +2",
+        rf" *{init.pid} +{init.pid} +3 GiB",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), f"{line}\n{text}"
+    value = json.loads(cli("inspect", "c1", "--format", "json")[1])
+    assert value["processes"] == [{"pid": init.pid, "container_pid": init.pid, "memory_used_bytes": [3 * GIB]}]
+    assert (value["last_refusal"], value["bundle"], value["driver"]) == ("no room; wait", "/bundle", "535.261.03")
+
+
+def test_inspect_takes_unique_prefixes(cli: Callable[..., Any], start: Callable[..., Path], state: Path) -> None:
+    start("web-1", pure.share(0, 0, GIB))
+    start("web-12", pure.share(0, 0, GIB))
+    log.record(str(state), "refused-1", "gpushare: no room", CapacityError("no room"))
+    assert json.loads(cli("inspect", "web-12", "--format", "json")[1])["id"] == "web-12"
+    assert json.loads(cli("inspect", "web-1", "--format", "json")[1])["id"] == "web-1"  # whole beats prefix
+    assert json.loads(cli("inspect", "ref", "--format", "json")[1])["state"] == "refused"
+    assert cli("inspect", "web") == (64, "", "gpushare: 'web' begins 2 ids: web-1, web-12; give more of it\n")
+    code, _, error = cli("inspect", "db")
+    assert code == 64 and error.startswith("gpushare: no container 'db'; ")
+    assert cli("inspect", "")[0] == 64
+
+
+def test_devices_adds_up(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    start("c1", pure.share(0, 0, 4 * GIB))
+    start("c2", pure.share(0, 0, 2 * GIB), pure.share(1, 1, None))
+    first, second = json.loads(cli("devices", "--format", "json")[1])
+    assert [first[key] for key in ("granted_bytes", "free_bytes", "containers", "state")] == [
+        6 * GIB,
+        10 * GIB,
+        2,
+        "open",
+    ]
+    assert [second[key] for key in ("granted_bytes", "free_bytes", "containers", "state")] == [
+        16 * GIB,
+        0,
+        1,
+        "exclusive",
+    ]
+    lines = cli("devices")[1].splitlines()
+    assert lines[1].split()[0] == "0" and "6 GiB" in lines[1] and "10 GiB" in lines[1]
+
+
+def test_dead_and_damaged_leases_are_shown_and_pruned(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path
+) -> None:
+    start("dead", pure.share(0, 0, GIB))
+    start("damaged", pure.share(0, 1, GIB))
+    start("live", pure.share(0, 0, GIB))
+    path = state / "containers" / "dead" / "lease.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "x"}))
+    (state / "containers" / "damaged" / "lease.json").write_text("{")
+    (state / "containers" / "half").mkdir()
+    log.record(str(state), "gone", "gpushare: no room", CapacityError("no room"))
+    log.record(str(state), "live", "gpushare: no room", CapacityError("no room"))
+
+    states = {one["id"]: one["state"] for one in json.loads(cli("list", "--format", "json")[1])}
+    assert states == {"dead": "dead", "live": "running", "damaged": "damaged"}
+    assert json.loads(cli("devices", "--format", "json")[1])[1]["state"] == "unknown use"
+
+    wanted = {("lease", "dead"), ("start", "half"), ("damaged", "damaged"), ("refusal", "gone")}
+    for _ in range(2):  # a dry run changes nothing
+        items = json.loads(cli("prune", "--dry-run", "--format", "json")[1])["items"]
+        assert {(item["kind"], item["id"]) for item in items} == wanted
+    code, text, error = cli("prune")
+    assert code == 0 and "--assume-free" in error
+    assert sorted(line.split()[1] for line in text.splitlines()[1:]) == ["damaged", "dead", "gone", "half"]
+    assert sorted(os.listdir(state / "containers")) == ["damaged", "live"]
+    assert log.known(str(state)) == ["live"]
+    assert cli("prune", "--assume-free")[0] == 0
+    assert os.listdir(state / "containers") == ["live"] and storage.trash(str(state)) == []
+    assert cli("prune")[1] == "nothing to remove\n"
+
+
+def test_prune_without_a_state_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--state", str(tmp_path / "none"), "prune"]) == 0
+    assert capfd.readouterr().out == "nothing to remove\n"
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("args", [["nothing"], ["list", "--format", "xml"], ["inspect"], ["list", "more"], ["--what"]])
+def test_wrong_usage_exits_with_two(cli: Callable[..., Any], args: list[str]) -> None:
+    code, text, error = cli(*args)
+    assert (code, text) == (2, "") and error.startswith("Usage: gpushare")
+
+
+def test_config_check(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("version: 1\nmemory_overcommit: 1.5\n")
+    bad.write_text("version: 1\nmemory_overcomit: 1.5\n")
+    code, text, _ = cli("config", "check", str(good))
+    assert code == 0 and text.startswith(f"{good}: valid\n") and re.search(r"memory_overcommit +1\.5\n", text)
+    assert json.loads(cli("config", "check", str(good), "--format", "json")[1])["config"]["memory_overcommit"] == 1.5
+    code, text, error = cli("config", "check", str(bad))
+    assert (code, text) == (78, "") and f"{bad}:2: memory_overcomit" in error
+    assert cli("config", "check", "/none.yaml")[0] == 78
+    assert "defaults hold" in cli("config", "check")[1]
+
+
+def test_version(cli: Callable[..., Any]) -> None:
+    assert re.fullmatch(r"gpushare \S.*, ABI 1\n", cli("version")[1])
+    assert json.loads(cli("version", "--format", "json")[1])["abi"] == region.ABI_VERSION
+
+
+def test_bug_of_ours_is_one_line(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: str) -> Any:
+        raise ZeroDivisionError("x")
+
+    monkeypatch.setattr(facts, "containers", broken)
+    code, text, error = cli("list")
+    assert (code, text) == (1, "") and error.count("\n") == 1 and "ZeroDivisionError" in error
+
+
+def test_names_cannot_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    output.write_table((output.Column("name"),), [("\x1b[31mred\n",)])
+    assert capfd.readouterr().out == "NAME\n\\x1b[31mred\\n\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-5, "0s"), (59, "59s"), (60, "1m"), (3599, "59m"), (3600, "1h"), (90000, "1d")]
+)
+def test_age(seconds: float, text: str) -> None:
+    assert output.age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("used", "limit", "text"),
+    [(0, 10, "░░░░░░░░░░   0%"), (99, 100, "█████████░  99%"), (100, 100, "██████████ 100%"), (1, 0, "")],
+)
+def test_bar_is_full_only_at_the_limit(used: int, limit: int, text: str) -> None:
+    assert output.bar(used, limit) == text

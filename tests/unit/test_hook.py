@@ -1,0 +1,240 @@
+"""The hook's edges: its command line, what it costs a container that asks for nothing, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import hook, log, names, oci, request
+from gpushare.errors import CapacityError, RequestError
+
+SOURCE = str(Path(hook.__file__).resolve().parents[1])
+# What the start path must never load: each costs more than the rest of the hook together, or is a risk.
+EXPENSIVE = frozenset(
+    "argparse asyncio click dataclasses email glob http importlib.metadata inspect jsonschema logging pathlib pynvml "
+    "rich shutil socket subprocess tempfile threading traceback unittest urllib yaml".split()
+)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """main() takes over signals, umask and directory of its process, which here is pytest."""
+    import signal
+
+    numbers = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before, mask, directory = [signal.getsignal(number) for number in numbers], os.umask(0), os.getcwd()
+    yield
+    signal.alarm(0)
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
+    os.umask(mask)
+    os.chdir(directory)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Callable[..., bytes]:
+    """bundle(*env, **spec) -> the state of a container, as a runtime sends it; its config.json is written."""
+
+    def make(*env: str, pid: int = 0, **spec: Any) -> bytes:
+        directory = tmp_path / "bundle"
+        directory.mkdir(exist_ok=True)
+        content = {"root": {"path": "rootfs"}, "process": {"env": list(env)}, **spec}
+        (directory / "config.json").write_text(json.dumps(content))
+        state = {"ociVersion": "1.0.2", "id": "c1", "status": "creating", "pid": pid, "bundle": str(directory)}
+        return json.dumps(state).encode()
+
+    return make
+
+
+def call(state: bytes, *argv: str) -> int:
+    """hook.main with `state` on a descriptor of its own."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, state)
+        os.close(writer)
+        return hook.main(argv, stdin=reader)
+    finally:
+        os.close(reader)
+
+
+# Command line
+
+
+def test_options_and_their_defaults() -> None:
+    assert hook.parse(["prestart"]) == ("prestart", names.CONFIG_PATH, names.STATE_DIR)
+    both = ["--config", "/c.yaml", "--state=/s/", "createRuntime"]
+    assert hook.parse(both) == ("createRuntime", "/c.yaml", "/s")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["start"], ["prestart", "more"], ["--config"], ["--config", "/c"], ["--verbose", "prestart"]]
+    + [["--state", "relative", "prestart"], ["--state=", "prestart"], ["-h"]],
+    ids=" ".join,
+)
+def test_wrong_usage_says_what_is_right(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RequestError):
+        hook.parse(argv)
+    assert call(b"", *argv) == 64
+    assert "use gpushare-hook [--config FILE] [--state DIR]" in capfd.readouterr().err
+
+
+# Containers that are none of our business
+
+
+@pytest.mark.parametrize(
+    ("env", "annotations"),
+    [
+        ([], {}),
+        (["PATH=/bin", "TERM=xterm"], {"org.example": "x"}),
+        (["GPUSHARE_MEMORY=1Gi"], {"io.kubernetes.cri.container-type": "sandbox"}),
+        (["NVIDIA_VISIBLE_DEVICES=all"], {"io.kubernetes.cri-o.ContainerType": "sandbox"}),
+    ],
+    ids=["empty", "ordinary", "sandbox of containerd", "sandbox of cri-o"],
+)
+def test_container_that_asks_for_nothing_leaves_no_trace(
+    bundle: Callable[..., bytes], tmp_path: Path, env: list[str], annotations: dict[str, str]
+) -> None:
+    """It touches neither configuration nor state: both paths do not exist, and still do not afterwards."""
+    state = tmp_path / "none" / "state"
+    assert call(bundle(*env, annotations=annotations), "--config", "/none", "--state", str(state), "prestart") == 0
+    assert not state.parent.exists()
+
+
+def modules_after(statements: str, state: bytes = b"") -> set[str]:
+    """Names of all modules that a start as the installed program's loads (-I -S: nothing else)."""
+    text = f"import sys; sys.path.insert(0, {SOURCE!r})\n{statements}\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-ISc", text], input=state, capture_output=True, check=True)
+    return set(done.stderr.decode().split())
+
+
+def test_idle_container_loads_next_to_nothing(bundle: Callable[..., bytes]) -> None:
+    loaded = modules_after("from gpushare import hook; assert hook.main(['prestart']) == 0", bundle("PATH=/bin"))
+    assert "gpushare.request" in loaded
+    assert not loaded & (EXPENSIVE | {"ctypes", "struct", "gpushare.leases", "gpushare.apply", "gpushare.node"})
+
+
+def test_start_path_is_the_standard_library_and_little_of_it() -> None:
+    """All modules of the start, with those that they load late."""
+    late = "apply bpf cachefile cgroup driverfiles leases node placement plan procmask procs rootfs storage".split()
+    loaded = modules_after("from gpushare import hook, " + ", ".join(late))
+    assert not loaded & EXPENSIVE
+    assert {f"gpushare.{name}" for name in late} <= loaded
+
+
+# Failing
+
+
+def test_refusal_is_the_last_line_and_is_kept(
+    bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> bool:
+        raise CapacityError("8 GiB asked,\n\x1b[31m4 GiB free", "ask for less")
+
+    monkeypatch.setattr(request, "mentions", refuse)
+    assert call(bundle(), "--state", str(state_dir), "prestart") == 75
+    expected = "gpushare: 8 GiB asked,\\n\\x1b[31m4 GiB free; ask for less\n"
+    assert capfd.readouterr().err == expected
+    assert (state_dir / "errors" / "c1").read_text() == expected
+    assert log.read(str(state_dir), "c1") == expected[len("gpushare: ") : -1]
+    assert os.listdir(state_dir / "errors") == ["c1"]
+
+
+def test_bug_of_ours_is_one_line_and_a_trace_on_the_host(
+    bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> bool:
+        raise ZeroDivisionError("a\nb")
+
+    monkeypatch.setattr(request, "mentions", broken)
+    assert call(bundle(), "--state", str(state_dir), "prestart") == 1
+    error = capfd.readouterr().err
+    assert error.startswith("gpushare: internal error: ZeroDivisionError: a\\nb (at test_hook.py:")
+    assert error.count("\n") == 1
+    trace = state_dir / "errors" / "c1.trace"
+    assert "Traceback" in trace.read_text() and trace.stat().st_mode & 0o077 == 0
+    assert log.known(str(state_dir)) == ["c1"]
+    log.forget(str(state_dir), "c1")
+    assert os.listdir(state_dir / "errors") == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [b"", b"{", b"[]", b"\xff", b'{"id": "../x", "bundle": "/b"}', b'{"id": "c1"}', b'{"id": "c1", "bundle": "rel"}']
+    + [b'{"id": "c1", "bundle": "/none"}', b'{"id": 1, "bundle": "/"}', b'{"id": "c1", "bundle": "/b", "pid": -1}'],
+)
+def test_malformed_state_is_one_line(
+    state: bytes, state_dir: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert call(state, "--state", str(state_dir), "prestart") == 64
+    error = capfd.readouterr().err
+    assert error.startswith("gpushare: ") and error.count("\n") == 1 and "Traceback" not in error
+    assert call(state, "--state", str(state_dir), "poststop") == 0
+
+
+def test_endless_state_is_refused(state_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/zero", "rb") as zeros:
+        assert hook.main(["--state", str(state_dir), "prestart"], stdin=zeros.fileno()) == 64
+    assert f"larger than {oci.MAX_STATE_BYTES} bytes" in capfd.readouterr().err
+
+
+def test_runtime_that_never_sends_the_state_meets_the_deadline(
+    state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, "DEADLINE_S", 1)
+    reader, writer = os.pipe()
+    try:
+        assert hook.main(["--state", str(state_dir), "prestart"], stdin=reader) == 1
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert "took longer than 1 s" in capfd.readouterr().err
+
+
+def test_state_without_a_process_is_refused(
+    bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook in the wrong stage (poststop's state has no pid) must not make a lease that nobody holds."""
+    from gpushare import node
+
+    from tests.unit import pure
+
+    monkeypatch.setattr(node, "load_node", lambda config, state: pure.node())
+    assert call(bundle("GPUSHARE_MEMORY=1Gi"), "--state", str(state_dir), "createRuntime") == 64
+    assert "pid 0 is no process" in capfd.readouterr().err
+    assert os.listdir(state_dir / "containers") == []
+
+
+def test_poststop_of_what_was_never_started_is_silent(
+    bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert call(bundle(), "--state", str(state_dir), "poststop") == 0
+    assert capfd.readouterr().err == ""
+    assert not os.listdir(state_dir)  # nothing was ever mounted here
+
+
+def test_refusals_do_not_pile_up(state_dir: Path) -> None:
+    """A crash loop under ever new names: the oldest go, the newest stay."""
+    (state_dir / "errors").mkdir()
+    for number in range(300):
+        log.record(str(state_dir), f"c{number}", "gpushare: no", CapacityError("no"))
+        os.utime(state_dir / "errors" / f"c{number}", ns=(number, number))
+    kept = log.known(str(state_dir))
+    assert 200 < len(kept) <= 257 and "c299" in kept and "c0" not in kept
+
+
+def test_log_line_per_container(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log.append(str(path), "c1: limits")
+    log.append(str(path), "c2: limits")
+    lines = path.read_text().splitlines()
+    assert [line.split("Z ")[1] for line in lines] == ["c1: limits", "c2: limits"]
+    os.mkfifo(tmp_path / "fifo")
+    log.append(str(tmp_path / "fifo"), "nobody reads")  # neither waits nor raises
