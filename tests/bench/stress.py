@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+from typing import Any
 
 from cuda.bindings import driver as cuda
 
@@ -21,7 +22,7 @@ def work(seed: int, attempts: int) -> tuple[int, int]:
     """(granted, refused)."""
     chance = random.Random(seed)
     granted = refused = 0
-    live = []
+    live: list[Any] = []
     assert cuda.cuInit(0)[0] == OK
     error, context = cuda.cuDevicePrimaryCtxRetain(0)
     assert error == OK, error
