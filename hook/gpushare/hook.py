@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from . import apply, procs
 
 DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
+UNDO_DEADLINE_S = 5
 _POSTSTOP_WAIT_MS = 2000
 _USAGE = "use gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop"
 
@@ -112,6 +113,10 @@ def _interrupt(number: int, _: object) -> None:
     raise Interrupted(f"the start was ended by signal {number}", "start the container again")
 
 
+def _interrupt_undo(number: int, _: object) -> None:
+    raise Interrupted(f"undoing took longer than {UNDO_DEADLINE_S} s")
+
+
 def _watch() -> None:
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _interrupt)
@@ -160,20 +165,19 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
     """Reserve, apply, hold; or nothing at all."""
     from . import apply, driverfiles, leases, plan, procs, rootfs, storage
 
-    state_dir = host.config.state_dir
-    inventory = host.inventory
-    files = driverfiles.find(inventory.root, inventory.driver_version, asked.capabilities, inventory.simulated)
-    root = rootfs.open_root(bundle, init.pid)
-    try:
-        image = rootfs.probe(root, bundle.env)
-    finally:
-        os.close(root)
+    state_dir, inventory = host.config.state_dir, host.inventory
     lease: Optional[Lease] = None
     applied: Optional[apply.Applied] = None
     try:
         if asked.selection.kind != "none":  # driver files alone hold no part of a device
             lease = leases.reserve(state_dir, bundle, asked, host, grant)
             storage.make_share_dir(state_dir, bundle.id)
+        files = driverfiles.find(inventory.root, inventory.driver_version, asked.capabilities, inventory.simulated)
+        root = rootfs.open_root(bundle, init.pid)
+        try:
+            image = rootfs.probe(root, bundle.env)
+        finally:
+            os.close(root)
         steps = plan.make_plan(bundle, asked, host, lease, image, files)
         applied = apply.apply(steps, bundle, init.pid)
         if lease is not None:
@@ -189,9 +193,12 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
 
 
 def _undo(state_dir: str, container_id: str, applied: Optional[apply.Applied]) -> None:
-    """Takes everything back. What fails here is left for the next start, poststop or prune: the first error counts."""
+    """Takes everything back. What fails here, or hangs, is left for the next start, poststop or prune: our lease dies
+    with us. The error that led here is the one that counts."""
     from . import leases, storage
 
+    signal.signal(signal.SIGALRM, _interrupt_undo)
+    signal.alarm(UNDO_DEADLINE_S)
     for step in (
         lambda: applied.undo() if applied is not None else None,
         lambda: leases.undo(state_dir, container_id),
@@ -201,6 +208,7 @@ def _undo(state_dir: str, container_id: str, applied: Optional[apply.Applied]) -
             step()
         except (OSError, GpushareError):
             pass
+    signal.alarm(0)
 
 
 def _poststop(options: Options, state: oci.State) -> int:

@@ -42,10 +42,10 @@ def of_bundle(paths: Paths, bundle: Bundle) -> tuple[Optional[Request], Optional
     if asked is None:
         return None, None
     request.refuse_conflicts(bundle, asked)
+    lease = _lease(paths.state_dir, bundle, asked, host)
     files = driverfiles.find(
         host.inventory.root, host.inventory.driver_version, asked.capabilities, host.inventory.simulated
     )
-    lease = _lease(paths.state_dir, bundle, asked, host)
     root = rootfs.open_root(bundle)
     try:
         image = rootfs.probe(root, bundle.env)
