@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from gpushare import errors
+
 from tests.lib.host import TREE
 from tests.tools import config_docs
 
