@@ -13,55 +13,19 @@ The lock is one flock, held for reads, renames and arithmetic only: never across
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import json
 import os
 import time
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, NamedTuple, Optional
+from typing import Callable, Iterator, NamedTuple, Optional
 
-from . import procs, region, storage
+from . import leasefile, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError
-from .model import Bundle, Device, Lease, Node, Request, Share
+from .model import Bundle, Lease, Node, Request, Share
 
 _FILE = "lease.json"
 _MAX_BYTES = 1 << 20
-# Field types as JSON has them; a lease of another shape is damaged.
-_LEASE: dict[str, tuple[type, ...]] = {
-    "id": (str,),
-    "state": (str,),
-    "boot_id": (str,),
-    "bundle": (str,),
-    "shares": (list,),
-    "creator_pid": (int,),
-    "creator_start": (int,),
-    "init_pid": (int,),
-    "init_start": (int,),
-    "cgroup": (str,),
-    "created": (float, int),
-    "dialect": (str,),
-    "driver_version": (str,),
-}
-_SHARE: dict[str, tuple[type, ...]] = {
-    "slot": (int,),
-    "device": (dict,),
-    "memory_limit_bytes": (int, type(None)),
-    "compute_percent": (int, type(None)),
-    "soft": (bool,),
-    "priority": (int,),
-    "oversubscribe": (bool,),
-}
-_DEVICE: dict[str, tuple[type, ...]] = {
-    "index": (int,),
-    "uuid": (str,),
-    "minor": (int,),
-    "bus_id": (str,),
-    "model": (str,),
-    "memory_bytes": (int,),
-    "context_bytes": (int,),
-    "granularity_bytes": (int,),
-}
-
 # (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
 GrantFn = Callable[[Request, Node, "tuple[Lease, ...]", "frozenset[str]"], "tuple[Share, ...]"]
 
@@ -101,37 +65,6 @@ def locked(state_dir: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def to_json(lease: Lease) -> bytes:
-    """lease.json: objects with the field names of model.py."""
-    shares = [{**share._asdict(), "device": share.device._asdict()} for share in lease.shares]
-    return json.dumps({**lease._asdict(), "shares": shares}, indent=1).encode()
-
-
-def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[str, Any]:
-    """`value` when it has exactly these fields with these types (a bool is not an int). Raises ValueError."""
-    if not isinstance(value, dict) or value.keys() != types.keys():
-        raise ValueError(f"{what} has other fields")
-    for name, allowed in types.items():
-        if not isinstance(value[name], allowed) or (isinstance(value[name], bool) and bool not in allowed):
-            raise ValueError(f"{what}.{name} is {value[name]!r}")
-    return value
-
-
-def from_json(data: bytes, container_id: str) -> Lease:
-    """The inverse of `to_json`. Raises ValueError."""
-    try:
-        fields = _fields(json.loads(data), _LEASE, "lease")
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if fields["id"] != container_id or fields["state"] not in ("reserved", "held"):
-        raise ValueError(f"id {fields['id']!r}, state {fields['state']!r}")
-    shares = []
-    for item in fields["shares"]:
-        share = _fields(item, _SHARE, "share")
-        shares.append(Share(**{**share, "device": Device(**_fields(share["device"], _DEVICE, "device"))}))
-    return Lease(**{**fields, "shares": tuple(shares)})
 
 
 def why_dead(lease: Lease, boot_id: str) -> str:
@@ -180,7 +113,7 @@ def view(state_dir: str) -> View:
         raise KernelError(f"{state_dir!r}: {error.strerror}", "run as root") from error
     for container_id in ids:
         try:
-            lease = from_json(_read_file(state_dir, container_id), container_id)
+            lease = leasefile.from_json(_read_file(state_dir, container_id), container_id)
         except FileNotFoundError:
             if os.path.isdir(storage.container_dir(state_dir, container_id)):
                 partial.append(container_id)
@@ -196,17 +129,20 @@ def view(state_dir: str) -> View:
 
 
 def _write(state_dir: str, lease: Lease) -> None:
-    """By rename: a reader sees the old lease or the new one."""
+    """By rename: a reader sees the old lease or the new one. Raises KernelError."""
     path = os.path.join(storage.container_dir(state_dir, lease.id), _FILE)
     temporary = path + ".new"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    data = leasefile.to_json(lease)
     try:
-        data = to_json(lease)
-        if os.write(fd, data) != len(data):  # a full tmpfs writes less; the start must fail, not the lease be damaged
-            raise KernelError(f"{temporary!r}: no space left in the state directory")
-    finally:
-        os.close(fd)
-    os.rename(temporary, path)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.write(fd, data) != len(data):  # a full tmpfs writes less: the start fails, the lease stays whole
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+    except OSError as error:
+        raise KernelError(f"{path!r}: {error.strerror}") from error
 
 
 def _sweep(state_dir: str, seen: View) -> list[str]:
@@ -261,7 +197,7 @@ def reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, grant_
         except (OSError, GpushareError) as error:
             storage.discard(state_dir, lease.id)
             if isinstance(error, OSError):
-                raise KernelError(f"lease of {lease.id!r}: {error.strerror}") from error
+                raise KernelError(f"directory of {lease.id!r}: {error.strerror}") from error
             raise
     return lease
 
@@ -282,7 +218,7 @@ def hold(state_dir: str, lease: Lease, init: procs.Process, cgroup: str) -> Leas
 def find(state_dir: str, container_id: str) -> Optional[Lease]:
     """The lease of one container, alive or not; None when there is none that can be read."""
     try:
-        return from_json(_read_file(state_dir, container_id), container_id)
+        return leasefile.from_json(_read_file(state_dir, container_id), container_id)
     except (OSError, ValueError):
         return None
 

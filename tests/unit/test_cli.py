@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leases, log, node, procs, region, storage
+from gpushare import leasefile, leases, log, node, procs, region, storage
 from gpushare.cli import facts, main, output
 from gpushare.errors import CapacityError
 from gpushare.model import Share
@@ -68,7 +68,7 @@ def start(state: Path, init: subprocess.Popen[bytes]) -> Callable[..., Path]:
         )
         folder = Path(storage.container_dir(str(state), container_id))
         folder.mkdir()
-        (folder / "lease.json").write_bytes(leases.to_json(lease))
+        (folder / "lease.json").write_bytes(leasefile.to_json(lease))
         share = storage.make_share_dir(str(state), container_id)
         storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
         storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import hook, leases, procs, storage
+from gpushare import hook, leasefile, leases, procs, storage
 from gpushare.errors import CapacityError, GpushareError, KernelError
 from gpushare.model import Amount, Bundle, Lease, Node, Request, Selection
 from gpushare.ops import WriteLimits
@@ -100,7 +100,7 @@ def test_reserved_held_released(state: str, init: subprocess.Popen[bytes]) -> No
 def test_lease_survives_a_round_trip_through_its_file() -> None:
     shares = (pure.share(0, 0, 4 * GIB), pure.share(1, 1, None)._replace(compute_percent=30, soft=True))
     lease = pure.lease(*shares)._replace(created=1.5, cgroup="/a b", bundle="/ü")
-    assert leases.from_json(leases.to_json(lease), "c1") == lease
+    assert leasefile.from_json(leasefile.to_json(lease), "c1") == lease
 
 
 def test_second_create_of_a_live_id_is_refused_and_named(state: str) -> None:
@@ -197,6 +197,19 @@ def test_full_state_directory_fails_the_start_and_damages_nothing(state: str) ->
     assert leases.view(state) == leases.View((), (), (), ())
     os.unlink(f"{state}/filler")
     assert reserve(state, "c1").id == "c1"
+
+
+def test_directory_that_fills_up_during_a_start_leaves_the_lease_whole(
+    state: str, init: subprocess.Popen[bytes]
+) -> None:
+    lease = reserve(state, "c1")
+    subprocess.run(["mount", "-o", "remount,size=64k", state], check=True)
+    with open(f"{state}/filler", "wb", buffering=0) as filler, pytest.raises(OSError):
+        while True:
+            filler.write(b"x" * 4096)
+    with pytest.raises(KernelError, match="lease.json.*No space left"):
+        leases.hold(state, lease, process(init.pid), "")
+    assert leases.view(state).live == (lease,)
 
 
 # Together

@@ -1,0 +1,79 @@
+"""lease.json: a lease as text and back (start path). Pure.
+
+to_json(lease)               -> bytes
+from_json(data, id)          -> Lease     raises ValueError: a file of any other shape is damaged, never guessed at
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .model import Device, Lease, Share
+
+# Field types as JSON has them; a lease of another shape is damaged.
+_LEASE: dict[str, tuple[type, ...]] = {
+    "id": (str,),
+    "state": (str,),
+    "boot_id": (str,),
+    "bundle": (str,),
+    "shares": (list,),
+    "creator_pid": (int,),
+    "creator_start": (int,),
+    "init_pid": (int,),
+    "init_start": (int,),
+    "cgroup": (str,),
+    "created": (float, int),
+    "dialect": (str,),
+    "driver_version": (str,),
+}
+_SHARE: dict[str, tuple[type, ...]] = {
+    "slot": (int,),
+    "device": (dict,),
+    "memory_limit_bytes": (int, type(None)),
+    "compute_percent": (int, type(None)),
+    "soft": (bool,),
+    "priority": (int,),
+    "oversubscribe": (bool,),
+}
+_DEVICE: dict[str, tuple[type, ...]] = {
+    "index": (int,),
+    "uuid": (str,),
+    "minor": (int,),
+    "bus_id": (str,),
+    "model": (str,),
+    "memory_bytes": (int,),
+    "context_bytes": (int,),
+    "granularity_bytes": (int,),
+}
+
+
+def to_json(lease: Lease) -> bytes:
+    """lease.json: objects with the field names of model.py."""
+    shares = [{**share._asdict(), "device": share.device._asdict()} for share in lease.shares]
+    return json.dumps({**lease._asdict(), "shares": shares}, indent=1).encode()
+
+
+def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[str, Any]:
+    """`value` when it has exactly these fields with these types (a bool is not an int). Raises ValueError."""
+    if not isinstance(value, dict) or value.keys() != types.keys():
+        raise ValueError(f"{what} has other fields")
+    for name, allowed in types.items():
+        if not isinstance(value[name], allowed) or (isinstance(value[name], bool) and bool not in allowed):
+            raise ValueError(f"{what}.{name} is {value[name]!r}")
+    return value
+
+
+def from_json(data: bytes, container_id: str) -> Lease:
+    """The inverse of `to_json`. Raises ValueError."""
+    try:
+        fields = _fields(json.loads(data), _LEASE, "lease")
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if fields["id"] != container_id or fields["state"] not in ("reserved", "held"):
+        raise ValueError(f"id {fields['id']!r}, state {fields['state']!r}")
+    shares = []
+    for item in fields["shares"]:
+        share = _fields(item, _SHARE, "share")
+        shares.append(Share(**{**share, "device": Device(**_fields(share["device"], _DEVICE, "device"))}))
+    return Lease(**{**fields, "shares": tuple(shares)})
