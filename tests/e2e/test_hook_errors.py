@@ -133,7 +133,7 @@ def of_bundle(one: Container, pid: int) -> dict[str, Any]:
     return {"ociVersion": "1.0.2", "id": one.id, "status": "creating", "pid": pid, "bundle": str(one.bundle)}
 
 
-EXIT_CODES = {
+EXIT_CODES: dict[int, tuple[dict[str, str], dict[str, Any], str]] = {
     64: ({"GPUSHARE_MEMORY": "banana"}, {}, "GPUSHARE_MEMORY"),
     75: ({"GPUSHARE_MEMORY": "17Gi"}, {}, "16 GiB free"),
     77: ({"NVIDIA_VISIBLE_DEVICES": "0"}, {"policy": {"require_limits": True}}, "policy.require_limits"),

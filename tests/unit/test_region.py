@@ -7,6 +7,7 @@ import random
 import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpushare import region
@@ -33,7 +34,7 @@ CONSTANTS = {
 }
 
 
-def device(index: int = 0, **changes: object) -> Device:
+def device(index: int = 0, **changes: Any) -> Device:
     uuid = UUID[:-2] + f"{index:02x}"
     return Device(index, uuid, index, f"0000:0{index}:00.0", "Test GPU", 16 << 30, 300 << 20)._replace(**changes)
 

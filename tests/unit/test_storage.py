@@ -9,7 +9,7 @@ import os
 import signal
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -148,9 +148,9 @@ def test_page_is_exact_and_cannot_grow(page: Path) -> None:
         0,
     )
     assert page.stat().st_blocks * 512 == region.USAGE_SIZE  # allocated: no store can hit a full file system
-    attempts = (
-        lambda: (page.parent / "more").touch(),
-        lambda: (page.parent / "folder").mkdir(),
+    attempts: tuple[Callable[[], None], ...] = (
+        (page.parent / "more").touch,
+        (page.parent / "folder").mkdir,
         lambda: (page.parent / "link").symlink_to("x"),
     )
     for attempt in attempts:
