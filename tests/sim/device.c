@@ -1,5 +1,4 @@
 /* Clients and the physical ledger of a simulated device. */
-#define _GNU_SOURCE
 #include "device.h"
 
 #include <dirent.h>

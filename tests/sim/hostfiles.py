@@ -80,7 +80,7 @@ GPU Excluded:\t No
 class Gpu(NamedTuple):
     """One simulated device."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, on purpose
     minor: int
     uuid: str  # "GPU-..."
     model: str

@@ -32,7 +32,7 @@ RETRIES = 2000
 class Client(NamedTuple):
     """One process (more exactly: one loaded driver) on the device."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, on purpose
     pid: int  # as the process sees itself
     host_pid: int  # as this reader sees it; 0 when dead or out of sight
     pidns: int

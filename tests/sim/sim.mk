@@ -5,7 +5,7 @@ SIM_DIR := tests/sim
 SIM_VERSION := 535.261.03
 SIM_OUT := $(BUILD)/sim
 SIM_PYTHON ?= $(if $(PYTHON),$(PYTHON),python3)
-SIM_CFLAGS := -std=c11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror -I$(SIM_DIR) -I$(SIM_DIR)/cuda -isystem $(CUDA_INCLUDE) \
+SIM_CFLAGS := -std=c11 -D_GNU_SOURCE -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror -I$(SIM_DIR) -I$(SIM_DIR)/cuda -isystem $(CUDA_INCLUDE) \
 	-isystem $(NVML_INCLUDE)
 
 SIM_SHARED := device shared scheduler

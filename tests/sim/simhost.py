@@ -61,7 +61,9 @@ def parse_size(text: str) -> int:
 
 def default_uuid(index: int) -> str:
     """The same for the same index, always."""
-    return "GPU-" + str(uuid.UUID(bytes=hashlib.sha256(b"gpushare simulated device %d" % index).digest()[:16], version=4))
+    return "GPU-" + str(
+        uuid.UUID(bytes=hashlib.sha256(b"gpushare simulated device %d" % index).digest()[:16], version=4)
+    )
 
 
 def write_device(
@@ -96,15 +98,19 @@ def _write(path: Path, text: str, mode: int = 0o444) -> None:
 
 
 def _link(path: Path, text: str) -> None:
+    if path.is_symlink() and os.readlink(path) == text:
+        return
     path.unlink(missing_ok=True)
     path.symlink_to(text)
 
 
 def _install(source: Path, target: Path, mode: int = 0o644) -> None:
+    """Replaces by renaming: who runs the old file keeps it, nobody sees half of one."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    shutil.copyfile(source, target)
-    target.chmod(mode)
+    temporary = target.with_name(target.name + ".new")
+    shutil.copyfile(source, temporary)
+    temporary.chmod(mode)
+    os.replace(temporary, target)
 
 
 def write_libraries(root: Path, built: Path) -> None:

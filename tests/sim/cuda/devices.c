@@ -1,5 +1,4 @@
 /* Devices: count, names, attributes. */
-#define _GNU_SOURCE
 #include "sim.h"
 
 #include <stdio.h>

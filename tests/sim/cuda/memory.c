@@ -51,8 +51,11 @@ void mem_give(struct mem *m) {
 
 void mem_give_all(struct context *ctx) {
     small_drop_all(ctx);
-    while (ctx->mems)
+    while (ctx->mems) {
+        if (ctx->mems->kind == MEM_ARRAY && ctx->mems->owner)
+            *(uint32_t *)ctx->mems->owner = 0; /* its handle is dead */
         mem_give(ctx->mems);
+    }
 }
 
 bool mem_range(uint64_t va, uint64_t *start, uint64_t *size, struct mem **found) {
@@ -95,6 +98,10 @@ CUresult mem_free(uint64_t va) {
         CHECK_VALUE(va == m->va);
         mem_give(m);
         return CUDA_SUCCESS;
+    case MEM_FOREIGN:
+        return foreign_drop(va);
+    case MEM_GRAPH:
+        return graph_free_address(m, va);
     default:
         return CUDA_ERROR_INVALID_VALUE;
     }

@@ -1,5 +1,4 @@
 /* cuGetProcAddress: the answers that a real 535 driver gave, from exports/procaddress-535.txt. */
-#define _GNU_SOURCE
 #include "sim.h"
 
 #include <dlfcn.h>

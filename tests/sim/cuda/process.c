@@ -1,5 +1,4 @@
 /* Initialisation, fork, and which context is current. */
-#define _GNU_SOURCE
 #include "sim.h"
 
 #include <stdlib.h>

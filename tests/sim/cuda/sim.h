@@ -61,6 +61,7 @@ struct mem {
     uint64_t touched; /* content was written up to here: must be dropped on free */
     uint64_t id;      /* CU_POINTER_ATTRIBUTE_BUFFER_ID */
     bool sync_memops;
+    unsigned refs; /* of an imported span */
     struct mem *next, *prev;
 };
 
@@ -168,6 +169,12 @@ bool small_free(struct mem *mem, uint64_t va);
 bool small_range(const struct mem *mem, uint64_t va, uint64_t *start, uint64_t *size);
 void small_drop_all(struct context *ctx);
 
+/* limits.c */
+void limits_open(struct context *ctx);
+
+/* share.c */
+CUresult foreign_drop(uint64_t va); /* memory of another process, mapped here */
+
 /* host.c: page-locked host memory */
 bool host_range(uint64_t va, uint64_t *start, uint64_t *size);
 
@@ -179,6 +186,9 @@ CUresult pool_alloc(struct pool *pool, uint64_t bytes, CUdeviceptr *va);
 bool pool_free(struct mem *mem, uint64_t va);
 bool pool_range(const struct mem *mem, uint64_t va, uint64_t *start, uint64_t *size);
 void pools_trim_at_sync(int device);
+
+/* graphmem.c */
+CUresult graph_free_address(struct mem *mem, uint64_t va);
 
 /* module.c */
 void modules_drop_all(struct context *ctx);

@@ -1,6 +1,5 @@
 /* Device addresses: one range per device, in 2 MiB blocks. The range is reserved host memory at
  * the same address, so content is an ordinary load or store and untouched memory costs nothing. */
-#define _GNU_SOURCE
 #include "sim.h"
 
 #include <stdlib.h>

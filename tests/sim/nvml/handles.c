@@ -1,5 +1,4 @@
 /* How a device is found, and what identifies it. */
-#define _GNU_SOURCE
 #include "simnvml.h"
 
 #include <stdio.h>

@@ -1,5 +1,4 @@
 /* Initialisation and the system. NVML reads the devices, it is no client of them. */
-#define _GNU_SOURCE
 #include "simnvml.h"
 
 #include <stdio.h>

@@ -1,5 +1,4 @@
 /* Memory, processes, utilisation. Processes are reported by host pid, where it can be seen. */
-#define _GNU_SOURCE
 #include "simnvml.h"
 
 #include <string.h>

@@ -1,0 +1,1 @@
+"""The simulated NVIDIA driver: see HACKING.md."""

@@ -1,0 +1,285 @@
+/* Streams on the device. A context has one line of work; what is ready in its streams is appended
+ * to it in the order in which it was issued, and is done when the device has given the context that
+ * much time (scheduler.c). What waits for a value in memory, a host function or another context
+ * stays in its stream until that has come. */
+#include "work.h"
+
+#include <stdlib.h>
+#include <time.h>
+
+#define QUEUE_DEPTH 1024u
+#define SHORTEST_WAIT_NS 20000u
+#define BLOCKED_WAIT_NS 100000u
+
+static uint64_t sequence;
+
+static struct sim_device *device_of(const struct context *ctx) {
+    return &sim.device[ctx->device].sim;
+}
+
+static struct sim_queue *queue_of(const struct context *ctx) {
+    return &device_of(ctx)->state->queue[ctx->queue - 1];
+}
+
+CUresult engine_open(struct context *ctx) {
+    struct sim_device *d = device_of(ctx);
+    sim_lock(d);
+    for (unsigned i = 0; i < SIM_MAX_QUEUES && !ctx->queue; i++) {
+        struct sim_queue *q = &d->state->queue[i];
+        if (q->client)
+            continue;
+        *q = (struct sim_queue){.client = d->client};
+        ctx->queue = i + 1;
+        if (i >= d->state->queues_high)
+            d->state->queues_high = i + 1;
+    }
+    sim_unlock(d);
+    return ctx->queue ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+void engine_close(struct context *ctx) {
+    struct sim_device *d = device_of(ctx);
+    if (!ctx->queue)
+        return;
+    sim_lock(d);
+    if (queue_of(ctx)->client == d->client)
+        queue_of(ctx)->client = 0;
+    sim_unlock(d);
+}
+
+void mark_drop(struct mark *mark) {
+    if (mark && --mark->refs == 0)
+        free(mark);
+}
+
+/* When the context had attained `end_ns`, from the slices that are still known. */
+static uint64_t instant_of(const struct sim_queue *q, uint64_t end_ns, uint64_t fallback_ns) {
+    unsigned n = q->n_slices < SIM_QUEUE_SLICES ? q->n_slices : SIM_QUEUE_SLICES;
+    uint64_t at = fallback_ns;
+    for (unsigned i = 1; i <= n; i++) {
+        const struct sim_slice *s = &q->slice[(q->n_slices - i) % SIM_QUEUE_SLICES];
+        if (s->attained_ns + (s->end_ns - s->start_ns) < end_ns)
+            break;
+        at = s->start_ns + (end_ns > s->attained_ns ? end_ns - s->attained_ns : 0);
+    }
+    return at;
+}
+
+static void finish_mark(struct mark *m, const struct sim_queue *q, uint64_t submitted_at,
+                        uint64_t now_ns) {
+    uint64_t at = instant_of(q, m->end_ns, now_ns);
+    m->at_ns = at > submitted_at ? at : submitted_at;
+    m->done = true;
+}
+
+/* An op that waits for a processor: its value, its host function, a mark of another context. */
+static bool is_ready(struct stream *s, struct op *op, uint64_t attained_ns) {
+    switch (op->work.kind) {
+    case WORK_WAIT:
+        if (op->mark->done)
+            return true;
+        if (op->mark->ctx != s->ctx) {
+            engine_progress(op->mark->ctx);
+            return op->mark->done;
+        }
+        return op->mark->submitted;
+    case WORK_VALUE:
+        if (s->end_ns > attained_ns)
+            return false;
+        if (op->work.value.write)
+            return true;
+        return value_holds(&op->work.value);
+    case WORK_HOST:
+        return false; /* service.c runs it and marks it submitted */
+    default:
+        return true;
+    }
+}
+
+/* Legacy default stream and blocking streams wait for each other's earlier work. */
+static bool is_in_turn(const struct stream *s, const struct op *op) {
+    if (!stream_blocks_with_legacy(s))
+        return true;
+    for (const struct stream *o = s->ctx->streams; o; o = o->next) {
+        if (o == s || !(s->legacy || o->legacy) || !stream_blocks_with_legacy(o))
+            continue;
+        if (o->unsubmitted && o->unsubmitted->sequence < op->sequence)
+            return false;
+    }
+    return true;
+}
+
+static void run_effect(const struct work *w) {
+    if (w->kind == WORK_COPY)
+        run_copy(&w->copy);
+    if (w->kind == WORK_SET)
+        run_set(&w->set);
+    if (w->kind == WORK_VALUE && w->value.write)
+        run_value_write(&w->value);
+}
+
+static void submit(struct stream *s, struct op *op, struct sim_queue *q, uint64_t now_ns) {
+    struct context *ctx = s->ctx;
+    run_effect(&op->work);
+    if (op->work.kind == WORK_WAIT && op->mark->ctx == ctx && op->mark->end_ns > s->end_ns)
+        s->end_ns = op->mark->end_ns;
+    if (op->work.duration_ns) {
+        ctx->submitted_ns = q->submitted_ns += op->work.duration_ns;
+        s->end_ns = ctx->submitted_ns;
+    } else if (s->legacy) {
+        s->end_ns = ctx->submitted_ns;
+    }
+    op->end_ns = s->end_ns;
+    op->submitted_at = now_ns;
+    op->submitted = true;
+    s->unsubmitted = op->next;
+    if (op->work.kind == WORK_RECORD) {
+        op->mark->submitted = true;
+        op->mark->end_ns = op->end_ns;
+    }
+}
+
+static bool pump_stream(struct stream *s, struct sim_queue *q, uint64_t now_ns) {
+    bool moved = false;
+    while (s->unsubmitted) {
+        struct op *op = s->unsubmitted;
+        if (!is_in_turn(s, op) || !is_ready(s, op, q->attained_ns))
+            break;
+        submit(s, op, q, now_ns);
+        moved = true;
+    }
+    return moved;
+}
+
+static void retire(struct stream *s, const struct sim_queue *q, uint64_t now_ns) {
+    while (s->first && s->first->submitted && s->first->end_ns <= q->attained_ns) {
+        struct op *op = s->first;
+        if (op->work.kind == WORK_RECORD && !op->mark->done)
+            finish_mark(op->mark, q, op->submitted_at, now_ns);
+        mark_drop(op->mark);
+        s->first = op->next;
+        if (!s->first)
+            s->last = NULL;
+        s->ctx->pending--;
+        free(op);
+    }
+}
+
+/* Brings one context up to date: the device to now, then everything that became ready or done. */
+void engine_progress(struct context *ctx) {
+    if (!ctx || !ctx->pending || !ctx->queue)
+        return;
+    struct sim_device *d = device_of(ctx);
+    struct sim_queue *q = queue_of(ctx);
+    uint64_t now_ns = sim_now_ns();
+    sim_lock(d);
+    sim_advance(d, now_ns);
+    bool moved = true;
+    while (moved) {
+        moved = false;
+        for (struct stream *s = ctx->streams; s; s = s->next)
+            moved |= pump_stream(s, q, now_ns);
+    }
+    for (struct stream *s = ctx->streams; s; s = s->next)
+        retire(s, q, now_ns);
+    sim_unlock(d);
+}
+
+/* Lets go of the process lock for a while. */
+static void nap(uint64_t ns) {
+    struct timespec t = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
+    pthread_mutex_unlock(&sim.lock);
+    nanosleep(&t, NULL);
+    pthread_mutex_lock(&sim.lock);
+}
+
+/* Until the context can have attained end_ns at the earliest. */
+static void nap_until(struct context *ctx, uint64_t end_ns, bool submitted) {
+    uint64_t attained_ns = __atomic_load_n(&queue_of(ctx)->attained_ns, __ATOMIC_RELAXED);
+    uint64_t left_ns = end_ns > attained_ns ? end_ns - attained_ns : 0;
+    if (!submitted)
+        left_ns = BLOCKED_WAIT_NS;
+    nap(left_ns > SHORTEST_WAIT_NS ? left_ns : SHORTEST_WAIT_NS);
+}
+
+CUresult engine_wait_stream(struct stream *s) {
+    struct context *ctx = s->ctx;
+    uint64_t last = s->last ? s->last->sequence : 0;
+    for (;;) {
+        engine_progress(ctx);
+        if (!s->first || s->first->sequence > last)
+            break;
+        nap_until(ctx, s->end_ns, !s->unsubmitted);
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult engine_wait_streams(struct context *ctx, bool blocking_only) {
+    uint64_t last = sequence;
+    while (ctx->pending) {
+        bool busy = false, blocked = false;
+        engine_progress(ctx);
+        for (struct stream *s = ctx->streams; s; s = s->next) {
+            if (blocking_only && !stream_blocks_with_legacy(s))
+                continue;
+            busy |= s->first && s->first->sequence <= last;
+            blocked |= s->unsubmitted != NULL;
+        }
+        if (!busy)
+            break;
+        nap_until(ctx, ctx->submitted_ns, !blocked);
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult engine_wait_context(struct context *ctx) {
+    return ctx->pending ? engine_wait_streams(ctx, false) : CUDA_SUCCESS;
+}
+
+bool engine_mark_done(struct mark *m) {
+    if (!m->done)
+        engine_progress(m->ctx);
+    return m->done;
+}
+
+CUresult engine_wait_mark(struct mark *m) {
+    m->refs++;
+    while (!engine_mark_done(m))
+        nap_until(m->ctx, m->end_ns, m->submitted);
+    mark_drop(m);
+    return CUDA_SUCCESS;
+}
+
+bool engine_stream_idle(struct stream *s) {
+    engine_progress(s->ctx);
+    return !s->first;
+}
+
+/* Appends to the stream. When the context's queue is full this blocks, as a launch does. */
+CUresult engine_add(struct stream *s, const struct work *work, struct mark *mark) {
+    struct context *ctx = s->ctx;
+    while (ctx->pending >= QUEUE_DEPTH) {
+        engine_progress(ctx);
+        if (ctx->pending >= QUEUE_DEPTH)
+            nap(SHORTEST_WAIT_NS);
+    }
+    struct op *op = calloc(1, sizeof *op);
+    CHECK(op, CUDA_ERROR_OUT_OF_MEMORY);
+    op->work = *work;
+    op->mark = mark;
+    op->sequence = ++sequence;
+    if (mark)
+        mark->refs++;
+    if (s->last)
+        s->last->next = op;
+    else
+        s->first = op;
+    s->last = op;
+    if (!s->unsubmitted)
+        s->unsubmitted = op;
+    ctx->pending++;
+    engine_progress(ctx);
+    if (s->unsubmitted)
+        service_need(); /* something has to come first: see to it without being asked */
+    return CUDA_SUCCESS;
+}

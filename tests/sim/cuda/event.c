@@ -1,0 +1,89 @@
+/* Events. */
+#include "work.h"
+
+#include <stdlib.h>
+
+EXPORT CUresult cuEventCreate(CUevent *phEvent, unsigned int flags) {
+    ENTER_CONTEXT(ctx);
+    CHECK_VALUE(phEvent && !(flags & ~7u));
+    CHECK_VALUE(!(flags & CU_EVENT_INTERPROCESS) || (flags & CU_EVENT_DISABLE_TIMING));
+    struct event *e = calloc(1, sizeof *e);
+    CHECK(e, CUDA_ERROR_OUT_OF_MEMORY);
+    *e = (struct event){.magic = OBJ_EVENT, .ctx = ctx, .flags = flags};
+    *phEvent = (CUevent)e;
+    return CUDA_SUCCESS;
+}
+
+#define ENTER_EVENT(e, handle) \
+    ENTER(); \
+    struct event *e = (struct event *)(handle); \
+    CHECK_HANDLE(sim_is(e, OBJ_EVENT))
+
+EXPORT CUresult cuEventDestroy_v2(CUevent hEvent) {
+    ENTER_EVENT(e, hEvent);
+    mark_drop(e->mark);
+    free(e->deps);
+    e->magic = 0;
+    free(e);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuEventDestroy(CUevent hEvent) {
+    return cuEventDestroy_v2(hEvent);
+}
+
+EXPORT CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned int flags) {
+    ENTER_EVENT(e, hEvent);
+    struct stream *s = stream_of(current_context(), hStream);
+    CHECK(s,
+          hStream > CU_STREAM_PER_THREAD ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_CONTEXT);
+    CHECK_VALUE(!(flags & ~1u));
+    CHECK_HANDLE(e->ctx == s->ctx);
+    if (s->capture)
+        return capture_record_event(s, e, flags);
+    struct mark *m = calloc(1, sizeof *m);
+    CHECK(m, CUDA_ERROR_OUT_OF_MEMORY);
+    *m = (struct mark){.refs = 1, .ctx = s->ctx};
+    struct work work = {.kind = WORK_RECORD};
+    CUresult result = engine_add(s, &work, m);
+    mark_drop(e->mark);
+    e->mark = m;
+    e->capture = NULL;
+    return result;
+}
+
+EXPORT CUresult cuEventRecord(CUevent hEvent, CUstream hStream) {
+    return cuEventRecordWithFlags(hEvent, hStream, 0);
+}
+
+EXPORT CUresult cuEventQuery(CUevent hEvent) {
+    ENTER_EVENT(e, hEvent);
+    CHECK(!e->capture, CUDA_ERROR_CAPTURED_EVENT);
+    CHECK(capture_allows_wait(NULL), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    return !e->mark || engine_mark_done(e->mark) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+EXPORT CUresult cuEventSynchronize(CUevent hEvent) {
+    ENTER_EVENT(e, hEvent);
+    CHECK(!e->capture, CUDA_ERROR_CAPTURED_EVENT);
+    CHECK(capture_allows_wait(NULL), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    int device = e->ctx->device;
+    if (e->mark)
+        engine_wait_mark(e->mark);
+    pools_trim_at_sync(device);
+    return CUDA_SUCCESS;
+}
+
+/* Milliseconds with the device's resolution of half a microsecond. */
+EXPORT CUresult cuEventElapsedTime(float *ms, CUevent hStart, CUevent hEnd) {
+    ENTER_EVENT(start, hStart);
+    struct event *end = (struct event *)hEnd;
+    CHECK_HANDLE(sim_is(end, OBJ_EVENT));
+    CHECK_VALUE(ms);
+    CHECK_HANDLE(start->mark && end->mark &&
+                 !((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING));
+    CHECK(engine_mark_done(start->mark) && engine_mark_done(end->mark), CUDA_ERROR_NOT_READY);
+    int64_t halves = ((int64_t)end->mark->at_ns - (int64_t)start->mark->at_ns) / 500;
+    *ms = (float)((double)halves * 0.0005);
+    return CUDA_SUCCESS;
+}

@@ -1,0 +1,57 @@
+/* Graphs of work. */
+#ifndef SIM_GRAPH_H
+#define SIM_GRAPH_H
+
+#include "work.h"
+
+/* The memory of an allocation node: an address for good, physical memory while a launch holds it.
+ */
+struct graph_mem {
+    struct mem *span; /* address only, kind MEM_GRAPH */
+    uint64_t bytes;
+    unsigned refs;
+    bool live;
+};
+
+struct node {
+    uint32_t magic;
+    struct graph *graph;
+    struct work work;
+    bool disabled;
+    struct node **deps;
+    size_t n_deps;
+    struct graph_mem *mem;
+    struct node *original; /* in a clone: the node that it was made from */
+    unsigned visit;
+    struct node *next;
+};
+
+struct graph {
+    uint32_t magic;
+    struct node *first, *last;
+    size_t n_nodes;
+    bool owned; /* belongs to a child node or an executable graph: not a handle of its own */
+};
+
+struct exec {
+    uint32_t magic;
+    struct graph *graph;
+    unsigned long long flags;
+};
+
+struct graph *graph_open(void);
+void graph_close(struct graph *graph);
+struct graph *graph_copy(const struct graph *graph);
+struct node *graph_add(struct graph *graph, const struct work *work, struct node *const *deps,
+                       size_t n_deps);
+bool graph_depend(struct node *node, struct node *on);
+/* All nodes, each after those that it depends on. NULL when there is a cycle. Free with free(). */
+struct node **graph_order(const struct graph *graph);
+
+/* graphmem.c */
+CUresult graph_mem_open(struct node *node);
+void graph_mem_drop(struct graph_mem *mem);
+CUresult graph_mem_take(struct graph_mem *mem);
+CUresult graph_mem_reserve(const struct graph *graph);
+bool graph_has_mem(const struct graph *graph);
+#endif

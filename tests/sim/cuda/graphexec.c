@@ -1,0 +1,242 @@
+/* Executable graphs: a launch puts the nodes, in their order, into the stream. */
+#include "graph.h"
+
+#include <stdlib.h>
+
+static CUresult instantiate(CUgraphExec *out, CUgraph hGraph, unsigned long long flags) {
+    struct graph *g = (struct graph *)hGraph;
+    CHECK_VALUE(out && sim_is(g, OBJ_GRAPH));
+    struct node **order = graph_order(g);
+    CHECK_VALUE(order); /* a cycle */
+    free(order);
+    struct exec *x = calloc(1, sizeof *x);
+    struct graph *copy = x ? graph_copy(g) : NULL;
+    if (!copy)
+        return free(x), CUDA_ERROR_OUT_OF_MEMORY;
+    *x = (struct exec){.magic = OBJ_EXEC, .graph = copy, .flags = flags};
+    *out = (CUgraphExec)x;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph hGraph,
+                                            unsigned long long flags) {
+    ENTER();
+    CHECK_VALUE(!(flags & ~15ull));
+    return instantiate(out, hGraph, flags);
+}
+
+EXPORT CUresult cuGraphInstantiate_v2(CUgraphExec *out, CUgraph hGraph, CUgraphNode *node,
+                                      char *log, size_t size) {
+    if (node)
+        *node = NULL;
+    if (log && size)
+        *log = '\0';
+    return cuGraphInstantiateWithFlags(out, hGraph, 0);
+}
+
+EXPORT CUresult cuGraphInstantiate(CUgraphExec *out, CUgraph hGraph, CUgraphNode *node, char *log,
+                                   size_t size) {
+    return cuGraphInstantiate_v2(out, hGraph, node, log, size);
+}
+
+EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec *out, CUgraph hGraph,
+                                             CUDA_GRAPH_INSTANTIATE_PARAMS *params) {
+    ENTER();
+    CHECK_VALUE(params);
+    CUresult result = instantiate(out, hGraph, params->flags);
+    params->hErrNode_out = NULL;
+    params->result_out =
+        result == CUDA_SUCCESS ? CUDA_GRAPH_INSTANTIATE_SUCCESS : CUDA_GRAPH_INSTANTIATE_ERROR;
+    if (result == CUDA_SUCCESS && (params->flags & CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD))
+        result = graph_mem_reserve(((struct exec *)*out)->graph);
+    return result;
+}
+
+#define ENTER_EXEC(x, handle) \
+    ENTER(); \
+    struct exec *x = (struct exec *)(handle); \
+    CHECK_VALUE(sim_is(x, OBJ_EXEC))
+
+EXPORT CUresult cuGraphExecDestroy(CUgraphExec hExec) {
+    ENTER_EXEC(x, hExec);
+    graph_close(x->graph);
+    x->magic = 0;
+    free(x);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphExecGetFlags(CUgraphExec hExec, cuuint64_t *flags) {
+    ENTER_EXEC(x, hExec);
+    CHECK_VALUE(flags);
+    *flags = x->flags;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphUpload(CUgraphExec hExec, CUstream hStream) {
+    ENTER_EXEC(x, hExec);
+    CHECK_HANDLE(stream_of(current_context(), hStream));
+    return graph_mem_reserve(x->graph);
+}
+
+static CUresult run_graph(const struct graph *g, struct stream *s, unsigned long long flags);
+
+static CUresult run_event(struct event *e, struct stream *s, enum work_kind kind) {
+    struct work work = {.kind = kind};
+    if (kind == WORK_WAIT)
+        return e->mark ? engine_add(s, &work, e->mark) : CUDA_SUCCESS;
+    struct mark *m = calloc(1, sizeof *m);
+    CHECK(m, CUDA_ERROR_OUT_OF_MEMORY);
+    *m = (struct mark){.refs = 1, .ctx = s->ctx};
+    CUresult result = engine_add(s, &work, m);
+    mark_drop(e->mark);
+    e->mark = m;
+    return result;
+}
+
+static CUresult run_node(struct node *n, struct stream *s, unsigned long long flags) {
+    struct mem *m;
+    switch (n->work.kind) {
+    case WORK_CHILD:
+        return run_graph(n->work.child, s, flags);
+    case WORK_RECORD:
+    case WORK_WAIT:
+        return run_event(n->work.event, s, n->work.kind);
+    case WORK_ALLOC:
+        if (n->mem->live && (flags & CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH))
+            graph_free_address(n->mem->span, n->mem->span->va);
+        return graph_mem_take(n->mem);
+    case WORK_FREE:
+        m = space_find(n->work.free);
+        CHECK_VALUE(m && m->kind == MEM_GRAPH);
+        return graph_free_address(m, n->work.free);
+    default:
+        return engine_add(s, &n->work, NULL);
+    }
+}
+
+static CUresult run_graph(const struct graph *g, struct stream *s, unsigned long long flags) {
+    struct node **order = graph_order(g);
+    CUresult result = order ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    for (size_t i = 0; result == CUDA_SUCCESS && i < g->n_nodes; i++)
+        if (!order[i]->disabled)
+            result = run_node(order[i], s, flags);
+    free(order);
+    return result;
+}
+
+EXPORT CUresult cuGraphLaunch(CUgraphExec hExec, CUstream hStream) {
+    ENTER_EXEC(x, hExec);
+    struct stream *s = stream_of(current_context(), hStream);
+    CHECK(s,
+          hStream > CU_STREAM_PER_THREAD ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_CONTEXT);
+    if (s->capture) {
+        CHECK(!graph_has_mem(x->graph), CUDA_ERROR_NOT_SUPPORTED);
+        struct work work = {.kind = WORK_CHILD, .child = graph_copy(x->graph)};
+        CHECK(work.child, CUDA_ERROR_OUT_OF_MEMORY);
+        work.child->owned = true;
+        return capture_work(s, &work, NULL);
+    }
+    CUresult result = graph_mem_reserve(x->graph);
+    return result == CUDA_SUCCESS ? run_graph(x->graph, s, x->flags) : result;
+}
+
+/* Succeeds when the graphs have the same shape: as many nodes, the same kinds in the same order. */
+EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec hExec, CUgraph hGraph,
+                                     CUgraphExecUpdateResultInfo *info) {
+    ENTER_EXEC(x, hExec);
+    struct graph *g = (struct graph *)hGraph;
+    CHECK_VALUE(sim_is(g, OBJ_GRAPH) && info);
+    *info = (CUgraphExecUpdateResultInfo){.result = CU_GRAPH_EXEC_UPDATE_SUCCESS};
+    struct node *a = x->graph->first, *b = g->first;
+    for (; a && b && a->work.kind == b->work.kind && a->n_deps == b->n_deps; a = a->next)
+        b = b->next;
+    if (a || b || graph_has_mem(g)) {
+        info->result = CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED;
+        info->errorNode = (CUgraphNode)b;
+        return CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE;
+    }
+    struct graph *copy = graph_copy(g);
+    CHECK(copy, CUDA_ERROR_OUT_OF_MEMORY);
+    graph_close(x->graph);
+    x->graph = copy;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphExecUpdate(CUgraphExec hExec, CUgraph hGraph, CUgraphNode *node,
+                                  CUgraphExecUpdateResult *result) {
+    CUgraphExecUpdateResultInfo info;
+    CUresult error = cuGraphExecUpdate_v2(hExec, hGraph, &info);
+    if (node)
+        *node = info.errorNode;
+    if (result)
+        *result = info.result;
+    return error;
+}
+
+EXPORT CUresult cuGraphExecChildGraphNodeSetParams(CUgraphExec hExec, CUgraphNode hNode,
+                                                   CUgraph child) {
+    ENTER_EXEC(x, hExec);
+    struct graph *g = (struct graph *)child;
+    CHECK_VALUE(sim_is(g, OBJ_GRAPH) && !graph_has_mem(g));
+    for (struct node *n = x->graph->first; n; n = n->next) {
+        if (n->original != (struct node *)hNode || n->work.kind != WORK_CHILD)
+            continue;
+        CHECK_VALUE(n->work.child->n_nodes == g->n_nodes);
+        struct graph *copy = graph_copy(g);
+        CHECK(copy, CUDA_ERROR_OUT_OF_MEMORY);
+        graph_close(n->work.child);
+        n->work.child = copy;
+        return CUDA_SUCCESS;
+    }
+    return CUDA_ERROR_INVALID_VALUE;
+}
+
+/* User objects: a function that is called when the last reference goes. */
+struct user_object {
+    uint32_t magic;
+    unsigned refs;
+    CUhostFn destroy;
+    void *data;
+};
+
+EXPORT CUresult cuUserObjectCreate(CUuserObject *out, void *ptr, CUhostFn destroy,
+                                   unsigned int refs, unsigned int flags) {
+    ENTER();
+    CHECK_VALUE(out && destroy && refs && flags == CU_USER_OBJECT_NO_DESTRUCTOR_SYNC);
+    struct user_object *u = malloc(sizeof *u);
+    CHECK(u, CUDA_ERROR_OUT_OF_MEMORY);
+    *u = (struct user_object){.magic = OBJ_USER, .refs = refs, .destroy = destroy, .data = ptr};
+    *out = (CUuserObject)u;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuUserObjectRetain(CUuserObject handle, unsigned int count) {
+    ENTER();
+    CHECK_VALUE(sim_is(handle, OBJ_USER) && count);
+    ((struct user_object *)handle)->refs += count;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuUserObjectRelease(CUuserObject handle, unsigned int count) {
+    ENTER();
+    struct user_object *u = (struct user_object *)handle;
+    CHECK_VALUE(sim_is(u, OBJ_USER) && count && count <= u->refs);
+    u->refs -= count;
+    if (u->refs)
+        return CUDA_SUCCESS;
+    u->destroy(u->data);
+    u->magic = 0;
+    free(u);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphRetainUserObject(CUgraph hGraph, CUuserObject handle, unsigned int count,
+                                        unsigned int flags) {
+    CHECK_VALUE(hGraph && !(flags & ~1u));
+    return flags & CU_GRAPH_USER_OBJECT_MOVE ? CUDA_SUCCESS : cuUserObjectRetain(handle, count);
+}
+
+EXPORT CUresult cuGraphReleaseUserObject(CUgraph hGraph, CUuserObject handle, unsigned int count) {
+    CHECK_VALUE(hGraph);
+    return cuUserObjectRelease(handle, count);
+}

@@ -1,0 +1,186 @@
+/* Program images. Real ones (cubin, fat binary, PTX) are read as far as names and sizes go; those
+ * made for tests are one line of text:
+ *
+ *     SIMMOD globals=<bytes> code=<bytes> [functions=a,b]\n
+ *
+ * in which the one variable is called "globals". */
+#include "image.h"
+
+#include <elf.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define FATBIN_WRAPPER 0x466243b1u
+#define FATBIN 0xba55ed50u
+#define FATBIN_PTX 1
+#define FATBIN_CUBIN 2
+#define COMPRESSED 0xa000u
+
+static void add_function(struct image *im, const char *name, size_t length) {
+    if (im->n_functions < IMAGE_NAMES)
+        im->function[im->n_functions++] = strndup(name, length);
+    im->named = true;
+}
+
+static void add_global(struct image *im, const char *name, size_t length, uint64_t bytes) {
+    if (im->n_globals == IMAGE_NAMES)
+        return;
+    im->global[im->n_globals].name = strndup(name, length);
+    im->global[im->n_globals++].bytes = bytes;
+}
+
+void image_free(struct image *im) {
+    for (unsigned i = 0; i < im->n_functions; i++)
+        free(im->function[i]);
+    for (unsigned i = 0; i < im->n_globals; i++)
+        free(im->global[i].name);
+    *im = (struct image){0};
+}
+
+static bool read_text(const char *text, struct image *im) {
+    char functions[512] = "";
+    unsigned long long globals, code;
+    int n =
+        sscanf(text, "SIMMOD globals=%llu code=%llu functions=%511s", &globals, &code, functions);
+    if (n < 2)
+        return false;
+    im->global_bytes = globals;
+    im->code_bytes = code;
+    if (globals)
+        add_global(im, "globals", 7, globals);
+    char *rest = functions;
+    for (char *name; (name = strsep(&rest, ","));)
+        if (*name)
+            add_function(im, name, strlen(name));
+    return true;
+}
+
+static void read_symbols(const unsigned char *data, const Elf64_Shdr *table,
+                         const Elf64_Shdr *strings, struct image *im) {
+    const char *names = (const char *)data + strings->sh_offset;
+    for (uint64_t at = 0; at + sizeof(Elf64_Sym) <= table->sh_size; at += sizeof(Elf64_Sym)) {
+        Elf64_Sym symbol;
+        memcpy(&symbol, data + table->sh_offset + at, sizeof symbol);
+        if (symbol.st_shndx == SHN_UNDEF || symbol.st_name >= strings->sh_size)
+            continue;
+        const char *name = names + symbol.st_name;
+        if (ELF64_ST_TYPE(symbol.st_info) == STT_FUNC)
+            add_function(im, name, strlen(name));
+        if (ELF64_ST_TYPE(symbol.st_info) == STT_OBJECT)
+            add_global(im, name, strlen(name), symbol.st_size);
+    }
+}
+
+static bool read_elf(const unsigned char *data, size_t size, struct image *im) {
+    Elf64_Ehdr head;
+    memcpy(&head, data, sizeof head);
+    if (head.e_ident[EI_CLASS] != ELFCLASS64 || head.e_shentsize != sizeof(Elf64_Shdr))
+        return false;
+    if (head.e_shoff > size || (size_t)head.e_shnum * sizeof(Elf64_Shdr) > size - head.e_shoff)
+        return false;
+    const Elf64_Shdr *sections = (const Elf64_Shdr *)(data + head.e_shoff);
+    for (unsigned i = 0; i < head.e_shnum; i++) {
+        Elf64_Shdr s = sections[i];
+        if (s.sh_flags & SHF_EXECINSTR)
+            im->code_bytes += s.sh_size;
+        else if (s.sh_flags & SHF_ALLOC)
+            im->global_bytes += s.sh_size;
+        if (s.sh_type == SHT_SYMTAB && s.sh_link < head.e_shnum)
+            read_symbols(data, &s, &sections[s.sh_link], im);
+    }
+    return true;
+}
+
+/* PTX: `.entry name(` and `.global .align 4 .b8 name[bytes];` */
+static bool read_ptx(const char *text, size_t size, struct image *im) {
+    size_t length = strnlen(text, size);
+    if (!memmem(text, length, ".version", 8))
+        return false;
+    uint64_t lines = 0;
+    for (const char *at = text; at < text + length; at++) {
+        if (*at == '\n')
+            lines++;
+        if (strncmp(at, ".entry ", 7) == 0) {
+            const char *name = at + 7 + strspn(at + 7, " \t\n");
+            add_function(im, name, strcspn(name, " \t\n("));
+        } else if (strncmp(at, ".global ", 8) == 0) {
+            const char *end = at + strcspn(at, ";=");
+            const char *open = memchr(at, '[', (size_t)(end - at));
+            const char *stop = open ? open : end, *name = stop;
+            while (name > at && name[-1] != ' ')
+                name--;
+            unsigned bits = 8;
+            for (const char *t = at; t < name; t++)
+                if (*t == '.' && strchr("bsuf", t[1]) && t[2] >= '1' && t[2] <= '9')
+                    bits = (unsigned)atoi(t + 2);
+            uint64_t bytes = (open ? strtoull(open + 1, NULL, 0) : 1) * bits / 8;
+            im->global_bytes += bytes;
+            add_global(im, name, (size_t)(stop - name), bytes);
+        }
+    }
+    im->code_bytes = lines * 16;
+    return true;
+}
+
+struct fatbin_head {
+    uint32_t magic;
+    uint16_t version, header_bytes;
+    uint64_t bytes;
+};
+struct fatbin_part {
+    uint16_t kind, version;
+    uint32_t header_bytes;
+    uint64_t bytes;
+    uint32_t compressed_bytes, pad;
+    uint16_t minor, major;
+    uint32_t arch, name_offset, name_bytes;
+    uint64_t flags, zero, plain_bytes;
+};
+
+/* The largest program in it, as the one that would be chosen is not known. */
+static bool read_fatbin(const unsigned char *data, struct image *im) {
+    struct fatbin_head head;
+    memcpy(&head, data, sizeof head);
+    const unsigned char *at = data + head.header_bytes, *end = at + head.bytes;
+    while (at + sizeof(struct fatbin_part) <= end) {
+        struct fatbin_part part;
+        struct image one = {0};
+        memcpy(&part, at, sizeof part);
+        const unsigned char *body = at + part.header_bytes;
+        if (part.flags & COMPRESSED)
+            one.code_bytes = part.plain_bytes;
+        else if (part.kind == FATBIN_CUBIN)
+            read_elf(body, part.bytes, &one);
+        else if (part.kind == FATBIN_PTX)
+            read_ptx((const char *)body, part.bytes, &one);
+        if (one.code_bytes + one.global_bytes > im->code_bytes + im->global_bytes) {
+            image_free(im);
+            *im = one;
+        } else {
+            image_free(&one);
+        }
+        at = body + part.bytes;
+    }
+    return true;
+}
+
+bool image_read(const void *data, size_t size, struct image *im) {
+    uint32_t magic;
+    *im = (struct image){0};
+    if (!data || size < sizeof magic)
+        return false;
+    if (strncmp(data, "SIMMOD ", 7) == 0)
+        return read_text(data, im);
+    memcpy(&magic, data, sizeof magic);
+    if (magic == FATBIN_WRAPPER) {
+        const void *inner;
+        memcpy(&inner, (const char *)data + 8, sizeof inner);
+        return read_fatbin(inner, im);
+    }
+    if (magic == FATBIN)
+        return read_fatbin(data, im);
+    if (memcmp(data, ELFMAG, SELFMAG) == 0)
+        return read_elf(data, size, im);
+    return read_ptx(data, size, im);
+}

@@ -1,0 +1,236 @@
+/* Functions and launches. A kernel does nothing but take its time. */
+#include "module.h"
+#include "work.h"
+
+#include <stdlib.h>
+
+#define MAX_BLOCK 1024u
+
+#define ENTER_FUNCTION(f, handle) \
+    ENTER_CONTEXT(ctx); \
+    CUresult function_error; \
+    struct function *f = function_of(ctx, handle, &function_error); \
+    CHECK(f, function_error)
+
+EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction hfunc) {
+    ENTER_FUNCTION(f, hfunc);
+    CHECK_VALUE(value && attribute < CU_FUNC_ATTRIBUTE_MAX);
+    *value = f->attributes[attribute];
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attribute, int value) {
+    ENTER_FUNCTION(f, hfunc);
+    CHECK_VALUE(attribute < CU_FUNC_ATTRIBUTE_MAX);
+    f->attributes[attribute] = value;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncGetModule(CUmodule *hmod, CUfunction hfunc) {
+    ENTER_FUNCTION(f, hfunc);
+    CHECK_VALUE(hmod);
+    *hmod = (CUmodule)f->module;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncSetCacheConfig(CUfunction hfunc, CUfunc_cache config) {
+    ENTER_FUNCTION(f, hfunc);
+    (void)f;
+    (void)config;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncSetSharedMemConfig(CUfunction hfunc, CUsharedconfig config) {
+    ENTER_FUNCTION(f, hfunc);
+    (void)f;
+    (void)config;
+    return CUDA_SUCCESS;
+}
+
+/* Fills the work of a launch. Call locked. */
+CUresult kernel_work(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p, struct work *work) {
+    CUresult error;
+    struct function *f = function_of(ctx, p->func ? p->func : (CUfunction)p->kern, &error);
+    CHECK(f, error);
+    CHECK_VALUE(p->gridDimX && p->gridDimY && p->gridDimZ && p->blockDimX && p->blockDimY &&
+                p->blockDimZ);
+    CHECK_VALUE((uint64_t)p->blockDimX * p->blockDimY * p->blockDimZ <= MAX_BLOCK &&
+                p->gridDimX <= 2147483647u && p->gridDimY <= 65535 && p->gridDimZ <= 65535);
+    CHECK_VALUE(!(p->kernelParams && p->extra));
+    *work = (struct work){.kind = WORK_KERNEL,
+                          .duration_ns = f->duration_ns,
+                          .kernel = {.function = f, .params = *p}};
+    return CUDA_SUCCESS;
+}
+
+static CUresult launch(const CUDA_KERNEL_NODE_PARAMS *p, CUstream hStream) {
+    ENTER();
+    struct context *ctx = current_context();
+    struct stream *s = stream_of(ctx, hStream);
+    struct work work;
+    CHECK(s,
+          hStream > CU_STREAM_PER_THREAD ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_CONTEXT);
+    CUresult result = kernel_work(s->ctx, p, &work);
+    return result == CUDA_SUCCESS ? dispatch_on(s, &work) : result;
+}
+
+EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz,
+                               unsigned int bx, unsigned int by, unsigned int bz,
+                               unsigned int shared, CUstream hStream, void **params, void **extra) {
+    CUDA_KERNEL_NODE_PARAMS p = {.func = f,
+                                 .gridDimX = gx,
+                                 .gridDimY = gy,
+                                 .gridDimZ = gz,
+                                 .blockDimX = bx,
+                                 .blockDimY = by,
+                                 .blockDimZ = bz,
+                                 .sharedMemBytes = shared,
+                                 .kernelParams = params,
+                                 .extra = extra};
+    return launch(&p, hStream);
+}
+
+EXPORT CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned int gx, unsigned int gy,
+                                          unsigned int gz, unsigned int bx, unsigned int by,
+                                          unsigned int bz, unsigned int shared, CUstream hStream,
+                                          void **params) {
+    return cuLaunchKernel(f, gx, gy, gz, bx, by, bz, shared, hStream, params, NULL);
+}
+
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params,
+                                 void **extra) {
+    CHECK_VALUE(c && (!c->numAttrs || c->attrs));
+    return cuLaunchKernel(f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY,
+                          c->blockDimZ, c->sharedMemBytes, c->hStream, params, extra);
+}
+
+EXPORT CUresult cuLaunchKernelEx_ptsz(const CUlaunchConfig *c, CUfunction f, void **params,
+                                      void **extra) {
+    CHECK_VALUE(c);
+    CUlaunchConfig mine = *c;
+    if (!mine.hStream)
+        mine.hStream = CU_STREAM_PER_THREAD;
+    return cuLaunchKernelEx(&mine, f, params, extra);
+}
+
+EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *list, unsigned int n,
+                                                     unsigned int flags) {
+    CHECK_VALUE(list && n && !(flags & ~3u));
+    for (unsigned i = 0; i < n; i++) {
+        const CUDA_LAUNCH_PARAMS *p = &list[i];
+        CUresult result = cuLaunchKernel(p->function, p->gridDimX, p->gridDimY, p->gridDimZ,
+                                         p->blockDimX, p->blockDimY, p->blockDimZ,
+                                         p->sharedMemBytes, p->hStream, p->kernelParams, NULL);
+        if (result != CUDA_SUCCESS)
+            return result;
+    }
+    return CUDA_SUCCESS;
+}
+
+/* The launches of CUDA 1: block shape and parameters are state of the function. */
+EXPORT CUresult cuFuncSetBlockShape(CUfunction hfunc, int x, int y, int z) {
+    ENTER_FUNCTION(f, hfunc);
+    (void)f;
+    CHECK_VALUE(x > 0 && y > 0 && z > 0);
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuFuncSetSharedSize(CUfunction hfunc, unsigned int bytes) {
+    ENTER_FUNCTION(f, hfunc);
+    (void)f;
+    (void)bytes;
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuParamSetSize(CUfunction hfunc, unsigned int bytes) {
+    return cuFuncSetSharedSize(hfunc, bytes);
+}
+EXPORT CUresult cuParamSeti(CUfunction hfunc, int offset, unsigned int value) {
+    CHECK_VALUE(offset >= 0);
+    return cuFuncSetSharedSize(hfunc, value);
+}
+EXPORT CUresult cuLaunchGrid(CUfunction f, int width, int height) {
+    CHECK_VALUE(width > 0 && height > 0);
+    return cuLaunchKernel(f, (unsigned)width, (unsigned)height, 1, 1, 1, 1, 0, NULL, NULL, NULL);
+}
+EXPORT CUresult cuLaunch(CUfunction f) {
+    return cuLaunchGrid(f, 1, 1);
+}
+EXPORT CUresult cuLaunchGridAsync(CUfunction f, int width, int height, CUstream hStream) {
+    CHECK_VALUE(width > 0 && height > 0);
+    return cuLaunchKernel(f, (unsigned)width, (unsigned)height, 1, 1, 1, 1, 0, hStream, NULL, NULL);
+}
+
+EXPORT CUresult cuLaunchHostFunc(CUstream hStream, CUhostFn fn, void *userData) {
+    CHECK_VALUE(fn);
+    struct work work = {.kind = WORK_HOST, .host = {.fn = fn, .userData = userData}};
+    return dispatch(hStream, &work, false);
+}
+
+struct callback {
+    CUstreamCallback function;
+    CUstream stream;
+    void *data;
+};
+
+static void call_back(void *data) {
+    struct callback c = *(struct callback *)data;
+    free(data);
+    c.function(c.stream, CUDA_SUCCESS, c.data);
+}
+
+EXPORT CUresult cuStreamAddCallback(CUstream hStream, CUstreamCallback callback, void *userData,
+                                    unsigned int flags) {
+    CHECK_VALUE(callback && !flags);
+    struct callback *c = malloc(sizeof *c);
+    CHECK(c, CUDA_ERROR_OUT_OF_MEMORY);
+    *c = (struct callback){callback, hStream, userData};
+    CUresult result = cuLaunchHostFunc(hStream, call_back, c);
+    if (result != CUDA_SUCCESS)
+        free(c);
+    return result;
+}
+
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction hfunc, int block,
+                                                            size_t shared) {
+    ENTER_FUNCTION(f, hfunc);
+    (void)f;
+    (void)shared;
+    CHECK_VALUE(n && block > 0);
+    *n = block > (int)MAX_BLOCK ? 0 : 2048 / block > 32 ? 32 : 2048 / block;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, CUfunction f,
+                                                                     int block, size_t shared,
+                                                                     unsigned int flags) {
+    CHECK_VALUE(!(flags & ~1u));
+    return cuOccupancyMaxActiveBlocksPerMultiprocessor(n, f, block, shared);
+}
+
+EXPORT CUresult cuOccupancyMaxPotentialBlockSize(int *grid, int *block, CUfunction hfunc,
+                                                 CUoccupancyB2DSize size_of, size_t shared,
+                                                 int limit) {
+    ENTER_FUNCTION(f, hfunc);
+    (void)f;
+    (void)size_of;
+    (void)shared;
+    CHECK_VALUE(grid && block);
+    *block = limit > 0 && limit < (int)MAX_BLOCK ? limit : (int)MAX_BLOCK;
+    *grid = 2 * (int)sim.device[ctx->device].sim.state->config.sm_count;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuOccupancyMaxPotentialBlockSizeWithFlags(int *grid, int *block, CUfunction f,
+                                                          CUoccupancyB2DSize size_of, size_t shared,
+                                                          int limit, unsigned int flags) {
+    CHECK_VALUE(!(flags & ~1u));
+    return cuOccupancyMaxPotentialBlockSize(grid, block, f, size_of, shared, limit);
+}
+
+EXPORT CUresult cuOccupancyAvailableDynamicSMemPerBlock(size_t *bytes, CUfunction hfunc, int blocks,
+                                                        int block) {
+    ENTER_FUNCTION(f, hfunc);
+    (void)f;
+    CHECK_VALUE(bytes && blocks > 0 && block > 0);
+    *bytes = 102400u / (unsigned)blocks;
+    return CUDA_SUCCESS;
+}

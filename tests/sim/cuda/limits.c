@@ -1,0 +1,69 @@
+/* A context's limits, and what they take of device memory. */
+#include "sim.h"
+
+#define THREADS_PER_SM 2048u
+#define DEFAULT_STACK 1024u
+#define DEFAULT_FIFO (1u << 20)
+#define DEFAULT_HEAP (8u << 20)
+
+void limits_open(struct context *ctx) {
+    ctx->limit[CU_LIMIT_STACK_SIZE] = DEFAULT_STACK;
+    ctx->limit[CU_LIMIT_PRINTF_FIFO_SIZE] = DEFAULT_FIFO;
+    ctx->limit[CU_LIMIT_MALLOC_HEAP_SIZE] = DEFAULT_HEAP;
+    ctx->limit[CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH] = 2;
+    ctx->limit[CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT] = 2048;
+    ctx->limit[CU_LIMIT_MAX_L2_FETCH_GRANULARITY] = 64;
+}
+
+/* What a limit takes of device memory. The defaults are part of the context's overhead. */
+static uint64_t limit_bytes(const struct context *ctx, CUlimit limit, size_t value) {
+    uint64_t sms = sim.device[ctx->device].sim.state->config.sm_count;
+    switch (limit) {
+    case CU_LIMIT_STACK_SIZE:
+        return round_up(value * sms * THREADS_PER_SM, SIM_BLOCK);
+    case CU_LIMIT_PRINTF_FIFO_SIZE:
+    case CU_LIMIT_MALLOC_HEAP_SIZE:
+        return round_up(value, SIM_BLOCK);
+    default:
+        return 0;
+    }
+}
+
+static size_t default_limit(CUlimit limit) {
+    switch (limit) {
+    case CU_LIMIT_STACK_SIZE:
+        return DEFAULT_STACK;
+    case CU_LIMIT_PRINTF_FIFO_SIZE:
+        return DEFAULT_FIFO;
+    default:
+        return DEFAULT_HEAP;
+    }
+}
+
+EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
+    ENTER_CONTEXT(ctx);
+    CHECK_VALUE(limit < CU_LIMIT_MAX);
+    CHECK_VALUE(value <= (limit == CU_LIMIT_STACK_SIZE ? 512u << 10 : 1ull << 46));
+    uint64_t floor = limit_bytes(ctx, limit, default_limit(limit));
+    uint64_t before = limit_bytes(ctx, limit, ctx->limit[limit]),
+             after = limit_bytes(ctx, limit, value);
+    before = before > floor ? before - floor : 0;
+    after = after > floor ? after - floor : 0;
+    if (after > before) {
+        CUresult result = charge(ctx->device, after - before);
+        if (result != CUDA_SUCCESS)
+            return result;
+    } else if (before > after) {
+        uncharge(ctx->device, before - after);
+    }
+    ctx->overhead += after - before;
+    ctx->limit[limit] = value;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
+    ENTER_CONTEXT(ctx);
+    CHECK_VALUE(value && limit < CU_LIMIT_MAX);
+    *value = ctx->limit[limit];
+    return CUDA_SUCCESS;
+}

@@ -1,0 +1,52 @@
+/* Modules, libraries and functions. */
+#ifndef SIM_MODULE_H
+#define SIM_MODULE_H
+
+#include "image.h"
+#include "sim.h"
+
+struct function {
+    uint32_t magic; /* OBJ_FUNCTION */
+    char *name;
+    struct module *module;
+    uint64_t duration_ns;
+    int attributes[CU_FUNC_ATTRIBUTE_MAX];
+    struct function *next;
+};
+
+struct module {
+    uint32_t magic;
+    struct context *ctx;
+    struct library *library; /* NULL: loaded by itself */
+    struct image image;
+    bool loaded; /* its memory was taken */
+    struct mem *mem;
+    struct function *functions;
+    struct module *next;
+};
+
+struct kernel {
+    uint32_t magic;
+    char *name;
+    struct library *library;
+    struct kernel *next;
+};
+
+struct library {
+    uint32_t magic;
+    struct image image;
+    struct kernel *kernels;
+    struct library *next;
+};
+
+/* The function behind a CUfunction or a CUkernel handle, in the context. NULL: none. */
+struct function *function_of(struct context *ctx, CUfunction handle, CUresult *error);
+CUresult module_open(struct context *ctx, struct image *image, struct library *library,
+                     struct module **out);
+CUresult module_load(struct module *module);
+void module_close(struct module *module);
+CUresult module_function(struct module *module, const char *name, struct function **out);
+CUresult module_global(struct module *module, const char *name, CUdeviceptr *va, size_t *bytes);
+bool image_read_file(const char *path, struct image *image);
+bool loading_is_lazy(void);
+#endif

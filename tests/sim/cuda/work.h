@@ -1,0 +1,154 @@
+/* Work: what a stream, or a node of a graph, is asked to do. */
+#ifndef SIM_WORK_H
+#define SIM_WORK_H
+
+#include "sim.h"
+
+enum work_kind {
+    WORK_EMPTY,
+    WORK_KERNEL,
+    WORK_COPY,
+    WORK_SET,
+    WORK_HOST,
+    WORK_RECORD,
+    WORK_WAIT,
+    WORK_VALUE, /* wait for or write a value in memory */
+    WORK_ALLOC,
+    WORK_FREE,
+    WORK_CHILD,
+};
+
+/* A copy between host-addressable boxes; pitches in bytes. */
+struct copy {
+    uint64_t dst, src;
+    size_t width, height, depth;
+    size_t dst_pitch, dst_slice, src_pitch, src_slice;
+};
+
+struct set {
+    uint64_t dst;
+    size_t pitch, width, height; /* width in elements */
+    unsigned value, element_bytes;
+};
+
+struct kernel_call {
+    struct function *function;
+    CUDA_KERNEL_NODE_PARAMS params; /* as given; parameter memory is not kept */
+};
+
+struct value {
+    uint64_t address, value;
+    unsigned flags;
+    bool wide, write;
+};
+
+/* A point in a stream that an event stands for. Shared by the event and what waits for it. */
+struct mark {
+    unsigned refs;
+    bool submitted; /* its place in the line of work is known */
+    bool done;
+    struct context *ctx;
+    uint64_t end_ns; /* in the context's attained time */
+    uint64_t at_ns;  /* CLOCK_MONOTONIC, once done */
+};
+
+struct graph;
+struct work {
+    enum work_kind kind;
+    uint64_t duration_ns;
+    union {
+        struct copy copy;
+        struct set set;
+        struct kernel_call kernel;
+        struct value value;
+        CUDA_HOST_NODE_PARAMS host;
+        struct event *event;
+        CUDA_MEM_ALLOC_NODE_PARAMS alloc;
+        CUdeviceptr free;
+        struct graph *child;
+    };
+    CUDA_MEMCPY3D copy_params; /* as given to a graph node */
+    CUDA_MEMSET_NODE_PARAMS set_params;
+};
+
+/* One piece of work in a stream. */
+struct op {
+    struct work work;
+    struct mark *mark; /* RECORD: to be set. WAIT: to be waited for */
+    uint64_t sequence;
+    bool submitted;
+    uint64_t end_ns;       /* attained time of its end, once submitted */
+    uint64_t submitted_at; /* CLOCK_MONOTONIC */
+    bool host_running;
+    struct op *next;
+};
+
+struct stream {
+    uint32_t magic;
+    struct context *ctx;
+    unsigned flags;
+    int priority;
+    uint64_t id;
+    bool legacy, per_thread;
+    struct op *first, *last, *unsubmitted;
+    uint64_t end_ns; /* end of the last submitted op */
+    struct capture *capture;
+    struct node **deps; /* while capturing: what comes next depends on these */
+    size_t n_deps;
+    struct stream *next;
+};
+
+struct event {
+    uint32_t magic;
+    struct context *ctx;
+    unsigned flags;
+    struct mark *mark; /* NULL: never recorded */
+    struct capture *capture;
+    struct node **deps;
+    size_t n_deps;
+};
+
+/* engine.c */
+CUresult engine_add(struct stream *stream, const struct work *work, struct mark *mark);
+CUresult engine_wait_stream(struct stream *stream);
+/* All work issued so far in the context's streams, or in those that synchronise with the legacy
+ * one. */
+CUresult engine_wait_streams(struct context *ctx, bool blocking_only);
+CUresult engine_wait_mark(struct mark *mark);
+bool engine_stream_idle(struct stream *stream);
+bool engine_mark_done(struct mark *mark);
+void engine_progress(struct context *ctx);
+void mark_drop(struct mark *mark);
+
+/* service.c: the thread that finishes what needs a processor: host functions, values */
+void service_need(void);
+
+/* stream.c */
+struct stream *stream_of(struct context *ctx, CUstream handle);
+bool stream_blocks_with_legacy(const struct stream *stream);
+
+/* dispatch.c: to the device, or into the graph that the stream captures */
+CUresult dispatch(CUstream stream, const struct work *work, bool synchronous);
+CUresult dispatch_on(struct stream *stream, const struct work *work);
+uint64_t copy_duration_ns(uint64_t bytes);
+CUresult copy_work(const CUDA_MEMCPY3D *params, struct work *work);
+CUresult set_work(const CUDA_MEMSET_NODE_PARAMS *params, struct work *work);
+CUresult kernel_work(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *params, struct work *work);
+void run_copy(const struct copy *copy);
+void run_set(const struct set *set);
+void run_value_write(const struct value *value);
+bool value_holds(const struct value *value);
+
+/* graphmem.c: memory of allocation nodes */
+CUdeviceptr graph_alloc_address(struct node *node);
+
+/* capture.c */
+CUresult capture_work(struct stream *stream, const struct work *work, struct node **node);
+CUresult capture_wait_event(struct stream *stream, struct event *event);
+CUresult capture_record_event(struct stream *stream, struct event *event, unsigned flags);
+/* False: a synchronising call now would break a capture, which is then invalid. NULL: any stream.
+ */
+bool capture_allows_wait(struct stream *stream);
+/* The same for work in the legacy stream. */
+bool capture_allows_legacy(struct stream *stream);
+#endif
