@@ -147,8 +147,7 @@ def _mount_tenant(op: TenantTmpfs) -> None:
     try:
         fd = os.open("usage", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=mount)
         try:
-            os.posix_fallocate(fd, 0, region.USAGE_SIZE)
-            _write_all(fd, region.pack_usage(limits.nonce, len(limits.devices)))
+            _write_all(fd, region.pack_usage(limits.nonce, len(limits.devices)))  # every block, so all are allocated
             os.fchmod(fd, 0o666)
         finally:
             os.close(fd)

@@ -228,12 +228,15 @@ def test_parallel_reserves_never_grant_more_than_the_device(state: str) -> None:
                 os.close(go_writer)
                 os.close(stay_writer)
                 os.read(go_reader, 1)
+                answer = b"wrong\n"
                 try:
                     reserve(state, f"c{number}")
-                    os.write(answer_writer, b"granted\n")
+                    answer = b"granted\n"
                 except CapacityError as error:
-                    full = b"0 B free of 16 GiB" in str(error).encode()
-                    os.write(answer_writer, b"refused\n" if full else b"wrong\n")
+                    if "0 B free of 16 GiB" in str(error):
+                        answer = b"refused\n"
+                finally:
+                    os.write(answer_writer, answer)
                 os.read(stay_reader, 1)
             finally:
                 os._exit(0)
