@@ -13,8 +13,16 @@ EXPORT nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *count) {
     return NVML_SUCCESS;
 }
 
+/* The oldest form counts the devices that can be opened. */
 EXPORT nvmlReturn_t nvmlDeviceGetCount(unsigned int *count) {
-    return nvmlDeviceGetCount_v2(count);
+    nvmlDevice_t device;
+    nvmlReturn_t result = nvmlDeviceGetCount_v2(count);
+    unsigned all = result == NVML_SUCCESS ? *count : 0, usable = 0;
+    for (unsigned i = 0; i < all; i++)
+        usable += nvmlDeviceGetHandleByIndex_v2(i, &device) == NVML_SUCCESS;
+    if (result == NVML_SUCCESS)
+        *count = usable;
+    return result;
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *device) {
@@ -48,7 +56,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *de
     return NVML_ERROR_NOT_FOUND;
 }
 
-EXPORT nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *text, nvmlDevice_t *device) {
+static nvmlReturn_t by_bus_id(const char *text, nvmlDevice_t *device) {
     unsigned domain = 0, bus = 0, slot = 0;
     ENTER();
     if (!text || !device)
@@ -66,8 +74,23 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *text, nvmlDevic
     return NVML_ERROR_NOT_FOUND;
 }
 
+EXPORT nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *text, nvmlDevice_t *device) {
+    return by_bus_id(text, device);
+}
+
 EXPORT nvmlReturn_t nvmlDeviceGetHandleByPciBusId(const char *text, nvmlDevice_t *device) {
-    return nvmlDeviceGetHandleByPciBusId_v2(text, device);
+    return by_bus_id(text, device);
+}
+
+static void serial_text(const struct nvmlDevice_st *device, char text[32]) {
+    snprintf(text, 32, "15700000%05u", device->sim.state->config.index);
+}
+
+EXPORT nvmlReturn_t nvmlDeviceGetSerial(nvmlDevice_t device, char *serial, unsigned int length) {
+    char text[32];
+    ENTER_DEVICE(device, serial);
+    serial_text(device, text);
+    return nvml_put_text(serial, length, text);
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetHandleBySerial(const char *serial, nvmlDevice_t *device) {
@@ -75,10 +98,11 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleBySerial(const char *serial, nvmlDevice_t
     ENTER();
     if (!serial || !device)
         return NVML_ERROR_INVALID_ARGUMENT;
-    for (unsigned i = 0; i < nvml_count(); i++)
-        if (nvmlDeviceGetSerial(nvml_device(i), text, sizeof text) == NVML_SUCCESS &&
-            strcmp(text, serial) == 0)
+    for (unsigned i = 0; i < nvml_count(); i++) {
+        serial_text(nvml_device(i), text);
+        if (strcmp(text, serial) == 0)
             return *device = nvml_device(i), NVML_SUCCESS;
+    }
     return NVML_ERROR_NOT_FOUND;
 }
 
@@ -92,13 +116,6 @@ EXPORT nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned 
 EXPORT nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int length) {
     ENTER_DEVICE(device, name);
     return nvml_put_text(name, length, device->sim.state->config.model);
-}
-
-EXPORT nvmlReturn_t nvmlDeviceGetSerial(nvmlDevice_t device, char *serial, unsigned int length) {
-    char text[32];
-    ENTER_DEVICE(device, serial);
-    snprintf(text, sizeof text, "15700000%05u", device->sim.state->config.index);
-    return nvml_put_text(serial, length, text);
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index) {

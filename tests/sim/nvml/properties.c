@@ -14,6 +14,7 @@
 VALUE(nvmlDeviceGetPowerUsage, unsigned int, 31000)
 VALUE(nvmlDeviceGetPowerManagementLimit, unsigned int, 70000)
 VALUE(nvmlDeviceGetPowerManagementDefaultLimit, unsigned int, 70000)
+VALUE(nvmlDeviceGetEnforcedPowerLimit, unsigned int, 70000)
 VALUE(nvmlDeviceGetPowerManagementMode, nvmlEnableState_t, NVML_FEATURE_ENABLED)
 VALUE(nvmlDeviceGetPersistenceMode, nvmlEnableState_t, NVML_FEATURE_ENABLED)
 VALUE(nvmlDeviceGetDisplayMode, nvmlEnableState_t, NVML_FEATURE_DISABLED)
@@ -35,23 +36,11 @@ VALUE(nvmlDeviceGetMultiGpuBoard, unsigned int, 0)
 VALUE(nvmlDeviceGetBoardId, unsigned int, CONFIG.pci_bus << 8)
 VALUE(nvmlDeviceGetMaxMigDeviceCount, unsigned int, 0)
 VALUE(nvmlDeviceIsMigDeviceHandle, unsigned int, 0)
+VALUE(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, 1)
+VALUE(nvmlDeviceGetSupportedClocksEventReasons, unsigned long long, 0x1ff)
 VALUE(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, 1)
 VALUE(nvmlDeviceGetSupportedClocksThrottleReasons, unsigned long long, 0x1ff)
 VALUE(nvmlDeviceGetTotalEnergyConsumption, unsigned long long, sim_now_ns() / 1000000 * 31)
-
-EXPORT nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t device, unsigned int *limit) {
-    return nvmlDeviceGetPowerManagementDefaultLimit(device, limit);
-}
-
-EXPORT nvmlReturn_t nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t device,
-                                                           unsigned long long *reasons) {
-    return nvmlDeviceGetCurrentClocksThrottleReasons(device, reasons);
-}
-
-EXPORT nvmlReturn_t nvmlDeviceGetSupportedClocksEventReasons(nvmlDevice_t device,
-                                                             unsigned long long *reasons) {
-    return nvmlDeviceGetSupportedClocksThrottleReasons(device, reasons);
-}
 
 EXPORT nvmlReturn_t nvmlDeviceGetPowerManagementLimitConstraints(nvmlDevice_t device,
                                                                  unsigned int *low,
@@ -89,22 +78,15 @@ static unsigned clock_mhz(const struct sim_config *c, nvmlClockType_t type) {
     return (type == NVML_CLOCK_MEM ? c->memory_clock_khz : c->clock_khz) / 1000;
 }
 
-EXPORT nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t device, nvmlClockType_t type,
-                                           unsigned int *mhz) {
-    ENTER_DEVICE(device, mhz && type < NVML_CLOCK_COUNT);
-    *mhz = clock_mhz(&CONFIG, type);
-    return NVML_SUCCESS;
-}
-
-EXPORT nvmlReturn_t nvmlDeviceGetMaxClockInfo(nvmlDevice_t device, nvmlClockType_t type,
-                                              unsigned int *mhz) {
-    return nvmlDeviceGetClockInfo(device, type, mhz);
-}
-
-EXPORT nvmlReturn_t nvmlDeviceGetApplicationsClock(nvmlDevice_t device, nvmlClockType_t type,
-                                                   unsigned int *mhz) {
-    return nvmlDeviceGetMaxClockInfo(device, type, mhz);
-}
+#define CLOCK(name) \
+    EXPORT nvmlReturn_t name(nvmlDevice_t device, nvmlClockType_t type, unsigned int *mhz) { \
+        ENTER_DEVICE(device, mhz &&type < NVML_CLOCK_COUNT); \
+        *mhz = clock_mhz(&CONFIG, type); \
+        return NVML_SUCCESS; \
+    }
+CLOCK(nvmlDeviceGetClockInfo)
+CLOCK(nvmlDeviceGetMaxClockInfo)
+CLOCK(nvmlDeviceGetApplicationsClock)
 
 EXPORT nvmlReturn_t nvmlDeviceGetEccMode(nvmlDevice_t device, nvmlEnableState_t *current,
                                          nvmlEnableState_t *pending) {
@@ -164,19 +146,4 @@ EXPORT nvmlReturn_t nvmlDeviceGetBoardPartNumber(nvmlDevice_t device, char *numb
                                                  unsigned int length) {
     ENTER_DEVICE(device, number);
     return nvml_put_text(number, length, "900-00000-0000-000");
-}
-
-EXPORT nvmlReturn_t nvmlDeviceGetCpuAffinity(nvmlDevice_t device, unsigned int words,
-                                             unsigned long *set) {
-    ENTER_DEVICE(device, words && set);
-    memset(set, 0, words * sizeof *set);
-    set[0] = 3;
-    return NVML_SUCCESS;
-}
-
-EXPORT nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t device, nvmlDevice_t other,
-                                                        nvmlGpuTopologyLevel_t *level) {
-    ENTER_DEVICE(device, nvml_is_device(other) && level);
-    *level = NVML_TOPOLOGY_NODE;
-    return NVML_SUCCESS;
 }

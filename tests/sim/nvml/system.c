@@ -63,8 +63,14 @@ EXPORT nvmlReturn_t nvmlInit_v2(void) {
     return nvmlInitWithFlags(0);
 }
 
+/* The oldest form fails where there is no device: it looks after the first, and undoes itself. */
 EXPORT nvmlReturn_t nvmlInit(void) {
-    return nvmlInitWithFlags(0);
+    nvmlReturn_t result = nvmlInit_v2();
+    if (result == NVML_SUCCESS && !nvml_count()) {
+        nvmlShutdown();
+        return NVML_ERROR_DRIVER_NOT_LOADED;
+    }
+    return result;
 }
 
 EXPORT nvmlReturn_t nvmlShutdown(void) {
@@ -128,15 +134,19 @@ EXPORT nvmlReturn_t nvmlSystemGetNVMLVersion(char *version, unsigned int length)
     return nvml_put_text(version, length, text);
 }
 
-EXPORT nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version) {
+static nvmlReturn_t cuda_version(int *version) {
     if (!version)
         return NVML_ERROR_INVALID_ARGUMENT;
     *version = CUDA_VERSION_NUMBER;
     return NVML_SUCCESS;
 }
 
+EXPORT nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    return cuda_version(version);
+}
+
 EXPORT nvmlReturn_t nvmlSystemGetCudaDriverVersion(int *version) {
-    return nvmlSystemGetCudaDriverVersion_v2(version);
+    return cuda_version(version);
 }
 
 EXPORT nvmlReturn_t nvmlSystemGetProcessName(unsigned int pid, char *name, unsigned int length) {

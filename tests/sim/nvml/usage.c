@@ -117,8 +117,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device,
 }
 
 /* The part of the time since the last sample (100 ms or more ago) in which the device had work. */
-EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
-                                                  nvmlUtilization_t *utilization) {
+static nvmlReturn_t rates(nvmlDevice_t device, nvmlUtilization_t *utilization) {
     ENTER_DEVICE(device, utilization);
     struct sim_device *d = &device->sim;
     uint64_t now_ns = sim_now_ns();
@@ -138,6 +137,11 @@ EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
     return NVML_SUCCESS;
 }
 
+EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
+                                                  nvmlUtilization_t *utilization) {
+    return rates(device, utilization);
+}
+
 EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
                                                     nvmlProcessUtilizationSample_t *samples,
                                                     unsigned int *count,
@@ -151,7 +155,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
     if (!samples || n > room)
         return NVML_ERROR_INSUFFICIENT_SIZE;
     nvmlUtilization_t whole;
-    nvmlReturn_t result = nvmlDeviceGetUtilizationRates(device, &whole);
+    nvmlReturn_t result = rates(device, &whole);
     for (unsigned i = 0; i < n; i++)
         samples[i] = (nvmlProcessUtilizationSample_t){
             .pid = full[i].pid, .timeStamp = sim_now_ns() / 1000, .smUtil = n ? whole.gpu / n : 0};
