@@ -145,20 +145,38 @@ static uint64_t namespace_inode(const char *name) {
     return stat(path, &st) ? 0 : st.st_ino;
 }
 
+/* Field 22 of /proc/1/stat: tells apart two namespaces that got the same inode number. */
+static uint64_t init_start_ticks(void) {
+    unsigned long long ticks = 0;
+    char text[1024] = "";
+    int fd = open("/proc/1/stat", O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0)
+        close(fd);
+    const char *rest = n > 0 ? strrchr(text, ')') : NULL;
+    if (rest)
+        sscanf(rest + 1,
+               " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
+               &ticks);
+    return ticks;
+}
+
 static struct sim_group *find_group(struct sim_state *s, uint64_t pidns, uint32_t *index) {
+    uint64_t ticks = init_start_ticks();
     int idle = -1;
     for (unsigned g = 0; g < SIM_MAX_GROUPS; g++) {
-        if (s->group[g].pidns == pidns)
+        if (s->group[g].pidns == pidns && s->group[g].init_ticks == ticks)
             return *index = g, &s->group[g];
         if (idle < 0 && s->group[g].pidns == 0)
             idle = (int)g;
     }
-    for (unsigned g = 0; idle < 0 && g < SIM_MAX_GROUPS; g++)
-        if (s->group[g].current_bytes == 0)
-            idle = (int)g;
+    for (unsigned g = 0; g < SIM_MAX_GROUPS; g++)
+        if (s->group[g].current_bytes == 0 && (idle < 0 || s->group[g].pidns == pidns))
+            idle =
+                (int)g; /* of a namespace that had our number, or of any when the table is full */
     if (idle < 0)
         return NULL;
-    s->group[idle] = (struct sim_group){.pidns = pidns};
+    s->group[idle] = (struct sim_group){.pidns = pidns, .init_ticks = ticks};
     *index = (uint32_t)idle;
     return &s->group[idle];
 }

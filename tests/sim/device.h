@@ -84,8 +84,9 @@ struct sim_group {
     uint64_t pidns; /* 0: free */
     uint64_t current_bytes;
     uint64_t peak_bytes;
-    uint64_t refused; /* physical out of memory */
-    uint8_t reserved[32];
+    uint64_t refused;    /* physical out of memory */
+    uint64_t init_ticks; /* start time of the namespace's init: inode numbers are used again */
+    uint8_t reserved[24];
 };
 
 /* Physical memory that more than one client may hold. Charged to `owner` (a client index). */

@@ -60,7 +60,8 @@ class Snapshot(NamedTuple):
 
     total_bytes: int
     context_bytes: int
-    used_bytes: int
+    used_bytes: int  # of the living
+    unreturned_bytes: int  # of the dead, as the device still counts it; nobody may be left to notice
     deaths: int
     busy_ns: int
     clients: tuple[Client, ...]
@@ -73,8 +74,10 @@ class Ledger:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        config = layout.CONFIG.unpack(os.pread(self._fd, layout.CONFIG.size, 0))
+        head = os.pread(self._fd, layout.CONFIG.size, 0)
+        config = layout.CONFIG.unpack(head.ljust(layout.CONFIG.size, b"\0"))
         if config[:3] != (layout.MAGIC, layout.VERSION, layout.STATE_BYTES):
+            os.close(self._fd)
             raise ValueError(f"{path}: not a simulated device of version {layout.VERSION}; rebuild it with simhost.py")
         self.total_bytes: int = config[5]
         self.context_bytes: int = config[6]
@@ -127,13 +130,15 @@ class Ledger:
             pidns, _, peak, refused = layout.GROUP.unpack_from(data, layout.GROUPS_OFFSET + index * layout.GROUP.size)
             if pidns:
                 groups.append(Group(pidns, current.get(index, 0), peak, refused))
+        used = sum(current.values())
         return Snapshot(
-            self.total_bytes, self.context_bytes, counters[1], counters[4], counters[9], tuple(clients), tuple(groups)
+            *(self.total_bytes, self.context_bytes, used, counters[1] - used, counters[4], counters[9]),
+            *(tuple(clients), tuple(groups)),
         )
 
     @property
     def used_bytes(self) -> int:
-        """Everything that is taken, the memory of the dead included until it comes back."""
+        """What the living hold. Memory of the dead is `snapshot().unreturned_bytes`."""
         return self.snapshot().used_bytes
 
     def clients(self) -> tuple[Client, ...]:

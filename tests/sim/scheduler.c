@@ -56,9 +56,14 @@ static uint64_t step(struct sim_state *s, uint64_t left_ns) {
     return run;
 }
 
+/* Work of the dead must not go on for ever; looking for them at most this often is cheap enough. */
+#define LOOK_FOR_DEAD_NS 1000000u
+
 /* Call locked. */
 void sim_advance(struct sim_device *device, uint64_t now_ns) {
     struct sim_state *s = device->state;
+    if (s->running && now_ns > s->last_reap_ns + LOOK_FOR_DEAD_NS)
+        sim_reap(device);
     while (s->device_ns < now_ns) {
         bool stay = s->running && has_work(QUEUE_OF(s, s->running)) &&
                     s->slice_used_ns < s->config.slice_ns;

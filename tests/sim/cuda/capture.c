@@ -98,6 +98,10 @@ bool capture_allows_wait(struct stream *s) {
     return allowed;
 }
 
+bool capture_allows_call(void) {
+    return capture_allows_wait(NULL);
+}
+
 /* Work in the legacy stream would wait for blocking streams that are capturing. */
 bool capture_allows_legacy(struct stream *s) {
     bool allowed = true;

@@ -42,6 +42,7 @@ EXPORT CUresult cuMemHostAlloc(void **pp, size_t bytesize, unsigned int flags) {
     ENTER_CONTEXT(ctx);
     (void)ctx;
     CHECK_VALUE(pp && bytesize && !(flags & ~7u));
+    CHECK(capture_allows_call(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     void *p = mmap(NULL, bytesize, PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     CHECK(p != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);

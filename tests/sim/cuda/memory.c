@@ -110,6 +110,7 @@ CUresult mem_free(uint64_t va) {
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize) {
     ENTER_CONTEXT(ctx);
     CHECK_VALUE(dptr && bytesize);
+    CHECK(capture_allows_call(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     return mem_alloc(ctx, bytesize, dptr);
 }
 
@@ -119,6 +120,7 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr dptr) {
     if (!dptr)
         return CUDA_SUCCESS;
     CHECK_VALUE(space_find(dptr));
+    CHECK(capture_allows_call(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     CUresult waited = engine_wait_context(ctx);
     if (waited != CUDA_SUCCESS)
         return waited;
@@ -129,6 +131,7 @@ EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t Wid
                                    size_t Height, unsigned int ElementSizeBytes) {
     ENTER_CONTEXT(ctx);
     CHECK_VALUE(dptr && pPitch && WidthInBytes && Height);
+    CHECK(capture_allows_call(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     CHECK_VALUE(ElementSizeBytes == 4 || ElementSizeBytes == 8 || ElementSizeBytes == 16);
     CHECK(WidthInBytes <= MAX_BYTES, CUDA_ERROR_OUT_OF_MEMORY);
     uint64_t pitch = round_up(WidthInBytes, PITCH_ALIGN);
@@ -144,6 +147,7 @@ EXPORT CUresult cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize, unsigned i
     ENTER_CONTEXT(ctx);
     CUresult error;
     CHECK_VALUE(dptr && bytesize);
+    CHECK(capture_allows_call(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     CHECK_VALUE(flags == CU_MEM_ATTACH_GLOBAL || flags == CU_MEM_ATTACH_HOST);
     struct mem *m = mem_take(ctx, ctx->device, bytesize, MEM_MANAGED, &error);
     if (!m)
@@ -175,4 +179,29 @@ EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdev
     if (psize)
         *psize = size;
     return CUDA_SUCCESS;
+}
+
+/* The oldest forms have 32 bits for sizes: larger ones saturate. */
+static unsigned int saturated(size_t bytes) {
+    return bytes > UINT32_MAX ? UINT32_MAX : (unsigned int)bytes;
+}
+
+EXPORT CUresult cuMemGetInfo(unsigned int *free_bytes, unsigned int *total) {
+    size_t f, t;
+    CHECK_VALUE(free_bytes && total);
+    CUresult result = cuMemGetInfo_v2(&f, &t);
+    if (result != CUDA_SUCCESS)
+        return result;
+    *free_bytes = saturated(f);
+    *total = saturated(t);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceTotalMem(unsigned int *bytes, CUdevice dev) {
+    size_t total;
+    CHECK_VALUE(bytes);
+    CUresult result = cuDeviceTotalMem_v2(&total, dev);
+    if (result == CUDA_SUCCESS)
+        *bytes = saturated(total);
+    return result;
 }

@@ -169,6 +169,9 @@ bool small_free(struct mem *mem, uint64_t va);
 bool small_range(const struct mem *mem, uint64_t va, uint64_t *start, uint64_t *size);
 void small_drop_all(struct context *ctx);
 
+/* capture.c: false when a capture makes this potentially unsafe call fail, and is invalid now */
+bool capture_allows_call(void);
+
 /* limits.c */
 void limits_open(struct context *ctx);
 

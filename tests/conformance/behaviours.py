@@ -1,0 +1,85 @@
+"""Every behaviour of the driver that the simulator models and gpushare relies on, each with its check.
+
+`source` says how we know it:
+    documented   NVIDIA's driver API reference says so
+    recorded     seen on a real driver: `detail` names GPU (or none), driver and date
+    assumed      believed, not seen by us; to be recorded when the suite runs on hardware
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.conformance import checks_memory as memory
+from tests.conformance import checks_pools as pools
+from tests.conformance import checks_work as work
+from tests.conformance.driver import Driver
+
+NO_GPU = "no GPU, driver 535.261.03, 2026-11-21"
+
+
+class Behaviour(NamedTuple):
+    check: Callable[[Driver], None]
+    source: str
+    detail: str
+
+
+BEHAVIOURS = (
+    Behaviour(memory.alloc_returns_aligned_addresses, "documented", "suitably aligned for any kind of variable"),
+    Behaviour(memory.large_allocation_takes_whole_blocks, "assumed", "physical memory comes in 2 MiB blocks"),
+    Behaviour(memory.small_allocations_share_a_block, "assumed", "suballocation from blocks of 2 MiB per context"),
+    Behaviour(memory.mebibyte_owns_its_block, "assumed", "from 1 MiB on an allocation owns its blocks"),
+    Behaviour(memory.content_is_kept, "documented", "copies and memset"),
+    Behaviour(memory.zero_size_is_invalid, "documented", "cuMemAlloc: bytesize 0 gives INVALID_VALUE"),
+    Behaviour(memory.null_outputs_are_invalid, "assumed", "NULL where an answer goes gives INVALID_VALUE"),
+    Behaviour(memory.free_of_null_succeeds, "assumed", "cuMemFree(0) does nothing"),
+    Behaviour(memory.free_of_unknown_is_invalid, "documented", "cuMemFree needs a pointer of an allocation call"),
+    Behaviour(memory.double_free_is_invalid, "assumed", "a freed pointer is unknown again"),
+    Behaviour(memory.more_than_the_device_is_out_of_memory, "documented", "OUT_OF_MEMORY; nothing is taken"),
+    Behaviour(memory.device_total_is_context_total, "assumed", "cuDeviceTotalMem equals cuMemGetInfo's total"),
+    Behaviour(memory.pitch_is_a_multiple_of_512, "assumed", "pitch alignment of current GPUs"),
+    Behaviour(memory.address_range_of_interior_pointer, "documented", "cuMemGetAddressRange: base and size"),
+    Behaviour(memory.managed_memory_is_the_hosts_too, "documented", "managed memory is accessible from the host"),
+    Behaviour(memory.pinned_memory_takes_nothing, "documented", "page-locked memory is host memory"),
+    Behaviour(memory.array_takes_what_it_says, "assumed", "arrays own whole blocks"),
+    Behaviour(memory.mipmap_takes_more_than_its_first_level, "assumed", "all levels are allocated at once"),
+    Behaviour(memory.physical_memory_outlives_its_handle, "documented", "cuMemRelease: until mappings are gone"),
+    Behaviour(memory.retained_handle_keeps_memory, "documented", "each retain needs a release"),
+    Behaviour(memory.two_mappings_are_one_memory, "documented", "cuMemMap of one handle at two addresses"),
+    Behaviour(memory.granularity_is_one_block, "assumed", "cuMemGetAllocationGranularity: 2 MiB on every GPU so far"),
+    Behaviour(memory.context_takes_memory_and_gives_it_back, "assumed", "every context has an overhead"),
+    Behaviour(memory.module_takes_memory_on_first_use, "documented", "lazy loading, the default since CUDA 12.2"),
+    Behaviour(pools.pool_reserves_more_than_it_hands_out, "assumed", "pools grow by 32 MiB"),
+    Behaviour(
+        pools.freed_pool_memory_stays_until_sync, "documented", "release threshold 0: given back at a synchronise"
+    ),
+    Behaviour(pools.release_threshold_keeps_memory, "documented", "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, cuMemPoolTrimTo"),
+    Behaviour(pools.pool_memory_can_be_freed_plainly, "documented", "cuMemFree of stream-ordered memory"),
+    Behaviour(pools.default_pool_serves_alloc_async, "documented", "cuMemAllocAsync uses the current pool"),
+    Behaviour(pools.destroyed_pool_gives_memory_back, "documented", "cuMemPoolDestroy: when the last memory is freed"),
+    Behaviour(pools.graph_memory_comes_with_the_launch, "documented", "memory nodes: mapped at upload or launch"),
+    Behaviour(pools.graph_memory_leaves_with_the_trim, "documented", "cuDeviceGraphMemTrim"),
+    Behaviour(work.calls_before_init_fail, "recorded", NO_GPU),
+    Behaviour(work.init_flags_must_be_zero, "recorded", NO_GPU),
+    Behaviour(work.without_context_is_invalid_context, "documented", "INVALID_CONTEXT"),
+    Behaviour(work.forked_child_is_not_initialised, "assumed", "a forked child has no driver"),
+    Behaviour(work.bad_ordinal_is_invalid_device, "documented", "cuDeviceGet"),
+    Behaviour(work.primary_context_is_counted, "documented", "reset when the last retain is released"),
+    Behaviour(work.context_stack_is_the_threads_own, "documented", "a stack of contexts per thread"),
+    Behaviour(work.kernel_takes_its_time, "documented", "events have a resolution of about 0.5 us"),
+    Behaviour(work.launch_returns_before_the_kernel_ends, "documented", "launches are asynchronous"),
+    Behaviour(work.bad_launches_are_refused, "documented", "INVALID_VALUE"),
+    Behaviour(work.unknown_function_is_not_found, "documented", "cuModuleGetFunction: NOT_FOUND"),
+    Behaviour(work.host_function_runs_in_order, "documented", "cuLaunchHostFunc"),
+    Behaviour(work.wait_value_holds_a_stream, "documented", "cuStreamWaitValue32"),
+    Behaviour(work.event_orders_streams, "documented", "cuStreamWaitEvent"),
+    Behaviour(work.captured_work_does_not_run, "documented", "stream capture"),
+    Behaviour(work.sync_breaks_a_capture, "documented", "a capturing stream cannot be synchronised"),
+    Behaviour(work.query_in_another_thread_breaks_a_global_capture, "documented", "cuThreadExchangeStreamCaptureMode"),
+    Behaviour(work.relaxed_thread_may_query_during_a_capture, "documented", "cuThreadExchangeStreamCaptureMode"),
+    Behaviour(work.alloc_breaks_a_global_capture, "documented", "cuMemAlloc is potentially unsafe"),
+    Behaviour(work.legacy_stream_breaks_a_blocking_capture, "documented", "implicit dependency on a capturing stream"),
+    Behaviour(work.proc_address_by_version, "recorded", NO_GPU),
+)
+SOURCES = ("documented", "recorded", "assumed")

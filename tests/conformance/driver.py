@@ -1,0 +1,257 @@
+"""The driver interface through ctypes, as thin as it can be: names and numbers of cuda.h."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_char, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any, Optional
+
+SUCCESS = 0
+INVALID_VALUE = 1
+OUT_OF_MEMORY = 2
+NOT_INITIALIZED = 3
+INVALID_DEVICE = 101
+INVALID_IMAGE = 200
+INVALID_CONTEXT = 201
+INVALID_HANDLE = 400
+ILLEGAL_STATE = 401
+NOT_FOUND = 500
+NOT_READY = 600
+NOT_SUPPORTED = 801
+CAPTURE_UNSUPPORTED = 900
+CAPTURE_INVALIDATED = 901
+CAPTURE_ISOLATION = 905
+CAPTURE_IMPLICIT = 906
+
+MIB = 1 << 20
+BLOCK = 2 * MIB
+NON_BLOCKING = 1
+
+# Spins for about as many microseconds as its name says, by the device's own clock.
+SPIN_US = 2000
+SPIN = f"spin_us_{SPIN_US}"
+PTX = f"""
+.version 6.0
+.target sm_50
+.address_size 64
+.global .align 4 .b8 table[4194304];
+.visible .entry {SPIN}()
+{{
+    .reg .u64 %t<4>;
+    .reg .pred %p;
+    mov.u64 %t1, %globaltimer;
+wait:
+    mov.u64 %t2, %globaltimer;
+    sub.u64 %t3, %t2, %t1;
+    setp.lt.u64 %p, %t3, {SPIN_US * 1000};
+    @%p bra wait;
+    ret;
+}}
+""".encode()
+
+
+class DriverError(Exception):
+    """A call failed that should not have. `code` is the CUresult."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"{name} gave {code}")
+        self.code = code
+
+
+class Location(ctypes.Structure):
+    _fields_ = [("type", c_int), ("id", c_int)]
+
+
+class Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = [
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", Location),
+        ("win32", c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = [("location", Location), ("flags", c_int)]
+
+
+class PoolProperties(ctypes.Structure):
+    """CUmemPoolProps."""
+
+    _fields_ = [
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", Location),
+        ("win32", c_void_p),
+        ("max_bytes", c_size_t),
+        ("reserved", ctypes.c_ubyte * 56),
+    ]
+
+
+class ArrayShape(ctypes.Structure):
+    """CUDA_ARRAY3D_DESCRIPTOR."""
+
+    _fields_ = [
+        *(("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)),
+        *(("format", c_int), ("channels", c_uint), ("flags", c_uint)),
+    ]
+
+
+class Requirements(ctypes.Structure):
+    """CUDA_ARRAY_MEMORY_REQUIREMENTS."""
+
+    _fields_ = [("size", c_size_t), ("alignment", c_size_t), ("reserved", c_uint * 4)]
+
+
+IpcHandle = c_char * 64
+RESERVED_CURRENT, USED_CURRENT, THRESHOLD = 5, 7, 4
+GRAPH_USED, GRAPH_RESERVED = 0, 2
+
+
+class Driver:
+    """One loaded libcuda. Methods raise DriverError; `code(...)` returns the CUresult instead."""
+
+    def __init__(self, path: str) -> None:
+        self.library = ctypes.CDLL(path)
+
+    def code(self, name: str, *arguments: Any) -> int:
+        """Calls a function; whole numbers are passed as 64 bits."""
+        plain = [c_uint64(a) if isinstance(a, int) else a for a in arguments]
+        return int(self.library[name](*plain))
+
+    def ok(self, name: str, *arguments: Any) -> None:
+        result = self.code(name, *arguments)
+        if result != SUCCESS:
+            raise DriverError(name, result)
+
+    def out(self, name: str, *arguments: Any, kind: Any = c_uint64) -> int:
+        """Calls a function whose first parameter takes the answer."""
+        value = kind()
+        self.ok(name, byref(value), *arguments)
+        return int(value.value)
+
+    def init(self) -> None:
+        self.ok("cuInit", 0)
+
+    def context(self, device: int = 0) -> int:
+        """Initialises, and makes the device's primary context current."""
+        self.init()
+        handle = self.out("cuDevicePrimaryCtxRetain", device)
+        self.ok("cuCtxSetCurrent", handle)
+        return handle
+
+    def alloc(self, size: int) -> int:
+        return self.out("cuMemAlloc_v2", size)
+
+    def free(self, address: int) -> None:
+        self.ok("cuMemFree_v2", address)
+
+    def free_bytes(self) -> int:
+        free, total = c_size_t(), c_size_t()
+        self.ok("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value
+
+    def total_bytes(self) -> int:
+        free, total = c_size_t(), c_size_t()
+        self.ok("cuMemGetInfo_v2", byref(free), byref(total))
+        return total.value
+
+    def write(self, address: int, data: bytes) -> None:
+        self.ok("cuMemcpyHtoD_v2", address, c_char_p(data), len(data))
+
+    def read(self, address: int, size: int) -> bytes:
+        data = ctypes.create_string_buffer(size)
+        self.ok("cuMemcpyDtoH_v2", data, address, size)
+        return data.raw
+
+    def load(self, image: bytes = PTX) -> int:
+        return self.out("cuModuleLoadData", c_char_p(image))
+
+    def function(self, module: int, name: str = SPIN) -> int:
+        return self.out("cuModuleGetFunction", module, c_char_p(name.encode()))
+
+    def launch_code(self, function: int, stream: int = 0) -> int:
+        return self.code("cuLaunchKernel", function, *[c_uint(1)] * 6, c_uint(0), stream, None, None)
+
+    def launch(self, function: int, stream: int = 0) -> None:
+        result = self.launch_code(function, stream)
+        if result != SUCCESS:
+            raise DriverError("cuLaunchKernel", result)
+
+    def stream(self, flags: int = 0) -> int:
+        return self.out("cuStreamCreate", c_uint(flags))
+
+    def event(self) -> int:
+        return self.out("cuEventCreate", c_uint(0))
+
+    def milliseconds(self, start: int, end: int) -> float:
+        value = c_float()
+        self.ok("cuEventElapsedTime", byref(value), start, end)
+        return value.value
+
+    def synchronize(self) -> None:
+        self.ok("cuCtxSynchronize")
+
+    def properties(self, device: int = 0, handle_types: int = 0) -> Properties:
+        return Properties(type=1, handle_types=handle_types, location=Location(1, device))
+
+    def create(self, size: int, handle_types: int = 0) -> int:
+        return self.out("cuMemCreate", size, byref(self.properties(0, handle_types)), 0)
+
+    def reserve(self, size: int) -> int:
+        return self.out("cuMemAddressReserve", size, 0, 0, 0)
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        """Maps and makes it accessible."""
+        self.ok("cuMemMap", address, size, 0, handle, 0)
+        self.ok("cuMemSetAccess", address, size, byref(Access(Location(1, 0), 3)), 1)
+
+    def pool(self, handle_types: int = 0) -> int:
+        return self.out(
+            "cuMemPoolCreate", byref(PoolProperties(type=1, handle_types=handle_types, location=Location(1, 0)))
+        )
+
+    def pool_attribute(self, pool: int, attribute: int) -> int:
+        value = c_uint64()
+        self.ok("cuMemPoolGetAttribute", pool, c_int(attribute), byref(value))
+        return value.value
+
+    def alloc_from(self, pool: int, size: int, stream: int = 0) -> int:
+        return self.out("cuMemAllocFromPoolAsync", size, pool, stream)
+
+    def graph_attribute(self, attribute: int) -> int:
+        value = c_uint64()
+        self.ok("cuDeviceGetGraphMemAttribute", c_int(0), c_int(attribute), byref(value))
+        return value.value
+
+    def ipc_handle(self, address: int) -> bytes:
+        handle = IpcHandle()
+        self.ok("cuIpcGetMemHandle", byref(handle), address)
+        return bytes(handle.raw)
+
+    def ipc_open(self, handle: bytes) -> int:
+        """The handle is passed by value, as a structure."""
+
+        class ByValue(ctypes.Structure):
+            _fields_ = [("bytes", c_char * 64)]
+
+        value, address = ByValue(), c_uint64()
+        ctypes.memmove(byref(value), handle, 64)
+        result = int(self.library["cuIpcOpenMemHandle_v2"](byref(address), value, c_uint(1)))
+        if result != SUCCESS:
+            raise DriverError("cuIpcOpenMemHandle_v2", result)
+        return address.value
+
+
+def error_of(call: Any, *arguments: Any) -> Optional[int]:
+    """The code with which a Driver method fails; None when it does not."""
+    try:
+        call(*arguments)
+    except DriverError as error:
+        return error.code
+    return None

@@ -1,0 +1,49 @@
+"""Each behaviour, in a process of its own, on the simulator or on the libcuda that GPUSHARE_CONFORMANCE_LIB names.
+
+On hardware the checks of free memory need the device to themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conformance import behaviours, checks_memory, checks_pools, checks_work
+from tests.sim.simhost import LIBDIR, make_simhost
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HELPERS = {"begin", "captured_allocation"}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    named = os.environ.get("GPUSHARE_CONFORMANCE_LIB")
+    return named or str(make_simhost(tmp_path_factory.mktemp("host"), late_return_ms=0) / LIBDIR / "libcuda.so.1")
+
+
+@pytest.mark.parametrize("name", [b.check.__name__ for b in behaviours.BEHAVIOURS])
+def test_behaviour(name: str, library: str) -> None:
+    command = [sys.executable, "-m", "tests.conformance.run", library, name]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_check_is_in_the_table() -> None:
+    listed = {b.check.__name__ for b in behaviours.BEHAVIOURS}
+    assert len(listed) == len(behaviours.BEHAVIOURS)
+    written = {
+        name
+        for module in (checks_memory, checks_pools, checks_work)
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__
+    }
+    assert listed == written - HELPERS
+
+
+def test_sources_are_told() -> None:
+    assert all(b.source in behaviours.SOURCES and b.detail for b in behaviours.BEHAVIOURS)
+    assert all("driver" in b.detail for b in behaviours.BEHAVIOURS if b.source == "recorded")

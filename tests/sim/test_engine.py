@@ -1,0 +1,128 @@
+"""Device time: shared by contexts in turns, simulated by whoever looks, and nobody burns a processor for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.sim.ledger import Ledger
+from tests.sim.remote import Remote
+
+Start = Callable[..., Remote]
+
+PREPARE = """
+import threading, time
+from ctypes import byref, c_float, c_int, c_uint, c_uint64
+from tests.conformance import driver as d
+cuda.context()
+image = b"SIMMOD globals=0 code=4096\\n\\0"
+module = cuda.load(image)
+slow, quick = cuda.function(module, "spin_us_10000"), cuda.function(module, "tiny")
+stream, start, end = cuda.stream(1), cuda.event(), cuda.event()
+def seconds_to_launch(n):
+    brief, began = cuda.function(module, "spin_us_100"), time.monotonic()
+    for _ in range(n):
+        cuda.launch(brief, stream)
+    return time.monotonic() - began
+def timed(function, n):
+    cuda.ok("cuEventRecord", start, stream)
+    for _ in range(n):
+        cuda.launch(function, stream)
+    cuda.ok("cuEventRecord", end, stream)
+    cuda.ok("cuEventSynchronize", end)
+    return cuda.milliseconds(start, end)
+"""
+
+
+def test_kernel_time_is_in_its_name(start: Start) -> None:
+    p = start()
+    p.do(PREPARE)
+    assert 50 <= p.get("timed(slow, 5)") < 50.2
+    assert 0.5 <= p.get("timed(quick, 100)") < 40
+
+
+def test_two_contexts_halve_the_device(start: Start) -> None:
+    a, b = start(), start()
+    for p in (a, b):
+        p.do(PREPARE)
+    b.do("[cuda.launch(slow, stream) for _ in range(100)]")
+    assert 190 < a.get("timed(slow, 10)") < 230
+    b.kill()
+    assert 100 <= a.get("timed(slow, 10)") < 115
+
+
+def test_waiting_costs_no_processor(start: Start) -> None:
+    p = start()
+    p.do(PREPARE)
+    p.do("before = time.process_time(); timed(slow, 50); spent = time.process_time() - before")
+    assert p.get("spent") < 0.1
+
+
+def test_idle_device_is_idle(start: Start, ledger: Ledger) -> None:
+    p = start()
+    p.do(PREPARE)
+    p.do("timed(slow, 3)")
+    busy = ledger.snapshot().busy_ns
+    assert 30_000_000 <= busy < 32_000_000
+    p.do("time.sleep(0.05); timed(quick, 1)")
+    assert ledger.snapshot().busy_ns < busy + 1_000_000
+
+
+def test_full_queue_blocks_the_launch(start: Start) -> None:
+    p = start()
+    p.do(PREPARE)
+    assert p.get("seconds_to_launch(1000)") < 0.1
+    assert p.get("seconds_to_launch(2000)") > 0.1
+
+
+def test_value_releases_a_waiter_in_another_stream(start: Start) -> None:
+    p = start()
+    p.do(PREPARE)
+    p.do("flag = cuda.out('cuMemHostAlloc', 4096, c_uint(0)); other = cuda.stream(1)")
+    p.do("cuda.ok('cuStreamWaitValue32_v2', stream, flag, c_uint(7), c_uint(1)); cuda.launch(slow, stream)")
+    assert p.get("cuda.code('cuStreamQuery', stream)") == 600
+    p.do("cuda.launch(slow, other); cuda.ok('cuStreamWriteValue32_v2', other, flag, c_uint(7), c_uint(0))")
+    p.do("cuda.ok('cuStreamSynchronize', stream)")
+
+
+def test_host_writes_the_value(start: Start) -> None:
+    p = start()
+    p.do(PREPARE)
+    p.do("import ctypes; flag = cuda.out('cuMemHostAlloc', 4096, c_uint(0))")
+    p.do("cuda.ok('cuStreamWaitValue32_v2', stream, flag, c_uint(1), c_uint(0))")
+    p.do("threading.Timer(0.05, lambda: ctypes.memset(flag, 1, 1)).start(); t = time.monotonic()")
+    p.do("cuda.ok('cuStreamSynchronize', stream); took = time.monotonic() - t")
+    assert p.get("took") > 0.03
+
+
+def test_graph_runs_its_nodes_each_time(start: Start) -> None:
+    p = start()
+    p.do(PREPARE)
+    p.do("graph = c_uint64(); cuda.ok('cuStreamBeginCapture_v2', stream, c_int(0))")
+    p.do("[cuda.launch(slow, stream) for _ in range(3)]; cuda.ok('cuStreamEndCapture', stream, byref(graph))")
+    p.do("g = cuda.out('cuGraphInstantiateWithFlags', graph.value, 0)")
+    p.do("cuda.ok('cuEventRecord', start, stream); [cuda.ok('cuGraphLaunch', g, stream) for _ in range(2)]")
+    p.do("cuda.ok('cuEventRecord', end, stream); cuda.ok('cuEventSynchronize', end)")
+    assert 60 <= p.get("cuda.milliseconds(start, end)") < 61
+
+
+def test_device_goes_on_without_its_callers(start: Start) -> None:
+    p = start()
+    p.do(PREPARE)
+    p.do("[cuda.launch(slow, stream) for _ in range(5)]; time.sleep(0.08)")
+    assert p.get("cuda.code('cuStreamQuery', stream)") == 0
+
+
+def test_killed_context_frees_the_device(make_host: Callable[..., Path]) -> None:
+    root = make_host("dead")
+    with Remote(root) as a, Remote(root) as b:
+        for p in (a, b):
+            p.do(PREPARE)
+        a.do("[cuda.launch(slow, stream) for _ in range(1000)]")
+        a.kill()
+        b.get("cuda.free_bytes()")
+        began = time.monotonic()
+        b.do("timed(slow, 1)")
+        assert time.monotonic() - began < 0.1 and os.path.exists(root)
