@@ -41,7 +41,7 @@ for _ in range(5):
 ok(d.cuEventRecord(end, stream))
 assert d.cuEventQuery(end)[0] == d.CUresult.CUDA_ERROR_NOT_READY
 ok(d.cuEventSynchronize(end))
-assert 10 <= ok(d.cuEventElapsedTime(start, end)) < 11
+assert 10 <= ok(d.cuEventElapsedTime(start, end)) < 60
 temporary = ok(d.cuMemAllocAsync(1000, stream))
 ok(d.cuMemFreeAsync(temporary, stream))
 ok(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))

@@ -85,7 +85,7 @@ def test_processes_are_named_by_the_readers_pids(start: Start, simhost: Path) ->
 BUSY = """
 import threading
 cuda.context()
-function, stream = cuda.function(cuda.load(b"SIMMOD globals=0 code=1\\n\\0"), "spin_us_1000"), cuda.stream(1)
+function, stream = cuda.function(cuda.load(b"SIMMOD globals=0 code=1\\n\\0"), "spin_us_10000"), cuda.stream(1)
 [cuda.launch(function, stream) for _ in range(900)]
 """
 
