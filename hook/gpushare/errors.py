@@ -1,12 +1,12 @@
 """What can go wrong, and the exit code that says so.
 
-    GpushareError              1   anything else that a person must act on
-    ├── ConfigError           78   a configuration file is wrong
-    ├── RequestError          64   the container asks for something that makes no sense
-    ├── PolicyError           77   ... for something that policy does not allow
-    ├── CapacityError         75   ... for more than is free now
-    ├── DeviceError           69   the driver or a device is not there
-    └── KernelError           71   the kernel refused an operation (syscall and path are named)
+GpushareError              1   anything else that a person must act on
+├── ConfigError           78   a configuration file is wrong
+├── RequestError          64   the container asks for something that makes no sense
+├── PolicyError           77   ... for something that policy does not allow
+├── CapacityError         75   ... for more than is free now
+├── DeviceError           69   the driver or a device is not there
+└── KernelError           71   the kernel refused an operation (syscall and path are named)
 """
 
 

@@ -41,16 +41,16 @@ enum gs_device_flag {
 /* One granted device. `uuid` is the raw 16 bytes of GPU-<uuid> or MIG-<uuid>. 192 bytes. */
 struct gs_device_limit {
     uint8_t uuid[16];
-    char uuid_text[64];             /* NUL-terminated, with its GPU-/MIG- prefix */
-    uint64_t memory_limit_bytes;    /* GS_UNLIMITED = no limit */
-    uint64_t memory_total_bytes;    /* of the whole device; 0 = not known */
-    uint64_t context_bytes;         /* charged for each process's context */
-    uint64_t granularity_bytes;     /* the driver's physical block, 2 MiB */
-    uint64_t memory_virtual_bytes;  /* with OVERSUBSCRIBE: the virtual total; else 0 */
-    uint32_t compute_percent;       /* 1..100; GS_NO_PERCENT = no limit */
-    uint32_t priority;              /* 0 = normal, 1 = high */
-    uint32_t weight;                /* soft sharing, 0 = by compute_percent */
-    uint32_t flags;                 /* enum gs_device_flag */
+    char uuid_text[64];            /* NUL-terminated, with its GPU-/MIG- prefix */
+    uint64_t memory_limit_bytes;   /* GS_UNLIMITED = no limit */
+    uint64_t memory_total_bytes;   /* of the whole device; 0 = not known */
+    uint64_t context_bytes;        /* charged for each process's context */
+    uint64_t granularity_bytes;    /* the driver's physical block, 2 MiB */
+    uint64_t memory_virtual_bytes; /* with OVERSUBSCRIBE: the virtual total; else 0 */
+    uint32_t compute_percent;      /* 1..100; GS_NO_PERCENT = no limit */
+    uint32_t priority;             /* 0 = normal, 1 = high */
+    uint32_t weight;               /* soft sharing, 0 = by compute_percent */
+    uint32_t flags;                /* enum gs_device_flag */
     uint8_t reserved[56];
 };
 
@@ -85,17 +85,17 @@ struct gs_usage {
     uint32_t n_slots;
     uint32_t n_devices;
     uint64_t nonce;
-    uint32_t slots_high; /* no slot at or above this index was ever used */
-    uint32_t warnings;   /* enum gs_warning bits, for doctor */
+    uint32_t slots_high;              /* no slot at or above this index was ever used */
+    uint32_t warnings;                /* enum gs_warning bits, for doctor */
     uint64_t refused[GS_MAX_DEVICES]; /* allocations refused, per device; information only */
     uint8_t reserved[3928];
     struct gs_slot slot[GS_MAX_SLOTS];
 };
 
 enum gs_warning {
-    GS_WARN_UNKNOWN_PROC = 1u << 0,  /* cuGetProcAddress gave a pointer that we do not know */
-    GS_WARN_NO_SLOT = 1u << 1,       /* more than GS_MAX_SLOTS processes */
-    GS_WARN_UNGRANTED = 1u << 2,     /* the driver shows a device that was not granted */
+    GS_WARN_UNKNOWN_PROC = 1u << 0, /* cuGetProcAddress gave a pointer that we do not know */
+    GS_WARN_NO_SLOT = 1u << 1,      /* more than GS_MAX_SLOTS processes */
+    GS_WARN_UNGRANTED = 1u << 2,    /* the driver shows a device that was not granted */
 };
 
 #define GS_AT(type, field, offset) \

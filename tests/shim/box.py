@@ -67,6 +67,7 @@ class Box:
     ) -> None:
         from gpushare.model import Share
         from gpushare.region import pack_limits, pack_usage
+
         from tests.sim.simhost import make_simhost
 
         self._temporary = tempfile.TemporaryDirectory(prefix="box-", dir=TREE / "build")
@@ -196,10 +197,10 @@ def main() -> int:
     parser.add_argument("--simhost", type=Path, help="use this simulated host instead of a fresh one")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
-    with Box([options.memory] * options.gpus, gpus=options.gpus, simhost=options.simhost) as box:
-        with box.popen(options.command) as process:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the command's to handle
-            return process.wait()
+    box = Box([options.memory] * options.gpus, gpus=options.gpus, simhost=options.simhost)
+    with box, box.popen(options.command) as process:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the command's to handle
+        return process.wait()
 
 
 if __name__ == "__main__":
