@@ -10,15 +10,16 @@ import os
 from typing import NamedTuple, Optional
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
-_DEAD_STATES = ("Z", "X", "x")  # a zombie holds no memory, no device and no mount
+_DEAD_STATES = ("Z", "X", "x")  # a zombie holds no memory, no device and no mount, if it has no other threads
 
 
 class Process(NamedTuple):
-    """A process at one moment. `start` is field 22 of its stat line."""
+    """A process at one moment. `start` is field 22 of its stat line, `threads` field 20."""
 
     pid: int
     start: int
     state: str
+    threads: int = 1
 
 
 def _read(path: str) -> bytes:
@@ -41,15 +42,17 @@ def parse_stat(line: bytes) -> Optional[Process]:
     head, found, tail = line.rpartition(b")")
     fields = tail.split()
     pid = head.partition(b" ")[0]
-    if not found or len(fields) < 20 or not pid.isdigit() or not fields[19].isdigit():
+    if not found or len(fields) < 20 or not all(text.isdigit() for text in (pid, fields[17], fields[19])):
         return None
-    return Process(int(pid), int(fields[19]), fields[0].decode("ascii", "replace"))
+    return Process(int(pid), int(fields[19]), fields[0].decode("ascii", "replace"), int(fields[17]))
 
 
 def find(pid: int) -> Optional[Process]:
-    """The process with this pid now; None when there is none, or only a zombie of it."""
+    """The process with this pid now; None when there is none, or only a zombie of it. Where the first thread has ended
+    and others run on, the kernel shows a zombie too, but the process lives, and so does all that it holds."""
     process = parse_stat(_read(f"/proc/{pid}/stat")) if pid > 0 else None
-    return None if process is None or process.state in _DEAD_STATES else process
+    dead = process is not None and process.state in _DEAD_STATES and process.threads <= 1
+    return None if dead else process
 
 
 def alive(pid: int, start: int) -> bool:
