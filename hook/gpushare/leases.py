@@ -18,7 +18,7 @@ import fcntl
 import os
 import time
 from contextlib import contextmanager
-from typing import Callable, Iterator, NamedTuple, Optional
+from typing import Callable, Iterator, NamedTuple, Optional, Union
 
 from . import leasefile, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError
@@ -98,6 +98,18 @@ def _damaged(state_dir: str, container_id: str, reason: str) -> Damaged:
     return Damaged(container_id, reason, uuids)
 
 
+def _judged(state_dir: str, container_id: str) -> Union[Lease, Damaged, None]:
+    """The lease of one container; None where a start was killed before it had one. A start writes its lease first, so
+    files without a lease are those of a container that has lost it."""
+    try:
+        return leasefile.from_json(_read_file(state_dir, container_id), container_id)
+    except FileNotFoundError:
+        share = os.path.join(storage.container_dir(state_dir, container_id), "share")
+        return _damaged(state_dir, container_id, f"{_FILE} is missing") if os.path.lexists(share) else None
+    except (OSError, ValueError) as error:
+        return _damaged(state_dir, container_id, f"{_FILE} is damaged: {error}")
+
+
 def view(state_dir: str) -> View:
     """Every lease, judged now. Without the lock it can be a moment old, which is good enough to show."""
     boot_id = procs.boot_id()
@@ -112,19 +124,16 @@ def view(state_dir: str) -> View:
     except OSError as error:
         raise KernelError(f"{state_dir!r}: {error.strerror}", "run as root") from error
     for container_id in ids:
-        try:
-            lease = leasefile.from_json(_read_file(state_dir, container_id), container_id)
-        except FileNotFoundError:
+        lease = _judged(state_dir, container_id)
+        if lease is None:
             if os.path.isdir(storage.container_dir(state_dir, container_id)):
                 partial.append(container_id)
-        except (OSError, ValueError) as error:
-            damaged.append(_damaged(state_dir, container_id, f"{_FILE} is damaged: {error}"))
+        elif isinstance(lease, Damaged):
+            damaged.append(lease)
+        elif reason := why_dead(lease, boot_id):
+            dead.append((lease, reason))
         else:
-            reason = why_dead(lease, boot_id)
-            if reason:
-                dead.append((lease, reason))
-            else:
-                live.append(lease)
+            live.append(lease)
     return View(tuple(live), tuple(dead), tuple(damaged), tuple(partial))
 
 
@@ -233,13 +242,18 @@ def release(state_dir: str, container_id: str) -> str:
     """Releases `container_id` unless a living process holds it; "" or why it was left.
 
     Not even poststop may free what is in use: runc calls it for a failed create too, also when the id is one that
-    another container (of another runc root) holds.
+    another container (of another runc root) holds. Where the lease cannot be read, whoever sees the container's page
+    shows that it lives.
     """
     if not storage.is_ready(state_dir):
         return ""
     with locked(state_dir):
-        lease = find(state_dir, container_id)
-        if lease is not None and not why_dead(lease, procs.boot_id()):
+        lease = _judged(state_dir, container_id)
+        if isinstance(lease, Damaged):
+            pid = procs.with_mount(storage.page_device(state_dir, container_id))
+            if pid:
+                return f"lease of {container_id!r} is kept: {lease.reason}, and pid {pid} is alive"
+        elif lease is not None and not why_dead(lease, procs.boot_id()):
             pid = lease.init_pid or lease.creator_pid
             return f"lease of {container_id!r} is kept: pid {pid} is alive"
         storage.discard(state_dir, container_id)

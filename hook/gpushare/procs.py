@@ -85,6 +85,22 @@ def cgroup_of(pid: int) -> str:
     return paths.get("devices", paths.get("0", ""))
 
 
+def with_mount(device: str) -> int:
+    """A process that has the file system `device` ("major:minor") mounted in another mount namespace than ours; 0 when
+    there is none. A scan of /proc, for the rare case in which nothing better is known."""
+    ours = os.readlink("/proc/self/ns/mnt")
+    for name in os.listdir("/proc") if device else ():
+        try:
+            if not name.isdigit() or os.readlink(f"/proc/{name}/ns/mnt") == ours:
+                continue
+            with open(f"/proc/{name}/mountinfo", "rb") as table:
+                if any(line.split(b" ", 3)[2:3] == [device.encode()] for line in table):
+                    return int(name)
+        except OSError:  # gone, or a zombie
+            continue
+    return 0
+
+
 def pids_by_container_pid(cgroup: str) -> dict[int, int]:
     """{pid as the process sees itself: pid on this host} of all processes in `cgroup` and below.
 

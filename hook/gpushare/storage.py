@@ -238,6 +238,16 @@ def read_usage(state_dir: str, container_id: str, n_devices: int) -> region.Usag
     return region.read_usage(_pread(path, region.USAGE_SIZE, "usage file"), n_devices)
 
 
+def page_device(state_dir: str, container_id: str) -> str:
+    """The "major:minor" of a container's own tmpfs, as in mountinfo; "" when it has none."""
+    folder = container_dir(state_dir, container_id)
+    try:
+        device, outside = os.lstat(os.path.join(folder, "rw")).st_dev, os.lstat(folder).st_dev
+    except OSError:
+        return ""
+    return "" if device == outside else f"{os.major(device)}:{os.minor(device)}"
+
+
 def _pread(path: str, size_bytes: int, what: str) -> bytes:
     """A bounded copy of a file that somebody else may be truncating, locking or replacing right now.
 

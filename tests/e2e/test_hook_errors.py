@@ -185,6 +185,8 @@ def test_damaged_lease_refuses_new_ones_until_a_person_decides(container: MakeCo
     assert "gpushare prune --assume-free" in refused(second)
     assert "damaged" in node.cli("list").stdout
     assert "--assume-free" in node.cli("prune").stderr
+    second.id = first.id  # of another runc root; its create fails, and runc calls poststop
+    assert "make sure that it does not run" in refused(second)
     assert node.leases() == [first.id]
     first.kill()
     first.wait()

@@ -319,6 +319,18 @@ def test_damaged_lease_blocks_only_the_devices_of_its_limits(state: str) -> None
         reserve(state, "c3", node=two, devices=2)
 
 
+def test_files_without_their_lease_are_in_use(state: str) -> None:
+    lease = reserve(state, "c1", GIB)
+    share = storage.make_share_dir(state, "c1")
+    storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
+    lease_file(state, "c1").unlink()
+    (damage,) = leases.view(state).damaged
+    assert damage == ("c1", "lease.json is missing", {pure.UUIDS[0]})
+    with pytest.raises(CapacityError, match="prune --assume-free"):
+        reserve(state, "c2")
+    assert leases.sweep(state) == []
+
+
 def test_link_in_place_of_a_lease_is_not_followed(state: str, tmp_path: Path) -> None:
     reserve(state, "c1")
     good = tmp_path / "lease.json"
