@@ -203,13 +203,13 @@ def _unmount(path: str) -> None:
         try:
             linux.umount(path, linux.MNT_DETACH | linux.UMOUNT_NOFOLLOW)
         except linux.SyscallError as error:
-            if error.errno in (errno.EINVAL, errno.ENOENT):  # not a mount point, or gone already
+            if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):  # not a mount point, or nothing there
                 return
             raise
 
 
 def _delete(path: str) -> None:
-    """Deletes a tree of ours, never leaving its file system; somebody else may be deleting it too."""
+    """Deletes a tree (or a stray file) of ours, never leaving its file system; somebody else may be deleting it too."""
     device = os.lstat(path).st_dev if os.path.lexists(path) else 0
     for folder, folders, files in os.walk(path, topdown=False):
         for name in (*files, *folders):
@@ -222,7 +222,7 @@ def _delete(path: str) -> None:
             except FileNotFoundError:
                 pass
     try:
-        os.rmdir(path)
+        os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
     except FileNotFoundError:
         pass
 

@@ -312,6 +312,15 @@ def test_removal_never_leaves_its_file_system(page: Path, state: str, tmp_path: 
     assert (treasure / "file").read_text() == "keep"
 
 
+def test_stray_files_are_removed_too(state: str, tmp_path: Path) -> None:
+    folder = Path(state, "containers")
+    (folder / "file").write_text("x")
+    (folder / "link").symlink_to(tmp_path)
+    assert storage.discard(state, "file") and storage.discard(state, "link")
+    assert storage.empty_trash(state) == []
+    assert storage.trash(state) == [] and tmp_path.is_dir()
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../../etc", "a\0b"])
 def test_odd_ids_never_become_paths(name: str) -> None:
     with pytest.raises(KernelError, match="cannot name a directory"):
