@@ -39,6 +39,7 @@ _LEGACY_HWCAPS = ("tls", "x86_64", "haswell", "tls/x86_64", "tls/haswell", "hasw
 
 _MAX_ENV_BYTES = 64 << 10  # of LD_LIBRARY_PATH that are looked at
 _MAX_DIRS = 128
+_MAX_PATH = 4096  # PATH_MAX; all entries of a cache may share one path, as long as its file
 _MAX_NAMES = 4096  # of one directory
 
 
@@ -131,10 +132,11 @@ def _cached_paths(cache: ldcache.Cache) -> dict[str, list[tuple[str, int]]]:
         # ldconfig shares string tails ("libc.so.6" is the end of its path), so a key is any offset that reads as the
         # name.
         if entry.key in keys:
-            path = cache.text(entry.value).decode("utf-8", "surrogateescape")
-            if path.startswith("/"):
-                result.setdefault(cache.text(entry.key).decode(), []).append((path, entry.flags))
-    return {name: paths[:_MAX_DIRS] for name, paths in result.items()}
+            paths = result.setdefault(cache.text(entry.key).decode(), [])
+            end = cache.strings.find(b"\0", entry.value, entry.value + _MAX_PATH)
+            if len(paths) < _MAX_DIRS and end >= 0 and cache.strings.startswith(b"/", entry.value):
+                paths.append((os.fsdecode(cache.strings[entry.value : end]), entry.flags))
+    return result
 
 
 def _offsets_of(strings: bytes, name: bytes) -> Iterator[int]:
