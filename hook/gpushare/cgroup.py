@@ -52,7 +52,7 @@ def revoke(pid: int, rules: Sequence[Rule]) -> None:
 def find_cgroups(pid: int) -> tuple[str, str]:
     """(directory in the v1 devices hierarchy, directory in the v2 hierarchy) of a process; "" where not mounted."""
     v1_path = v2_path = ""
-    with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape") as lines:
+    with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         for line in lines:
             number, controllers, path = line.rstrip("\n").split(":", 2)
             if "devices" in controllers.split(","):

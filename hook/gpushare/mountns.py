@@ -37,9 +37,9 @@ def _unescaped(field: str) -> str:
 
 
 def read_mounts(pid: str = "self") -> list[MountEntry]:
-    """The mount table of a process; see proc(5)."""
+    """The mount table of a process; see proc(5). A carriage return is part of a name and ends no line."""
     entries = []
-    with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+    with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as table:
         for line in table:
             left, _, right = line.rstrip("\n").partition(" - ")
             fields, tail = left.split(" "), right.split(" ")

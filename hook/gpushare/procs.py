@@ -77,7 +77,7 @@ def boot_id() -> str:
 def cgroup_of(pid: int) -> str:
     """The cgroup path of a process, as the devices controller (v1) or the unified hierarchy sees it; "" when gone."""
     paths = {}
-    for line in _read(f"/proc/{pid}/cgroup").decode("utf-8", "surrogateescape").splitlines():
+    for line in _read(f"/proc/{pid}/cgroup").decode("utf-8", "surrogateescape").split("\n"):  # not at a \r in a name
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         for controller in controllers.split(","):

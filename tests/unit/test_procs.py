@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from gpushare import procs
 
 FIRST_THREAD_ENDS = """
@@ -29,3 +30,9 @@ def test_process_whose_first_thread_has_ended_lives_until_its_last() -> None:
             process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie with nothing left in it
         assert procs.find(process.pid) is None
+
+
+def test_name_of_a_cgroup_cannot_name_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a newline cannot be in its name; a tenant that may make cgroups chooses the rest."""
+    monkeypatch.setattr(procs, "_read", lambda path: "0::/mine/a\r0::\x850::\u20280::/other\n".encode())
+    assert procs.cgroup_of(1) == "/mine/a\r0::\x850::\u20280::/other"
