@@ -60,6 +60,15 @@ def is_library_path(path: str) -> bool:
     return False
 
 
+def _create(dir_fd: int, name: str, kind: str) -> None:
+    """An empty file or directory. Raises OSError."""
+    if kind == "dir":
+        os.mkdir(name, 0o755, dir_fd=dir_fd)
+    else:
+        flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+        os.close(os.open(name, flags, 0o644, dir_fd=dir_fd))
+
+
 class Root:
     """A container's root while a plan is applied to it: where things go, and how to take each one back."""
 
@@ -193,11 +202,12 @@ class Root:
         dir_fd, name = self.parent(path)
         self.require_writable(dir_fd, path)
         try:
-            if kind == "dir":
-                os.mkdir(name, 0o755, dir_fd=dir_fd)
-            else:
-                flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
-                os.close(os.open(name, flags, 0o644, dir_fd=dir_fd))
+            try:
+                _create(dir_fd, name, kind)
+            except OSError as error:
+                if error.errno != errno.EOVERFLOW or self.owner == (0, 0):
+                    raise
+                self._create_as_owner(dir_fd, name, kind)
         except FileExistsError:
             return -1
         except OSError as error:
@@ -211,6 +221,16 @@ class Root:
         if self.owner != (0, 0):
             os.chown(f"/proc/self/fd/{fd}", *self.owner)
         return fd
+
+    def _create_as_owner(self, dir_fd: int, name: str, kind: str) -> None:
+        """On a file system that was mounted in the container's user namespace (its /dev) our own uid has no name."""
+        try:
+            os.setegid(self.owner[1])
+            os.seteuid(self.owner[0])
+            _create(dir_fd, name, kind)
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
 
     def _cannot_make(self, error: OSError, path: str) -> KernelError:
         hint = ""

@@ -296,6 +296,19 @@ def test_in_a_user_namespace_new_files_belong_to_its_root(image: Path, source: P
     assert owners == {100000}
 
 
+def test_in_a_user_namespace_its_own_dev_is_written_as_its_root(image: Path, source: Path) -> None:
+    """As runc and crun mount it: there host root has no name, and may create nothing."""
+    for directory in (image, *image.parents):
+        if str(directory).startswith("/tmp/"):
+            os.chmod(directory, 0o755)
+    shim = Mount(str(source / "shim.so"), "/dev/deep/node", "file", RO, "shim")
+    with ns_util.sandbox(image, f"mount -t tmpfs -o mode=755 tmpfs {image}/dev", mapped=100000) as box:
+        box.apply(Plan("test", (shim,)))
+        assert box.enter(lambda: read(shim.target)) == "the shim"
+        assert box.enter(lambda: [os.stat("/dev/deep").st_uid, os.stat("/dev/deep").st_gid]) == [100000, 100000]
+    assert (os.geteuid(), os.getegid()) == (0, 0)
+
+
 def test_a_read_only_root_needs_mount_points(image: Path, source: Path) -> None:
     shim = Mount(str(source / "shim.so"), f"{LIBDIR}/libcuda.so.535.1", "file", RO, "shim")
     with ns_util.sandbox(image, f"mount -o remount,bind,ro {image}") as box:
