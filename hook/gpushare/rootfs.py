@@ -47,10 +47,16 @@ def open_root(bundle: Bundle, pid: int = 0) -> int:
     """O_PATH descriptor of the container's root: in the mount namespace of `pid` (its init, not yet pivoted), or,
     without a pid, as the host sees it. The path up to the root is the runtime's and is trusted; everything below is
     not."""
-    path = f"/proc/{pid}/root{bundle.rootfs}" if pid else bundle.rootfs
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
+        if not pid:
+            return os.open(bundle.rootfs, flags)
+        theirs = os.open(f"/proc/{pid}/root", flags)
+        try:  # in their root: an absolute link in the path would lead back into our own namespace
+            return inroot.open_in(theirs, bundle.rootfs, flags)
+        finally:
+            os.close(theirs)
+    except (OSError, linux.SyscallError) as error:
         raise KernelError(
             f"open the container's root {bundle.rootfs!r}: {os.strerror(error.errno or 0)}",
             "check root.path in config.json",

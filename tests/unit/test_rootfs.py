@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,3 +280,20 @@ def test_no_descriptor_is_left_open(debian: Tree) -> None:
     before = len(os.listdir("/proc/self/fd"))
     debian.probe(("LD_LIBRARY_PATH", "/opt"))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_links_in_the_path_of_the_root_stay_in_the_container_s_namespace(tmp_path: Path) -> None:
+    """crun takes a root.path through links; opened from outside, an absolute one led to our own mounts instead."""
+    (tmp_path / "disk" / "root").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    mounts = f"mount -t tmpfs gpushare-test {tmp_path}/disk/root && echo ready && exec sleep 600"
+    with subprocess.Popen(["unshare", "-m", "sh", "-c", mounts], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            theirs = Bundle("x", process.pid, "", str(tmp_path / "link" / "root"), (), {}, "", "", "", False, {})
+            for pid, is_theirs in ((process.pid, True), (0, False)):
+                fd = rootfs.open_root(theirs, pid)
+                assert (os.fstat(fd).st_dev != os.stat(tmp_path).st_dev) == is_theirs
+                os.close(fd)
+        finally:
+            process.kill()
