@@ -80,7 +80,7 @@ def _read(path: str) -> Optional[dict[str, Any]]:
         if not ours or not stat.S_ISREG(status.st_mode) or status.st_size > MAX_NODE_BYTES:
             return None
         value = json.loads(os.read(fd, MAX_NODE_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     finally:
         os.close(fd)

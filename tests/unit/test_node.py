@@ -95,6 +95,7 @@ STALE: list[Callable[[Host], Any]] = [
     lambda host: host.file.write_text(host.file.read_text().replace('"schema": 1', '"schema": 0')),
     lambda host: host.file.write_text("{"),
     lambda host: host.file.write_text("[]"),
+    lambda host: host.file.write_text("[" * 100_000),
     lambda host: host.file.write_text(host.file.read_text().replace('"memory_overcommit"', '"other"')),
     lambda host: host.file.write_text(host.file.read_text().replace('"uuid"', '"other"')),
     lambda host: host.file.chmod(0o666),
