@@ -97,7 +97,7 @@ def _object(description: str) -> dict[str, Any]:
 def _yaml_value(value: Any) -> str:
     import json
 
-    return json.dumps(value)  # JSON scalars and lists are YAML
+    return json.dumps(value, default=str)  # JSON scalars and lists are YAML, which also has dates, sets and bytes
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
@@ -228,6 +228,8 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
     """The validated file as a Config: missing keys take the table's defaults."""
     given = _flat(value)
     at = {key.path: given.get(key.path, key.default) for key in KEYS}
+    if at["memory_overcommit"] != at["memory_overcommit"]:  # NaN, which is neither below nor above any bound
+        raise _error(path, lines, "memory_overcommit", '"NaN" is wrong', "expected a number")
     maximum: Optional[str] = at["policy.max_memory"].strip()
     if maximum:
         _quantity(path, lines, "policy.max_memory", maximum, amount)
