@@ -38,8 +38,6 @@ KEYS = (
     Key("driver.root", "/", _PATH,
         "Root below which the NVIDIA driver is: its libraries, dev and proc. / when it is installed on the host, "
         "for example /run/nvidia/driver when it runs in a container."),
-    Key("state_dir", "/run/gpushare", _PATH,
-        "Where leases and limits are kept. On a tmpfs: nothing in it outlives a boot."),
     Key("shim_dir", "/usr/lib/gpushare", _PATH, "Directory with our libcuda.so and libnvidia-ml.so."),
     Key("placement", "first-fit", {"enum": ["first-fit"]},
         "How a device is picked when a container names none: first-fit takes the first, in PCI order, on which the "
@@ -235,7 +233,6 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
         _quantity(path, lines, "policy.max_memory", maximum, amount)
     return Config(
         driver_root=os.path.normpath(at["driver.root"]),
-        state_dir=os.path.normpath(at["state_dir"]),
         shim_dir=os.path.normpath(at["shim_dir"]),
         memory_overcommit=float(at["memory_overcommit"]),
         placement=at["placement"],

@@ -45,7 +45,7 @@ class Config(NamedTuple):
     """The effective configuration, as compiled into node.json."""
 
     driver_root: str = "/"
-    state_dir: str = "/run/gpushare"
+    state_dir: str = "/run/gpushare"  # from --state: it is where node.json is found, so it cannot be a key of the file
     shim_dir: str = "/usr/lib/gpushare"  # holds libcuda.so and libnvidia-ml.so (our shim)
     memory_overcommit: float = 1.0
     placement: str = "first-fit"

@@ -52,7 +52,6 @@ def test_schema_is_closed_and_documented() -> None:
 EVERYTHING = """
 version: 1
 driver: {root: /run/nvidia/driver/}
-state_dir: /s
 shim_dir: /x/../shim
 memory_overcommit: 1.5
 policy:
@@ -69,7 +68,8 @@ hook: {log: /var/log/gpushare.log}
 
 def test_every_key_arrives() -> None:
     policy = Policy("never", "privileged", True, "50%", 40, ("0", "GPU-x"), ("mps",), "deny", "never")
-    expected = Config("/run/nvidia/driver", "/s", "/shim", 1.5, "first-fit", policy, "/var/log/gpushare.log")
+    state_dir = Config().state_dir
+    expected = Config("/run/nvidia/driver", state_dir, "/shim", 1.5, "first-fit", policy, "/var/log/gpushare.log")
     assert config.parse_config(EVERYTHING, "f") == expected
     untouched = [
         name
@@ -77,7 +77,8 @@ def test_every_key_arrives() -> None:
         for name, value, other in zip(one._fields, one, default)
         if value == other
     ]
-    assert untouched == ["placement"]  # it has one value so far; every other key is proven to have an effect
+    # --state says where the first is, and the second has one value so far; every other key has an effect
+    assert untouched == ["state_dir", "placement"]
 
 
 @pytest.mark.parametrize(
@@ -93,11 +94,11 @@ def test_every_key_arrives() -> None:
             "version: 1\npolicy:\n  unlimited: maybe",
             'policy.unlimited: "\\"maybe\\"" is wrong; expected one of exclusive',
         ),
-        ("version: 1\nstate_dir: relative", "f.yaml:2: state_dir: "),
+        ("version: 1\nshim_dir: relative", "f.yaml:2: shim_dir: "),
         ("version: 1\nmemory_overcommit: 0", "f.yaml:2: memory_overcommit: "),
         ("version: 1\nmemory_overcommit: '1'", "expected a value of type number"),
         ("version: 1\nmemory_overcommit: .nan", 'f.yaml:2: memory_overcommit: "NaN" is wrong; expected a number'),
-        ("version: 1\nstate_dir: 2024-01-01", "f.yaml:2: state_dir: "),
+        ("version: 1\nshim_dir: 2024-01-01", "f.yaml:2: shim_dir: "),
         ("version: !!binary aGk=", "f.yaml:1: version: "),
         ("version: 1\npolicy: {allowed_devices: !!set {a}}", "f.yaml:2: policy.allowed_devices: "),
         ("version: 1\npolicy:\n  max_memory: banana", 'f.yaml:3: policy.max_memory="banana": not an amount'),
@@ -110,7 +111,8 @@ def test_every_key_arrives() -> None:
         ("version: 1\n  x: [", "f.yaml:2: not valid YAML"),
         ("version: 1\n? [a, b]\n: c", "f.yaml"),
         ("version: !!python/object:os.system {}", "f.yaml:1: not valid YAML"),
-        ('version: 1\nstate_dir: "/a\\0b"', "f.yaml:2: state_dir: "),
+        ('version: 1\nshim_dir: "/a\\0b"', "f.yaml:2: shim_dir: "),
+        ("version: 1\nstate_dir: /s", "f.yaml:2: state_dir: unknown key"),
         ("- " * 5000, "f.yaml: "),
     ],
 )
