@@ -100,10 +100,12 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
     return mine._replace(selection=Selection("any", count=1), ignored=ignored)
 
 
-def _refuse_unknown(env: Env) -> None:
+def _refuse_unknown(env: Env, annotations: dict[str, str]) -> None:
     """GPUSHARE_MEM=4Gi beside a device means a limit to whoever wrote it. Without a request it is nobody's business."""
     for name, value in own.unknown(env):
         raise wrong(name, value, "unknown name", f"use {', '.join(own.ROWS)}")
+    for name, value in own.unattributed(annotations):
+        raise wrong(name, value, "the engine does not say which container this is", "leave out the prefix")
 
 
 def _check_rootfs(bundle: Bundle) -> None:
@@ -139,7 +141,7 @@ def resolve(bundle: Bundle, node: Node) -> Optional[Request]:
         foreign = _foreign(bundle, node)
         request = foreign if mine is None else _combine(mine, foreign)
     if request is not None:
-        _refuse_unknown(bundle.env)
+        _refuse_unknown(bundle.env, bundle.annotations)
         _check_rootfs(bundle)
         _check_words(request, policy)
     return request

@@ -148,6 +148,15 @@ def test_unknown_names_beside_a_request(name: str) -> None:
         resolve("NVIDIA_VISIBLE_DEVICES=all", f"{name}=4Gi")
 
 
+def test_limit_for_a_container_of_a_pod_is_not_lost_where_no_container_has_a_name() -> None:
+    limit = {"app.gpushare.io/memory": "4Gi"}
+    assert resolve(annotations=limit) is None
+    with pytest.raises(RequestError, match=r'app\.gpushare\.io/memory="4Gi": the engine does not say which'):
+        resolve("NVIDIA_VISIBLE_DEVICES=all", annotations=limit)
+    other = {**limit, "io.kubernetes.cri.container-name": "sidecar"}
+    assert selection("NVIDIA_VISIBLE_DEVICES=all", annotations=other) == Selection("all")
+
+
 @pytest.mark.parametrize("name", ["SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP_ADDR", "X_PORT_80_TCP"])
 def test_service_links_are_no_requests(name: str) -> None:
     assert resolve("NVIDIA_VISIBLE_DEVICES=all", f"GPUSHARE_{name}=10.0.0.1")

@@ -2,6 +2,7 @@
 
     read(env, annotations, spec, inventory) -> Request | None
     unknown(env)                            -> [(name, value)]     GPUSHARE_ names that mean nothing
+    unattributed(annotations)               -> [(name, value)]     scoped, where the container's own name is unknown
 
 In the Request, Selection("any", count=0) means that no device was named, and Selection("void") that the container
 wants to be left alone; request.resolve turns both into something definite.
@@ -92,6 +93,14 @@ def unknown(env: Env) -> list[tuple[str, str]]:
         and name not in _OTHER_VARIABLES
         and not any(f"_{word}_" in f"{name}_" for word in ("SERVICE_HOST", "SERVICE_PORT", "PORT"))
     ]
+
+
+def unattributed(annotations: dict[str, str]) -> list[tuple[str, str]]:
+    """Annotations for one container of a pod, where no engine says which container this is."""
+    if oci.container_name(annotations):
+        return []
+    suffixes = tuple("." + key for key in names.ANNOTATIONS.values())
+    return [pair for pair in annotations.items() if pair[0].endswith(suffixes)]
 
 
 def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> None:
