@@ -183,6 +183,6 @@ def _files(
         ops += _limits(container_dir(node.config.state_dir, bundle.id), shares, files)
     ops += mounts
     if shares:
-        taken = {op.target for op in (*mounts, *links) if isinstance(op, (Mount, Link))}
+        taken = {op.target for op in (*ops, *mounts, *links) if isinstance(op, (Mount, Link))}
         ops += _covers(files, image, shim_dir, taken)
     return ops + _extras(files) + links + _cache(shown, image, notes)

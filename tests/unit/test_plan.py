@@ -144,6 +144,12 @@ def test_utility_only_has_no_libcuda_but_covers_the_image_s() -> None:
     assert names.REAL_CUDA in mounts(made)
 
 
+def test_image_s_own_driver_at_our_private_path_is_not_covered_by_the_shim() -> None:
+    """The real library stands there, and the shim must not load itself in its place."""
+    made = make(other_drivers=((names.REAL_CUDA, "libcuda.so.1"),))
+    assert mounts(made)[names.REAL_CUDA] == files().cuda.source
+
+
 def test_devices_and_rules() -> None:
     made = make("GPUSHARE_DEVICES=1", "GPUSHARE_MEMORY=1Gi", shares=(share(0, 1, 1 << 30),))
     nodes = [(op.source, op.target, op.major, op.minor) for op in made.ops if isinstance(op, DeviceNode)]
