@@ -28,7 +28,7 @@ def check(paths: Paths, file: Optional[str], output: str) -> None:
     exists = os.path.exists(path)
     if file and not exists:
         raise ConfigError(f"{path}: no such file")
-    loaded = load_config(path)
+    loaded = load_config(path)._replace(state_dir=paths.state_dir)
     values: dict[str, Any] = {**loaded._asdict(), "policy": loaded.policy._asdict()}
     if output == "json":
         write_json({"file": path if exists else None, "valid": True, "config": values})
