@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from typing import Any, Optional
 
 from . import inventory
@@ -24,6 +25,7 @@ from .model import Config, Device, Inventory, Node, Policy
 SCHEMA = 1  # grows when the meaning of node.json changes
 FILE = "node.json"
 MAX_NODE_BYTES = 4 << 20
+PARTIAL_S = 60  # how long an inventory without memory sizes is good: NVML may answer by then
 
 
 def _config_identity(config_path: str) -> list[Any]:
@@ -94,7 +96,10 @@ def read_node(config_path: str, state_dir: str) -> Optional[Node]:
         return None
     try:
         node = node_of(value)
-    except (KeyError, TypeError, AttributeError):
+        partial = not all(device.memory_bytes for device in node.inventory.devices)
+        if partial and time.time() - os.stat(os.path.join(state_dir, FILE)).st_mtime > PARTIAL_S:
+            return None
+    except (KeyError, TypeError, AttributeError, OSError):
         return None
     if value.get("driver_identity") != _driver_identity(node.config.driver_root):
         return None

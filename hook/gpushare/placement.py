@@ -125,7 +125,7 @@ def _limited_bytes(memory: Amount, device: Device, used: int, held: str, config:
     if total == 0 and (memory.percent is not None or used):
         raise DeviceError(
             f"{memory.text} of device {device.index}: its memory size is not known",
-            "run `gpushare config check` as root with the driver loaded",
+            "run `gpushare refresh` when nvidia-smi works",
         )
     size = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
     if size == 0:
