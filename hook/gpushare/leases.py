@@ -20,7 +20,7 @@ import time
 from contextlib import contextmanager
 from typing import Callable, Iterator, NamedTuple, Optional, Union
 
-from . import leasefile, procs, region, storage
+from . import leasefile, names, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError
 from .model import Bundle, Lease, Node, Request, Share
 
@@ -67,14 +67,22 @@ def locked(state_dir: str) -> Iterator[None]:
         os.close(fd)
 
 
-def why_dead(lease: Lease, boot_id: str) -> str:
-    """Why this lease counts for nothing; "" while it is alive."""
+def _user(state_dir: str, container_id: str) -> int:
+    """A process that sees this container's page where the container does; 0 when there is none."""
+    return procs.with_mount(storage.page_device(state_dir, container_id), names.RW_DIR)
+
+
+def why_dead(state_dir: str, lease: Lease, boot_id: str) -> str:
+    """Why this lease counts for nothing; "" while it is alive. A container in the host's pid namespace can outlive its
+    init, so one whose init is gone lives while anybody sees its page."""
     if lease.boot_id != boot_id:
         return "of another boot"
     if lease.state == "reserved":
         dead = not procs.alive(lease.creator_pid, lease.creator_start)
         return f"its start (pid {lease.creator_pid}) was killed" if dead else ""
-    return "" if procs.alive(lease.init_pid, lease.init_start) else f"its init (pid {lease.init_pid}) is gone"
+    if procs.alive(lease.init_pid, lease.init_start) or _user(state_dir, lease.id):
+        return ""
+    return f"its init (pid {lease.init_pid}) is gone"
 
 
 def _read_file(state_dir: str, container_id: str) -> bytes:
@@ -130,7 +138,7 @@ def view(state_dir: str) -> View:
                 partial.append(container_id)
         elif isinstance(lease, Damaged):
             damaged.append(lease)
-        elif reason := why_dead(lease, boot_id):
+        elif reason := why_dead(state_dir, lease, boot_id):
             dead.append((lease, reason))
         else:
             live.append(lease)
@@ -250,12 +258,12 @@ def release(state_dir: str, container_id: str) -> str:
     with locked(state_dir):
         lease = _judged(state_dir, container_id)
         if isinstance(lease, Damaged):
-            pid = procs.with_mount(storage.page_device(state_dir, container_id))
+            pid = _user(state_dir, container_id)
             if pid:
                 return f"lease of {container_id!r} is kept: {lease.reason}, and pid {pid} is alive"
-        elif lease is not None and not why_dead(lease, procs.boot_id()):
+        elif lease is not None and not why_dead(state_dir, lease, procs.boot_id()):
             pid = lease.init_pid or lease.creator_pid
-            return f"lease of {container_id!r} is kept: pid {pid} is alive"
+            return f"lease of {container_id!r} is kept: pid {pid} or one that it left is alive"
         storage.discard(state_dir, container_id)
     return ""
 

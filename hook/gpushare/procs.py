@@ -85,16 +85,21 @@ def cgroup_of(pid: int) -> str:
     return paths.get("devices", paths.get("0", ""))
 
 
-def with_mount(device: str) -> int:
-    """A process that has the file system `device` ("major:minor") mounted in another mount namespace than ours; 0 when
-    there is none. A scan of /proc, for the rare case in which nothing better is known."""
-    ours = os.readlink("/proc/self/ns/mnt")
-    for name in os.listdir("/proc") if device else ():
+def with_mount(device: str, point: str) -> int:
+    """A process in another mount namespace that has the file system `device` ("major:minor") mounted at `point` of its
+    root (or, before pivot_root, of what will be its root); 0 when there is none. Other namespaces have copies of the
+    host's own mount, elsewhere. A scan of /proc, for the rare case in which nothing better is known."""
+    seen = {(os.readlink("/proc/self/ns/mnt"), "/")}
+    end = point.encode()
+    for name in filter(str.isdigit, os.listdir("/proc") if device else ()):
         try:
-            if not name.isdigit() or os.readlink(f"/proc/{name}/ns/mnt") == ours:
+            view = os.readlink(f"/proc/{name}/ns/mnt"), os.readlink(f"/proc/{name}/root")
+            if view in seen:
                 continue
+            seen.add(view)
             with open(f"/proc/{name}/mountinfo", "rb") as table:
-                if any(line.split(b" ", 3)[2:3] == [device.encode()] for line in table):
+                fields = (line.split(b" ", 5) for line in table)
+                if any(entry[2] == device.encode() and entry[4].endswith(end) for entry in fields):
                     return int(name)
         except OSError:  # gone, or a zombie
             continue

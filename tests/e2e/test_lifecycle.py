@@ -89,6 +89,23 @@ def test_container_that_dies_without_poststop_frees_its_share(container: MakeCon
     assert left(node) == []
 
 
+def test_share_lasts_as_long_as_what_a_container_left_running(container: MakeContainer, node: Node) -> None:
+    """In the host's pid namespace nothing ends with a container's init."""
+
+    def host_pids(spec: dict[str, Any]) -> None:
+        spec["linux"]["namespaces"] = [item for item in spec["linux"]["namespaces"] if item["type"] != "pid"]
+
+    first = container(["sh", "-c", "setsid sleep inf & exit 0"], env=ALL, hook=node.hook(), edit=host_pids)
+    assert first.run() == 0
+    second = container(["true"], env=ALL, hook=node.hook())
+    with pytest.raises(RuntimeFailed, match=first.id):
+        second.start()
+    first.delete()  # the runtime kills what is left
+    assert left(node) == []
+    third = container(["true"], env=ALL, hook=node.hook())
+    assert third.run() == 0
+
+
 def test_refused_create_of_a_taken_id_frees_nothing(container: MakeContainer, node: Node) -> None:
     """Another runc root knows nothing of the first container, takes its id, and runs poststop when it is refused."""
     first = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).start()
