@@ -6,10 +6,10 @@ typedef CUresult (*is_capturing_fn)(CUstream, CUstreamCaptureStatus *);
 typedef CUresult (*free_fn)(CUdeviceptr, CUstream);
 
 struct async {
-    struct gs_here here;
-    struct gs_charge charge;
     struct gs_pool *pool;
-    bool passed; /* nothing to charge */
+    struct gs_room room;
+    bool passed;  /* nothing to charge */
+    bool unknown; /* nothing that could be charged: the driver will refuse it, or it is undone */
 };
 
 static bool capturing(is_capturing_fn ask, CUstream stream) {
@@ -20,48 +20,62 @@ static bool capturing(is_capturing_fn ask, CUstream stream) {
 /* `pool` NULL: the one that the stream's device uses. */
 static CUresult begin(struct async *a, size_t bytes, CUmemoryPool pool, CUstream stream,
                       is_capturing_fn ask) {
+    struct gs_here here;
+    *a = (struct async){0};
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
-    a->passed = !gs_here_of_stream(stream, &a->here) || capturing(ask, stream);
+    a->passed = capturing(ask, stream) || (pool && gs_pool_passes(pool));
     if (a->passed)
         return CUDA_SUCCESS;
-    a->pool = pool ? gs_pool_known(pool) : gs_pool_of_stream(&a->here);
-    if (!a->pool) { /* on the host, or imported from another process: not this container's device
-                       memory */
-        a->passed = pool != NULL;
-        return a->passed ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    if (pool) {
+        a->pool = gs_pool_known(pool);
+    } else if (gs_here_of_stream(stream, &here)) {
+        a->pool = gs_pool_of_stream(&here);
+    } else {
+        a->unknown = true;
+        return CUDA_SUCCESS;
     }
-    return gs_charge_begin_on(&a->charge, a->pool->device, bytes);
+    if (!a->pool) /* destroyed, or in no table: what is not known is not allocated from */
+        return pool ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_OUT_OF_MEMORY;
+    return gs_room_begin(&a->room, a->pool, bytes, false);
 }
 
-/* Settle before the bound is released, so that there is no moment with neither. A pool may have
- * grown by more than was asked for (it takes memory in larger steps): over the limit, it is undone.
- */
+static CUresult give_back(struct async *a, CUdeviceptr *out, CUstream stream, free_fn undo) {
+    if (!undo || undo(*out, stream) != CUDA_SUCCESS)
+        return CUDA_SUCCESS; /* it stays, and stays charged */
+    *out = 0;
+    if (a->pool) {
+        atomic_fetch_sub(&a->pool->live, 1);
+        gs_pools_trim(a->pool->dev);
+        gs_count_refusal(a->pool->dev);
+    }
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 static CUresult end(struct async *a, CUresult result, CUdeviceptr *out, size_t bytes,
                     CUstream stream, free_fn undo) {
     if (a->passed)
         return result;
-    uint64_t grown = result == CUDA_SUCCESS && out ? gs_pool_settle(a->pool) : 0;
-    gs_charge_abort(&a->charge);
-    if (result != CUDA_SUCCESS || !out)
+    bool given = result == CUDA_SUCCESS && out;
+    if (given && a->pool)
+        atomic_fetch_add(&a->pool->live, 1);
+    bool over = !a->unknown && gs_room_end(&a->room);
+    if (!given)
         return result;
-    if (grown > a->charge.bytes && gs_over(a->pool->dev)) {
+    if (a->unknown)
+        return give_back(a, out, stream, undo);
+    if (over) {
         gs_pools_trim(a->pool->dev);
-        if (gs_over(a->pool->dev) && undo && undo(*out, stream) == CUDA_SUCCESS) {
-            *out = 0;
-            gs_pools_trim(a->pool->dev);
-            gs_count_refusal(a->pool->dev);
+        if (gs_over(a->pool->dev) && give_back(a, out, stream, undo) == CUDA_ERROR_OUT_OF_MEMORY)
             return CUDA_ERROR_OUT_OF_MEMORY;
-        }
     }
     struct gs_entry entry = {.bytes = bytes,
                              .dev = a->pool->dev,
                              .kind = GS_KIND_POOLED,
                              .extra = gs_pool_number(a->pool)};
-    atomic_fetch_add(&a->pool->live, 1);
-    if (!gs_map_put(&gs_memory, *out, &entry))
-        atomic_fetch_sub(&a->pool->live, 1);
-    return result;
+    if (gs_map_put(&gs_memory, *out, &entry))
+        return result;
+    return give_back(a, out, stream, undo);
 }
 
 #define GS_ALLOC_ASYNC(fn, suffix, pool, ...) \

@@ -1,6 +1,6 @@
 /* Memory that another process, or another API, allocated and this one only opens: charged where it
  * was allocated. It gets no entry here, so that freeing or closing it gives nothing back. */
-#include "cuda_shim.h"
+#include "pool.h"
 
 GS_EXPORT CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                               unsigned int flags) {
@@ -30,7 +30,10 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolImportFromShareableHandle(CUmemoryPool *pool
                                                               CUmemAllocationHandleType type,
                                                               unsigned long long flags) {
     GS_NEED(real, cuMemPoolImportFromShareableHandle);
-    return gs_slot() ? real(pool, handle, type, flags) : CUDA_ERROR_NOT_INITIALIZED;
+    CUresult result = gs_slot() ? real(pool, handle, type, flags) : CUDA_ERROR_NOT_INITIALIZED;
+    if (result == CUDA_SUCCESS && pool)
+        gs_pool_pass(*pool);
+    return result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemPoolImportPointer(CUdeviceptr *ptr, CUmemoryPool pool,

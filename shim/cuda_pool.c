@@ -13,6 +13,7 @@
 #define VERSION_MASK UINT64_C(0xffffff)
 
 static struct gs_map numbers; /* CUmemoryPool -> extra = number */
+static struct gs_map passing; /* pools on the host and imported ones */
 static struct gs_pool pools[GS_MAX_POOLS];
 static _Atomic uint32_t pools_high;
 _Atomic uint32_t gs_graph_trims;
@@ -35,6 +36,33 @@ static bool reserved(const struct gs_pool *pool, uint64_t *bytes) {
     }
     *bytes = value;
     return result == CUDA_SUCCESS;
+}
+
+bool gs_pool_ask(const struct gs_pool *pool, struct gs_pool_state_now *now) {
+    cuuint64_t used = 0;
+    int reuses = 1;
+    __typeof__(&cuMemPoolGetAttribute) get = GS_REAL(cuMemPoolGetAttribute);
+    __typeof__(&cuDeviceGetGraphMemAttribute) get_graph = GS_REAL(cuDeviceGetGraphMemAttribute);
+    if (!reserved(pool, &now->reserved))
+        return false;
+    CUresult result = pool->graph
+                          ? get_graph(pool->device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, &used)
+                          : get(pool->handle, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, &used);
+    if (result == CUDA_SUCCESS && !pool->graph)
+        result = get(pool->handle, CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &reuses);
+    now->used = used;
+    now->reuses = reuses != 0;
+    return result == CUDA_SUCCESS;
+}
+
+bool gs_pool_pass(CUmemoryPool handle) {
+    struct gs_entry entry = {.kind = GS_KIND_FOREIGN, .dev = GS_NO_DEV};
+    return gs_pool_passes(handle) || gs_map_put(&passing, (uint64_t)(uintptr_t)handle, &entry);
+}
+
+bool gs_pool_passes(CUmemoryPool handle) {
+    struct gs_entry entry;
+    return gs_map_get(&passing, (uint64_t)(uintptr_t)handle, &entry);
 }
 
 static void apply(struct gs_pool *pool, uint64_t before, uint64_t after) {
@@ -90,6 +118,7 @@ static struct gs_pool *learn(CUmemoryPool handle, CUdevice device, bool graph) {
     pool->dev = gs_dev_of(device);
     pool->graph = graph;
     atomic_store(&pool->live, 0);
+    atomic_store(&pool->growths, 0);
     atomic_store(&pool->word, 0);
     atomic_store(&pool->state, GS_POOL_OPEN);
     return pool;
@@ -106,7 +135,10 @@ static struct gs_pool *find_or_learn(CUmemoryPool handle, CUdevice device, bool 
         pool = &pools[entry.extra];
     } else if ((pool = learn(handle, device, graph))) {
         entry = (struct gs_entry){.extra = (uint64_t)(pool - pools), .dev = pool->dev};
-        gs_map_put(&numbers, key, &entry);
+        if (!gs_map_put(&numbers, key, &entry)) {
+            close_pool(pool);
+            pool = NULL;
+        }
     }
     gs_unlock(&gs_self()->lock_pool);
     return pool;
@@ -135,6 +167,20 @@ struct gs_pool *gs_pool_of_stream(const struct gs_here *here) {
     if (!get || get(&handle, here->device) != CUDA_SUCCESS)
         return NULL;
     return gs_pool_of(handle, here->device);
+}
+
+/* Managed memory counts in full wherever its pages are, as with cuMemAllocManaged: without a device
+ * of its own it counts on the current one. Host memory of other kinds never comes to a device. */
+bool gs_pool_met(CUmemoryPool handle, const CUmemLocation *location, CUmemAllocationType type) {
+    struct gs_here here = {.device = 0};
+    if (location->type == CU_MEM_LOCATION_TYPE_DEVICE)
+        return gs_pool_of(handle, location->id);
+    if (type != CU_MEM_ALLOCATION_TYPE_MANAGED)
+        return gs_pool_pass(handle);
+    if (gs_pool_known(handle))
+        return true;
+    gs_here(&here);
+    return gs_pool_of(handle, here.device);
 }
 
 static void each_of(int dev, void (*act)(struct gs_pool *pool)) {
@@ -182,12 +228,16 @@ void gs_pooled_freed(const struct gs_entry *entry) {
 
 GS_EXPORT CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *props) {
     GS_NEED(real, cuMemPoolCreate);
+    if (!gs_slot())
+        return CUDA_ERROR_NOT_INITIALIZED;
     CUresult result = real(pool, props);
-    bool on_device = result == CUDA_SUCCESS && pool && props &&
-                     props->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
-    if (on_device && gs_slot())
-        gs_pool_of(*pool, props->location.id);
-    return result;
+    if (result != CUDA_SUCCESS || !pool || !props)
+        return result;
+    if (gs_pool_met(*pool, &props->location, props->allocType))
+        return result;
+    GS_REAL(cuMemPoolDestroy)(*pool);
+    *pool = NULL;
+    return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool handle) {
@@ -195,6 +245,12 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool handle) {
     struct gs_entry entry;
     if (!gs_slot())
         return real(handle);
+    if (gs_map_take(&passing, (uint64_t)(uintptr_t)handle, &entry)) {
+        CUresult result = real(handle);
+        if (result != CUDA_SUCCESS)
+            gs_pool_pass(handle);
+        return result;
+    }
     gs_lock(&gs_self()->lock_pool);
     bool known = gs_map_take(&numbers, (uint64_t)(uintptr_t)handle, &entry);
     struct gs_pool *pool = known ? &pools[entry.extra] : NULL;
@@ -247,8 +303,7 @@ GS_EXPORT CUresult CUDAAPI cuMemSetMemPool(CUmemLocation *location, CUmemAllocat
                                            CUmemoryPool pool) {
     GS_NEED(real, cuMemSetMemPool);
     CUresult result = real(location, type, pool);
-    if (gs_slot() && result == CUDA_SUCCESS && location &&
-        location->type == CU_MEM_LOCATION_TYPE_DEVICE)
-        gs_pool_of(pool, location->id);
+    if (gs_slot() && result == CUDA_SUCCESS && location)
+        gs_pool_met(pool, location, type);
     return result;
 }

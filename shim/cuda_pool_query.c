@@ -20,19 +20,20 @@ GS_EXPORT CUresult CUDAAPI cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice dev) 
 }
 
 static CUresult of_location(CUresult result, const CUmemoryPool *pool,
-                            const CUmemLocation *location) {
-    bool on_device = location && location->type == CU_MEM_LOCATION_TYPE_DEVICE;
-    return on_device ? answered(result, pool, location->id) : result;
+                            const CUmemLocation *location, CUmemAllocationType type) {
+    bool unmet = result == CUDA_SUCCESS && pool && location && gs_slot() &&
+                 !gs_pool_met(*pool, location, type);
+    return unmet ? CUDA_ERROR_OUT_OF_MEMORY : result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemGetDefaultMemPool(CUmemoryPool *pool_out, CUmemLocation *location,
                                                   CUmemAllocationType type) {
     GS_NEED(real, cuMemGetDefaultMemPool);
-    return of_location(real(pool_out, location, type), pool_out, location);
+    return of_location(real(pool_out, location, type), pool_out, location, type);
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemGetMemPool(CUmemoryPool *pool, CUmemLocation *location,
                                            CUmemAllocationType type) {
     GS_NEED(real, cuMemGetMemPool);
-    return of_location(real(pool, location, type), pool, location);
+    return of_location(real(pool, location, type), pool, location, type);
 }

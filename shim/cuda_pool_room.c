@@ -1,0 +1,158 @@
+/* Room for what an allocation may add to a pool, reserved before the driver is called.
+ *
+ * A pool grows by steps that are larger than most requests, so the bound of an allocation is its
+ * size rounded up to the step. Near the limit there may be no room for a step while the pool holds
+ * plenty unused. Then the allocation goes ahead with nothing reserved if the pool cannot grow: it
+ * has at most one gap per live allocation and one per growth, so the largest gap is at least the
+ * unused bytes divided by their number (the pigeonhole principle); a request that is not larger
+ * fits. That holds only while nobody else allocates from the pool: such a call is alone in it. */
+#include <sched.h>
+#include <time.h>
+
+#include "pool.h"
+
+#define ALONE \
+    UINT32_C(0x80000000) /* in busy: somebody is, or is about to be, alone in the pool \
+                          */
+#define STEP_MIN (UINT64_C(32) << 20) /* what drivers are known to grow by */
+#define STEP_MAX (UINT64_C(512) << 20)
+#define SMALLEST 512u  /* sizes are rounded up to this within a pool */
+#define PATIENCE 2000u /* times 50 us: a driver that blocks must not make others wait forever */
+#define SPINS 200u
+
+/* The largest step seen on a device; 0 while no pool has grown there yet. */
+static _Atomic uint64_t step_of[GS_MAX_DEVICES];
+
+static void wait_a_little(unsigned round) {
+    struct timespec nap = {.tv_nsec = 50000};
+    if (round < SPINS)
+        sched_yield();
+    else
+        nanosleep(&nap, NULL);
+}
+
+static bool enter(struct gs_pool *pool) {
+    for (unsigned round = 0; round < PATIENCE; round++) {
+        uint32_t seen = atomic_load(&pool->busy);
+        while (!(seen & ALONE))
+            if (atomic_compare_exchange_weak(&pool->busy, &seen, seen + 1))
+                return true;
+        wait_a_little(round);
+    }
+    return false;
+}
+
+static bool enter_alone(struct gs_pool *pool) {
+    bool first = false;
+    for (unsigned round = 0; round < PATIENCE; round++) {
+        if (!first)
+            first = !(atomic_fetch_or(&pool->busy, ALONE) & ALONE);
+        if (first && atomic_load(&pool->busy) == ALONE)
+            return true;
+        wait_a_little(round);
+    }
+    if (first)
+        atomic_fetch_and(&pool->busy, ~ALONE);
+    return false;
+}
+
+static void leave(struct gs_room *room) {
+    if (room->alone)
+        atomic_fetch_and(&room->pool->busy, ~ALONE);
+    else
+        atomic_fetch_sub(&room->pool->busy, 1);
+}
+
+static bool reserve(struct gs_room *room, uint64_t bytes) {
+    if (!gs_reserve(room->pool->dev, bytes))
+        return false;
+    room->bytes = bytes;
+    return true;
+}
+
+/* While the step is not known, as much room as there is: whatever the driver takes then is seen,
+ * and it stays within the limit. */
+static bool reserve_step(struct gs_room *room) {
+    int dev = room->pool->dev;
+    if (dev < 0)
+        return false;
+    if (room->pool->graph)
+        return reserve(room, gs_round_up(room->asked, GS_BLOCK));
+    uint64_t known = atomic_load_explicit(&step_of[dev], memory_order_relaxed);
+    for (uint64_t step = known ? known : STEP_MAX; step >= STEP_MIN; step /= 2) {
+        if (reserve(room, gs_round_up(room->asked, step)))
+            return true;
+        if (known)
+            break;
+    }
+    return false;
+}
+
+static bool fits_unused(const struct gs_room *room) {
+    const struct gs_pool *pool = room->pool;
+    struct gs_pool_state_now now;
+    if (!gs_pool_ask(pool, &now) || now.used > now.reserved)
+        return false;
+    uint64_t unused = now.reserved - now.used;
+    if (pool->graph) /* mapped where it is wanted, so gaps do not matter */
+        return room->resident || room->asked <= unused;
+    uint64_t grown = atomic_load(&pool->growths), most = now.reserved / GS_BLOCK;
+    uint64_t gaps = atomic_load(&pool->live) + (grown < most ? grown : most);
+    return now.reuses && gaps && gs_round_up(room->asked, SMALLEST) <= unused / gaps;
+}
+
+static bool make_room(struct gs_room *room) {
+    if (fits_unused(room))
+        return true;
+    if (room->asked > gs_limit(room->pool->dev))
+        return false;
+    gs_pools_settle(room->pool->dev);
+    if (reserve_step(room))
+        return true;
+    gs_pools_trim(room->pool->dev);
+    return reserve_step(room);
+}
+
+CUresult gs_room_begin(struct gs_room *room, struct gs_pool *pool, uint64_t bytes, bool resident) {
+    *room = (struct gs_room){.pool = pool, .asked = bytes, .resident = resident};
+    if (enter(pool)) {
+        if (reserve_step(room))
+            return CUDA_SUCCESS;
+        leave(room);
+        room->alone = enter_alone(pool);
+        if (room->alone && make_room(room))
+            return CUDA_SUCCESS;
+        if (room->alone)
+            leave(room);
+    }
+    gs_count_refusal(pool->dev);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* The smallest power of two that explains a growth. */
+static void learn_step(const struct gs_room *room, uint64_t grown) {
+    _Atomic uint64_t *known = &step_of[room->pool->dev];
+    uint64_t step = atomic_load(known), seen = step;
+    if (step < STEP_MIN)
+        step = STEP_MIN;
+    while (step < STEP_MAX && gs_round_up(room->asked, step) < grown)
+        step *= 2;
+    if (step > seen)
+        atomic_compare_exchange_strong(known, &seen, step);
+}
+
+/* Settle before the bound is released, so that there is no moment with neither. Each call that is
+ * in the pool has grown it once at most, so as many gaps have come at most. */
+bool gs_room_end(struct gs_room *room) {
+    struct gs_pool *pool = room->pool;
+    uint64_t grown = gs_pool_settle(pool);
+    if (grown) {
+        uint32_t calls = atomic_load(&pool->busy) & ~ALONE;
+        atomic_fetch_add(&pool->growths, room->alone ? 1 : calls);
+        if (!pool->graph && pool->dev >= 0 && (room->alone || calls == 1))
+            learn_step(room, grown);
+    }
+    gs_release(pool->dev, room->bytes);
+    leave(room);
+    return grown > room->bytes && gs_over(pool->dev);
+}

@@ -1,0 +1,67 @@
+"""Small programs against the driver in a box, and what the ledger says about them afterwards."""
+
+from __future__ import annotations
+
+import textwrap
+
+from tests.shim.box import Box
+from tests.sim.ledger import Ledger
+
+MIB = 1 << 20
+PRELUDE = """
+import ctypes, os, subprocess, sys, threading, time
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+cuda = ctypes.CDLL("libcuda.so.1")
+MIB, GIB = 1 << 20, 1 << 30
+SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 0, 1, 2, 3
+
+def ok(result):
+    assert result == 0, result
+
+def start(device=0):
+    ok(cuda.cuInit(0))
+    context = c_void_p()
+    ok(cuda.cuDevicePrimaryCtxRetain(byref(context), device))
+    ok(cuda.cuCtxSetCurrent(context))
+    return context
+
+def alloc(size, out=None):
+    address = c_uint64()
+    result = cuda.cuMemAlloc_v2(byref(address), c_size_t(size))
+    return result if result else (out.append(address) if out is not None else None) or SUCCESS
+
+def alloc_async(size, out=None, pool=None):
+    address = c_uint64()
+    if pool is None:
+        result = cuda.cuMemAllocAsync(byref(address), c_size_t(size), None)
+    else:
+        result = cuda.cuMemAllocFromPoolAsync(byref(address), c_size_t(size), pool, None)
+    if result == 0 and out is not None:
+        out.append(address)
+    return result
+
+def fill(step=2 * MIB):
+    "Take what is left of the limit."
+    n = 0
+    while alloc(step) == SUCCESS:
+        n += 1
+    return n * step
+
+def info():
+    free, total = c_size_t(), c_size_t()
+    ok(cuda.cuMemGetInfo_v2(byref(free), byref(total)))
+    return free.value, total.value
+"""
+
+
+def run(box: Box, program: str, *args: str, timeout_s: float = 60) -> list[str]:
+    """The words that the program printed."""
+    done = box.run(["python3", "-c", PRELUDE + textwrap.dedent(program), *args], timeout_s=timeout_s)
+    assert done.returncode == 0 and not done.stderr, done.stderr + done.stdout
+    return done.stdout.split()
+
+
+def peak(box: Box, slot: int = 0) -> int:
+    """The most that any one run in the box held at a time, in bytes: physical, contexts included."""
+    with Ledger(box.device(slot)) as ledger:
+        return max(group.peak_bytes for group in ledger.groups())
