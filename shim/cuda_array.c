@@ -51,7 +51,7 @@ static CUDA_ARRAY3D_DESCRIPTOR flat(size_t width, size_t height, size_t depth,
     return (CUDA_ARRAY3D_DESCRIPTOR){width, height, depth, format, channels, flags};
 }
 
-/* What the driver says, when it says so; never more than what was reserved. */
+/* What the driver says, when it says so. */
 static uint64_t required(const struct gs_charge *charge, CUarray array, CUmipmappedArray mipmap) {
     __typeof__(&cuArrayGetMemoryRequirements) of_array = GS_REAL(cuArrayGetMemoryRequirements);
     __typeof__(&cuMipmappedArrayGetMemoryRequirements) of_mipmap =
@@ -65,8 +65,14 @@ static uint64_t required(const struct gs_charge *charge, CUarray array, CUmipmap
         result = of_array(&need, array, here.device);
     else if (mipmap && of_mipmap)
         result = of_mipmap(&need, mipmap, here.device);
-    return result == CUDA_SUCCESS && need.size && need.size < charge->bytes ? need.size
-                                                                            : charge->bytes;
+    return result == CUDA_SUCCESS && need.size ? need.size : charge->bytes;
+}
+
+static void undo(CUarray array, CUmipmappedArray mipmap) {
+    if (array)
+        GS_REAL(cuArrayDestroy)(array);
+    else
+        GS_REAL(cuMipmappedArrayDestroy)(mipmap);
 }
 
 #define GS_CREATE(shape, levels, array, mipmap, handle, ...) \
@@ -75,12 +81,14 @@ static uint64_t required(const struct gs_charge *charge, CUarray array, CUmipmap
     if (result != CUDA_SUCCESS) \
         return result; \
     result = real(__VA_ARGS__); \
-    if (result != CUDA_SUCCESS || !(handle) || charge.passed) { \
+    if (result != CUDA_SUCCESS || !(handle)) { \
         gs_charge_abort(&charge); \
         return result; \
     } \
-    gs_charge_object(&charge, &gs_objects, (uint64_t)(uintptr_t) * (handle), \
-                     required(&charge, array, mipmap)); \
+    result = gs_charge_object(&charge, &gs_objects, (uint64_t)(uintptr_t) * (handle), \
+                              required(&charge, array, mipmap)); \
+    if (result != CUDA_SUCCESS) \
+        undo(array, mipmap); \
     return result
 
 GS_EXPORT CUresult CUDAAPI cuArrayCreate_v2(CUarray *pHandle, const CUDA_ARRAY_DESCRIPTOR *d) {

@@ -37,7 +37,7 @@ static CUresult begin(struct async *a, size_t bytes, CUmemoryPool pool, CUstream
     }
     if (!a->pool) /* destroyed, or in no table: what is not known is not allocated from */
         return pool ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_OUT_OF_MEMORY;
-    return gs_room_begin(&a->room, a->pool, bytes, false);
+    return gs_room_begin(&a->room, a->pool, bytes, 0);
 }
 
 static CUresult give_back(struct async *a, CUdeviceptr *out, CUstream stream, free_fn undo) {

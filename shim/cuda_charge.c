@@ -49,8 +49,8 @@ void gs_charge_abort(struct gs_charge *charge) {
 }
 
 CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t bytes) {
-    if (charge->passed)
-        return CUDA_SUCCESS;
+    if (charge->passed) /* the driver should have refused it */
+        return CUDA_ERROR_OUT_OF_MEMORY;
     uint64_t took = gs_blocks_take(address, bytes);
     if (took > charge->bytes && !gs_reserve(charge->dev, took - charge->bytes)) {
         /* An address that is not aligned to a block can touch one more. Others may have come to
@@ -69,24 +69,33 @@ CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t b
                              .context = (uint64_t)(uintptr_t)charge->context,
                              .dev = charge->dev,
                              .kind = GS_KIND_LINEAR};
-    gs_map_put(&gs_memory, address, &entry); /* without memory for it the charge just stays */
-    return CUDA_SUCCESS;
+    if (gs_map_put(&gs_memory, address, &entry))
+        return CUDA_SUCCESS;
+    gs_release(charge->dev, gs_blocks_give(address, bytes));
+    return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-void gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle,
-                      uint64_t bytes) {
+CUresult gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle,
+                          uint64_t bytes) {
     if (charge->passed)
-        return;
+        return CUDA_ERROR_OUT_OF_MEMORY;
     uint64_t keep = gs_round_up(bytes, GS_BLOCK);
-    if (keep < charge->bytes)
-        gs_release(charge->dev, charge->bytes - keep);
-    else if (keep > charge->bytes)
-        gs_charge_anyway(charge->dev, keep - charge->bytes);
     struct gs_entry entry = {.bytes = keep,
                              .context = (uint64_t)(uintptr_t)charge->context,
                              .dev = charge->dev,
                              .kind = GS_KIND_WHOLE};
-    gs_map_put(map, handle, &entry);
+    bool fits = keep <= charge->bytes || gs_reserve(charge->dev, keep - charge->bytes);
+    if (!fits) {
+        gs_release(charge->dev, charge->bytes);
+        gs_count_refusal(charge->dev);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if (keep < charge->bytes)
+        gs_release(charge->dev, charge->bytes - keep);
+    if (gs_map_put(map, handle, &entry))
+        return CUDA_SUCCESS;
+    gs_release(charge->dev, keep);
+    return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 void gs_uncharge(uint64_t key, const struct gs_entry *entry) {

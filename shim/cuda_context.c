@@ -4,7 +4,7 @@
 
 /* context -> entry: bytes = its charge, extra = device | attached uses << 32 */
 static struct gs_map contexts;
-static int dev_of_ordinal[GS_MAX_ORDINALS];
+static int slot_of_ordinal[GS_MAX_ORDINALS]; /* plus 1, so that nothing is granted at first */
 static struct {
     uint32_t retained;
     CUcontext context;
@@ -23,8 +23,6 @@ void gs_devices_learn(void) {
     __typeof__(&cuDeviceGet) get = GS_REAL(cuDeviceGet);
     __typeof__(&cuDeviceGetUuid) get_uuid = GS_REAL(cuDeviceGetUuid_v2); /* a MIG device's own */
     int count = 0;
-    for (int i = 0; i < GS_MAX_ORDINALS; i++)
-        dev_of_ordinal[i] = GS_NO_DEV;
     if (!get_uuid)
         get_uuid = GS_REAL(cuDeviceGetUuid);
     if (!get_count || !get || !get_uuid || get_count(&count) != CUDA_SUCCESS)
@@ -37,14 +35,14 @@ void gs_devices_learn(void) {
             continue;
         if (get_uuid(&uuid, device) == CUDA_SUCCESS)
             dev = gs_slot_of_uuid((const uint8_t *)uuid.bytes);
-        dev_of_ordinal[device] = dev;
+        slot_of_ordinal[device] = dev + 1;
         if (dev == GS_NO_DEV)
             gs_warn(GS_WARN_UNGRANTED);
     }
 }
 
 int gs_dev_of(CUdevice device) {
-    return device >= 0 && device < GS_MAX_ORDINALS ? dev_of_ordinal[device] : GS_NO_DEV;
+    return device >= 0 && device < GS_MAX_ORDINALS ? slot_of_ordinal[device] - 1 : GS_NO_DEV;
 }
 
 static uint64_t overhead(int dev) {
@@ -58,7 +56,9 @@ static uint64_t key_of(CUcontext context) {
     return (uint64_t)(uintptr_t)context;
 }
 
-/* Record a context that was made, with what was charged for it; false when it is known already. */
+/* Record a context that was made, with what was charged for it; false when it is known already. A
+ * new context may have the handle of one that went, which other threads still remember. Without
+ * memory for a record the charge stays. */
 static bool learn(CUcontext context, CUdevice device, uint64_t bytes) {
     struct gs_entry entry;
     if (gs_map_get(&contexts, key_of(context), &entry))
@@ -67,7 +67,9 @@ static bool learn(CUcontext context, CUdevice device, uint64_t bytes) {
                               .extra = (uint64_t)(uint32_t)device | UINT64_C(1) << 32,
                               .dev = gs_dev_of(device),
                               .kind = GS_KIND_WHOLE};
-    return gs_map_put(&contexts, key_of(context), &entry);
+    gs_map_put(&contexts, key_of(context), &entry);
+    atomic_fetch_add(&epoch, 1);
+    return true;
 }
 
 /* A context that no wrapper saw being made (a library's private way): charged as it is found. */

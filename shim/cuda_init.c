@@ -14,9 +14,9 @@ static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags) {
     CUresult result = real(flags);
     if (result != CUDA_SUCCESS || gs_slot())
         return result;
+    gs_devices_learn(); /* before there is a slot: with one, other threads may allocate */
     if (!gs_slot_claim(view))
         return refuse("no slot: too many processes, or no thread can be started");
-    gs_devices_learn();
     return CUDA_SUCCESS;
 }
 

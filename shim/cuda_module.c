@@ -31,7 +31,7 @@ static CUresult load_begin(struct load *load, uint64_t bytes) {
 }
 
 static CUresult load_end(struct load *load, CUresult result, const CUmodule *module) {
-    if (result != CUDA_SUCCESS || !module || load->charge.passed) {
+    if (result != CUDA_SUCCESS || !module) {
         gs_charge_abort(&load->charge);
         return result;
     }
@@ -40,8 +40,11 @@ static CUresult load_end(struct load *load, CUresult result, const CUmodule *mod
                              .dev = load->charge.dev,
                              .kind = GS_KIND_WHOLE,
                              .extra = gs_round_up(load->later, GS_BLOCK)};
-    gs_map_put(&gs_objects, key_of(*module), &entry);
-    return result;
+    if (!load->charge.passed && gs_map_put(&gs_objects, key_of(*module), &entry))
+        return result;
+    GS_REAL(cuModuleUnload)(*module);
+    gs_charge_abort(&load->charge);
+    return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 /* First use: charge what was put off. Whoever takes the entry out charges; others find it charged.

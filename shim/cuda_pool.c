@@ -16,7 +16,6 @@ static struct gs_map numbers; /* CUmemoryPool -> extra = number */
 static struct gs_map passing; /* pools on the host and imported ones */
 static struct gs_pool pools[GS_MAX_POOLS];
 static _Atomic uint32_t pools_high;
-_Atomic uint32_t gs_graph_trims;
 
 static uint64_t charged(uint64_t word) {
     return word >> 24 << UNIT_SHIFT;
@@ -198,7 +197,7 @@ static void trim(struct gs_pool *pool) {
     __typeof__(&cuMemPoolTrimTo) trim_to = GS_REAL(cuMemPoolTrimTo);
     __typeof__(&cuDeviceGraphMemTrim) trim_graphs = GS_REAL(cuDeviceGraphMemTrim);
     if (pool->graph && trim_graphs) {
-        atomic_fetch_add(&gs_graph_trims, 1);
+        atomic_store(&pool->last, 0);
         trim_graphs(pool->device);
     } else if (!pool->graph && trim_to) {
         trim_to(pool->handle, 0);

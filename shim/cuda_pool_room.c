@@ -95,7 +95,7 @@ static bool fits_unused(const struct gs_room *room) {
         return false;
     uint64_t unused = now.reserved - now.used;
     if (pool->graph) /* mapped where it is wanted, so gaps do not matter */
-        return room->resident || room->asked <= unused;
+        return (room->exec && atomic_load(&pool->last) == room->exec) || room->asked <= unused;
     uint64_t grown = atomic_load(&pool->growths), most = now.reserved / GS_BLOCK;
     uint64_t gaps = atomic_load(&pool->live) + (grown < most ? grown : most);
     return now.reuses && gaps && gs_round_up(room->asked, SMALLEST) <= unused / gaps;
@@ -113,8 +113,8 @@ static bool make_room(struct gs_room *room) {
     return reserve_step(room);
 }
 
-CUresult gs_room_begin(struct gs_room *room, struct gs_pool *pool, uint64_t bytes, bool resident) {
-    *room = (struct gs_room){.pool = pool, .asked = bytes, .resident = resident};
+CUresult gs_room_begin(struct gs_room *room, struct gs_pool *pool, uint64_t bytes, uint64_t exec) {
+    *room = (struct gs_room){.pool = pool, .asked = bytes, .exec = exec};
     if (enter(pool)) {
         if (reserve_step(room))
             return CUDA_SUCCESS;

@@ -51,7 +51,7 @@ void gs_primary_unused(CUdevice device);
 struct gs_charge {
     CUcontext context;
     int dev;
-    bool passed;    /* nothing to charge: the driver will refuse this call itself */
+    bool passed;    /* nothing known to charge: the driver refuses this itself, or it is undone */
     uint64_t bytes; /* reserved */
 };
 
@@ -63,9 +63,9 @@ void gs_charge_abort(struct gs_charge *charge);
 /* The driver gave [address, +bytes). CUDA_ERROR_OUT_OF_MEMORY: it took more than there is; free it.
  */
 CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t bytes);
-/* The driver gave an object that takes `bytes`, at most what was reserved. */
-void gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle,
-                      uint64_t bytes);
+/* The driver gave an object that takes `bytes`. CUDA_ERROR_OUT_OF_MEMORY: destroy it. */
+CUresult gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle,
+                          uint64_t bytes);
 /* Give up the charge of an entry that was taken out of its map. */
 void gs_uncharge(uint64_t key, const struct gs_entry *entry);
 

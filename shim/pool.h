@@ -23,7 +23,8 @@ struct gs_pool {
     CUmemoryPool handle;
     CUdevice device;
     int dev;
-    bool graph; /* the graph memory of `device` */
+    bool graph;            /* the graph memory of `device` */
+    _Atomic uint64_t last; /* of graph memory: who ran last, and nothing was trimmed since */
 };
 
 /* Charge what the driver says that the pool reserves now; returns by how much that grew. */
@@ -43,10 +44,10 @@ struct gs_room {
     struct gs_pool *pool;
     uint64_t asked;
     uint64_t bytes; /* reserved */
-    bool resident;  /* of graphs: what is asked for is held already */
+    uint64_t exec;  /* of graph memory: who asks */
     bool alone;     /* nothing was reserved, or only after waiting for all others */
 };
-CUresult gs_room_begin(struct gs_room *room, struct gs_pool *pool, uint64_t bytes, bool resident);
+CUresult gs_room_begin(struct gs_room *room, struct gs_pool *pool, uint64_t bytes, uint64_t exec);
 /* Charge what the pool reserves now. True: it grew by more than any driver is known to, beyond the
  * limit; undo the call and trim. */
 bool gs_room_end(struct gs_room *room);
@@ -61,7 +62,5 @@ uint64_t gs_pool_number(const struct gs_pool *pool);
 struct gs_pool *gs_pool_of_graphs(CUdevice device);
 /* The pool that a stream of this context allocates from now. */
 struct gs_pool *gs_pool_of_stream(const struct gs_here *here);
-/* Grows by one whenever graph memory may have gone back to the driver. */
-extern _Atomic uint32_t gs_graph_trims;
 
 #endif

@@ -69,6 +69,8 @@ bool gs_reserve(int dev, uint64_t bytes) {
     uint64_t limit = gs_limit(dev);
     if (!slot || dev < 0)
         return false;
+    if (bytes == 0) /* what takes nothing goes ahead also when a limit was lowered below the use */
+        return true;
     if (bytes > limit || bytes >= GS_NO_BYTES)
         return false;
     for (unsigned attempt = 0; attempt < ATTEMPTS; attempt++) {

@@ -54,9 +54,9 @@ def info():
 """
 
 
-def run(box: Box, program: str, *args: str, timeout_s: float = 60) -> list[str]:
+def run(box: Box, program: str, *args: str, helpers: str = "", timeout_s: float = 60) -> list[str]:
     """The words that the program printed."""
-    done = box.run(["python3", "-c", PRELUDE + textwrap.dedent(program), *args], timeout_s=timeout_s)
+    done = box.run(["python3", "-c", PRELUDE + helpers + textwrap.dedent(program), *args], timeout_s=timeout_s)
     assert done.returncode == 0 and not done.stderr, done.stderr + done.stdout
     return done.stdout.split()
 

@@ -1,0 +1,92 @@
+"""What cannot be charged is given back, and what is not known yet is refused."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.lib.host import BUILD, TREE
+from tests.shim.box import CONTEXT_BYTES, GIB, Box
+from tests.shim.inside import MIB, peak, run
+
+LIMIT_OFFSET = 64 + 80  # gs_limits.device[0].memory_limit_bytes
+
+
+@pytest.fixture(scope="module")
+def odd_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("odd") / "libcuda.so"
+    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-Bsymbolic", f"-I{BUILD / 'include' / 'cuda'}"]
+    subprocess.run(["gcc", *flags, "-o", library, TREE / "tests/shim/odd_driver.c"], check=True)
+    return library
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuda.cuMemAlloc_v2(byref(out), c_size_t(4096))",
+        "cuda.cuMemAllocAsync(byref(out), c_size_t(4096), None)",
+        "cuda.cuArrayCreate_v2(byref(out), (c_uint64 * 4)(64, 64, 0x20, 1))",
+        'cuda.cuModuleLoadData(byref(out), b"SIMMOD globals=4096 code=4096\\n")',
+    ],
+)
+def test_memory_for_no_context_is_given_back(odd_driver: Path, call: str) -> None:
+    with Box([GIB], driver=odd_driver) as box:
+        assert run(box, f"cuda.cuInit(0); out = c_uint64(); print({call}, cuda.oddLive())") == ["2", "0"]
+
+
+def test_nothing_is_allocated_while_the_devices_are_not_known(odd_driver: Path) -> None:
+    program = """
+        thread = threading.Thread(target=lambda: cuda.cuInit(0))
+        thread.start()
+        time.sleep(0.5)
+        print(alloc(4096))
+        thread.join()
+    """
+    with Box([GIB], driver=odd_driver) as box:
+        assert run(box, program) == ["3"]
+
+
+def test_a_limit_lowered_below_the_use() -> None:
+    program = """
+        start()
+        kept = []
+        ok(alloc(800 * MIB, kept))
+        ok(cuda.cuCtxSetLimit(2, c_size_t(64 * MIB)))
+        print("ready", flush=True)
+        sys.stdin.readline()
+        print(info(), alloc(1), alloc_async(1), alloc(2 * MIB), cuda.cuCtxSetLimit(2, c_size_t(8 * MIB)))
+        ok(cuda.cuMemFree_v2(kept[0]))
+        print(info()[0] >= 180 * MIB, alloc(100 * MIB), alloc(200 * MIB))
+    """
+    import textwrap
+
+    from tests.shim.inside import PRELUDE
+
+    low = CONTEXT_BYTES + 200 * MIB
+    with Box([2 * GIB]) as box:
+        command = ["python3", "-c", PRELUDE + textwrap.dedent(program)]
+        with box.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin and process.stdout
+            assert process.stdout.readline() == "ready\n"
+            with open(box.limits, "r+b") as limits:
+                limits.seek(LIMIT_OFFSET)
+                limits.write(struct.pack("<Q", low))
+            print("go", file=process.stdin, flush=True)
+            assert process.stdout.readline() == f"(0, {low}) 2 2 2 0\n"
+            assert process.stdout.readline() == "True 0 2\n"
+
+
+def test_a_device_that_was_not_granted() -> None:
+    program = """
+        ok(cuda.cuInit(0))
+        context = c_void_p()
+        print(cuda.cuDevicePrimaryCtxRetain(byref(context), 1), cuda.cuCtxCreate_v2(byref(context), 0, 1))
+        start(0)
+        print(*[alloc(size) for size in (2**62, 2**64 - 1, 2**63, 2**40)])
+    """
+    with Box([GIB], gpus=2) as box:
+        assert run(box, program) == ["2", "2"] + ["2"] * 4
+        assert peak(box, 0) <= GIB
