@@ -213,6 +213,14 @@ void gs_pools_trim(int dev) {
     each_of(dev, trim);
 }
 
+_Atomic uint32_t gs_pools_freed;
+
+void gs_pools_synced(void) {
+    if (atomic_exchange(&gs_pools_freed, 0))
+        for (int dev = 0; dev < (int)GS_MAX_DEVICES; dev++)
+            gs_pools_settle(dev);
+}
+
 /* A destroyed pool lives on until its last allocation is freed; its charge stays until then. */
 void gs_pooled_freed(const struct gs_entry *entry) {
     struct gs_pool *pool = &pools[entry->extra];
@@ -223,6 +231,7 @@ void gs_pooled_freed(const struct gs_entry *entry) {
         return;
     }
     gs_pool_settle(pool);
+    atomic_store(&gs_pools_freed, 1);
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *props) {

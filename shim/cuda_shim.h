@@ -98,6 +98,9 @@ void gs_drop_end(struct gs_dropped *dropped, bool gone);
 void gs_pools_settle(int dev);
 /* The same after trimming them: what is reserved but not used goes back. */
 void gs_pools_trim(int dev);
+/* Something was freed out of a pool since the last time that all pools were settled. */
+extern _Atomic uint32_t gs_pools_freed;
+void gs_pools_synced(void);
 /* A pooled allocation is gone: settle its pool. */
 void gs_pooled_freed(const struct gs_entry *entry);
 

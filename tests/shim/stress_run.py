@@ -1,0 +1,45 @@
+"""What tests/shim/stress.c needs and says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.lib.host import BUILD, TREE
+
+FAMILIES = "plain,pitch,managed,array,mipmap,async,pool,vmm,graph,module"
+BLOCK = 2 << 20
+
+
+class Books(NamedTuple):
+    """The simulated device's own figures, in bytes."""
+
+    used: int
+    peak: int  # of any container
+
+
+def build(directory: Path) -> Path:
+    """The program, linked against libcuda.so.1 by name."""
+    out = directory / "stress"
+    flags = ("-O2", "-Wall", "-Wextra", "-Werror", f"-I{BUILD}/include/cuda")
+    driver = next((BUILD / "sim").glob("libcuda.so.*"))
+    subprocess.run(["gcc", *flags, "-o", out, TREE / "tests/shim/stress.c", driver], check=True)
+    return out
+
+
+def books(device: Path) -> Books:
+    """Read by a process of its own: this one may have the simulated driver loaded."""
+    command = [sys.executable, TREE / "tests/sim/ledger.py", device, "--format", "json"]
+    said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return Books(said["used_bytes"], max(group["peak_bytes"] for group in said["groups"]))
+
+
+def judge(report: dict[str, Any], seen: Books, limit_bytes: int, survivors: int) -> None:
+    """Nobody ever had more than the limit; it was reached; and all agree with the device, byte for byte."""
+    assert report["wrong"] == []
+    assert seen.peak <= limit_bytes
+    assert limit_bytes - seen.used < BLOCK
+    assert report["used"] == [seen.used] * survivors
