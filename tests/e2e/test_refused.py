@@ -58,6 +58,14 @@ def test_contradictory_duplicates(container: Callable[..., Container], node: Nod
     assert_refused(one, node, ("GPUSHARE_MEMORY", "1Gi", "2Gi"))
 
 
+def test_container_that_nvidia_s_own_tools_serve_already(container: Callable[..., Container], node: Node) -> None:
+    def served(spec: dict[str, Any]) -> None:
+        spec["hooks"]["createContainer"] = [{"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook"]}]
+
+    one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook(), edit=served)
+    assert_refused(one, node, ("createContainer hook", "nvidia-cdi-hook", "GPUSHARE_MEMORY"))
+
+
 def test_second_container_over_capacity(
     tenant: Callable[..., Tenant], container: Callable[..., Container], node: Node
 ) -> None:
