@@ -1,0 +1,144 @@
+"""Wrong, odd and huge arguments: a valid CUDA code, no crash, nothing charged. And all views of memory agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.shim.box import CONTEXT_BYTES, GIB, Box
+from tests.shim.inside import MIB, peak, run
+
+# Every code that a caller may meet here; anything else (such as -1) is no CUDA code at all.
+CODES = {0, 1, 2, 3, 100, 101, 201, 400, 801}
+
+# Each is called with out = a c_uint64, and `size`; {size} sizes below
+ALLOCATORS = {
+    "plain": "cuda.cuMemAlloc_v2({out}, c_size_t(size))",
+    "pitch": "cuda.cuMemAllocPitch_v2({out}, byref(pitch), c_size_t(size), c_size_t(size), c_uint(4))",
+    "managed": "cuda.cuMemAllocManaged({out}, c_size_t(size), c_uint(1))",
+    "async": "cuda.cuMemAllocAsync({out}, c_size_t(size), None)",
+    "pool": "cuda.cuMemAllocFromPoolAsync({out}, c_size_t(size), pool, None)",
+    "vmm": "cuda.cuMemCreate({out}, c_size_t(size), location, c_uint64(0))",
+    "array": "cuda.cuArray3DCreate_v2({out}, (c_uint64 * 5)(size, size, size, 0x20 | 4 << 32, 0))",
+}
+SETUP = """
+    start()
+    pitch, pool, out = c_uint64(), c_void_p(), c_uint64()
+    location = (c_uint32 * 16)(1, 0, 1, 0)
+    ok(cuda.cuDeviceGetDefaultMemPool(byref(pool), 0))
+    before = info()
+"""
+
+
+@pytest.mark.parametrize("family", ALLOCATORS)
+@pytest.mark.parametrize("size", ["0", "2**40", "2**62", "2**63", "2**63 + 1", "2**64 - 1", "2**64 - 2**21 + 1"])
+def test_sizes_that_cannot_be(family: str, size: str) -> None:
+    call = ALLOCATORS[family].format(out="byref(out)")
+    with Box([GIB]) as box:
+        result, held = run(box, f"{SETUP}\n    size = {size}\n    print({call}, before[0] - info()[0])")
+        assert int(result) in CODES - {0}
+        assert held == "0"
+        assert peak(box) == CONTEXT_BYTES
+
+
+@pytest.mark.parametrize("family", ALLOCATORS)
+def test_no_place_for_the_result(family: str) -> None:
+    """NULL where a pointer must be, with a size that would fit."""
+    call = ALLOCATORS[family].format(out="None")
+    with Box([GIB]) as box:
+        result, held = run(box, f"{SETUP}\n    size = 4096\n    print({call}, before[0] - info()[0])")
+        assert int(result) in CODES - {0}
+        assert held == "0"
+
+
+def test_null_everywhere_else() -> None:
+    program = """
+        start()
+        value = c_size_t()
+        print(cuda.cuMemGetInfo_v2(None, byref(value)), cuda.cuMemGetInfo_v2(byref(value), None),
+              cuda.cuMemGetInfo_v2(None, None), cuda.cuDeviceTotalMem_v2(None, 0),
+              cuda.cuDevicePrimaryCtxRetain(None, 0), cuda.cuCtxCreate_v2(None, 0, 0),
+              cuda.cuMemPoolCreate(None, None), cuda.cuModuleLoadData(None, None),
+              cuda.cuArrayCreate_v2(None, None), cuda.cuMemCreate(None, c_size_t(4096), None, c_uint64(0)),
+              cuda.cuGetProcAddress(None, None, 0, c_uint64(0)))
+    """
+    with Box([GIB]) as box:
+        codes = run(box, program)
+        assert len(codes) == 11 and all(int(code) in CODES for code in codes)
+
+
+def test_free_of_what_is_not_there() -> None:
+    program = """
+        start()
+        kept, before = [], info()
+        ok(alloc(64 * MIB, kept)), ok(alloc(100, kept))
+        full = info()
+        print(*[cuda.cuMemFree_v2(c_uint64(wrong)) for wrong in (1, 2**63, 2**64 - 1, kept[0].value + 4096)])
+        print(cuda.cuMemFreeAsync(c_uint64(12345), None), cuda.cuMemRelease(c_uint64(77)),
+              cuda.cuMemUnmap(c_uint64(1 << 30), c_size_t(2 * MIB)))
+        assert info() == full
+        for address in kept:
+            ok(cuda.cuMemFree_v2(address))
+        print(*[cuda.cuMemFree_v2(address) for address in kept])
+        assert info() == before, (info(), before)
+    """
+    with Box([GIB]) as box:
+        codes = [int(word) for word in run(box, program)]
+        assert codes[:4] == [1] * 4 and codes[7:] == [1] * 2
+        assert all(code in CODES - {0} for code in codes)
+
+
+def test_limit_below_one_context() -> None:
+    program = """
+        context = c_void_p()
+        ok(cuda.cuInit(0))
+        total = c_size_t()
+        print(cuda.cuDevicePrimaryCtxRetain(byref(context), 0), cuda.cuCtxCreate_v2(byref(context), 0, 0), alloc(1))
+        ok(cuda.cuDeviceTotalMem_v2(byref(total), 0))
+        print(total.value)
+    """
+    with Box([CONTEXT_BYTES - MIB]) as box:
+        assert run(box, program) == ["2", "2", "201", str(CONTEXT_BYTES - MIB)]
+        # nothing was ever taken: the device does not even know a group
+        with pytest.raises(ValueError, match="max"):
+            peak(box)
+
+
+NVML = """
+nvml = ctypes.CDLL("libnvidia-ml.so.1")
+ok(nvml.nvmlInit_v2())
+handle = c_void_p()
+ok(nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(handle)))
+def nvml_info():
+    memory = (c_uint64 * 3)()
+    ok(nvml.nvmlDeviceGetMemoryInfo(handle, memory))
+    return tuple(memory)
+"""
+
+
+@pytest.mark.parametrize("limit", [GIB, 16 * GIB, None, 300 * MIB + 1])
+def test_all_views_agree(limit: int | None) -> None:
+    """Driver API, NVML v1, and what can really be taken, at every step."""
+    program = """
+        start()
+        kept, limit = [], int(sys.argv[1])
+        def agree():
+            free, total = info()
+            total_mem = c_size_t()
+            ok(cuda.cuDeviceTotalMem_v2(byref(total_mem), 0))
+            assert total == total_mem.value == limit, (total, total_mem.value, limit)
+            assert nvml_info() == (total, free, total - free), (nvml_info(), free, total)
+            return free
+        last = agree()
+        for size in (1, 1, 100, 3 * MIB, 64 * MIB, 1 << 29, 1 << 34):
+            fits = alloc(size, kept) == SUCCESS
+            free = agree()
+            assert free < last if fits and size > 100 else free <= last
+            last = free
+        fill()
+        assert agree() < 2 * MIB
+        print(len(kept))
+    """
+    with Box([limit]) as box:
+        (kept,) = run(box, program, str(limit or 16 * GIB), helpers=NVML)
+        assert int(kept) > 0 or limit == 300 * MIB + 1
+        assert peak(box) <= (limit or 16 * GIB)

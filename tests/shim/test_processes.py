@@ -1,0 +1,166 @@
+"""Forks, closed descriptors, and deaths at any instant: the limit holds, and nothing that a dead process held is lost."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import textwrap
+
+import pytest
+
+from tests.shim.box import CONTEXT_BYTES, GIB, Box
+from tests.shim.inside import MIB, PRELUDE, peak, run
+
+
+def test_a_forked_child_has_no_share() -> None:
+    """As with the driver itself; and its end takes nothing from its parent."""
+    program = """
+        start()
+        kept = []
+        ok(alloc(100 * MIB, kept))
+        before = info()
+        child = os.fork()
+        if child == 0:
+            size = c_size_t()
+            codes = {alloc(4096), alloc_async(4096), cuda.cuMemFree_v2(kept[0]), cuda.cuInit(0),
+                     cuda.cuMemGetInfo_v2(byref(size), byref(size))}
+            os._exit(0 if codes == {NOT_INITIALIZED} else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert info() == before
+        taken = fill()
+        ok(cuda.cuMemFree_v2(kept[0]))
+        print(taken, fill())
+    """
+    with Box([GIB]) as box:
+        room = (GIB - CONTEXT_BYTES) // (2 * MIB) * 2 * MIB
+        assert run(box, program) == [str(room - 100 * MIB), str(100 * MIB)]
+        assert peak(box) <= GIB
+
+
+@pytest.mark.parametrize("environment", ["dict(os.environ)", "{}"])
+def test_a_child_that_executes_shares_the_limit(environment: str) -> None:
+    program = f"""
+        if len(sys.argv) > 1:
+            start()
+            print(fill())
+            sys.exit()
+        start()
+        first = fill()
+        ok(alloc(1)) if alloc(1) == SUCCESS else None
+        code = open("/proc/self/cmdline").read().split(chr(0))[2]
+        child = subprocess.run([sys.executable, "-c", code, "again"], env={environment}, capture_output=True, text=True)
+        print(first, child.returncode, child.stderr.strip().split()[-1])
+    """
+    with Box([GIB]) as box:
+        done = box.run(["python3", "-c", PRELUDE + textwrap.dedent(program)])
+        first, code, refusal = done.stdout.split()
+        assert int(first) > 600 * MIB
+        assert (code, refusal) == ("1", "2")  # not even a context: the parent holds it all
+        assert peak(box) <= GIB
+
+
+def test_after_closing_every_descriptor() -> None:
+    """The driver loses its devices; the share is not lost, and the others' limit stays what it is."""
+    program = """
+        start()
+        ok(alloc(500 * MIB))
+        os.closerange(3, 1 << 20)
+        result = alloc(900 * MIB)
+        assert result != SUCCESS, result
+        child = subprocess.run([sys.executable, "-c", sys.argv[1]], capture_output=True, text=True)
+        print(result, child.stdout.strip(), child.stderr.strip())
+    """
+    other = PRELUDE + "start(); print(fill())"
+    with Box([GIB]) as box:
+        done = box.run(["python3", "-c", PRELUDE + textwrap.dedent(program), other])
+        assert done.returncode == 0, done.stderr
+        assert peak(box) <= GIB
+
+
+def test_descriptors_closed_before_the_first_call() -> None:
+    with Box([GIB]) as box:
+        (taken,) = run(box, "os.closerange(3, 1 << 20)\n        start()\n        print(fill())".replace("        ", ""))
+        assert GIB - CONTEXT_BYTES - int(taken) < 2 * MIB
+        assert peak(box) <= GIB
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_any_instant_of_starting(seed: int) -> None:
+    """Kills that fall into loading, cuInit, claiming a slot, making a context: every slot is free again at once."""
+    chance = random.Random(seed)
+    program = textwrap.dedent("""
+        for line in sys.stdin:
+            child = os.fork()
+            if child == 0:
+                start()
+                alloc(64 * MIB)
+                time.sleep(60)
+            time.sleep(float(line))
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        start()
+        limit_left = info()[1] - info()[0]
+        print(limit_left, fill())
+    """)
+    delays = "".join(f"{chance.random() ** 2 * 0.01:.6f}\n" for _ in range(120))
+    with Box([GIB]) as box:
+        done = subprocess.run(
+            box.command(["python3", "-c", PRELUDE + program]), input=delays, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        used, taken = map(int, done.stdout.split())
+        assert used == CONTEXT_BYTES
+        assert GIB - CONTEXT_BYTES - taken < 2 * MIB
+
+
+def test_a_thousand_and_more_processes_at_once() -> None:
+    """More than there are slots: the next one is refused, and says so only when it is asked to."""
+    from gpushare.region import MAX_SLOTS
+
+    program = f"""
+        import resource
+        read, write = os.pipe()
+        told, tell = os.pipe()
+        children = []
+        for _ in range({MAX_SLOTS}):
+            child = os.fork()
+            if child == 0:
+                os.write(tell, bytes([cuda.cuInit(0) & 255]))
+                os.close(write)
+                os.read(read, 1)
+                os._exit(0)
+            children.append(child)
+        codes = b""
+        while len(codes) < len(children):
+            codes += os.read(told, 4096)
+        last = os.fork()
+        if last == 0:
+            os._exit(0 if cuda.cuInit(0) == 800 else 1)
+        refused = os.waitpid(last, 0)[1]
+        os.close(write)
+        for child in children:
+            os.waitpid(child, 0)
+        print(set(codes), refused, cuda.cuInit(0))
+    """
+    with Box([GIB]) as box:
+        assert run(box, program) == ["{0}", "0", "0"]
+
+
+def test_signals_and_umask_are_the_programs_own() -> None:
+    """No handler is set, no mask changes, no descriptor stays open, nothing is printed."""
+    program = """
+        import signal
+        def state():
+            with open("/proc/self/status") as lines:
+                fields = dict(line.split(":", 1) for line in lines)
+            caught = int(fields.pop("SigCgt"), 16) & ~(3 << 31)  # 32 and 33 are the C library's own, for threads
+            return caught, [fields[name] for name in ("SigBlk", "SigIgn", "SigPnd", "Umask")]
+        def opened():
+            links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+            return {os.readlink(link) for link in links if os.path.lexists(link)}
+        before, files = state(), opened()
+        ok(cuda.cuInit(0))
+        print(before == state(), all(path.startswith("/dev/nvidia") for path in opened() - files))
+    """
+    with Box([GIB]) as box:
+        assert run(box, program) == ["True", "True"]
