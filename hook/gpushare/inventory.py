@@ -59,7 +59,9 @@ def driver_version(root: str) -> str:
         if word[0].isdigit() and "." in word and word.replace(".", "").isdigit():
             return word
     proc = os.path.join(root, _PROC)
-    raise DeviceError(f"no NVIDIA driver is loaded (no version in {proc})", "load it, or set driver.root")
+    raise DeviceError(
+        f"no NVIDIA driver is loaded (no version in {proc})", "load it, or set driver.root in the configuration file"
+    )
 
 
 def bus_ids(root: str) -> tuple[str, ...]:

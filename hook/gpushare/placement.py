@@ -15,9 +15,7 @@ from . import names
 from .dialects import find_device
 from .errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
 from .model import Amount, Config, Device, Lease, Node, Policy, Request, Share
-from .quantity import amount, bytes_of, human
-
-_HELD_HINT = "stop one of them, or ask for less"
+from .quantity import amount, bytes_of, human, shown
 
 
 class Ledger(NamedTuple):
@@ -63,8 +61,24 @@ def _held_by(device: Device, ledger: Ledger) -> str:
     held = ledger.holders.get(device.uuid, ())
     if not held:
         return ""
-    shown = [f"{name} ({'all' if size is None else human(size)})" for name, size in held[:4]]
-    return ", held by " + ", ".join(shown) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
+    first = [f"{name} ({'all' if size is None else human(size)})" for name, size in held[:4]]
+    return ", held by " + ", ".join(first) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
+
+
+def _whom(device: Device, ledger: Ledger) -> str:
+    """Whom to stop, for a hint."""
+    return "it" if len(ledger.holders.get(device.uuid, ())) == 1 else "one of them"
+
+
+def _devices(count: int) -> str:
+    return f"{count} device" if count == 1 else f"{count} devices"
+
+
+def _said(request: Request, variable: str, otherwise: str) -> str:
+    """`NAME="VALUE"` as the container says it, be it a variable or an annotation; `otherwise` when it does not."""
+    suffix = names.ANNOTATIONS[variable]
+    found = next((pair for pair in request.sources if pair[0] == variable or pair[0].endswith(suffix)), None)
+    return f"{found[0]}={shown(found[1])}" if found else otherwise
 
 
 def _denied_by_policy(device: Device, policy: Policy) -> bool:
@@ -115,13 +129,13 @@ def _memory_of(wanted: Wanted, device: Device, ledger: Ledger, config: Config) -
                 f"set {names.ENV_MEMORY}, or stop them",
             )
         return None
-    return _limited_bytes(wanted.memory, device, used, held, config)
+    return _limited_bytes(wanted.memory, device, ledger, config)
 
 
-def _limited_bytes(memory: Amount, device: Device, used: int, held: str, config: Config) -> int:
+def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Config) -> int:
     """`memory` of the device if it is free. A device of unknown size serves one share: alone it cannot be
     oversold, and the driver itself says when it is full."""
-    total = capacity_bytes(device, config.memory_overcommit)
+    total, used = capacity_bytes(device, config.memory_overcommit), ledger.used.get(device.uuid, 0)
     if total == 0 and (memory.percent is not None or used):
         raise DeviceError(
             f"{memory.text} of device {device.index}: its memory size is not known",
@@ -130,13 +144,15 @@ def _limited_bytes(memory: Amount, device: Device, used: int, held: str, config:
     size = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
     if size == 0:
         raise RequestError(
-            f"{memory.text} of device {device.index} is less than one block of {human(device.granularity_bytes)}"
+            f"{memory.text} of device {device.index} is less than one block of {human(device.granularity_bytes)}",
+            "ask for more",
         )
     if total and used + size > total:
         asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
+        free = f"{human(max(0, total - used))} free of {human(total)}"
         raise CapacityError(
-            f"device {device.index}: {asked} asked, {human(max(0, total - used))} free of {human(total)}{held}",
-            _HELD_HINT if used else "ask for less",
+            f"device {device.index}: {asked} asked, {free}{_held_by(device, ledger)}",
+            f"stop {_whom(device, ledger)}, or ask for less" if used else "ask for less",
         )
     return size
 
@@ -147,16 +163,18 @@ def _wanted(request: Request, slots: int) -> tuple[Wanted, ...]:
     for name, by_slot in ((names.ENV_MEMORY, memory), (names.ENV_COMPUTE, compute)):
         if not by_slot or None in by_slot:
             continue
+        said = _said(request, name, name)
         beyond = [slot for slot in by_slot if slot is not None and slot >= slots]
         missing = [slot for slot in range(slots) if slot not in by_slot]
         if beyond:
             raise RequestError(
-                f"{name} has an amount for slot {beyond[0]}, and this container gets {slots} device(s)",
-                f"leave it out, or set {names.ENV_DEVICES} (any:{max(beyond) + 1} for {max(beyond) + 1} devices)",
+                f"{said}: an amount for slot {beyond[0]}, but this container gets {_devices(slots)}, counted from 0",
+                f"leave it out, or set {names.ENV_DEVICES}=any:{max(beyond) + 1} to get {max(beyond) + 1}",
             )
         if missing:
             raise RequestError(
-                f"{name} has no amount for slot {missing[0]}", "give every slot one, or one amount for all"
+                f"{said}: no amount for slot {missing[0]}, and this container gets {_devices(slots)}",
+                "give every slot an amount, or one amount for all",
             )
     return tuple(
         Wanted(memory.get(slot, memory.get(None)), compute.get(slot, compute.get(None))) for slot in range(slots)
@@ -220,17 +238,19 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
         soft = request.compute_mode == "soft"
         shares.append(Share(len(shares), device, size, asked.compute, soft, request.priority, request.oversubscribe))
     if len(shares) < slots:
-        raise _too_few(slots, len(devices), refusals)
+        raise _too_few(request, slots, len(devices), refusals)
     return tuple(shares)
 
 
-def _too_few(slots: int, devices: int, refusals: list[GpushareError]) -> GpushareError:
+def _too_few(request: Request, slots: int, devices: int, refusals: list[GpushareError]) -> GpushareError:
     """Why `any` found too few. The only reason is told as it is, several are put into one line."""
     if devices < slots:
-        return CapacityError(f"any:{slots} asked, this container may use {devices} device(s)", "ask for fewer")
+        asked = _said(request, names.ENV_DEVICES, f"any:{slots}")
+        return CapacityError(f"{asked}: this container may use {_devices(devices)}", "ask for fewer")
     if len({error.message for error in refusals}) == 1:
         return refusals[0]
     kind = CapacityError if any(isinstance(error, CapacityError) for error in refusals) else type(refusals[0])
-    shown = " | ".join(error.message for error in refusals[:4])
+    reasons = " | ".join(error.message for error in refusals[:4])
     more = f" | and {len(refusals) - 4} more" if len(refusals) > 4 else ""
-    return kind(f"no device fits: {shown}{more}", refusals[0].hint)
+    hint = refusals[0].hint.replace("stop it,", "stop one of them,")  # of several devices' holders
+    return kind(f"no device fits: {reasons}{more}", hint)

@@ -61,6 +61,23 @@ def test_refusal_has_the_numbers_and_the_holders() -> None:
     )
 
 
+def test_a_single_holder_is_it() -> None:
+    with pytest.raises(CapacityError) as caught:
+        grant(
+            "GPUSHARE_MEMORY=8Gi", host=node(devices=1), held=ledger(lease(share(0, 0, 12 * GI), container_id="train"))
+        )
+    assert str(caught.value) == (
+        "device 0: 8Gi asked, 4 GiB free of 16 GiB, held by train (12 GiB); stop it, or ask for less"
+    )
+
+
+def test_an_annotation_is_quoted_as_it_was_written() -> None:
+    with pytest.raises(RequestError, match='^gpushare.io/memory="1=1Gi": an amount for slot 1'):
+        asked = request.resolve(bundle(annotations={"gpushare.io/memory": "1=1Gi"}), node())
+        assert asked is not None
+        placement.grant(asked, node(), Ledger({}))
+
+
 def test_no_device_fits_says_why_for_each() -> None:
     held = ledger(lease(share(0, 0, 15 * GI)), lease(share(0, 1, None), container_id="b"))
     with pytest.raises(
@@ -119,16 +136,17 @@ def test_slots_follow_pci_order_whatever_the_list_says() -> None:
 
 def test_any_two_are_two() -> None:
     assert got(grant("GPUSHARE_DEVICES=any:2", "GPUSHARE_MEMORY=1Gi")) == [(0, 0, GI), (1, 1, GI)]
-    with pytest.raises(CapacityError, match=r"any:3 asked, this container may use 2 device\(s\)"):
+    with pytest.raises(CapacityError, match=r'GPUSHARE_DEVICES="any:3": this container may use 2 devices; ask'):
         grant("GPUSHARE_DEVICES=any:3", "GPUSHARE_MEMORY=1Gi")
 
 
 @pytest.mark.parametrize(
     ("env", "what"),
     [
-        (("GPUSHARE_MEMORY=0=1Gi,1=1Gi",), r"slot 1, and this container gets 1 device.*any:2"),
-        (("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=0=1Gi"), "GPUSHARE_MEMORY has no amount for slot 1"),
-        (("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=1=1Gi"), "GPUSHARE_MEMORY has no amount for slot 0"),
+        (("GPUSHARE_MEMORY=0=1Gi,1=1Gi",), '^GPUSHARE_MEMORY="0=1Gi,1=1Gi": .*slot 1, but .* 1 device, .*any:2 '),
+        (("GPUSHARE_MEMORY=3=1Gi",), '^GPUSHARE_MEMORY="3=1Gi": an amount for slot 3, but .*any:4 '),
+        (("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=0=1Gi"), '^GPUSHARE_MEMORY="0=1Gi": no amount for slot 1'),
+        (("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=1=1Gi"), '^GPUSHARE_MEMORY="1=1Gi": no amount for slot 0'),
     ],
 )
 def test_every_slot_needs_its_amount(env: tuple[str, ...], what: str) -> None:
@@ -138,7 +156,7 @@ def test_every_slot_needs_its_amount(env: tuple[str, ...], what: str) -> None:
 
 def test_devices_of_unknown_size() -> None:
     unknown = node(memory_bytes=0)
-    with pytest.raises(DeviceError, match="25% of device 0: its memory size is not known"):
+    with pytest.raises(DeviceError, match="25% of device 0: its memory size is not known; .*gpushare refresh"):
         grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=25%", host=unknown)
     assert got(grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=4Gi", host=unknown)) == [(0, 0, 4 * GI)]
     with pytest.raises(DeviceError, match="not known"):  # a second share could oversell it
