@@ -37,7 +37,7 @@ def test_list_follows_a_container_from_its_first_byte_to_its_end(tenant: Callabl
     one.go()
     got = one.expect("full")["got_bytes"]
     (full,) = json.loads(node.cli("list", "--format", "json").stdout)
-    assert full["processes"] == 1
+    assert full["process_count"] == 1
     used_before, used_full = (value["shares"][0]["memory_used_bytes"] for value in (before, full))
     assert got <= used_full <= 4 * GIB and used_full - used_before >= got
     assert full["shares"][0]["refused"] >= 1

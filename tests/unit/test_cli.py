@@ -110,7 +110,7 @@ def test_list_in_a_pipe_is_plain_and_aligned(cli: Callable[..., Any], start: Cal
 def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     charge(start("c1", pure.share(0, 1, 4 * GIB)), 0, 1, 1 * GIB, refused=7)
     (one,) = json.loads(cli("list", "--format", "json")[1])
-    assert (one["id"], one["state"], one["processes"], one["note"]) == ("c1", "running", 1, "")
+    assert (one["id"], one["state"], one["process_count"], one["note"]) == ("c1", "running", 1, "")
     assert one["shares"] == [
         {
             "slot": 0,
@@ -134,19 +134,24 @@ def test_terminal_gets_a_bar_and_a_pipe_does_not(
 ) -> None:
     """The same command on a pseudo terminal."""
     charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, 1, 3 * GIB)
-    assert "█" not in cli("list")[1]
+    piped = cli("list")[1]
+    assert "█" not in piped
     source = str(Path(leases.__file__).resolve().parents[1])
     program = f"import sys; sys.path.insert(0, {source!r}); from gpushare.cli import main; sys.exit(main())"
-    reader, terminal = pty.openpty()
-    environment = {"TERM": "xterm", "COLUMNS": "160", "LC_ALL": "C.UTF-8", "PATH": os.environ["PATH"]}
-    done = subprocess.run(
-        [sys.executable, "-c", program, "--state", str(state), "list"], stdout=terminal, env=environment, check=True
-    )
-    os.close(terminal)
-    text = os.read(reader, 65536).decode()
-    os.close(reader)
-    assert done.returncode == 0
-    assert "███████░░░  75%" in text and "c1" in text
+
+    def drawn(columns: int) -> str:
+        reader, terminal = pty.openpty()
+        environment = {"TERM": "xterm", "COLUMNS": str(columns), "LC_ALL": "C.UTF-8", "PATH": os.environ["PATH"]}
+        command = [sys.executable, "-c", program, "--state", str(state), "list"]
+        subprocess.run(command, stdout=terminal, env=environment, check=True)
+        os.close(terminal)
+        text = os.read(reader, 65536).decode()
+        os.close(reader)
+        return text
+
+    wide, narrow = drawn(120), drawn(60)
+    assert "███████░░░  75%" in wide and "c1" in wide and "\x1b" not in wide
+    assert narrow.replace("\r", "") == piped  # no room for the bar: nothing is folded or cut
 
 
 def test_lying_page_is_not_believed(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
@@ -170,7 +175,7 @@ def test_inspect_shows_processes_refusals_and_the_last_refusal(
         r"bundle +/bundle",
         rf"init pid +{init.pid}",
         r"last refusal +no room; wait",
-        rf" +0 +0  {pure.UUIDS[0]} +3 GiB +4 GiB +2",
+        rf" +0 +0 +3 GiB +4 GiB +2  {pure.UUIDS[0]}",
         rf" *{init.pid} +{init.pid} +3 GiB",
     ):
         assert re.search(f"^{line}$", text, re.MULTILINE), f"{line}\n{text}"
@@ -235,7 +240,7 @@ def test_dead_and_damaged_leases_are_shown_and_pruned(
         assert {(item["kind"], item["id"]) for item in items} == wanted
     code, text, error = cli("prune")
     assert code == 0 and "--assume-free" in error
-    assert sorted(line.split()[1] for line in text.splitlines()[1:]) == ["damaged", "dead", "gone", "half"]
+    assert sorted(line.split()[2] for line in text.splitlines()[1:]) == ["damaged", "dead", "gone", "half"]
     assert sorted(os.listdir(state / "containers")) == ["damaged", "live"]
     assert log.known(str(state)) == ["live"]
     assert cli("prune", "--assume-free")[0] == 0

@@ -72,7 +72,7 @@ def _plain(one: facts.Container) -> dict[str, Any]:
         "note": one.note,
         "created": one.lease.created if one.lease else None,
         "init_pid": one.lease.init_pid if one.lease else None,
-        "processes": len(one.slots),
+        "process_count": len(one.slots),
         "shares": [
             {
                 "slot": use.share.slot,
@@ -125,7 +125,7 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
             ("bundle", lease.bundle),
             ("cgroup", lease.cgroup or "-"),
             ("init pid", str(lease.init_pid or "-")),
-            ("asked by", lease.dialect),
+            ("dialect", lease.dialect),
             ("driver", lease.driver_version),
         ]
     pairs += [("note", one.note)] if one and one.note else []
@@ -139,18 +139,18 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
 def _print_uses(one: facts.Container) -> None:
     write_line()
     columns = (
-        *(Column("slot", True), Column("device", True), Column("uuid"), Column("memory used", True)),
-        *(Column("limit", True), Column("", only_tty=True), Column("refused", True)),
+        *(Column("slot", True), Column("device", True), Column("memory used", True), Column("limit", True)),
+        *(Column("", only_tty=True), Column("refused", True), Column("uuid")),
     )
     rows = [
         (
             str(use.share.slot),
             str(use.share.device.index),
-            use.share.device.uuid,
             human(use.used_bytes),
             _limit(use),
             bar(use.used_bytes, use.limit_bytes),
             str(use.refused),
+            use.share.device.uuid,
         )
         for use in one.uses
     ]

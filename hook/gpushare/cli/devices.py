@@ -15,7 +15,6 @@ from .output import Column, bar, write_json, write_table
 
 _COLUMNS = (
     Column("device", right=True),
-    Column("uuid"),
     Column("model"),
     Column("memory", right=True),
     Column("granted", right=True),
@@ -23,6 +22,7 @@ _COLUMNS = (
     Column("free", right=True),
     Column("containers", right=True),
     Column("state"),
+    Column("uuid"),
 )
 
 
@@ -43,7 +43,6 @@ def devices(paths: Paths, output: str) -> None:
         [
             (
                 str(one["index"]),
-                one["uuid"],
                 one["model"],
                 human(one["memory_bytes"]) if one["memory_bytes"] else "unknown",
                 human(one["granted_bytes"]),
@@ -51,6 +50,7 @@ def devices(paths: Paths, output: str) -> None:
                 human(one["free_bytes"]),
                 str(one["containers"]),
                 one["state"],
+                one["uuid"],
             )
             for one in found
         ],

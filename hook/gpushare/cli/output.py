@@ -1,8 +1,9 @@
-"""Tables and values on standard output: drawn on a terminal, plain aligned text in a pipe, JSON for programs."""
+"""Tables and values on standard output: plain aligned text, with bars on a terminal, and JSON for programs."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ _BAR_CELLS = 10
 
 
 class Column(NamedTuple):
-    """`only_tty`: drawn on a terminal only (a bar means nothing to awk)."""
+    """`only_tty`: on a terminal only, if it is wide enough (a bar means nothing to awk)."""
 
     title: str
     right: bool = False
@@ -37,35 +38,23 @@ def write_line(text: str = "") -> None:
 
 
 def write_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """`rows` hold a text for each column, also for those that only a terminal shows."""
-    texts = [[printable(cell) for cell in row] for row in rows]
-    (_draw if is_tty() else _align)(columns, texts)
-
-
-def _align(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Two spaces between columns, nothing at the end of a line."""
-    shown = [number for number, column in enumerate(columns) if not column.only_tty]
-    lines = [[columns[n].title.upper() for n in shown], *([row[n] for n in shown] for row in rows)]
-    widths = [max(len(line[n]) for line in lines) for n in range(len(shown))]
+    """`rows` hold a text for each column, also for those that are not shown. Two spaces between columns and nothing at
+    the end of a line; no cell is ever folded or cut, so that what is shown can be copied and searched for."""
+    lines = [[column.title.upper() for column in columns], *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[n]) for line in lines) for n in range(len(columns))]
+    shown = _shown(columns, widths)
     for line in lines:
-        cells = (
-            cell.rjust(width) if columns[n].right else cell.ljust(width) for n, cell, width in zip(shown, line, widths)
-        )
+        cells = (line[n].rjust(widths[n]) if columns[n].right else line[n].ljust(widths[n]) for n in shown)
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
-def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+def _shown(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
+    """All on a terminal that has room for them; the last column may run over its edge."""
+    everything = list(range(len(columns)))
+    wide = sum(widths[:-1]) + 2 * len(columns) - 2 + len(columns[-1].title)
+    if is_tty() and wide <= shutil.get_terminal_size().columns:
+        return everything
+    return [n for n in everything if not columns[n].only_tty]
 
 
 def bar(used: int, limit: int) -> str:

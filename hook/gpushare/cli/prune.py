@@ -67,12 +67,12 @@ def remove(state_dir: str, found: list[Item], assume_free: bool) -> list[str]:
 
 
 def _print(found: list[Item], dry_run: bool, problems: list[str]) -> None:
-    verb = "would go" if dry_run else "removed"
+    verb = "would be removed" if dry_run else "removed"
     if not found:
         write_line("nothing to remove")
     else:
-        columns = (Column("what"), Column("container"), Column("why"), Column("result"))
-        write_table(columns, [(item.kind, item.id, item.why, verb if item.removed else "kept") for item in found])
+        columns = (Column("result"), Column("what"), Column("container"), Column("why"))
+        write_table(columns, [(verb if item.removed else "kept", item.kind, item.id, item.why) for item in found])
     if any(not item.removed for item in found):
         log.to_stderr(
             "gpushare: a lease cannot be read, so its devices get no new ones; if its container is gone: "
