@@ -4,6 +4,7 @@
     parse_config(text, path) -> Config  the same from text
     SCHEMA, schema()      -> dict       JSON Schema (config/config.schema.json is this, written out)
     sample()              -> str        config/config.yaml, commented
+    effective(config)     -> dict       dotted key -> value, as the file would say it
 
 Not on the start path: yaml and jsonschema are imported when a file is read, that is when node.json is compiled.
 """
@@ -123,6 +124,28 @@ def sample() -> str:
         lines += _wrapped(key.description, indent)
         lines.append(f"{indent}{leaf}: {_yaml_value(key.default)}")
     return "\n".join(lines) + "\n"
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """Every key with its value, in the file's own words."""
+    policy = config.policy
+    return {
+        "version": VERSION,
+        "driver.root": config.driver_root,
+        "shim_dir": config.shim_dir,
+        "placement": config.placement,
+        "memory_overcommit": config.memory_overcommit,
+        "policy.accept.env": policy.accept_env,
+        "policy.accept.annotations": policy.accept_annotations,
+        "policy.accept.volume_mounts": policy.accept_volume_mounts,
+        "policy.require_limits": policy.require_limits,
+        "policy.max_memory": policy.max_memory,
+        "policy.max_compute": f"{policy.max_compute_percent}%",
+        "policy.allowed_devices": list(policy.allowed_devices),
+        "policy.allowed_backends": list(policy.allowed_backends),
+        "policy.unlimited": policy.unlimited,
+        "hook.log": config.log,
+    }
 
 
 def load_config(path: str) -> Config:

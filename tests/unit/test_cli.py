@@ -267,6 +267,8 @@ def test_config_check(tmp_path: Path, cli: Callable[..., Any]) -> None:
     code, text, _ = cli("config", "check", str(good))
     assert code == 0 and text.startswith(f"{good}: valid\n") and re.search(r"memory_overcommit +1\.5\n", text)
     assert json.loads(cli("config", "check", str(good), "--format", "json")[1])["config"]["memory_overcommit"] == 1.5
+    policy = json.loads(cli("config", "check", str(good), "--format", "json")[1])["config"]["policy"]
+    assert policy["accept"]["env"] == "always" and "  policy.accept.env " in text  # the names that the file has
     code, text, error = cli("config", "check", str(bad))
     assert (code, text) == (78, "") and f"{bad}:2: memory_overcomit" in error
     assert cli("config", "check", "/none.yaml")[0] == 78

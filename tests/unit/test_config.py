@@ -81,6 +81,15 @@ def test_every_key_arrives() -> None:
     assert untouched == ["state_dir", "placement"]
 
 
+@pytest.mark.parametrize("text", ["version: 1", EVERYTHING])
+def test_effective_says_what_the_file_would(text: str) -> None:
+    loaded = config.parse_config(text, "f")
+    values = config.effective(loaded)
+    assert list(values) == [key.path for key in config.KEYS]
+    again = "\n".join(f"{json.dumps(path)}: {json.dumps(value)}" for path, value in values.items())
+    assert config._config(yaml.safe_load(again), {}, "f") == loaded
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any, Optional
 
 import click
 
-from ..config import load_config
+from ..config import effective, load_config
 from ..errors import ConfigError
 from .options import Paths, with_format
 from .output import write_json, write_line
@@ -28,14 +29,25 @@ def check(paths: Paths, file: Optional[str], output: str) -> None:
     exists = os.path.exists(path)
     if file and not exists:
         raise ConfigError(f"{path}: no such file")
-    loaded = load_config(path)._replace(state_dir=paths.state_dir)
-    values: dict[str, Any] = {**loaded._asdict(), "policy": loaded.policy._asdict()}
+    values = effective(load_config(path))
     if output == "json":
-        write_json({"file": path if exists else None, "valid": True, "config": values})
+        write_json(
+            {"file": path if exists else None, "valid": True, "config": _nested(values), "state": paths.state_dir}
+        )
         return
     write_line(f"{path}: {'valid' if exists else 'no such file, so these defaults hold'}")
-    policy = values.pop("policy")
-    flat = {**values, **{f"policy.{name}": value for name, value in policy.items()}}
-    for name, value in flat.items():
-        text = ", ".join(value) if isinstance(value, tuple) else str(value)
-        write_line(f"  {name:<28} {text or '-'}")
+    for name, value in values.items():
+        write_line(f"  {name:<28} {json.dumps(value)}")
+    write_line(f"state directory: {paths.state_dir}")
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as the file nests them."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, leaf = name.split(".")
+        here = tree
+        for parent in parents:
+            here = here.setdefault(parent, {})
+        here[leaf] = value
+    return tree
