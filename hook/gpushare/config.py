@@ -1,6 +1,6 @@
 """The configuration file: one table of keys, from which schema, sample and checks follow.
 
-    load_config(path)     -> Config     raises ConfigError naming file, line, key and value; no file = defaults
+    load_config(path)     -> Config     raises ConfigError naming file, line, key and value; no usual file = defaults
     parse_config(text, path) -> Config  the same from text
     SCHEMA, schema()      -> dict       JSON Schema (config/config.schema.json is this, written out)
     sample()              -> str        config/config.yaml, commented
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple, Optional
 
+from . import names
 from .errors import ConfigError, RequestError
 from .model import Config, Policy
 from .quantity import amount, shown, whole_percent
@@ -149,12 +150,15 @@ def effective(config: Config) -> dict[str, Any]:
 
 
 def load_config(path: str) -> Config:
-    """The configuration; the defaults when there is no such file."""
+    """The configuration; the defaults when the usual file is not there. One that somebody named must be: a misspelt
+    path would silently lift every policy."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
     except FileNotFoundError:
-        return Config()
+        if path == names.CONFIG_PATH:
+            return Config()
+        raise ConfigError(f"{path}: no such file", "write it, or leave --config out") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if len(data) > MAX_CONFIG_BYTES:

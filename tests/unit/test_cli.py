@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leasefile, leases, log, node, procs, region, storage
+from gpushare import leasefile, leases, log, names, node, procs, region, storage
 from gpushare.cli import facts, main, output
 from gpushare.errors import CapacityError
 from gpushare.model import Share
@@ -260,7 +260,7 @@ def test_wrong_usage_exits_with_two(cli: Callable[..., Any], args: list[str]) ->
     assert (code, text) == (2, "") and error.startswith("Usage: gpushare")
 
 
-def test_config_check(tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_config_check(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text("version: 1\nmemory_overcommit: 1.5\n")
     bad.write_text("version: 1\nmemory_overcomit: 1.5\n")
@@ -272,6 +272,8 @@ def test_config_check(tmp_path: Path, cli: Callable[..., Any]) -> None:
     code, text, error = cli("config", "check", str(bad))
     assert (code, text) == (78, "") and f"{bad}:2: memory_overcomit" in error
     assert cli("config", "check", "/none.yaml")[0] == 78
+    assert cli("config", "check")[0] == 78  # nor is the one of --config
+    monkeypatch.setattr(names, "CONFIG_PATH", "/none.yaml")
     assert "defaults hold" in cli("config", "check")[1]
 
 

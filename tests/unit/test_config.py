@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from gpushare import config
+from gpushare import config, names
 from gpushare.errors import ConfigError
 from gpushare.model import Config, Policy
 
@@ -27,8 +27,14 @@ def test_the_sample_is_the_defaults() -> None:
     assert config.parse_config("version: 1", "minimal") == Config()
 
 
-def test_no_file_is_the_defaults(tmp_path: Path) -> None:
-    assert config.load_config(str(tmp_path / "none.yaml")) == Config()
+def test_no_usual_file_is_the_defaults_and_a_named_one_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="none.yaml: no such file; "):
+        config.load_config(path)
+    monkeypatch.setattr(names, "CONFIG_PATH", path)
+    assert config.load_config(path) == Config()
 
 
 def objects(schema: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import node
+from gpushare import names, node
 from gpushare.errors import ConfigError, DeviceError
 from gpushare.model import Node
 
@@ -123,7 +123,8 @@ def test_a_changed_configuration_takes_effect(host: Host) -> None:
     assert host.fresh().config.memory_overcommit == 3.0
 
 
-def test_a_configuration_that_appears_takes_effect(host: Host) -> None:
+def test_a_configuration_that_appears_takes_effect(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "CONFIG_PATH", str(host.config))
     text = host.config.read_text()
     host.load()
     host.config.unlink()

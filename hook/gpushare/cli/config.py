@@ -9,7 +9,6 @@ from typing import Any, Optional
 import click
 
 from ..config import effective, load_config
-from ..errors import ConfigError
 from .options import Paths, with_format
 from .output import write_json, write_line
 
@@ -26,10 +25,8 @@ def config() -> None:
 def check(paths: Paths, file: Optional[str], output: str) -> None:
     """Read FILE (or the file of --config) and print the effective values, or say what is wrong and where."""
     path = os.path.abspath(file) if file else paths.config
-    exists = os.path.exists(path)
-    if file and not exists:
-        raise ConfigError(f"{path}: no such file")
     values = effective(load_config(path))
+    exists = os.path.exists(path)
     if output == "json":
         write_json(
             {"file": path if exists else None, "valid": True, "config": _nested(values), "state": paths.state_dir}
