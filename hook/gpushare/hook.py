@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
 UNDO_DEADLINE_S = 5
 _POSTSTOP_WAIT_MS = 2000
-_USAGE = "use gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop"
+_SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop"
+_USAGE = f"use {_SYNOPSIS}"
 
 
 class Options(NamedTuple):
@@ -60,8 +61,14 @@ def parse(argv: Sequence[str]) -> Options:
 def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
     """Returns the exit code. `stdin` is a descriptor."""
     container_id, state_dir = "", ""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words in (["-h"], ["--help"]):
+        os.write(
+            1, f"usage: {_SYNOPSIS}\nAn OCI hook: the runtime runs it and writes the state to its input.\n".encode()
+        )
+        return 0
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
+        options = parse(words)
         state_dir = options.state_dir
         os.umask(0o022)
         os.chdir("/")
@@ -75,12 +82,8 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
         if container_id and state_dir:
             _keep(state_dir, container_id, line, error)
         log.to_stderr(line)
-        return 0 if argv_says_poststop(argv) else code
-
-
-def argv_says_poststop(argv: Optional[Sequence[str]]) -> bool:
-    """A poststop hook that fails helps nobody: its container is gone, and its line is on stderr."""
-    return list(sys.argv[1:] if argv is None else argv)[-1:] == ["poststop"]
+        # A poststop hook that fails helps nobody: its container is gone, and its line is on stderr.
+        return 0 if words[-1:] == ["poststop"] else code
 
 
 def _keep(state_dir: str, container_id: str, line: str, error: BaseException) -> None:

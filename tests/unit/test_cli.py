@@ -279,7 +279,24 @@ def test_config_check(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pyte
 
 def test_version(cli: Callable[..., Any]) -> None:
     assert re.fullmatch(r"gpushare \S.*, ABI 1\n", cli("version")[1])
+    assert cli("--version")[1].strip() == cli("version")[1].partition(",")[0]
     assert json.loads(cli("version", "--format", "json")[1])["abi"] == region.ABI_VERSION
+
+
+def test_help_is_whole_at_80_columns(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in ((), ("config",)):
+        code, text, _ = cli(*group, "--help")
+        commands = text.partition("Commands:\n")[2].splitlines()
+        assert code == 0 and commands and all(line.endswith(".") and "..." not in line for line in commands), text
+
+
+def test_refresh_that_cannot_write_says_so(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "compile_node", lambda config, directory: pure.node())
+    assert cli("refresh")[0] == 0
+    monkeypatch.setattr(node, "read_node", lambda config, directory: None)
+    code, text, error = cli("refresh")
+    assert (code, text) == (1, "") and "node.json; run as root" in error
 
 
 def test_bug_of_ours_is_one_line(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_options_and_their_defaults() -> None:
 @pytest.mark.parametrize(
     "argv",
     [[], ["start"], ["prestart", "more"], ["--config"], ["--config", "/c"], ["--verbose", "prestart"]]
-    + [["--state", "relative", "prestart"], ["--state=", "prestart"], ["-h"]],
+    + [["--state", "relative", "prestart"], ["--state=", "prestart"], ["-x"]],
     ids=" ".join,
 )
 def test_wrong_usage_says_what_is_right(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +176,13 @@ def test_malformed_state_is_one_line(
     error = capfd.readouterr().err
     assert error.startswith("gpushare: ") and error.count("\n") == 1 and "Traceback" not in error
     assert call(state, "--state", str(state_dir), "poststop") == 0
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_is_no_error(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert hook.main([flag], stdin=-1) == 0
+    told = capfd.readouterr()
+    assert told.out.startswith("usage: gpushare-hook ") and told.err == ""
 
 
 def test_endless_state_is_refused(state_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,10 @@ def config() -> None:
 @with_format
 @click.pass_obj
 def check(paths: Paths, file: Optional[str], output: str) -> None:
-    """Read FILE (or the file of --config) and print the effective values, or say what is wrong and where."""
+    """Check the file and print what is in force.
+
+    Reads FILE, or that of --config, and prints every key with its value, or says what is wrong and in which line.
+    """
     path = os.path.abspath(file) if file else paths.config
     values = effective(load_config(path))
     exists = os.path.exists(path)

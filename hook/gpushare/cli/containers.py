@@ -30,7 +30,10 @@ _LIST = (
 @with_format
 @click.pass_obj
 def list_(paths: Paths, output: str) -> None:
-    """Containers that have a share of a GPU, one line for each device."""
+    """Containers that have a share of a GPU.
+
+    One line for each device, the oldest container first.
+    """
     found = facts.containers(paths.state_dir)
     if output == "json":
         write_json([_plain(one) for one in found])
@@ -93,7 +96,10 @@ def _plain(one: facts.Container) -> dict[str, Any]:
 @with_format
 @click.pass_obj
 def inspect(paths: Paths, id: str, output: str) -> None:
-    """All about one container: its shares, its processes, and its last refusal. ID may be shortened."""
+    """One container, its processes, its last refusal.
+
+    ID may be shortened as long as it is the only one that begins so.
+    """
     container_id = facts.find(paths.state_dir, id)
     one = next((one for one in facts.containers(paths.state_dir) if one.id == container_id), None)
     refusal = log.read(paths.state_dir, container_id)

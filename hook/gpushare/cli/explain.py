@@ -22,9 +22,10 @@ from .output import write_json
 @with_format
 @click.pass_obj
 def explain(paths: Paths, bundle: str, output: str) -> None:
-    """What the container in BUNDLE (a directory with config.json) would get if it started now.
+    """What a container would get if it started now.
 
-    Fails with the error, and the exit code, with which its start would fail.
+    BUNDLE is a directory with config.json. Nothing is changed. Fails with the error, and the exit code, with which its
+    start would fail.
     """
     asked, steps = of_bundle(paths, oci.load_bundle(bundle))
     if output == "json":

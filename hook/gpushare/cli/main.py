@@ -18,6 +18,7 @@ from .options import Paths
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", default=names.CONFIG_PATH, show_default=True, metavar="FILE", help="Configuration file.")
 @click.option("--state", default=names.STATE_DIR, show_default=True, metavar="DIR", help="State directory.")
+@click.version_option(node.installed(), "--version", message="%(prog)s %(version)s", help="Print the version and exit.")
 @click.pass_context
 def group(context: click.Context, config: str, state: str) -> None:
     """Exact shares of a GPU for containers: who has what, what a container would get, and why one was refused."""

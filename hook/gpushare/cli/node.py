@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 
 import click
 
 from .. import node, region, storage
+from ..errors import GpushareError
 from ..quantity import human
 from .options import Paths, with_format
 from .output import write_json, write_line
@@ -16,29 +18,43 @@ from .output import write_json, write_line
 @with_format
 @click.pass_obj
 def refresh(paths: Paths, output: str) -> None:
-    """Read configuration and driver anew, so that no container start has to."""
+    """Read configuration and driver now.
+
+    Else the first container to start after a change does, and takes longer.
+    """
     storage.prepare(paths.state_dir)
     host = node.compile_node(paths.config, paths.state_dir)
+    if node.read_node(paths.config, paths.state_dir) != host:
+        raise GpushareError(f"cannot write {os.path.join(paths.state_dir, node.FILE)}", "run as root")
     inventory = host.inventory
     if output == "json":
         value = {"driver_version": inventory.driver_version, "root": inventory.root, "simulated": inventory.simulated}
         write_json({**value, "devices": [device._asdict() for device in inventory.devices]})
         return
-    write_line(f"driver {inventory.driver_version} in {inventory.root}, {len(inventory.devices)} device(s)")
+    devices = "1 device" if len(inventory.devices) == 1 else f"{len(inventory.devices)} devices"
+    write_line(f"driver {inventory.driver_version} in {inventory.root}, {devices}")
     for device in inventory.devices:
         size = human(device.memory_bytes) if device.memory_bytes else "memory size not known"
-        write_line(f"  {device.index} {device.uuid} {device.model}, {size}")
+        write_line(f"  {device.index}  {device.uuid}  {device.model}, {size}")
 
 
 @click.command()
 @with_format
 def version(output: str) -> None:
-    """The version of gpushare and of the memory layout that it shares with the shim."""
-    try:
-        number = metadata.version("gpushare")
-    except metadata.PackageNotFoundError:
-        number = "(source tree)"
+    """Print the version.
+
+    ABI is that of the memory which gpushare shares with the library in the container.
+    """
+    number = installed()
     if output == "json":
         write_json({"version": number, "abi": region.ABI_VERSION})
     else:
         write_line(f"gpushare {number}, ABI {region.ABI_VERSION}")
+
+
+def installed() -> str:
+    """The version of this installation."""
+    try:
+        return metadata.version("gpushare")
+    except metadata.PackageNotFoundError:
+        return "(source tree)"

@@ -26,7 +26,10 @@ class Item(NamedTuple):
 @with_format
 @click.pass_obj
 def prune(paths: Paths, dry_run: bool, assume_free: bool, output: str) -> None:
-    """Remove leases of dead containers, leftovers of killed starts, and refusals of containers that are gone."""
+    """Clean up after containers that are gone.
+
+    Removes leases of dead containers, leftovers of killed starts, and kept refusals. Running containers lose nothing.
+    """
     found: list[Item] = []
     problems: list[str] = []
     if storage.is_ready(paths.state_dir):
