@@ -31,6 +31,12 @@ def interrupted(number: int, _: Any) -> None:
     raise KeyboardInterrupt
 
 
+def context_bytes(seen: dict[str, Any]) -> int:
+    """What the program had before its first allocation."""
+    taken: int = seen["cuda_total_bytes"] - seen["cuda_free_bytes"]
+    return taken
+
+
 def judged(name: str, full: dict[str, Any], seen: dict[str, Any], ledger_bytes: int) -> show.Row:
     """Over the limit is a miss, and so is more than one block under what was free at the start."""
     asked, limit_bytes = ASKED[name]
@@ -41,7 +47,7 @@ def judged(name: str, full: dict[str, Any], seen: dict[str, Any], ledger_bytes: 
         verdict = f"MISSED: {show.size(seen['cuda_free_bytes'] - full['got_bytes'])} never granted"
     elif seen["cuda_total_bytes"] != limit_bytes or seen["nvml_total_bytes"] != limit_bytes:
         verdict = "MISSED: the container does not see its limit"
-    return show.Row(name, asked, limit_bytes, full["got_bytes"], ledger_bytes, verdict)
+    return show.Row(name, asked, limit_bytes, context_bytes(seen), full["got_bytes"], ledger_bytes, verdict)
 
 
 def demo(directory: Path, cleanup: contextlib.ExitStack) -> list[show.Row]:
@@ -61,6 +67,7 @@ def demo(directory: Path, cleanup: contextlib.ExitStack) -> list[show.Row]:
     seen = [tenant.expect("seen") for tenant in tenants]
     for number, tenant in enumerate(tenants):
         show.seen(number, tenant.name, seen[number])
+    show.remark(f"{show.size(context_bytes(seen[0]))} is the program's CUDA context, which counts as on any GPU.")
 
     show.step("Both take memory at the same time, until they are refused:")
     for tenant in tenants:
@@ -97,7 +104,10 @@ def main() -> int:
         return 1
     show.step("Limits, as the simulated GPU itself counted:")
     show.verdict(rows)
-    return 1 if any(row.verdict for row in rows) else 0
+    if any(row.verdict for row in rows):
+        return 1
+    show.step("Each got all of its share, and not a byte more.")
+    return 0
 
 
 if __name__ == "__main__":

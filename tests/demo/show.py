@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -20,16 +21,17 @@ class Row(NamedTuple):
     name: str
     asked: str
     limit_bytes: int
+    context_bytes: int  # taken before the first allocation
     got_bytes: int
     ledger_bytes: int
     verdict: str  # "" when the limit was kept and reached
 
 
 def size(count: int) -> str:
-    """1024-based, two decimals; a few bytes stay bytes, since they can decide."""
+    """As gpushare shows it: 1024-based, exact when whole; a few bytes stay bytes, since they can decide."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if count >= unit:
-            return f"{count / unit:.2f} {name}"
+            return f"{count // unit} {name}" if count % unit == 0 else f"{count / unit:.2f} {name}"
     return f"{count} bytes"
 
 
@@ -37,8 +39,12 @@ def step(text: str) -> None:
     console.print(Text(f"\n{text}", style="bold"))
 
 
+def remark(text: str) -> None:
+    console.print(Text(f"  {text}"))
+
+
 def tenant(number: int, name: str, text: str) -> None:
-    console.print(Text(f"  {name} ", style=f"bold {COLOURS[number % len(COLOURS)]}") + Text(text))
+    console.print(Text(f"  {name:<5} ", style=f"bold {COLOURS[number % len(COLOURS)]}") + Text(text))
 
 
 def seen(number: int, name: str, event: dict[str, Any]) -> None:
@@ -59,12 +65,12 @@ def output(text: str) -> None:
 
 
 def verdict(rows: list[Row]) -> None:
-    table = Table(box=box.SIMPLE, show_edge=False)
-    for heading in ("container", "asked for", "limit", "allocated", "taken on the GPU", ""):
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in ("container", "asked for", "limit", "context", "allocated", "on the GPU", ""):
         left = heading in ("container", "asked for", "")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         mark = Text(row.verdict or "kept", style="bold red" if row.verdict else "bold green")
-        sizes = (size(row.limit_bytes), size(row.got_bytes), size(row.ledger_bytes))
-        table.add_row(row.name, row.asked, *sizes, mark)
-    console.print(table)
+        sizes = (row.limit_bytes, row.context_bytes, row.got_bytes, row.ledger_bytes)
+        table.add_row(row.name, row.asked, *map(size, sizes), mark)
+    console.print(Padding(table, (0, 0, 0, 2)))

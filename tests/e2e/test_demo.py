@@ -32,7 +32,8 @@ def test_demo_twice() -> None:
         assert "\x1b" not in done.stdout  # colours are for terminals
         for word in ("alice", "bob"):
             assert f"  {word}-" in done.stdout, "gpushare list shows both"
-        assert done.stdout.count(" kept") == 2
+        assert done.stdout.count(" kept") == 2 and "not a byte more" in done.stdout
+        assert "300 MiB is the program's CUDA context" in done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -43,7 +44,7 @@ def test_demo_stopped_halfway(number: int) -> None:
     )  # fmt: skip
     assert demo.stdout and demo.stderr
     for line in demo.stdout:
-        if "bob is started" in line:
+        if "bob" in line and "is started" in line:
             break
     os.kill(demo.pid, number)
     demo.stdout.read()
