@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from gpushare import errors
+from gpushare.cli import containers, devices
 
 from tests.lib.host import TREE
 from tests.tools import config_docs
@@ -26,6 +28,14 @@ def test_every_make_target_that_the_docs_name_exists() -> None:
     for name in ("README.md", "README.zh-CN.md", "HACKING.md", "docs/security.md"):
         named = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", (TREE / name).read_text(), re.MULTILINE))
         assert named <= targets, f"{name} names {sorted(named - targets)}"
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_samples_have_the_columns_that_the_commands_have(readme: str) -> None:
+    lines = (TREE / readme).read_text().splitlines()
+    for name, columns in (("list", containers._LIST), ("devices", devices._COLUMNS)):
+        heading = lines[lines.index(f"    $ gpushare {name}") + 1]
+        assert re.split("  +", heading.strip()) == [one.title.upper() for one in columns if not one.only_tty], name
 
 
 def test_both_readmes_show_the_same_commands() -> None:

@@ -49,10 +49,9 @@ def write_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def _shown(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
-    """All on a terminal that has room for them; the last column may run over its edge."""
+    """All of them on a terminal that has room for them."""
     everything = list(range(len(columns)))
-    wide = sum(widths[:-1]) + 2 * len(columns) - 2 + len(columns[-1].title)
-    if is_tty() and wide <= shutil.get_terminal_size().columns:
+    if is_tty() and sum(widths) + 2 * (len(columns) - 1) <= shutil.get_terminal_size().columns:
         return everything
     return [n for n in everything if not columns[n].only_tty]
 
