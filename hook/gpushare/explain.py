@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from .model import Request, Selection
-from .ops import Op, Plan
-from .quantity import shown
+from .ops import DeviceNode, Op, Plan, WriteLimits
+from .quantity import human, shown
 
 NOTHING = "nothing asked: this container is left alone\n"
 
@@ -39,12 +39,26 @@ def _facts(request: Request) -> list[tuple[str, str]]:
     return facts + [(label, text) for label, text in optional if text]
 
 
+def _gets(plan: Plan) -> list[str]:
+    """One line for each device: the answer, before the steps that lead there."""
+    shares = [share for op in plan.ops if isinstance(op, WriteLimits) for share in op.shares]
+    lines = []
+    for share in shares:
+        device, limit = share.device, share.memory_limit_bytes
+        whole = human(device.memory_bytes) if device.memory_bytes else "an unknown size"
+        much = f"all of {whole}" if limit is None else f"{human(limit)} of {whole}"
+        lines.append(f"device {device.index}, {much}, {device.model}, {device.uuid}")
+    nodes = [op.target for op in plan.ops if isinstance(op, DeviceNode)]  # without limits where there is no glibc
+    return lines or [f"{node}, without limit" for node in nodes if node[-1].isdigit()] or ["no device"]
+
+
 def explain_text(request: Optional[Request], plan: Optional[Plan]) -> str:
     """The whole explanation; control characters of the container's words never reach a terminal."""
     if request is None or plan is None:
         return NOTHING
     lines = [f"{label:<12} {text}" for label, text in _facts(request)]
     lines += [f"{'from':<12} {name}={shown(value)}" for name, value in request.sources]
+    lines += [f"{'gets':<12} {text}" for text in _gets(plan)]
     lines += ["", f"plan for {plan.container_id}:"]
     lines += [f"{number:>3} {op.describe()}" for number, op in enumerate(plan.ops, 1)]
     lines += ["", *(f"note: {note}" for note in plan.notes)] if plan.notes else []
