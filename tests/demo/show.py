@@ -73,4 +73,4 @@ def verdict(rows: list[Row]) -> None:
         mark = Text(row.verdict or "kept", style="bold red" if row.verdict else "bold green")
         sizes = (row.limit_bytes, row.context_bytes, row.got_bytes, row.ledger_bytes)
         table.add_row(row.name, row.asked, *map(size, sizes), mark)
-    console.print(Padding(table, (0, 0, 0, 2)))
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
