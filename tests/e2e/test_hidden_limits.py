@@ -1,5 +1,5 @@
-"""A tenant without privileges can make a mount namespace of its own and hide or replace our files there: then there is no
-GPU in it, and never one without a limit."""
+"""A tenant without privileges can make a mount namespace of its own and hide or replace our files there: then there is
+no GPU in it, and never one without a limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ HIDE = {
     "limits grown": f"{COPY}; truncate -s +1 /tmp/l; mount --bind /tmp/l {PRIVATE}/limits",
     "limits empty": f"{COPY}; truncate -s 0 /tmp/l; mount --bind /tmp/l {PRIVATE}/limits",
     "limits of another version": (
-        f"{COPY}; printf '\\377' | dd of=/tmp/l bs=1 seek=8 conv=notrunc 2>/dev/null; mount --bind /tmp/l {PRIVATE}/limits"
+        f"{COPY}; printf '\\377' | dd of=/tmp/l bs=1 seek=8 conv=notrunc 2>/dev/null;"
+        f" mount --bind /tmp/l {PRIVATE}/limits"
     ),
     "usage of another container": (
         f"{COPY}; printf '\\377\\376\\375' | dd of=/tmp/u bs=1 seek=24 conv=notrunc 2>/dev/null;"

@@ -1,4 +1,4 @@
-"""Forks, closed descriptors, and deaths at any instant: the limit holds, and nothing that a dead process held is lost."""
+"""Forks, closed descriptors, deaths at any instant: the limit holds, and what a dead process held is free again."""
 
 from __future__ import annotations
 
