@@ -1,4 +1,6 @@
 /* The calls that make contexts or change what they take. */
+#include <string.h>
+
 #include "cuda_shim.h"
 
 /* cudaGL.h and cudaVDPAU.h want headers of OpenGL and VDPAU; these four need none of their types.
@@ -119,12 +121,18 @@ GS_EXPORT CUresult CUDAAPI cuCtxFromGreenCtx(CUcontext *pContext, CUgreenCtx hCt
  */
 
 /* Device bytes for one unit of a limit: the stack exists once for each thread that can be resident.
- */
+ * What a kernel needs to launch others is an upper bound: the programming guide says up to 150 MB
+ * for each level of synchronisation; nothing is said of a pending launch, which has its parameters
+ * (at most 4 KiB) and little else. */
 static uint64_t unit_bytes(CUlimit limit, CUdevice device) {
     __typeof__(&cuDeviceGetAttribute) get = GS_REAL(cuDeviceGetAttribute);
     int sms = 0, threads = 0;
     if (limit == CU_LIMIT_PRINTF_FIFO_SIZE || limit == CU_LIMIT_MALLOC_HEAP_SIZE)
         return 1;
+    if (limit == CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH)
+        return UINT64_C(150) << 20;
+    if (limit == CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT)
+        return 4096;
     if (limit != CU_LIMIT_STACK_SIZE || !get ||
         get(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device) != CUDA_SUCCESS ||
         get(&threads, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, device) != CUDA_SUCCESS)
@@ -183,6 +191,9 @@ GS_EXPORT CUresult CUDAAPI cuCheckpointProcessCheckpoint(int pid,
 
 GS_EXPORT CUresult CUDAAPI cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *args) {
     GS_NEED(real, cuCheckpointProcessRestore);
+    for (unsigned i = 0; args && args->gpuPairs && i < args->gpuPairsCount; i++)
+        if (memcmp(&args->gpuPairs[i].oldUuid, &args->gpuPairs[i].newUuid, sizeof(CUuuid)) != 0)
+            return CUDA_ERROR_NOT_PERMITTED; /* the charges would stay with the old device */
     return real(pid, args);
 }
 

@@ -4,6 +4,7 @@
  * can take. */
 #include <stdlib.h>
 
+#include "code.h"
 #include "pool.h"
 
 _Static_assert(sizeof(CUgraphExec) == sizeof(uint64_t), "handles are keys");
@@ -318,18 +319,27 @@ GS_EXPORT CUresult CUDAAPI cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph gra
     return real(node, graph, after, n, params);
 }
 
+static CUresult kernel_of(const CUgraphNodeParams *params) {
+    if (!params || params->type != CU_GRAPH_NODE_TYPE_KERNEL)
+        return CUDA_SUCCESS;
+    return gs_kernel_used(params->kernel.func ? (void *)params->kernel.func
+                                              : (void *)params->kernel.kern);
+}
+
 GS_EXPORT CUresult CUDAAPI cuGraphAddNode(CUgraphNode *node, CUgraph graph,
                                           const CUgraphNode *after, size_t n,
                                           CUgraphNodeParams *params) {
     GS_NEED(real, cuGraphAddNode);
-    return real(node, graph, after, n, params);
+    CUresult result = kernel_of(params);
+    return result == CUDA_SUCCESS ? real(node, graph, after, n, params) : result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphAddNode_v2(CUgraphNode *node, CUgraph graph,
                                              const CUgraphNode *after, const CUgraphEdgeData *edges,
                                              size_t n, CUgraphNodeParams *params) {
     GS_NEED(real, cuGraphAddNode_v2);
-    return real(node, graph, after, edges, n, params);
+    CUresult result = kernel_of(params);
+    return result == CUDA_SUCCESS ? real(node, graph, after, edges, n, params) : result;
 }
 
 /* A child graph of an executable graph was replaced: what both need is the bound. */

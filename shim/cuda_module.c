@@ -1,103 +1,176 @@
 /* Program images take device memory for their code and global data. When depends on the loading
  * mode: at the load, or (lazy, the default) when a function or variable of them is first asked for
  * in a context. The size is read from the image before the driver sees it (image.c). */
-#include "cuda_shim.h"
-#include "image.h"
-
-static struct gs_map libraries; /* CUlibrary -> extra = bytes */
-static struct gs_map kernels;   /* CUkernel -> extra = CUlibrary */
+#include "code.h"
 
 static uint64_t key_of(const void *handle) {
     return (uint64_t)(uintptr_t)handle;
 }
 
-static bool lazy(void) {
+bool gs_lazy_loading(void) {
     __typeof__(&cuModuleGetLoadingMode) get = GS_REAL(cuModuleGetLoadingMode);
     CUmoduleLoadingMode mode = CU_MODULE_EAGER_LOADING;
     return get && get(&mode) == CUDA_SUCCESS && mode == CU_MODULE_LAZY_LOADING;
 }
 
-/* ---- modules: entry of gs_objects, extra = bytes not charged yet -------------------------------
+/* ---- what cannot be read is measured ---------------------------------------------------------
+ *
+ * By how much less memory the device has after the load. Others may allocate in the meantime, and
+ * then this is charged too much; it is done only for images that cannot be read. */
+
+uint64_t gs_free_now(void) {
+    size_t free_bytes = 0, total;
+    __typeof__(&cuMemGetInfo_v2) get = GS_REAL(cuMemGetInfo_v2);
+    return get && get(&free_bytes, &total) == CUDA_SUCCESS ? free_bytes : 0;
+}
+
+CUresult gs_charge_measured(uint64_t before, uint64_t charged, uint64_t *more) {
+    struct gs_charge charge;
+    uint64_t now = gs_free_now(), took = before > now ? before - now : 0;
+    *more = 0;
+    if (took <= charged)
+        return CUDA_SUCCESS;
+    CUresult result = gs_charge_begin(&charge, took - charged);
+    if (result == CUDA_SUCCESS && !charge.passed)
+        *more = charge.bytes;
+    return result;
+}
+
+/* ---- modules: entry of gs_objects, extra = bytes not charged yet | flags -----------------------
  */
 
 struct load {
     struct gs_charge charge;
-    uint64_t later;
+    struct gs_image image;
+    bool later;
+    uint64_t before;
 };
 
-static CUresult load_begin(struct load *load, uint64_t bytes) {
-    load->later = lazy() ? bytes : 0;
-    return gs_charge_begin(&load->charge, load->later ? 0 : bytes);
+static CUresult load_begin(struct load *load, struct gs_image image) {
+    load->image = image;
+    load->later = gs_lazy_loading();
+    load->before = image.known ? 0 : gs_free_now();
+    return gs_charge_begin(&load->charge, load->later ? 0 : image.bytes);
 }
 
 static CUresult load_end(struct load *load, CUresult result, const CUmodule *module) {
+    uint64_t more = 0;
+    struct gs_entry entry;
     if (result != CUDA_SUCCESS || !module) {
         gs_charge_abort(&load->charge);
         return result;
     }
-    struct gs_entry entry = {.bytes = load->charge.bytes,
-                             .context = key_of(load->charge.context),
-                             .dev = load->charge.dev,
-                             .kind = GS_KIND_WHOLE,
-                             .extra = gs_round_up(load->later, GS_BLOCK)};
-    if (!load->charge.passed && gs_map_put(&gs_objects, key_of(*module), &entry))
+    gs_map_take(&gs_objects, key_of(*module), &entry); /* a dead one of the same handle */
+    if (!load->image.known)
+        result = gs_charge_measured(load->before, load->charge.bytes, &more);
+    uint64_t later = load->later ? gs_round_up(load->image.bytes, GS_BLOCK) : 0;
+    entry = (struct gs_entry){.bytes = load->charge.bytes + more,
+                              .context = key_of(load->charge.context),
+                              .dev = load->charge.dev,
+                              .kind = GS_KIND_WHOLE,
+                              .extra = later < GS_DEAD ? later : GS_DEAD - GS_BLOCK};
+    if (load->later && !load->image.known)
+        entry.extra |= GS_UNREAD;
+    if (result == CUDA_SUCCESS && !load->charge.passed &&
+        gs_map_put(&gs_objects, key_of(*module), &entry))
         return result;
     GS_REAL(cuModuleUnload)(*module);
+    gs_release(load->charge.dev, more);
     gs_charge_abort(&load->charge);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+struct use {
+    bool measure;
+    uint64_t before;
+    struct gs_entry entry;
+};
+
 /* First use: charge what was put off. Whoever takes the entry out charges; others find it charged.
  */
-static CUresult first_use(CUmodule module) {
-    struct gs_entry entry;
+static CUresult use_begin(struct use *use, CUmodule module) {
+    struct gs_entry *entry = &use->entry;
     struct gs_charge charge;
+    use->measure = false;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
-    if (!gs_map_get(&gs_objects, key_of(module), &entry) || entry.extra == 0 ||
-        !gs_map_take(&gs_objects, key_of(module), &entry))
+    if (!gs_map_get(&gs_objects, key_of(module), entry) || entry->extra == 0)
         return CUDA_SUCCESS;
-    CUresult result = gs_charge_begin(&charge, entry.extra);
+    if (entry->extra & GS_DEAD)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    if (!gs_map_take(&gs_objects, key_of(module), entry))
+        return CUDA_SUCCESS;
+    bool unread = entry->extra & GS_UNREAD;
+    uint64_t before = unread ? gs_free_now() : 0;
+    CUresult result = gs_charge_begin(&charge, entry->extra & ~GS_UNREAD);
     if (result == CUDA_SUCCESS && !charge.passed) {
-        entry.bytes += charge.bytes;
-        entry.extra = 0;
+        entry->bytes += charge.bytes;
+        entry->extra = 0;
+        use->measure = unread;
+        use->before = before;
     }
-    gs_map_put(&gs_objects, key_of(module), &entry);
+    if (!use->measure)
+        gs_map_put(&gs_objects, key_of(module), entry);
     return result;
 }
 
-#define GS_LOAD(bytes, ...) \
+/* Too large: it goes, and its handle is remembered, so that the program may still unload it. */
+static CUresult use_end(struct use *use, CUresult result, CUmodule module) {
+    uint64_t more;
+    if (!use->measure)
+        return result;
+    if (gs_charge_measured(use->before, use->entry.bytes, &more) == CUDA_SUCCESS) {
+        use->entry.bytes += more;
+        if (result != CUDA_SUCCESS && !more) /* perhaps it was not loaded */
+            use->entry.extra = GS_UNREAD;
+        gs_map_put(&gs_objects, key_of(module), &use->entry);
+        return result;
+    }
+    GS_REAL(cuModuleUnload)(module);
+    gs_release(use->entry.dev, use->entry.bytes);
+    use->entry.bytes = 0;
+    use->entry.extra = GS_DEAD;
+    gs_map_put(&gs_objects, key_of(module), &use->entry);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+#define GS_LOAD(image, ...) \
     struct load load; \
-    CUresult result = load_begin(&load, bytes); \
+    CUresult result = load_begin(&load, image); \
     return result == CUDA_SUCCESS ? load_end(&load, real(__VA_ARGS__), module) : result
 
 #define GS_USE(module, ...) \
-    CUresult result = first_use(module); \
-    return result == CUDA_SUCCESS ? real(__VA_ARGS__) : result
+    struct use use; \
+    CUresult result = use_begin(&use, module); \
+    return result == CUDA_SUCCESS ? use_end(&use, real(__VA_ARGS__), module) : result
 
 GS_EXPORT CUresult CUDAAPI cuModuleLoad(CUmodule *module, const char *fname) {
     GS_NEED(real, cuModuleLoad);
-    GS_LOAD(gs_image_file_bytes(fname), module, fname);
+    GS_LOAD(gs_image_read_file(fname), module, fname);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image) {
     GS_NEED(real, cuModuleLoadData);
-    GS_LOAD(gs_image_bytes(image, SIZE_MAX), module, image);
+    GS_LOAD(gs_image_read(image, SIZE_MAX), module, image);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int n,
                                               CUjit_option *options, void **values) {
     GS_NEED(real, cuModuleLoadDataEx);
-    GS_LOAD(gs_image_bytes(image, SIZE_MAX), module, image, n, options, values);
+    GS_LOAD(gs_image_read(image, SIZE_MAX), module, image, n, options, values);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleLoadFatBinary(CUmodule *module, const void *fatCubin) {
     GS_NEED(real, cuModuleLoadFatBinary);
-    GS_LOAD(gs_image_bytes(fatCubin, SIZE_MAX), module, fatCubin);
+    GS_LOAD(gs_image_read(fatCubin, SIZE_MAX), module, fatCubin);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleUnload(CUmodule hmod) {
     GS_NEED(real, cuModuleUnload);
+    struct gs_entry entry;
+    if (gs_map_get(&gs_objects, key_of(hmod), &entry) && entry.extra & GS_DEAD)
+        return gs_map_take(&gs_objects, key_of(hmod), &entry) ? CUDA_SUCCESS
+                                                              : CUDA_ERROR_INVALID_HANDLE;
     return GS_FREE(gs_objects, key_of(hmod), real(hmod));
 }
 
@@ -143,162 +216,4 @@ GS_EXPORT CUresult CUDAAPI cuFuncLoad(CUfunction function) {
     if (!get || get(&module, function) != CUDA_SUCCESS)
         return real(function);
     GS_USE(module, function);
-}
-
-/* ---- libraries: belong to no context; loaded into each one in which they are used ---------------
- */
-
-static uint64_t loaded_key(CUlibrary library, CUcontext context) {
-    uint64_t key = (key_of(library) * UINT64_C(0x9e3779b97f4a7c15)) ^ key_of(context);
-    return key & (UINT64_MAX >> 1) ? key & (UINT64_MAX >> 1) : 1;
-}
-
-/* Charge a library in the current context, once. A kernel handle may be launched as it is, and then
- * loads its library: so handing one out is the first use. */
-static CUresult use_library(CUlibrary library) {
-    struct gs_entry known, entry;
-    struct gs_charge charge;
-    struct gs_here here;
-    if (!gs_slot())
-        return CUDA_ERROR_NOT_INITIALIZED;
-    if (!gs_map_get(&libraries, key_of(library), &known) || known.extra == 0 || !gs_here(&here))
-        return CUDA_SUCCESS;
-    uint64_t key = loaded_key(library, here.context);
-    if (gs_map_get(&gs_loaded, key, &entry))
-        return CUDA_SUCCESS;
-    CUresult result = gs_charge_begin(&charge, known.extra);
-    if (result != CUDA_SUCCESS)
-        return result;
-    entry = (struct gs_entry){.bytes = charge.bytes,
-                              .context = key_of(here.context),
-                              .dev = charge.dev,
-                              .kind = GS_KIND_WHOLE,
-                              .extra = key_of(library)};
-    gs_lock(&gs_self()->lock_context);
-    bool raced = gs_map_get(&gs_loaded, key, &known);
-    if (!raced)
-        gs_map_put(&gs_loaded, key, &entry);
-    gs_unlock(&gs_self()->lock_context);
-    if (raced)
-        gs_charge_abort(&charge);
-    return CUDA_SUCCESS;
-}
-
-static CUresult library_loaded(CUresult result, const CUlibrary *library, uint64_t bytes) {
-    if (result != CUDA_SUCCESS || !library || !gs_slot())
-        return result;
-    struct gs_entry entry = {.extra = bytes};
-    gs_map_put(&libraries, key_of(*library), &entry);
-    return result;
-}
-
-/* Eager loading takes the memory in the call, so it is charged before; undone when there is none.
- */
-static CUresult room_for(uint64_t bytes, struct gs_charge *charge) {
-    charge->passed = true;
-    return bytes && !lazy() && gs_slot() ? gs_charge_begin(charge, bytes) : CUDA_SUCCESS;
-}
-
-#define GS_LIBRARY(size, ...) \
-    uint64_t bytes = size; \
-    struct gs_charge room; \
-    CUresult result = room_for(bytes, &room); \
-    if (result != CUDA_SUCCESS) \
-        return result; \
-    result = library_loaded(real(__VA_ARGS__), library, bytes); \
-    bool eager = !room.passed && result == CUDA_SUCCESS && library; \
-    gs_charge_abort(&room); \
-    if (eager) \
-        use_library(*library); \
-    return result
-
-GS_EXPORT CUresult CUDAAPI cuLibraryLoadData(CUlibrary *library, const void *code,
-                                             CUjit_option *jit, void **jitv, unsigned int njit,
-                                             CUlibraryOption *opt, void **optv, unsigned int nopt) {
-    GS_NEED(real, cuLibraryLoadData);
-    GS_LIBRARY(gs_image_bytes(code, SIZE_MAX), library, code, jit, jitv, njit, opt, optv, nopt);
-}
-
-GS_EXPORT CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary *library, const char *file,
-                                                 CUjit_option *jit, void **jitv, unsigned int njit,
-                                                 CUlibraryOption *opt, void **optv,
-                                                 unsigned int nopt) {
-    GS_NEED(real, cuLibraryLoadFromFile);
-    GS_LIBRARY(gs_image_file_bytes(file), library, file, jit, jitv, njit, opt, optv, nopt);
-}
-
-static bool of_library(uint64_t key, const struct gs_entry *entry, void *arg) {
-    (void)key;
-    return entry->extra == key_of(arg);
-}
-
-static void unloaded(uint64_t key, const struct gs_entry *entry, void *arg) {
-    (void)arg;
-    gs_uncharge(key, entry);
-}
-
-static void forgotten(uint64_t key, const struct gs_entry *entry, void *arg) {
-    (void)key, (void)entry, (void)arg;
-}
-
-GS_EXPORT CUresult CUDAAPI cuLibraryUnload(CUlibrary library) {
-    GS_NEED(real, cuLibraryUnload);
-    struct gs_entry entry;
-    bool known = gs_slot() && gs_map_take(&libraries, key_of(library), &entry);
-    CUresult result = real(library);
-    if (known && result == CUDA_SUCCESS) {
-        gs_map_take_all(&gs_loaded, of_library, unloaded, library);
-        gs_map_take_all(&kernels, of_library, forgotten, library);
-    } else if (known)
-        gs_map_put(&libraries, key_of(library), &entry);
-    return result;
-}
-
-GS_EXPORT CUresult CUDAAPI cuLibraryGetKernel(CUkernel *pKernel, CUlibrary library,
-                                              const char *name) {
-    GS_NEED(real, cuLibraryGetKernel);
-    struct gs_entry entry = {.extra = key_of(library)}, known;
-    CUresult result = use_library(library);
-    if (result != CUDA_SUCCESS || (result = real(pKernel, library, name)) != CUDA_SUCCESS ||
-        !pKernel)
-        return result;
-    if (!gs_map_get(&kernels, key_of(*pKernel), &known))
-        gs_map_put(&kernels, key_of(*pKernel), &entry);
-    return result;
-}
-
-GS_EXPORT CUresult CUDAAPI cuLibraryEnumerateKernels(CUkernel *out, unsigned int n, CUlibrary lib) {
-    GS_NEED(real, cuLibraryEnumerateKernels);
-    CUresult result = use_library(lib);
-    return result == CUDA_SUCCESS ? real(out, n, lib) : result;
-}
-
-GS_EXPORT CUresult CUDAAPI cuLibraryGetModule(CUmodule *pMod, CUlibrary library) {
-    GS_NEED(real, cuLibraryGetModule);
-    CUresult result = use_library(library);
-    return result == CUDA_SUCCESS ? real(pMod, library) : result;
-}
-
-GS_EXPORT CUresult CUDAAPI cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
-                                              const char *name) {
-    GS_NEED(real, cuLibraryGetGlobal);
-    CUresult result = use_library(library);
-    return result == CUDA_SUCCESS ? real(dptr, bytes, library, name) : result;
-}
-
-GS_EXPORT CUresult CUDAAPI cuLibraryGetManaged(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
-                                               const char *name) {
-    GS_NEED(real, cuLibraryGetManaged);
-    CUresult result = use_library(library);
-    return result == CUDA_SUCCESS ? real(dptr, bytes, library, name) : result;
-}
-
-/* Another context than the one in which the kernel was asked for: loaded there as well. */
-GS_EXPORT CUresult CUDAAPI cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel) {
-    GS_NEED(real, cuKernelGetFunction);
-    struct gs_entry entry;
-    CUresult result = CUDA_SUCCESS;
-    if (gs_map_get(&kernels, key_of(kernel), &entry))
-        result = use_library((CUlibrary)(uintptr_t)entry.extra);
-    return result == CUDA_SUCCESS ? real(pFunc, kernel) : result;
 }
