@@ -3,7 +3,8 @@
  *
  *     SIMMOD globals=<bytes> code=<bytes> [functions=a,b]\n
  *
- * in which the one variable is called "globals". */
+ * in which the one variable is called "globals". Such a line also stands for what a part of a fat
+ * binary that is marked as compressed with zstd would hold. */
 #include "image.h"
 
 #include <elf.h>
@@ -15,7 +16,9 @@
 #define FATBIN 0xba55ed50u
 #define FATBIN_PTX 1
 #define FATBIN_CUBIN 2
-#define COMPRESSED 0xa000u
+#define LZ4 0x2000u
+#define ZSTD 0x8000u
+#define PLAIN_MAX (1ull << 30)
 
 static void add_function(struct image *im, const char *name, size_t length) {
     if (im->n_functions < IMAGE_NAMES)
@@ -92,7 +95,16 @@ static bool read_elf(const unsigned char *data, size_t size, struct image *im) {
     return true;
 }
 
-/* PTX: `.entry name(` and `.global .align 4 .b8 name[bytes];` */
+/* "4 * 1024]" */
+static uint64_t product_of(const char *at) {
+    char *end;
+    uint64_t product = strtoull(at, &end, 0);
+    for (end += strspn(end, " "); *end == '*'; end += strspn(end, " "))
+        product *= strtoull(end + 1, &end, 0);
+    return product;
+}
+
+/* PTX: `.entry name( and `.global .align 4 .b8 name[bytes];` */
 static bool read_ptx(const char *text, size_t size, struct image *im) {
     size_t length = strnlen(text, size);
     if (!memmem(text, length, ".version", 8))
@@ -104,17 +116,17 @@ static bool read_ptx(const char *text, size_t size, struct image *im) {
         if (strncmp(at, ".entry ", 7) == 0) {
             const char *name = at + 7 + strspn(at + 7, " \t\n");
             add_function(im, name, strcspn(name, " \t\n("));
-        } else if (strncmp(at, ".global ", 8) == 0) {
+        } else if (strncmp(at, ".global", 7) == 0 && strchr(" \t", at[7])) {
             const char *end = at + strcspn(at, ";=");
             const char *open = memchr(at, '[', (size_t)(end - at));
             const char *stop = open ? open : end, *name = stop;
-            while (name > at && name[-1] != ' ')
+            while (name > at && !strchr(" \t", name[-1]))
                 name--;
             unsigned bits = 8;
             for (const char *t = at; t < name; t++)
                 if (*t == '.' && strchr("bsuf", t[1]) && t[2] >= '1' && t[2] <= '9')
                     bits = (unsigned)atoi(t + 2);
-            uint64_t bytes = (open ? strtoull(open + 1, NULL, 0) : 1) * bits / 8;
+            uint64_t bytes = (open ? product_of(open + 1) : 1) * bits / 8;
             im->global_bytes += bytes;
             add_global(im, name, (size_t)(stop - name), bytes);
         }
@@ -138,6 +150,48 @@ struct fatbin_part {
     uint64_t flags, zero, plain_bytes;
 };
 
+static size_t run_length(const unsigned char **at, unsigned start) {
+    size_t length = start;
+    for (unsigned more = start == 15 ? 255 : 0; more == 255;)
+        length += more = *(*at)++;
+    return length;
+}
+
+/* Trusts its data, as the real one may. */
+static void unpack_lz4(const unsigned char *at, const unsigned char *end, unsigned char *out) {
+    while (at < end) {
+        unsigned token = *at++;
+        size_t literals = run_length(&at, token >> 4);
+        memcpy(out, at, literals);
+        out += literals;
+        at += literals;
+        if (end - at < 2)
+            return;
+        size_t back = at[0] | (size_t)at[1] << 8;
+        at += 2;
+        for (size_t n = run_length(&at, token & 15) + 4; n; n--, out++)
+            *out = out[-(ptrdiff_t)back];
+    }
+}
+
+static void read_packed(const unsigned char *body, const struct fatbin_part *part,
+                        struct image *im) {
+    if (part->flags & ZSTD) {
+        read_text((const char *)body, im);
+        return;
+    }
+    unsigned char *plain = part->plain_bytes <= PLAIN_MAX ? malloc(part->plain_bytes + 1) : NULL;
+    if (!plain)
+        return;
+    unpack_lz4(body, body + part->compressed_bytes, plain);
+    plain[part->plain_bytes] = '\0';
+    if (part->kind == FATBIN_CUBIN)
+        read_elf(plain, part->plain_bytes, im);
+    else
+        read_ptx((const char *)plain, part->plain_bytes, im);
+    free(plain);
+}
+
 /* The largest program in it, as the one that would be chosen is not known. */
 static bool read_fatbin(const unsigned char *data, struct image *im) {
     struct fatbin_head head;
@@ -148,8 +202,8 @@ static bool read_fatbin(const unsigned char *data, struct image *im) {
         struct image one = {0};
         memcpy(&part, at, sizeof part);
         const unsigned char *body = at + part.header_bytes;
-        if (part.flags & COMPRESSED)
-            one.code_bytes = part.plain_bytes;
+        if (part.flags & (LZ4 | ZSTD))
+            read_packed(body, &part, &one);
         else if (part.kind == FATBIN_CUBIN)
             read_elf(body, part.bytes, &one);
         else if (part.kind == FATBIN_PTX)

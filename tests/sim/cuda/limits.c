@@ -5,13 +5,17 @@
 #define DEFAULT_STACK 1024u
 #define DEFAULT_FIFO (1u << 20)
 #define DEFAULT_HEAP (8u << 20)
+#define DEFAULT_DEPTH 2u
+#define DEFAULT_PENDING 2048u
+#define DEPTH_BYTES (150ull << 20) /* documented: up to 150 MB for each level */
+#define PENDING_BYTES 1024ull      /* assumed */
 
 void limits_open(struct context *ctx) {
     ctx->limit[CU_LIMIT_STACK_SIZE] = DEFAULT_STACK;
     ctx->limit[CU_LIMIT_PRINTF_FIFO_SIZE] = DEFAULT_FIFO;
     ctx->limit[CU_LIMIT_MALLOC_HEAP_SIZE] = DEFAULT_HEAP;
-    ctx->limit[CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH] = 2;
-    ctx->limit[CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT] = 2048;
+    ctx->limit[CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH] = DEFAULT_DEPTH;
+    ctx->limit[CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT] = DEFAULT_PENDING;
     ctx->limit[CU_LIMIT_MAX_L2_FETCH_GRANULARITY] = 64;
 }
 
@@ -24,6 +28,10 @@ static uint64_t limit_bytes(const struct context *ctx, CUlimit limit, size_t val
     case CU_LIMIT_PRINTF_FIFO_SIZE:
     case CU_LIMIT_MALLOC_HEAP_SIZE:
         return round_up(value, SIM_BLOCK);
+    case CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH:
+        return round_up(value * DEPTH_BYTES, SIM_BLOCK);
+    case CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT:
+        return round_up(value * PENDING_BYTES, SIM_BLOCK);
     default:
         return 0;
     }
@@ -35,6 +43,10 @@ static size_t default_limit(CUlimit limit) {
         return DEFAULT_STACK;
     case CU_LIMIT_PRINTF_FIFO_SIZE:
         return DEFAULT_FIFO;
+    case CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH:
+        return DEFAULT_DEPTH;
+    case CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT:
+        return DEFAULT_PENDING;
     default:
         return DEFAULT_HEAP;
     }
