@@ -14,10 +14,17 @@ bool gs_lazy_loading(void);
 uint64_t gs_free_now(void);
 /* Charge what was taken since `before` beyond `charged`: `more` bytes, perhaps 0. */
 CUresult gs_charge_measured(uint64_t before, uint64_t charged, uint64_t *more);
-/* A launch, or anything else that takes a kernel of a library for a function of this context: the
- * library is loaded there by it. Other functions pass. */
-CUresult gs_kernel_used(const void *function);
-/* The same for a library. */
-CUresult gs_library_used(CUlibrary library);
+/* Around a call that may load a library into the current context. */
+struct gs_use {
+    CUlibrary library;
+    bool measure; /* its image could not be read */
+    bool loads;   /* after this call it is loaded for sure */
+    uint64_t before, key;
+};
+CUresult gs_library_use_begin(struct gs_use *use, CUlibrary library, bool loads);
+/* For whatever takes a kernel of a library where a function is expected; other functions pass. */
+CUresult gs_kernel_use_begin(struct gs_use *use, const void *function);
+/* CUDA_ERROR_OUT_OF_MEMORY: it was too large, and is unloaded. */
+CUresult gs_library_use_end(struct gs_use *use, CUresult result);
 
 #endif

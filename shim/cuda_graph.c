@@ -319,27 +319,33 @@ GS_EXPORT CUresult CUDAAPI cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph gra
     return real(node, graph, after, n, params);
 }
 
-static CUresult kernel_of(const CUgraphNodeParams *params) {
+static CUresult kernel_of(struct gs_use *use, const CUgraphNodeParams *params) {
+    *use = (struct gs_use){0};
     if (!params || params->type != CU_GRAPH_NODE_TYPE_KERNEL)
         return CUDA_SUCCESS;
-    return gs_kernel_used(params->kernel.func ? (void *)params->kernel.func
-                                              : (void *)params->kernel.kern);
+    return gs_kernel_use_begin(use, params->kernel.func ? (void *)params->kernel.func
+                                                        : (void *)params->kernel.kern);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphAddNode(CUgraphNode *node, CUgraph graph,
                                           const CUgraphNode *after, size_t n,
                                           CUgraphNodeParams *params) {
     GS_NEED(real, cuGraphAddNode);
-    CUresult result = kernel_of(params);
-    return result == CUDA_SUCCESS ? real(node, graph, after, n, params) : result;
+    struct gs_use use;
+    CUresult result = kernel_of(&use, params);
+    return result == CUDA_SUCCESS ? gs_library_use_end(&use, real(node, graph, after, n, params))
+                                  : result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphAddNode_v2(CUgraphNode *node, CUgraph graph,
                                              const CUgraphNode *after, const CUgraphEdgeData *edges,
                                              size_t n, CUgraphNodeParams *params) {
     GS_NEED(real, cuGraphAddNode_v2);
-    CUresult result = kernel_of(params);
-    return result == CUDA_SUCCESS ? real(node, graph, after, edges, n, params) : result;
+    struct gs_use use;
+    CUresult result = kernel_of(&use, params);
+    return result == CUDA_SUCCESS
+               ? gs_library_use_end(&use, real(node, graph, after, edges, n, params))
+               : result;
 }
 
 /* A child graph of an executable graph was replaced: what both need is the bound. */

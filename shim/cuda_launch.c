@@ -3,8 +3,9 @@
 #include "code.h"
 
 #define GS_WITH(function, ...) \
-    CUresult result = gs_kernel_used(function); \
-    return result == CUDA_SUCCESS ? real(__VA_ARGS__) : result
+    struct gs_use use; \
+    CUresult result = gs_kernel_use_begin(&use, function); \
+    return result == CUDA_SUCCESS ? gs_library_use_end(&use, real(__VA_ARGS__)) : result
 
 GS_EXPORT CUresult CUDAAPI cuLaunchKernel(CUfunction f, unsigned int gx, unsigned int gy,
                                           unsigned int gz, unsigned int bx, unsigned int by,

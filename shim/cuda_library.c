@@ -15,18 +15,15 @@ static uint64_t loaded_key(CUlibrary library, CUcontext context) {
     return key & (UINT64_MAX >> 1) ? key & (UINT64_MAX >> 1) : 1;
 }
 
-struct use {
-    bool measure;
-    uint64_t before, key;
-};
+#define UNMEASURED UINT64_C(1) /* in gs_loaded, beside the library's handle */
 
 /* Charge a library in the current context, once. A kernel handle may be launched as it is, and then
  * loads its library: so handing one out is the first use. */
-static CUresult use_begin(struct use *use, CUlibrary library) {
+CUresult gs_library_use_begin(struct gs_use *use, CUlibrary library, bool loads) {
     struct gs_entry known, entry;
     struct gs_charge charge;
     struct gs_here here;
-    use->measure = false;
+    *use = (struct gs_use){.library = library, .loads = loads};
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     if (!gs_map_get(&libraries, key_of(library), &known) || known.extra == 0)
@@ -35,9 +32,12 @@ static CUresult use_begin(struct use *use, CUlibrary library) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     if (!gs_here(&here))
         return CUDA_SUCCESS;
-    uint64_t key = loaded_key(library, here.context);
-    if (gs_map_get(&gs_loaded, key, &entry))
+    use->key = loaded_key(library, here.context);
+    if (gs_map_get(&gs_loaded, use->key, &entry)) {
+        use->measure = entry.extra & UNMEASURED;
+        use->before = use->measure ? gs_free_now() : 0;
         return CUDA_SUCCESS;
+    }
     bool unread = known.extra & GS_UNREAD;
     uint64_t before = unread ? gs_free_now() : 0;
     CUresult result = gs_charge_begin(&charge, known.extra & ~GS_UNREAD);
@@ -47,27 +47,31 @@ static CUresult use_begin(struct use *use, CUlibrary library) {
                               .context = key_of(here.context),
                               .dev = charge.dev,
                               .kind = GS_KIND_WHOLE,
-                              .extra = key_of(library)};
+                              .extra = key_of(library) | (unread ? UNMEASURED : 0)};
     gs_lock(&gs_self()->lock_context);
-    bool raced = gs_map_get(&gs_loaded, key, &known);
-    bool kept = !raced && gs_map_put(&gs_loaded, key, &entry);
+    bool raced = gs_map_get(&gs_loaded, use->key, &known);
+    bool kept = !raced && gs_map_put(&gs_loaded, use->key, &entry);
     gs_unlock(&gs_self()->lock_context);
     if (!kept)
         gs_charge_abort(&charge);
-    *use = (struct use){.measure = kept && unread, .before = before, .key = key};
+    use->measure = kept && unread;
+    use->before = before;
     return raced || kept ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 static void forget_uses(CUlibrary library);
 
 /* Too large: it goes, and its handle is remembered, so that the program may still unload it. */
-static CUresult use_end(struct use *use, CUresult result, CUlibrary library) {
+CUresult gs_library_use_end(struct gs_use *use, CUresult result) {
+    CUlibrary library = use->library;
     struct gs_entry entry;
     uint64_t more;
     if (!use->measure || !gs_map_take(&gs_loaded, use->key, &entry))
         return result;
     if (gs_charge_measured(use->before, entry.bytes, &more) == CUDA_SUCCESS) {
         entry.bytes += more;
+        if (more || (use->loads && result == CUDA_SUCCESS))
+            entry.extra &= ~UNMEASURED;
         gs_map_put(&gs_loaded, use->key, &entry);
         return result;
     }
@@ -81,15 +85,10 @@ static CUresult use_end(struct use *use, CUresult result, CUlibrary library) {
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-CUresult gs_library_used(CUlibrary library) {
-    struct use use;
-    return use_begin(&use, library);
-}
-
-#define GS_USE(library, ...) \
-    struct use use; \
-    CUresult result = use_begin(&use, library); \
-    return result == CUDA_SUCCESS ? use_end(&use, real(__VA_ARGS__), library) : result
+#define GS_USE(loads, library, ...) \
+    struct gs_use use; \
+    CUresult result = gs_library_use_begin(&use, library, loads); \
+    return result == CUDA_SUCCESS ? gs_library_use_end(&use, real(__VA_ARGS__)) : result
 
 /* The image of a library that is too large to be counted is as good as unread. */
 static CUresult library_loaded(CUresult result, const CUlibrary *library, struct gs_image image) {
@@ -116,7 +115,7 @@ static CUresult room_for(uint64_t bytes, struct gs_charge *charge) {
 #define GS_LIBRARY(read, ...) \
     struct gs_image image = read; \
     struct gs_charge room; \
-    struct use use; \
+    struct gs_use use; \
     CUresult result = room_for(image.bytes, &room); \
     if (result != CUDA_SUCCESS) \
         return result; \
@@ -124,10 +123,10 @@ static CUresult room_for(uint64_t bytes, struct gs_charge *charge) {
     result = library_loaded(real(__VA_ARGS__), library, image); \
     bool eager = result == CUDA_SUCCESS && library && !gs_lazy_loading(); \
     gs_charge_abort(&room); \
-    if (!eager || use_begin(&use, *library) != CUDA_SUCCESS) \
+    if (!eager || gs_library_use_begin(&use, *library, true) != CUDA_SUCCESS) \
         return result; \
     use.before = before; \
-    return use_end(&use, result, *library)
+    return gs_library_use_end(&use, result)
 
 GS_EXPORT CUresult CUDAAPI cuLibraryLoadData(CUlibrary *library, const void *code,
                                              CUjit_option *jit, void **jitv, unsigned int njit,
@@ -146,7 +145,7 @@ GS_EXPORT CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary *library, const char 
 
 static bool of_library(uint64_t key, const struct gs_entry *entry, void *arg) {
     (void)key;
-    return entry->extra == key_of(arg);
+    return (entry->extra & ~UNMEASURED) == key_of(arg);
 }
 
 static void unloaded(uint64_t key, const struct gs_entry *entry, void *arg) {
@@ -181,10 +180,10 @@ GS_EXPORT CUresult CUDAAPI cuLibraryGetKernel(CUkernel *pKernel, CUlibrary libra
                                               const char *name) {
     GS_NEED(real, cuLibraryGetKernel);
     struct gs_entry entry = {.extra = key_of(library)}, known;
-    struct use use;
-    CUresult result = use_begin(&use, library);
+    struct gs_use use;
+    CUresult result = gs_library_use_begin(&use, library, false);
     if (result == CUDA_SUCCESS)
-        result = use_end(&use, real(pKernel, library, name), library);
+        result = gs_library_use_end(&use, real(pKernel, library, name));
     if (result == CUDA_SUCCESS && pKernel && !gs_map_get(&kernels, key_of(*pKernel), &known)) {
         gs_map_put(&kernels, key_of(*pKernel), &entry);
         atomic_fetch_add(&kernels_known, 1);
@@ -195,10 +194,10 @@ GS_EXPORT CUresult CUDAAPI cuLibraryGetKernel(CUkernel *pKernel, CUlibrary libra
 GS_EXPORT CUresult CUDAAPI cuLibraryEnumerateKernels(CUkernel *out, unsigned int n, CUlibrary lib) {
     GS_NEED(real, cuLibraryEnumerateKernels);
     struct gs_entry entry = {.extra = key_of(lib)}, known;
-    struct use use;
-    CUresult result = use_begin(&use, lib);
+    struct gs_use use;
+    CUresult result = gs_library_use_begin(&use, lib, false);
     if (result == CUDA_SUCCESS)
-        result = use_end(&use, real(out, n, lib), lib);
+        result = gs_library_use_end(&use, real(out, n, lib));
     for (unsigned i = 0; result == CUDA_SUCCESS && out && i < n && out[i]; i++) {
         if (gs_map_get(&kernels, key_of(out[i]), &known))
             continue;
@@ -210,32 +209,33 @@ GS_EXPORT CUresult CUDAAPI cuLibraryEnumerateKernels(CUkernel *out, unsigned int
 
 GS_EXPORT CUresult CUDAAPI cuLibraryGetModule(CUmodule *pMod, CUlibrary library) {
     GS_NEED(real, cuLibraryGetModule);
-    GS_USE(library, pMod, library);
+    GS_USE(false, library, pMod, library);
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
                                               const char *name) {
     GS_NEED(real, cuLibraryGetGlobal);
-    GS_USE(library, dptr, bytes, library, name);
+    GS_USE(true, library, dptr, bytes, library, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryGetManaged(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
                                                const char *name) {
     GS_NEED(real, cuLibraryGetManaged);
-    GS_USE(library, dptr, bytes, library, name);
+    GS_USE(true, library, dptr, bytes, library, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryGetUnifiedFunction(void **fptr, CUlibrary library,
                                                        const char *symbol) {
     GS_NEED(real, cuLibraryGetUnifiedFunction);
-    GS_USE(library, fptr, library, symbol);
+    GS_USE(true, library, fptr, library, symbol);
 }
 
 /* Another context than the one in which the kernel was asked for: loaded there as well. */
-CUresult gs_kernel_used(const void *function) {
+CUresult gs_kernel_use_begin(struct gs_use *use, const void *function) {
+    *use = (struct gs_use){0};
     struct gs_entry entry;
     if (atomic_load_explicit(&kernels_known, memory_order_relaxed) == 0 ||
         !gs_map_get(&kernels, key_of(function), &entry))
         return CUDA_SUCCESS;
-    return gs_library_used((CUlibrary)(uintptr_t)entry.extra);
+    return gs_library_use_begin(use, (CUlibrary)(uintptr_t)entry.extra, true);
 }
