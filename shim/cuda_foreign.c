@@ -1,29 +1,118 @@
 /* Memory that another process, or another API, allocated and this one only opens: charged where it
- * was allocated. It gets no entry here, so that freeing or closing it gives nothing back. */
+ * was allocated, as long as it is there (share.c). Freeing or closing it gives nothing back here.
+ */
+#include <sys/stat.h>
+
 #include "pool.h"
+
+static struct gs_map exported; /* address of an allocation -> extra = row */
+static struct gs_map opened;   /* address here -> extra = row | times it was opened << 32 */
+static _Atomic uint64_t exports;
+
+/* ---- by IPC handle: names a whole allocation --------------------------------------------------
+ */
+
+GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr dptr) {
+    GS_NEED(real, cuIpcGetMemHandle);
+    __typeof__(&cuMemGetAddressRange_v2) range = GS_REAL(cuMemGetAddressRange_v2);
+    struct gs_entry entry, known;
+    CUdeviceptr base;
+    size_t bytes;
+    if (!gs_slot())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    CUresult result = real(handle, dptr);
+    if (result != CUDA_SUCCESS || !handle || !range || range(&base, &bytes, dptr) != CUDA_SUCCESS ||
+        !gs_map_get(&gs_memory, base, &entry))
+        return result;
+    gs_lock(&gs_self()->lock_vmm);
+    if (!gs_map_get(&exported, base, &known)) {
+        uint64_t id = gs_share_id(handle, sizeof(*handle));
+        int row = gs_share_add(id, false, entry.dev, gs_round_up(bytes, GS_BLOCK));
+        known = (struct gs_entry){.extra = (uint64_t)(unsigned)row};
+        if (gs_map_put(&exported, base, &known))
+            atomic_fetch_add(&exports, 1);
+        else
+            result = CUDA_ERROR_OUT_OF_MEMORY; /* what cannot be followed is not shared */
+    }
+    gs_unlock(&gs_self()->lock_vmm);
+    return result;
+}
+
+bool gs_share_address_freed(uint64_t address) {
+    struct gs_entry entry;
+    if (atomic_load_explicit(&exports, memory_order_relaxed) == 0 ||
+        !gs_map_take(&exported, address, &entry))
+        return true;
+    atomic_fetch_sub(&exports, 1);
+    if ((int)entry.extra < 0)
+        return false;
+    gs_share_freed((int)entry.extra);
+    return true;
+}
+
+static CUresult open_handle(CUresult (*real)(CUdeviceptr *, CUipcMemHandle, unsigned int),
+                            CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags) {
+    struct gs_entry entry;
+    if (!gs_slot())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    int row = gs_share_add(gs_share_id(&handle, sizeof(handle)), true, 0, 0);
+    CUresult result = real(out, handle, flags);
+    if (result != CUDA_SUCCESS || !out) {
+        gs_share_closed(row);
+        return result;
+    }
+    gs_lock(&gs_self()->lock_vmm);
+    bool again = gs_map_take(&opened, *out, &entry);
+    if (again)
+        entry.extra += UINT64_C(1) << 32;
+    else
+        entry = (struct gs_entry){.extra = (uint64_t)(unsigned)row | UINT64_C(1) << 32};
+    gs_map_put(&opened, *out, &entry); /* without memory the row stays until the process ends */
+    gs_unlock(&gs_self()->lock_vmm);
+    if (again)
+        gs_share_closed(row);
+    return result;
+}
 
 GS_EXPORT CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                               unsigned int flags) {
     GS_NEED(real, cuIpcOpenMemHandle);
-    return gs_slot() ? real(pdptr, handle, flags) : CUDA_ERROR_NOT_INITIALIZED;
+    return open_handle(real, pdptr, handle, flags);
 }
 
 GS_EXPORT CUresult CUDAAPI cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                                  unsigned int flags) {
     GS_NEED(real, cuIpcOpenMemHandle_v2);
-    return gs_slot() ? real(pdptr, handle, flags) : CUDA_ERROR_NOT_INITIALIZED;
+    return open_handle(real, pdptr, handle, flags);
 }
 
 GS_EXPORT CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr dptr) {
     GS_NEED(real, cuIpcCloseMemHandle);
-    return real(dptr);
+    struct gs_entry entry;
+    CUresult result = real(dptr);
+    if (result != CUDA_SUCCESS || !gs_slot())
+        return result;
+    gs_lock(&gs_self()->lock_vmm);
+    bool last = gs_map_take(&opened, dptr, &entry);
+    if (last && (entry.extra -= UINT64_C(1) << 32) >> 32) {
+        gs_map_put(&opened, dptr, &entry);
+        last = false;
+    }
+    gs_unlock(&gs_self()->lock_vmm);
+    if (last)
+        gs_share_closed((int)(uint32_t)entry.extra);
+    return result;
 }
 
-GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle,
-                                                          void *osHandle,
-                                                          CUmemAllocationHandleType type) {
-    GS_NEED(real, cuMemImportFromShareableHandle);
-    return gs_slot() ? real(handle, osHandle, type) : CUDA_ERROR_NOT_INITIALIZED;
+/* ---- by descriptor: the same file in both processes. A driver whose descriptors are all one file
+ * makes of them one class: what was freed counts until all of the class are closed ------------- */
+
+uint64_t gs_share_id_of_file(int fd) {
+    struct stat st;
+    if (fstat(fd, &st) != 0)
+        return 0;
+    uint64_t name[2] = {st.st_dev, st.st_ino};
+    return gs_share_id(name, sizeof(name));
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemPoolImportFromShareableHandle(CUmemoryPool *pool, void *handle,

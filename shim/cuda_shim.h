@@ -92,6 +92,13 @@ void gs_drop_end(struct gs_dropped *dropped, bool gone);
         result_; \
     })
 
+/* ---- cuda_foreign.c: memory that others may have open (share.c) ----------------------------- */
+
+/* False: nobody can tell when it is closed, so it stays charged. */
+bool gs_share_address_freed(uint64_t address);
+/* 0 when it is no file. */
+uint64_t gs_share_id_of_file(int fd);
+
 /* ---- cuda_pool.c --------------------------------------------------------------------------- */
 
 /* Ask the driver what this process's pools hold on a device, and charge that. */

@@ -10,6 +10,9 @@ struct physical {
     int dev;
     uint32_t uses; /* handles not released + mappings + bindings */
     uint32_t refs; /* handles only: 0 = the driver may give its number to another */
+    int row;       /* in share.c */
+    bool exported; /* without a row it stays charged */
+    bool foreign;  /* another process's */
 };
 
 /* A mapping, a sparse tile or a multicast binding: a use of memory that has no handle of its own.
@@ -41,7 +44,12 @@ static struct physical *of_handle(CUmemGenericAllocationHandle handle) {
 static void put_use(struct physical *memory) {
     if (--memory->uses)
         return;
-    gs_release(memory->dev, memory->bytes);
+    if (memory->foreign)
+        gs_share_closed(memory->row);
+    else if (memory->row >= 0)
+        gs_share_freed(memory->row);
+    if (!memory->exported || memory->row >= 0)
+        gs_release(memory->dev, memory->bytes);
     free(memory);
 }
 
@@ -146,7 +154,7 @@ static CUresult created(struct gs_charge *charge, CUresult result,
             gs_charge_abort(charge);
         return result; /* without memory for a record the charge stays */
     }
-    *memory = (struct physical){charge->bytes, charge->dev, 1, 1};
+    *memory = (struct physical){charge->bytes, charge->dev, 1, 1, -1, false, false};
     struct gs_entry entry = {.extra = (uintptr_t)memory, .dev = charge->dev};
     lock();
     gs_map_put(&handles, *handle, &entry);
@@ -189,6 +197,60 @@ GS_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
         gs_map_put(&handles, handle, &entry);
     }
     unlock();
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *out,
+                                                        CUmemGenericAllocationHandle handle,
+                                                        CUmemAllocationHandleType type,
+                                                        unsigned long long flags) {
+    GS_NEED(real, cuMemExportToShareableHandle);
+    CUresult result = real(out, handle, type, flags);
+    if (result != CUDA_SUCCESS || !gs_slot() || !out ||
+        type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        return result;
+    uint64_t id = gs_share_id_of_file(*(int *)out);
+    lock();
+    struct physical *memory = of_handle(handle);
+    if (memory && !memory->foreign && !memory->exported) {
+        memory->row = gs_share_add(id, false, memory->dev, memory->bytes);
+        memory->exported = true;
+    }
+    unlock();
+    return result;
+}
+
+/* An import is followed as one's own memory is, with a charge of 0: until handles and mappings are
+ * gone. */
+GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle,
+                                                          void *osHandle,
+                                                          CUmemAllocationHandleType type) {
+    GS_NEED(real, cuMemImportFromShareableHandle);
+    if (!gs_slot())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        return real(handle, osHandle, type);
+    uint64_t id = gs_share_id_of_file((int)(intptr_t)osHandle);
+    int row = id ? gs_share_add(id, true, 0, 0) : -1;
+    struct physical *fresh = calloc(1, sizeof(*fresh));
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (fresh)
+        result = real(handle, osHandle, type);
+    lock();
+    struct physical *memory = result == CUDA_SUCCESS && handle ? of_handle(*handle) : NULL;
+    if (memory) { /* imported before, or exported here: the same handle again */
+        memory->refs++;
+        memory->uses++;
+    } else if (result == CUDA_SUCCESS && handle && id) {
+        *fresh = (struct physical){0, GS_NO_DEV, 1, 1, row, false, true};
+        struct gs_entry entry = {.extra = (uintptr_t)fresh, .dev = GS_NO_DEV};
+        gs_map_put(&handles, *handle, &entry);
+        fresh = NULL;
+        row = -1;
+    }
+    unlock();
+    gs_share_closed(row);
+    free(fresh);
     return result;
 }
 

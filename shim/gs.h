@@ -3,6 +3,7 @@
  *   region   the two shared files, validated and mapped           region.c
  *   slot     this process's slot in the usage file                slot.c
  *   quota    reserve, release and read, per device                quota.c
+ *   share    memory that several processes hold                share.c
  *   map      key -> entry, lock-free                              map.c
  *   blocks   how many allocations touch a 2 MiB block             blocks.c
  *   charge   an allocation's charge, from call to free            charge.c
@@ -97,6 +98,24 @@ unsigned gs_processes(int dev, void (*each)(uint32_t pid, uint64_t bytes, void *
 static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
     return bytes >= GS_NO_BYTES ? GS_NO_BYTES : (bytes + unit - 1) / unit * unit;
 }
+
+/* ---- share.c -------------------------------------------------------------------------- */
+
+/* A slot whose process is alive. */
+bool gs_alive(const struct gs_slot *slot);
+/* A row for memory that this process exports (`bytes` on `dev`) or opens. -1 when there is none: an
+ * export must then stay charged for the life of the process; for an opening all is seen to. */
+int gs_share_add(uint64_t id, bool import, int dev, uint64_t bytes);
+/* The memory was freed here. The container is charged for it from now on while somebody has it
+ * open; the caller gives its own charge up afterwards. */
+void gs_share_freed(int row);
+/* Closed here, or never opened after all. */
+void gs_share_closed(int row);
+/* Bytes that are charged to nobody, since whoever exported them has freed them or died. `surely`:
+ * only what somebody alive has open. */
+uint64_t gs_share_orphans(const struct gs_usage *usage, int dev, bool surely);
+/* An id of these bytes, never 0. */
+uint64_t gs_share_id(const void *name, size_t size);
 
 /* ---- map.c ---------------------------------------------------------------------------- */
 

@@ -14,7 +14,7 @@ uint64_t gs_limit(int dev) {
 }
 
 /* Alive: its parked thread is, and it has finished claiming (see gpushare_abi.h). */
-static bool alive(const struct gs_slot *slot) {
+bool gs_alive(const struct gs_slot *slot) {
     uint32_t tid = __atomic_load_n(&slot->owner, __ATOMIC_SEQ_CST) & GS_TID_MASK;
     return tid != 0 && __atomic_load_n(&slot->live, __ATOMIC_SEQ_CST) == tid;
 }
@@ -30,12 +30,15 @@ static uint64_t sum(const struct gs_usage *usage, int dev, bool living_only) {
     for (uint32_t i = 0; i < high; i++) {
         const struct gs_slot *slot = &usage->slot[i];
         uint64_t bytes = __atomic_load_n(&slot->bytes[dev], __ATOMIC_SEQ_CST);
-        if (bytes == 0 || (living_only && !alive(slot)))
+        if (bytes == 0 || (living_only && !gs_alive(slot)))
             continue;
         if (__builtin_add_overflow(total, bytes, &total))
             return UINT64_MAX;
     }
-    return total;
+    if (__builtin_expect(__atomic_load_n(&usage->shares_used, __ATOMIC_SEQ_CST) == 0, 1))
+        return total;
+    uint64_t orphans = gs_share_orphans(usage, dev, living_only);
+    return total + orphans < total ? UINT64_MAX : total + orphans;
 }
 
 uint64_t gs_used(int dev) {
@@ -117,7 +120,7 @@ unsigned gs_processes(int dev, void (*each)(uint32_t pid, uint64_t bytes, void *
     for (uint32_t i = 0; i < high; i++) {
         const struct gs_slot *slot = &view->usage->slot[i];
         uint64_t bytes = __atomic_load_n(&slot->bytes[dev], __ATOMIC_SEQ_CST);
-        if (bytes == 0 || !alive(slot))
+        if (bytes == 0 || !gs_alive(slot))
             continue;
         found++;
         if (each)

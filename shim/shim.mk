@@ -7,7 +7,7 @@
 #
 # A name that symbols.tsv calls intercepted and that has no wrapper fails the link.
 
-SHIM_COMMON := quota.c real.c region.c slot.c
+SHIM_COMMON := quota.c real.c region.c share.c slot.c
 SHIM_CUDA_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(filter-out $(addprefix shim/,$(SHIM_COMMON)) $(wildcard shim/nvml_*.c),$(wildcard shim/*.c)))
 SHIM_NVML_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(wildcard shim/nvml_*.c))
 

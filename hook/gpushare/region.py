@@ -73,6 +73,11 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("reserved", "40x"),
         ("bytes", f"{MAX_DEVICES}Q"),
     ),
+    "gs_share": (
+        ("id", "Q"),
+        ("owner", "Q"),
+        ("what", "Q"),
+    ),
     "gs_usage": (
         ("magic", "Q"),
         ("version", "I"),
@@ -83,7 +88,9 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("slots_high", "I"),
         ("warnings", "I"),
         ("refused", f"{MAX_DEVICES}Q"),
-        ("reserved", "3928x"),
+        ("shares_used", "8x"),
+        ("share", f"{160 * 24}x"),
+        ("reserved", "80x"),
         ("slot", f"{MAX_SLOTS * 192}x"),
     ),
 }

@@ -78,6 +78,20 @@ struct gs_slot {
     uint64_t bytes[GS_MAX_DEVICES]; /* charged by this process, per device slot */
 };
 
+/* Memory of one process that others may open: an export is a row, and so is each opening of it.
+ * Claimed by its owner word; in use while id is not 0. A row of a process that is gone can be
+ * claimed by anybody, unless it is an export that somebody alive still has open. */
+struct gs_share {
+    uint64_t id;    /* of the memory, the same in all processes */
+    uint64_t owner; /* slot index | GS_SHARE_* | the slot's generation << 32 */
+    uint64_t what;  /* device slot << 56 | bytes */
+};
+#define GS_MAX_SHARES 160u
+#define GS_SHARE_IMPORT (1u << 30)
+#define GS_SHARE_ORPHAN (1u << 31) /* the exporter has freed it, somebody has it open */
+#define GS_SHARE_SLOT 0xffffu
+#define GS_SHARES_LOST 2u /* openings went unrecorded: all exports count as open */
+
 struct gs_usage {
     uint64_t magic;
     uint32_t version;
@@ -88,7 +102,9 @@ struct gs_usage {
     uint32_t slots_high;              /* no slot at or above this index was ever used */
     uint32_t warnings;                /* enum gs_warning bits, for doctor */
     uint64_t refused[GS_MAX_DEVICES]; /* allocations refused, per device; information only */
-    uint8_t reserved[3928];
+    uint64_t shares_used;             /* 0: no row was ever claimed; or with GS_SHARES_LOST */
+    struct gs_share share[GS_MAX_SHARES];
+    uint8_t reserved[80];
     struct gs_slot slot[GS_MAX_SLOTS];
 };
 
@@ -135,6 +151,11 @@ GS_AT(gs_slot, reserved, 24);
 GS_AT(gs_slot, bytes, 64);
 _Static_assert(sizeof(struct gs_slot) == 192, "gs_slot");
 
+GS_AT(gs_share, id, 0);
+GS_AT(gs_share, owner, 8);
+GS_AT(gs_share, what, 16);
+_Static_assert(sizeof(struct gs_share) == 24, "gs_share");
+
 GS_AT(gs_usage, magic, 0);
 GS_AT(gs_usage, version, 8);
 GS_AT(gs_usage, size, 12);
@@ -144,7 +165,9 @@ GS_AT(gs_usage, nonce, 24);
 GS_AT(gs_usage, slots_high, 32);
 GS_AT(gs_usage, warnings, 36);
 GS_AT(gs_usage, refused, 40);
-GS_AT(gs_usage, reserved, 168);
+GS_AT(gs_usage, shares_used, 168);
+GS_AT(gs_usage, share, 176);
+GS_AT(gs_usage, reserved, 4016);
 GS_AT(gs_usage, slot, 4096);
 _Static_assert(sizeof(struct gs_usage) == 49 * 4096, "gs_usage");
 #endif

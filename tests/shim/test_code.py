@@ -12,7 +12,8 @@ import struct
 LZ4, ZSTD = 0x2000, 0x8000
 
 def fatbin(kind, body, flags=0, plain=0):
-    head = struct.pack("<HHIQIIHHIIIQQQ", kind, 1, 72, len(body), len(body), 0, 0, 8, 86, 0, 0, flags, 0, plain)
+    sizes = 72, len(body), len(body)
+    head = struct.pack("<HHIQIIHHIIIQQQ", kind, 1, *sizes, 0, 0, 8, 86, 0, 0, flags, 0, plain)
     assert len(head) == 64
     head += bytes(8)
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(head) + len(body)) + head + body
@@ -37,7 +38,8 @@ def elf(nobits):
     return head + null + section + bytes(64)
 
 def ptx(declaration):
-    return f".version 7.0\n.target sm_70\n.address_size 64\n{declaration}\n.visible .entry k() {{ ret; }}\n".encode() + b"\0"
+    head = ".version 7.0\n.target sm_70\n.address_size 64\n"
+    return f"{head}{declaration}\n.visible .entry k() {{ ret; }}\n".encode() + b"\0"
 
 def load(image):
     module, function = c_void_p(), c_void_p()
