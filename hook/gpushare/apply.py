@@ -89,9 +89,9 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
                 _make_point_in_source(op, plan.ops[:index])
             trees[index] = _detached_copy(op)
             applied._trees.append(trees[index])
-    host_devices = frozenset(entry.device for entry in mountns.read_mounts())
+    host_mounts = mountns.read_mounts()
     root_fd = rootfs.open_root(bundle, pid)
-    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, host_devices)
+    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, host_mounts)
     root.keep(root_fd)
     applied._namespace.require_alive()
     with applied._namespace:

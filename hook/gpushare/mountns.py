@@ -50,6 +50,17 @@ def read_mounts(pid: str = "self") -> list[MountEntry]:
     return entries
 
 
+def host_path(entry: MountEntry, host_mounts: list[MountEntry]) -> str:
+    """Where the host sees what `entry` (of a container) shows; "" when the host has not mounted that file system.
+    When it has mounted only other parts of it, the path is one inside the file system, after its source."""
+    same = [mount for mount in host_mounts if mount.device == entry.device]
+    for mount in sorted(same, key=lambda one: -len(one.root)):
+        above = mount.root.rstrip("/")
+        if entry.root == mount.root or entry.root.startswith(above + "/"):
+            return (mount.point.rstrip("/") + entry.root[len(above) :]).rstrip("/") or "/"
+    return f"{entry.source}:{entry.root}" if same else ""
+
+
 def container_owner(pid: int) -> tuple[int, int]:
     """(uid, gid) on the host of the container's root: what files that we create in its root must belong to."""
     ids = []

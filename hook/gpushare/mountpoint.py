@@ -72,14 +72,14 @@ def _create(dir_fd: int, name: str, kind: str) -> None:
 class Root:
     """A container's root while a plan is applied to it: where things go, and how to take each one back."""
 
-    def __init__(self, fd: int, owner: tuple[int, int], host_devices: frozenset[str]) -> None:
+    def __init__(self, fd: int, owner: tuple[int, int], host_mounts: list[mountns.MountEntry]) -> None:
         self.fd = fd
         self.owner = owner
         self.mount_id = inroot.mount_id(fd)
         self.undo: list[Callable[[], None]] = []
         self.notes: list[str] = []
         self._fds: list[int] = []
-        self._host_devices = host_devices  # superblocks that the host has mounted too
+        self._host_mounts = host_mounts
         self._own_mounts: set[int] = set()
         self._quiet: set[int] = set()  # mounts that are known not to propagate
 
@@ -262,11 +262,12 @@ class Root:
         if mount_id == self.mount_id or mount_id in self._own_mounts:
             return
         entry = self._entry(mount_id)
-        if entry is not None and entry.device in self._host_devices:
+        host_path = mountns.host_path(entry, self._host_mounts) if entry is not None else ""
+        if entry is not None and host_path:
             point = entry.point
             prefix = os.readlink(f"/proc/self/fd/{self.fd}").rstrip("/")
             point = point[len(prefix) :] if point.startswith(prefix + "/") else point
             raise KernelError(
-                f"{path!r} would be created in the volume at {point!r} (host: {entry.source!r}, {entry.root!r})",
+                f"{path!r} would be created in the volume at {point!r} (on the host: {host_path!r})",
                 "mount the volume elsewhere, or create an empty file there",
             )
