@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import cgroup, mountns
+from gpushare import apply, cgroup, mountns
 from gpushare.errors import KernelError
+from gpushare.ops import DeviceRule, Plan
 
 from tests.e2e import device_matrix, ns_util
 from tests.e2e.device_matrix import GRANTED, View, allow, matrix
@@ -94,6 +95,23 @@ def test_undo_and_revoke(view: View, container: Container) -> None:
     assert matrix(runc, rootfs) != before
     view.run(lambda: cgroup.revoke(pid, GRANTED))
     assert matrix(runc, rootfs) == before
+
+
+def test_the_undo_of_a_plan_takes_access_back(view: View, container: Container) -> None:
+    pid = container[2]
+    before = device_list(view, pid)
+    plan = Plan("test", tuple(DeviceRule(*device) for device in GRANTED))
+
+    def body() -> list[str]:
+        applied = apply.apply(plan, ns_util.bundle("/"), pid)
+        with open(cgroup.find_cgroups(pid)[0] + "/devices.list") as rules:
+            granted = rules.read().splitlines()
+        applied.undo()
+        return granted
+
+    granted = view.run(body)
+    assert set(granted) - set(before) == {f"c {major}:{minor} rw" for major, minor in GRANTED}
+    assert device_list(view, pid) == before
 
 
 def test_undo_keeps_what_was_allowed_before(view: View, container: Container) -> None:
