@@ -17,7 +17,8 @@
 #define MADV_WIPEONFORK 18
 #endif
 #define PAGE 4096
-#define STACK_BYTES (128u << 10)
+#define STACK_BYTES ((size_t)128 << 10)
+#define STACK_BYTES_MAX ((size_t)2 << 30)
 
 _Atomic(struct gs_self *) gs_self_page;
 
@@ -141,18 +142,23 @@ static void *park(void *arg) {
 }
 
 /* Started with every signal blocked, so none of the program's handlers ever runs on it; the C
- * library's own two (setuid, cancellation) stay open, as pthread_sigmask sees to. */
+ * library's own two (setuid, cancellation) stay open, as pthread_sigmask sees to. The C library
+ * takes the program's thread-local variables out of the stack, so a program with many of them
+ * needs a larger one; what is never touched costs no memory. */
 static bool start(struct parked *p) {
     pthread_attr_t attr;
     sigset_t all, before;
     pthread_t thread;
+    int rc = EINVAL;
     if (pthread_attr_init(&attr) != 0)
         return false;
-    pthread_attr_setstacksize(&attr, STACK_BYTES);
     pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int rc = pthread_create(&thread, &attr, park, p);
+    for (size_t bytes = STACK_BYTES; rc == EINVAL && bytes <= STACK_BYTES_MAX; bytes *= 4) {
+        pthread_attr_setstacksize(&attr, bytes);
+        rc = pthread_create(&thread, &attr, park, p);
+    }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attr);
     return rc == 0;

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import subprocess
 import textwrap
+from pathlib import Path
 
 import pytest
 
-from tests.shim.box import CONTEXT_BYTES, GIB, Box
+from tests.shim.box import CONTEXT_BYTES, GIB, TREE, Box
 from tests.shim.inside import MIB, PRELUDE, peak, run
 
 
@@ -144,6 +145,21 @@ def test_a_thousand_and_more_processes_at_once() -> None:
     """
     with Box([GIB]) as box:
         assert run(box, program) == ["{0}", "0", "0"]
+
+
+@pytest.mark.parametrize("kib", [64, 1024, 65536])
+def test_a_program_with_large_thread_local_variables(tmp_path: Path, kib: int) -> None:
+    """They come out of each thread's stack, also out of the one that holds the slot."""
+    source = tmp_path / "large.c"
+    source.write_text(
+        f"static __thread volatile char large[{kib} << 10];\n"
+        "int cuInit(unsigned int flags);\n"
+        "int main(void) { large[0] = 1; return cuInit(0); }\n"
+    )
+    driver = next((TREE / "build" / "sim").glob("libcuda.so.*"))
+    subprocess.run(["gcc", "-o", tmp_path / "large", source, driver], check=True)
+    with Box([GIB]) as box:
+        assert box.run([str(tmp_path / "large")]).returncode == 0
 
 
 def test_signals_and_umask_are_the_programs_own() -> None:
