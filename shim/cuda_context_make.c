@@ -145,32 +145,56 @@ static uint64_t limit_bytes(size_t value, uint64_t unit) {
     return gs_round_up(__builtin_mul_overflow(value, unit, &bytes) ? UINT64_MAX : bytes, GS_BLOCK);
 }
 
-/* The defaults are part of context_bytes; what is beyond them is charged with the context. */
-GS_EXPORT CUresult CUDAAPI cuCtxSetLimit(CUlimit limit, size_t value) {
-    GS_NEED(real, cuCtxSetLimit);
+static uint64_t beyond(uint64_t floor, uint64_t bytes) {
+    return bytes > floor ? bytes - floor : 0;
+}
+
+/* A limit's value when this process first changed it on a device, plus one; 0: not changed yet. */
+static size_t defaults[GS_MAX_ORDINALS][CU_LIMIT_MAX];
+
+/* The defaults are part of context_bytes: what a context has beyond them is charged with it, and
+ * lowering a limit below its default gives nothing back. The caller holds lock_limit. */
+static CUresult set_limit(__typeof__(&cuCtxSetLimit) real, const struct gs_here *here,
+                          CUlimit limit, size_t value, uint64_t unit) {
     __typeof__(&cuCtxGetLimit) get = GS_REAL(cuCtxGetLimit);
-    struct gs_here here;
     struct gs_charge charge;
-    size_t before = 0, after = 0;
-    if (!gs_slot())
-        return CUDA_ERROR_NOT_INITIALIZED;
-    uint64_t unit = gs_here(&here) ? unit_bytes(limit, here.device) : 0;
-    if (!unit || !get || get(&before, limit) != CUDA_SUCCESS)
+    size_t before = 0, after = value;
+    if (!get || get(&before, limit) != CUDA_SUCCESS)
         return real(limit, value);
-    uint64_t had = limit_bytes(before, unit), want = limit_bytes(value, unit);
+    size_t *first = &defaults[here->device][limit];
+    if (*first == 0)
+        *first = before + 1;
+    uint64_t floor = limit_bytes(*first - 1, unit);
+    uint64_t had = beyond(floor, limit_bytes(before, unit));
+    uint64_t want = beyond(floor, limit_bytes(value, unit));
     CUresult result = gs_charge_begin(&charge, want > had ? want - had : 0);
     if (result != CUDA_SUCCESS)
         return result;
-    if ((result = real(limit, value)) != CUDA_SUCCESS || get(&after, limit) != CUDA_SUCCESS) {
+    if ((result = real(limit, value)) != CUDA_SUCCESS) {
         gs_charge_abort(&charge);
         return result;
     }
-    uint64_t has = limit_bytes(after, unit);
+    get(&after, limit); /* the driver may round */
+    uint64_t has = beyond(floor, limit_bytes(after, unit));
     if (has > had + charge.bytes)
-        gs_charge_anyway(here.dev, has - had - charge.bytes);
+        gs_charge_anyway(here->dev, has - had - charge.bytes);
     else
-        gs_release(here.dev, had + charge.bytes - has);
-    gs_context_grow(here.context, (int64_t)(has - had));
+        gs_release(here->dev, had + charge.bytes - has);
+    gs_context_grow(here->context, (int64_t)(has - had));
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuCtxSetLimit(CUlimit limit, size_t value) {
+    GS_NEED(real, cuCtxSetLimit);
+    struct gs_here here;
+    if (!gs_slot())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    uint64_t unit = gs_here(&here) ? unit_bytes(limit, here.device) : 0;
+    if (!unit || here.device < 0 || here.device >= GS_MAX_ORDINALS)
+        return real(limit, value);
+    gs_lock(&gs_self()->lock_limit);
+    CUresult result = set_limit(real, &here, limit, value, unit);
+    gs_unlock(&gs_self()->lock_limit);
     return result;
 }
 

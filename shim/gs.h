@@ -57,6 +57,7 @@ struct gs_self {
     uint32_t index;
     _Atomic uint32_t lock_init;
     _Atomic uint32_t lock_context;
+    _Atomic uint32_t lock_limit;
     _Atomic uint32_t lock_vmm;
     _Atomic uint32_t lock_pool;
 };

@@ -132,3 +132,24 @@ def test_limits_of_nested_launches(limit_kind: int, value: int) -> None:
     with Box([limit]) as box:
         assert run(box, program) == ["2", "0"]
         assert peak(box) <= limit
+
+
+@pytest.mark.parametrize("limit_kind", [0, 1, 2])
+def test_a_limit_below_its_default_gives_nothing_back(limit_kind: int) -> None:
+    """What a context takes by default stays taken, so memory up to the limit is all that is left beside it."""
+    program = f"""
+        start()
+        before, value = info(), c_size_t()
+        ok(cuda.cuCtxGetLimit(byref(value), {limit_kind}))
+        ok(cuda.cuCtxSetLimit({limit_kind}, c_size_t(0)))
+        lowered = info()
+        ok(cuda.cuCtxSetLimit({limit_kind}, c_size_t(4 * value.value)))
+        raised = info()
+        ok(cuda.cuCtxSetLimit({limit_kind}, value))
+        print(lowered == before, raised[0] < before[0], info() == before)
+        ok(cuda.cuCtxSetLimit({limit_kind}, c_size_t(0)))
+        fill()
+    """
+    with Box([3 * GIB]) as box:
+        assert run(box, program) == ["True", "True", "True"]
+        assert peak(box) == 3 * GIB
