@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, Optional
 
 
 class Device(NamedTuple):
-    """A GPU of the host, in PCI order. `context_bytes` is what one process's context takes."""
+    """A GPU of the host, in PCI order, or a MIG device of one. `context_bytes` is what one process's context takes.
+    A MIG device has its GPU's index, minor and bus id, and a uuid of its own ("MIG-...")."""
 
     index: int  # type: ignore[assignment]  # shadows tuple.index, which nothing here uses
     uuid: str  # "GPU-..." as the driver prints it
@@ -16,6 +17,12 @@ class Device(NamedTuple):
     memory_bytes: int  # 0 when not known (no NVML answer yet)
     context_bytes: int
     granularity_bytes: int = 2 << 20
+    brand: str = ""  # as NVIDIA_REQUIRE_* writes it: tesla, geforce, ...; "" when NVML did not say
+    arch: str = ""  # compute capability, "8.6"; "" when NVML did not say
+    parent: str = ""  # of a MIG device: the uuid of its GPU
+    mig_index: int = -1  # the second number in <gpu>:<mig>
+    gpu_instance: int = -1
+    compute_instance: int = -1
 
 
 class Inventory(NamedTuple):
@@ -25,6 +32,8 @@ class Inventory(NamedTuple):
     driver_version: str
     devices: tuple[Device, ...]
     simulated: bool = False
+    mig: tuple[Device, ...] = ()  # MIG devices, in the order of their GPUs
+    cuda_version: str = ""  # the highest that the driver supports, "12.2"; "" when not known
 
 
 class Policy(NamedTuple):
@@ -107,6 +116,10 @@ class Request(NamedTuple):
     oversubscribe: bool = False
     sources: tuple[tuple[str, str], ...] = ()  # (variable or annotation, value) that were used
     ignored: tuple[str, ...] = ()  # one line each, for explain
+    features: tuple[str, ...] = ()  # of drivertable.FEATURES: "gds", "mofed", ...
+    imex_channels: tuple[str, ...] = ()  # numbers, or "all"
+    mig_access: tuple[str, ...] = ()  # "config", "monitor": rights over MIG that only a privileged container gets
+    requirements: tuple[tuple[str, str], ...] = ()  # (NVIDIA_REQUIRE_..., constraint)
 
 
 class Share(NamedTuple):
@@ -159,3 +172,7 @@ class Image(NamedTuple):
     # cache entries, glibc-hwcaps, /usr/local/cuda*/compat, the spec's LD_LIBRARY_PATH
     other_drivers: tuple[tuple[str, str], ...] = ()
     existing_links: tuple[tuple[str, str], ...] = ()  # (path in libdir, link text)
+    libdir32: str = ""  # where it keeps a 32-bit glibc beside the other; "" when it has none
+    # a newer driver that the image brings in /usr/local/cuda*/compat: its version and (stem, path) of each library
+    compat_version: str = ""
+    compat_files: tuple[tuple[str, str], ...] = ()

@@ -7,10 +7,14 @@ import socket
 from pathlib import Path
 
 import pytest
-from gpushare import driverfiles, elf
+from gpushare import driverfiles, driverroot, drivertable, elf
+from gpushare.dialects import CAPABILITIES
 from gpushare.errors import DeviceError
+from gpushare.model import Inventory, Request, Selection, Share
 
+from tests.lib.driverhost import add_mig, elf32
 from tests.tools.nvidia_userland import Userland
+from tests.unit import pure
 
 V = "535.261.03"
 BOTH = ("compute", "utility")
@@ -161,7 +165,7 @@ def test_nodes(tmp_path: Path) -> None:
     root = tree(tmp_path, *driver("usr/lib64"), "dev/nvidia-uvm")
     os.mknod(tmp_path / "dev/nvidiactl", 0o600 | 0o020000, os.makedev(195, 255))
     real = driverfiles.find(root, V, BOTH)
-    assert real.nodes == (driverfiles.HostNode("nvidiactl", f"{root}/dev/nvidiactl", 195, 255),)
+    assert real.nodes == (driverroot.HostNode("nvidiactl", f"{root}/dev/nvidiactl", 195, 255),)
     assert real.missing_nodes == ("nvidia-uvm", "nvidia-uvm-tools")
     simulated = driverfiles.find(root, V, BOTH, simulated=True)
     assert [node.name for node in simulated.nodes] == ["nvidiactl", "nvidia-uvm"]
@@ -173,7 +177,8 @@ def test_a_real_driver(userland: Userland) -> None:
     found = driverfiles.find(str(userland.root), userland.version, BOTH)
     libraries = (found.cuda, found.nvml, *found.libraries)
     on_disk = {path.name for path in userland.libdir.glob(f"*.so.{userland.version}") if not path.is_symlink()}
-    known = {f"{stem}.so.{userland.version}" for table in (driverfiles.COMPUTE, driverfiles.UTILITY) for stem in table}
+    rows = (drivertable.CAPABILITIES[word] for word in BOTH)
+    known = {f"{stem}.so.{userland.version}" for row in rows for stem in row.libraries}
     assert {library.name for library in libraries} == on_disk & known
     assert {"libnvidia-ptxjitcompiler", "libnvidia-nvvm"} <= {library.stem for library in libraries}
     for library in libraries:
@@ -185,7 +190,141 @@ def test_a_real_driver(userland: Userland) -> None:
     assert {"nvidia-smi", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"} <= {name for name, _ in found.programs}
 
 
-def test_every_library_is_in_one_row() -> None:
-    stems = [stem for table in driverfiles.LIBRARIES.values() for stem in table]
-    assert len(stems) == len(set(stems))
-    assert set(driverfiles.ALWAYS) <= set(stems)
+def test_the_table_names_each_library_with_one_set_of_links() -> None:
+    """A library of two capabilities must not have its links depend on which was asked for."""
+    links: dict[str, tuple[str, ...]] = {}
+    for row in drivertable.CAPABILITIES.values():
+        for stem, endings in row.libraries.items():
+            assert links.setdefault(stem, endings) == endings
+    assert set(drivertable.ALWAYS) | set(drivertable.COMPAT) <= set(links)
+    assert set(drivertable.CAPABILITIES) == {"", *CAPABILITIES}
+
+
+def names(found: driverfiles.DriverFiles) -> set[str]:
+    return {name for library in found.libraries for name, _ in library.links} | {one.name for one in found.libraries}
+
+
+def test_graphics(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        *driver("usr/lib64"),
+        *(f"usr/lib64/{stem}.so.{V}" for stem in ("libGLX_nvidia", "libnvidia-glcore", "libnvidia-allocator")),
+        "usr/lib64/libnvidia-egl-gbm.so.1.1.0",
+        "usr/lib64/libnvidia-egl-gbm.so.1 -> libnvidia-egl-gbm.so.1.1.0",
+        "usr/share/vulkan/icd.d/nvidia_icd.json",
+        "etc/vulkan/icd.d/nvidia_icd.json -> /usr/share/vulkan/icd.d/nvidia_icd.json",
+        "run/opengl-driver/share/glvnd/egl_vendor.d/10_nvidia.json",
+        "usr/share/vulkan/icd.d/other.json",
+    )
+    found = driverfiles.find(root, V, ("graphics",))
+    assert {"libGLX_nvidia.so.0", "libGLX_indirect.so.0", "gbm/nvidia-drm_gbm.so"} <= names(found)
+    gbm = next(library for library in found.libraries if library.stem == "libnvidia-egl-gbm")
+    assert gbm[1:4] == (
+        "libnvidia-egl-gbm.so.1.1.0",
+        f"{root}/usr/lib64/libnvidia-egl-gbm.so.1.1.0",
+        (("libnvidia-egl-gbm.so.1", "libnvidia-egl-gbm.so.1.1.0"),),
+    )
+    assert {(one.target, one.source) for one in found.data} == {
+        ("/usr/share/vulkan/icd.d/nvidia_icd.json", f"{root}/usr/share/vulkan/icd.d/nvidia_icd.json"),
+        ("/etc/vulkan/icd.d/nvidia_icd.json", f"{root}/usr/share/vulkan/icd.d/nvidia_icd.json"),
+        (
+            "/usr/share/glvnd/egl_vendor.d/10_nvidia.json",
+            f"{root}/run/opengl-driver/share/glvnd/egl_vendor.d/10_nvidia.json",
+        ),
+    }
+    assert driverfiles.find(root, V, BOTH).data == ()
+    assert "gbm/nvidia-drm_gbm.so" not in names(driverfiles.find(root, V, BOTH))
+
+
+def test_video_decoder_in_a_directory_of_its_own(tmp_path: Path) -> None:
+    root = tree(tmp_path, *driver("usr/lib64"), f"usr/lib64/vdpau/libvdpau_nvidia.so.{V}")
+    found = driverfiles.find(root, V, ("compute", "video"))
+    decoder = next(library for library in found.libraries if library.stem == "libvdpau_nvidia")
+    assert decoder.links == (
+        ("libvdpau_nvidia.so.1", decoder.name),
+        ("vdpau/libvdpau_nvidia.so.1", f"../{decoder.name}"),
+    )
+
+
+def test_display_brings_the_x_driver(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        *driver("usr/lib64"),
+        "usr/lib64/xorg/modules/drivers/nvidia_drv.so",
+        f"usr/lib64/xorg/modules/extensions/libglxserver_nvidia.so.{V}",
+        "usr/share/X11/xorg.conf.d/10-nvidia.conf",
+    )
+    found = driverfiles.find(root, V, ("display", "graphics"))
+    assert sorted(one.target for one in found.data) == [
+        "/usr/lib64/xorg/modules/drivers/nvidia_drv.so",
+        f"/usr/lib64/xorg/modules/extensions/libglxserver_nvidia.so.{V}",
+        "/usr/share/X11/xorg.conf.d/10-nvidia.conf",
+    ]
+    assert "nvidia-modeset" in found.missing_nodes
+
+
+@pytest.mark.parametrize("directory", ["usr/lib/i386-linux-gnu", "usr/lib32", "usr/lib"])
+def test_32_bit_libraries(tmp_path: Path, directory: str) -> None:
+    """Known by their ELF header: on other distributions the same directory has 64-bit files."""
+    root = tree(tmp_path, *driver("usr/lib64"), *driver(directory))
+    (tmp_path / directory / f"libcuda.so.{V}").write_bytes(elf32())
+    found = driverfiles.find(root, V, (*BOTH, "compat32"))
+    assert [library.source for library in found.libraries32] == [f"{root}/{directory}/libcuda.so.{V}"]
+    assert found.cuda.source == f"{root}/usr/lib64/libcuda.so.{V}"
+    assert driverfiles.find(root, V, BOTH).libraries32 == ()
+
+
+def test_firmware_where_the_kernel_was_told_to_look(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        *driver("usr/lib64"),
+        f"srv/firmware/nvidia/{V}/gsp_ga10x.bin",
+        f"lib/firmware/nvidia/{V}/gsp_tu10x.bin",
+    )
+    parameter = tmp_path / "sys/module/firmware_class/parameters/path"
+    parameter.parent.mkdir(parents=True)
+    parameter.write_text("/srv/firmware\n")
+    assert driverfiles.find(root, V, BOTH).firmware == (f"{root}/srv/firmware/nvidia/{V}/gsp_ga10x.bin",)
+    parameter.write_text("\n")
+    assert driverfiles.find(root, V, BOTH).firmware == (f"{root}/lib/firmware/nvidia/{V}/gsp_tu10x.bin",)
+
+
+def test_for_request(tmp_path: Path) -> None:
+    """Features, IMEX and MIG come with the request; what is not there is named, or refused where it was named."""
+    root = tree(
+        tmp_path, *driver("usr/lib64"), "etc/cufile.json", "dev/nvidia-fs2", "dev/nvidia-fs10", "dev/nvidia-fsx"
+    )
+    add_mig(tmp_path)
+    tree(tmp_path, "dev/nvidia-caps-imex-channels/channel3")
+    host = Inventory(root, V, (), simulated=True)
+    asked = Request("own", Selection("all"), BOTH, features=("gds", "gdrcopy"), imex_channels=("all",))
+    share = Share(0, pure.device(0, parent=pure.UUIDS[0], gpu_instance=1, compute_instance=0), None)
+    found = driverfiles.for_request(host, asked, (share,))
+    assert [node.name for node in found.nodes] == [
+        *("nvidia-fs2", "nvidia-fs10", "nvidia-caps-imex-channels/channel3"),
+        *("nvidia-caps/nvidia-cap12", "nvidia-caps/nvidia-cap13"),
+    ]
+    assert found.missing_nodes[-1] == "gdrdrv"
+    assert found.data == (driverfiles.DataFile("/etc/cufile.json", f"{root}/etc/cufile.json"),)
+    assert found.proc_capabilities == ("gpu0/mig/gi1/access", "gpu0/mig/gi1/ci0/access")
+    with pytest.raises(DeviceError, match="no IMEX channel /dev/nvidia-caps-imex-channels/channel4"):
+        driverfiles.for_request(host, asked._replace(imex_channels=("4",)), ())
+    gone = share._replace(device=share.device._replace(gpu_instance=7))
+    with pytest.raises(DeviceError, match="no MIG capability gpu0/mig/gi7/access; run gpushare refresh"):
+        driverfiles.for_request(host, asked, (gone,))
+
+
+def test_drm_nodes_of_granted_gpus_only(tmp_path: Path) -> None:
+    root = tree(tmp_path, *driver("usr/lib64"))
+    (tmp_path / "dev/dri").mkdir(parents=True)
+    for bus, number in (("0000:01:00.0", 0), ("0000:02:00.0", 1)):
+        tree(tmp_path, f"sys/bus/pci/devices/{bus}/drm/card{number}/x")
+        tree(tmp_path, f"sys/bus/pci/devices/{bus}/drm/renderD{128 + number}/x")
+        os.mknod(tmp_path / f"dev/dri/card{number}", 0o600 | 0o020000, os.makedev(226, number))
+        os.mknod(tmp_path / f"dev/dri/renderD{128 + number}", 0o600 | 0o020000, os.makedev(226, 128 + number))
+    host = Inventory(root, V, ())
+    share = Share(0, pure.device(1), None)
+    for capabilities, wanted in ((("graphics",), ["renderD129"]), (("display", "graphics"), ["card1", "renderD129"]),
+                                 (BOTH, [])):  # fmt: skip
+        found = driverfiles.for_request(host, Request("own", Selection("all"), capabilities), (share,))
+        assert [node.name for node in found.nodes] == [f"dri/{name}" for name in wanted]

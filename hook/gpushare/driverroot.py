@@ -1,0 +1,103 @@
+"""Looking into the driver root, which the host's administrator owns: listings, links, short files, device nodes.
+
+    listing(path)                     -> frozenset[str]        {} when there is none
+    in_root(root, path)               -> str | None            `path` with its links followed as if `root` were "/"
+    short_read(path, max_bytes)       -> str | None
+    node(root, name, simulated)       -> HostNode | None       what <root>/dev/<name> is
+    numbered(root, pattern)           -> tuple[str, ...]       names below <root>/dev, `#` standing for a number
+
+Start path: standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import NamedTuple, Optional
+
+
+class HostNode(NamedTuple):
+    """A device node of the host."""
+
+    name: str  # below /dev: "nvidiactl", "nvidia-caps/nvidia-cap21"
+    source: str
+    major: int
+    minor: int
+
+
+def listing(path: str) -> frozenset[str]:
+    """The names in a directory, none when it cannot be read."""
+    try:
+        return frozenset(os.listdir(path))
+    except OSError:
+        return frozenset()
+
+
+def in_root(root: str, path: str) -> Optional[str]:
+    """`path` (relative to `root`) with its links followed as if `root` were "/"; None when it does not exist.
+    Debian's /usr/bin/nvidia-smi is a chain of absolute links, which lead elsewhere when root is not "/"."""
+    parts, here, hops = path.strip("/").split("/"), "", 0
+    while parts:
+        part = parts.pop(0)
+        if part in ("", "."):
+            continue
+        if part == "..":
+            here = here.rpartition("/")[0]
+            continue
+        full = os.path.join(root, here.lstrip("/"), part)
+        try:
+            mode = os.lstat(full).st_mode
+        except OSError:
+            return None
+        if not stat.S_ISLNK(mode):
+            here = f"{here}/{part}"
+            continue
+        hops += 1
+        if hops > 40:
+            return None
+        text = os.readlink(full)
+        here = "" if text.startswith("/") else here
+        parts = text.split("/") + parts
+    return os.path.join(root, here.lstrip("/"))
+
+
+def short_read(path: str, max_bytes: int = 4096) -> Optional[str]:
+    """A small text file, None when it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return os.read(fd, max_bytes).decode("utf-8", "replace")
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def node(root: str, name: str, simulated: bool) -> Optional[HostNode]:
+    """The node `name`: a character device, or a regular file where the root is simulated."""
+    path = os.path.join(root, "dev", name)
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    if stat.S_ISCHR(status.st_mode):
+        return HostNode(name, path, os.major(status.st_rdev), os.minor(status.st_rdev))
+    if simulated and stat.S_ISREG(status.st_mode):
+        return HostNode(name, path, 0, 0)
+    return None
+
+
+def numbered(root: str, pattern: str) -> tuple[str, ...]:
+    """The names that fit `pattern`, by their numbers; one without `#` is itself, whether it is there or not."""
+    if "#" not in pattern:
+        return (pattern,)
+    directory, _, name = pattern.rpartition("/")
+    before, _, after = name.partition("#")
+    numbers = []
+    for found in listing(os.path.join(root, "dev", directory)):
+        middle = found[len(before) : len(found) - len(after)]
+        if found == f"{before}{middle}{after}" and middle.isascii() and middle.isdigit():
+            numbers.append(int(middle))
+    return tuple(f"{directory}/{before}{n}{after}".lstrip("/") for n in sorted(numbers))
