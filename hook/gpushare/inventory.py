@@ -1,27 +1,28 @@
-"""What the host has: devices from <root>/proc/driver/nvidia, memory sizes from NVML.
+"""What the host has: devices from <root>/proc/driver/nvidia; sizes, brands and MIG uuids from NVML.
 
     driver_version(root)               -> str                 short read; raises DeviceError
     bus_ids(root)                      -> tuple[str, ...]     directory names only; for staleness
     read_inventory(root, deadline_s)   -> Inventory           at refresh: with NVML in a child process
-    memory_sizes(library, deadline_s)  -> {uuid: bytes}       {} when NVML does not answer in time
+    mig_instances(root)                -> tuple[str, ...]     the same for MIG
 
-NVML is asked only when the inventory is compiled, in a forked child with a deadline: initialising a driver without
-persistence mode takes seconds, and a broken one can hang for good. A simulated root (a file `.gpushare-sim` in it)
-may hold JSON in that file: {"context_bytes": N}.
+NVML is asked only when the inventory is compiled (nvml.py). A simulated root (a file `.gpushare-sim` in it) may hold
+JSON in that file, in the place of what its NVML does not know: {"context_bytes": N, "brand": "tesla", "arch": "8.6",
+"mig": [[gpu minor, uuid, index, gpu instance, compute instance, memory bytes], ...]}.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
-import signal
-import time
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
-from . import names
+from . import mig, names
+from .driverroot import short_read
 from .errors import DeviceError
 from .model import Device, Inventory
+
+if TYPE_CHECKING:  # not on the start path
+    from . import nvml
 
 DEFAULT_CONTEXT_BYTES = 512 << 20
 # (beginning of the model's name, major driver version) -> bytes that a process's context takes, as measured on that
@@ -32,28 +33,21 @@ CONTEXT_BYTES: dict[tuple[str, str], int] = {
 }
 NVML_DEADLINE_S = 10.0  # well below the time that a hook has
 _PROC = "proc/driver/nvidia"
-
-
-def _short_read(path: str, max_bytes: int = 4096) -> Optional[str]:
-    """A small text file, None when it cannot be read."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        return os.read(fd, max_bytes).decode("utf-8", "replace")
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
+# driver branch -> the CUDA version that it supports, for hosts whose libcuda does not say (release notes of CUDA)
+CUDA_VERSIONS = {
+    "390": "9.1", "396": "9.2", "410": "10.0", "418": "10.1", "440": "10.2", "450": "11.0", "455": "11.1",
+    "460": "11.2", "465": "11.3", "470": "11.4", "495": "11.5", "510": "11.6", "515": "11.7", "520": "11.8",
+    "525": "12.0", "530": "12.1", "535": "12.2", "545": "12.3", "550": "12.4", "555": "12.5", "560": "12.6",
+    "565": "12.7", "570": "12.8", "575": "12.9", "580": "13.0", "590": "13.1",
+}  # fmt: skip
 
 
 def driver_version(root: str) -> str:
     """The version of the loaded kernel module, as in the names of its libraries."""
-    text = _short_read(os.path.join(root, "sys/module/nvidia/version"))
+    text = short_read(os.path.join(root, "sys/module/nvidia/version"))
     if text and text.strip():
         return text.strip()
-    text = _short_read(os.path.join(root, _PROC, "version"))
+    text = short_read(os.path.join(root, _PROC, "version"))
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Wed ...
     for word in (text or "").partition("\n")[0].split():
         if word[0].isdigit() and "." in word and word.replace(".", "").isdigit():
@@ -83,23 +77,53 @@ def _pci_key(bus_id: str) -> tuple[tuple[int, ...], str]:
 def _information(root: str, bus_id: str) -> dict[str, str]:
     """`Key: value` lines of one GPU."""
     path = os.path.join(root, _PROC, "gpus", bus_id, "information")
-    text = _short_read(path, 16384)
+    text = short_read(path, 16384)
     if text is None:
         raise DeviceError(f"cannot read {path}", "is the driver being unloaded?")
     lines = (line.partition(":") for line in text.splitlines())
     return {key.strip(): value.strip() for key, _, value in lines}
 
 
-def _device(root: str, index: int, bus_id: str, version: str, sizes: dict[str, int], context_bytes: int) -> Device:
-    facts = _information(root, bus_id)
+def _device(
+    index: int, bus_id: str, version: str, facts: dict[str, str], answer: nvml.Answer, context_bytes: int
+) -> Device:
     uuid, minor = facts.get("GPU UUID", ""), facts.get("Device Minor", "")
     if not uuid.startswith("GPU-") or "?" in uuid or not minor.isdigit():
         raise DeviceError(
             f"the driver does not know the GPU at {bus_id} yet (uuid {uuid!r})", "run nvidia-smi once as root"
         )
     model = facts.get("Model", "unknown")
-    context_bytes = context_bytes or context_bytes_of(model, version)
-    return Device(index, uuid, int(minor), bus_id, model, sizes.get(uuid, 0), context_bytes)
+    told = answer.gpus[uuid]
+    return Device(
+        *(index, uuid, int(minor), bus_id, model, told.memory_bytes),
+        context_bytes=context_bytes or context_bytes_of(model, version),
+        brand=told.brand,
+        arch=told.arch,
+    )
+
+
+def mig_instances(root: str) -> tuple[str, ...]:
+    """Every MIG instance that the kernel shows; for staleness."""
+    return tuple(f"gpu{one.gpu_minor}/gi{one.gpu_instance}/ci{one.compute_instance}" for one in mig.instances(root))
+
+
+def _mig_devices(root: str, devices: tuple[Device, ...], answer: nvml.Answer) -> tuple[Device, ...]:
+    """The MIG devices of all GPUs: those that the kernel shows, with the names that NVML gives them. One that NVML has
+    not named keeps the name of before driver 470, and cannot be granted."""
+    found = []
+    for device in devices:
+        told = answer.gpus[device.uuid].mig
+        names_of = {(one.gpu_instance, one.compute_instance): one for one in told}
+        shown = [one[1:] for one in mig.instances(root) if one.gpu_minor == device.minor]
+        for number, (gi, ci) in enumerate(shown):
+            mine = device._replace(parent=device.uuid, gpu_instance=gi, compute_instance=ci)
+            one = names_of.get((gi, ci))
+            if one is None:
+                mine = mine._replace(uuid=f"MIG-{device.uuid}/{gi}/{ci}", mig_index=number, memory_bytes=0)
+            else:
+                mine = mine._replace(uuid=one.uuid, mig_index=one.index, memory_bytes=one.memory_bytes)
+            found.append(mine)
+    return tuple(sorted(found, key=lambda device: (device.index, device.mig_index)))
 
 
 def context_bytes_of(model: str, version: str) -> int:
@@ -111,7 +135,7 @@ def context_bytes_of(model: str, version: str) -> int:
 
 def _marker(root: str) -> Optional[dict[str, Any]]:
     """The simulated root's own facts; None when the root is a real one."""
-    text = _short_read(os.path.join(root, names.SIM_MARKER), 65536)
+    text = short_read(os.path.join(root, names.SIM_MARKER), 65536)
     if text is None:
         return None
     try:
@@ -126,97 +150,45 @@ def is_simulated(root: str) -> bool:
     return os.path.isfile(os.path.join(root, names.SIM_MARKER))
 
 
+def _with_marker(answer: nvml.Answer, marker: dict[str, Any], minors: dict[int, str]) -> nvml.Answer:
+    """A simulated host's own facts, where its NVML has none. `minors`: uuid of the GPU with that minor."""
+    from . import nvml
+
+    gpus = dict(answer.gpus)
+    for uuid, gpu in answer.gpus.items():
+        gpus[uuid] = gpu._replace(brand=marker.get("brand", gpu.brand), arch=marker.get("arch", gpu.arch))
+    for minor, *fields in marker.get("mig", ()):
+        gpu = gpus[minors[minor]]
+        gpus[minors[minor]] = gpu._replace(mig=(*gpu.mig, nvml.Mig(*fields)))
+    return answer._replace(gpus=gpus)
+
+
+def _ask(root: str, version: str, facts: list[dict[str, str]], deadline_s: float) -> nvml.Answer:
+    """NVML's answer with an entry for each GPU, empty where it said nothing."""
+    from . import driverfiles, nvml
+
+    answer = nvml.Answer({})
+    if facts:
+        libraries = driverfiles.nvml_library(root, version), driverfiles.cuda_library(root, version)
+        answer = nvml.ask(*libraries, deadline_s)
+    uuids = [fact.get("GPU UUID", "") for fact in facts]
+    return answer._replace(gpus={uuid: answer.gpus.get(uuid, nvml.Gpu()) for uuid in uuids})
+
+
 def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
     """Everything, in PCI order. Without an answer from NVML the sizes are 0: percentages are refused then."""
-    from . import driverfiles
-
     version = driver_version(root)
     marker = _marker(root)
     buses = bus_ids(root)
-    sizes = memory_sizes(driverfiles.nvml_library(root, version), deadline_s) if buses else {}
+    facts = [_information(root, bus) for bus in buses]
+    answer = _ask(root, version, facts, deadline_s)
+    if marker:
+        minors = {int(fact["Device Minor"]): fact["GPU UUID"] for fact in facts}
+        answer = _with_marker(answer, marker, minors)
     context = marker.get("context_bytes", 0) if marker else 0
     context_bytes = context if isinstance(context, int) and context > 0 else 0
-    devices = (_device(root, index, bus, version, sizes, context_bytes) for index, bus in enumerate(buses))
-    return Inventory(root, version, tuple(devices), marker is not None)
-
-
-def memory_sizes(library: str, deadline_s: float) -> dict[str, int]:
-    """Total memory per uuid, asked in a child process. Empty when NVML fails or takes too long."""
-    if not library:
-        return {}
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        _answer(library, writer)
-    os.close(writer)
-    try:
-        text = _read_until(reader, time.monotonic() + deadline_s)
-    finally:
-        os.close(reader)
-        _end(pid)
-    try:
-        return {str(uuid): int(size) for uuid, size in json.loads(text).items()}
-    except ValueError:  # cut short, or nothing at all
-        return {}
-
-
-def _read_until(fd: int, deadline: float) -> bytes:
-    """Everything up to the end of the pipe, or up to the deadline."""
-    parts: list[bytes] = []
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    while True:
-        left_ms = int((deadline - time.monotonic()) * 1000)
-        if left_ms <= 0 or not poll.poll(left_ms):
-            return b""
-        part = os.read(fd, 65536)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
-
-
-def _end(pid: int) -> None:
-    """Kills and reaps the child. One that is stuck inside the kernel is left to init, after a second."""
-    pidfd = os.pidfd_open(pid)
-    try:
-        os.kill(pid, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.poll(1000)
-        os.waitpid(pid, os.WNOHANG)
-    finally:
-        os.close(pidfd)
-
-
-def _answer(library: str, writer: int) -> None:
-    """In the child: only the pipe stays open, so that a hang holds neither a lock nor the runtime's pipes."""
-    try:
-        os.dup2(writer, 3)
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):
-            os.dup2(null, fd)
-        os.closerange(4, 1 << 16)
-        os.write(3, json.dumps(_ask_nvml(library)).encode())
-    except BaseException:  # whatever it was, the answer is empty, and nothing of the parent may run here
-        os._exit(1)
-    os._exit(0)
-
-
-def _ask_nvml(library: str) -> dict[str, int]:
-    """Total bytes per uuid through pynvml, over exactly this library: loaded first by its path, it satisfies
-    pynvml's own look-up by soname."""
-    import ctypes
-
-    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    import pynvml
-
-    pynvml.nvmlInit()
-    sizes = {}
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        sizes[_text(pynvml.nvmlDeviceGetUUID(handle))] = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return sizes
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    devices = tuple(
+        _device(index, bus, version, fact, answer, context_bytes) for index, (bus, fact) in enumerate(zip(buses, facts))
+    )
+    cuda_version = answer.cuda_version or CUDA_VERSIONS.get(version.partition(".")[0], "")
+    return Inventory(root, version, devices, marker is not None, _mig_devices(root, devices, answer), cuda_version)

@@ -45,7 +45,16 @@ _DEVICE: dict[str, tuple[type, ...]] = {
     "memory_bytes": (int,),
     "context_bytes": (int,),
     "granularity_bytes": (int,),
+    "brand": (str,),
+    "arch": (str,),
+    "parent": (str,),
+    "mig_index": (int,),
+    "gpu_instance": (int,),
+    "compute_instance": (int,),
 }
+# Fields that files of earlier versions do not have; they mean what they mean by default.
+_LATER = ("brand", "arch", "parent", "mig_index", "gpu_instance", "compute_instance")
+_EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 
 
 def to_json(lease: Lease) -> bytes:
@@ -75,5 +84,8 @@ def from_json(data: bytes, container_id: str) -> Lease:
     shares = []
     for item in fields["shares"]:
         share = _fields(item, _SHARE, "share")
-        shares.append(Share(**{**share, "device": Device(**_fields(share["device"], _DEVICE, "device"))}))
+        device = share["device"]
+        if device.keys().isdisjoint(_LATER):
+            device = {**device, **_EARLIER_DEVICE}
+        shares.append(Share(**{**share, "device": Device(**_fields(device, _DEVICE, "device"))}))
     return Lease(**{**fields, "shares": tuple(shares)})

@@ -48,7 +48,7 @@ class View(NamedTuple):
 
     def blocked(self, node: Node) -> frozenset[str]:
         """Uuids of devices in unknown use."""
-        everything = frozenset(device.uuid for device in node.inventory.devices)
+        everything = frozenset(device.uuid for device in (*node.inventory.devices, *node.inventory.mig))
         return frozenset().union(*(everything if d.uuids is None else d.uuids for d in self.damaged))
 
 

@@ -22,8 +22,9 @@ from . import inventory
 from .errors import DeviceError, GpushareError
 from .model import Config, Device, Inventory, Node, Policy
 
-SCHEMA = 1  # grows when the meaning of node.json changes
+SCHEMA = 2  # grows when the meaning of node.json changes
 FILE = "node.json"
+_DEVICES = ("devices", "mig")  # fields of Inventory that hold devices
 MAX_NODE_BYTES = 4 << 20
 PARTIAL_S = 60  # how long an inventory without memory sizes is good: NVML may answer by then
 
@@ -43,7 +44,7 @@ def _driver_identity(root: str) -> list[Any]:
         version: Optional[str] = inventory.driver_version(root)
     except DeviceError:
         version = None
-    return [version, *inventory.bus_ids(root)]
+    return [version, *inventory.bus_ids(root), *inventory.mig_instances(root)]
 
 
 def node_json(node: Node, config_identity: list[Any], driver_identity: list[Any]) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def node_json(node: Node, config_identity: list[Any], driver_identity: list[Any]
         "config_identity": config_identity,
         "driver_identity": driver_identity,
         "config": {**config._asdict(), "policy": config.policy._asdict()},
-        "inventory": {**host._asdict(), "devices": [device._asdict() for device in host.devices]},
+        "inventory": {**host._asdict(), **{key: [d._asdict() for d in getattr(host, key)] for key in _DEVICES}},
     }
 
 
@@ -66,7 +67,7 @@ def node_of(value: dict[str, Any]) -> Node:
     }
     return Node(
         Config(**{**config, "policy": Policy(**policy)}),
-        Inventory(**{**host, "devices": tuple(Device(**device) for device in host["devices"])}),
+        Inventory(**{**host, **{key: tuple(Device(**device) for device in host[key]) for key in _DEVICES}}),
     )
 
 
@@ -96,7 +97,8 @@ def read_node(config_path: str, state_dir: str) -> Optional[Node]:
         return None
     try:
         node = node_of(value)
-        partial = not all(device.memory_bytes for device in node.inventory.devices)
+        host = node.inventory
+        partial = not all(device.memory_bytes for device in (*host.devices, *host.mig))
         if partial and time.time() - os.stat(os.path.join(state_dir, FILE)).st_mtime > PARTIAL_S:
             return None
     except (KeyError, TypeError, AttributeError, OSError):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Iterable, NamedTuple, Optional
 
-from . import names
-from .dialects import find_device
+from . import constraints, names
+from .dialects import device_name, find_devices, usable_devices
 from .errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
 from .model import Amount, Config, Device, Lease, Node, Policy, Request, Share
 from .quantity import amount, bytes_of, human, shown
@@ -83,7 +83,8 @@ def _said(request: Request, variable: str, otherwise: str) -> str:
 
 def _denied_by_policy(device: Device, policy: Policy) -> bool:
     allowed = policy.allowed_devices
-    return bool(allowed) and device.uuid not in allowed and str(device.index) not in allowed
+    own_names = {device.uuid, str(device.index), device.parent, device_name(device)}
+    return bool(allowed) and own_names.isdisjoint(allowed)
 
 
 def _check_policy(wanted: Wanted, device: Device, policy: Policy) -> None:
@@ -99,7 +100,8 @@ def _check_policy(wanted: Wanted, device: Device, policy: Policy) -> None:
         asked = bytes_of(wanted.memory, device.memory_bytes, device.granularity_bytes)
         if asked > most:
             raise PolicyError(
-                f"{wanted.memory.text} of device {device.index} is {human(asked)}, more than policy.max_memory allows",
+                f"{wanted.memory.text} of device {device_name(device)} is {human(asked)}, "
+                "more than policy.max_memory allows",
                 f"ask for at most {human(most)}",
             )
     if policy.max_compute_percent < 100 and (wanted.compute is None or wanted.compute > policy.max_compute_percent):
@@ -114,18 +116,19 @@ def _memory_of(wanted: Wanted, device: Device, ledger: Ledger, config: Config) -
     """The bytes that this device can grant now; None = the whole device. Raises why not."""
     if device.uuid in ledger.blocked:
         raise CapacityError(
-            f"device {device.index} is in use by containers that gpushare does not know",
+            f"device {device_name(device)} is in use by containers that gpushare does not know",
             "stop them and run `gpushare prune --assume-free`",
         )
     used, held = ledger.used.get(device.uuid, 0), _held_by(device, ledger)
     if device.uuid in ledger.exclusive:
         raise CapacityError(
-            f"device {device.index} is taken as a whole{held}", "stop that container, or give it a limit"
+            f"device {device_name(device)} is taken as a whole{held}", "stop that container, or give it a limit"
         )
     if wanted.memory is None:
         if used and config.policy.unlimited != "shared":
             raise CapacityError(
-                f"no limit was asked for, so all of device {device.index}, of which {human(used)} is granted{held}",
+                f"no limit was asked for, so all of device {device_name(device)}, "
+                f"of which {human(used)} is granted{held}",
                 f"set {names.ENV_MEMORY}, or stop them",
             )
         return None
@@ -138,20 +141,21 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
     total, used = capacity_bytes(device, config.memory_overcommit), ledger.used.get(device.uuid, 0)
     if total == 0 and (memory.percent is not None or used):
         raise DeviceError(
-            f"{memory.text} of device {device.index}: its memory size is not known",
+            f"{memory.text} of device {device_name(device)}: its memory size is not known",
             "run `gpushare refresh` when nvidia-smi works",
         )
     size = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
     if size == 0:
         raise RequestError(
-            f"{memory.text} of device {device.index} is less than one block of {human(device.granularity_bytes)}",
+            f"{memory.text} of device {device_name(device)} is less than one block "
+            f"of {human(device.granularity_bytes)}",
             "ask for more",
         )
     if total and used + size > total:
         asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
         free = f"{human(max(0, total - used))} free of {human(total)}"
         raise CapacityError(
-            f"device {device.index}: {asked} asked, {free}{_held_by(device, ledger)}",
+            f"device {device_name(device)}: {asked} asked, {free}{_held_by(device, ledger)}",
             f"stop {_whom(device, ledger)}, or ask for less" if used else "ask for less",
         )
     return size
@@ -187,9 +191,11 @@ def _candidates(request: Request, node: Node) -> tuple[Device, ...]:
     selection = request.selection
     if not inventory.devices:
         raise DeviceError(f"no NVIDIA device on this host (driver root {inventory.root})", "load the driver")
-    devices = tuple(sorted(inventory.devices, key=lambda device: device.index))
+    devices = usable_devices(inventory)
     if selection.kind == "list":
-        named = {find_device(names.ENV_DEVICES, ",".join(selection.names), n, inventory).uuid for n in selection.names}
+        text = ",".join(selection.names)
+        found = (find_devices(names.ENV_DEVICES, text, name, inventory) for name in selection.names)
+        named = {device.uuid for some in found for device in some}
         devices = tuple(device for device in devices if device.uuid in named)
         denied = next((device for device in devices if _denied_by_policy(device, policy)), None)
     else:
@@ -202,6 +208,15 @@ def _candidates(request: Request, node: Node) -> tuple[Device, ...]:
             f"use {', '.join(policy.allowed_devices)}",
         )
     return devices
+
+
+def _refuse_unnamed(device: Device) -> None:
+    """A MIG device is known to its limit by its uuid, which only NVML tells."""
+    if device.uuid.startswith("MIG-GPU-"):
+        raise DeviceError(
+            f"the uuid of MIG device {device_name(device)} is not known (no answer from NVML)",
+            "run gpushare refresh",
+        )
 
 
 def _refuse_unenforced(request: Request) -> None:
@@ -228,6 +243,8 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
             break
         asked = wanted[len(shares)]
         try:
+            _refuse_unnamed(device)
+            constraints.require(request.requirements, node.inventory, device)
             _check_policy(asked, device, node.config.policy)
             size = _memory_of(asked, device, ledger, node.config)
         except GpushareError as error:

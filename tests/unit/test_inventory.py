@@ -12,6 +12,7 @@ import pytest
 from gpushare import inventory
 from gpushare.errors import DeviceError
 from gpushare.model import Device
+from gpushare.nvml import Answer, ask
 
 from tests.sim import simhost
 
@@ -62,7 +63,7 @@ def host(root: Path, devices: int = 2) -> str:
     return str(root)
 
 
-def nvml(root: Path, behaviour: str = "") -> str:
+def nvml_library(root: Path, behaviour: str = "") -> str:
     library = root / LIBRARY_DIR / f"libnvidia-ml.so.{V}"
     library.parent.mkdir(parents=True)
     compiler = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-x", "c", "-", "-o", str(library)]
@@ -115,7 +116,7 @@ def test_a_simulated_host(make_host: Callable[..., Path]) -> None:
 
 def test_sizes_from_nvml(tmp_path: Path) -> None:
     root = host(tmp_path)
-    nvml(tmp_path)
+    nvml_library(tmp_path)
     found = inventory.read_inventory(root)
     assert {device.uuid: device.memory_bytes for device in found.devices} == {uuid(0): 1 << 30, uuid(1): 2 << 30}
 
@@ -124,13 +125,13 @@ def test_sizes_from_nvml(tmp_path: Path) -> None:
     "behaviour", ["return 9", "_exit(0)", "*(volatile int *)0 = 0", 'write(1, "x", 1); return 999']
 )
 def test_nvml_that_fails_leaves_sizes_unknown(tmp_path: Path, behaviour: str) -> None:
-    assert inventory.memory_sizes(nvml(tmp_path, behaviour), 20) == {}
+    assert ask(nvml_library(tmp_path, behaviour), "", 20) == Answer({})
 
 
 def test_nvml_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
-    library = nvml(tmp_path, "for (;;) pause()")
+    library = nvml_library(tmp_path, "for (;;) pause()")
     before = time.monotonic()
-    assert inventory.memory_sizes(library, 0.3) == {}
+    assert ask(library, "", 0.3) == Answer({})
     assert time.monotonic() - before < 10
     with pytest.raises(ChildProcessError):  # it was reaped
         os.waitpid(-1, os.WNOHANG)
@@ -140,8 +141,8 @@ def test_the_child_holds_none_of_our_descriptors(tmp_path: Path) -> None:
     """A hung child must not keep a lock, or the pipe on which a runtime waits."""
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
-    library = nvml(tmp_path, f'if (write({writer}, "x", 1) == 1) return 0; else return 9')
-    assert inventory.memory_sizes(library, 20) == {}  # the write failed, so NVML's init did
+    library = nvml_library(tmp_path, f'if (write({writer}, "x", 1) == 1) return 0; else return 9')
+    assert ask(library, "", 20) == Answer({})  # the write failed, so NVML's init did
     os.close(writer)
     assert os.read(reader, 1) == b""
     os.close(reader)

@@ -92,7 +92,7 @@ STALE: list[Callable[[Host], Any]] = [
     lambda host: host.set_version("550.54.15"),
     lambda host: host.add_gpu("0000:02:00.0"),
     lambda host: (host.root / "sys/module/nvidia/version").unlink(),
-    lambda host: host.file.write_text(host.file.read_text().replace('"schema": 1', '"schema": 0')),
+    lambda host: host.file.write_text(host.file.read_text().replace(f'"schema": {node.SCHEMA}', '"schema": 0')),
     lambda host: host.file.write_text("{"),
     lambda host: host.file.write_text("[]"),
     lambda host: host.file.write_text("[" * 100_000),

@@ -9,6 +9,7 @@ from typing import Any, Optional
 import click
 
 from .. import log
+from ..dialects import device_name
 from ..quantity import human
 from . import facts
 from .options import Paths, with_format
@@ -50,7 +51,7 @@ def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
     rows = [
         (
             name,
-            str(use.share.device.index),
+            device_name(use.share.device),
             human(use.used_bytes),
             _limit(use),
             bar(use.used_bytes, use.limit_bytes),
@@ -151,7 +152,7 @@ def _print_uses(one: facts.Container) -> None:
     rows = [
         (
             str(use.share.slot),
-            str(use.share.device.index),
+            device_name(use.share.device),
             human(use.used_bytes),
             _limit(use),
             bar(use.used_bytes, use.limit_bytes),

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from .. import leases, placement
+from ..dialects import device_name
 from ..model import Device, Node
 from ..quantity import human
 from . import facts
@@ -30,11 +31,13 @@ _COLUMNS = (
 @with_format
 @click.pass_obj
 def devices(paths: Paths, output: str) -> None:
-    """GPUs of this host, and how much of each is granted."""
+    """GPUs of this host and their MIG devices: who has how much."""
     host = facts.host(paths)
     seen = leases.view(paths.state_dir)
     ledger = placement.ledger_of(seen.live, host.config.policy, seen.blocked(host))
-    found = [_plain(device, host, ledger) for device in host.inventory.devices]
+    everything = (*host.inventory.devices, *host.inventory.mig)
+    in_order = sorted(everything, key=lambda device: (device.index, device.mig_index))
+    found = [_plain(device, host, ledger) for device in in_order]
     if output == "json":
         write_json(found)
         return
@@ -42,7 +45,7 @@ def devices(paths: Paths, output: str) -> None:
         _COLUMNS,
         [
             (
-                str(one["index"]),
+                one["name"],
                 one["model"],
                 human(one["memory_bytes"]) if one["memory_bytes"] else "unknown",
                 human(one["granted_bytes"]),
@@ -64,11 +67,14 @@ def _plain(device: Device, host: Node, ledger: placement.Ledger) -> dict[str, An
     granted = ledger.used.get(device.uuid, 0)
     if device.uuid in ledger.blocked:
         state, free = "unknown use", 0
+    elif any(part.parent == device.uuid for part in host.inventory.mig):
+        state, grantable, free = "divided", 0, 0
     elif device.uuid in ledger.exclusive:
         state, granted, free = "exclusive", grantable, 0
     else:
         free = max(0, grantable - granted)
     return {
+        "name": device_name(device),
         "index": device.index,
         "uuid": device.uuid,
         "minor": device.minor,

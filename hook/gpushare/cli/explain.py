@@ -44,9 +44,7 @@ def of_bundle(paths: Paths, bundle: Bundle) -> tuple[Optional[Request], Optional
         return None, None
     request.refuse_conflicts(bundle, asked)
     lease = _lease(paths.state_dir, bundle, asked, host)
-    files = driverfiles.find(
-        host.inventory.root, host.inventory.driver_version, asked.capabilities, host.inventory.simulated
-    )
+    files = driverfiles.for_request(host.inventory, asked, lease.shares if lease else ())
     root = rootfs.open_root(bundle)
     try:
         image = rootfs.probe(root, bundle.env)

@@ -8,6 +8,7 @@ from importlib import metadata
 import click
 
 from .. import node, region, storage
+from ..dialects import device_name
 from ..errors import GpushareError
 from ..quantity import human
 from .options import Paths, with_format
@@ -29,13 +30,16 @@ def refresh(paths: Paths, output: str) -> None:
     inventory = host.inventory
     if output == "json":
         value = {"driver_version": inventory.driver_version, "root": inventory.root, "simulated": inventory.simulated}
-        write_json({**value, "devices": [device._asdict() for device in inventory.devices]})
+        value["cuda_version"] = inventory.cuda_version
+        lists = {"devices": inventory.devices, "mig": inventory.mig}
+        write_json({**value, **{key: [device._asdict() for device in some] for key, some in lists.items()}})
         return
     devices = "1 device" if len(inventory.devices) == 1 else f"{len(inventory.devices)} devices"
-    write_line(f"driver {inventory.driver_version} in {inventory.root}, {devices}")
-    for device in inventory.devices:
+    cuda = f", CUDA {inventory.cuda_version}" if inventory.cuda_version else ""
+    write_line(f"driver {inventory.driver_version}{cuda} in {inventory.root}, {devices}")
+    for device in (*inventory.devices, *inventory.mig):
         size = human(device.memory_bytes) if device.memory_bytes else "memory size not known"
-        write_line(f"  {device.index}  {device.uuid}  {device.model}, {size}")
+        write_line(f"  {device_name(device)}  {device.uuid}  {device.model}, {size}")
 
 
 @click.command()

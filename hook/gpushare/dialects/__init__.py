@@ -2,7 +2,9 @@
 
     read(env, annotations, spec, inventory) -> Request | None      (own.read, nvidia.read)
     parse_devices(name, value, inventory, any_allowed) -> Selection | None
-    find_device(name, value, token, inventory)         -> Device
+    find_devices(name, value, token, inventory)        -> tuple[Device, ...]   several: MIG devices of one GPU
+    device_name(device)                                -> str                  0, or 0:1
+    usable_devices(inventory)                          -> tuple[Device, ...]   what can be granted
     one_value(name, values)                            -> str | None
     expand_capabilities(name, value)                   -> sorted, expanded capabilities
 
@@ -32,7 +34,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     "video": ("compute",),
 }
 _MIN_UUID_PREFIX = len("GPU-") + 8  # as in the examples of NVIDIA's own documentation
-_DEVICES_HINT = "write all, none, an index, a GPU-<uuid>, or several of them with commas"
+_DEVICES_HINT = "write all, none, an index, a GPU-<uuid>, a MIG-<uuid>, <gpu>:<mig>, or several of them with commas"
 
 
 def one_value(name: str, values: list[str]) -> Optional[str]:
@@ -63,30 +65,65 @@ def _there(inventory: Inventory) -> str:
     """What the host has, for an error."""
     if not inventory.devices:
         return "this host has no device"
-    return "this host has " + ", ".join(f"{d.index} ({d.uuid})" for d in inventory.devices[:8])
+    some = (*inventory.devices[:8], *inventory.mig[:8])
+    return "this host has " + ", ".join(f"{device_name(device)} ({device.uuid})" for device in some)
 
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
-def find_device(name: str, value: str, token: str, inventory: Inventory) -> Device:
-    """The device that `token` names: an index, or a uuid (any case, or its unambiguous beginning)."""
-    gpu, colon, instance = token.partition(":")
+def device_name(device: Device) -> str:
+    """Its short name, as a request can write it: 0, or 0:1 for a MIG device."""
+    return f"{device.index}:{device.mig_index}" if device.parent else str(device.index)
+
+
+def usable_devices(inventory: Inventory) -> tuple[Device, ...]:
+    """What can be granted, in the order in which a container counts it: GPUs, or in the place of a GPU with MIG devices
+    those. CUDA sees nothing of such a GPU but them."""
+    divided = {device.parent for device in inventory.mig}
+    whole = [device for device in inventory.devices if device.uuid not in divided]
+    return tuple(sorted((*whole, *inventory.mig), key=lambda device: (device.index, device.mig_index)))
+
+
+def _named_gpu(token: str, inventory: Inventory) -> list[Device]:
+    """GPUs by index, or by uuid (any case, or its beginning)."""
     if _is_number(token):
         index = int(token) if len(token) <= 6 else -1
-        found = [device for device in inventory.devices if device.index == index]
-    elif token[:4].upper() == "GPU-" and len(token) >= _MIN_UUID_PREFIX:
-        found = [device for device in inventory.devices if device.uuid.lower().startswith(token.lower())]
+        return [device for device in inventory.devices if device.index == index]
+    return [device for device in inventory.devices if device.uuid.lower().startswith(token.lower())]
+
+
+def _named_mig(token: str, inventory: Inventory) -> list[Device]:
+    """MIG devices by `<gpu>:<mig>`, by uuid, or as drivers before 470 named them: MIG-GPU-<uuid>/<gi>/<ci>."""
+    gpu, colon, instance = token.partition(":")
+    if colon:
+        numbers = (int(gpu), int(instance)) if len(token) <= 12 else (-1, -1)
+        return [device for device in inventory.mig if (device.index, device.mig_index) == numbers]
+    if token[4:8].upper() == "GPU-":
+        return [
+            device
+            for device in inventory.mig
+            if token.lower() == f"mig-{device.parent}/{device.gpu_instance}/{device.compute_instance}".lower()
+        ]
+    return [device for device in inventory.mig if device.uuid.lower().startswith(token.lower())]
+
+
+def find_devices(name: str, value: str, token: str, inventory: Inventory) -> tuple[Device, ...]:
+    """What `token` names: one device, or all MIG devices of one GPU. Raises when it names nothing, or two things."""
+    gpu, colon, instance = token.partition(":")
+    is_mig = len(token) >= _MIN_UUID_PREFIX and token[:4].upper() == "MIG-"
+    if _is_number(token) or (token[:4].upper() == "GPU-" and len(token) >= _MIN_UUID_PREFIX):
+        found, what = _named_gpu(token, inventory), "device"
     elif token[:4].upper() == "MIG-" or (colon and _is_number(gpu) and _is_number(instance)):
-        raise DeviceError(f"{name}={shown(value)}: no MIG device {shown(token)} on this host", _there(inventory))
+        found, what = _named_mig(token, inventory) if is_mig or colon else [], "MIG device"
     else:
         raise wrong(name, value, f"{shown(token)} does not name a device", _DEVICES_HINT)
     if len(found) > 1:
         raise wrong(name, value, f"{shown(token)} names more than one device", "write the whole uuid")
     if not found:
-        raise DeviceError(f"{name}={shown(value)}: no device {shown(token)}", _there(inventory))
-    return found[0]
+        raise DeviceError(f"{name}={shown(value)}: no {what} {shown(token)}", _there(inventory))
+    return tuple(device for device in inventory.mig if device.parent == found[0].uuid) or (found[0],)
 
 
 def _parse_any(name: str, value: str, token: str) -> Selection:
@@ -123,7 +160,8 @@ def parse_devices(name: str, value: str, inventory: Inventory, any_allowed: bool
         raise wrong(name, value, "an empty device name", _DEVICES_HINT)
     chosen: dict[str, str] = {}
     for token in dict.fromkeys(tokens):
-        chosen.setdefault(find_device(name, value, token, inventory).uuid, token)
+        for device in find_devices(name, value, token, inventory):
+            chosen.setdefault(device.uuid, token)
     if len(chosen) > MAX_SLOTS:
         raise wrong(name, value, f"more than {MAX_SLOTS} devices", f"name at most {MAX_SLOTS}")
-    return Selection("list", names=tuple(chosen.values()))
+    return Selection("list", names=tuple(dict.fromkeys(chosen.values())))

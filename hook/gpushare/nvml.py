@@ -1,0 +1,180 @@
+"""What only NVIDIA's libraries know of the devices, asked when the inventory is compiled and never at a start.
+
+    ask(nvml_library, cuda_library, deadline_s) -> Answer      empty when they do not answer in time
+
+In a forked child with a deadline: initialising a driver without persistence mode takes seconds, and a broken one can
+hang for good. What a driver does not support is left out of the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from typing import Any, Callable, NamedTuple
+
+# nvmlBrandType_t -> the words of NVIDIA_REQUIRE_*
+BRANDS = (
+    "unknown", "quadro", "tesla", "nvs", "grid", "geforce", "titan", "vapps", "vpc", "vcs", "vws", "cloudgaming",
+    "quadrortx", "nvidiartx", "nvidia", "geforcertx", "titanrtx",
+)  # fmt: skip
+
+
+class Mig(NamedTuple):
+    """One MIG device of a GPU."""
+
+    uuid: str
+    index: int  # type: ignore[assignment]  # as NVML counts; shadows tuple.index
+    gpu_instance: int
+    compute_instance: int
+    memory_bytes: int
+
+
+class Gpu(NamedTuple):
+    """One GPU; what was not told is 0 or ""."""
+
+    memory_bytes: int = 0
+    brand: str = ""
+    arch: str = ""
+    mig: tuple[Mig, ...] = ()
+
+
+class Answer(NamedTuple):
+    """`gpus` by uuid."""
+
+    gpus: dict[str, Gpu]
+    cuda_version: str = ""
+
+
+def ask(nvml_library: str, cuda_library: str, deadline_s: float) -> Answer:
+    """All facts, from exactly these libraries."""
+    if not nvml_library:
+        return Answer({})
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _answer(nvml_library, cuda_library, writer)
+    os.close(writer)
+    try:
+        text = _read_until(reader, time.monotonic() + deadline_s)
+    finally:
+        os.close(reader)
+        _end(pid)
+    try:
+        value = json.loads(text)
+    except ValueError:  # cut short, or nothing at all
+        return Answer({})
+    gpus = {
+        uuid: Gpu(memory, brand, arch, tuple(Mig(*one) for one in mig))
+        for uuid, (memory, brand, arch, mig) in value["gpus"].items()
+    }
+    return Answer(gpus, value["cuda"])
+
+
+def _read_until(fd: int, deadline: float) -> bytes:
+    """Everything up to the end of the pipe, or up to the deadline."""
+    parts: list[bytes] = []
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while True:
+        left_ms = int((deadline - time.monotonic()) * 1000)
+        if left_ms <= 0 or not poll.poll(left_ms):
+            return b""
+        part = os.read(fd, 65536)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _end(pid: int) -> None:
+    """Kills and reaps the child. One that is stuck inside the kernel is left to init, after a second."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll(1000)
+        os.waitpid(pid, os.WNOHANG)
+    finally:
+        os.close(pidfd)
+
+
+def _answer(nvml_library: str, cuda_library: str, writer: int) -> None:
+    """In the child: only the pipe stays open, so that a hang holds neither a lock nor the runtime's pipes."""
+    try:
+        os.dup2(writer, 3)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        os.closerange(4, 1 << 16)
+        gpus = _gpus(nvml_library)
+        text = json.dumps({"gpus": gpus, "cuda": _cuda_version(cuda_library)}).encode()
+        while text:
+            text = text[os.write(3, text) :]
+    except BaseException:  # whatever it was, the answer is empty, and nothing of the parent may run here
+        os._exit(1)
+    os._exit(0)
+
+
+def _gpus(library: str) -> dict[str, Gpu]:
+    """Facts of each GPU through pynvml, over exactly this library: loaded first by its path, it satisfies pynvml's own
+    look-up by soname."""
+    import ctypes
+
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    import pynvml
+
+    pynvml.nvmlInit()
+    found = {}
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+        brand = _told(pynvml.nvmlDeviceGetBrand, gpu)
+        major_minor = _told(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
+        found[_text(pynvml.nvmlDeviceGetUUID(gpu))] = Gpu(
+            int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total),
+            BRANDS[brand] if brand is not None and 0 <= brand < len(BRANDS) else "",
+            ".".join(map(str, major_minor or ())),
+            _migs(pynvml, gpu),
+        )
+    return found
+
+
+def _migs(pynvml: Any, gpu: Any) -> tuple[Mig, ...]:
+    """MIG devices of one GPU; none where NVML knows no MIG, or it is off. Their numbers may have gaps."""
+    found = []
+    for index in range(_told(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu) or 0):
+        mig = _told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, index)
+        if mig is not None:
+            gi, ci = pynvml.nvmlDeviceGetGpuInstanceId(mig), pynvml.nvmlDeviceGetComputeInstanceId(mig)
+            memory = _told(pynvml.nvmlDeviceGetMemoryInfo, mig)
+            uuid = _text(pynvml.nvmlDeviceGetUUID(mig))
+            found.append(Mig(uuid, index, int(gi), int(ci), int(memory.total) if memory else 0))
+    return tuple(found)
+
+
+def _told(ask: Callable[..., Any], *arguments: Any) -> Any:
+    """What NVML says; None where this driver or this GPU does not support the question."""
+    import pynvml
+
+    try:
+        return ask(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _cuda_version(library: str) -> str:
+    """12020 from cuDriverGetVersion, which needs no device, as "12.2"."""
+    import ctypes
+
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(number)) if library else 1
+    except (OSError, AttributeError):
+        failed = 1
+    return "" if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
