@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from .dialects import device_name
 from .model import Request, Selection
 from .ops import DeviceNode, Op, Plan, WriteLimits
 from .quantity import human, shown
@@ -35,7 +36,13 @@ def _facts(request: Request) -> list[tuple[str, str]]:
         ("compute", _by_slot(tuple((slot, f"{percent}%") for slot, percent in request.compute))),
         ("capabilities", ",".join(request.capabilities)),
     ]
-    optional = (("priority", "high" if request.priority else ""), ("backend", request.backend.replace("auto", "")))
+    optional = (
+        ("priority", "high" if request.priority else ""),
+        ("backend", request.backend.replace("auto", "")),
+        ("features", ",".join(request.features)),
+        ("imex", ",".join(request.imex_channels)),
+        ("mig rights", ",".join(request.mig_access)),
+    )
     return facts + [(label, text) for label, text in optional if text]
 
 
@@ -47,9 +54,11 @@ def _gets(plan: Plan) -> list[str]:
         device, limit = share.device, share.memory_limit_bytes
         whole = human(device.memory_bytes) if device.memory_bytes else "an unknown size"
         much = f"all of {whole}" if limit is None else f"{human(limit)} of {whole}"
-        lines.append(f"device {device.index}, {much}, {device.model}, {device.uuid}")
+        lines.append(f"device {device_name(device)}, {much}, {device.model}, {device.uuid}")
     nodes = [op.target for op in plan.ops if isinstance(op, DeviceNode)]  # without limits where there is no glibc
-    return lines or [f"{node}, without limit" for node in nodes if node[-1].isdigit()] or ["no device"]
+    return (
+        lines or [f"{node}, without limit" for node in nodes if node[len("/dev/nvidia") :].isdigit()] or ["no device"]
+    )
 
 
 def explain_text(request: Optional[Request], plan: Optional[Plan]) -> str:
@@ -58,6 +67,7 @@ def explain_text(request: Optional[Request], plan: Optional[Plan]) -> str:
         return NOTHING
     lines = [f"{label:<12} {text}" for label, text in _facts(request)]
     lines += [f"{'from':<12} {name}={shown(value)}" for name, value in request.sources]
+    lines += [f"{'requires':<12} {name}={shown(value)}" for name, value in request.requirements]
     lines += [f"{'gets':<12} {text}" for text in _gets(plan)]
     lines += ["", f"plan for {plan.container_id}:"]
     lines += [f"{number:>3} {op.describe()}" for number, op in enumerate(plan.ops, 1)]

@@ -175,7 +175,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
         if asked.selection.kind != "none":  # driver files alone hold no part of a device
             lease = leases.reserve(state_dir, bundle, asked, host, grant)
             storage.make_share_dir(state_dir, bundle.id)
-        files = driverfiles.find(inventory.root, inventory.driver_version, asked.capabilities, inventory.simulated)
+        files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
         root = rootfs.open_root(bundle, init.pid)
         try:
             image = rootfs.probe(root, bundle.env)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Optional
 
-from . import names
-from .dialects import Env, nvidia, own
+from . import constraints, names
+from .dialects import Env, driverwords, nvidia, own
 from .errors import PolicyError, RequestError
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
 from .quantity import shown, wrong
@@ -127,6 +127,31 @@ def _check_words(request: Request, policy: Policy) -> None:
         raise RequestError(f"{names.ENV_OVERSUBSCRIBE}: not available in this version", "leave it out")
 
 
+def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
+    """The request with what NVIDIA's variables say about the driver, as far as policy listens."""
+    policy = node.config.policy
+    env = bundle.env if _accepted(policy.accept_env, bundle.privileged) else nvidia.constraints_only(bundle.env)
+    spec = bundle.spec if _accepted(policy.accept_volume_mounts, bundle.privileged) else {}
+    words = driverwords.read(env, spec, node.inventory)
+    if words.mig_access and not bundle.privileged:
+        name, value = next((name, value) for name, value in words.sources if name in driverwords.MIG_RIGHTS)
+        raise PolicyError(
+            f"{name}={shown(value)}: only a privileged container gets rights over MIG",
+            "leave it out, or run privileged",
+        )
+    request = request._replace(
+        features=words.features,
+        imex_channels=words.imex_channels,
+        mig_access=words.mig_access,
+        requirements=words.requirements,
+        sources=request.sources + words.sources,
+        ignored=request.ignored + words.ignored,
+    )
+    if request.selection.kind == "none":  # for the others placement asks, device by device
+        constraints.require(request.requirements, node.inventory, None)
+    return request
+
+
 def resolve(bundle: Bundle, node: Node) -> Optional[Request]:
     """What the container asks for. The sandbox container of a pod asks for nothing, whatever it inherited."""
     if bundle.container_type == "sandbox":
@@ -144,6 +169,7 @@ def resolve(bundle: Bundle, node: Node) -> Optional[Request]:
         _refuse_unknown(bundle.env, bundle.annotations)
         _check_rootfs(bundle)
         _check_words(request, policy)
+        request = _with_driver_words(request, bundle, node)
     return request
 
 

@@ -4,6 +4,7 @@
     capabilities(env)                       -> tuple[str, ...]     default compute,utility
     names_device(env, spec)                 -> bool                cheap: does this container name a device?
     volume_requests(spec)                   -> tuple[str, ...]     ids below /var/run/nvidia-container-devices
+    imex_volumes(spec)                      -> tuple[str, ...]     IMEX channels asked for in the same way
     conflicts(spec)                         -> tuple[str, ...]     what other software already injected
 
 Source: NVIDIA container toolkit documentation; names of its hooks as of 1.17. Start path.
@@ -22,12 +23,7 @@ from . import Env, expand_capabilities, one_value, parse_devices
 ENV_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 ENV_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
 VOLUME_ROOT = "/var/run/nvidia-container-devices"
-# names that change nothing here, and why, for explain
-NOT_HONOURED = {
-    "NVIDIA_MIG_CONFIG_DEVICES": "no device of this container may change the MIG configuration",
-    "NVIDIA_MIG_MONITOR_DEVICES": "no device of this container may watch every MIG device",
-    "NVIDIA_REQUIRE_CUDA": "driver constraints are not checked",
-}
+_IMEX_VOLUMES = "imex/"
 _HOOK_PROGRAMS = frozenset(
     (
         "nvidia-container-runtime-hook",
@@ -50,14 +46,28 @@ def capabilities(env: Env) -> tuple[str, ...]:
     return expand_capabilities(ENV_CAPABILITIES, one_value(ENV_CAPABILITIES, _values(env, ENV_CAPABILITIES)))
 
 
+def constraints_only(env: Env) -> Env:
+    """What counts of an environment that may ask for nothing: what its image says that it needs."""
+    return tuple(pair for pair in env if pair[0].startswith(("NVIDIA_REQUIRE_", "NVIDIA_DISABLE_REQUIRE")))
+
+
 def volume_requests(spec: dict[str, Any]) -> tuple[str, ...]:
     """Devices asked for by mounts of /dev/null at VOLUME_ROOT/<id>: a way that images cannot use."""
+    return tuple(name for name in _volumes(spec) if not name.startswith(_IMEX_VOLUMES))
+
+
+def imex_volumes(spec: dict[str, Any]) -> tuple[str, ...]:
+    """IMEX channels asked for by mounts at VOLUME_ROOT/imex/<channel>."""
+    return tuple(name[len(_IMEX_VOLUMES) :] for name in _volumes(spec) if name.startswith(_IMEX_VOLUMES))
+
+
+def _volumes(spec: dict[str, Any]) -> list[str]:
     found = []
     for mount in oci.items(spec, "mounts"):
         target = mount.get("destination") if isinstance(mount, dict) else None
         if isinstance(target, str) and target.startswith(VOLUME_ROOT + "/") and mount.get("source") == "/dev/null":
             found.append(target[len(VOLUME_ROOT) + 1 :].strip("/"))
-    return tuple(found)
+    return found
 
 
 def names_device(env: Env, spec: dict[str, Any]) -> bool:
@@ -74,8 +84,7 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     cdi = next((name for name in volumes if name.startswith("cdi/")), None)
     if cdi is not None:
         raise RequestError(f"a mount at {VOLUME_ROOT}/{cdi} names a CDI device", "name the GPU by index or uuid")
-    unhonoured = [(name, oci.env_get(env, name), why) for name, why in NOT_HONOURED.items()]
-    ignored = [f"{name}={shown(value)}: {why}" for name, value, why in unhonoured if value]
+    ignored = []
     if volumes:
         name, value = f"mounts at {VOLUME_ROOT}", ",".join(volumes)
         if asked:
