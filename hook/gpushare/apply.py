@@ -15,7 +15,20 @@ from typing import Any, Union
 from . import cgroup, inroot, linux, mountns, mountpoint, rootfs
 from .errors import DeviceError, GpushareError, KernelError
 from .model import Bundle
-from .ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Op, Plan, ProcMask, TenantTmpfs, WriteLimits
+from .ops import (
+    Cover,
+    DeviceNode,
+    DeviceRule,
+    ImageFile,
+    LdCache,
+    Link,
+    Mount,
+    Op,
+    Plan,
+    ProcMask,
+    TenantTmpfs,
+    WriteLimits,
+)
 
 _DEVICE_FLAGS = {False: ("nosuid", "noexec"), True: ("nosuid", "noexec", "nodev")}  # by DeviceNode.simulated
 _KINDS = {"file": stat.S_ISREG, "dir": stat.S_ISDIR, "socket": stat.S_ISSOCK}
@@ -84,9 +97,10 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     for index, op in enumerate(plan.ops):
         if isinstance(op, (WriteLimits, TenantTmpfs)):
             _execute_storage(op)
-        elif isinstance(op, (Mount, DeviceNode)):
-            if isinstance(op, Mount):
-                _make_point_in_source(op, plan.ops[:index])
+            continue
+        if isinstance(op, (Mount, ImageFile)):
+            _make_point_in_source(op, plan.ops[:index])
+        if isinstance(op, (Mount, Cover, DeviceNode)):
             trees[index] = _detached_copy(op)
             applied._trees.append(trees[index])
     host_mounts = mountns.read_mounts()
@@ -113,7 +127,7 @@ def _execute_storage(op: Union[WriteLimits, TenantTmpfs]) -> None:
     storage.execute(op)
 
 
-def _make_point_in_source(op: Mount, earlier: tuple[Op, ...]) -> None:
+def _make_point_in_source(op: Union[Mount, ImageFile], earlier: tuple[Op, ...]) -> None:
     """A mount point below a directory that this plan itself mounts is made in that directory's source, which is ours
     on the host: in the container it is read-only by then."""
     for below in earlier:
@@ -125,7 +139,7 @@ def _make_point_in_source(op: Mount, earlier: tuple[Op, ...]) -> None:
                 os.close(os.open(path, flags, 0o444))
 
 
-def _detached_copy(op: Union[Mount, DeviceNode]) -> int:
+def _detached_copy(op: Union[Mount, Cover, DeviceNode]) -> int:
     """The source as a mount of its own that is attached nowhere, private, with the op's attributes."""
     try:
         fd = os.open(op.source, os.O_PATH | os.O_CLOEXEC)
@@ -138,7 +152,7 @@ def _detached_copy(op: Union[Mount, DeviceNode]) -> int:
         tree = linux.open_tree("", dir_fd=fd)
     finally:
         os.close(fd)
-    names = op.flags if isinstance(op, Mount) else _DEVICE_FLAGS[op.simulated]
+    names = _DEVICE_FLAGS[op.simulated] if isinstance(op, DeviceNode) else op.flags
     try:
         attributes = sum(linux.ATTRIBUTES[name] for name in names)
         linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
@@ -148,8 +162,8 @@ def _detached_copy(op: Union[Mount, DeviceNode]) -> int:
     return tree
 
 
-def _check_source(op: Union[Mount, DeviceNode], status: os.stat_result) -> None:
-    if isinstance(op, Mount):
+def _check_source(op: Union[Mount, Cover, DeviceNode], status: os.stat_result) -> None:
+    if not isinstance(op, DeviceNode):
         if not _KINDS[op.kind](status.st_mode):
             raise DeviceError(f"{op.source!r} is {mountpoint.type_name(status.st_mode)}, not a {op.kind}")
     elif op.simulated:
@@ -159,7 +173,25 @@ def _check_source(op: Union[Mount, DeviceNode], status: os.stat_result) -> None:
         raise DeviceError(f"{op.source!r} is not the character device {op.major}:{op.minor}", "run gpushare refresh")
 
 
-def _mount(root: mountpoint.Root, op: Mount, tree: int) -> None:
+def _mount(root: mountpoint.Root, op: Union[Mount, Cover], tree: int) -> None:
+    root.attach(tree, root.mount_point(op.target, op.kind), op.target)
+
+
+def _image_file(root: mountpoint.Root, op: ImageFile, _: int) -> None:
+    """The source was looked at before; whoever can write to the image can have put something else there since."""
+    source = root.lookup(op.source, os.O_PATH | os.O_NOFOLLOW)
+    mode = os.fstat(source).st_mode if source >= 0 else 0
+    if source < 0 or not stat.S_ISREG(mode) or inroot.path_of(root.fd, source) != op.source:
+        what = mountpoint.type_name(mode) if source >= 0 and not stat.S_ISREG(mode) else "not where it was"
+        raise KernelError(
+            f"{op.source!r} of the image is {what}: it was changed while the container was being started",
+            "stop what is writing to the container's file system",
+        )
+    if root.is_own(source):
+        raise KernelError(f"{op.source!r} of the image is covered already", "start the container again")
+    tree = root.keep(linux.open_tree("", dir_fd=source))
+    attributes = sum(linux.ATTRIBUTES[name] for name in op.flags)
+    linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
     root.attach(tree, root.mount_point(op.target, op.kind), op.target)
 
 
@@ -254,11 +286,13 @@ def _ld_cache(root: mountpoint.Root, op: LdCache, _: int) -> None:
 def _proc_mask(root: mountpoint.Root, op: ProcMask, _: int) -> None:
     from . import procmask
 
-    procmask.cover(root, op.bus_ids)
+    procmask.cover(root, op.bus_ids, op.capabilities)
 
 
 _EXECUTORS: dict[type, Callable[[mountpoint.Root, Any, int], None]] = {
     Mount: _mount,
+    ImageFile: _image_file,
+    Cover: _mount,
     DeviceNode: _device,
     Link: _link,
     LdCache: _ld_cache,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import stat
 
-from . import ldcache, linux, mountpoint, rootfs
+from . import imagefiles, ldcache, linux, mountpoint, rootfs
 from .model import LdEntry
 
 _TEMPORARY = ".ld.so.cache.gpushare"  # a fixed name, so that the next start removes what a killed one left
@@ -24,7 +24,7 @@ def extend(root: mountpoint.Root, entries: tuple[LdEntry, ...]) -> None:
         root.notes.append(f"loader cache not extended: {rootfs.LD_CACHE} changed meanwhile")
         return
     status = os.fstat(old)
-    before = rootfs.read_all(old, ldcache.MAX_BYTES)
+    before = imagefiles.read_all(old, ldcache.MAX_BYTES)
     try:
         content = ldcache.render(ldcache.extended(ldcache.parse(before), entries))
     except ldcache.MalformedCache as error:

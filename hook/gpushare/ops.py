@@ -69,6 +69,47 @@ class Mount(NamedTuple):
         return f"mount    {self.target} <- {self.source} ({self.kind} {' '.join(self.flags)}): {self.why}"
 
 
+class ImageFile(NamedTuple):
+    """A regular file of the image itself, shown at a second place in it. `source` is where it really is: when a link
+    is found there instead, somebody has swapped it, and the start fails."""
+
+    source: str  # container path, without links
+    target: str  # container path
+    flags: tuple[str, ...]
+    why: str
+
+    @property
+    def kind(self) -> str:
+        return "file"
+
+    @property
+    def needs(self) -> str:
+        return "namespace"  # a runtime would look for the source on the host
+
+    def describe(self) -> str:
+        return f"image    {self.target} <- {self.source} of the image ({' '.join(self.flags)}): {self.why}"
+
+
+class Cover(NamedTuple):
+    """Bind mount of a host file over a file of the image that an ImageFile shows elsewhere, so after that."""
+
+    source: str  # host path
+    target: str  # container path
+    flags: tuple[str, ...]
+    why: str
+
+    @property
+    def kind(self) -> str:
+        return "file"
+
+    @property
+    def needs(self) -> str:
+        return "namespace"
+
+    def describe(self) -> str:
+        return f"cover    {self.target} <- {self.source} ({' '.join(self.flags)}): {self.why}"
+
+
 class Link(NamedTuple):
     """A symbolic link in the container's root file system (links stay links)."""
 
@@ -133,16 +174,18 @@ class ProcMask(NamedTuple):
     """/proc/driver/nvidia with the granted GPUs only and ModifyDeviceFiles: 0."""
 
     bus_ids: tuple[str, ...]
+    capabilities: tuple[str, ...] = ()  # files kept below capabilities/: "gpu0/mig/gi1/access"
 
     @property
     def needs(self) -> str:
         return "namespace"
 
     def describe(self) -> str:
-        return f"mask     /proc/driver/nvidia: {' '.join(self.bus_ids) or 'no GPU'}, ModifyDeviceFiles 0"
+        kept = f", capabilities {' '.join(self.capabilities)}" if self.capabilities else ""
+        return f"mask     /proc/driver/nvidia: {' '.join(self.bus_ids) or 'no GPU'}{kept}, ModifyDeviceFiles 0"
 
 
-Op = Union[WriteLimits, TenantTmpfs, Mount, Link, DeviceNode, DeviceRule, LdCache, ProcMask]
+Op = Union[WriteLimits, TenantTmpfs, Mount, ImageFile, Cover, Link, DeviceNode, DeviceRule, LdCache, ProcMask]
 
 
 class Plan(NamedTuple):

@@ -13,16 +13,30 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional
 
-from . import names
+from . import forward, names
 from .driverfiles import DriverFiles, Library
+from .drivertable import ALWAYS
 from .errors import RequestError
 from .model import Bundle, Image, LdEntry, Lease, Node, Request, Share
-from .ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Op, Plan, ProcMask, TenantTmpfs, WriteLimits
+from .ops import (
+    Cover,
+    DeviceNode,
+    DeviceRule,
+    ImageFile,
+    LdCache,
+    Link,
+    Mount,
+    Op,
+    Plan,
+    ProcMask,
+    TenantTmpfs,
+    WriteLimits,
+)
 
 USAGE_BYTES = 49 * 4096  # sizeof(struct gs_usage): whole pages, all that the tenant's tmpfs can hold
 TMPFS_INODES = 2  # its root directory and the usage file
 NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
-LD_FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03}  # ldconfig's flags: libc6, and the machine
+LD_FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03, "i386": 0x0003}  # ldconfig's flags: libc6, and the machine
 
 _FILE = ("ro", "nosuid", "nodev")
 _DATA = ("nosuid", "nodev", "noexec")  # written by the container, or a socket of a daemon
@@ -34,6 +48,12 @@ class _Shown(NamedTuple):
     library: Library
     source: str
     why: str
+
+    def at(self, target: str, why: str = "") -> Op:
+        """The op that shows it at `target`."""
+        if self.library.in_image and self.source == self.library.source:
+            return ImageFile(self.source, target, _FILE, why or self.why)
+        return Mount(self.source, target, "file", _FILE, why or self.why)
 
 
 def container_dir(state_dir: str, container_id: str) -> str:
@@ -52,8 +72,8 @@ def _limits(state: str, shares: tuple[Share, ...], files: DriverFiles) -> list[O
         TenantTmpfs(f"{state}/rw", USAGE_BYTES, TMPFS_INODES),
         Mount(f"{state}/share", names.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
         Mount(f"{state}/rw", names.RW_DIR, "dir", _DATA, "what this container's processes count"),
-        Mount(files.cuda.source, names.REAL_CUDA, "file", _FILE, "the real libcuda, under a private name"),
-        Mount(files.nvml.source, names.REAL_NVML, "file", _FILE, "the real libnvidia-ml, under a private name"),
+        _Shown(files.cuda, files.cuda.source, "the real libcuda, under a private name").at(names.REAL_CUDA),
+        _Shown(files.nvml, files.nvml.source, "the real libnvidia-ml, under a private name").at(names.REAL_NVML),
     ]
 
 
@@ -65,22 +85,41 @@ def _libraries(files: DriverFiles, shim_dir: str, shimmed: bool) -> list[_Shown]
             shown.append(_Shown(library, f"{shim_dir}/{library.stem}.so", "the shim"))
         elif asked:
             shown.append(_Shown(library, library.source, "driver library"))
-    return shown + [_Shown(library, library.source, "driver library") for library in files.libraries]
+    return shown + [_driver_library(library) for library in files.libraries]
 
 
-def _place(shown: list[_Shown], image: Image) -> tuple[list[Op], list[Op]]:
-    """Mounts and links in the library directory. Where the image has a real file at a link's path, a link cannot be:
+def _driver_library(library: Library) -> _Shown:
+    return _Shown(library, library.source, "the image's newer driver" if library.in_image else "driver library")
+
+
+def _libraries32(files: DriverFiles, shares: tuple[Share, ...], image: Image, notes: list[str]) -> list[_Shown]:
+    """The 32-bit set. The shim has no 32-bit form, so a share with a limit gets no 32-bit libcuda."""
+    if not files.libraries32:
+        return []
+    if not image.libdir32:
+        notes.append("no 32-bit glibc in the image: the 32-bit libraries are left out")
+        return []
+    libraries = list(files.libraries32)
+    if _limited(shares):
+        libraries = [library for library in libraries if library.stem not in ALWAYS]
+        notes.append("no 32-bit libcuda and libnvidia-ml: they could not hold the limit")
+    return [_Shown(library, library.source, "32-bit driver library") for library in libraries]
+
+
+def _place(shown: list[_Shown], image: Image, libdir: str) -> tuple[list[Op], list[Op]]:
+    """Mounts and links in a library directory. Where the image has a real file at a link's path, a link cannot be:
     the library is mounted over the file, which a loader reads the same way."""
     links_there = {path for path, _ in image.existing_links}
     files_there = {path for path, _ in image.other_drivers} - links_there
     mounts: list[Op] = []
     links: list[Op] = []
-    for library, source, why in shown:
-        mounts.append(Mount(source, f"{image.libdir}/{library.name}", "file", _FILE, why))
+    for one in shown:
+        library = one.library
+        mounts.append(one.at(f"{libdir}/{library.name}"))
         for name, text in library.links:
-            path = f"{image.libdir}/{name}"
+            path = f"{libdir}/{name}"
             if path in files_there:
-                mounts.append(Mount(source, path, "file", _FILE, f"{why}, over the image's own file"))
+                mounts.append(one.at(path, f"{one.why}, over the image's own file"))
             else:
                 links.append(Link(path, text, f"name of {library.stem}"))
     return mounts, links
@@ -90,26 +129,32 @@ def _covers(files: DriverFiles, image: Image, shim_dir: str, taken: set[str]) ->
     """The shim over every other copy of the driver that a loader could prefer; `taken` lead to it already."""
     sources = {library.stem: f"{shim_dir}/{library.stem}.so" for library in (files.cuda, files.nvml)}
     sources.update((library.stem, library.source) for library in files.libraries)  # one version, also of these
+    shown_elsewhere = {library.source for library in (files.cuda, *files.libraries) if library.in_image}
     covers: list[Op] = []
     for path, soname in image.other_drivers:
         source = sources.get(soname.partition(".so")[0])
         if source is not None and path not in taken:
-            covers.append(Mount(source, path, "file", _FILE, f"covers another {soname}"))
+            why = f"covers another {soname}"
+            if path in shown_elsewhere:
+                covers.append(Cover(source, path, _FILE, why))
+            else:
+                covers.append(Mount(source, path, "file", _FILE, why))
             taken.add(path)
     return covers
 
 
 def _extras(files: DriverFiles) -> list[Op]:
-    """Programs, firmware and sockets."""
+    """Programs, firmware, vendor files and sockets."""
     ops: list[Op] = [Mount(path, f"/usr/bin/{name}", "file", _FILE, "driver program") for name, path in files.programs]
     for path in files.firmware:
         name = path.rpartition("/")[2]
         ops.append(Mount(path, f"/lib/firmware/nvidia/{files.version}/{name}", "file", _FILE, "firmware"))
+    ops += [Mount(one.source, one.target, one.kind, _FILE, "driver file") for one in files.data]
     ops += [Mount(source, target, "socket", _DATA, "driver socket") for target, source in files.sockets]
     return ops
 
 
-def _cache(shown: list[_Shown], image: Image, notes: list[str]) -> list[Op]:
+def _cache(shown: list[_Shown], shown32: list[_Shown], image: Image, notes: list[str]) -> list[Op]:
     """Entries for the loader's cache, which is also what `ldconfig -p` shows to programs that look there."""
     if image.ldcache_note or not image.has_ldcache:
         notes.append(f"ld.so.cache is left alone: {image.ldcache_note or 'the image has none'}")
@@ -118,25 +163,23 @@ def _cache(shown: list[_Shown], image: Image, notes: list[str]) -> list[Op]:
     if flags is None:
         notes.append(f"ld.so.cache is left alone: unknown machine {image.machine!r}")
         return []
-    entries = []
-    for library, _, _ in shown:
-        for name in (link for link, _ in library.links) if library.links else (library.name,):
-            entries.append(LdEntry(name, f"{image.libdir}/{name}", flags))
+    entries = _entries(shown, image.libdir, flags) + _entries(shown32, image.libdir32, LD_FLAGS["i386"])
     return [LdCache(tuple(entries))] if entries else []
+
+
+def _entries(shown: list[_Shown], libdir: str, flags: int) -> list[LdEntry]:
+    """Each name by which a loader asks for a library; links below the directory are for others."""
+    names_of = ([name for name, _ in library.links if "/" not in name] or [library.name] for library, _, _ in shown)
+    return [LdEntry(name, f"{libdir}/{name}", flags) for some in names_of for name in some]
 
 
 def _devices(node: Node, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
     """Nodes of the granted devices and the driver's control nodes, then the rules for all of them."""
     root, simulated = node.inventory.root.rstrip("/"), node.inventory.simulated
+    minors = dict.fromkeys(share.device.minor for share in shares)  # MIG devices of one GPU share its node
     nodes = [
-        DeviceNode(
-            f"{root}/dev/nvidia{share.device.minor}",
-            f"/dev/nvidia{share.device.minor}",
-            NVIDIA_MAJOR,
-            share.device.minor,
-            simulated,
-        )
-        for share in shares
+        DeviceNode(f"{root}/dev/nvidia{minor}", f"/dev/nvidia{minor}", NVIDIA_MAJOR, minor, simulated)
+        for minor in minors
     ]
     nodes += [DeviceNode(n.source, f"/dev/{n.name}", n.major, n.minor, simulated) for n in files.nodes]
     rules = [DeviceRule(n.major, n.minor) for n in nodes if not n.simulated]
@@ -164,7 +207,10 @@ def make_plan(
         notes.append(_no_glibc(shares))
     else:
         ops += _files(bundle, node, shares, image, driver_files, notes)
-    ops.append(ProcMask(tuple(share.device.bus_id for share in shares)))
+    bus_ids = tuple(dict.fromkeys(share.device.bus_id for share in shares))
+    ops.append(ProcMask(bus_ids, driver_files.proc_capabilities))
+    if _limited(shares) and {"graphics", "video"} & set(request.capabilities):
+        notes.append("memory that OpenGL, Vulkan and video codecs take is not counted: the limit holds for CUDA")
     if shares:
         ops += _devices(node, shares, driver_files)
         notes += [f"/dev/{name} is not on this host" for name in driver_files.missing_nodes]
@@ -176,13 +222,17 @@ def _files(
 ) -> list[Op]:
     """All ops that put files into an image with glibc."""
     shim_dir = node.config.shim_dir.rstrip("/")
+    if shares:
+        files = forward.newest(files, image, shares, notes)
     shown = _libraries(files, shim_dir, shimmed=bool(shares))
-    mounts, links = _place(shown, image)
+    shown32 = _libraries32(files, shares, image, notes)
+    mounts, links = _place(shown, image, image.libdir)
+    mounts32, links32 = _place(shown32, image, image.libdir32)
     ops: list[Op] = []
     if shares:
         ops += _limits(container_dir(node.config.state_dir, bundle.id), shares, files)
     ops += mounts
     if shares:
-        taken = {op.target for op in (*ops, *mounts, *links) if isinstance(op, (Mount, Link))}
+        taken = {op.target for op in (*ops, *mounts, *links) if isinstance(op, (Mount, ImageFile, Link))}
         ops += _covers(files, image, shim_dir, taken)
-    return ops + _extras(files) + links + _cache(shown, image, notes)
+    return ops + mounts32 + _extras(files) + links + links32 + _cache(shown, shown32, image, notes)

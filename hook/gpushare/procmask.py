@@ -1,6 +1,6 @@
-"""/proc/driver/nvidia of a container: the granted GPUs only, and `ModifyDeviceFiles: 0`, so that no driver program in
-the container tries to make or to change device nodes. A small read-only tmpfs with copies is mounted over the real
-directory."""
+"""/proc/driver/nvidia of a container: the granted GPUs and MIG capabilities only, and `ModifyDeviceFiles: 0`, so that
+no driver program in the container tries to make or to change device nodes. A small read-only tmpfs with copies is
+mounted over the real directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-from . import linux, mountpoint, rootfs
+from . import imagefiles, linux, mountpoint
 
 PROC_DIR = "/proc/driver/nvidia"
 _FILES = ("version", "registry", "params")  # not the switches for the host's power states
@@ -17,7 +17,7 @@ _MAX_GPU_FILES = 32
 _TMPFS = {"size": "4m", "nr_inodes": "4096", "mode": "0555"}
 
 
-def cover(root: mountpoint.Root, bus_ids: tuple[str, ...]) -> None:
+def cover(root: mountpoint.Root, bus_ids: tuple[str, ...], capabilities: tuple[str, ...] = ()) -> None:
     """Mounts the reduced directory; does nothing where the kernel has no NVIDIA driver (no such directory)."""
     real = root.lookup(PROC_DIR, os.O_PATH | os.O_DIRECTORY)
     if real < 0:
@@ -26,6 +26,7 @@ def cover(root: mountpoint.Root, bus_ids: tuple[str, ...]) -> None:
     tree = root.keep(linux.detached_tmpfs(_TMPFS, attributes, PROC_DIR))
     try:
         _fill(tree, real, {bus_id.lower() for bus_id in bus_ids})
+        _copy_capabilities(tree, real, capabilities)
     except OSError as error:
         raise linux.from_os_error(error, "copy", PROC_DIR) from None
     linux.mount_setattr(tree, linux.ATTRIBUTES["ro"], linux.MS_PRIVATE, PROC_DIR)
@@ -57,6 +58,33 @@ def _copy_directory(parent: int, name: str, tree: int, target: str) -> None:
         os.close(source)
 
 
+def _copy_capabilities(tree: int, real: int, paths: tuple[str, ...]) -> None:
+    """The `access` files below capabilities/, each with its directories: the driver's libraries read which node opens
+    a MIG device there."""
+    if not paths:
+        return
+    source = os.open("capabilities", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=real)
+    try:
+        os.mkdir("capabilities", 0o555, dir_fd=tree)
+        made = {""}
+        for path in paths:
+            directory = path.rpartition("/")[0]
+            for parent in _parents(directory):
+                if parent not in made:
+                    os.mkdir(f"capabilities/{parent}", 0o555, dir_fd=tree)
+                    made.add(parent)
+            for name, content in _regular_files(source, (path,)):
+                _write(tree, f"capabilities/{name}", masked_capability(content))
+    finally:
+        os.close(source)
+
+
+def _parents(directory: str) -> Iterator[str]:
+    """a/b/c: a, a/b, a/b/c."""
+    parts = directory.split("/")
+    return ("/".join(parts[: end + 1]) for end in range(len(parts)))
+
+
 def _regular_files(directory: int, names: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
     """(name, content) of those that are regular files; in procfs a size says nothing, so content is read up to a
     bound."""
@@ -67,7 +95,7 @@ def _regular_files(directory: int, names: tuple[str, ...]) -> Iterator[tuple[str
             continue
         try:
             if stat.S_ISREG(os.fstat(fd).st_mode):
-                yield name, rootfs.read_all(fd, _MAX_BYTES)
+                yield name, imagefiles.read_all(fd, _MAX_BYTES)
         finally:
             os.close(fd)
 
@@ -76,6 +104,12 @@ def masked_params(content: bytes) -> bytes:
     """The driver's parameter list with ModifyDeviceFiles set to 0."""
     lines = [line for line in content.splitlines() if not line.startswith(b"ModifyDeviceFiles:")]
     return b"\n".join([*lines, b"ModifyDeviceFiles: 0", b""])
+
+
+def masked_capability(content: bytes) -> bytes:
+    """An `access` file that does not ask anybody to make or to change its node."""
+    lines = [line for line in content.splitlines() if not line.startswith(b"DeviceFileModify:")]
+    return b"\n".join([*lines, b"DeviceFileModify: 0", b""])
 
 
 def _write(tree: int, name: str, content: bytes) -> None:

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Union
 
-from . import elf, inroot, ldcache, linux
+from . import compatdir, imagefiles, inroot, ldcache, linux
 from .errors import KernelError
 from .model import Bundle, Image
 
@@ -35,12 +35,18 @@ _PLATFORMS = {
     "aarch64": _Platform(0x0A03, ("/lib/aarch64-linux-gnu", "/usr/lib/aarch64-linux-gnu")),
 }
 _COMMON_LIBDIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
+_LIBDIRS_32 = ("/lib/i386-linux-gnu", "/usr/lib/i386-linux-gnu", "/lib32", "/usr/lib32", "/lib", "/usr/lib")
+# Nix and Guix keep each glibc in a directory of its own, and their programs look for the driver in one fixed place, or
+# where the image's LD_LIBRARY_PATH says that other runtimes put it
+_STORES = ("/nix/store", "/gnu/store")
+_STORE_LIBDIR = "/run/opengl-driver/lib"
+_STORE_OTHER_LIBDIRS = ("/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/local/nvidia/lib64", "/usr/local/nvidia/lib")
+_MAX_STORE_NAMES = 1 << 16
 _LEGACY_HWCAPS = ("tls", "x86_64", "haswell", "tls/x86_64", "tls/haswell", "haswell/x86_64", "haswell/avx512_1")
 
 _MAX_ENV_BYTES = 64 << 10  # of LD_LIBRARY_PATH that are looked at
 _MAX_DIRS = 128
 _MAX_PATH = 4096  # PATH_MAX; all entries of a cache may share one path, as long as its file
-_MAX_NAMES = 4096  # of one directory
 
 
 def open_root(bundle: Bundle, pid: int = 0) -> int:
@@ -78,12 +84,19 @@ def _probe(root_fd: int, env: dict[str, str]) -> Image:
     cache, note = read_cache(root_fd)
     cached = _cached_paths(cache) if cache else {}
     libdir, machine = _find_libc(root_fd, cached)
+    if not libdir:
+        libdir, machine = _find_in_store(root_fd, env)
     directories = list(_preferred_directories(root_fd, libdir, env))
     found: dict[str, str] = {}
     for path, soname in _candidates(root_fd, libdir, directories, cached):
         _add_driver(root_fd, path, soname, found)
     links = tuple(_links(root_fd, libdir)) if libdir else ()
-    return Image(libdir, machine, cache is not None, note, tuple(sorted(found.items())), links)
+    image = Image(libdir, machine, cache is not None, note, tuple(sorted(found.items())), links)
+    if not libdir:
+        return image
+    version, files = compatdir.newest(root_fd, machine)
+    libdir32 = _find_libc32(root_fd) if machine == "x86_64" else ""
+    return image._replace(libdir32=libdir32, compat_version=version, compat_files=files)
 
 
 def read_cache(root_fd: int) -> tuple[Union[ldcache.Cache, None], str]:
@@ -97,7 +110,7 @@ def read_cache(root_fd: int) -> tuple[Union[ldcache.Cache, None], str]:
             return None, f"{LD_CACHE} is not a regular file"
         if status.st_size > ldcache.MAX_BYTES:
             return None, f"{LD_CACHE} has {status.st_size} bytes; at most {ldcache.MAX_BYTES} are read"
-        data = read_all(fd, ldcache.MAX_BYTES)
+        data = imagefiles.read_all(fd, ldcache.MAX_BYTES)
         note = ""
         if inroot.mount_id(fd) != inroot.mount_id(root_fd):
             note = f"{LD_CACHE} is on a mount of its own (a volume over it or over /etc)"
@@ -106,24 +119,6 @@ def read_cache(root_fd: int) -> tuple[Union[ldcache.Cache, None], str]:
         return None, f"{LD_CACHE} is malformed: {error}"
     except OSError as error:
         return None, f"{LD_CACHE} cannot be read: {os.strerror(error.errno or 0)}"
-    finally:
-        os.close(fd)
-
-
-def read_all(path_fd: int, limit: int) -> bytes:
-    """At most `limit` bytes of the regular file that an O_PATH descriptor names, by pread (a truncation only shortens
-    it)."""
-    fd = inroot.reopen(path_fd)
-    try:
-        parts = []
-        total = 0
-        while total < limit:
-            part = os.pread(fd, min(1 << 20, limit - total), total)
-            if not part:
-                break
-            parts.append(part)
-            total += len(part)
-        return b"".join(parts)
     finally:
         os.close(fd)
 
@@ -152,17 +147,6 @@ def _offsets_of(strings: bytes, name: bytes) -> Iterator[int]:
         at = strings.find(name + b"\0", at + 1)
 
 
-def _library_at(root_fd: int, path: str) -> tuple[str, Union[elf.Library, None]]:
-    """(where `path` ends, in-root; what is there): ("", None) when there is no regular file."""
-    fd = inroot.open_regular(root_fd, path)
-    if fd < 0:
-        return "", None
-    try:
-        return inroot.path_of(root_fd, fd), elf.read_library(fd)
-    finally:
-        os.close(fd)
-
-
 def _find_libc(root_fd: int, cached: dict[str, list[tuple[str, int]]]) -> tuple[str, str]:
     """(libdir, machine) of the image's glibc; the host's own machine first, then any other that we can name."""
     host = os.uname().machine
@@ -171,60 +155,50 @@ def _find_libc(root_fd: int, cached: dict[str, list[tuple[str, int]]]) -> tuple[
     places += [f"{d}/libc.so.6" for d in (*platform.libdirs, *_COMMON_LIBDIRS)]
     other = ("", "")
     for place in places:
-        real, library = _library_at(root_fd, place)
+        real, library = imagefiles.library_at(root_fd, place)
         if not real or library is None or not library.machine:
             continue
-        directory = _directory(root_fd, place.rpartition("/")[0])
+        directory = imagefiles.directory(root_fd, place.rpartition("/")[0])
         if directory and library.machine == host:
             return directory, host
         other = other if other[0] else (directory, library.machine)
     return other
 
 
-def _directory(root_fd: int, path: str) -> str:
-    """The directory that `path` is in-root, through links (/lib -> /usr/lib); "" when it is none."""
-    fd = inroot.exists(root_fd, path, os.O_PATH | os.O_DIRECTORY)
-    if fd < 0:
-        return ""
-    try:
-        return inroot.path_of(root_fd, fd)
-    finally:
-        os.close(fd)
+def _find_libc32(root_fd: int) -> str:
+    """Where the image keeps a 32-bit glibc; "" when it has none."""
+    for directory in _LIBDIRS_32:
+        _, library = imagefiles.library_at(root_fd, f"{directory}/libc.so.6")
+        if library is not None and library.machine == "i386":
+            return imagefiles.directory(root_fd, directory)
+    return ""
 
 
-def _names_in(root_fd: int, path: str) -> list[str]:
-    """Names in a directory, sorted; bounded, [] when it is none."""
-    fd = inroot.exists(root_fd, path, os.O_PATH | os.O_DIRECTORY)
-    if fd < 0:
-        return []
-    names: list[str] = []
-    try:
-        readable = inroot.reopen(fd, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with os.scandir(readable) as entries:
-                for entry in entries:
-                    names.append(entry.name)
-                    if len(names) >= _MAX_NAMES:
-                        break
-        finally:
-            os.close(readable)
-    except OSError:
-        return []
-    finally:
-        os.close(fd)
-    return sorted(names)
+def _find_in_store(root_fd: int, env: dict[str, str]) -> tuple[str, str]:
+    """(where this image's programs look for a driver, machine) when its glibc is in a store of packages."""
+    host = os.uname().machine
+    for store in _STORES:
+        for name in imagefiles.names_in(root_fd, store, _MAX_STORE_NAMES):
+            if "-glibc-" not in name:
+                continue
+            _, library = imagefiles.library_at(root_fd, f"{store}/{name}/lib/libc.so.6")
+            if library is not None and library.machine == host:
+                named = _library_path(env.get("LD_LIBRARY_PATH", ""), "/lib")
+                chosen = (path for path in named if path in (_STORE_LIBDIR, *_STORE_OTHER_LIBDIRS))
+                return next(chosen, _STORE_LIBDIR), host
+    return "", ""
 
 
 def _preferred_directories(root_fd: int, libdir: str, env: dict[str, str]) -> Iterator[str]:
     """Directories that a loader can look in before, or instead of, the cache's entry for the libdir."""
-    yield from (f"/usr/local/{n}/compat" for n in _names_in(root_fd, "/usr/local") if n.startswith("cuda"))
+    yield from compatdir.directories(root_fd)
     for directory in _library_path(env.get("LD_LIBRARY_PATH", ""), libdir):
         yield directory
         yield from (f"{directory}/{sub}" for sub in _LEGACY_HWCAPS)
-        yield from (f"{directory}/glibc-hwcaps/{n}" for n in _names_in(root_fd, f"{directory}/glibc-hwcaps"))
+        yield from (f"{directory}/glibc-hwcaps/{n}" for n in imagefiles.names_in(root_fd, f"{directory}/glibc-hwcaps"))
     if libdir:
         yield from (f"{libdir}/{sub}" for sub in _LEGACY_HWCAPS)
-        yield from (f"{libdir}/glibc-hwcaps/{n}" for n in _names_in(root_fd, f"{libdir}/glibc-hwcaps"))
+        yield from (f"{libdir}/glibc-hwcaps/{n}" for n in imagefiles.names_in(root_fd, f"{libdir}/glibc-hwcaps"))
 
 
 def _library_path(value: str, libdir: str) -> list[str]:
@@ -257,7 +231,7 @@ def _candidates(
         yield from ((path, soname) for path, _ in cached.get(name, ()))
     for directory in directories:
         yield from ((f"{directory}/{name}", soname) for name, soname in SONAMES.items())
-    for name in _names_in(root_fd, libdir) if libdir else ():
+    for name in imagefiles.names_in(root_fd, libdir) if libdir else ():
         for prefix in _PREFIXES:
             if name.startswith(prefix):
                 yield f"{libdir}/{name}", f"{prefix}.1"
@@ -266,7 +240,7 @@ def _candidates(
 def _add_driver(root_fd: int, path: str, soname: str, found: dict[str, str]) -> None:
     """Adds what `path` resolves to, if that is a driver library: a shared object with its name or its DT_SONAME.
     Anything else that a link of that name leads to (another library, /etc/passwd) is not ours to cover."""
-    real, library = _library_at(root_fd, path)
+    real, library = imagefiles.library_at(root_fd, path)
     if not real or library is None:
         return
     if real.rpartition("/")[2].startswith(_PREFIXES) or library.soname in SONAMES:
@@ -275,7 +249,7 @@ def _add_driver(root_fd: int, path: str, soname: str, found: dict[str, str]) -> 
 
 def _links(root_fd: int, libdir: str) -> Iterator[tuple[str, str]]:
     """(path, text) of the libdir's own links with a driver library's name."""
-    for name in _names_in(root_fd, libdir):
+    for name in imagefiles.names_in(root_fd, libdir):
         if not name.startswith(_PREFIXES):
             continue
         path = f"{libdir}/{name}"

@@ -13,6 +13,14 @@ from gpushare.ops import Plan, ProcMask
 from tests.e2e import ns_util
 
 GPUS = ("0000:01:00.0", "0000:41:00.0", "0000:c1:00.0")
+CAPABILITIES = {
+    "mig/config": 1,
+    "mig/monitor": 2,
+    "gpu0/mig/gi1/access": 12,
+    "gpu0/mig/gi1/ci0/access": 13,
+    "gpu0/mig/gi2/access": 21,
+    "gpu0/mig/gi2/ci0/access": 22,
+}
 PARAMS = "ResmanDebugLevel: 4294967295\nModifyDeviceFiles: 1\nDeviceFileMode: 438\n"
 VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03\n"
 
@@ -34,7 +42,10 @@ def image(base: Path, tmp_path: Path) -> Path:
     for gpu in GPUS:
         (proc / "gpus" / gpu).mkdir(parents=True)
         (proc / "gpus" / gpu / "information").write_text(f"Bus Location: {gpu}\n")
-    (proc / "capabilities").mkdir()
+    for path, minor in CAPABILITIES.items():
+        file = proc / "capabilities" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"DeviceFileMinor: {minor}\nDeviceFileMode: 292\nDeviceFileModify: 1\n")
     return root
 
 
@@ -54,7 +65,7 @@ def seen(box: ns_util.Sandbox) -> dict[str, str]:
 
 def test_only_granted_gpus_and_no_device_file_changes(image: Path) -> None:
     with ns_util.sandbox(image) as box:
-        assert len(seen(box)) == 4 + len(GPUS)
+        assert len(seen(box)) == 4 + len(GPUS) + len(CAPABILITIES)
         box.apply(Plan("test", (ProcMask(GPUS[1:2]),)))
         assert seen(box) == {
             "params": "ResmanDebugLevel: 4294967295\nDeviceFileMode: 438\nModifyDeviceFiles: 0\n",
@@ -74,6 +85,15 @@ def test_no_gpu_granted_shows_none(image: Path) -> None:
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", (ProcMask(()),)))
         assert box.enter(lambda: os.listdir("/proc/driver/nvidia/gpus")) == []
+
+
+def test_granted_mig_capabilities_are_kept_and_no_other(image: Path) -> None:
+    granted = ("gpu0/mig/gi2/access", "gpu0/mig/gi2/ci0/access", "gpu0/mig/gi7/access")  # the last is gone by now
+    with ns_util.sandbox(image) as box:
+        box.apply(Plan("test", (ProcMask(GPUS[:1], granted),)))
+        kept = {path: text for path, text in seen(box).items() if path.startswith("capabilities/")}
+    text = "DeviceFileMinor: {}\nDeviceFileMode: 292\nDeviceFileModify: 0\n"
+    assert kept == {f"capabilities/{path}": text.format(CAPABILITIES[path]) for path in granted[:2]}
 
 
 def test_it_cannot_be_written(image: Path) -> None:

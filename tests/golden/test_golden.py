@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from gpushare import explain, oci, placement, plan, request
-from gpushare.driverfiles import DriverFiles, HostNode, Library
+from gpushare.driverfiles import DataFile, DriverFiles, Library
+from gpushare.driverroot import HostNode
 from gpushare.errors import GpushareError
 from gpushare.model import Config, Device, Image, Inventory, Lease, Node, Policy, Share
 
@@ -34,12 +35,17 @@ def facts_of(case: Path) -> tuple[Node, Image, DriverFiles, list[Lease]]:
     usual, own = read(HERE / "host.json"), read(case / "facts.json")
     host, image, files = ({**usual[key], **own.get(key, {})} for key in ("inventory", "image", "driver_files"))
     devices = tuple(Device(**device) for device in host["devices"])
-    node = Node(Config(policy=Policy(**own.get("policy", {}))), Inventory(**{**host, "devices": devices}))
+    mig = tuple(devices[item["index"]]._replace(**item, parent=devices[item["index"]].uuid) for item in host["mig"])
+    node = Node(Config(policy=Policy(**own.get("policy", {}))), Inventory(**{**host, "devices": devices, "mig": mig}))
     libraries = {key: Library(**{**files[key], "links": deep_tuple(files[key]["links"])}) for key in ("cuda", "nvml")}
-    others = tuple(Library(**{**item, "links": deep_tuple(item["links"])}) for item in files["libraries"])
+    others = {
+        key: tuple(Library(**{**item, "links": deep_tuple(item["links"])}) for item in files[key])
+        for key in ("libraries", "libraries32")
+    }
+    data = tuple(DataFile(*item) for item in files["data"])
     nodes = tuple(HostNode(**item) if isinstance(item, dict) else HostNode(*item) for item in files["nodes"])
     plain = {key: deep_tuple(value) for key, value in files.items()}
-    driver_files = DriverFiles(**{**plain, **libraries, "libraries": others, "nodes": nodes})
+    driver_files = DriverFiles(**{**plain, **libraries, **others, "nodes": nodes, "data": data})
     held = [
         lease(item["id"], (Share(0, devices[item["index"]], item["memory_limit_bytes"]),))
         for item in own.get("held", ())

@@ -297,3 +297,32 @@ def test_links_in_the_path_of_the_root_stay_in_the_container_s_namespace(tmp_pat
                 os.close(fd)
         finally:
             process.kill()
+
+
+# Stores of packages, and a second glibc
+
+
+@pytest.mark.parametrize("store", ["/nix/store", "/gnu/store"])
+def test_a_glibc_in_a_store(tree: Tree, store: str) -> None:
+    tree.library(f"{store}/abc-glibc-2.39/lib/libc.so.6")
+    tree.library(f"{store}/abc-musl-1.2/lib/libc.so.6", machine="i386")
+    assert (tree.probe().libdir, tree.probe().machine) == ("/run/opengl-driver/lib", MACHINE)
+    assert tree.probe(("LD_LIBRARY_PATH", "/opt/x:/usr/lib64")).libdir == "/usr/lib64"
+
+
+def test_a_store_beside_an_ordinary_glibc_changes_nothing(debian: Tree) -> None:
+    debian.library("/nix/store/abc-glibc-2.39/lib/libc.so.6")
+    assert debian.probe().libdir == MULTIARCH
+
+
+@pytest.mark.parametrize("directory", ["/usr/lib/i386-linux-gnu", "/usr/lib32"])
+def test_a_32_bit_glibc_beside_the_other(debian: Tree, directory: str) -> None:
+    assert debian.probe().libdir32 == ""
+    debian.library(f"{directory}/libc.so.6", machine="i386")
+    assert (debian.probe().libdir, debian.probe().libdir32) == (MULTIARCH, directory)
+
+
+def test_a_compat_directory_that_is_linked_only_at_run_time(debian: Tree) -> None:
+    debian.library("/usr/local/cuda-12.4/compat/lib.real/libcuda.so.550.54.15", "libcuda.so.1")
+    debian.link("/usr/local/cuda-12.4/compat/lib.real/libcuda.so.1", "libcuda.so.550.54.15")
+    assert drivers(debian.probe()) == {"/usr/local/cuda-12.4/compat/lib.real/libcuda.so.550.54.15": "libcuda.so.1"}
