@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from gpushare import errors
+from gpushare import constraints, dialects, drivertable, errors
 from gpushare.cli import containers, devices
+from gpushare.dialects import driverwords
 
 from tests.lib.host import TREE
 from tests.tools import config_docs
@@ -44,3 +45,10 @@ def test_both_readmes_show_the_same_commands() -> None:
         return [re.sub(r"\s+#.*", "", line) for line in lines if line.startswith("    ")]
 
     assert blocks("README.md") == blocks("README.zh-CN.md")
+
+
+def test_capabilities_features_and_constraints_are_described() -> None:
+    text = (TREE / "docs" / "driver.md").read_text()
+    words = [*dialects.CAPABILITIES, *constraints.PROPERTIES, *driverwords.MIG_RIGHTS, driverwords.ENV_IMEX]
+    words += [feature.variable for feature in drivertable.FEATURES.values()]
+    assert [word for word in words if f"`{word}`" not in text] == []
