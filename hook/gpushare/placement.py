@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Iterable, NamedTuple, Optional
 
-from . import constraints, names
+from . import names
 from .dialects import device_name, find_devices, usable_devices
 from .errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
 from .model import Amount, Config, Device, Lease, Node, Policy, Request, Share
@@ -210,6 +210,13 @@ def _candidates(request: Request, node: Node) -> tuple[Device, ...]:
     return devices
 
 
+def _require(request: Request, device: Device, node: Node) -> None:
+    """What the image needs of driver and device."""
+    from . import constraints
+
+    constraints.require(request.requirements, node.inventory, device)
+
+
 def _refuse_unnamed(device: Device) -> None:
     """A MIG device is known to its limit by its uuid, which only NVML tells."""
     if device.uuid.startswith("MIG-GPU-"):
@@ -244,7 +251,8 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
         asked = wanted[len(shares)]
         try:
             _refuse_unnamed(device)
-            constraints.require(request.requirements, node.inventory, device)
+            if request.requirements:
+                _require(request, device, node)
             _check_policy(asked, device, node.config.policy)
             size = _memory_of(asked, device, ledger, node.config)
         except GpushareError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Optional
 
-from . import constraints, names
+from . import names
 from .dialects import Env, driverwords, nvidia, own
 from .errors import PolicyError, RequestError
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
@@ -147,7 +147,9 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
         sources=request.sources + words.sources,
         ignored=request.ignored + words.ignored,
     )
-    if request.selection.kind == "none":  # for the others placement asks, device by device
+    if request.requirements and request.selection.kind == "none":  # for the others placement asks, device by device
+        from . import constraints
+
         constraints.require(request.requirements, node.inventory, None)
     return request
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .. import constraints
 from ..drivertable import FEATURES
 from ..model import Inventory
 from ..quantity import shown, wrong
@@ -78,8 +77,11 @@ def _requirements(values: dict[str, str]) -> tuple[tuple[str, str], ...]:
     if values.get(_DISABLE_REQUIRE, "").strip().lower() in _TRUE:
         return ()
     found = sorted((name, value) for name, value in values.items() if name.startswith(_REQUIRE) and value.strip())
-    for name, value in found:
-        constraints.parse(name, value)
+    if found:
+        from .. import constraints
+
+        for name, value in found:
+            constraints.parse(name, value)
     return tuple(found)
 
 
