@@ -41,6 +41,8 @@ KEYS = (
         "Root below which the NVIDIA driver is: its libraries, dev and proc. / when it is installed on the host, "
         "for example /run/nvidia/driver when it runs in a container."),
     Key("shim_dir", "/usr/lib/gpushare", _PATH, "Directory with our libcuda.so and libnvidia-ml.so."),
+    Key("runtime.path", "", {"type": "string", "pattern": "^(/[^\\u0000]*)?$"},
+        "The low-level runtime that gpushare-runtime executes; empty: runc if this host has it, else crun."),
     Key("placement", "first-fit", {"enum": ["first-fit"]},
         "How a device is picked when a container names none: first-fit takes the first, in PCI order, on which the "
         "share fits."),
@@ -275,4 +277,5 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
             accept_volume_mounts=at["policy.accept.volume_mounts"],
         ),
         log=at["hook.log"],
+        runtime=at["runtime.path"],
     )

@@ -51,6 +51,7 @@ class Config(NamedTuple):
     placement: str = "first-fit"
     policy: Policy = Policy()
     log: str = ""  # a file that the hook appends one line to for each container; "" = none
+    runtime: str = ""  # absolute path of the low-level runtime; "" = found by lowlevel.find
 
 
 class Node(NamedTuple):
