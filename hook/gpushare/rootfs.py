@@ -63,32 +63,33 @@ def open_root(bundle: Bundle, pid: int = 0) -> int:
         ) from None
 
 
-def probe(root: Union[int, str], env: Iterable[tuple[str, str]]) -> Image:
-    """The `Image` below `root` (a descriptor or a host path) for a process environment `env` (the last of a name
-    counts)."""
-    root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if isinstance(root, str) else root
+def probe(root: Union[inroot.Root, str], env: Iterable[tuple[str, str]]) -> Image:
+    """The `Image` below `root` (a descriptor, a view or a host path) for a process environment `env` (the last of a
+    name counts)."""
+    if not isinstance(root, str):
+        return _probe(root, dict(env))
+    root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         return _probe(root_fd, dict(env))
     finally:
-        if isinstance(root, str):
-            os.close(root_fd)
+        os.close(root_fd)
 
 
-def _probe(root_fd: int, env: dict[str, str]) -> Image:
-    cache, note = read_cache(root_fd)
+def _probe(root: inroot.Root, env: dict[str, str]) -> Image:
+    cache, note = read_cache(root)
     cached = _cached_paths(cache) if cache else {}
-    libdir, machine = _find_libc(root_fd, cached)
-    directories = list(_preferred_directories(root_fd, libdir, env))
+    libdir, machine = _find_libc(root, cached)
+    directories = list(_preferred_directories(root, libdir, env))
     found: dict[str, str] = {}
-    for path, soname in _candidates(root_fd, libdir, directories, cached):
-        _add_driver(root_fd, path, soname, found)
-    links = tuple(_links(root_fd, libdir)) if libdir else ()
+    for path, soname in _candidates(root, libdir, directories, cached):
+        _add_driver(root, path, soname, found)
+    links = tuple(_links(root, libdir)) if libdir else ()
     return Image(libdir, machine, cache is not None, note, tuple(sorted(found.items())), links)
 
 
-def read_cache(root_fd: int) -> tuple[Union[ldcache.Cache, None], str]:
+def read_cache(root: inroot.Root) -> tuple[Union[ldcache.Cache, None], str]:
     """(the parsed ld.so.cache, "") or (None or the cache, why it must be left alone)."""
-    fd = inroot.exists(root_fd, LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
+    fd = inroot.exists(root, LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
     if fd < 0:
         return None, f"no {LD_CACHE} in the image"
     try:
@@ -99,7 +100,7 @@ def read_cache(root_fd: int) -> tuple[Union[ldcache.Cache, None], str]:
             return None, f"{LD_CACHE} has {status.st_size} bytes; at most {ldcache.MAX_BYTES} are read"
         data = read_all(fd, ldcache.MAX_BYTES)
         note = ""
-        if inroot.mount_id(fd) != inroot.mount_id(root_fd):
+        if inroot.is_mounted_over(root, fd):
             note = f"{LD_CACHE} is on a mount of its own (a volume over it or over /etc)"
         return ldcache.parse(data), note
     except ldcache.MalformedCache as error:
@@ -152,18 +153,18 @@ def _offsets_of(strings: bytes, name: bytes) -> Iterator[int]:
         at = strings.find(name + b"\0", at + 1)
 
 
-def _library_at(root_fd: int, path: str) -> tuple[str, Union[elf.Library, None]]:
+def _library_at(root: inroot.Root, path: str) -> tuple[str, Union[elf.Library, None]]:
     """(where `path` ends, in-root; what is there): ("", None) when there is no regular file."""
-    fd = inroot.open_regular(root_fd, path)
+    fd = inroot.open_regular(root, path)
     if fd < 0:
         return "", None
     try:
-        return inroot.path_of(root_fd, fd), elf.read_library(fd)
+        return inroot.path_of(root, fd), elf.read_library(fd)
     finally:
         os.close(fd)
 
 
-def _find_libc(root_fd: int, cached: dict[str, list[tuple[str, int]]]) -> tuple[str, str]:
+def _find_libc(root: inroot.Root, cached: dict[str, list[tuple[str, int]]]) -> tuple[str, str]:
     """(libdir, machine) of the image's glibc; the host's own machine first, then any other that we can name."""
     host = os.uname().machine
     platform = _PLATFORMS.get(host, _Platform(0, ()))
@@ -171,30 +172,30 @@ def _find_libc(root_fd: int, cached: dict[str, list[tuple[str, int]]]) -> tuple[
     places += [f"{d}/libc.so.6" for d in (*platform.libdirs, *_COMMON_LIBDIRS)]
     other = ("", "")
     for place in places:
-        real, library = _library_at(root_fd, place)
+        real, library = _library_at(root, place)
         if not real or library is None or not library.machine:
             continue
-        directory = _directory(root_fd, place.rpartition("/")[0])
+        directory = _directory(root, place.rpartition("/")[0])
         if directory and library.machine == host:
             return directory, host
         other = other if other[0] else (directory, library.machine)
     return other
 
 
-def _directory(root_fd: int, path: str) -> str:
+def _directory(root: inroot.Root, path: str) -> str:
     """The directory that `path` is in-root, through links (/lib -> /usr/lib); "" when it is none."""
-    fd = inroot.exists(root_fd, path, os.O_PATH | os.O_DIRECTORY)
+    fd = inroot.exists(root, path, os.O_PATH | os.O_DIRECTORY)
     if fd < 0:
         return ""
     try:
-        return inroot.path_of(root_fd, fd)
+        return inroot.path_of(root, fd)
     finally:
         os.close(fd)
 
 
-def _names_in(root_fd: int, path: str) -> list[str]:
+def _names_in(root: inroot.Root, path: str) -> list[str]:
     """Names in a directory, sorted; bounded, [] when it is none."""
-    fd = inroot.exists(root_fd, path, os.O_PATH | os.O_DIRECTORY)
+    fd = inroot.exists(root, path, os.O_PATH | os.O_DIRECTORY)
     if fd < 0:
         return []
     names: list[str] = []
@@ -215,16 +216,16 @@ def _names_in(root_fd: int, path: str) -> list[str]:
     return sorted(names)
 
 
-def _preferred_directories(root_fd: int, libdir: str, env: dict[str, str]) -> Iterator[str]:
+def _preferred_directories(root: inroot.Root, libdir: str, env: dict[str, str]) -> Iterator[str]:
     """Directories that a loader can look in before, or instead of, the cache's entry for the libdir."""
-    yield from (f"/usr/local/{n}/compat" for n in _names_in(root_fd, "/usr/local") if n.startswith("cuda"))
+    yield from (f"/usr/local/{n}/compat" for n in _names_in(root, "/usr/local") if n.startswith("cuda"))
     for directory in _library_path(env.get("LD_LIBRARY_PATH", ""), libdir):
         yield directory
         yield from (f"{directory}/{sub}" for sub in _LEGACY_HWCAPS)
-        yield from (f"{directory}/glibc-hwcaps/{n}" for n in _names_in(root_fd, f"{directory}/glibc-hwcaps"))
+        yield from (f"{directory}/glibc-hwcaps/{n}" for n in _names_in(root, f"{directory}/glibc-hwcaps"))
     if libdir:
         yield from (f"{libdir}/{sub}" for sub in _LEGACY_HWCAPS)
-        yield from (f"{libdir}/glibc-hwcaps/{n}" for n in _names_in(root_fd, f"{libdir}/glibc-hwcaps"))
+        yield from (f"{libdir}/glibc-hwcaps/{n}" for n in _names_in(root, f"{libdir}/glibc-hwcaps"))
 
 
 def _library_path(value: str, libdir: str) -> list[str]:
@@ -250,37 +251,37 @@ def _is_file_name(text: str) -> bool:
 
 
 def _candidates(
-    root_fd: int, libdir: str, directories: list[str], cached: dict[str, list[tuple[str, int]]]
+    root: inroot.Root, libdir: str, directories: list[str], cached: dict[str, list[tuple[str, int]]]
 ) -> Iterator[tuple[str, str]]:
     """(path, soname) of every place where a driver library may be."""
     for name, soname in SONAMES.items():
         yield from ((path, soname) for path, _ in cached.get(name, ()))
     for directory in directories:
         yield from ((f"{directory}/{name}", soname) for name, soname in SONAMES.items())
-    for name in _names_in(root_fd, libdir) if libdir else ():
+    for name in _names_in(root, libdir) if libdir else ():
         for prefix in _PREFIXES:
             if name.startswith(prefix):
                 yield f"{libdir}/{name}", f"{prefix}.1"
 
 
-def _add_driver(root_fd: int, path: str, soname: str, found: dict[str, str]) -> None:
+def _add_driver(root: inroot.Root, path: str, soname: str, found: dict[str, str]) -> None:
     """Adds what `path` resolves to, if that is a driver library: a shared object with its name or its DT_SONAME.
     Anything else that a link of that name leads to (another library, /etc/passwd) is not ours to cover."""
-    real, library = _library_at(root_fd, path)
+    real, library = _library_at(root, path)
     if not real or library is None:
         return
     if real.rpartition("/")[2].startswith(_PREFIXES) or library.soname in SONAMES:
         found.setdefault(real, soname)
 
 
-def _links(root_fd: int, libdir: str) -> Iterator[tuple[str, str]]:
+def _links(root: inroot.Root, libdir: str) -> Iterator[tuple[str, str]]:
     """(path, text) of the libdir's own links with a driver library's name."""
-    for name in _names_in(root_fd, libdir):
+    for name in _names_in(root, libdir):
         if not name.startswith(_PREFIXES):
             continue
         path = f"{libdir}/{name}"
         try:
-            fd = inroot.open_in(root_fd, path, os.O_PATH | os.O_NOFOLLOW)
+            fd = inroot.open_in(root, path, os.O_PATH | os.O_NOFOLLOW)
         except linux.SyscallError as error:
             if error.errno == errno.ENOENT:
                 continue  # removed meanwhile
