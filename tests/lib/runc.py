@@ -41,7 +41,8 @@ class RuntimeFailed(Exception):
 class Container:
     """One container, called `id` or something unique with `name` in it.
 
-    `edit` may change the spec before it is written; `prefix` comes before the runtime's command.
+    `edit` may change the spec before it is written; `prefix` comes before the runtime's command, which may have words
+    of its own.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Container:
         mounts: list[Mount] | None = None,
         user: tuple[int, int] = (0, 0),
         rootfs: Path | None = None,
-        runtime: str = "runc",
+        runtime: str | tuple[str, ...] = "runc",
         prefix: tuple[str, ...] = (),
         edit: Callable[[dict[str, Any]], None] | None = None,
         name: str = "c",
@@ -68,7 +69,12 @@ class Container:
         self.pid = 0
         self.exit_code: int | None = None
         self._created = False
-        self._runtime = (*prefix, runtime, "--root", str(self.bundle / "runtime"))
+        self._runtime = (
+            *prefix,
+            *((runtime,) if isinstance(runtime, str) else runtime),
+            "--root",
+            str(self.bundle / "runtime"),
+        )
         self._overlay = None if rootfs else OverlayRoot(self.bundle / "disk")
         self.rootfs = rootfs or self.bundle / "disk" / "root"
         self.spec = spec(
