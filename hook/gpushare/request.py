@@ -24,7 +24,24 @@ DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], O
     "nvidia": nvidia.read,
 }
 TRIGGERS = ("GPUSHARE_", nvidia.ENV_DEVICES)  # beginnings of variables without which nothing is asked
+# What the launcher looks for in the text of a config.json, in any case of letters: without one of these there is
+# nothing that `mentions` could find. ASCII letters, digits and . _ - / only, which it knows in every JSON spelling.
+RAW_TRIGGERS = (
+    *TRIGGERS,
+    names.ANNOTATION_PREFIX.rstrip("/"),
+    nvidia.VOLUME_ROOT.rpartition("/")[2],
+    "/dev/nvidia",
+    "cdi.k8s.io",
+)
 _IMPLEMENTED_BACKENDS = ("auto", "shim")
+
+
+_LONGEST = max(map(len, TRIGGERS))
+
+
+def _ascii_upper(text: str) -> str:
+    """Not str.upper: to that "ſ" is an S, and the launcher reads bytes."""
+    return text.upper() if text.isascii() else "".join(c.upper() if c.isascii() else c for c in text)
 
 
 def mentions(bundle: Bundle) -> bool:
@@ -33,7 +50,7 @@ def mentions(bundle: Bundle) -> bool:
     if bundle.container_type == "sandbox":
         return False
     return (
-        any(name.upper().startswith(TRIGGERS) for name, _ in bundle.env)
+        any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
         or any(names.ANNOTATION_PREFIX in key for key in bundle.annotations)
         or bool(nvidia.volume_requests(bundle.spec))
     )
