@@ -1,7 +1,7 @@
 """The createRuntime hook that gpushare-runtime puts into config.json: what a spec cannot hold, and whose lease it is
 (start path).
 
-Links, the loader's cache and the mask over /proc are in the record that specedit wrote; the mounts in it must be in
+Links, the loader's cache and the mask over /proc are in the record that specedit.py wrote; the mounts in it must be in
 place by now. Then the lease becomes the container's own: from here on it lives as long as its init.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import apply, leases, log, oci, procs, specedit
+from . import applied, apply, leases, log, oci, procs
 from .errors import RequestError
 from .ops import Plan
 
@@ -22,7 +22,7 @@ def adopt(options: Options, state: oci.State) -> int:
     from . import hook
 
     bundle = oci.load_bundle(state)
-    record = specedit.record_of(bundle.spec)
+    record = applied.record_of(bundle.spec)
     if record is None:
         raise RequestError(
             "config.json does not say what gpushare-runtime put into it", "start the container through gpushare-runtime"
@@ -30,7 +30,7 @@ def adopt(options: Options, state: oci.State) -> int:
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(f"the state's pid {bundle.pid} is no process", "adopt is a createRuntime hook")
-    applied = apply.adopt(Plan(bundle.id, specedit.remaining(record)), bundle, init.pid)
+    done = apply.adopt(Plan(bundle.id, applied.remaining(record)), bundle, init.pid)
     try:
         lease = leases.find(options.state_dir, bundle.id)
         if lease is not None and lease.state == "reserved" and lease.bundle == bundle.path:
@@ -39,8 +39,8 @@ def adopt(options: Options, state: oci.State) -> int:
             raise RequestError(f"the lease of {bundle.id!r} is gone", "start the container again")
     except BaseException:
         hook.ignore_signals()
-        hook.undo(options.state_dir, bundle.id, applied.undo)
+        hook.undo(options.state_dir, bundle.id, done.undo)
         raise
-    applied.close()
+    done.close()
     log.forget(options.state_dir, bundle.id)
     return 0

@@ -126,8 +126,8 @@ def remember(config_path: str, state_dir: str, config: Config) -> None:
 
 
 def remember_if_stale(config_path: str, state_dir: str) -> None:
-    """For a container that asked for nothing on a host where nobody else does it. Leaves no trace where there is neither
-    a configuration file nor a state directory."""
+    """For a container that asked for nothing on a host where nobody else does it. Leaves no trace where there is
+    neither a configuration file nor a state directory."""
     if os.path.exists(config_path) and os.path.isdir(state_dir):
         try:
             runtime_of(config_path, state_dir)

@@ -97,7 +97,7 @@ class Amount(NamedTuple):
 class Request(NamedTuple):
     """What the container asked for. `memory` and `compute`: per slot; key None = every device."""
 
-    dialect: str  # "own", "nvidia", "own+nvidia": what was used
+    dialect: str  # "own", "nvidia", "injected", "own+nvidia", ...: what was used
     selection: Selection
     capabilities: tuple[str, ...]  # sorted, expanded: "compute", "utility", ...
     memory: tuple[tuple[Optional[int], Amount], ...] = ()

@@ -104,21 +104,21 @@ def _asked(bundle: Bundle, paths: Paths) -> tuple[Optional[Request], Optional[No
     """The request and the node that it was resolved on; (None, None) for a container that asks for nothing."""
     from . import request
 
-    if not request.mentions(bundle):
+    if not request.mentions(bundle, with_injected=True):
         return None, None
     from . import node, storage
 
     storage.prepare(paths.state_dir)
     host = node.load_node(paths.config, paths.state_dir)
-    return request.resolve(bundle, host), host
+    return request.resolve(bundle, host, with_injected=True), host
 
 
 def _create(call: Call, paths: Paths) -> int:
-    from . import specedit
+    from . import applied, specedit
 
     path, spec = _read(call)
     watch = _Watch()
-    clean = specedit.stripped(spec)
+    clean = applied.stripped(spec)
     bundle = _bundle(call, path, clean)
     asked, host = _asked(bundle, paths)
     if asked is None or host is None:
@@ -152,20 +152,27 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -
         lease = leases.reserve(paths.state_dir, bundle, asked, host, hook.grant)
         storage.make_share_dir(paths.state_dir, bundle.id)
     files = driverfiles.find(inventory.root, inventory.driver_version, asked.capabilities, inventory.simulated)
-    with SpecTree(bundle) as tree:
+    editor = specedit.Editor(bundle.spec, leased=lease is not None)
+    removed = editor.take_out_foreign()
+    with SpecTree(bundle._replace(spec=editor.spec)) as tree:
         steps = plan.make_plan(bundle, asked, host, lease, rootfs.probe(tree, bundle.env), files)
         for op in steps.ops:
             if isinstance(op, (WriteLimits, TenantTmpfs)):
                 storage.execute(op)
         words = (_hook_program(), "--config", paths.config, "--state", paths.state_dir)
-        spec = specedit.edited(bundle, steps, tree, words, _hook_stderr(), leased=lease is not None)
-    specedit.write(path, spec)
+        specedit.write(path, editor.put_in(steps, tree, words, _hook_stderr()))
     storage.empty_trash(paths.state_dir)
+    if host.config.log:
+        log.append(host.config.log, f"{bundle.id}: {steps.ops[0].describe() if steps.ops else 'nothing'}")
+        for line in removed:
+            log.append(host.config.log, f"{bundle.id}: taken out of config.json: {line}")
 
 
 def _hook_program() -> str:
     """gpushare-hook, which is installed beside this program."""
-    return os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "gpushare-hook")
+    from .specedit import HOOK_PROGRAM
+
+    return os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), HOOK_PROGRAM)
 
 
 def _hook_stderr() -> str:
@@ -178,11 +185,10 @@ def _hook_stderr() -> str:
 
 
 def _restore(call: Call, paths: Paths) -> int:
-    from . import request, specedit
+    from . import applied
 
     path, spec = _read(call)
-    bundle = _bundle(call, path, specedit.stripped(spec))
-    asked, _ = _asked(bundle, paths) if request.mentions(bundle) else (None, None)
+    asked, _ = _asked(_bundle(call, path, applied.stripped(spec)), paths)
     if asked is not None:
         raise RequestError(
             f"{asked.sources[0][0]}: a container with a share of a GPU cannot be restored from a checkpoint",
