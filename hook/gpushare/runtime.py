@@ -47,14 +47,23 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Returns only when something is refused, or after `delete`."""
     call = commandline.parse(sys.argv[1:] if argv is None else argv)
     try:
-        paths = paths_of(call)
-        return _main(call, paths)
+        return _main(call, paths_of(call))
     except BaseException as error:
         hook.ignore_signals()
         line, code = log.line_of(error)
+        if call.command in commandline.STARTING:
+            _keep(call, line, error)
         log.to_stderr(line)
         log.to_runtime_log(call.log, call.log_format, line)
         return code
+
+
+def _keep(call: Call, line: str, error: BaseException) -> None:
+    """For `gpushare inspect`."""
+    try:
+        hook.keep(paths_of(call).state_dir, oci.check_id(call.container_id), line, error)
+    except RequestError:
+        pass  # no name to keep it under
 
 
 def _main(call: Call, paths: Paths) -> int:
@@ -132,11 +141,9 @@ def _create(call: Call, paths: Paths) -> int:
         program = lowlevel.runtime_of(paths.config, paths.state_dir)
         watch.end()
         lowlevel.execute(program, call.rest)
-    except BaseException as error:
+    except BaseException:
         hook.ignore_signals()
         hook.undo(paths.state_dir, bundle.id, lambda: specedit.write(path, clean))
-        line, _ = log.line_of(error)
-        hook.keep(paths.state_dir, bundle.id, line, error)
         raise
 
 
@@ -231,7 +238,8 @@ def _child(program: str, words: Sequence[str]) -> int:
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 

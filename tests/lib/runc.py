@@ -118,7 +118,10 @@ class Container:
         pid_file = self.bundle / "pid"
         command = [*self._runtime, "create", "--bundle", str(self.bundle), "--pid-file", str(pid_file), self.id]
         self._created = True
-        with open(self.bundle / "stdout", "wb") as out, open(self.bundle / "stderr", "wb") as err:
+        for name in ("stdout", "stderr"):
+            (self.bundle / name).write_bytes(b"")
+        # For appending, as with a pipe: whoever opens it again by name overwrites nothing.
+        with open(self.bundle / "stdout", "ab") as out, open(self.bundle / "stderr", "ab") as err:
             code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err).returncode
         if code:
             raise RuntimeFailed("create", code, self.stderr)
