@@ -136,6 +136,7 @@ def effective(config: Config) -> dict[str, Any]:
         "version": VERSION,
         "driver.root": config.driver_root,
         "shim_dir": config.shim_dir,
+        "runtime.path": config.runtime,
         "placement": config.placement,
         "memory_overcommit": config.memory_overcommit,
         "policy.accept.env": policy.accept_env,

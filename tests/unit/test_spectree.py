@@ -17,8 +17,8 @@ MakeTree = Callable[..., SpecTree]
 
 @pytest.fixture
 def make(tmp_path: Path) -> MakeTree:
-    """make(mounts, files) -> the tree. Files are below rootfs/ or volume/, end in / for directories, are (path, text) for
-    links."""
+    """make(mounts, files) -> the tree. Files are below rootfs/ or volume/, end in / for directories, are (path, text)
+    for links."""
 
     def build(mounts: list[dict[str, Any]], *files: Any) -> SpecTree:
         for name in ("rootfs/", "volume/", *files):
