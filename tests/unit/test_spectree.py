@@ -120,7 +120,7 @@ def test_places(make: MakeTree) -> None:
 @pytest.mark.parametrize(
     ("target", "kind", "reason"),
     [
-        ("/v/new", "file", r"'/v/new' would be created in the volume at '/v' \(host: '.*/volume'\)"),
+        ("/v/new", "file", r"'/v/new' would be created in the volume at '/v' \(on the host: '.*/volume'\)"),
         ("/v/a/b", "dir", r"in the volume at '/v'"),
         ("/to-v/new", "file", r"in the volume at '/v'"),
         ("/passwd", "file", r"link to '/etc/passwd', which is not in a library directory"),
