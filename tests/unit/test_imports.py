@@ -12,7 +12,7 @@ from gpushare import oci
 
 HOOK = str(Path(oci.__file__).resolve().parents[1])
 # All that a start may load of the standard library, with what these load themselves
-LISTED = "import ctypes, errno, fcntl, json, os, select, signal, stat, struct, typing"
+LISTED = "import __future__, ctypes, errno, fcntl, json, os, select, signal, stat, struct, typing"
 
 
 def modules(statements: str) -> set[str]:
