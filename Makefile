@@ -36,15 +36,19 @@ $(SETUP): packaging/bootstrap packaging/venv pyproject.toml
 -include shim/shim.mk
 -include tests/sim/sim.mk
 -include tests/bench/bench.mk
+-include hook/launcher/launcher.mk
 
 # Headers and compiler come with the setup; being newer than an object must not rebuild it.
 $(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJECTS): | $(SETUP)
 
-build: $(SETUP) shim sim simhost build/bin/gpushare build/bin/gpushare-hook ## build the shim, the simulated driver and the programs
+# Python programs. The launchers, in build/bin, stand in front of those in build/libexec.
+PROGRAMS := build/bin/gpushare build/libexec/gpushare-hook build/libexec/gpushare-runtime
 
-build/bin/%: packaging/program $(SETUP)
-	@mkdir -p build/bin
-	@packaging/program "$(PYTHON)" $* >$@.new
+build: $(SETUP) shim sim simhost $(PROGRAMS) $(LAUNCHERS) ## build the shim, the simulated driver and the programs
+
+$(PROGRAMS): packaging/program $(SETUP)
+	@mkdir -p $(@D)
+	@packaging/program "$(PYTHON)" $(@F) >$@.new
 	@chmod 755 $@.new && mv $@.new $@
 
 root:

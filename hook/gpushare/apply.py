@@ -77,9 +77,19 @@ def _run_all(steps: list[Callable[[], None]], failures: list[Exception]) -> None
 
 def apply(plan: Plan, bundle: Bundle, pid: int) -> Applied:
     """Applies `plan` to the container whose init is `pid`. Raises GpushareError, with nothing of the plan left."""
+    return _carry_out(_apply, plan, bundle, pid)
+
+
+def adopt(plan: Plan, bundle: Bundle, pid: int) -> Applied:
+    """Applies what config.json cannot hold to a container that got the rest from there: each Mount of `plan` must be in
+    place already, as its runtime was told; links, the loader's cache and the mask follow. Raises as `apply` does."""
+    return _carry_out(_adopt, plan, bundle, pid)
+
+
+def _carry_out(steps: Callable[[Plan, Bundle, int, Applied], None], plan: Plan, bundle: Bundle, pid: int) -> Applied:
     applied = Applied(mountns.Namespace(pid))
     try:
-        _apply(plan, bundle, pid, applied)
+        steps(plan, bundle, pid, applied)
     except BaseException as error:
         try:
             applied.undo()
@@ -118,6 +128,28 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     if rules:
         applied._access.append(cgroup.allow_devices(pid, rules))
         applied._namespace.require_alive()
+
+
+def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
+    sources = {op.target: os.stat(op.source) for op in plan.ops if isinstance(op, Mount)}
+    trees: dict[int, int] = {}
+    for index, op in enumerate(plan.ops):
+        if isinstance(op, ImageFile):
+            _make_point_in_source(op, plan.ops[:index])
+        elif isinstance(op, Cover):
+            trees[index] = _detached_copy(op)
+            applied._trees.append(trees[index])
+    root_fd = rootfs.open_root(bundle, pid)
+    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, mountns.read_mounts())
+    root.keep(root_fd)
+    applied._namespace.require_alive()
+    with applied._namespace:
+        for index, op in enumerate(plan.ops):
+            if isinstance(op, Mount):
+                root.claim(op.target, sources[op.target])
+            else:
+                _EXECUTORS[type(op)](root, op, trees.get(index, -1))
+    applied.notes.extend(root.notes)
 
 
 def _execute_storage(op: Union[WriteLimits, TenantTmpfs]) -> None:

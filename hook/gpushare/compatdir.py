@@ -1,26 +1,26 @@
 """The driver libraries that CUDA images bring for forward compatibility, in /usr/local/cuda*/compat (start path).
 
-    directories(root_fd)      -> tuple[str, ...]              every such directory, and lib* below it (NGC: lib.real)
-    newest(root_fd, machine)  -> (version, ((stem, path), ...))   ("", ()) when there is none
+    directories(root)      -> tuple[str, ...]              every such directory, and lib* below it (NGC: lib.real)
+    newest(root, machine)  -> (version, ((stem, path), ...))   ("", ()) when there is none
 
 Only regular files in the directory itself count: a versioned name that is a link could lead anywhere.
 """
 
 from __future__ import annotations
 
-from . import imagefiles
+from . import imagefiles, inroot
 from .drivertable import COMPAT
 
 _MAX_DIRECTORIES = 64
 
 
-def directories(root_fd: int) -> tuple[str, ...]:
+def directories(root: inroot.Root) -> tuple[str, ...]:
     """In the order of their names. NVIDIA's own images make `compat/lib`, a link to `lib.real`, only when they run."""
     found: list[str] = []
-    for name in imagefiles.names_in(root_fd, "/usr/local"):
+    for name in imagefiles.names_in(root, "/usr/local"):
         if name.startswith("cuda"):
             base = f"/usr/local/{name}/compat"
-            below = imagefiles.names_in(root_fd, base)
+            below = imagefiles.names_in(root, base)
             found += [base, *(f"{base}/{one}" for one in below if one.startswith("lib") and ".so" not in one)]
     return tuple(found[:_MAX_DIRECTORIES])
 
@@ -32,23 +32,23 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _is_library(root_fd: int, path: str, machine: str) -> bool:
+def _is_library(root: inroot.Root, path: str, machine: str) -> bool:
     """Whether a shared object for this machine is at exactly this path."""
-    real, library = imagefiles.library_at(root_fd, path)
+    real, library = imagefiles.library_at(root, path)
     return real == path and library is not None and library.machine == machine
 
 
-def newest(root_fd: int, machine: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+def newest(root: inroot.Root, machine: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The highest version of libcuda, and all libraries of that version beside it."""
     best: tuple[tuple[int, ...], str, str] = ((), "", "")
-    for named in directories(root_fd):
-        directory = imagefiles.directory(root_fd, named)
-        for name in imagefiles.names_in(root_fd, directory) if directory else ():
+    for named in directories(root):
+        directory = imagefiles.directory(root, named)
+        for name in imagefiles.names_in(root, directory) if directory else ():
             version = name[len("libcuda.so.") :] if name.startswith("libcuda.so.") else ""
-            if _version(version) > best[0] and _is_library(root_fd, f"{directory}/{name}", machine):
+            if _version(version) > best[0] and _is_library(root, f"{directory}/{name}", machine):
                 best = (_version(version), version, directory)
     _, version, directory = best
     if not version:
         return "", ()
     paths = ((stem, f"{directory}/{stem}.so.{version}") for stem in COMPAT)
-    return version, tuple((stem, path) for stem, path in paths if _is_library(root_fd, path, machine))
+    return version, tuple((stem, path) for stem, path in paths if _is_library(root, path, machine))

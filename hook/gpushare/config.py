@@ -41,6 +41,8 @@ KEYS = (
         "Root below which the NVIDIA driver is: its libraries, dev and proc. / when it is installed on the host, "
         "for example /run/nvidia/driver when it runs in a container."),
     Key("shim_dir", "/usr/lib/gpushare", _PATH, "Directory with our libcuda.so and libnvidia-ml.so."),
+    Key("runtime.path", "", {"type": "string", "pattern": "^(/[^\\u0000]*)?$"},
+        "The low-level runtime that gpushare-runtime executes; empty: runc if this host has it, else crun."),
     Key("placement", "first-fit", {"enum": ["first-fit"]},
         "How a device is picked when a container names none: first-fit takes the first, in PCI order, on which the "
         "share fits."),
@@ -134,6 +136,7 @@ def effective(config: Config) -> dict[str, Any]:
         "version": VERSION,
         "driver.root": config.driver_root,
         "shim_dir": config.shim_dir,
+        "runtime.path": config.runtime,
         "placement": config.placement,
         "memory_overcommit": config.memory_overcommit,
         "policy.accept.env": policy.accept_env,
@@ -275,4 +278,5 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
             accept_volume_mounts=at["policy.accept.volume_mounts"],
         ),
         log=at["hook.log"],
+        runtime=at["runtime.path"],
     )

@@ -1,8 +1,9 @@
 """gpushare-hook: the OCI hook, one container from its state on stdin to its share (start path).
 
-    gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop
+    gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop|adopt
 
 prestart, createRuntime   give the container what it asks for, or fail with one line and undo everything
+adopt                     a createRuntime hook that gpushare-runtime puts into config.json: see adopt.py
 poststop                  releases it; idempotent, needs no pid, always exits 0
 
 Nothing is taken from this process's own environment or working directory: both can come from an image.
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
 UNDO_DEADLINE_S = 5
 _POSTSTOP_WAIT_MS = 2000
-_SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop"
+_SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop|adopt"
 _USAGE = f"use {_SYNOPSIS}"
 
 
@@ -72,21 +73,21 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
         state_dir = options.state_dir
         os.umask(0o022)
         os.chdir("/")
-        _watch()
+        watch()
         state = oci.read_state(_read_stdin(stdin))
         container_id = state.id
         return _STAGES[options.stage](options, state)
     except BaseException as error:
-        _ignore_signals()
+        ignore_signals()
         line, code = log.line_of(error)
         if container_id and state_dir:
-            _keep(state_dir, container_id, line, error)
+            keep(state_dir, container_id, line, error)
         log.to_stderr(line)
         # A poststop hook that fails helps nobody: its container is gone, and its line is on stderr.
         return 0 if words[-1:] == ["poststop"] else code
 
 
-def _keep(state_dir: str, container_id: str, line: str, error: BaseException) -> None:
+def keep(state_dir: str, container_id: str, line: str, error: BaseException) -> None:
     from . import storage
 
     try:
@@ -110,7 +111,7 @@ def _read_stdin(fd: int) -> bytes:
 
 def _interrupt(number: int, _: object) -> None:
     """Ends the start once; a second signal must not end the undoing."""
-    _ignore_signals()
+    ignore_signals()
     if number == signal.SIGALRM:
         raise Interrupted(f"the start took longer than {DEADLINE_S} s", "see whether the driver or the disk hangs")
     raise Interrupted(f"the start was ended by signal {number}", "start the container again")
@@ -120,13 +121,13 @@ def _interrupt_undo(number: int, _: object) -> None:
     raise Interrupted(f"undoing took longer than {UNDO_DEADLINE_S} s")
 
 
-def _watch() -> None:
+def watch() -> None:
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _interrupt)
     signal.alarm(DEADLINE_S)
 
 
-def _ignore_signals() -> None:
+def ignore_signals() -> None:
     signal.alarm(0)
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -138,6 +139,9 @@ def _start(options: Options, state: oci.State) -> int:
 
     bundle = oci.load_bundle(state)
     if not request.mentions(bundle):
+        from . import lowlevel
+
+        lowlevel.remember_if_stale(options.config, options.state_dir)
         return 0
     from . import leases, node, procs, storage
 
@@ -186,8 +190,8 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
         if lease is not None:
             leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
     except BaseException:
-        _ignore_signals()
-        _undo(state_dir, bundle.id, applied)
+        ignore_signals()
+        undo(state_dir, bundle.id, applied.undo if applied is not None else None)
         raise
     applied.close()
     storage.empty_trash(state_dir)
@@ -195,7 +199,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
         log.append(host.config.log, f"{bundle.id}: {steps.ops[0].describe() if steps.ops else 'nothing'}")
 
 
-def _undo(state_dir: str, container_id: str, applied: Optional[apply.Applied]) -> None:
+def undo(state_dir: str, container_id: str, undo_applied: Optional[Callable[[], None]]) -> None:
     """Takes everything back. What fails here, or hangs, is left for the next start, poststop or prune: our lease dies
     with us. The error that led here is the one that counts."""
     from . import leases, storage
@@ -203,7 +207,7 @@ def _undo(state_dir: str, container_id: str, applied: Optional[apply.Applied]) -
     signal.signal(signal.SIGALRM, _interrupt_undo)
     signal.alarm(UNDO_DEADLINE_S)
     for step in (
-        lambda: applied.undo() if applied is not None else None,
+        undo_applied or (lambda: None),
         lambda: leases.undo(state_dir, container_id),
         lambda: storage.empty_trash(state_dir),
     ):
@@ -223,9 +227,10 @@ def _poststop(options: Options, state: oci.State) -> int:
     lease = leases.find(options.state_dir, state.id)
     if lease is not None and lease.state == "held" and lease.bundle == state.bundle:
         _wait_gone(lease.init_pid, lease.init_start)
-    kept = leases.release(options.state_dir, state.id)
-    if kept:
-        log.to_stderr(f"gpushare: {kept}")
+    if not leases.release_reserved_by(options.state_dir, state.id, state.bundle, os.getppid()):
+        kept = leases.release(options.state_dir, state.id)
+        if kept:
+            log.to_stderr(f"gpushare: {kept}")
     storage.empty_trash(options.state_dir)
     return 0
 
@@ -249,7 +254,14 @@ def _wait_gone(pid: int, start: int) -> None:
         os.close(fd)
 
 
+def _adopt(options: Options, state: oci.State) -> int:
+    from . import adopt
+
+    return adopt.adopt(options, state)
+
+
 _STAGES: dict[str, Callable[[Options, oci.State], int]] = {
+    "adopt": _adopt,
     "prestart": _start,
     "createRuntime": _start,
     "poststop": _poststop,

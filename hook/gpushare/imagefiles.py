@@ -1,9 +1,9 @@
 """Looking at single files and directories of an image: by descriptor, in-root, bounded (start path).
 
 read_all(path_fd, limit)          -> bytes
-library_at(root_fd, path)         -> (where it ends, what it is)     ("", None) when there is no regular file
-directory(root_fd, path)          -> str                             where it ends; "" when it is none
-names_in(root_fd, path)           -> list[str]                       sorted, [] when it is no directory
+library_at(root, path)         -> (where it ends, what it is)     ("", None) when there is no regular file
+directory(root, path)          -> str                             where it ends; "" when it is none
+names_in(root, path)           -> list[str]                       sorted, [] when it is no directory
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ def read_all(path_fd: int, limit: int) -> bytes:
         os.close(fd)
 
 
-def library_at(root_fd: int, path: str) -> tuple[str, Union[elf.Library, None]]:
+def library_at(root: inroot.Root, path: str) -> tuple[str, Union[elf.Library, None]]:
     """(where `path` ends, in-root; what is there): ("", None) when there is no regular file."""
-    fd = inroot.open_regular(root_fd, path)
+    fd = inroot.open_regular(root, path)
     if fd < 0:
         return "", None
     try:
-        return inroot.path_of(root_fd, fd), elf.read_library(fd)
+        return inroot.path_of(root, fd), elf.read_library(fd)
     finally:
         os.close(fd)
 
 
-def directory(root_fd: int, path: str) -> str:
+def directory(root: inroot.Root, path: str) -> str:
     """The directory that `path` is in-root, through links (/lib -> /usr/lib); "" when it is none."""
-    fd = inroot.exists(root_fd, path, os.O_PATH | os.O_DIRECTORY)
+    fd = inroot.exists(root, path, os.O_PATH | os.O_DIRECTORY)
     if fd < 0:
         return ""
     try:
-        return inroot.path_of(root_fd, fd)
+        return inroot.path_of(root, fd)
     finally:
         os.close(fd)
 
 
-def names_in(root_fd: int, path: str, limit: int = MAX_NAMES) -> list[str]:
+def names_in(root: inroot.Root, path: str, limit: int = MAX_NAMES) -> list[str]:
     """Names in a directory, sorted; bounded, [] when it is none."""
-    fd = inroot.exists(root_fd, path, os.O_PATH | os.O_DIRECTORY)
+    fd = inroot.exists(root, path, os.O_PATH | os.O_DIRECTORY)
     if fd < 0:
         return []
     names: list[str] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from typing import Union
 
 from . import linux
 
@@ -19,16 +20,49 @@ _PLAIN_PROC_LINKS = ("self", "thread-self", "mounts", "net")  # links in procfs 
 _kernel_has_openat2 = True
 
 
-def open_in(root_fd: int, path: str, flags: int = os.O_PATH, mode: int = 0) -> int:
-    """Opens `path` with `root_fd` as its "/". With O_NOFOLLOW a link at the end is opened itself.
+class View:
+    """A root that is not one directory of this host: rootfs.probe reads through it as it reads through a descriptor.
+    See spectree.py."""
+
+    def open_in(self, path: str, flags: int) -> int:
+        """As `inroot.open_in`, for reading."""
+        raise NotImplementedError
+
+    def path_of(self, fd: int) -> str:
+        """As `inroot.path_of`, for a descriptor that `open_in` returned and that is still open."""
+        raise NotImplementedError
+
+    def is_mounted_over(self, fd: int) -> bool:
+        """As `inroot.is_mounted_over`."""
+        raise NotImplementedError
+
+    def reopened(self, old: int, new: int) -> int:
+        """`new`, which is the same file as `old`."""
+        raise NotImplementedError
+
+
+Root = Union[int, View]  # a descriptor of the directory, or a view
+
+
+def open_in(root: Root, path: str, flags: int = os.O_PATH, mode: int = 0) -> int:
+    """Opens `path` with `root` as its "/". With O_NOFOLLOW a link at the end is opened itself.
 
     Raises SyscallError; ELOOP is also how a magic link (/proc/self/root, ...) is refused.
     """
+    if isinstance(root, View):
+        return root.open_in(path, flags)
+    return open_below(root, path, flags, mode, 0)
+
+
+def open_below(root_fd: int, path: str, flags: int, mode: int, resolve: int) -> int:
+    """`open_in` for a descriptor, with further RESOLVE_ flags; those are only for kernels that have openat2."""
     global _kernel_has_openat2
     for attempt in range(_RETRIES):
         try:
             if _kernel_has_openat2:
-                return linux.openat2(root_fd, path, flags, mode, _RESOLVE)
+                return linux.openat2(root_fd, path, flags, mode, _RESOLVE | resolve)
+            if resolve:
+                raise linux.SyscallError("openat2", path, errno.ELOOP)  # as if there were a link: look closely
             return _walk(root_fd, path, flags | os.O_CLOEXEC, mode)
         except linux.SyscallError as error:
             if error.errno == errno.ENOSYS and _kernel_has_openat2:
@@ -38,35 +72,46 @@ def open_in(root_fd: int, path: str, flags: int = os.O_PATH, mode: int = 0) -> i
     raise linux.SyscallError("openat2", path, errno.EAGAIN)
 
 
-def exists(root_fd: int, path: str, flags: int = os.O_PATH) -> int:
+def exists(root: Root, path: str, flags: int = os.O_PATH) -> int:
     """Like `open_in`, but -1 when nothing is there (or a parent is missing, or is not a directory, or loops)."""
     try:
-        return open_in(root_fd, path, flags)
+        return open_in(root, path, flags)
     except linux.SyscallError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENAMETOOLONG, errno.ENXIO):
             return -1
         raise
 
 
-def path_of(root_fd: int, fd: int) -> str:
+def path_of(root: Root, fd: int) -> str:
     """Where `fd` is, as seen inside the root; "" when it is not below it (deleted, or moved away)."""
-    root = os.readlink(f"/proc/self/fd/{root_fd}").rstrip("/")
+    if isinstance(root, View):
+        return root.path_of(fd)
+    above = os.readlink(f"/proc/self/fd/{root}").rstrip("/")
     path = os.readlink(f"/proc/self/fd/{fd}")
-    if path == root:
+    if path == above:
         return "/"
-    if not path.startswith(root + "/") or path.endswith(" (deleted)"):
+    if not path.startswith(above + "/") or path.endswith(" (deleted)"):
         return ""
-    return path[len(root) :]
+    return path[len(above) :]
 
 
-def open_regular(root_fd: int, path: str) -> int:
+def is_mounted_over(root: Root, fd: int) -> bool:
+    """Whether `fd` is on another mount than the root itself: a volume, or a file system that the runtime makes."""
+    if isinstance(root, View):
+        return root.is_mounted_over(fd)
+    return mount_id(fd) != mount_id(root)
+
+
+def open_regular(root: Root, path: str) -> int:
     """A readable descriptor of a regular file, or -1. Nothing else is ever opened: opening a FIFO can block for ever
     and opening a device has effects, so the type is known (O_PATH) before the file is opened for reading."""
-    probe = exists(root_fd, path)
+    probe = exists(root, path)
     if probe < 0:
         return -1
     try:
-        return reopen(probe) if stat.S_ISREG(os.fstat(probe).st_mode) else -1
+        if not stat.S_ISREG(os.fstat(probe).st_mode):
+            return -1
+        return root.reopened(probe, reopen(probe)) if isinstance(root, View) else reopen(probe)
     finally:
         os.close(probe)
 

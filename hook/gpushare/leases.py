@@ -268,6 +268,18 @@ def release(state_dir: str, container_id: str) -> str:
     return ""
 
 
+def release_reserved_by(state_dir: str, container_id: str, bundle: str, creator_pid: int) -> bool:
+    """Releases a lease that is only reserved, when its living creator itself says that nothing came of it: runc calls
+    poststop after a create that failed, and gpushare-runtime has become that runc."""
+    if not storage.is_ready(state_dir):
+        return False
+    with locked(state_dir):
+        lease = find(state_dir, container_id)
+        if lease is None or (lease.state, lease.bundle, lease.creator_pid) != ("reserved", bundle, creator_pid):
+            return False
+        return storage.discard(state_dir, container_id)
+
+
 def undo(state_dir: str, container_id: str) -> None:
     """Takes back what this very process reserved or held under this id, and nothing else."""
     me = procs.myself()

@@ -84,6 +84,29 @@ def append(path: str, line: str) -> None:
         pass
 
 
+def to_runtime_log(path: str, log_format: str, line: str) -> None:
+    """One error in the file that the engine gave the runtime with --log: docker and containerd read only that. As runc
+    writes it (logrus): JSON, or text. Never raises."""
+    if not path:
+        return
+    import json
+    import time
+
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    if log_format == "json":
+        text = json.dumps({"level": "error", "msg": line, "time": stamp})
+    else:
+        text = f'time="{stamp}" level=error msg={json.dumps(line)}'
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        try:
+            os.write(fd, text.encode("utf-8", "backslashreplace") + b"\n")
+        finally:
+            os.close(fd)
+    except OSError:
+        pass
+
+
 def read(state_dir: str, container_id: str) -> str:
     """The last refusal of a container, without "gpushare: "; "" when there was none."""
     try:

@@ -60,6 +60,7 @@ class Config(NamedTuple):
     placement: str = "first-fit"
     policy: Policy = Policy()
     log: str = ""  # a file that the hook appends one line to for each container; "" = none
+    runtime: str = ""  # absolute path of the low-level runtime; "" = found by lowlevel.find
 
 
 class Node(NamedTuple):
@@ -105,7 +106,7 @@ class Amount(NamedTuple):
 class Request(NamedTuple):
     """What the container asked for. `memory` and `compute`: per slot; key None = every device."""
 
-    dialect: str  # "own", "nvidia", "own+nvidia": what was used
+    dialect: str  # "own", "nvidia", "injected", "own+nvidia", ...: what was used
     selection: Selection
     capabilities: tuple[str, ...]  # sorted, expanded: "compute", "utility", ...
     memory: tuple[tuple[Optional[int], Amount], ...] = ()

@@ -34,6 +34,7 @@ _ACCEPTED: dict[str, tuple[Callable[[int], bool], ...]] = {
     "file": (stat.S_ISREG,),
     "dir": (stat.S_ISDIR,),
     "socket": (stat.S_ISREG, stat.S_ISSOCK),
+    "device": (stat.S_ISREG, stat.S_ISCHR),
 }
 _TYPES = (
     (stat.S_ISREG, "a regular file"),
@@ -67,6 +68,29 @@ def _create(dir_fd: int, name: str, kind: str) -> None:
     else:
         flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
         os.close(os.open(name, flags, 0o644, dir_fd=dir_fd))
+
+
+def accepts(kind: str, mode: int) -> bool:
+    """Whether a mount of `kind` can cover a file of this type."""
+    return any(test(mode) for test in _ACCEPTED[kind])
+
+
+def wrong_type(path: str, kind: str, mode: int) -> KernelError:
+    wanted = "a directory" if kind == "dir" else "a file"
+    return KernelError(f"{path!r} is {type_name(mode)} where {wanted} must be", "remove it from the image")
+
+
+def not_a_library(path: str, real: str) -> KernelError:
+    return KernelError(
+        f"{path!r} is a link to {real!r}, which is not in a library directory", "remove it from the image"
+    )
+
+
+def in_volume(path: str, point: str, host: str) -> KernelError:
+    return KernelError(
+        f"{path!r} would be created in the volume at {point!r} (on the host: {host!r})",
+        "mount the volume elsewhere, or create an empty file there",
+    )
 
 
 class Root:
@@ -116,6 +140,15 @@ class Root:
         self._own_mounts.add(inroot.mount_id(tree))
         self.undo.append(lambda: linux.umount(f"/proc/self/fd/{tree}"))
 
+    def claim(self, path: str, source: os.stat_result) -> None:
+        """Counts the mount at `path` as this plan's own: the runtime was told to make it. Raises when it did not."""
+        fd = self.lookup(path, os.O_PATH | os.O_NOFOLLOW)
+        if fd < 0 or not os.path.samestat(os.fstat(fd), source):
+            raise KernelError(
+                f"{path!r} is not what config.json mounts there", "see whether another hook, or the image, changes it"
+            )
+        self._own_mounts.add(inroot.mount_id(fd))
+
     def is_own(self, fd: int) -> bool:
         """Whether `fd` is on a mount that this plan made."""
         return inroot.mount_id(fd) in self._own_mounts
@@ -162,9 +195,8 @@ class Root:
             if stat.S_ISLNK(mode):
                 fd = self.library_behind(path)
                 mode = os.fstat(fd).st_mode
-            if not any(test(mode) for test in _ACCEPTED[kind]):
-                wanted = "a directory" if kind == "dir" else "a file"
-                raise KernelError(f"{path!r} is {type_name(mode)} where {wanted} must be", "remove it from the image")
+            if not accepts(kind, mode):
+                raise wrong_type(path, kind, mode)
             return fd
         raise KernelError(f"{path!r} keeps changing", "stop what is writing to the container's file system")
 
@@ -175,9 +207,7 @@ class Root:
             raise KernelError(f"{path!r} is a link to nothing", "remove it from the image")
         real = inroot.path_of(self.fd, fd)
         if not is_library_path(real):
-            raise KernelError(
-                f"{path!r} is a link to {real!r}, which is not in a library directory", "remove it from the image"
-            )
+            raise not_a_library(path, real)
         return fd
 
     def parent(self, path: str) -> tuple[int, str]:
@@ -267,7 +297,4 @@ class Root:
             point = entry.point
             prefix = os.readlink(f"/proc/self/fd/{self.fd}").rstrip("/")
             point = point[len(prefix) :] if point.startswith(prefix + "/") else point
-            raise KernelError(
-                f"{path!r} would be created in the volume at {point!r} (on the host: {host_path!r})",
-                "mount the volume elsewhere, or create an empty file there",
-            )
+            raise in_volume(path, point, host_path)

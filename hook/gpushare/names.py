@@ -34,7 +34,8 @@ ANNOTATIONS = {
     ENV_BACKEND: "gpushare.io/backend",
     ENV_OVERSUBSCRIBE: "gpushare.io/oversubscribe",
 }
-APPLIED_ANNOTATION = "gpushare.io/applied"
+APPLIED_ANNOTATION = "gpushare.io/applied"  # ours: what we put into config.json, see specedit.py
+CRUN_STDERR_ANNOTATION = "run.oci.hooks.stderr"  # crun: the file that gets what hooks print, else nobody does
 
 # Annotations in which engines say what a container is
 CONTAINER_TYPE_ANNOTATIONS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")

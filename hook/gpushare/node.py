@@ -18,7 +18,7 @@ import stat
 import time
 from typing import Any, Optional
 
-from . import inventory
+from . import inventory, lowlevel
 from .errors import DeviceError, GpushareError
 from .model import Config, Device, Inventory, Node, Policy
 
@@ -122,6 +122,8 @@ def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
         config = load_config(config_path)._replace(state_dir=state_dir)
     except ImportError as error:
         raise GpushareError(f"cannot read {config_path}: {error}", "install PyYAML and jsonschema") from None
+    if write:
+        lowlevel.remember(config_path, state_dir, config)  # before the driver is asked: a host without one has runc
     driver_identity = _driver_identity(config.driver_root)
     node = Node(config, inventory.read_inventory(config.driver_root))
     if write:

@@ -1,9 +1,11 @@
 """From a container's description to what it asks for: the dialect table, combined, and checked against policy.
 
-    mentions(bundle)                     -> bool             cheap: could this container ask for anything at all?
-    resolve(bundle, node)                -> Request | None   None: nothing asked, leave the container alone
+    mentions(bundle, with_injected)         -> bool             cheap: could this container ask for anything at all?
+    resolve(bundle, node, with_injected)     -> Request | None   None: nothing asked, leave the container alone
     refuse_conflicts(bundle, request)    -> None             hook-only mode: raises when NVIDIA's tools were here first
 
+`with_injected`: devices that other software put into config.json count as a request. Only gpushare-runtime can say so,
+since only it can take them out again.
 Pure. They raise RequestError (makes no sense), DeviceError (no such device) and PolicyError (not allowed).
 Start path.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 from typing import Any, Callable, Optional
 
 from . import names
-from .dialects import Env, driverwords, nvidia, own
+from .dialects import Env, driverwords, injected, nvidia, own
 from .errors import PolicyError, RequestError
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
 from .quantity import shown, wrong
@@ -21,21 +23,40 @@ from .quantity import shown, wrong
 # name -> (env, annotations, spec, inventory) -> Request | None, the most specific language first
 DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], Optional[Request]]] = {
     "own": own.read,
+    "injected": injected.read,
     "nvidia": nvidia.read,
 }
 TRIGGERS = ("GPUSHARE_", nvidia.ENV_DEVICES)  # beginnings of variables without which nothing is asked
+# What the launcher looks for in the text of a config.json, in any case of letters: without one of these there is
+# nothing that `mentions` could find. ASCII letters, digits and . _ - / only, which it knows in every JSON spelling.
+RAW_TRIGGERS = (
+    *TRIGGERS,
+    names.ANNOTATION_PREFIX.rstrip("/"),
+    nvidia.VOLUME_ROOT.rpartition("/")[2],
+    "/dev/nvidia",
+    "cdi.k8s.io",
+)
 _IMPLEMENTED_BACKENDS = ("auto", "shim")
 
 
-def mentions(bundle: Bundle) -> bool:
+_LONGEST = max(map(len, TRIGGERS))
+
+
+def _ascii_upper(text: str) -> str:
+    """Not str.upper: to that a long s (U+017F) is an S, and the launcher reads bytes."""
+    return text.upper() if text.isascii() else "".join(c.upper() if c.isascii() else c for c in text)
+
+
+def mentions(bundle: Bundle, with_injected: bool = False) -> bool:
     """False when no dialect can find anything, so that such a container costs neither inventory nor lease.
     Variables of ours count in any case of letters: a misspelt limit must be refused, not overlooked."""
     if bundle.container_type == "sandbox":
         return False
     return (
-        any(name.upper().startswith(TRIGGERS) for name, _ in bundle.env)
+        any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
         or any(names.ANNOTATION_PREFIX in key for key in bundle.annotations)
         or bool(nvidia.volume_requests(bundle.spec))
+        or (with_injected and bool(injected.minors(bundle.spec)))
     )
 
 
@@ -55,9 +76,14 @@ def _refuse_unaccepted(request: Request, policy: Policy, privileged: bool) -> No
             )
 
 
-def _foreign(bundle: Bundle, node: Node) -> Optional[Request]:
-    """NVIDIA's words, as far as policy listens. Not listening is no error: every CUDA image sets them."""
+def _foreign(bundle: Bundle, node: Node, with_injected: bool) -> Optional[Request]:
+    """What is in config.json already, else NVIDIA's words, as far as policy listens. Not listening is no error: every
+    CUDA image sets them, which is also why the devices that an engine really put there count before the words."""
     policy = node.config.policy
+    if with_injected:
+        found = DIALECTS["injected"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
+        if found is not None:
+            return found
     env, spec = bundle.env, bundle.spec
     if not _accepted(policy.accept_env, bundle.privileged):
         env = tuple(pair for pair in env if pair[0] != nvidia.ENV_DEVICES)
@@ -87,7 +113,7 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
         return mine
     if foreign is not None and foreign.selection.kind != "none":
         return mine._replace(
-            dialect="own+nvidia",
+            dialect=f"own+{foreign.dialect}",
             selection=foreign.selection,
             sources=foreign.sources + mine.sources,
             ignored=foreign.ignored + mine.ignored,
@@ -154,7 +180,7 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
     return request
 
 
-def resolve(bundle: Bundle, node: Node) -> Optional[Request]:
+def resolve(bundle: Bundle, node: Node, with_injected: bool = False) -> Optional[Request]:
     """What the container asks for. The sandbox container of a pod asks for nothing, whatever it inherited."""
     if bundle.container_type == "sandbox":
         return None
@@ -165,7 +191,7 @@ def resolve(bundle: Bundle, node: Node) -> Optional[Request]:
     if mine is not None and mine.selection != own.UNNAMED:
         request = _combine(mine, None)  # foreign words do not matter, so they cannot be wrong either
     else:
-        foreign = _foreign(bundle, node)
+        foreign = _foreign(bundle, node, with_injected)
         request = foreign if mine is None else _combine(mine, foreign)
     if request is not None:
         _refuse_unknown(bundle.env, bundle.annotations)

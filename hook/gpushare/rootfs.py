@@ -69,39 +69,40 @@ def open_root(bundle: Bundle, pid: int = 0) -> int:
         ) from None
 
 
-def probe(root: Union[int, str], env: Iterable[tuple[str, str]]) -> Image:
-    """The `Image` below `root` (a descriptor or a host path) for a process environment `env` (the last of a name
-    counts)."""
-    root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if isinstance(root, str) else root
+def probe(root: Union[inroot.Root, str], env: Iterable[tuple[str, str]]) -> Image:
+    """The `Image` below `root` (a descriptor, a view or a host path) for a process environment `env` (the last of a
+    name counts)."""
+    if not isinstance(root, str):
+        return _probe(root, dict(env))
+    root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         return _probe(root_fd, dict(env))
     finally:
-        if isinstance(root, str):
-            os.close(root_fd)
+        os.close(root_fd)
 
 
-def _probe(root_fd: int, env: dict[str, str]) -> Image:
-    cache, note = read_cache(root_fd)
+def _probe(root: inroot.Root, env: dict[str, str]) -> Image:
+    cache, note = read_cache(root)
     cached = _cached_paths(cache) if cache else {}
-    libdir, machine = _find_libc(root_fd, cached)
+    libdir, machine = _find_libc(root, cached)
     if not libdir:
-        libdir, machine = _find_in_store(root_fd, env)
-    directories = list(_preferred_directories(root_fd, libdir, env))
+        libdir, machine = _find_in_store(root, env)
+    directories = list(_preferred_directories(root, libdir, env))
     found: dict[str, str] = {}
-    for path, soname in _candidates(root_fd, libdir, directories, cached):
-        _add_driver(root_fd, path, soname, found)
-    links = tuple(_links(root_fd, libdir)) if libdir else ()
+    for path, soname in _candidates(root, libdir, directories, cached):
+        _add_driver(root, path, soname, found)
+    links = tuple(_links(root, libdir)) if libdir else ()
     image = Image(libdir, machine, cache is not None, note, tuple(sorted(found.items())), links)
     if not libdir:
         return image
-    version, files = compatdir.newest(root_fd, machine)
-    libdir32 = _find_libc32(root_fd) if machine == "x86_64" else ""
+    version, files = compatdir.newest(root, machine)
+    libdir32 = _find_libc32(root) if machine == "x86_64" else ""
     return image._replace(libdir32=libdir32, compat_version=version, compat_files=files)
 
 
-def read_cache(root_fd: int) -> tuple[Union[ldcache.Cache, None], str]:
+def read_cache(root: inroot.Root) -> tuple[Union[ldcache.Cache, None], str]:
     """(the parsed ld.so.cache, "") or (None or the cache, why it must be left alone)."""
-    fd = inroot.exists(root_fd, LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
+    fd = inroot.exists(root, LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
     if fd < 0:
         return None, f"no {LD_CACHE} in the image"
     try:
@@ -112,7 +113,7 @@ def read_cache(root_fd: int) -> tuple[Union[ldcache.Cache, None], str]:
             return None, f"{LD_CACHE} has {status.st_size} bytes; at most {ldcache.MAX_BYTES} are read"
         data = imagefiles.read_all(fd, ldcache.MAX_BYTES)
         note = ""
-        if inroot.mount_id(fd) != inroot.mount_id(root_fd):
+        if inroot.is_mounted_over(root, fd):
             note = f"{LD_CACHE} is on a mount of its own (a volume over it or over /etc)"
         return ldcache.parse(data), note
     except ldcache.MalformedCache as error:
@@ -147,7 +148,7 @@ def _offsets_of(strings: bytes, name: bytes) -> Iterator[int]:
         at = strings.find(name + b"\0", at + 1)
 
 
-def _find_libc(root_fd: int, cached: dict[str, list[tuple[str, int]]]) -> tuple[str, str]:
+def _find_libc(root: inroot.Root, cached: dict[str, list[tuple[str, int]]]) -> tuple[str, str]:
     """(libdir, machine) of the image's glibc; the host's own machine first, then any other that we can name."""
     host = os.uname().machine
     platform = _PLATFORMS.get(host, _Platform(0, ()))
@@ -155,33 +156,33 @@ def _find_libc(root_fd: int, cached: dict[str, list[tuple[str, int]]]) -> tuple[
     places += [f"{d}/libc.so.6" for d in (*platform.libdirs, *_COMMON_LIBDIRS)]
     other = ("", "")
     for place in places:
-        real, library = imagefiles.library_at(root_fd, place)
+        real, library = imagefiles.library_at(root, place)
         if not real or library is None or not library.machine:
             continue
-        directory = imagefiles.directory(root_fd, place.rpartition("/")[0])
+        directory = imagefiles.directory(root, place.rpartition("/")[0])
         if directory and library.machine == host:
             return directory, host
         other = other if other[0] else (directory, library.machine)
     return other
 
 
-def _find_libc32(root_fd: int) -> str:
+def _find_libc32(root: inroot.Root) -> str:
     """Where the image keeps a 32-bit glibc; "" when it has none."""
     for directory in _LIBDIRS_32:
-        _, library = imagefiles.library_at(root_fd, f"{directory}/libc.so.6")
+        _, library = imagefiles.library_at(root, f"{directory}/libc.so.6")
         if library is not None and library.machine == "i386":
-            return imagefiles.directory(root_fd, directory)
+            return imagefiles.directory(root, directory)
     return ""
 
 
-def _find_in_store(root_fd: int, env: dict[str, str]) -> tuple[str, str]:
+def _find_in_store(root: inroot.Root, env: dict[str, str]) -> tuple[str, str]:
     """(where this image's programs look for a driver, machine) when its glibc is in a store of packages."""
     host = os.uname().machine
     for store in _STORES:
-        for name in imagefiles.names_in(root_fd, store, _MAX_STORE_NAMES):
+        for name in imagefiles.names_in(root, store, _MAX_STORE_NAMES):
             if "-glibc-" not in name:
                 continue
-            _, library = imagefiles.library_at(root_fd, f"{store}/{name}/lib/libc.so.6")
+            _, library = imagefiles.library_at(root, f"{store}/{name}/lib/libc.so.6")
             if library is not None and library.machine == host:
                 named = _library_path(env.get("LD_LIBRARY_PATH", ""), "/lib")
                 chosen = (path for path in named if path in (_STORE_LIBDIR, *_STORE_OTHER_LIBDIRS))
@@ -189,16 +190,16 @@ def _find_in_store(root_fd: int, env: dict[str, str]) -> tuple[str, str]:
     return "", ""
 
 
-def _preferred_directories(root_fd: int, libdir: str, env: dict[str, str]) -> Iterator[str]:
+def _preferred_directories(root: inroot.Root, libdir: str, env: dict[str, str]) -> Iterator[str]:
     """Directories that a loader can look in before, or instead of, the cache's entry for the libdir."""
-    yield from compatdir.directories(root_fd)
+    yield from compatdir.directories(root)
     for directory in _library_path(env.get("LD_LIBRARY_PATH", ""), libdir):
         yield directory
         yield from (f"{directory}/{sub}" for sub in _LEGACY_HWCAPS)
-        yield from (f"{directory}/glibc-hwcaps/{n}" for n in imagefiles.names_in(root_fd, f"{directory}/glibc-hwcaps"))
+        yield from (f"{directory}/glibc-hwcaps/{n}" for n in imagefiles.names_in(root, f"{directory}/glibc-hwcaps"))
     if libdir:
         yield from (f"{libdir}/{sub}" for sub in _LEGACY_HWCAPS)
-        yield from (f"{libdir}/glibc-hwcaps/{n}" for n in imagefiles.names_in(root_fd, f"{libdir}/glibc-hwcaps"))
+        yield from (f"{libdir}/glibc-hwcaps/{n}" for n in imagefiles.names_in(root, f"{libdir}/glibc-hwcaps"))
 
 
 def _library_path(value: str, libdir: str) -> list[str]:
@@ -224,37 +225,37 @@ def _is_file_name(text: str) -> bool:
 
 
 def _candidates(
-    root_fd: int, libdir: str, directories: list[str], cached: dict[str, list[tuple[str, int]]]
+    root: inroot.Root, libdir: str, directories: list[str], cached: dict[str, list[tuple[str, int]]]
 ) -> Iterator[tuple[str, str]]:
     """(path, soname) of every place where a driver library may be."""
     for name, soname in SONAMES.items():
         yield from ((path, soname) for path, _ in cached.get(name, ()))
     for directory in directories:
         yield from ((f"{directory}/{name}", soname) for name, soname in SONAMES.items())
-    for name in imagefiles.names_in(root_fd, libdir) if libdir else ():
+    for name in imagefiles.names_in(root, libdir) if libdir else ():
         for prefix in _PREFIXES:
             if name.startswith(prefix):
                 yield f"{libdir}/{name}", f"{prefix}.1"
 
 
-def _add_driver(root_fd: int, path: str, soname: str, found: dict[str, str]) -> None:
+def _add_driver(root: inroot.Root, path: str, soname: str, found: dict[str, str]) -> None:
     """Adds what `path` resolves to, if that is a driver library: a shared object with its name or its DT_SONAME.
     Anything else that a link of that name leads to (another library, /etc/passwd) is not ours to cover."""
-    real, library = imagefiles.library_at(root_fd, path)
+    real, library = imagefiles.library_at(root, path)
     if not real or library is None:
         return
     if real.rpartition("/")[2].startswith(_PREFIXES) or library.soname in SONAMES:
         found.setdefault(real, soname)
 
 
-def _links(root_fd: int, libdir: str) -> Iterator[tuple[str, str]]:
+def _links(root: inroot.Root, libdir: str) -> Iterator[tuple[str, str]]:
     """(path, text) of the libdir's own links with a driver library's name."""
-    for name in imagefiles.names_in(root_fd, libdir):
+    for name in imagefiles.names_in(root, libdir):
         if not name.startswith(_PREFIXES):
             continue
         path = f"{libdir}/{name}"
         try:
-            fd = inroot.open_in(root_fd, path, os.O_PATH | os.O_NOFOLLOW)
+            fd = inroot.open_in(root, path, os.O_PATH | os.O_NOFOLLOW)
         except linux.SyscallError as error:
             if error.errno == errno.ENOENT:
                 continue  # removed meanwhile

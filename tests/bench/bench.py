@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +18,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench import start
 from tests.lib import host, judge
 from tests.lib.runc import Container
 from tests.sim.simhost import make_simhost
 
 GIB = 1 << 30
-PAIRS = 40
-WARM_UP_PAIRS = 3
 STRESS_PROCESSES = 8
 STRESS_ATTEMPTS = 20_000
 
@@ -46,29 +44,9 @@ def figure(values: Sequence[float], unit: str) -> Figure:
     )
 
 
-def hook_added(directory: Path) -> dict[str, Figure]:
-    """`runc create` with the hook against without: neighbours in time form a pair, and who goes first alternates."""
-    node = host.Node(directory / "node", make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB))
-
-    def create_ms(hook: bool) -> float:
-        with Container(
-            directory, ["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook() if hook else None
-        ) as container:
-            begin = time.perf_counter()
-            container.create()
-            return (time.perf_counter() - begin) * 1000
-
-    try:
-        plain, added = [], []
-        for number in range(WARM_UP_PAIRS + PAIRS):
-            first = bool(number % 2)
-            times = {hook: create_ms(hook) for hook in (first, not first)}
-            if number >= WARM_UP_PAIRS:
-                plain.append(times[False])
-                added.append(times[True] - times[False])
-    finally:
-        node.close()
-    return {"hook.added_ms": figure(added, "ms"), "hook.create_without_ms": figure(plain, "ms")}
+def start_cost(directory: Path) -> dict[str, Figure]:
+    """What `runc create` takes, and what each way in adds to it."""
+    return {key: figure(values, "ms") for key, values in start.added_ms(directory).items()}
 
 
 def overshoot(directory: Path) -> dict[str, Figure]:
@@ -121,7 +99,7 @@ def show(figures: dict[str, Figure]) -> None:
 def main() -> int:
     host.enter_private_mounts()
     figures: dict[str, Figure] = {}
-    for measure in (shim_cost, overshoot, hook_added):
+    for measure in (shim_cost, overshoot, start_cost):
         with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
             figures.update(measure(Path(work)))
     content: dict[str, Any] = {key: value._asdict() for key, value in sorted(figures.items())}

@@ -33,6 +33,13 @@ def tenant(tmp_path: Path, node: Node) -> Iterator[Callable[..., Tenant]]:
         one.close()
 
 
+@pytest.fixture(params=["hook", "runtime"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Both ways into a container, for Node.way: what holds for one holds for the other."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture
 def no_hybrid_cgroups() -> Iterator[None]:
     """crun refuses a host with cgroup v1 and v2 at once; in this run's own mount namespace v2 can be out of sight."""

@@ -101,10 +101,10 @@ def test_musl_gets_devices_and_no_promise(container: MakeContainer, node: Node, 
     assert "this image has no glibc (libc.so.6)" in failed.value.last_line
 
 
-def test_driver_files_that_were_baked_into_the_image(container: MakeContainer, node: Node) -> None:
+def test_driver_files_that_were_baked_into_the_image(container: MakeContainer, node: Node, way: str) -> None:
     """An image made on a host with another driver: files, links and programs of that one are all there."""
     script = f"ldconfig && {PYTHON} /opt/grab.py && nvidia-smi && readlink -f {ns_util.LIBDIR}/libnvidia-nvvm.so.4"
-    one = container(["sh", "-c", script], env=LIMIT, hook=node.hook(), mounts=python_mounts(PROGRAM, GRAB))
+    one = container(["sh", "-c", script], env=LIMIT, mounts=python_mounts(PROGRAM, GRAB), **node.way(way))
     libdir = one.rootfs / ns_util.LIBDIR[1:]
     empty = (simhost.BUILT / "libempty.so").read_bytes()
     for stem, suffix in {"libcuda": "1", "libnvidia-ml": "1", "libnvidia-nvvm": "4"}.items():
@@ -148,11 +148,13 @@ ls {ns_util.LIBDIR}
 
 @pytest.mark.parametrize("directory", ["compat", "compat/lib.real"])
 @pytest.mark.parametrize("path", ["", "/usr/local/cuda/compat:/usr/local/cuda/compat/lib"])
-def test_a_newer_driver_in_the_image(container: MakeContainer, node: Node, directory: str, path: str) -> None:
+def test_a_newer_driver_in_the_image(
+    container: MakeContainer, node: Node, directory: str, path: str, way: str
+) -> None:
     """It is used, through the shim, by whichever way a program finds it, and nothing of the older one beside it."""
     env = {**LIMIT, **({"LD_LIBRARY_PATH": path} if path else {})}
     script = LOOK if directory == "compat" else f"ln -s lib.real /usr/local/cuda/compat/lib\n{LOOK}"
-    one = container(["sh", "-c", script], env=env, hook=node.hook(), mounts=python_mounts(PROGRAM, GRAB))
+    one = container(["sh", "-c", script], env=env, mounts=python_mounts(PROGRAM, GRAB), **node.way(way))
     compat(one, directory)
     assert one.run() == 0, one.stderr
     grabbed, cuda, ptx, link, *names = one.stdout.splitlines()
@@ -163,9 +165,9 @@ def test_a_newer_driver_in_the_image(container: MakeContainer, node: Node, direc
     assert f"libnvidia-ml.so.{V}" in names
 
 
-def test_an_older_driver_in_the_image_is_covered(container: MakeContainer, node: Node) -> None:
+def test_an_older_driver_in_the_image_is_covered(container: MakeContainer, node: Node, way: str) -> None:
     env = {**LIMIT, "LD_LIBRARY_PATH": "/usr/local/cuda/compat"}
-    one = container(["sh", "-c", LOOK], env=env, hook=node.hook(), mounts=python_mounts(PROGRAM, GRAB))
+    one = container(["sh", "-c", LOOK], env=env, mounts=python_mounts(PROGRAM, GRAB), **node.way(way))
     compat(one, version="525.60.13")
     assert one.run() == 0, one.stderr
     grabbed, cuda, _, link, *_ = one.stdout.splitlines()

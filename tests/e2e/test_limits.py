@@ -33,9 +33,9 @@ def take_all(tenant: Tenant) -> dict[str, Any]:
     return tenant.expect("full")
 
 
-def test_two_containers_reach_and_keep_their_limits(tenant: Callable[..., Tenant], simhost: Path) -> None:
+def test_two_containers_reach_and_keep_their_limits(tenant: Callable[..., Tenant], simhost: Path, way: str) -> None:
     limits = {"a": ("3Gi", 3 * GIB), "b": ("50%", 8 * GIB)}
-    both = [tenant(name, {"GPUSHARE_MEMORY": asked}) for name, (asked, _) in limits.items()]
+    both = [tenant(name, {"GPUSHARE_MEMORY": asked}, way=way) for name, (asked, _) in limits.items()]
     for one in both:
         one.container.start()
     for one in both:
@@ -56,7 +56,7 @@ def test_two_containers_reach_and_keep_their_limits(tenant: Callable[..., Tenant
         assert one.container.wait() == 0
 
 
-WAYS = {
+TRICKS = {
     "exec": [PYTHON, GRAB_IN_CONTAINER],
     "empty environment": ["env", "-i", PYTHON, GRAB_IN_CONTAINER],
     "shell": ["sh", "-c", f"unset GPUSHARE_MEMORY; export GPUSHARE_MEMORY=16Gi; {PYTHON} {GRAB_IN_CONTAINER}; exit $?"],
@@ -66,14 +66,14 @@ WAYS = {
 
 
 @pytest.mark.parametrize("user", ["0:0", "1000:1000"])
-@pytest.mark.parametrize("way", WAYS)
-def test_no_way_in_gets_more(tenant: Callable[..., Tenant], simhost: Path, way: str, user: str) -> None:
-    first = tenant("first", {"GPUSHARE_MEMORY": "2Gi"}, extra_mounts=python_mounts(GRAB)[1:])
+@pytest.mark.parametrize("trick", TRICKS)
+def test_no_trick_gets_more(tenant: Callable[..., Tenant], simhost: Path, trick: str, user: str, way: str) -> None:
+    first = tenant("first", {"GPUSHARE_MEMORY": "2Gi"}, extra_mounts=python_mounts(GRAB)[1:], way=way)
     first.container.start()
     first.expect("seen")
 
     def grab() -> dict[str, Any]:
-        done = first.container.exec(*WAYS[way], options=("--user", user))
+        done = first.container.exec(*TRICKS[trick], options=("--user", user))
         assert done.returncode == 0, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
@@ -86,25 +86,27 @@ def test_no_way_in_gets_more(tenant: Callable[..., Tenant], simhost: Path, way: 
     assert peak_bytes(simhost, first.pid_namespace()) <= 2 * GIB
 
 
-def test_unprivileged_container(tenant: Callable[..., Tenant], simhost: Path) -> None:
-    one = tenant("plain", {"GPUSHARE_MEMORY": "1Gi"}, user=(1000, 1000))
+def test_unprivileged_container(tenant: Callable[..., Tenant], simhost: Path, way: str) -> None:
+    one = tenant("plain", {"GPUSHARE_MEMORY": "1Gi"}, user=(1000, 1000), way=way)
     one.container.start()
     assert one.expect("seen")["cuda_total_bytes"] == GIB
     assert GIB // 2 < take_all(one)["got_bytes"] < GIB
     assert peak_bytes(simhost, one.pid_namespace()) <= GIB
 
 
-def test_container_that_asks_for_nothing_gets_nothing(container: Callable[..., Container], node: Node) -> None:
-    one = container(["sh", "-c", "ls -d /dev/nvidia* /usr/lib/gpushare"], hook=node.hook())
+def test_container_that_asks_for_nothing_gets_nothing(
+    container: Callable[..., Container], node: Node, way: str
+) -> None:
+    one = container(["sh", "-c", "ls -d /dev/nvidia* /usr/lib/gpushare"], **node.way(way))
     assert one.run() != 0
     assert one.stdout == ""
     assert node.leases() == []
 
 
-def test_request_by_annotation(container: Callable[..., Container], node: Node) -> None:
+def test_request_by_annotation(container: Callable[..., Container], node: Node, way: str) -> None:
     annotations = {"gpushare.io/memory": "1Gi"}
     one = container(
-        [PYTHON, GRAB_IN_CONTAINER], annotations=annotations, hook=node.hook(), mounts=python_mounts(PROGRAM, GRAB)
+        [PYTHON, GRAB_IN_CONTAINER], annotations=annotations, mounts=python_mounts(PROGRAM, GRAB), **node.way(way)
     )
     assert one.run() == 0, one.stderr
     assert json.loads(one.stdout)["total_bytes"] == GIB
@@ -124,14 +126,15 @@ def test_create_runtime_stage(container: Callable[..., Container], node: Node) -
 
 
 @pytest.mark.usefixtures("no_hybrid_cgroups")
-@pytest.mark.parametrize("stage", ["prestart", "createRuntime"])
-def test_under_crun(container: Callable[..., Container], node: Node, stage: str) -> None:
+@pytest.mark.parametrize("stage", ["prestart", "createRuntime", ""])
+def test_under_crun(
+    container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, stage: str
+) -> None:
+    """By the hook, and (no stage) by gpushare-runtime."""
+    node = make_node(simhost, runtime={"path": "/usr/bin/crun"})
+    way = {"hook": node.hook(stage), "runtime": "crun"} if stage else node.way("runtime")
     one = container(
-        [PYTHON, GRAB_IN_CONTAINER],
-        env={"GPUSHARE_MEMORY": "1Gi"},
-        hook=node.hook(stage),
-        mounts=python_mounts(PROGRAM, GRAB),
-        runtime="crun",
+        [PYTHON, GRAB_IN_CONTAINER], env={"GPUSHARE_MEMORY": "1Gi"}, mounts=python_mounts(PROGRAM, GRAB), **way
     )
     assert one.run() == 0, one.stderr
     answer = json.loads(one.stdout)
@@ -141,10 +144,10 @@ def test_under_crun(container: Callable[..., Container], node: Node, stage: str)
 
 
 def test_two_devices_with_a_limit_each(
-    container: Callable[..., Container], make_host: Callable[..., Path], make_node: Callable[..., Node]
+    container: Callable[..., Container], make_host: Callable[..., Path], make_node: Callable[..., Node], way: str
 ) -> None:
     node = make_node(make_host("two", gpus=2, memory_bytes=16 * GIB))
     env = {"GPUSHARE_DEVICES": "any:2", "GPUSHARE_MEMORY": "0=4Gi,1=50%"}
-    one = container([PYTHON, "-c", TOTALS], env=env, hook=node.hook(), mounts=python_mounts())
+    one = container([PYTHON, "-c", TOTALS], env=env, mounts=python_mounts(), **node.way(way))
     assert one.run() == 0, one.stderr
     assert json.loads(one.stdout) == [4 * GIB, 8 * GIB]

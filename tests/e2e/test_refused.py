@@ -45,16 +45,16 @@ def assert_refused(one: Container, node: Node, quoted: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_request(container: Callable[..., Container], node: Node, name: str) -> None:
+def test_bad_request(container: Callable[..., Container], node: Node, name: str, way: str) -> None:
     env, quoted = BAD[name]
-    assert_refused(container(["true"], env=env, hook=node.hook()), node, quoted)
+    assert_refused(container(["true"], env=env, **node.way(way)), node, quoted)
 
 
-def test_contradictory_duplicates(container: Callable[..., Container], node: Node) -> None:
+def test_contradictory_duplicates(container: Callable[..., Container], node: Node, way: str) -> None:
     def twice(spec: dict[str, Any]) -> None:
         spec["process"]["env"] += ["GPUSHARE_MEMORY=1Gi", "GPUSHARE_MEMORY=2Gi"]
 
-    one = container(["true"], hook=node.hook(), edit=twice)
+    one = container(["true"], edit=twice, **node.way(way))
     assert_refused(one, node, ("GPUSHARE_MEMORY", "1Gi", "2Gi"))
 
 
@@ -67,12 +67,12 @@ def test_container_that_nvidia_s_own_tools_serve_already(container: Callable[...
 
 
 def test_second_container_over_capacity(
-    tenant: Callable[..., Tenant], container: Callable[..., Container], node: Node
+    tenant: Callable[..., Tenant], container: Callable[..., Container], node: Node, way: str
 ) -> None:
-    first = tenant("first", {"GPUSHARE_MEMORY": "12Gi"})
+    first = tenant("first", {"GPUSHARE_MEMORY": "12Gi"}, way=way)
     first.container.start()
     first.expect("seen")
-    second = container(["true"], env={"GPUSHARE_MEMORY": "8Gi"}, hook=node.hook())
+    second = container(["true"], env={"GPUSHARE_MEMORY": "8Gi"}, **node.way(way))
     assert_refused(second, node, ("8", "4"))  # what it asked for, what is free
     assert node.leases() == [first.container.id]
 
@@ -82,4 +82,4 @@ def test_second_container_over_capacity(
     first.container.wait()
     first.container.delete()
     assert node.leases() == []
-    assert container(["true"], env={"GPUSHARE_MEMORY": "8Gi"}, hook=node.hook()).run() == 0
+    assert container(["true"], env={"GPUSHARE_MEMORY": "8Gi"}, **node.way(way)).run() == 0

@@ -43,6 +43,15 @@ class Node:
     def hook(self, stage: str = "prestart") -> Hook:
         return Hook(BUILD / "bin" / "gpushare-hook", self.config, self.state, stage)
 
+    def runtime(self) -> tuple[str, ...]:
+        """gpushare-runtime in front of what this node's configuration names, or of runc."""
+        words = (BUILD / "bin" / "gpushare-runtime", "--gpushare-config", self.config, "--gpushare-state", self.state)
+        return tuple(str(word) for word in words)
+
+    def way(self, name: str) -> dict[str, Any]:
+        """Arguments of lib.runc.Container for one of the two ways in: "hook" or "runtime"."""
+        return {"hook": self.hook()} if name == "hook" else {"runtime": self.runtime()}
+
     def cli(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Run `gpushare` against this node."""
         command = [BUILD / "bin" / "gpushare", "--config", self.config, "--state", self.state, *args]

@@ -41,7 +41,8 @@ class RuntimeFailed(Exception):
 class Container:
     """One container, called `id` or something unique with `name` in it.
 
-    `edit` may change the spec before it is written; `prefix` comes before the runtime's command.
+    `edit` may change the spec before it is written; `prefix` comes before the runtime's command, which may have words
+    of its own.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Container:
         mounts: list[Mount] | None = None,
         user: tuple[int, int] = (0, 0),
         rootfs: Path | None = None,
-        runtime: str = "runc",
+        runtime: str | tuple[str, ...] = "runc",
         prefix: tuple[str, ...] = (),
         edit: Callable[[dict[str, Any]], None] | None = None,
         name: str = "c",
@@ -68,7 +69,12 @@ class Container:
         self.pid = 0
         self.exit_code: int | None = None
         self._created = False
-        self._runtime = (*prefix, runtime, "--root", str(self.bundle / "runtime"))
+        self._runtime = (
+            *prefix,
+            *((runtime,) if isinstance(runtime, str) else runtime),
+            "--root",
+            str(self.bundle / "runtime"),
+        )
         self._overlay = None if rootfs else OverlayRoot(self.bundle / "disk")
         self.rootfs = rootfs or self.bundle / "disk" / "root"
         self.spec = spec(
@@ -112,7 +118,10 @@ class Container:
         pid_file = self.bundle / "pid"
         command = [*self._runtime, "create", "--bundle", str(self.bundle), "--pid-file", str(pid_file), self.id]
         self._created = True
-        with open(self.bundle / "stdout", "wb") as out, open(self.bundle / "stderr", "wb") as err:
+        for name in ("stdout", "stderr"):
+            (self.bundle / name).write_bytes(b"")
+        # For appending, as with a pipe: whoever opens it again by name overwrites nothing.
+        with open(self.bundle / "stdout", "ab") as out, open(self.bundle / "stderr", "ab") as err:
             code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err).returncode
         if code:
             raise RuntimeFailed("create", code, self.stderr)

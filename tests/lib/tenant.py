@@ -26,6 +26,7 @@ class Tenant:
         env: dict[str, str],
         node: Node | None,
         extra_mounts: list[Mount] | None = None,
+        way: str = "hook",
         **arguments: Any,
     ) -> None:
         self.name = name
@@ -42,7 +43,7 @@ class Tenant:
             directory,
             [PYTHON, f"/opt/{PROGRAM.name}", CHANNEL_IN_CONTAINER],
             env=env,
-            hook=node.hook() if node else None,
+            **(node.way(way) if node else {}),
             mounts=[
                 *python_mounts(PROGRAM),
                 Mount(self.channel, CHANNEL_IN_CONTAINER, ("rw", "nosuid", "nodev")),

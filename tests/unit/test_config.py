@@ -59,6 +59,7 @@ EVERYTHING = """
 version: 1
 driver: {root: /run/nvidia/driver/}
 shim_dir: /x/../shim
+runtime: {path: /opt/runc}
 memory_overcommit: 1.5
 policy:
   accept: {env: never, annotations: privileged, volume_mounts: never}
@@ -74,8 +75,9 @@ hook: {log: /var/log/gpushare.log}
 
 def test_every_key_arrives() -> None:
     policy = Policy("never", "privileged", True, "50%", 40, ("0", "GPU-x"), ("mps",), "deny", "never")
-    state_dir = Config().state_dir
-    expected = Config("/run/nvidia/driver", state_dir, "/shim", 1.5, "first-fit", policy, "/var/log/gpushare.log")
+    path = Config().state_dir
+    log, runtime = "/var/log/gpushare.log", "/opt/runc"
+    expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "first-fit", policy, log, runtime)
     assert config.parse_config(EVERYTHING, "f") == expected
     untouched = [
         name

@@ -6,6 +6,7 @@
     volume_requests(spec)                   -> tuple[str, ...]     ids below /var/run/nvidia-container-devices
     imex_volumes(spec)                      -> tuple[str, ...]     IMEX channels asked for in the same way
     conflicts(spec)                         -> tuple[str, ...]     what other software already injected
+    is_tool_hook, is_driver_mount, is_device                       one entry of config.json
 
 Source: NVIDIA container toolkit documentation; names of its hooks as of 1.17. Start path.
 """
@@ -34,7 +35,8 @@ _HOOK_PROGRAMS = frozenset(
     )
 )
 _DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so", "libcudadebugger.so", "libnvidia-ptxjitcompiler.so")
-_NVIDIA_MAJOR = 195
+MAJOR = 195
+DEVICE_PREFIX = "/dev/nvidia"
 
 
 def _values(env: Env, name: str) -> list[str]:
@@ -101,34 +103,31 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     return Request("nvidia", selection, capabilities(env), sources=tuple(sources), ignored=tuple(ignored))
 
 
-def _conflicting_hooks(spec: dict[str, Any]) -> list[str]:
-    found = []
-    for stage, hooks in oci.section(spec, "hooks").items():
-        for hook in hooks if isinstance(hooks, list) else ():
-            path = hook.get("path") if isinstance(hook, dict) else None
-            if isinstance(path, str) and path.rpartition("/")[2].partition(".")[0] in _HOOK_PROGRAMS:
-                found.append(f"{stage} hook {shown(path)}")
-    return found
+def is_tool_hook(hook: Any) -> bool:
+    """Whether an entry of `hooks` is one of NVIDIA's tools."""
+    path = hook.get("path") if isinstance(hook, dict) else None
+    return isinstance(path, str) and path.rpartition("/")[2].partition(".")[0] in _HOOK_PROGRAMS
 
 
-def _conflicting_mounts(spec: dict[str, Any]) -> list[str]:
-    found = []
-    for mount in oci.items(spec, "mounts"):
-        target = mount.get("destination") if isinstance(mount, dict) else None
-        if isinstance(target, str) and target.rpartition("/")[2].startswith(_DRIVER_LIBRARIES):
-            found.append(f"mount at {shown(target)}")
-    return found
+def is_driver_mount(mount: Any) -> bool:
+    """Whether an entry of `mounts` puts a driver library somewhere that a loader could find before ours."""
+    target = mount.get("destination") if isinstance(mount, dict) else None
+    return isinstance(target, str) and target.rpartition("/")[2].startswith(_DRIVER_LIBRARIES)
 
 
-def _conflicting_devices(spec: dict[str, Any]) -> list[str]:
-    found = []
-    for device in oci.items(spec, "linux", "devices"):
-        path = device.get("path") if isinstance(device, dict) else None
-        if isinstance(path, str) and (device.get("major") == _NVIDIA_MAJOR or path.startswith("/dev/nvidia")):
-            found.append(f"device {shown(path)}")
-    return found
+def is_device(device: Any) -> bool:
+    """Whether an entry of `linux.devices` is the driver's."""
+    path = device.get("path") if isinstance(device, dict) else None
+    return isinstance(path, str) and (device.get("major") == MAJOR or path.startswith(DEVICE_PREFIX))
 
 
 def conflicts(spec: dict[str, Any]) -> tuple[str, ...]:
     """NVIDIA hooks, driver mounts and device nodes that other software put into config.json before us."""
-    return tuple(_conflicting_hooks(spec) + _conflicting_mounts(spec) + _conflicting_devices(spec))
+    found = [
+        f"{stage} hook {shown(hook['path'])}"
+        for stage, hooks in oci.section(spec, "hooks").items()
+        for hook in (hooks if isinstance(hooks, list) else ())
+        if is_tool_hook(hook)
+    ]
+    found += [f"mount at {shown(m['destination'])}" for m in oci.items(spec, "mounts") if is_driver_mount(m)]
+    return tuple(found + [f"device {shown(d['path'])}" for d in oci.items(spec, "linux", "devices") if is_device(d)])

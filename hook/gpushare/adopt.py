@@ -1,0 +1,46 @@
+"""The createRuntime hook that gpushare-runtime puts into config.json: what a spec cannot hold, and whose lease it is
+(start path).
+
+Links, the loader's cache and the mask over /proc are in the record that specedit.py wrote; the mounts in it must be in
+place by now. Then the lease becomes the container's own: from here on it lives as long as its init.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import applied, apply, leases, log, oci, procs
+from .errors import RequestError
+from .ops import Plan
+
+if TYPE_CHECKING:
+    from .hook import Options
+
+
+def adopt(options: Options, state: oci.State) -> int:
+    """Raises GpushareError; the runtime then ends the container, and nothing of this is left in its root."""
+    from . import hook
+
+    bundle = oci.load_bundle(state)
+    record = applied.record_of(bundle.spec)
+    if record is None:
+        raise RequestError(
+            "config.json does not say what gpushare-runtime put into it", "start the container through gpushare-runtime"
+        )
+    init = procs.find(bundle.pid)
+    if init is None:
+        raise RequestError(f"the state's pid {bundle.pid} is no process", "adopt is a createRuntime hook")
+    done = apply.adopt(Plan(bundle.id, applied.remaining(record)), bundle, init.pid)
+    try:
+        lease = leases.find(options.state_dir, bundle.id)
+        if lease is not None and lease.state == "reserved" and lease.bundle == bundle.path:
+            leases.hold(options.state_dir, lease, init, procs.cgroup_of(init.pid))
+        elif record.leased:
+            raise RequestError(f"the lease of {bundle.id!r} is gone", "start the container again")
+    except BaseException:
+        hook.ignore_signals()
+        hook.undo(options.state_dir, bundle.id, done.undo)
+        raise
+    done.close()
+    log.forget(options.state_dir, bundle.id)
+    return 0

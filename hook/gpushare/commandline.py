@@ -1,0 +1,135 @@
+"""The command line of an OCI runtime, as runc and crun read it: which command, which bundle, which container. Pure.
+
+    parse(words) -> Call
+
+gpushare-runtime stands in front of both, so a flag of either is known here. What is not known is never guessed at: of
+an unknown flag nobody can say whether the next word is its value, and a container may well be called `create`. Then
+`Call.unknown` names the flag, and the caller refuses unless no reading of the line could start a container.
+The launcher's tables are generated from these (hook/launcher/tables.py). Start path: no imports but typing.
+
+Sources: runc 1.1 and 1.2 (urfave/cli: `-root X`, `--root=X`, flags also after the arguments), crun 1.8 to 1.20 (argp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Our own flags: first in the line, and not passed on
+OWN = ("gpushare-config", "gpushare-state")
+# Global flags: with a value, and without
+GLOBAL_VALUE = ("cgroup-manager", "criu", "log", "log-format", "root", "rootless")
+GLOBAL_BARE = ("?", "V", "debug", "h", "help", "systemd-cgroup", "usage", "v", "version")
+# Flags of create, run, restore and delete, of all four together: one that a command lacks is its own error
+COMMAND_VALUE = (
+    "b", "bundle", "config", "console-socket", "empty-ns", "f", "image-path", "lsm-mount-context", "lsm-profile",
+    "manage-cgroups-mode", "pid-file", "preserve-fds", "work-path",
+)  # fmt: skip
+COMMAND_BARE = (
+    "?", "auto-dedup", "d", "detach", "ext-unix-sk", "file-locks", "h", "help", "keep", "lazy-pages", "no-new-keyring",
+    "no-pivot", "no-subreaper", "shell-job", "tcp-close", "tcp-established", "usage",
+)  # fmt: skip
+DELETE_BARE = ("?", "f", "force", "h", "help", "r", "regex", "usage")
+STARTING = ("create", "run", "restore")  # what can bring a container to life
+HANDLED = (*STARTING, "delete")
+
+
+class Call(NamedTuple):
+    """What a command line means. `rest` is what the low-level runtime is given, word for word."""
+
+    rest: tuple[str, ...]
+    config: str = ""  # ours; "" = not given
+    state_dir: str = ""
+    command: str = ""  # "" = none: `--version`, or nothing at all
+    container_id: str = ""
+    bundle: str = "."
+    config_name: str = "config.json"  # crun's --config
+    log: str = ""
+    log_format: str = ""
+    unknown: str = ""  # a flag that is in no table, or lacks its value; then nothing after it is believed
+
+
+def _flag(word: str) -> tuple[str, str, bool]:
+    """`--root=/x` -> ("root", "/x", True). One dash or two are the same to runc."""
+    name, equals, value = word.lstrip("-").partition("=") if word.startswith("--") else word[1:].partition("=")
+    return name, value, bool(equals)
+
+
+def _own(words: list[str]) -> dict[str, str]:
+    """Takes our own flags off the front of `words`."""
+    found: dict[str, str] = {}
+    while words and words[0].startswith("--"):
+        name, value, given = _flag(words[0])
+        if name not in OWN or not (given or words[1:]):
+            break
+        words.pop(0)
+        found[name] = value if given else words.pop(0)
+    return found
+
+
+class _Scan:
+    """One pass over flags: values by name, other words, and the first flag that is not known."""
+
+    def __init__(self, words: Sequence[str], with_value: Sequence[str], bare: Sequence[str], stop: bool) -> None:
+        self.values: dict[str, str] = {}
+        self.others: list[str] = []
+        self.unknown = ""
+        self.end = len(words)
+        at = 0
+        while at < len(words):
+            word = words[at]
+            at += 1
+            if word == "--":
+                self.others += words[at:]
+                return
+            if not word.startswith("-") or word == "-":
+                self.others.append(word)
+                if stop:
+                    self.end = at
+                    return
+                continue
+            name, value, given = _flag(word)
+            if word.startswith("---") or (name not in with_value and name not in bare):
+                self.unknown = word
+                return
+            if name in with_value and not given:
+                if at == len(words):
+                    self.unknown = word
+                    return
+                value = words[at]
+                at += 1
+            self.values[name] = value
+
+
+def parse(words: Sequence[str]) -> Call:
+    """`words` without the program's name."""
+    rest = list(words)
+    own = _own(rest)
+    call = Call(tuple(rest), own.get(OWN[0], ""), own.get(OWN[1], ""))
+    top = _Scan(rest, GLOBAL_VALUE, GLOBAL_BARE, stop=True)
+    call = call._replace(
+        unknown=top.unknown,
+        log=top.values.get("log", ""),
+        log_format=top.values.get("log-format", ""),
+        command=top.others[0] if top.others else "",
+    )
+    if top.unknown or call.command not in HANDLED:
+        return call
+    if top.end == len(rest) and len(top.others) > 1:  # `-- create x`: what runc and crun make of it differs
+        return call._replace(unknown="--")
+    is_delete = call.command == "delete"
+    scan = _Scan(
+        rest[top.end :], () if is_delete else COMMAND_VALUE, DELETE_BARE if is_delete else COMMAND_BARE, stop=False
+    )
+    values = scan.values
+    return call._replace(
+        unknown=scan.unknown,
+        container_id=scan.others[0] if scan.others else "",
+        bundle=values.get("bundle", values.get("b", ".")) or ".",
+        config_name=values.get("config", values.get("f", "config.json")) or "config.json",
+    )
+
+
+def could_start(call: Call) -> bool:
+    """Whether some reading of a line with an unknown flag could start a container."""
+    return any(word in STARTING for word in call.rest)

@@ -1,0 +1,252 @@
+"""gpushare-runtime: an OCI runtime that puts a container's share into its config.json and becomes runc or crun (start
+path).
+
+    gpushare-runtime [--gpushare-config FILE] [--gpushare-state DIR] <any command line of runc or crun>
+
+create, run   request -> lease -> plan, as in the hook; the plan goes into config.json, and a hook for what cannot
+delete        of a container that we know: the low-level runtime as a child, its exit code, then the lease goes
+restore       of a container with a request is refused: a checkpoint holds addresses of the device that it ran on
+all others    the low-level runtime, untouched
+
+The lease is reserved for this very process: execve keeps pid and start time, so it lives as long as the create.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn, Optional
+
+from . import commandline, hook, log, lowlevel, names, oci
+from .commandline import Call
+from .errors import GpushareError, RequestError
+from .model import Bundle, Lease, Node, Request
+
+_WATCHED = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Paths(NamedTuple):
+    """Where things are."""
+
+    config: str
+    state_dir: str
+
+
+def paths_of(call: Call) -> Paths:
+    """Raises RequestError."""
+    paths = Paths(call.config or names.CONFIG_PATH, call.state_dir or names.STATE_DIR)
+    for flag, value in zip(commandline.OWN, paths):
+        if not value.startswith("/"):
+            raise RequestError(f"--{flag} {value!r} is not an absolute path", "write the whole path")
+    return paths._replace(state_dir=paths.state_dir.rstrip("/"))
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Returns only when something is refused, or after `delete`."""
+    call = commandline.parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(call, paths_of(call))
+    except BaseException as error:
+        hook.ignore_signals()
+        line, code = log.line_of(error)
+        if call.command in commandline.STARTING:
+            _keep(call, line, error)
+        log.to_stderr(line)
+        log.to_runtime_log(call.log, call.log_format, line)
+        return code
+
+
+def _keep(call: Call, line: str, error: BaseException) -> None:
+    """For `gpushare inspect`."""
+    try:
+        hook.keep(paths_of(call).state_dir, oci.check_id(call.container_id), line, error)
+    except RequestError:
+        pass  # no name to keep it under
+
+
+def _main(call: Call, paths: Paths) -> int:
+    if call.unknown and commandline.could_start(call):
+        raise RequestError(
+            f"flag {call.unknown!r} is not known, so nobody can say which container this starts",
+            "leave it out, or update gpushare",
+        )
+    if call.unknown or call.command not in _COMMANDS:
+        _become(call, paths)
+    return _COMMANDS[call.command](call, paths)
+
+
+def _become(call: Call, paths: Paths) -> NoReturn:
+    lowlevel.execute(lowlevel.runtime_of(paths.config, paths.state_dir), call.rest)
+
+
+# create, run, restore
+
+
+class _Watch:
+    """Signals and the deadline end a start, and are as before when the low-level runtime takes over."""
+
+    def __init__(self) -> None:
+        self._before = [(number, signal.getsignal(number)) for number in _WATCHED]
+        self._mask = os.umask(0o022)
+        hook.watch()
+
+    def end(self) -> None:
+        signal.alarm(0)
+        for number, handler in self._before:
+            signal.signal(number, handler)
+        os.umask(self._mask)
+
+
+def _read(call: Call) -> tuple[str, dict[str, object]]:
+    """(path of config.json, what is in it)."""
+    path = os.path.join(os.path.abspath(call.bundle), call.config_name)
+    return path, oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json")
+
+
+def _bundle(call: Call, path: str, spec: dict[str, object]) -> Bundle:
+    return oci.bundle_of(oci.State(call.container_id, 0, "creating", os.path.dirname(path), {}), spec)
+
+
+def _asked(bundle: Bundle, paths: Paths) -> tuple[Optional[Request], Optional[Node]]:
+    """The request and the node that it was resolved on; (None, None) for a container that asks for nothing."""
+    from . import request
+
+    if not request.mentions(bundle, with_injected=True):
+        return None, None
+    from . import node, storage
+
+    storage.prepare(paths.state_dir)
+    host = node.load_node(paths.config, paths.state_dir)
+    return request.resolve(bundle, host, with_injected=True), host
+
+
+def _create(call: Call, paths: Paths) -> int:
+    from . import applied, specedit
+
+    path, spec = _read(call)
+    watch = _Watch()
+    clean = applied.stripped(spec)
+    bundle = _bundle(call, path, clean)
+    asked, host = _asked(bundle, paths)
+    if asked is None or host is None:
+        if clean is not spec:
+            specedit.write(path, clean)
+        watch.end()
+        _become(call, paths)
+    oci.check_id(call.container_id)
+    try:
+        _give(bundle, asked, host, path, paths)
+        program = lowlevel.runtime_of(paths.config, paths.state_dir)
+        watch.end()
+        lowlevel.execute(program, call.rest)
+    except BaseException:
+        hook.ignore_signals()
+        hook.undo(paths.state_dir, bundle.id, lambda: specedit.write(path, clean))
+        raise
+
+
+def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -> None:
+    """Reserves, and writes config.json."""
+    from . import driverfiles, leases, plan, rootfs, specedit, storage
+    from .ops import TenantTmpfs, WriteLimits
+    from .spectree import SpecTree
+
+    inventory = host.inventory
+    lease: Optional[Lease] = None
+    if asked.selection.kind != "none":  # driver files alone hold no part of a device
+        lease = leases.reserve(paths.state_dir, bundle, asked, host, hook.grant)
+        storage.make_share_dir(paths.state_dir, bundle.id)
+    files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
+    editor = specedit.Editor(bundle.spec, leased=lease is not None)
+    removed = editor.take_out_foreign()
+    with SpecTree(bundle._replace(spec=editor.spec)) as tree:
+        steps = plan.make_plan(bundle, asked, host, lease, rootfs.probe(tree, bundle.env), files)
+        for op in steps.ops:
+            if isinstance(op, (WriteLimits, TenantTmpfs)):
+                storage.execute(op)
+        words = (_hook_program(), "--config", paths.config, "--state", paths.state_dir)
+        specedit.write(path, editor.put_in(steps, tree, words, _hook_stderr()))
+    storage.empty_trash(paths.state_dir)
+    if host.config.log:
+        log.append(host.config.log, f"{bundle.id}: {steps.ops[0].describe() if steps.ops else 'nothing'}")
+        for line in removed:
+            log.append(host.config.log, f"{bundle.id}: taken out of config.json: {line}")
+
+
+def _hook_program() -> str:
+    """gpushare-hook, which is installed beside this program."""
+    from .specedit import HOOK_PROGRAM
+
+    return os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), HOOK_PROGRAM)
+
+
+def _hook_stderr() -> str:
+    """What crun opens to give hooks an error output: its own, unless that cannot be opened by name."""
+    try:
+        os.close(os.open("/dev/stderr", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError:
+        return ""
+    return "/dev/stderr"
+
+
+def _restore(call: Call, paths: Paths) -> int:
+    from . import applied
+
+    path, spec = _read(call)
+    asked, _ = _asked(_bundle(call, path, applied.stripped(spec)), paths)
+    if asked is not None:
+        raise RequestError(
+            f"{asked.sources[0][0]}: a container with a share of a GPU cannot be restored from a checkpoint",
+            "start it anew",
+        )
+    _become(call, paths)
+
+
+# delete
+
+
+def _delete(call: Call, paths: Paths) -> int:
+    """The lease of a container that is gone is released even where the low-level runtime calls no poststop."""
+    from . import leases, storage
+
+    try:
+        known = leases.find(paths.state_dir, oci.check_id(call.container_id))
+    except RequestError:
+        known = None
+    if known is None:
+        _become(call, paths)
+    code = _child(lowlevel.runtime_of(paths.config, paths.state_dir), call.rest)
+    try:
+        leases.release(paths.state_dir, call.container_id)
+        storage.empty_trash(paths.state_dir)
+    except GpushareError as error:
+        log.to_stderr(f"gpushare: {error}")  # the next start finishes it; the container is gone
+    return code
+
+
+def _child(program: str, words: Sequence[str]) -> int:
+    """The exit code of a child; a signal that ended it ends us too. Signals that we get go to the child."""
+    forwarded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    given = lowlevel.environment()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
+    pid = os.posix_spawn(program, [program, *words], given, setsigmask=mask, setsigdef=lowlevel.PYTHON_IGNORES)
+    for number in forwarded:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+_COMMANDS: dict[str, Callable[[Call, Paths], int]] = {
+    "create": _create,
+    "run": _create,
+    "restore": _restore,
+    "delete": _delete,
+}

@@ -1,0 +1,175 @@
+"""Writes a plan into config.json: the second applier of the same plan (start path).
+
+    Editor(spec, leased)                          one edit: what others put there is taken out, then the plan is put in
+        .take_out_foreign()                       -> lines
+        .put_in(plan, tree, hook_words, stderr)   -> Spec       a new value; unknown fields are kept
+    write(path, spec)                             temporary file and rename, same owner and mode
+
+What a spec cannot hold is left in the record for our hook; applied.py reads the record, and takes all of it out again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import applied, names, oci
+from .applied import NONCE_ENV, PLACES, STAGES, Record, Spec, place, rule
+from .dialects import nvidia
+from .errors import KernelError
+from .ops import Cover, DeviceNode, DeviceRule, ImageFile, LdCache, Link, Mount, Plan, ProcMask
+from .spectree import SpecTree
+
+HOOK_PROGRAM = "gpushare-hook"
+HOOK_ENV = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+HOOK_TIMEOUT_S = 30
+
+
+class Editor:
+    """One edit of one copy of a spec, and the record of it. `leased`: the container holds a part of a device."""
+
+    def __init__(self, spec: Spec, leased: bool) -> None:
+        self.spec: Spec = json.loads(json.dumps(spec))
+        self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [])
+        for path, empty in PLACES:
+            above = place(self.spec, path[:-1])
+            (oci.items if isinstance(empty, list) else oci.section)(self.spec, *path)  # refuses any other type
+            if above.get(path[-1]) is None:
+                self.record.made[".".join(path)] = path[-1] in above
+                above[path[-1]] = type(empty)()
+
+    def take_out_foreign(self) -> list[str]:
+        """Takes out what others did for the same purpose: NVIDIA's hooks, driver libraries, nodes and rules, and our
+        own hook, which would do all this again. The plan brings everything back that the container was granted.
+        Returns one line for each."""
+        devices = self._take_out("linux.devices", nvidia.is_device)
+        numbers = {(device.get("major"), device.get("minor")) for device in devices}
+        taken = [f"device {device['path']}" for device in devices]
+        self._take_out("linux.resources.devices", lambda rule: _is_rule_for(rule, numbers))
+        for stage in list(self.spec["hooks"]):
+            hooks = self._take_out(f"hooks.{stage}", lambda hook: nvidia.is_tool_hook(hook) or _is_our_hook(hook))
+            taken += [f"{stage} hook {hook['path']}" for hook in hooks]
+        mounts = self._take_out("mounts", lambda mount: nvidia.is_driver_mount(mount) or _is_node_mount(mount))
+        return taken + [f"mount at {mount['destination']}" for mount in mounts]
+
+    def put_in(self, plan: Plan, tree: SpecTree, hook_words: Sequence[str], stderr_path: str) -> Spec:
+        """The spec with everything of `plan` that a spec can carry, and our hook for the rest.
+
+        `hook_words` is the hook's absolute path and its options; `stderr_path` is where crun sends what hooks print.
+        Raises KernelError when a target is not safe.
+        """
+        for op in plan.ops:
+            if isinstance(op, Mount):
+                self._put_mount(op, tree)
+            elif isinstance(op, DeviceNode):
+                self._put_device(op, tree)
+            elif isinstance(op, DeviceRule):
+                self.spec["linux"]["resources"]["devices"].append(rule(op.major, op.minor))
+                self.record.rules.append([op.major, op.minor])
+            elif isinstance(op, Link):
+                self.record.ops.append(["Link", op.target, op.text])
+            elif isinstance(op, LdCache):
+                self.record.ops.append(["LdCache", [list(entry) for entry in op.entries]])
+            elif isinstance(op, ProcMask):
+                self.record.ops.append(["ProcMask", list(op.bus_ids), list(op.capabilities)])
+            elif isinstance(op, (ImageFile, Cover)):
+                self.record.ops.append([type(op).__name__, op.source, op.target, list(op.flags)])
+        key = names.CRUN_STDERR_ANNOTATION
+        if stderr_path and key not in self.spec["annotations"]:
+            self.spec["annotations"][key] = stderr_path
+            self.record.annotations.append(key)
+        return self._finish(hook_words)
+
+    def _take_out(self, where: str, unwanted: Callable[[Any], bool]) -> list[Any]:
+        """Removes every item of a list for which `unwanted(item)`; they come back with `stripped`."""
+        items = place(self.spec, where.split(".")) or []
+        taken = []
+        for index in range(len(items) - 1, -1, -1):
+            if unwanted(items[index]):
+                self.record.removed.append([where, index, items[index]])
+                taken.append(items.pop(index))
+        return taken[::-1]
+
+    def _mount(self, source: str, target: str, flags: Sequence[str]) -> None:
+        options = ["bind", "rprivate", *flags]
+        self.spec["mounts"].append({"destination": target, "type": "bind", "source": source, "options": options})
+        self.record.mounts.append([target, source])
+
+    def _put_mount(self, op: Mount, tree: SpecTree) -> None:
+        target = tree.place(op.target, op.kind)
+        tree.add(target, op.source)
+        self._mount(op.source, target, op.flags)
+        self.record.ops.append(["Mount", target, op.source, op.kind])
+
+    def _put_device(self, op: DeviceNode, tree: SpecTree) -> None:
+        """A real device at its own path is a device of the spec; any other is a file to be mounted."""
+        if op.simulated or op.source != op.target:
+            target = tree.place(op.target, "file" if op.simulated else "device")
+            tree.add(target, op.source)
+            self._mount(op.source, target, ("nosuid", "noexec", "nodev") if op.simulated else ("nosuid", "noexec"))
+            return
+        tree.require_place(op.target)
+        mode = stat.S_IMODE(os.stat(op.source).st_mode)
+        numbers = {"type": "c", "major": op.major, "minor": op.minor}
+        owner = {"fileMode": mode, "uid": 0, "gid": 0}
+        self.spec["linux"]["devices"].append({"path": op.target, **numbers, **owner})
+        self.record.devices.append(op.target)
+
+    def _finish(self, hook_words: Sequence[str]) -> Spec:
+        """Adds the hooks and the record."""
+        for stage, action in STAGES.items():
+            path, *words = hook_words
+            args = [os.path.basename(path), *words, action]
+            env = [HOOK_ENV, NONCE_ENV + self.record.nonce]
+            self.spec["hooks"][stage].append({"path": path, "args": args, "env": env, "timeout": HOOK_TIMEOUT_S})
+        self.record.annotations.append(names.APPLIED_ANNOTATION)
+        text = json.dumps({"version": applied.VERSION, **self.record._asdict()}, separators=(",", ":"))
+        self.spec["annotations"][names.APPLIED_ANNOTATION] = text
+        return self.spec
+
+
+def _is_rule_for(rule: Any, numbers: set[tuple[Any, Any]]) -> bool:
+    """Whether a device rule allows one of these devices, or all of NVIDIA's."""
+    if not isinstance(rule, dict) or rule.get("allow") is not True:
+        return False
+    return (rule.get("major"), rule.get("minor")) in numbers or rule.get("major") == nvidia.MAJOR
+
+
+def _is_our_hook(hook: Any) -> bool:
+    path = hook.get("path") if isinstance(hook, dict) else None
+    return isinstance(path, str) and os.path.basename(path) == HOOK_PROGRAM
+
+
+def _is_node_mount(mount: Any) -> bool:
+    target = mount.get("destination") if isinstance(mount, dict) else None
+    return isinstance(target, str) and target.startswith(nvidia.DEVICE_PREFIX)
+
+
+# The file
+
+
+def write(path: str, spec: Spec) -> None:
+    """Replaces config.json atomically; owner and mode stay. Raises KernelError."""
+    temporary = f"{path}.gpushare-{os.getpid()}"
+    try:
+        status = os.stat(path)
+        data = json.dumps(spec).encode("utf-8", "surrogatepass")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fchown(fd, status.st_uid, status.st_gid)
+            os.fchmod(fd, stat.S_IMODE(status.st_mode))
+            os.rename(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise KernelError(f"write {path!r}: {error.strerror}") from None

@@ -1,0 +1,258 @@
+"""What a container's root will look like, before anything is mounted: its root file system with config.json's mounts
+over it. Reads only (start path).
+
+    with SpecTree(bundle) as tree:
+        rootfs.probe(tree, bundle.env)      -> Image      as the hook finds it in the container itself
+        tree.place(target, kind)            -> str        where a mount for `target` has to go; refuses what is unsafe
+        tree.add(target, source)                          a mount of ours, which those after it may be below
+
+A look-up first asks the kernel for the whole path, which holds when no link and no mount is on the way; otherwise it
+goes component by component, crossing into a mount's source where config.json mounts one. Links lead from the
+container's root, as they will in the container, also those in volumes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from types import TracebackType
+from typing import NamedTuple, Optional
+
+from . import inroot, linux, mountpoint, oci, rootfs
+from .errors import KernelError
+from .model import Bundle
+
+RESOLVE_NO_SYMLINKS = 0x04  # openat2(2)
+_MAX_LINKS = 40
+_Parts = list[str]
+
+
+class Covering(NamedTuple):
+    """One mount of config.json. `source` is "" for file systems that the runtime makes (tmpfs, proc, ...), which are
+    empty as far as we are concerned."""
+
+    target: str  # resolved, as seen in the container
+    source: str  # host path
+    ours: bool
+
+
+def _error(path: str, number: int) -> linux.SyscallError:
+    return linux.SyscallError("look up", path, number)
+
+
+def _is_bind(mount: dict[str, object]) -> bool:
+    options = mount.get("options")
+    flags = options if isinstance(options, list) else []
+    return mount.get("type") == "bind" or "bind" in flags or "rbind" in flags
+
+
+class SpecTree(inroot.View):
+    """The root of a container that does not exist yet."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._root_fd = rootfs.open_root(bundle)
+        self._mounts: list[Covering] = []
+        self._fds: dict[str, int] = {}  # of sources
+        self._found: dict[int, tuple[str, Optional[Covering]]] = {}  # open descriptor -> (path, mount that it is on)
+        for mount in oci.items(bundle.spec, "mounts"):
+            if isinstance(mount, dict) and isinstance(mount.get("destination"), str):
+                source = mount.get("source")
+                path = os.path.join(bundle.path, source) if isinstance(source, str) and _is_bind(mount) else ""
+                self._add(mount["destination"], path, ours=False)
+
+    def __enter__(self) -> SpecTree:
+        return self
+
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        for fd in (self._root_fd, *(fd for fd in self._fds.values() if fd >= 0)):
+            os.close(fd)
+        self._fds.clear()
+
+    def _add(self, target: str, source: str, ours: bool) -> None:
+        resolved, _ = self._resolve("/" + target.lstrip("/"), follow_last=True)
+        self._mounts.append(Covering(resolved, source, ours))
+
+    def add(self, target: str, source: str) -> None:
+        """A mount of ours at `target`, which `place` returned."""
+        self._mounts.append(Covering(target, source, True))
+
+    # What is at a path
+
+    def _covering(self, path: str) -> Optional[Covering]:
+        """The mount that a resolved path is on: the last one that covers it."""
+        for mount in reversed(self._mounts):
+            if path == mount.target or path.startswith(mount.target.rstrip("/") + "/"):
+                return mount
+        return None
+
+    def _source_fd(self, mount: Optional[Covering]) -> int:
+        """O_PATH descriptor of what is mounted; -1 when there is nothing to look at."""
+        if mount is None:
+            return self._root_fd
+        if not mount.source:
+            return -1
+        if mount.source not in self._fds:
+            try:
+                self._fds[mount.source] = os.open(mount.source, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                self._fds[mount.source] = -1
+        return self._fds[mount.source]
+
+    def _open_plain(self, path: str, flags: int) -> int:
+        """Opens a path on which there is no link, in the file system that it is on. ELOOP: there is a link."""
+        mount = self._covering(path)
+        base = self._source_fd(mount)
+        below = path[len(mount.target.rstrip("/")) :] if mount else path
+        if base < 0:
+            raise _error(path, errno.ENOENT)
+        if not below.strip("/"):
+            try:
+                fd = os.open(f"/proc/self/fd/{base}", (flags & ~os.O_NOFOLLOW) | os.O_CLOEXEC)
+            except OSError as error:
+                raise linux.from_os_error(error, "open", path) from None
+        elif not stat.S_ISDIR(os.fstat(base).st_mode):
+            raise _error(path, errno.ENOTDIR)
+        else:
+            fd = self._below(base, below, flags)
+        self._found[fd] = (path, mount)
+        return fd
+
+    @staticmethod
+    def _below(base: int, path: str, flags: int) -> int:
+        if flags & os.O_NOFOLLOW:  # a link at the end is wanted itself, so only the way to it must be without
+            above, _, name = path.rstrip("/").rpartition("/")
+            parent = inroot.open_below(base, above or "/", os.O_PATH | os.O_DIRECTORY, 0, RESOLVE_NO_SYMLINKS)
+            try:
+                return os.open(name, flags | os.O_CLOEXEC, dir_fd=parent)
+            except OSError as error:
+                raise linux.from_os_error(error, "openat", path) from None
+            finally:
+                os.close(parent)
+        return inroot.open_below(base, path, flags, 0, RESOLVE_NO_SYMLINKS)
+
+    def open_in(self, path: str, flags: int) -> int:
+        """See inroot.open_in."""
+        if os.path.normpath(path) == path:
+            try:
+                return self._open_plain(path, flags)
+            except linux.SyscallError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+        resolved, there = self._resolve(path, follow_last=not flags & os.O_NOFOLLOW)
+        if not there:
+            raise _error(path, errno.ENOENT)
+        return self._open_plain(resolved, flags)
+
+    def _link_at(self, path: str) -> tuple[bool, str]:
+        """(whether anything is at a path whose parents are resolved, the text of the link that it is)."""
+        try:
+            fd = self._open_plain(path, os.O_PATH | os.O_NOFOLLOW)
+        except linux.SyscallError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return self._leads_to_mount(path), ""
+            raise
+        try:
+            return True, os.readlink("", dir_fd=fd) if stat.S_ISLNK(os.fstat(fd).st_mode) else ""
+        finally:
+            os.close(fd)
+
+    def _leads_to_mount(self, path: str) -> bool:
+        """A directory that is not there yet, but that the runtime makes for a mount."""
+        return any(m.target == path or m.target.startswith(path.rstrip("/") + "/") for m in self._mounts)
+
+    def _resolve(self, path: str, follow_last: bool) -> tuple[str, bool]:
+        """(`path` with its links followed, whether it is there). What is not there is appended as it is written."""
+        todo: _Parts = [part for part in reversed(path.split("/")) if part not in ("", ".")]
+        here, links, there = "", 0, True
+        while todo:
+            part = todo.pop()
+            if part == "..":
+                here = here.rpartition("/")[0]
+                there = True
+                continue
+            step = f"{here}/{part}"
+            text = ""
+            if there:
+                there, text = self._link_at(step)
+            if not text or (not todo and not follow_last):
+                here = step
+                continue
+            links += 1
+            if links > _MAX_LINKS:
+                raise _error(path, errno.ELOOP)
+            here = "" if text.startswith("/") else here
+            todo += [part for part in reversed(text.split("/")) if part not in ("", ".")]
+        return here or "/", there
+
+    def path_of(self, fd: int) -> str:
+        """See inroot.path_of."""
+        return self._found[fd][0]
+
+    def reopened(self, old: int, new: int) -> int:
+        """See inroot.View."""
+        self._found[new] = self._found[old]
+        return new
+
+    def is_mounted_over(self, fd: int) -> bool:
+        """See inroot.is_mounted_over."""
+        return self._found[fd][1] is not None
+
+    # Where our mounts go
+
+    def place(self, path: str, kind: str) -> str:
+        """The path at which config.json has to mount something of `kind` for it to be at `path`. The rules of
+        mountpoint.py; nothing is made here, the runtime makes missing mount points. Raises KernelError."""
+        try:
+            resolved, there = self._resolve(path, follow_last=False)
+            mode = self._mode(resolved) if there else 0
+            if stat.S_ISLNK(mode):
+                resolved, mode = self._library_behind(path)
+        except linux.SyscallError as error:
+            if error.errno == errno.ELOOP:
+                raise KernelError(f"{path!r} leads through a magic link or a loop of links", "remove it") from None
+            raise
+        if not mode:
+            self._require_creatable(path, resolved)
+        elif not mountpoint.accepts(kind, mode):
+            raise mountpoint.wrong_type(path, kind, mode)
+        return resolved
+
+    def require_place(self, path: str) -> None:
+        """Refuses a device of config.json that the runtime would have to make in a user's volume."""
+        resolved, there = self._resolve(path, follow_last=True)
+        if not there or not self._mode(resolved):
+            self._require_creatable(path, resolved)
+
+    def _mode(self, resolved: str) -> int:
+        """File type and mode of what is there; 0 when nothing is yet."""
+        try:
+            fd = self._open_plain(resolved, os.O_PATH | os.O_NOFOLLOW)
+        except linux.SyscallError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return 0
+            raise
+        try:
+            return os.fstat(fd).st_mode
+        finally:
+            os.close(fd)
+
+    def _library_behind(self, path: str) -> tuple[str, int]:
+        resolved, there = self._resolve(path, follow_last=True)
+        mode = self._mode(resolved) if there else 0
+        if not mode:
+            raise KernelError(f"{path!r} is a link to nothing", "remove it from the image")
+        if not mountpoint.is_library_path(resolved):
+            raise mountpoint.not_a_library(path, resolved)
+        return resolved, mode
+
+    def _require_creatable(self, path: str, resolved: str) -> None:
+        """The runtime would make our mount point inside a user's volume, that is on the host."""
+        mount = self._covering(resolved)
+        parent = resolved.rpartition("/")[0]
+        while parent and not self._mode(parent):
+            parent = parent.rpartition("/")[0]
+        if parent and not stat.S_ISDIR(self._mode(parent)):
+            raise KernelError(f"a parent of {path!r} is not a directory", "remove it from the image")
+        if mount is not None and mount.source and not mount.ours:
+            raise mountpoint.in_volume(path, mount.target, mount.source)

@@ -1,0 +1,133 @@
+/* gpushare-runtime and gpushare-hook, as engines call them: see launcher.h. */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "launcher.h"
+#include "launcher_tables.h"
+
+#ifndef LIBEXEC /* where the Python programs are, from the directory of this one */
+#define LIBEXEC "../libexec"
+#endif
+
+static int fail(const char *what) {
+    fprintf(stderr, "gpushare: %s: %s; install gpushare again\n", what, strerror(errno));
+    return 127;
+}
+
+/* The Python program of the same name. */
+static int python(const char *name, char **argv) {
+    char self[PATH_MAX], path[2 * PATH_MAX];
+    ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
+    if (length < 0)
+        return fail("/proc/self/exe");
+    self[length] = '\0';
+    *strrchr(self, '/') = '\0';
+    snprintf(path, sizeof path, "%s/" LIBEXEC "/%s", self, name);
+    execv(path, argv);
+    return fail(path);
+}
+
+static bool is_known_container(const struct call *call) {
+    char path[PATH_MAX];
+    if (!call->id || strchr(call->id, '/') || strcmp(call->id, ".") == 0 ||
+        strcmp(call->id, "..") == 0)
+        return true;
+    if (snprintf(path, sizeof path, "%s/containers/%s", call->state_dir, call->id) >=
+        (int)sizeof path)
+        return true;
+    return access(path, F_OK) == 0 || errno != ENOENT;
+}
+
+static bool may_ask(const struct call *call) {
+    char path[PATH_MAX];
+    const char *bundle = call->bundle && *call->bundle ? call->bundle : ".";
+    const char *name = call->config_name && *call->config_name ? call->config_name : "config.json";
+    int length = snprintf(path, sizeof path, "%s%s%s", *name == '/' ? "" : bundle,
+                          *name == '/' ? "" : "/", name);
+    return length >= (int)sizeof path || scan_may_ask(path);
+}
+
+static int runtime(char **argv) {
+    char low[PATH_MAX];
+    struct call call = args_parse((const char *const *)argv + 1);
+    const char *command = call.command ? call.command : "";
+    bool ours = call.unknown || call.config[0] != '/' || call.state_dir[0] != '/';
+    if (!ours && args_listed(STARTING, command, strlen(command)))
+        ours = may_ask(&call);
+    else if (!ours && strcmp(command, "delete") == 0)
+        ours = is_known_container(&call);
+    if (!ours && known_runtime(call.state_dir, call.config, low)) {
+        char **words = (char **)call.rest - 1; /* there is at least our own name before it */
+        words[0] = low;
+        execv(low, words);
+    }
+    return python("gpushare-runtime", argv);
+}
+
+/* Reads all of standard input and puts it back there, for Python. */
+static char *read_state(size_t *size) {
+    char *text = malloc(MAX_STATE_BYTES + 1);
+    size_t have = 0;
+    int file = memfd_create("state", 0);
+    ssize_t got = 1;
+    if (!text || file < 0)
+        return NULL;
+    while (got > 0 && have <= MAX_STATE_BYTES) {
+        got = read(0, text + have, MAX_STATE_BYTES + 1 - have);
+        if (got < 0 && errno == EINTR)
+            got = 1;
+        else if (got > 0)
+            have += (size_t)got;
+    }
+    for (size_t done = 0; done < have;) {
+        ssize_t put = write(file, text + done, have - done);
+        if (put < 0)
+            return NULL;
+        done += (size_t)put;
+    }
+    if (lseek(file, 0, SEEK_SET) != 0 || dup2(file, 0) != 0)
+        return NULL;
+    close(file);
+    *size = have;
+    return got == 0 ? text : NULL;
+}
+
+static int hook(char **argv) {
+    const char *config = DEFAULT_CONFIG, *state_dir = DEFAULT_STATE;
+    char bundle[PATH_MAX], path[PATH_MAX], low[PATH_MAX];
+    char **word = argv + 1;
+    for (; *word && **word == '-'; word += 2) {
+        const char **field = strcmp(*word, "--config") == 0  ? &config
+                             : strcmp(*word, "--state") == 0 ? &state_dir
+                                                             : NULL;
+        if (!field || !word[1] ||
+            *word[1] != '/') /* also `--config=FILE`: rare, and Python knows it */
+            return python("gpushare-hook", argv);
+        *field = word[1];
+    }
+    bool quick = *word && !word[1] &&
+                 (strcmp(*word, "prestart") == 0 || strcmp(*word, "createRuntime") == 0 ||
+                  strcmp(*word, "poststop") == 0);
+    if (!quick)
+        return python("gpushare-hook", argv);
+    size_t size;
+    const char *state = read_state(&size);
+    if (state && state_bundle(state, size, bundle) &&
+        snprintf(path, sizeof path, "%s/config.json", bundle) < (int)sizeof path &&
+        !scan_may_ask(path) &&
+        (!known_config_exists(config) || known_runtime(state_dir, config, low)))
+        return 0;
+    return python("gpushare-hook", argv);
+}
+
+int main(int argc, char **argv) {
+    if (argc < 1)
+        return 127;
+    return IS_HOOK ? hook(argv) : runtime(argv);
+}

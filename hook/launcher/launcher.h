@@ -1,0 +1,43 @@
+/* The launcher: a static program in front of gpushare-runtime and gpushare-hook.
+ *
+ * Most containers ask for nothing, and starting Python costs them 15 ms for that answer. So this
+ * program looks for the few words without which a container cannot ask (launcher_tables.h,
+ * generated), and starts Python only when one is there, or when it cannot tell. It may be wrong in
+ * that direction only: it never decides that a container asks for nothing when gpushare/request.py
+ * would find something. tests/unit/test_launcher.py compares the two. */
+
+#ifndef GPUSHARE_LAUNCHER_H
+#define GPUSHARE_LAUNCHER_H
+
+#include <limits.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+/* scan.c: does a config.json hold one of the words? Unreadable or large: yes. */
+bool scan_may_ask(const char *path);
+bool scan_text_may_ask(char *text, size_t size); /* changes the text */
+
+/* args.c: the command line, as gpushare/commandline.py reads it. */
+struct call {
+    const char *config; /* ours, or the default */
+    const char *state_dir;
+    const char *const *rest; /* what the low-level runtime is given */
+    const char *command;     /* NULL: none */
+    const char *id;
+    const char *bundle;
+    const char *config_name;
+    bool unknown; /* a flag that is in no table: Python decides */
+};
+struct call args_parse(const char *const *words);
+bool args_listed(const char *const *list, const char *word, size_t length);
+
+/* state.c: the bundle that an OCI state names; false when that is not perfectly clear. */
+bool state_bundle(const char *json, size_t size, char bundle[PATH_MAX]);
+
+/* known.c: the low-level runtime from STATE_DIR/launcher, which gpushare/lowlevel.py writes. False
+ * when the file is missing or stale, or says that policy concerns every container: Python decides.
+ */
+bool known_runtime(const char *state_dir, const char *config, char runtime[PATH_MAX]);
+bool known_config_exists(const char *config);
+
+#endif

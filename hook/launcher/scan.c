@@ -1,0 +1,75 @@
+/* Looks for words in the text of a config.json, without parsing it: every word that Python could
+ * find in the parsed values stands in the text, either letter by letter or with JSON escapes of its
+ * letters. */
+
+#define _GNU_SOURCE
+#include <ctype.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "launcher.h"
+#include "launcher_tables.h"
+
+#define MAX_TEXT (1 << 20) /* an ordinary config.json has 10 to 30 kB */
+
+static int hex(char c) {
+    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
+/* Whether the text spells a character of our words with an escape: \u00XX, or \/. Others (\n,
+ * \u003c, which Go writes for <) cannot be part of one. The text is in lower case. */
+static bool has_hidden_letters(const char *text, size_t size) {
+    const char *end = text + size;
+    for (const char *at = text; (at = memchr(at, '\\', (size_t)(end - at))); at += 2) {
+        if (end - at < 2)
+            return false;
+        if (at[1] == '/')
+            return true;
+        if (at[1] == 'u' && end - at >= 6 && at[2] == '0' && at[3] == '0') {
+            int code = hex(at[4]) * 16 + hex(at[5]);
+            if (hex(at[4]) >= 0 && hex(at[5]) >= 0 && (isalnum(code) || strchr("._-/", code)))
+                return true;
+        }
+    }
+    return false;
+}
+
+bool scan_text_may_ask(char *text, size_t size) {
+    for (size_t at = 0; at < size; at++)
+        text[at] = (char)(text[at] >= 'A' && text[at] <= 'Z' ? text[at] + 'a' - 'A' : text[at]);
+    for (const char *const *trigger = TRIGGERS; *trigger; trigger++) {
+        char word[64];
+        size_t length = strlen(*trigger);
+        if (length >= sizeof word)
+            return true;
+        for (size_t at = 0; at <= length; at++)
+            word[at] = (char)tolower((unsigned char)(*trigger)[at]);
+        if (memmem(text, size, word, length))
+            return true;
+    }
+    return has_hidden_letters(text, size);
+}
+
+bool scan_may_ask(const char *path) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (fd < 0)
+        return true;
+    struct stat status;
+    bool asks = true;
+    if (fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && status.st_size <= MAX_TEXT) {
+        char *text = malloc(MAX_TEXT + 1);
+        size_t size = 0;
+        ssize_t got = text ? 1 : -1;
+        while (got > 0 && size <= MAX_TEXT) {
+            got = read(fd, text + size, MAX_TEXT + 1 - size);
+            size += got > 0 ? (size_t)got : 0;
+        }
+        asks = got != 0 || scan_text_may_ask(text, size); /* not 0: an error, or more than it had */
+        free(text);
+    }
+    close(fd);
+    return asks;
+}

@@ -1,0 +1,568 @@
+"""gpushare-runtime in front of a real runc: what it changes in a bundle, what it leaves alone, and how it ends."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.host import BUILD, PYTHON, Node, python_mounts
+from tests.lib.runc import Container, RuntimeFailed
+from tests.lib.spec import Mount
+
+MakeContainer = Callable[..., Container]
+ALL = {"GPUSHARE_MEMORY": "16Gi"}  # the whole device: starts only when nothing else is granted
+ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
+APPLIED = "gpushare.io/applied"
+
+# A low-level runtime that writes down what it was given. The last line is how it ends.
+FAKE = """#!/bin/bash
+dir={dir}
+printf '%s\\n' "$@" >$dir/words
+tr '\\0' '\\n' </proc/$$/environ | sort >$dir/environment
+grep -E 'Sig(Ign|Blk)' /proc/$$/status >$dir/signals
+pwd >$dir/cwd
+umask >$dir/umask
+echo $$ >$dir/pid
+cat /proc/$$/stat >$dir/stat
+{end}
+"""
+
+
+def config_of(one: Container) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((one.bundle / "config.json").read_text())
+    return content
+
+
+def fake(directory: Path, end: str = "exit 0") -> Path:
+    program = directory / "low-level"
+    program.write_text(FAKE.format(dir=directory, end=end))
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture
+def spy(make_node: Callable[..., Node], simhost: Path, tmp_path: Path) -> Callable[..., Node]:
+    """spy(end) -> a node whose low-level runtime writes down what it was given, and ends with `end`."""
+
+    def make(end: str = "exit 0") -> Node:
+        return make_node(simhost, runtime={"path": str(fake(tmp_path, end))})
+
+    return make
+
+
+def call(node: Node, *words: str, **arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [*node.runtime(), *words]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, **arguments)
+
+
+# One container, from beginning to end
+
+
+def test_lease_lives_as_long_as_the_container(container: MakeContainer, node: Node) -> None:
+    one = container(["sleep", "inf"], env=ALL, runtime=node.runtime())
+    one.create()
+    lease = json.loads((node.state / "containers" / one.id / "lease.json").read_text())
+    assert (lease["state"], lease["init_pid"], lease["bundle"]) == ("held", one.pid, str(one.bundle))
+    assert lease["cgroup"] == f"/{one.id}"
+    refused = container(["true"], env=ONE_GIB, runtime=node.runtime())
+    with pytest.raises(RuntimeFailed, match=one.id):
+        refused.create()
+    one.start()
+    one.kill()
+    one.wait()
+    one.delete()
+    assert node.leases() == []
+    assert not [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f"{node.state}/" in line]
+    assert refused.run() == 0
+
+
+def test_run_in_the_foreground(container: MakeContainer, node: Node) -> None:
+    one = container(["sh", "-c", "test -e /dev/nvidia0 && test -s /usr/lib/gpushare/limits && exit 7"], env=ALL)
+    words = [*node.runtime(), "--root", str(one.bundle / "runtime"), "run", "-b", str(one.bundle), one.id]
+    assert subprocess.run(words, stdin=subprocess.DEVNULL).returncode == 7
+    assert node.leases() == []
+
+
+def test_delete_releases_without_poststop(container: MakeContainer, node: Node) -> None:
+    """As with crun after a failed create, or an engine's own copy of config.json."""
+    one = container(["sleep", "inf"], env=ALL, runtime=node.runtime())
+    one.start()
+    state = one.bundle / "runtime" / one.id / "state.json"
+    content = json.loads(state.read_text())
+    content["config"]["Hooks"]["poststop"] = []
+    state.write_text(json.dumps(content))
+    one.delete()
+    assert node.leases() == []
+
+
+def test_delete_that_fails_keeps_a_living_container_s_lease(container: MakeContainer, node: Node) -> None:
+    one = container(["sleep", "inf"], env=ALL, runtime=node.runtime()).start()
+    with pytest.raises(RuntimeFailed, match="not stopped"):
+        one.command("delete", one.id)
+    assert node.leases() == [one.id]
+    assert one.exec("test", "-s", "/usr/lib/gpushare/rw/usage").returncode == 0
+
+
+def test_driver_files_without_a_gpu(container: MakeContainer, node: Node) -> None:
+    one = container(
+        ["sh", "-c", "nvidia-smi --version; ls /dev/nvidia* /usr/lib/gpushare; ldconfig -p | grep libcuda.so.1"],
+        env={"NVIDIA_VISIBLE_DEVICES": "none"},
+        runtime=node.runtime(),
+    )
+    assert one.run() == 0, one.stderr
+    assert "/dev/nvidia" not in one.stdout and "libcuda.so.1" in one.stdout
+    assert node.leases() == []
+
+
+def test_same_view_as_by_the_hook(container: MakeContainer, node: Node) -> None:
+    """Files, modes, links, mounts and the loader's cache: what a program can find out about us is the same."""
+    look = (
+        "find /dev/nvidia* /usr/lib/gpushare /usr/lib/*/libcuda* /usr/lib/*/libnvidia* -printf '%p %y %m %l\\n' | sort;"
+        "ldconfig -p | grep -E 'cuda|nvidia' | sort;"
+        "grep -E 'nvidia|cuda|gpushare' /proc/self/mounts | sed 's/size=[^,]*,//' | sort"
+    )
+    seen = []
+    for way in ("hook", "runtime"):
+        one = container(["sh", "-c", look], env=ONE_GIB, **node.way(way))
+        assert one.run() == 0, one.stderr
+        seen.append(one.stdout.replace(one.id, "ID").splitlines())
+        one.delete()
+    assert seen[0] == seen[1]
+    assert len(seen[0]) > 40
+
+
+# config.json
+
+
+def test_container_that_asks_for_nothing_is_not_touched(container: MakeContainer, node: Node) -> None:
+    one = container(["true"], runtime=node.runtime())
+    before = (one.bundle / "config.json").stat()
+    assert one.run() == 0
+    after = (one.bundle / "config.json").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_edit_is_idempotent_and_can_be_taken_back(container: MakeContainer, node: Node) -> None:
+    def unusual(spec: dict[str, Any]) -> None:
+        spec["vendorField"] = {"kept": [1, None, "\u00e9\U0001f600"]}
+        spec["linux"]["devices"] = None
+        spec["hooks"] = {"createRuntime": [{"path": "/bin/true"}], "startContainer": []}
+        del spec["annotations"]
+
+    one = container(["true"], env=ONE_GIB, runtime=node.runtime(), edit=unusual)
+    path = one.bundle / "config.json"
+    path.chmod(0o640)
+    assert one.run() == 0, one.stderr
+    first = config_of(one)
+    one.delete()
+    one.pid, one.exit_code = 0, None
+    assert one.run() == 0
+    second = config_of(one)
+    nonce = json.loads(first["annotations"][APPLIED])["nonce"]
+    again = json.loads(second["annotations"][APPLIED])["nonce"]
+    assert json.loads(json.dumps(second).replace(again, nonce)) == first
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [p.name for p in one.bundle.iterdir() if "gpushare" in p.name] == []
+    restored = node.cli("explain", str(one.bundle), "--restore")
+    assert (restored.returncode, config_of(one)) == (0, one.spec)
+    assert "nothing of gpushare" in node.cli("explain", str(one.bundle), "--restore").stdout
+
+
+def test_edit_goes_when_the_request_goes(container: MakeContainer, node: Node) -> None:
+    one = container(["sh", "-c", "! test -e /usr/lib/gpushare"], env=ONE_GIB, runtime=node.runtime())
+    one.create()
+    one.delete()
+    spec = config_of(one)
+    spec["process"]["env"] = [line for line in spec["process"]["env"] if "GPUSHARE" not in line]
+    (one.bundle / "config.json").write_text(json.dumps(spec))
+    one.pid = 0
+    one.create()
+    assert APPLIED not in config_of(one)["annotations"] and config_of(one)["mounts"] == one.spec["mounts"]
+
+
+def test_forged_record_is_not_believed(container: MakeContainer, node: Node) -> None:
+    """An image's or a pod's annotation must not add mounts, nor take the engine's own out."""
+    record = {
+        "version": 1, "nonce": "0" * 32, "mounts": [["/proc", "proc"]], "devices": [], "rules": [], "annotations": [],
+        "made": {}, "leased": True, "removed": [["mounts", 0, {"destination": "/host", "source": "/"}]], "ops": [],
+    }  # fmt: skip
+    for env in ({}, ONE_GIB):
+        one = container(["sh", "-c", "test -e /proc/self && ! test -e /host"], env=env, runtime=node.runtime())
+        one.spec["annotations"][APPLIED] = json.dumps(record)
+        (one.bundle / "config.json").write_text(json.dumps(one.spec))
+        assert one.run() == 0, one.stderr
+        assert config_of(one)["annotations"].get(APPLIED) != json.dumps(record)
+        one.delete()
+
+
+def test_access_stands_in_the_spec(
+    container: MakeContainer, make_host: Callable[..., Path], make_node: Callable[..., Node]
+) -> None:
+    """With nodes that are character devices (of another driver root), access is in linux.resources.devices."""
+    root = make_host("real", gpus=1, memory_bytes=16 << 30)
+    node = make_node(root)
+    (root / ".gpushare-sim").unlink()
+    for name, minor in (("nvidia0", 0), ("nvidiactl", 255)):
+        (root / "dev" / name).unlink()
+        os.mknod(root / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(195, minor))
+    one = container(["sleep", "inf"], env={"NVIDIA_VISIBLE_DEVICES": "0"}, runtime=node.runtime())
+    one.create()
+    rules = [rule for rule in config_of(one)["linux"]["resources"]["devices"] if rule.get("major") == 195]
+    assert [(rule["minor"], rule["access"]) for rule in rules] == [(0, "rw"), (255, "rw")]
+    one.start()
+    assert one.exec("test", "-c", "/dev/nvidia0").returncode == 0
+    other = one.exec("sh", "-c", "mknod /dev/other c 195 1 && : </dev/other")  # its capabilities allow the first half
+    assert other.returncode != 0 and "Operation not permitted" in other.stderr
+
+
+# The container's own mounts
+
+
+def volume(tmp_path: Path, *files: str) -> Path:
+    directory = tmp_path / "volume"
+    directory.mkdir()
+    for name in files:
+        (directory / name).write_text("")
+    return directory
+
+
+def test_target_in_a_volume_is_refused_and_both_are_named(
+    container: MakeContainer, node: Node, tmp_path: Path, way: str
+) -> None:
+    host = volume(tmp_path)
+    one = container(["true"], env=ONE_GIB, mounts=[Mount(host, "/usr/bin", ("rw",))], **node.way(way))
+    with pytest.raises(RuntimeFailed) as failed:
+        one.create()
+    assert "'/usr/bin/nvidia-" in failed.value.last_line and "volume at '/usr/bin'" in failed.value.last_line
+    assert list(host.iterdir()) == []
+    assert node.leases() == []
+
+
+def test_volume_over_our_own_directory(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
+    host = volume(tmp_path, "limits")
+    mounts = [*python_mounts(), Mount(host, "/usr/lib/gpushare", ("rw",))]
+    one = container(["test", "-s", "/usr/lib/gpushare/limits"], env=ONE_GIB, mounts=mounts, **node.way(way))
+    assert one.run() == 0, one.stderr
+    assert [path.stat().st_size for path in host.iterdir()] == [0]
+
+
+def test_library_in_a_volume_is_covered(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
+    """A libcuda that LD_LIBRARY_PATH leads to, on a mount whose mount point is not even in the image."""
+    host = volume(tmp_path)
+    (host / "libcuda.so.1").write_bytes(
+        (node.driver_root / "usr/lib/x86_64-linux-gnu/libcuda.so.535.261.03").read_bytes()
+    )
+    program = "import ctypes; ctypes.CDLL('libcuda.so.1'); print(open('/proc/self/maps').read())"
+    one = container(
+        [PYTHON, "-c", program],
+        env={**ONE_GIB, "LD_LIBRARY_PATH": "/vendor/lib"},
+        mounts=[*python_mounts(), Mount(host, "/vendor/lib")],
+        **node.way(way),
+    )
+    assert one.run() == 0, one.stderr
+    shim = (BUILD / "shim" / "libcuda.so").stat()
+    loaded = [line.split() for line in one.stdout.splitlines() if line.endswith("/vendor/lib/libcuda.so.1")]
+    assert loaded and all(int(words[4]) == shim.st_ino for words in loaded)
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "/root/x", "../../../../etc/passwd"])
+def test_link_out_of_the_library_directories_is_refused(
+    container: MakeContainer, node: Node, target: str, way: str
+) -> None:
+    one = container(["true"], env=ONE_GIB, **node.way(way))
+    link = one.rootfs / "usr/lib/x86_64-linux-gnu/libcuda.so.535.261.03"
+    link.symlink_to(target)
+    (one.rootfs / "root" / "x").write_text("")
+    with pytest.raises(RuntimeFailed, match="is not in a library directory"):
+        one.create()
+    assert node.leases() == []
+
+
+# Requests that are half served
+
+
+def injected(node: Node) -> Callable[[dict[str, Any]], None]:
+    """What a device plugin with CDI leaves in a spec: a node, the driver's libraries, and NVIDIA's own hooks."""
+    root = node.driver_root
+
+    def edit(spec: dict[str, Any]) -> None:
+        options = ["bind", "ro", "nosuid", "nodev"]
+        for name in ("libcuda.so.535.261.03", "libnvidia-ml.so.535.261.03"):
+            target = f"/usr/lib/x86_64-linux-gnu/{name}"
+            spec["mounts"].append(
+                {"type": "bind", "source": f"{root}{target}", "destination": target, "options": options}
+            )
+        spec["mounts"].append(
+            {"type": "bind", "source": f"{root}/dev/nvidia0", "destination": "/dev/nvidia0", "options": ["bind"]}
+        )
+        tool = {"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "update-ldcache"]}
+        spec["hooks"] = {"createContainer": [tool], "prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}]}
+
+    return edit
+
+
+TOTAL = "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0)).total)"
+
+
+def test_injected_devices_are_a_request(container: MakeContainer, node: Node) -> None:
+    env = {"NVIDIA_VISIBLE_DEVICES": "void", "GPUSHARE_MEMORY": "2Gi"}
+    program = [PYTHON, "-c", TOTAL]
+    one = container(program, env=env, mounts=python_mounts(), runtime=node.runtime(), edit=injected(node))
+    assert one.run() == 0, one.stderr
+    assert one.stdout.strip() == str(2 << 30)
+    spec = config_of(one)
+    assert not any("nvidia" in hook["path"] for hooks in spec["hooks"].values() for hook in hooks)
+    one.delete()
+    assert node.cli("explain", str(one.bundle), "--restore").returncode == 0
+    assert config_of(one) == one.spec
+
+
+def test_injected_devices_alone_take_the_whole_device(container: MakeContainer, node: Node) -> None:
+    one = container(["sleep", "inf"], runtime=node.runtime(), edit=injected(node)).start()
+    assert json.loads(node.cli("list", "--format", "json").stdout)[0]["id"] == one.id
+    with pytest.raises(RuntimeFailed, match=one.id):
+        container(["true"], env=ONE_GIB, runtime=node.runtime()).create()
+
+
+def test_hook_only_refuses_and_names_the_conflict(container: MakeContainer, node: Node) -> None:
+    def both(spec: dict[str, Any]) -> None:
+        ours = copy.deepcopy(spec["hooks"])
+        injected(node)(spec)
+        spec["hooks"]["prestart"] = ours["prestart"]
+
+    one = container(["true"], env=ONE_GIB, hook=node.hook(), edit=both)
+    with pytest.raises(RuntimeFailed, match="nvidia-cdi-hook"):
+        one.create()
+
+
+def test_our_own_hook_in_the_spec_does_not_run_twice(container: MakeContainer, node: Node) -> None:
+    """containerd's base_runtime_spec with our hook, under gpushare-runtime."""
+    one = container(["true"], env=ALL, hook=node.hook(), runtime=node.runtime())
+    assert one.run() == 0, one.stderr
+    assert node.leases() == [one.id]
+    one.delete()
+    assert node.leases() == []
+
+
+# The low-level runtime
+
+
+def test_other_commands_are_passed_on_word_for_word(spy: Callable[..., Node], tmp_path: Path) -> None:
+    node = spy()
+    for words in (
+        ["--root", "/x", "start", "create"],
+        ["--version"],
+        [],
+        ["-log=/l", "--systemd-cgroup", "exec", "-t", "c", "sh", "-c", "create --bundle"],
+        ["--cgroup-manager", "disabled", "state", "c"],
+        ["checkpoint", "--image-path", "/i", "c"],
+        ["--strange", "value", "kill", "c", "KILL"],  # no reading of this could start anything
+    ):
+        assert call(node, *words).returncode == 0
+        assert (tmp_path / "words").read_text() == "".join(f"{word}\n" for word in words or [""])
+
+
+@pytest.mark.parametrize("command", ["state", "create", "asking", "delete"])
+def test_process_is_as_the_engine_made_it(
+    spy: Callable[..., Node], container: MakeContainer, tmp_path: Path, command: str
+) -> None:
+    """Environment, ignored and blocked signals, umask, directory; pid too, as a create that becomes runc keeps it."""
+    node = spy()
+    one = container(["true"], env=ONE_GIB if command == "asking" else {})
+    words = {
+        "state": ["state", "c"],
+        "create": ["create", "--bundle", str(one.bundle), one.id],
+        "asking": ["create", "--bundle", str(one.bundle), one.id],
+        "delete": ["delete", one.id],
+    }[command]
+    environment = {"A": "1", "PATH": "/usr/bin:/bin", "UTF": "\u00e9"}
+
+    def prepare() -> None:
+        os.umask(0o027)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR1})
+
+    for _ in range(2):  # by Python, then by the launcher where it can
+        process = subprocess.Popen([*node.runtime(), *words], env=environment, cwd=tmp_path, preexec_fn=prepare)
+        assert process.wait(60) == 0
+        assert (tmp_path / "pid").read_text() == f"{process.pid}\n"
+        seen = dict(line.partition("=")[::2] for line in (tmp_path / "environment").read_text().splitlines())
+        assert seen == environment
+        blocked, ignored = (
+            int(line.split()[1], 16) for line in sorted((tmp_path / "signals").read_text().splitlines())
+        )
+        ours = [signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE, signal.SIGXFSZ]  # bash itself changes others
+        assert [number for number in ours if ignored >> (number - 1) & 1] == [signal.SIGHUP]
+        assert [number for number in ours if blocked >> (number - 1) & 1] == [signal.SIGUSR1]
+        assert (tmp_path / "umask").read_text() == "0027\n"
+        assert (tmp_path / "cwd").read_text() == f"{tmp_path}\n"
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit 7", 7), ("kill -TERM $$", -15), ("kill -KILL $$", -9)])
+@pytest.mark.parametrize("command", ["state", "create", "delete"])
+def test_exit_codes_and_signals_are_the_low_level_runtime_s(
+    spy: Callable[..., Node], container: MakeContainer, end: str, code: int, command: str
+) -> None:
+    node = spy(end)
+    one = container(["true"], env=ONE_GIB)
+    bundle = ["--bundle", str(one.bundle)] if command == "create" else []
+    if command == "delete":  # of a container that we know
+        call(node, "create", "--bundle", str(one.bundle), one.id)
+        assert node.leases() == [one.id]
+    assert call(node, command, *bundle, one.id).returncode == code
+
+
+def test_create_that_fails_below_leaves_no_lease(container: MakeContainer, node: Node) -> None:
+    """runc calls poststop then, though its own process, which holds the reservation, is alive."""
+    one = container(["/no/such/program"], env=ALL, runtime=node.runtime())
+    with pytest.raises(RuntimeFailed, match="no such file"):
+        one.create()
+    assert node.leases() == []
+    other = container(
+        ["true"],
+        env=ALL,
+        runtime=node.runtime(),
+        edit=lambda spec: spec["hooks"].update(createRuntime=[{"path": "/bin/false"}]),
+    )
+    with pytest.raises(RuntimeFailed):
+        other.create()
+    assert node.leases() == []
+
+
+def test_killed_before_it_became_runc_blocks_nothing(spy: Callable[..., Node], container: MakeContainer) -> None:
+    """crun calls no poststop after a failed create: the reservation died with its process."""
+    node = spy("kill -KILL $$")
+    for _ in range(2):
+        one = container(["true"], env=ALL)
+        assert call(node, "create", "--bundle", str(one.bundle), one.id).returncode == -9
+
+
+def test_no_low_level_runtime(make_node: Callable[..., Node], simhost: Path, container: MakeContainer) -> None:
+    node = make_node(simhost, runtime={"path": "/nowhere/runc"})
+    one = container(["true"], env=ALL)
+    done = call(node, "create", "--bundle", str(one.bundle), one.id)
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1)
+    assert "runtime.path '/nowhere/runc' is not a program" in done.stderr
+    assert config_of(one) == one.spec and node.leases() == []
+
+
+def test_edited_configuration_counts_at_once(spy: Callable[..., Node], tmp_path: Path) -> None:
+    node = spy()
+    assert call(node, "state", "c").returncode == 0
+    config = json.loads(node.config.read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    config["runtime"]["path"] = str(fake(other, "exit 3"))
+    node.config.write_text(json.dumps(config))
+    assert call(node, "state", "c").returncode == 3
+    node.config.write_text("no: yaml: at: all")
+    assert call(node, "state", "c").returncode == 3  # what runs must stay manageable
+
+
+# Command lines
+
+
+def test_container_may_be_called_create(container: MakeContainer, node: Node) -> None:
+    one = container(["true"], env=ONE_GIB, runtime=node.runtime(), id="create")
+    assert one.run() == 0, one.stderr
+    assert node.leases() == ["create"]
+    one.delete()
+    assert node.leases() == []
+
+
+@pytest.mark.parametrize("flags", [["-b", "{}"], ["--bundle={}"], ["-bundle", "{}"], ["-b={}"], []], ids=" ".join)
+def test_every_spelling_of_the_bundle(spy: Callable[..., Node], container: MakeContainer, flags: list[str]) -> None:
+    node = spy()
+    one = container(["true"], env=ONE_GIB)
+    words = [flag.format(one.bundle) for flag in flags]
+    assert call(node, "-root=/r", "create", *words, one.id, cwd=None if words else one.bundle).returncode == 0
+    assert APPLIED in config_of(one)["annotations"]
+
+
+@pytest.mark.parametrize("words", [["--new-flag", "create"], ["create", "--new-flag", "x"], ["create", "--bundle"]])
+def test_unknown_flag_never_starts_a_container_without_its_limit(
+    spy: Callable[..., Node], container: MakeContainer, tmp_path: Path, words: list[str]
+) -> None:
+    node = spy()
+    one = container(["true"], env=ONE_GIB)
+    done = call(node, *words, cwd=one.bundle)
+    assert done.returncode == 64 and "is not known" in done.stderr
+    assert not (tmp_path / "words").exists()
+
+
+def test_restore_of_a_share_is_refused(spy: Callable[..., Node], container: MakeContainer, tmp_path: Path) -> None:
+    node = spy()
+    one, plain = container(["true"], env=ONE_GIB), container(["true"])
+    done = call(node, "restore", "--image-path", "/i", "--bundle", str(one.bundle), one.id)
+    assert done.returncode == 64 and "GPUSHARE_MEMORY: a container with a share" in done.stderr
+    assert not (tmp_path / "words").exists()
+    assert call(node, "restore", "--image-path", "/i", "--bundle", str(plain.bundle), plain.id).returncode == 0
+
+
+# Refusals, where the engine's user sees them
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_refusal_is_in_the_engine_s_log(container: MakeContainer, node: Node, tmp_path: Path, log_format: str) -> None:
+    one = container(["true"], env={"GPUSHARE_MEMORY": 'ba"nana'})
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    flags = ["--log", str(log), "--log-format", log_format]
+    done = call(node, *flags, "create", "--bundle", str(one.bundle), one.id)
+    assert done.returncode == 64
+    before, line = log.read_text().splitlines()
+    assert before == "before"
+    if log_format == "json":
+        entry = json.loads(line)
+        assert entry["level"] == "error" and entry["time"].endswith("Z") and entry["msg"] == done.stderr.strip()
+    else:
+        assert line.startswith('time="') and 'level=error msg="gpushare: GPUSHARE_MEMORY=' in line
+    assert 'ba"nana' in node.cli("inspect", one.id).stdout
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"mounts": {}, "process": {"env": ["GPUSHARE_MEMORY=1Gi"]}}'])
+def test_config_that_makes_no_sense(container: MakeContainer, node: Node, content: bytes) -> None:
+    one = container(["true"], env=ALL)
+    (one.bundle / "config.json").write_bytes(content)
+    done = call(node, "create", "--bundle", str(one.bundle), one.id)
+    assert done.returncode != 0 and "Traceback" not in done.stderr and "internal error" not in done.stderr
+    assert (one.bundle / "config.json").read_bytes() == content
+    assert node.leases() == []
+
+
+def test_config_that_is_missing_or_huge(container: MakeContainer, node: Node) -> None:
+    one = container(["true"], env=ALL)
+    path = one.bundle / "config.json"
+    with path.open("ab") as file:
+        file.truncate(17 << 20)
+    done = call(node, "create", "--bundle", str(one.bundle), one.id)
+    assert done.returncode == 64 and "larger than" in done.stderr
+    path.unlink()
+    done = call(node, "create", "--bundle", str(one.bundle), one.id)
+    assert done.returncode == 64 and "No such file" in done.stderr
+
+
+@pytest.mark.usefixtures("no_hybrid_cgroups")
+def test_crun_shows_what_our_hook_says(container: MakeContainer, make_node: Callable[..., Node], simhost: Path) -> None:
+    """Stock crun prints nothing of a hook; our runtime tells it where to."""
+    node = make_node(simhost, runtime={"path": "/usr/bin/crun"})
+    one = container(["true"], env=ALL, runtime=node.runtime())
+
+    spec = config_of(one)
+    steal = f"rm {node.state}/containers/{one.id}/lease.json"
+    spec["hooks"] = {"createRuntime": [{"path": "/bin/sh", "args": ["sh", "-c", steal]}]}  # before ours
+    (one.bundle / "config.json").write_text(json.dumps(spec))
+    with pytest.raises(RuntimeFailed) as failed:
+        one.create()
+    assert f"gpushare: the lease of '{one.id}' is gone" in failed.value.message

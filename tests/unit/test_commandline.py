@@ -1,0 +1,96 @@
+"""The command line of an OCI runtime, as both runc and crun read it; never a guess."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from gpushare import commandline
+from gpushare.commandline import parse
+
+
+@pytest.mark.parametrize(
+    ("line", "command", "container", "bundle"),
+    [
+        ("create c", "create", "c", "."),
+        ("create --bundle /b c", "create", "c", "/b"),
+        ("create -b /b --pid-file /p c", "create", "c", "/b"),
+        ("create --bundle=/b c", "create", "c", "/b"),
+        ("create -bundle=/b c", "create", "c", "/b"),
+        ("create c --bundle /b", "create", "c", "/b"),
+        ("create --pid-file --bundle c", "create", "c", "."),
+        ("create -- -c", "create", "-c", "."),
+        ("--root /r run -d --keep c", "run", "c", "."),
+        ("-root /r --log=/l -log-format json --systemd-cgroup create -b /b c", "create", "c", "/b"),
+        ("--root create state create", "state", "", "."),
+        ("--debug=true create create", "create", "create", "."),
+        ("--rootless auto --cgroup-manager systemd create c", "create", "c", "."),
+        ("--criu /x restore --image-path /i -b /b c", "restore", "c", "/b"),
+        ("delete -f c", "delete", "c", "."),
+        ("delete --force c", "delete", "c", "."),
+        ("exec -t c create --bundle /b", "exec", "", "."),
+        ("--version", "", "", "."),
+        ("", "", "", "."),
+        ("- create", "-", "", "."),
+    ],
+)
+def test_what_a_line_means(line: str, command: str, container: str, bundle: str) -> None:
+    call = parse(line.split())
+    assert (call.unknown, call.command, call.container_id, call.bundle) == ("", command, container, bundle)
+    assert call.rest == tuple(line.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("--new create c", "--new"),
+        ("--roo /r create c", "--roo"),
+        ("---root /r create c", "---root"),
+        ("--root", "--root"),
+        ("create --new c", "--new"),
+        ("create -b/b c", "-b/b"),
+        ("create c -b", "-b"),
+        ("delete --bundle /b c", "--bundle"),
+        ("-- create c", "--"),
+    ],
+)
+def test_what_is_not_known_is_named(line: str, flag: str) -> None:
+    assert parse(line.split()).unknown == flag
+
+
+def test_only_a_line_that_could_start_something_is_refused() -> None:
+    assert commandline.could_start(parse(["--new", "create", "c"]))
+    assert not commandline.could_start(parse(["--new", "kill", "c"]))
+
+
+def test_our_own_flags_come_first_and_are_not_passed_on() -> None:
+    call = parse(["--gpushare-state=/s", "--gpushare-config", "/c", "--root", "/r", "state", "c"])
+    assert (call.config, call.state_dir, call.rest) == ("/c", "/s", ("--root", "/r", "state", "c"))
+    assert parse(["--root", "/r", "--gpushare-config", "/c", "state", "c"]).unknown == "--gpushare-config"
+    assert parse(["exec", "c", "--gpushare-config"]).rest == ("exec", "c", "--gpushare-config")
+
+
+def test_log_of_the_engine() -> None:
+    call = parse(["--log", "/l", "--log-format=json", "create", "c"])
+    assert (call.log, call.log_format) == ("/l", "json")
+    assert parse(["--log", "/l", "--new", "create", "c"]).log == "/l"  # where the refusal of --new is written
+
+
+def flags_in_help(*command: str) -> set[str]:
+    """Every flag that a program's own help lists."""
+    text = subprocess.run([*command, "--help"], capture_output=True, text=True).stdout
+    lines = (line.strip() for line in text.splitlines() if line.startswith((" ", "\t")))
+    words = [part.split() for line in lines if line.startswith("-") for part in line.split("  ")[0].split(", ")]
+    return {part[0].lstrip("-").partition("=")[0] for part in words if part and part[0].startswith("-")}
+
+
+@pytest.mark.parametrize("program", ["runc", "crun"])
+def test_tables_know_every_flag_of_the_installed_runtimes(program: str) -> None:
+    known = {*commandline.GLOBAL_VALUE, *commandline.GLOBAL_BARE}
+    assert flags_in_help(program) - known == set()
+    assert "root" in flags_in_help(program)
+    known = {*commandline.COMMAND_VALUE, *commandline.COMMAND_BARE}
+    for command in ("create", "run"):
+        assert flags_in_help(program, command) - known == set()
+        assert "bundle" in flags_in_help(program, command)
+    assert flags_in_help(program, "delete") - set(commandline.DELETE_BARE) == set()

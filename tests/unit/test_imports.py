@@ -1,0 +1,61 @@
+"""What a start loads, as a list: it grows only when somebody means it to. Each module of the list is paid by every
+container with a GPU, as milliseconds before it runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpushare import oci
+
+HOOK = str(Path(oci.__file__).resolve().parents[1])
+# All that a start may load of the standard library, with what these load themselves
+LISTED = "import __future__, ctypes, errno, fcntl, json, os, select, signal, stat, struct, typing"
+
+
+def modules(statements: str) -> set[str]:
+    """Top-level and dotted names of everything loaded by `statements` in the interpreter of an installed program."""
+    text = f"import sys; before = set(sys.modules); sys.path.insert(0, {HOOK!r})\n{statements}\n"
+    text += "print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-ISc", text], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+STARTS = {
+    "runtime": "runtime, driverfiles, leases, node, placement, plan, request, rootfs, specedit, spectree, storage",
+    "adopt": "hook, adopt",
+    "hook": "hook, apply, driverfiles, leases, node, placement, plan, procs, request, rootfs, storage",
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_start_loads_what_is_listed_and_nothing_else(start: str) -> None:
+    loaded = modules(f"from gpushare import {STARTS[start]}")
+    assert {name for name in loaded if not name.startswith("gpushare")} - modules(LISTED) == set()
+    assert "gpushare.leases" in loaded and not loaded & {"gpushare.config", "gpushare.cli", "gpushare.explain"}
+
+
+def test_adopt_leaves_the_first_half_alone() -> None:
+    """What the runtime found out is in the record: nothing is looked for a second time."""
+    loaded = modules("from gpushare import hook, adopt")
+    others = "specedit spectree plan placement driverfiles request node inventory commandline runtime lowlevel".split()
+    assert not loaded & {f"gpushare.{name}" for name in others}
+
+
+def test_pass_through_loads_little(tmp_path: Path) -> None:
+    """`gpushare-runtime state` where the launcher could not decide."""
+    state = tmp_path / "state"
+    statements = f"""
+from gpushare import lowlevel, runtime
+class Became(BaseException): pass
+def became(program, words): raise Became
+lowlevel.execute = became
+try: runtime._main(runtime.commandline.parse(["state", "c"]), runtime.Paths("/none/config.yaml", {str(state)!r}))
+except (Became, Exception): pass
+"""
+    loaded = modules(statements)
+    assert not loaded & {f"gpushare.{name}" for name in ("leases", "storage", "linux", "specedit", "request", "plan")}
+    assert "ctypes" not in loaded

@@ -1,0 +1,318 @@
+"""The launcher against the Python that it stands in front of: it may start Python for nothing, never the opposite."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from gpushare import commandline, lowlevel, oci, request
+from gpushare.errors import GpushareError
+from gpushare.model import Config
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.lib.host import BUILD
+
+PYTHON_RAN = 42
+LOW_LEVEL_RAN = 43
+MANY = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Installed(NamedTuple):
+    """The launchers in a place where the Python programs only say that they were started."""
+
+    directory: Path
+
+    def run(self, name: str, *words: str, stdin: bytes = b"", cwd: Path | None = None) -> tuple[int, bytes]:
+        program = self.directory / "bin" / name
+        done = subprocess.run([program, *words], input=stdin, capture_output=True, cwd=cwd or self.directory)
+        return done.returncode, done.stdout
+
+    def runtime(self, *words: str, cwd: Path | None = None) -> tuple[int, bytes]:
+        state = f"--gpushare-state={self.directory / 'state'}"
+        return self.run("gpushare-runtime", f"--gpushare-config={self.config}", state, *words, cwd=cwd)
+
+    def hook(self, stage: str, state: bytes, *words: str) -> int:
+        return self.run("gpushare-hook", "--state", str(self.directory / "state"), *words, stage, stdin=state)[0]
+
+    @property
+    def config(self) -> Path:
+        return self.directory / "config.yaml"
+
+    def bundle(self, text: bytes) -> bytes:
+        """Writes a config.json; the state that names it."""
+        (self.directory / "bundle").mkdir(exist_ok=True)
+        (self.directory / "bundle" / "config.json").write_bytes(text)
+        return json.dumps({"id": "c", "pid": 1, "bundle": str(self.directory / "bundle")}).encode()
+
+
+def script(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    directory = tmp_path_factory.mktemp("installed")
+    for name in ("gpushare-hook", "gpushare-runtime"):
+        script(directory / "libexec" / name, f"cat; exit {PYTHON_RAN}")
+        (directory / "bin").mkdir(exist_ok=True)
+        shutil.copy(BUILD / "bin" / name, directory / "bin" / name)
+    script(directory / "low-level", f"printf '%s\\n' \"$@\"; exit {LOW_LEVEL_RAN}")
+    one = Installed(directory)
+    (directory / "state").mkdir()
+    one.config.write_text("version: 1\n")
+    lowlevel.remember(str(one.config), str(directory / "state"), Config(runtime=str(directory / "low-level")))
+    return one
+
+
+# Texts
+
+
+def asks(text: bytes) -> bool:
+    """Whether Python finds anything to do: a request, or something that it would refuse."""
+    try:
+        spec = json.loads(text.decode())
+        bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec)
+        return request.mentions(bundle, with_injected=True)
+    except (ValueError, GpushareError, AttributeError):
+        return False  # the low-level runtime refuses it too
+
+
+def spelled(value: Any, choose: Callable[[int], int]) -> str:
+    """`value` as JSON in one of its many spellings: any character of a text may be an escape."""
+    if isinstance(value, str):
+        return '"' + "".join(letter(c, choose) for c in value) + '"'
+    if isinstance(value, list):
+        return "[" + ",".join(spelled(item, choose) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + " , ".join(f"{spelled(k, choose)} :{spelled(v, choose)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
+
+
+def letter(c: str, choose: Callable[[int], int]) -> str:
+    how = choose(12)
+    if c == "/" and how == 0:
+        return "\\/"
+    if how == 1 or c in '"\\' or ord(c) < 32:
+        units = c.encode("utf-16-be", "surrogatepass")
+        codes = (int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2))
+        return "".join("\\u" + (f"{code:04x}" if choose(2) else f"{code:04X}") for code in codes)
+    return c
+
+
+WORDS = (
+    "GPUSHARE_MEMORY", "GPUSHARE_", "gpushare_devices", "Gpu\u017fhare_Memory", "NVIDIA_VISIBLE_DEVICES",
+    "nv\u0131dia_visible_devices", "gpushare.io/memory", "app.gpushare.io/devices", "gpushare.io", "GPUSHARE.IO/x",
+    "/var/run/nvidia-container-devices/0", "/dev/nvidia0", "/dev/nvidiactl", "/dev/null", "PATH", "HOME", "<&>",
+)  # fmt: skip
+texts = st.one_of(st.sampled_from(WORDS), st.text(max_size=12))
+names = st.one_of(texts, st.tuples(texts, texts).map("".join))
+specs = st.fixed_dictionaries(
+    {
+        "process": st.fixed_dictionaries({"env": st.lists(st.tuples(names, texts).map("=".join), max_size=4)}),
+        "annotations": st.dictionaries(names, texts, max_size=3),
+        "mounts": st.lists(st.fixed_dictionaries({"destination": names, "source": texts}), max_size=3),
+        "linux": st.fixed_dictionaries({"devices": st.lists(st.fixed_dictionaries({"path": names}), max_size=2)}),
+    }
+)
+
+
+@MANY
+@given(spec=specs, data=st.data())
+def test_whoever_asks_gets_python(installed: Installed, spec: dict[str, Any], data: st.DataObject) -> None:
+    seed = data.draw(st.randoms(use_true_random=False))
+    text = spelled(spec, lambda n: seed.randrange(n)).encode("utf-8", "surrogatepass")
+    state = installed.bundle(text)
+    if asks(text):
+        assert installed.hook("prestart", state) == PYTHON_RAN
+        assert installed.runtime("create", "-b", str(installed.directory / "bundle"), "c")[0] == PYTHON_RAN
+
+
+PLAIN = json.dumps(
+    {
+        "process": {"env": ["PATH=/bin", "OPTS=\u003c\u0026\u003e", "LANG=de", "X=\\u0022"]},
+        "annotations": {"org.example/x": "\n\t"},
+        "mounts": [{"destination": "/proc", "type": "proc"}],
+    }
+).encode()
+
+
+def test_ordinary_container_does_not_start_python(installed: Installed) -> None:
+    state = installed.bundle(PLAIN.replace(b"<", b"\\u003c"))
+    for stage in ("prestart", "createRuntime", "poststop"):
+        assert installed.hook(stage, state) == 0
+    bundle = str(installed.directory / "bundle")
+    for words in (["create", "-b", bundle, "c"], ["--log=/l", "run", "--bundle=" + bundle, "c"], ["delete", "c"]):
+        assert installed.runtime(*words) == (LOW_LEVEL_RAN, "".join(f"{word}\n" for word in words).encode())
+    assert installed.runtime("create", "c", cwd=installed.directory / "bundle")[0] == LOW_LEVEL_RAN
+
+
+@pytest.mark.parametrize("trigger", request.RAW_TRIGGERS)
+def test_each_trigger_starts_python(installed: Installed, trigger: str) -> None:
+    for text in (trigger, trigger.upper(), trigger.lower(), f"x{trigger}y"):
+        state = installed.bundle(json.dumps({"annotations": {"a": text}}).encode())
+        assert installed.hook("prestart", state) == PYTHON_RAN
+
+
+@pytest.mark.parametrize("escape", ["\\u0047", "\\u005F", "\\u005f", "\\u0030", "\\u002e", "\\/"])
+def test_escaped_letters_start_python(installed: Installed, escape: str) -> None:
+    assert installed.hook("prestart", installed.bundle(b'{"a": "' + escape.encode() + b'"}')) == PYTHON_RAN
+
+
+def test_what_cannot_be_read_or_is_large_starts_python(installed: Installed) -> None:
+    directory = installed.directory / "odd"
+    directory.mkdir()
+    state = json.dumps({"id": "c", "pid": 1, "bundle": str(directory)}).encode()
+    path = directory / "config.json"
+
+    def both() -> set[int]:
+        return {installed.hook("prestart", state), installed.runtime("create", "-b", str(directory), "c")[0]}
+
+    assert both() == {PYTHON_RAN}
+    os.mkfifo(path)
+    assert both() == {PYTHON_RAN}
+    path.unlink()
+    path.mkdir()
+    assert both() == {PYTHON_RAN}
+    path.rmdir()
+    path.write_bytes(b'{"a": "' + b"x" * (1 << 20) + b'"}')
+    assert both() == {PYTHON_RAN}
+    path.write_bytes(b"{}")
+    assert both() == {0, LOW_LEVEL_RAN}
+
+
+# The hook's state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"", b"{", b"[]", b"null", b'{"id": "c"}', b'{"bundle": 1}', b'{"bundle": ""}', b'{"bundle": "relative"}',
+        b'{"bundle": "BUNDLE", "bundle": "BUNDLE"}', b'{"bundle": "BUNDLE", "bundlePath": "/x"}',
+        b'{"bun\\u0064le": "/x", "bundle": "BUNDLE"}', b'{"bundle": "BUNDLE"} x', b'{"bundle": "BUNDLE"',
+        b'{"bundle": "BUNDLE\\u0041"}', b'{"a": {"b": ["}", {"bundle": "BUNDLE"}]}}', b'{"bundle": "BUNDLE"\0}',
+    ],
+)  # fmt: skip
+def test_unclear_state_is_for_python_and_reaches_it_whole(installed: Installed, state: bytes) -> None:
+    installed.bundle(PLAIN)
+    state = state.replace(b"BUNDLE", str(installed.directory / "bundle").encode())
+    assert installed.run("gpushare-hook", "prestart", stdin=state) == (PYTHON_RAN, state)
+
+
+def test_bundle_is_found_beside_anything(installed: Installed) -> None:
+    bundle = json.loads(installed.bundle(PLAIN))["bundle"]
+    state = {"annotations": {"bundle": "/x", 'a"b\\': "{["}, "n": [1, -2.5e3, None, True, [[]], {}], "bundle": bundle}
+    for text in (json.dumps(state), json.dumps(state, indent=3), json.dumps(state, separators=(",", ":"))):
+        assert installed.hook("prestart", text.encode()) == 0
+
+
+def test_large_state_reaches_python(installed: Installed) -> None:
+    state = (
+        installed.bundle(b'{"annotations": {"gpushare.io/memory": "1Gi"}}')[:-1] + b', "x": "' + b"y" * 3000000 + b'"}'
+    )
+    assert installed.run("gpushare-hook", "createRuntime", stdin=state) == (PYTHON_RAN, state)
+
+
+@pytest.mark.parametrize("words", [[], ["adopt"], ["prestart", "more"], ["--config"], ["--new", "/x", "prestart"]])
+def test_other_calls_of_the_hook_are_for_python(installed: Installed, words: list[str]) -> None:
+    assert installed.run("gpushare-hook", *words, stdin=installed.bundle(PLAIN))[0] == PYTHON_RAN
+
+
+# Command lines
+
+FLAGS = [
+    f"{dash}{name}{tail}"
+    for name in (
+        *commandline.GLOBAL_VALUE, *commandline.GLOBAL_BARE, *commandline.COMMAND_VALUE, *commandline.COMMAND_BARE,
+        *commandline.DELETE_BARE, "new", "b/x",
+    )
+    for dash in ("-", "--")
+    for tail in ("", "=/x", "=")
+]  # fmt: skip
+line_words = st.one_of(
+    st.sampled_from(FLAGS),
+    st.sampled_from(
+        ("create", "run", "restore", "delete", "state", "kill", "c", "--", "-", "asking", "plain", "-b", "--bundle")
+    ),
+    st.sampled_from(("--bundle=asking", "--bundle=plain", "-b=asking", "--root", "--config=other.json", "held")),
+)
+
+
+@MANY
+@given(words=st.lists(line_words, max_size=6))
+def test_both_read_a_command_line_alike(installed: Installed, words: list[str]) -> None:
+    """The launcher goes straight to the low-level runtime only where Python would change nothing."""
+    here = installed.directory / "lines"
+    for name, text in (("asking", b'{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}}'), ("plain", PLAIN), ("", PLAIN)):
+        (here / name).mkdir(parents=True, exist_ok=True)
+        (here / name / "config.json").write_bytes(text)
+    (installed.directory / "state" / "containers" / "held").mkdir(parents=True, exist_ok=True)
+    code, output = installed.runtime(*words, cwd=here)
+    call = commandline.parse(words)
+    if code == LOW_LEVEL_RAN:
+        assert output == "".join(f"{word}\n" for word in call.rest or ("",)).encode()
+        assert not call.unknown
+        if call.command in commandline.STARTING:
+            assert not asks((here / call.bundle / call.config_name).read_bytes())
+        if call.command == "delete":
+            assert call.container_id != "held"
+    else:
+        assert code == PYTHON_RAN
+        assert call.unknown or call.command in commandline.HANDLED or "--" in words
+
+
+# What the launcher knows of the low-level runtime
+
+
+def test_stale_or_foreign_knowledge_is_not_used(installed: Installed, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    config = tmp_path / "config.yaml"
+    config.write_text("version: 1\n")
+    words = ["--gpushare-config", str(config), "--gpushare-state", str(state), "state", "c"]
+
+    def ran() -> int:
+        return installed.run("gpushare-runtime", *words)[0]
+
+    assert ran() == PYTHON_RAN
+    lowlevel.remember(str(config), str(state), Config(runtime=str(installed.directory / "low-level")))
+    assert ran() == LOW_LEVEL_RAN
+    file = state / lowlevel.FILE
+    good = file.read_text()
+    for bad in (
+        good.replace("version 1", "version 2"),
+        good.replace("always 0", "always 1"),
+        good[:-12],
+        "",
+        good * 200,
+    ):
+        file.write_text(bad)
+        assert ran() == (PYTHON_RAN if bad != good * 200 else LOW_LEVEL_RAN)
+    file.write_text(good)
+    file.chmod(0o666)
+    assert ran() == PYTHON_RAN
+    file.chmod(0o644)
+    os.chown(file, 1234, 0)
+    assert ran() == PYTHON_RAN
+    os.chown(file, 0, 0)
+    assert ran() == LOW_LEVEL_RAN
+    config.write_text("version: 1 # edited\n")
+    assert ran() == PYTHON_RAN
+    config.unlink()
+    assert ran() == PYTHON_RAN
+
+
+def test_policy_for_everybody_starts_python_for_everybody(installed: Installed, tmp_path: Path) -> None:
+    state = installed.bundle(PLAIN)
+    config = tmp_path / "config.yaml"
+    assert installed.hook("prestart", state, "--config", str(config)) == 0  # no file: no policy
+    config.write_text("version: 1\n")
+    assert installed.hook("prestart", state, "--config", str(config)) == PYTHON_RAN  # nobody has read it yet

@@ -1,0 +1,278 @@
+"""config.json with a plan in it, and without it again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import applied, oci, specedit
+from gpushare.errors import KernelError, RequestError
+from gpushare.model import Bundle, LdEntry
+from gpushare.ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Plan, ProcMask
+from gpushare.spectree import SpecTree
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+HOOK = ("/opt/bin/gpushare-hook", "--config", "/c.yaml", "--state", "/s")
+
+
+def bundle_of(root: Path, spec: dict[str, Any]) -> Bundle:
+    return oci.bundle_of(oci.State("c", 0, "", str(root), {}), {**spec, "root": {"path": "rootfs"}})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A bundle directory with a root file system, and two files to mount."""
+    (tmp_path / "rootfs" / "usr" / "lib").mkdir(parents=True)
+    (tmp_path / "rootfs" / "lib").symlink_to("usr/lib")
+    (tmp_path / "source").write_text("")
+    return tmp_path
+
+
+def plan_for(root: Path) -> Plan:
+    source = str(root / "source")
+    return Plan(
+        "c",
+        (
+            Mount(source, "/usr/lib/libcuda.so.535", "file", ("ro", "nosuid", "nodev"), "the shim"),
+            Link("/usr/lib/libcuda.so.1", "libcuda.so.535", "name"),
+            LdCache((LdEntry("libcuda.so.1", "/usr/lib/libcuda.so.1", 0x0303),)),
+            ProcMask(("0000:01:00.0",)),
+            DeviceNode("/dev/null", "/dev/null", 1, 3, False),
+            DeviceNode(source, "/dev/nvidia0", 195, 0, True),
+            DeviceNode("/dev/zero", "/dev/nvidiactl", 195, 255, False),
+            DeviceRule(195, 255),
+        ),
+    )
+
+
+def put(root: Path, spec: dict[str, Any], plan: Plan | None = None) -> dict[str, Any]:
+    editor = specedit.Editor(spec, leased=True)
+    editor.take_out_foreign()
+    with SpecTree(bundle_of(root, editor.spec)) as tree:
+        return editor.put_in(plan or plan_for(root), tree, HOOK, "/dev/stderr")
+
+
+def test_what_a_plan_becomes(root: Path) -> None:
+    spec = put(root, {})
+    source = str(root / "source")
+    assert spec["mounts"] == [
+        {
+            "destination": "/usr/lib/libcuda.so.535",
+            "type": "bind",
+            "source": source,
+            "options": ["bind", "rprivate", "ro", "nosuid", "nodev"],
+        },
+        {
+            "destination": "/dev/nvidia0",
+            "type": "bind",
+            "source": source,
+            "options": ["bind", "rprivate", "nosuid", "noexec", "nodev"],
+        },
+        {
+            "destination": "/dev/nvidiactl",
+            "type": "bind",
+            "source": "/dev/zero",
+            "options": ["bind", "rprivate", "nosuid", "noexec"],
+        },
+    ]
+    (device,) = spec["linux"]["devices"]
+    assert (device["path"], device["type"], device["major"], device["minor"]) == ("/dev/null", "c", 1, 3)
+    assert spec["linux"]["resources"]["devices"] == [
+        {"allow": True, "type": "c", "major": 195, "minor": 255, "access": "rw"}
+    ]
+    assert spec["annotations"]["run.oci.hooks.stderr"] == "/dev/stderr"
+    for stage, action in (("createRuntime", "adopt"), ("poststop", "poststop")):
+        (hook,) = spec["hooks"][stage]
+        assert hook["path"] == HOOK[0] and hook["args"] == ["gpushare-hook", *HOOK[1:], action]
+        assert [line.partition("=")[0] for line in hook["env"]] == ["PATH", "GPUSHARE_APPLIED"]
+    record = applied.record_of(spec)
+    assert record is not None and record.leased
+    assert [type(op).__name__ for op in applied.remaining(record)] == ["Mount", "Link", "LdCache", "ProcMask"]
+    assert applied.remaining(record)[1:] == (
+        Link("/usr/lib/libcuda.so.1", "libcuda.so.535", ""),
+        LdCache((LdEntry("libcuda.so.1", "/usr/lib/libcuda.so.1", 0x0303),)),
+        ProcMask(("0000:01:00.0",)),
+    )
+
+
+def test_engine_s_own_choice_for_crun_stays(root: Path) -> None:
+    spec = put(root, {"annotations": {"run.oci.hooks.stderr": "/log"}})
+    assert spec["annotations"]["run.oci.hooks.stderr"] == "/log"
+    assert applied.stripped(spec)["annotations"] == {"run.oci.hooks.stderr": "/log"}
+
+
+# Any spec, back and forth
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=8)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=8,
+)
+hooks = st.lists(
+    st.sampled_from(
+        (
+            {"path": "/bin/true"},
+            {"path": "/usr/bin/nvidia-ctk", "args": ["nvidia-ctk", "hook"]},
+            {"path": "/x/gpushare-hook", "args": ["gpushare-hook", "prestart"]},
+        )
+    ),
+    max_size=3,
+)
+rules = st.fixed_dictionaries(
+    {"allow": st.booleans(), "access": st.just("rwm")},
+    optional={"type": st.just("c"), "major": st.sampled_from((1, 195)), "minor": st.sampled_from((0, 3, 255))},
+)
+devices = st.fixed_dictionaries(
+    {"path": st.sampled_from(("/dev/nvidia0", "/dev/fuse", "/dev/null")), "major": st.sampled_from((1, 195))}
+)
+mounts = st.fixed_dictionaries(
+    {"destination": st.sampled_from(("/proc", "/tmp", "/usr/lib/libcuda.so.535", "/dev/nvidia0", "/dev/nvidiactl"))},
+    optional={"type": st.just("tmpfs"), "source": st.sampled_from(("tmpfs", "/dev/zero")), "options": st.just([])},
+)
+
+
+def maybe(strategy: Any) -> Any:
+    return st.one_of(st.none(), strategy)
+
+
+specs = st.fixed_dictionaries(
+    {},
+    optional={
+        "vendor": values,
+        "annotations": maybe(st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)),
+        "mounts": maybe(st.lists(mounts, max_size=5)),
+        "hooks": maybe(
+            st.fixed_dictionaries(
+                {}, optional={"prestart": maybe(hooks), "createRuntime": maybe(hooks), "poststop": maybe(hooks)}
+            )
+        ),
+        "linux": maybe(
+            st.fixed_dictionaries(
+                {"vendor": values},
+                optional={
+                    "devices": maybe(st.lists(devices, max_size=4)),
+                    "resources": maybe(
+                        st.fixed_dictionaries(
+                            {"pids": values}, optional={"devices": maybe(st.lists(rules, max_size=4))}
+                        )
+                    ),
+                },
+            )
+        ),
+    },
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(spec=specs)
+def test_restore_gives_back_exactly_what_was_there(root: Path, spec: dict[str, Any]) -> None:
+    before = copy.deepcopy(spec)
+    edited = put(root, spec)
+    assert spec == before
+    unchanged = json.dumps(edited)
+    assert applied.stripped(edited) == before
+    assert json.dumps(edited) == unchanged
+    again = put(root, applied.stripped(edited))
+    nonces = [json.loads(one["annotations"]["gpushare.io/applied"])["nonce"] for one in (edited, again)]
+    assert json.dumps(again).replace(nonces[1], nonces[0]) == unchanged
+
+
+def test_what_others_added_since_stays(root: Path) -> None:
+    spec = put(root, {"mounts": [{"destination": "/proc"}]})
+    spec["mounts"].insert(0, {"destination": "/new"})
+    spec["hooks"]["poststop"].append({"path": "/new"})
+    spec["annotations"]["new"] = "1"
+    assert applied.stripped(spec) == {
+        "mounts": [{"destination": "/new"}, {"destination": "/proc"}],
+        "hooks": {"poststop": [{"path": "/new"}]},
+        "annotations": {"new": "1"},
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"version": 2}', '{"version": 1, "nonce": "NONCE"}', "[" * 9999]
+)
+def test_record_of_another_shape_is_dropped(root: Path, text: str) -> None:
+    spec = put(root, {})
+    nonce = json.loads(spec["annotations"]["gpushare.io/applied"])["nonce"]
+    spec["annotations"]["gpushare.io/applied"] = text.replace("NONCE", nonce)
+    assert applied.record_of(spec) is None
+    assert "gpushare.io/applied" not in applied.stripped(spec)["annotations"]
+
+
+def test_record_without_our_hook_is_not_ours(root: Path) -> None:
+    spec = put(root, {})
+    assert applied.record_of({"annotations": spec["annotations"]}) is None
+    assert applied.stripped({"annotations": dict(spec["annotations"]), "mounts": spec["mounts"]})["mounts"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"mounts": {}}, {"hooks": []}, {"hooks": {"poststop": {}}}, {"linux": []}, {"linux": {"devices": "x"}}]
+    + [{"linux": {"resources": 1}}, {"annotations": []}],
+)
+def test_wrong_types_are_refused_by_name(spec: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"config\.json: "):
+        specedit.Editor(spec, leased=True)
+
+
+def test_nvidia_s_work_is_taken_out() -> None:
+    tool = {"path": "/usr/bin/nvidia-ctk"}
+    spec = {
+        "hooks": {"prestart": [tool, {"path": "/bin/x"}], "createContainer": [tool]},
+        "mounts": [{"destination": "/usr/lib64/libcuda.so.1"}, {"destination": "/usr/lib64/libc.so.6"}],
+        "linux": {
+            "devices": [
+                {"path": "/dev/nvidia1", "major": 195, "minor": 1},
+                {"path": "/dev/nvidia-uvm", "major": 511, "minor": 0},
+                {"path": "/dev/fuse", "major": 10, "minor": 229},
+            ],
+            "resources": {
+                "devices": [
+                    {"allow": False, "access": "rwm"},
+                    {"allow": True, "type": "c", "major": 195, "minor": 1, "access": "rwm"},
+                    {"allow": True, "type": "c", "major": 511, "minor": 0, "access": "rwm"},
+                    {"allow": True, "type": "c", "major": 10, "minor": 229, "access": "rwm"},
+                ]
+            },
+        },
+    }
+    editor = specedit.Editor(spec, leased=True)
+    assert editor.take_out_foreign() == [
+        "device /dev/nvidia1",
+        "device /dev/nvidia-uvm",
+        "prestart hook /usr/bin/nvidia-ctk",
+        "createContainer hook /usr/bin/nvidia-ctk",
+        "mount at /usr/lib64/libcuda.so.1",
+    ]
+    assert editor.spec["hooks"]["prestart"] == [{"path": "/bin/x"}] and editor.spec["hooks"]["createContainer"] == []
+    assert [device["path"] for device in editor.spec["linux"]["devices"]] == ["/dev/fuse"]
+    assert [rule.get("major") for rule in editor.spec["linux"]["resources"]["devices"]] == [None, 10]
+    assert [mount["destination"] for mount in editor.spec["mounts"]] == ["/usr/lib64/libc.so.6"]
+
+
+# The file
+
+
+def test_write_replaces_atomically(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    path.chmod(0o604)
+    os.chown(path, 12, 34)
+    old = path.stat().st_ino
+    specedit.write(str(path), {"a": "\udcff\u00e9"})
+    status = path.stat()
+    assert json.loads(path.read_text()) == {"a": "\udcff\u00e9"}
+    assert (status.st_mode & 0o777, status.st_uid, status.st_gid) == (0o604, 12, 34) and status.st_ino != old
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match=r"config\.json"):
+        specedit.write(str(tmp_path / "config.json"), {})
+    assert list(tmp_path.iterdir()) == []

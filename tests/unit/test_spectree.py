@@ -1,0 +1,155 @@
+"""Where things will be in a container that does not exist yet: its root file system under the mounts of its spec."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import inroot, oci, rootfs
+from gpushare.errors import KernelError
+from gpushare.spectree import SpecTree
+
+MakeTree = Callable[..., SpecTree]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> MakeTree:
+    """make(mounts, files) -> the tree. Files are below rootfs/ or volume/, end in / for directories, are (path, text)
+    for links."""
+
+    def build(mounts: list[dict[str, Any]], *files: Any) -> SpecTree:
+        for name in ("rootfs/", "volume/", *files):
+            path = tmp_path / (name if isinstance(name, str) else name[0])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not isinstance(name, str):
+                path.symlink_to(name[1])
+            elif name.endswith("/"):
+                path.mkdir(exist_ok=True, parents=True)
+            else:
+                path.write_text(name)
+        spec = {"root": {"path": "rootfs"}, "mounts": mounts}
+        return SpecTree(oci.bundle_of(oci.State("c", 0, "", str(tmp_path), {}), spec))
+
+    return build
+
+
+def bind(target: str, source: str = "volume") -> dict[str, Any]:
+    return {"destination": target, "type": "bind", "source": source, "options": ["rbind"]}
+
+
+def tmpfs(target: str) -> dict[str, Any]:
+    return {"destination": target, "type": "tmpfs", "source": "tmpfs"}
+
+
+def read(tree: SpecTree, path: str) -> tuple[str, str, bool]:
+    """(what a file holds: the name that it was made with, where it is, whether that is on a mount)."""
+    fd = inroot.open_regular(tree, path)
+    if fd < 0:
+        return "", "", False
+    try:
+        return os.read(fd, 100).decode(), inroot.path_of(tree, fd), inroot.is_mounted_over(tree, fd)
+    finally:
+        os.close(fd)
+
+
+def test_files_of_the_image(make: MakeTree) -> None:
+    with make(
+        [], "rootfs/usr/lib/a", ("rootfs/lib", "usr/lib"), ("rootfs/abs", "/lib/a"), ("rootfs/up", "../../../lib/a")
+    ) as t:
+        for path in ("/usr/lib/a", "/lib/a", "/abs", "/up", "/lib/../lib/./a", "//usr//lib/a"):
+            assert read(t, path) == ("rootfs/usr/lib/a", "/usr/lib/a", False), path
+        for path in ("/usr/lib/b", "/b/a", "/usr/lib/a/x", "/usr/lib"):
+            assert read(t, path)[0] == ""
+
+
+def test_mounts_cover_and_later_ones_win(make: MakeTree) -> None:
+    mounts = [bind("/lib"), tmpfs("/var"), bind("/usr/lib/deep/x", "rootfs/f")]
+    with make(mounts, ("rootfs/lib", "usr/lib"), "rootfs/usr/lib/a", "volume/v", "rootfs/var/a", "rootfs/f") as tree:
+        assert read(tree, "/usr/lib/v") == ("volume/v", "/usr/lib/v", True)
+        assert read(tree, "/lib/v") == ("volume/v", "/usr/lib/v", True)
+        assert read(tree, "/usr/lib/a")[0] == ""
+        assert read(tree, "/var/a")[0] == ""
+        assert read(tree, "/lib/deep/x") == ("rootfs/f", "/usr/lib/deep/x", True)
+
+
+def test_mount_point_that_is_not_in_the_image(make: MakeTree) -> None:
+    with make([bind("/opt/vendor/lib")], "volume/libcuda.so.1", ("rootfs/link", "/opt/vendor/lib")) as tree:
+        for path in ("/opt/vendor/lib/libcuda.so.1", "/link/libcuda.so.1", "/opt/vendor/../vendor/lib/libcuda.so.1"):
+            assert read(tree, path) == ("volume/libcuda.so.1", "/opt/vendor/lib/libcuda.so.1", True), path
+
+
+def test_links_in_a_volume_lead_from_the_container_s_root(make: MakeTree) -> None:
+    """Never from the host's: /etc/hostname of the host is not what the container would see."""
+    links = (("volume/abs", "/etc/x"), ("volume/out", "../../../../etc/x"), ("volume/loop", "loop"))
+    with make([bind("/v")], "rootfs/etc/x", *links) as tree:
+        assert read(tree, "/v/abs") == read(tree, "/v/out") == ("rootfs/etc/x", "/etc/x", False)
+        assert read(tree, "/v/loop")[0] == ""
+        with pytest.raises(KernelError, match="loop of links"):
+            tree.place("/v/loop/a", "file")
+
+
+def test_probe_sees_what_the_container_will(make: MakeTree) -> None:
+    with make([bind("/etc")], "rootfs/etc/ld.so.cache", "volume/ld.so.cache") as tree:
+        cache, note = rootfs.read_cache(tree)
+        assert cache is None and "malformed" in note
+    with make([tmpfs("/etc")]) as tree:
+        assert rootfs.read_cache(tree) == (None, "no /etc/ld.so.cache in the image")
+
+
+# Where mounts go
+
+
+def test_places(make: MakeTree) -> None:
+    files = (
+        "rootfs/usr/lib/libcuda.so.550",
+        ("rootfs/usr/lib/libcuda.so.1", "libcuda.so.550"),
+        ("rootfs/lib", "usr/lib"),
+    )
+    with make([bind("/v"), bind("/usr/bin/tool", "volume/tool")], "volume/tool", "volume/there", *files) as tree:
+        assert tree.place("/usr/lib/new", "file") == "/usr/lib/new"
+        assert tree.place("/lib/new", "file") == "/usr/lib/new"
+        assert tree.place("/new/dir/ectory", "dir") == "/new/dir/ectory"
+        assert tree.place("/usr/lib/libcuda.so.1", "file") == "/usr/lib/libcuda.so.550"
+        assert tree.place("/v/there", "file") == "/v/there"  # in a volume, but nothing has to be made
+        assert tree.place("/usr/bin/tool", "file") == "/usr/bin/tool"
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "reason"),
+    [
+        ("/v/new", "file", r"'/v/new' would be created in the volume at '/v' \(on the host: '.*/volume'\)"),
+        ("/v/a/b", "dir", r"in the volume at '/v'"),
+        ("/to-v/new", "file", r"in the volume at '/v'"),
+        ("/passwd", "file", r"link to '/etc/passwd', which is not in a library directory"),
+        ("/usr/lib/nowhere", "file", "is a link to nothing"),
+        ("/usr/lib", "file", "is a directory where a file must be"),
+        ("/etc/passwd", "dir", "is a regular file where a directory must be"),
+        ("/etc/passwd/x", "file", "a parent of '/etc/passwd/x' is not a directory"),
+        ("/usr/lib/fifo", "file", "is a FIFO where a file must be"),
+    ],
+)
+def test_unsafe_places_are_refused(make: MakeTree, tmp_path: Path, target: str, kind: str, reason: str) -> None:
+    files = ("rootfs/etc/passwd", "rootfs/usr/lib/", ("rootfs/passwd", "/etc/passwd"), ("rootfs/to-v", "/v"))
+    with make([bind("/v")], *files, ("rootfs/usr/lib/nowhere", "/none")) as tree:
+        os.mkfifo(tmp_path / "rootfs/usr/lib/fifo")
+        with pytest.raises(KernelError, match=reason):
+            tree.place(target, kind)
+
+
+def test_our_own_mounts_may_hold_mount_points(make: MakeTree, tmp_path: Path) -> None:
+    with make([bind("/usr/lib/gpushare")], "share/driver/real") as tree:
+        assert tree.place("/usr/lib/gpushare", "dir") == "/usr/lib/gpushare"
+        tree.add("/usr/lib/gpushare", str(tmp_path / "share"))
+        assert tree.place("/usr/lib/gpushare/driver/real", "file") == "/usr/lib/gpushare/driver/real"
+
+
+def test_no_descriptor_is_left(make: MakeTree) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with make([bind("/v"), bind("/w")], "volume/a", "rootfs/b", ("rootfs/c", "/v/a")) as tree:
+        for path in ("/v/a", "/w/a", "/b", "/c", "/none", "/v/none"):
+            read(tree, path)
+            tree.place("/usr" + path, "file")
+    assert len(os.listdir("/proc/self/fd")) == before
