@@ -148,9 +148,7 @@ ls {ns_util.LIBDIR}
 
 @pytest.mark.parametrize("directory", ["compat", "compat/lib.real"])
 @pytest.mark.parametrize("path", ["", "/usr/local/cuda/compat:/usr/local/cuda/compat/lib"])
-def test_a_newer_driver_in_the_image(
-    container: MakeContainer, node: Node, directory: str, path: str, way: str
-) -> None:
+def test_a_newer_driver_in_the_image(container: MakeContainer, node: Node, directory: str, path: str, way: str) -> None:
     """It is used, through the shim, by whichever way a program finds it, and nothing of the older one beside it."""
     env = {**LIMIT, **({"LD_LIBRARY_PATH": path} if path else {})}
     script = LOOK if directory == "compat" else f"ln -s lib.real /usr/local/cuda/compat/lib\n{LOOK}"
