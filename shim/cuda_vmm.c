@@ -184,17 +184,18 @@ GS_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
         return real(handle);
     lock();
     struct physical *memory = of_handle(handle);
-    bool last = memory && memory->refs == 1 && gs_map_take(&handles, handle, &entry);
+    bool last = memory && --memory->refs == 0 && gs_map_take(&handles, handle, &entry);
     unlock();
     CUresult result = real(handle);
     if (!memory)
         return result;
     lock();
     if (result == CUDA_SUCCESS) {
-        memory->refs--;
         put_use(memory);
-    } else if (last) {
-        gs_map_put(&handles, handle, &entry);
+    } else {
+        memory->refs++;
+        if (last)
+            gs_map_put(&handles, handle, &entry);
     }
     unlock();
     return result;

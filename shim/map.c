@@ -50,6 +50,14 @@ static struct gs_map_segment *grown(struct gs_map *map, unsigned i) {
     return none;
 }
 
+/* After the fence: whoever reads any of this finds the key changed when it looks at it again. */
+static void write_cell(struct cell *cell, const struct gs_entry *entry) {
+    atomic_thread_fence(memory_order_release);
+    for (size_t i = 0; i < sizeof(*entry) / sizeof(uint64_t); i++)
+        __atomic_store_n((uint64_t *)&cell->entry + i, ((const uint64_t *)entry)[i],
+                         __ATOMIC_RELAXED);
+}
+
 static bool put_in(struct gs_map_segment *segment, uint64_t key, const struct gs_entry *entry) {
     uint64_t at = home(key);
     for (unsigned i = 0; i < PROBES; i++) {
@@ -60,7 +68,7 @@ static bool put_in(struct gs_map_segment *segment, uint64_t key, const struct gs
         if (!atomic_compare_exchange_strong_explicit(&cell->key, &seen, BUSY, memory_order_acquire,
                                                      memory_order_relaxed))
             continue;
-        cell->entry = *entry;
+        write_cell(cell, entry);
         atomic_store_explicit(&cell->key, key, memory_order_release);
         return true;
     }
@@ -119,16 +127,19 @@ bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out) {
 }
 
 /* The copy is good when the key is the same before and after: a cell is rewritten only as BUSY. */
+static bool read_cell(const struct cell *cell, uint64_t key, struct gs_entry *out) {
+    for (size_t i = 0; i < sizeof(*out) / sizeof(uint64_t); i++)
+        ((uint64_t *)out)[i] =
+            __atomic_load_n((const uint64_t *)&cell->entry + i, __ATOMIC_RELAXED);
+    atomic_thread_fence(memory_order_acquire);
+    return atomic_load_explicit(&cell->key, memory_order_relaxed) == key;
+}
+
 bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out) {
     struct cell *cell;
-    while ((cell = find(map, key))) {
-        for (size_t i = 0; i < sizeof(*out) / sizeof(uint64_t); i++)
-            ((uint64_t *)out)[i] =
-                __atomic_load_n((const uint64_t *)&cell->entry + i, __ATOMIC_RELAXED);
-        atomic_thread_fence(memory_order_acquire);
-        if (atomic_load_explicit(&cell->key, memory_order_relaxed) == key)
+    while ((cell = find(map, key)))
+        if (read_cell(cell, key, out))
             return true;
-    }
     return false;
 }
 
@@ -142,11 +153,13 @@ void gs_map_take_all(struct gs_map *map,
             struct cell *cell = &segment->cell[i];
             uint64_t key = atomic_load_explicit(&cell->key, memory_order_acquire);
             struct gs_entry entry;
-            if (key == EMPTY || key >= BUSY)
+            if (key == EMPTY || key >= BUSY || !read_cell(cell, key, &entry) ||
+                !want(key, &entry, arg) || !take_cell(cell, key, &entry))
                 continue;
-            entry = cell->entry;
-            if (want(key, &entry, arg) && take_cell(cell, key, &entry))
+            if (want(key, &entry, arg))
                 taken(key, &entry, arg);
+            else /* taken and put again in between, as something else */
+                gs_map_put(map, key, &entry);
         }
     }
 }
