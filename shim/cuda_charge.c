@@ -16,7 +16,7 @@ static bool reserve(int dev, uint64_t bytes) {
         if (gs_reserve(dev, bytes))
             return true;
         gs_pools_trim(dev);
-        if (gs_reserve(dev, bytes))
+        if (gs_reserve_patiently(dev, bytes))
             return true;
     }
     gs_count_refusal(dev);

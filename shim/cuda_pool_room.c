@@ -64,10 +64,10 @@ static void leave(struct gs_room *room) {
 }
 
 static bool reserve(struct gs_room *room, uint64_t bytes) {
-    if (!gs_reserve(room->pool->dev, bytes))
-        return false;
-    room->bytes = bytes;
-    return true;
+    room->bound = gs_bound(room->pool->dev, bytes);
+    if (room->bound)
+        room->bytes = bytes;
+    return room->bound;
 }
 
 /* While the step is not known, as much room as there is: whatever the driver takes then is seen,
@@ -152,7 +152,8 @@ bool gs_room_end(struct gs_room *room) {
         if (!pool->graph && pool->dev >= 0 && (room->alone || calls == 1))
             learn_step(room, grown);
     }
-    gs_release(pool->dev, room->bytes);
+    if (room->bound)
+        gs_bound_end(pool->dev, room->bytes);
     leave(room);
     return grown > room->bytes && gs_over(pool->dev);
 }

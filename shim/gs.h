@@ -86,6 +86,11 @@ uint64_t gs_used(int dev);
 uint64_t gs_limit(int dev);
 /* Charge this process; false when the container would be over its limit. */
 bool gs_reserve(int dev, uint64_t bytes);
+/* The same for a bound, of which most is given back as soon as a call returns. */
+bool gs_bound(int dev, uint64_t bytes);
+void gs_bound_end(int dev, uint64_t bytes);
+/* gs_reserve, and while others hold bounds wait a moment for them to be given back. */
+bool gs_reserve_patiently(int dev, uint64_t bytes);
 /* Charge what is already there: cannot be refused. */
 void gs_charge_anyway(int dev, uint64_t bytes);
 void gs_release(int dev, uint64_t bytes);

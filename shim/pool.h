@@ -45,6 +45,7 @@ struct gs_room {
     uint64_t asked;
     uint64_t bytes; /* reserved */
     uint64_t exec;  /* of graph memory: who asks */
+    bool bound;     /* something was */
     bool alone;     /* nothing was reserved, or only after waiting for all others */
 };
 CUresult gs_room_begin(struct gs_room *room, struct gs_pool *pool, uint64_t bytes, uint64_t exec);

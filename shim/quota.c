@@ -2,9 +2,13 @@
  * and then reads all counters (both seq_cst). Of any set of grants that are out at one time, the
  * one that added last has read all the others, so their sum is within the limit. A crash loses
  * nothing, since a dead process's counter counts as zero. */
+#include <errno.h>
+#include <time.h>
+
 #include "gs.h"
 
 #define ATTEMPTS 6
+#define PATIENCE 200u /* times 50 us and more */
 
 uint64_t gs_limit(int dev) {
     const struct gs_view *view = gs_region();
@@ -85,6 +89,54 @@ bool gs_reserve(int dev, uint64_t bytes) {
         __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
     }
     return false;
+}
+
+bool gs_bound(int dev, uint64_t bytes) {
+    struct gs_slot *slot = gs_slot();
+    if (!slot)
+        return false;
+    __atomic_fetch_add(&slot->bounds, bytes, __ATOMIC_SEQ_CST);
+    if (gs_reserve(dev, bytes))
+        return true;
+    __atomic_fetch_sub(&slot->bounds, bytes, __ATOMIC_SEQ_CST);
+    return false;
+}
+
+void gs_bound_end(int dev, uint64_t bytes) {
+    struct gs_slot *slot = gs_slot();
+    gs_release(dev, bytes);
+    if (slot)
+        __atomic_fetch_sub(&slot->bounds, bytes, __ATOMIC_SEQ_CST);
+}
+
+/* True when it would fit, were it not for bounds. They are read first: one that goes in between
+ * makes this true, which costs the caller one more round. */
+static bool only_bounds(const struct gs_usage *usage, int dev, uint64_t bytes) {
+    uint64_t limit = gs_limit(dev), bounds = 0;
+    uint32_t high = slots_high(usage);
+    for (uint32_t i = 0; i < high; i++) {
+        uint64_t of_slot = __atomic_load_n(&usage->slot[i].bounds, __ATOMIC_SEQ_CST);
+        if (of_slot && gs_alive(&usage->slot[i]))
+            bounds += of_slot;
+    }
+    uint64_t used = sum(usage, dev, true);
+    return bytes <= limit && (bounds >= used || used - bounds <= limit - bytes);
+}
+
+/* Whoever holds a bound is in the driver, and does not wait for us. */
+bool gs_reserve_patiently(int dev, uint64_t bytes) {
+    const struct timespec nap = {.tv_nsec = 50000};
+    const struct gs_view *view = gs_region();
+    int saved = errno;
+    bool fits = false, hope = view && dev >= 0;
+    for (unsigned round = 0; hope && !fits && round < PATIENCE; round++) {
+        if (round)
+            nanosleep(&nap, NULL);
+        hope = only_bounds(view->usage, dev, bytes);
+        fits = gs_reserve(dev, bytes);
+    }
+    errno = saved;
+    return fits;
 }
 
 void gs_charge_anyway(int dev, uint64_t bytes) {

@@ -70,7 +70,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("generation", "I"),
         ("pid", "I"),
         ("started_ns", "Q"),
-        ("reserved", "40x"),
+        ("bounds", "8x"),  # the host has no use for it
+        ("reserved", "32x"),
         ("bytes", f"{MAX_DEVICES}Q"),
     ),
     "gs_share": (

@@ -74,7 +74,8 @@ struct gs_slot {
     uint32_t generation; /* grows by one with each new owner */
     uint32_t pid;        /* getpid() as the process sees itself; information only */
     uint64_t started_ns; /* CLOCK_MONOTONIC */
-    uint8_t reserved[40];
+    uint64_t bounds;     /* of bytes[], all devices: most of it is given back in a moment */
+    uint8_t reserved[32];
     uint64_t bytes[GS_MAX_DEVICES]; /* charged by this process, per device slot */
 };
 
@@ -147,7 +148,8 @@ GS_AT(gs_slot, live, 4);
 GS_AT(gs_slot, generation, 8);
 GS_AT(gs_slot, pid, 12);
 GS_AT(gs_slot, started_ns, 16);
-GS_AT(gs_slot, reserved, 24);
+GS_AT(gs_slot, bounds, 24);
+GS_AT(gs_slot, reserved, 32);
 GS_AT(gs_slot, bytes, 64);
 _Static_assert(sizeof(struct gs_slot) == 192, "gs_slot");
 

@@ -27,6 +27,12 @@ def number(box: Box, *command: str | Path) -> int:
     return int(done.stdout)
 
 
+def test_bounds_of_others_are_waited_for(races: Path) -> None:
+    """A call on a pool holds far more than it takes, for a moment; what fits besides is hardly ever refused."""
+    with Box([2 * GIB]) as box:
+        assert number(box, races, "bounds") < 100
+
+
 def test_references_released_at_once(races: Path) -> None:
     subprocess.run(["make", "-s", "shim-asan"], cwd=TREE, check=True)
     names = ("libasan.so", "libubsan.so")
