@@ -13,6 +13,7 @@ endif
 PYTHON := $(firstword $(wildcard /usr/bin/python3) python3)
 VENV_PYTHON := build/venv/bin/python
 SETUP := build/.setup
+TEST_SETUP := build/.setup-test
 
 # Headers from PyPI wheels (links into build/venv, made with it), for machines without CUDA
 CUDA_INCLUDE := build/include/cuda
@@ -31,6 +32,10 @@ setup: $(SETUP) ## install missing system packages, make build/venv
 $(SETUP): packaging/bootstrap packaging/venv pyproject.toml
 	@packaging/bootstrap
 	@packaging/venv "$(PYTHON)"
+	@touch $@
+
+$(TEST_SETUP): packaging/bootstrap $(SETUP)
+	@packaging/bootstrap test
 	@touch $@
 
 -include shim/shim.mk
@@ -57,7 +62,7 @@ root:
 demo: root build ## two containers share one simulated 16 GiB GPU
 	@$(VENV_PYTHON) -m tests.demo
 
-test: root build lint ## every test, after the linters
+test: root build lint $(TEST_SETUP) ## every test, after the linters; installs the engines that they start
 	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
 
 lint: $(SETUP) ## ruff, mypy --strict, clang-format, names that must not be committed

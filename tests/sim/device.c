@@ -230,11 +230,16 @@ uint32_t sim_client_pid(struct sim_device *device, uint32_t index) {
         return c->pid;
     if (l.l_type != F_UNLCK)
         return l.l_pid > 0 ? (uint32_t)l.l_pid : c->pid;
-    /* A process's own locks never conflict with it: they look unlocked. */
-    static uint64_t pidns;
-    if (!pidns)
+    /* A process's own locks never conflict with it: they look unlocked. The number of a namespace
+     * is given again as soon as it is free, and a container's first process is 1 in each. */
+    static uint64_t pidns, init_ticks;
+    if (!pidns) {
         pidns = namespace_inode("pid");
-    return c->pid == (uint32_t)getpid() && c->pidns == pidns ? c->pid : 0;
+        init_ticks = init_start_ticks();
+    }
+    bool same_namespace =
+        c->pidns == pidns && device->state->group[c->group].init_ticks == init_ticks;
+    return same_namespace && c->pid == (uint32_t)getpid() ? c->pid : 0;
 }
 
 static void bury(struct sim_device *device, uint32_t index, uint64_t now_ns) {

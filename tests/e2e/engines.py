@@ -1,0 +1,60 @@
+"""Which engines the behavioural suite (test_engines.py) runs with: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.lib.engines.bare import Bare
+from tests.lib.engines.base import Engine
+from tests.lib.engines.image import make_root
+from tests.lib.host import Node
+from tests.lib.rootfs import run
+from tests.sim.simhost import make_simhost
+
+GIB = 1 << 30
+
+
+class Place(NamedTuple):
+    """What an engine is made from. `directory` is its own, and short enough for addresses of sockets."""
+
+    directory: Path
+    image_root: Path
+    driver_root: Path
+
+    def node(self, **config: object) -> Node:
+        return Node(self.directory / "node", self.driver_root, **config)
+
+
+def _bare(low_level: str, way: str) -> Callable[[Place], Engine]:
+    def make(place: Place) -> Engine:
+        node = place.node(runtime={"path": f"/usr/{'s' * (low_level == 'runc')}bin/{low_level}"})
+        return Bare(node, place.directory / "bundles", place.image_root, low_level, way)
+
+    return make
+
+
+ENGINES: dict[str, Callable[[Place], Engine]] = {
+    "runc, hook": _bare("runc", "hook"),
+    "runc, runtime": _bare("runc", "runtime"),
+    "crun, hook": _bare("crun", "hook"),
+    "crun, runtime": _bare("crun", "runtime"),
+}
+
+
+@contextmanager
+def engine(name: str, directory: Path, image_root: Path) -> Iterator[Engine]:
+    """The engine of that row, on a simulated host with one GPU of 16 GiB."""
+    host = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB)
+    made = ENGINES[name](Place(directory, image_root, host))
+    try:
+        yield made
+    finally:
+        made.close()
+        made.node.close()
+        run("rm", "-rf", directory)
+
+
+__all__ = ["ENGINES", "Place", "engine", "make_root"]
