@@ -13,7 +13,6 @@ The lock is one flock, held for reads, renames and arithmetic only: never across
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
@@ -24,7 +23,6 @@ from . import leasefile, names, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError
 from .model import Bundle, Lease, Node, Request, Share
 
-_FILE = "lease.json"
 _MAX_BYTES = 1 << 20
 # (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
 GrantFn = Callable[[Request, Node, "tuple[Lease, ...]", "frozenset[str]"], "tuple[Share, ...]"]
@@ -87,7 +85,7 @@ def why_dead(state_dir: str, lease: Lease, boot_id: str) -> str:
 
 def _read_file(state_dir: str, container_id: str) -> bytes:
     fd = os.open(
-        os.path.join(storage.container_dir(state_dir, container_id), _FILE),
+        os.path.join(storage.container_dir(state_dir, container_id), storage.LEASE),
         os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
     )
     try:
@@ -113,9 +111,9 @@ def _judged(state_dir: str, container_id: str) -> Union[Lease, Damaged, None]:
         return leasefile.from_json(_read_file(state_dir, container_id), container_id)
     except FileNotFoundError:
         share = os.path.join(storage.container_dir(state_dir, container_id), "share")
-        return _damaged(state_dir, container_id, f"{_FILE} is missing") if os.path.lexists(share) else None
+        return _damaged(state_dir, container_id, f"{storage.LEASE} is missing") if os.path.lexists(share) else None
     except (OSError, ValueError) as error:
-        return _damaged(state_dir, container_id, f"{_FILE} is damaged: {error}")
+        return _damaged(state_dir, container_id, f"{storage.LEASE} is damaged: {error}")
 
 
 def view(state_dir: str) -> View:
@@ -146,20 +144,7 @@ def view(state_dir: str) -> View:
 
 
 def _write(state_dir: str, lease: Lease) -> None:
-    """By rename: a reader sees the old lease or the new one. Raises KernelError."""
-    path = os.path.join(storage.container_dir(state_dir, lease.id), _FILE)
-    temporary = path + ".new"
-    data = leasefile.to_json(lease)
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            if os.write(fd, data) != len(data):  # a full tmpfs writes less: the start fails, the lease stays whole
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            os.close(fd)
-        os.rename(temporary, path)
-    except OSError as error:
-        raise KernelError(f"{path!r}: {error.strerror}") from error
+    storage.write_lease(state_dir, lease.id, leasefile.to_json(lease))
 
 
 def _sweep(state_dir: str, seen: View) -> list[str]:
@@ -192,6 +177,7 @@ def reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, grant_
     """
     me = procs.myself()
     with locked(state_dir):
+        _rebuild(state_dir, node)
         seen = view(state_dir)
         _sweep(state_dir, seen)
         _refuse_taken(bundle.id, seen)
@@ -217,6 +203,20 @@ def reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, grant_
                 raise KernelError(f"directory of {lease.id!r}: {error.strerror}") from error
             raise
     return lease
+
+
+def _rebuild(state_dir: str, node: Node) -> tuple[str, ...]:
+    if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
+        return ()
+    from . import rebuild
+
+    return rebuild.run(state_dir, node)
+
+
+def recover(state_dir: str, node: Node) -> tuple[str, ...]:
+    """The leases of a state directory that was lost, now rather than at the next start; the ids that got one."""
+    with locked(state_dir):
+        return _rebuild(state_dir, node)
 
 
 def hold(state_dir: str, lease: Lease, init: procs.Process, cgroup: str) -> Lease:

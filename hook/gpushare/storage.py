@@ -29,6 +29,8 @@ TENANT_BYTES = region.USAGE_SIZE
 _STATE_OPTIONS = {"size": "256m", "nr_inodes": "262144", "mode": "0755"}
 _FOLDERS = (("containers", 0o700), ("trash", 0o700), ("errors", 0o755))
 _MARKER = "lock"  # made last: its presence says that the directory is complete
+REBUILD = "rebuild"  # there from the making of the directory until leases of living containers were looked for
+LEASE = "lease.json"
 _SHARE_FOLDERS = ("driver", "rw", "peers", "mps")
 _SHARE_FILES = (names.REAL_CUDA, names.REAL_NVML)  # mount points; the directory is read-only in the container
 _TENANT_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -79,7 +81,9 @@ def _mount_state(state_dir: str) -> None:
         parent = os.stat(os.path.dirname(os.path.abspath(state_dir)))
         if os.fstat(target).st_dev == parent.st_dev or linux.filesystem_magic(target) != linux.TMPFS_MAGIC:
             mount = linux.detached_tmpfs(
-                _STATE_OPTIONS, linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"], state_dir
+                {"source": state_dir, **_STATE_OPTIONS},
+                linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"],
+                state_dir,
             )
             linux.move_mount(mount, target, state_dir)
         else:  # an earlier start was killed between here and the marker
@@ -90,7 +94,8 @@ def _mount_state(state_dir: str) -> None:
             if not os.path.isdir(path):
                 os.mkdir(path)
             os.chmod(path, mode)
-        os.close(os.open(os.path.join(state_dir, _MARKER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        for name in (REBUILD, _MARKER):
+            os.close(os.open(os.path.join(state_dir, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     finally:
         os.close(target)
         if mount >= 0:
@@ -163,6 +168,22 @@ def _write_all(fd: int, data: bytes) -> None:
     done = 0
     while done < len(data):
         done += os.write(fd, data[done:])
+
+
+def write_lease(state_dir: str, container_id: str, data: bytes) -> None:
+    """By rename: a reader sees the old lease or the new one. Raises KernelError."""
+    path = os.path.join(container_dir(state_dir, container_id), LEASE)
+    temporary = path + ".new"
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.write(fd, data) != len(data):  # a full tmpfs writes less: the start fails, the lease stays whole
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+    except OSError as error:
+        raise KernelError(f"{path!r}: {error.strerror}") from error
 
 
 def discard(state_dir: str, container_id: str) -> bool:

@@ -141,7 +141,7 @@ def test_containers_that_start_together_never_get_more_than_there_is(container: 
     with ThreadPoolExecutor(8) as pool:
         refusals = [line for line in pool.map(start, several) if line]
     assert len(refusals) == 4, refusals
-    assert all("0 B free of 16 GiB" in line for line in refusals)
+    assert all("0 B free of 16 GiB" in line for line in refusals), refusals
     listed = json.loads(node.cli("list", "--format", "json").stdout)
     assert len(listed) == 4 and {one["state"] for one in listed} == {"running"}
     (device,) = json.loads(node.cli("devices", "--format", "json").stdout)

@@ -54,12 +54,12 @@ def test_prepare_mounts_one_private_tmpfs(state_dir: Path) -> None:
         for _ in range(3):
             storage.prepare(str(state_dir))
         (line,) = mounts_on(state_dir)
-        assert " - tmpfs " in line and "nosuid,nodev" in line
+        assert f" - tmpfs {state_dir} " in line and "nosuid,nodev" in line
         assert "shared:" not in line and "master:" not in line
     finally:
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in state_dir.iterdir()}
-    assert modes == {"containers": 0o700, "trash": 0o700, "errors": 0o755, "lock": 0o600}
+    assert modes == {"containers": 0o700, "trash": 0o700, "errors": 0o755, "lock": 0o600, "rebuild": 0o600}
 
 
 def test_first_starts_at_the_same_time_mount_once(state_dir: Path) -> None:

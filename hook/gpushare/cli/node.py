@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from importlib import metadata
+from typing import Any
 
 import click
 
-from .. import node, region, storage
+from .. import leases, node, region, storage
 from ..dialects import device_name
 from ..errors import GpushareError
 from ..quantity import human
@@ -27,11 +28,17 @@ def refresh(paths: Paths, output: str) -> None:
     host = node.compile_node(paths.config, paths.state_dir)
     if node.read_node(paths.config, paths.state_dir) != host:
         raise GpushareError(f"cannot write {os.path.join(paths.state_dir, node.FILE)}", "run as root")
+    recovered = leases.recover(paths.state_dir, host)
     inventory = host.inventory
     if output == "json":
-        value = {"driver_version": inventory.driver_version, "root": inventory.root, "simulated": inventory.simulated}
+        value: dict[str, Any] = {
+            "driver_version": inventory.driver_version,
+            "root": inventory.root,
+            "simulated": inventory.simulated,
+        }
         value["cuda_version"] = inventory.cuda_version
         lists = {"devices": inventory.devices, "mig": inventory.mig}
+        value["recovered"] = list(recovered)
         write_json({**value, **{key: [device._asdict() for device in some] for key, some in lists.items()}})
         return
     devices = "1 device" if len(inventory.devices) == 1 else f"{len(inventory.devices)} devices"
@@ -40,6 +47,8 @@ def refresh(paths: Paths, output: str) -> None:
     for device in (*inventory.devices, *inventory.mig):
         size = human(device.memory_bytes) if device.memory_bytes else "memory size not known"
         write_line(f"  {device_name(device)}  {device.uuid}  {device.model}, {size}")
+    if recovered:
+        write_line(f"{paths.state_dir} was lost; leases of live containers again: {', '.join(recovered)}")
 
 
 @click.command()

@@ -1,0 +1,156 @@
+"""Leases again, after the state directory was lost under containers that live on (rare, but on the start path).
+
+Somebody unmounted or emptied it, or an upgrade of the host did. What was granted is still there: each live container
+has its share mounted at /usr/lib/gpushare, so the kernel's mount tables say which containers there are, and their
+limits files, which no container can write, say what they hold. No engine has to be asked.
+
+A new state directory has the file `rebuild` until the first start (or `gpushare refresh`) has looked. A container whose
+limits cannot be read gets a lease that cannot be read either: that blocks its devices until a person says that they are
+free, `gpushare prune --assume-free`. Whoever can mount file systems on the host can make us see too much, never too
+little.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple, Optional
+
+from . import inroot, leasefile, linux, log, names, procs, region, storage
+from .errors import KernelError
+from .model import Device, Lease, Node, Share
+
+_UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
+
+
+class Found(NamedTuple):
+    """A live container that has a share mounted. `init` is its oldest process."""
+
+    id: str
+    init: procs.Process
+    device: str  # "major:minor" of the state directory's former file system
+
+
+def run(state_dir: str, node: Node) -> tuple[str, ...]:
+    """Writes the lease of every container that has a share and no lease; their ids. Does nothing unless the state
+    directory is new. The caller holds the lock. Raises KernelError."""
+    marker = os.path.join(state_dir, storage.REBUILD)
+    if not os.path.lexists(marker):
+        return ()
+    written = []
+    try:
+        for found in containers(state_dir):
+            folder = storage.container_dir(state_dir, found.id)
+            if os.path.lexists(os.path.join(folder, storage.LEASE)):
+                continue
+            os.makedirs(folder, 0o700, exist_ok=True)
+            lease = _lease(found, node)
+            storage.write_lease(state_dir, found.id, leasefile.to_json(lease) if lease else _UNREADABLE)
+            written.append(found.id)
+        os.unlink(marker)
+    except OSError as error:
+        raise KernelError(f"leases in {state_dir!r} cannot be rebuilt: {error.strerror}", "run as root") from error
+    if written and node.config.log:
+        log.append(node.config.log, f"{state_dir} was lost; leases of live containers again: {', '.join(written)}")
+    return tuple(written)
+
+
+def containers(state_dir: str) -> tuple[Found, ...]:
+    """Every container that has a share of `state_dir`, of now or of before, mounted where containers have it."""
+    oldest: dict[str, Found] = {}
+    tables: dict[tuple[str, str], Optional[tuple[str, str]]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            view = os.readlink(f"/proc/{name}/ns/mnt"), os.readlink(f"/proc/{name}/root")
+            if view not in tables:
+                with open(f"/proc/{name}/mountinfo", "rb") as table:
+                    tables[view] = shared_mount(table.read(), state_dir)
+        except OSError:  # gone, or a zombie
+            continue
+        mount = tables[view]
+        process = procs.find(int(name)) if mount else None
+        if mount is None or process is None:
+            continue
+        known = oldest.get(mount[0])
+        if known is None or (process.start, process.pid) < (known.init.start, known.init.pid):
+            oldest[mount[0]] = Found(mount[0], process, mount[1])
+    return tuple(oldest[key] for key in sorted(oldest))
+
+
+def shared_mount(mountinfo: bytes, state_dir: str) -> Optional[tuple[str, str]]:
+    """(container id, "major:minor") of the share of `state_dir` at /usr/lib/gpushare; None when there is none. Of
+    several mounts there the last one counts, as for the container itself. Pure. Source: proc(5), mountinfo."""
+    found = None
+    for line in mountinfo.decode("utf-8", "surrogateescape").splitlines():
+        fields, _, tail = line.partition(" - ")
+        words, kind = fields.split(" "), tail.split(" ")
+        if len(words) < 6 or len(kind) < 2 or words[4] != names.PRIVATE_DIR:
+            continue
+        parts = unescaped(words[3]).replace("//deleted", "").split("/")
+        ours = kind[0] == "tmpfs" and unescaped(kind[1]) == state_dir and parts[:2] == ["", "containers"]
+        found = (parts[2], words[2]) if ours and parts[3:] == ["share"] and parts[2] not in ("", ".", "..") else None
+    return found
+
+
+def unescaped(word: str) -> str:
+    r"""A field of mountinfo: space, tab, newline and backslash are written as \ooo."""
+    head, *rest = word.split("\\")
+    return head + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
+
+
+def _lease(found: Found, node: Node) -> Optional[Lease]:
+    """What `found` holds; None when nobody can tell."""
+    devices = {device.uuid: device for device in (*node.inventory.devices, *node.inventory.mig)}
+    try:
+        limits = region.read_limits(_limits_of(found))
+        shares = tuple(_share(slot, limit, devices[limit.uuid]) for slot, limit in enumerate(limits.devices))
+    except (OSError, KeyError, region.RegionError):
+        return None
+    return Lease(
+        id=found.id,
+        state="held",
+        boot_id=procs.boot_id(),
+        bundle="",
+        shares=shares,
+        creator_pid=found.init.pid,
+        creator_start=found.init.start,
+        init_pid=found.init.pid,
+        init_start=found.init.start,
+        cgroup=procs.cgroup_of(found.init.pid),
+        created=time.time(),
+        dialect="rebuilt",
+        driver_version=node.inventory.driver_version,
+    )
+
+
+def _share(slot: int, limit: region.Limit, device: Device) -> Share:
+    return Share(
+        slot,
+        device,
+        limit.memory_limit_bytes,
+        limit.compute_percent,
+        bool(limit.flags & region.DEVICE_COMPUTE_SOFT),
+        limit.priority,
+        bool(limit.flags & region.DEVICE_OVERSUBSCRIBE),
+    )
+
+
+def _limits_of(found: Found) -> bytes:
+    """The limits file as the container sees it, if that is really ours. Raises OSError, RegionError."""
+    root = os.open(f"/proc/{found.init.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fd = inroot.open_regular(root, names.LIMITS)
+        except linux.SyscallError as error:
+            raise region.RegionError(str(error)) from error
+        if fd < 0:
+            raise region.RegionError(f"{names.LIMITS} is missing")
+        try:
+            device = os.fstat(fd).st_dev
+            if f"{os.major(device)}:{os.minor(device)}" != found.device:
+                raise region.RegionError(f"{names.LIMITS} is of another file system")
+            return os.pread(fd, region.LIMITS_SIZE + 1, 0)
+        finally:
+            os.close(fd)
+    finally:
+        os.close(root)

@@ -1,0 +1,128 @@
+"""The state directory is lost under living containers: what they hold stays granted to them, and to nobody else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib import rootfs
+from tests.lib.host import PYTHON, TREE, Node, python_mounts
+from tests.lib.runc import Container, RuntimeFailed
+from tests.lib.spec import Mount
+
+MakeContainer = Callable[..., Container]
+GIB = 1 << 30
+GRAB = TREE / "tests" / "e2e" / "programs" / "grab.py"
+TENANT = TREE / "tests" / "demo" / "tenant.py"
+
+
+def unmounted(node: Node) -> None:
+    rootfs.run("umount", "--lazy", node.state)
+
+
+def emptied(node: Node) -> None:
+    """As by somebody's `rm -rf`: what is mounted somewhere stays."""
+    subprocess.run(["rm", "-rf", *map(str, node.state.iterdir())], stderr=subprocess.DEVNULL, check=False)
+
+
+def only_marker(node: Node) -> None:
+    (node.state / "lock").unlink()
+
+
+def listed(node: Node) -> dict[str, Any]:
+    return {one["id"]: one for one in json.loads(node.cli("list", "--format", "json").stdout)}
+
+
+@pytest.fixture
+def sleeper(container: MakeContainer, node: Node) -> Callable[..., Container]:
+    """sleeper(memory, way) -> a started container."""
+
+    def start(memory: str, way: str, **arguments: Any) -> Container:
+        mounts = python_mounts(TENANT, GRAB)
+        one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": memory}, mounts=mounts, **node.way(way), **arguments)
+        return one.start()
+
+    return start
+
+
+@pytest.mark.parametrize("lose", [unmounted, only_marker], ids=lambda lose: lose.__name__)
+def test_what_lives_keeps_its_share(
+    sleeper: Callable[..., Container], node: Node, way: str, lose: Callable[[Node], None]
+) -> None:
+    first = sleeper("10Gi", way)
+    lose(node)
+    with pytest.raises(RuntimeFailed) as refused:
+        sleeper("7Gi", way)
+    assert "7Gi" in refused.value.last_line
+    assert node.leases() == [first.id]
+    assert listed(node)[first.id]["shares"][0]["memory_limit_bytes"] == 10 * GIB
+    second = sleeper("6Gi", way)
+    grabbed = json.loads(first.exec(PYTHON, f"/opt/{GRAB.name}").stdout)
+    assert grabbed["total_bytes"] == 10 * GIB
+    first.delete()
+    assert node.leases() == [second.id]
+    sleeper("10Gi", way)
+
+
+def test_removed_limits_block_the_device(sleeper: Callable[..., Container], node: Node, way: str) -> None:
+    """Nobody knows any more what the living one may use; nothing that it starts now gets anything."""
+    first = sleeper("1Gi", way)
+    emptied(node)
+    with pytest.raises(RuntimeFailed) as refused:
+        sleeper("1Gi", way)
+    assert "prune --assume-free" in refused.value.last_line
+    grab = first.exec(PYTHON, f"/opt/{GRAB.name}")
+    assert "total_bytes" not in grab.stdout
+    first.delete()
+    sleeper("16Gi", way)
+
+
+def test_nothing_lived(sleeper: Callable[..., Container], node: Node, way: str) -> None:
+    one = sleeper("16Gi", way)
+    one.kill()
+    one.wait()
+    unmounted(node)
+    sleeper("16Gi", way)
+
+
+def test_refresh_says_what_it_found(sleeper: Callable[..., Container], node: Node) -> None:
+    one = sleeper("1Gi", "runtime")
+    unmounted(node)
+    said = node.cli("refresh")
+    assert one.id in said.stdout
+    assert one.id not in node.cli("refresh").stdout
+    assert listed(node)[one.id]["state"] == "running"
+
+
+@pytest.fixture
+def stranger(container: MakeContainer, node: Node, tmp_path: Path) -> Iterator[Callable[[bytes], None]]:
+    """stranger(limits) -> a container that has something like a share mounted where ours have it."""
+    fake = tmp_path / "fake"
+
+    def start(limits: bytes) -> None:
+        fake.mkdir()
+        rootfs.run("mount", "-t", "tmpfs", node.state, fake)
+        share = fake / "containers" / "odd" / "share"
+        share.mkdir(parents=True)
+        (share / "limits").write_bytes(limits)
+        container(["sleep", "inf"], mounts=[Mount(share, "/usr/lib/gpushare")]).start()
+
+    yield start
+    rootfs.run("umount", "--lazy", fake)
+
+
+def test_unreadable_limits_block_the_device(
+    sleeper: Callable[..., Container], stranger: Callable[[bytes], None], node: Node
+) -> None:
+    stranger(b"of another version")
+    node.cli("refresh")
+    with pytest.raises(RuntimeFailed) as refused:
+        sleeper("1Gi", "runtime")
+    assert "prune --assume-free" in refused.value.last_line
+    node.cli("prune", "--assume-free")
+    sleeper("16Gi", "runtime")
