@@ -11,7 +11,7 @@ import click
 
 from .. import log, names
 from ..errors import GpushareError
-from . import config, containers, devices, explain, node, prune
+from . import config, containers, devices, explain, node, prune, runtime
 from .options import Paths
 
 
@@ -32,6 +32,7 @@ for command in (
     explain.explain,
     prune.prune,
     config.config,
+    runtime.runtime,
     node.refresh,
     node.version,
 ):

@@ -1,0 +1,148 @@
+"""gpushare runtime configure, gpushare runtime status: what container engines know of us."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Optional
+
+import click
+
+from .. import log, profiles
+from ..config import effective, parse_config
+from ..engines import base
+from ..engines import configure as engines
+from ..engines.base import Change, Settings
+from ..engines.configure import ENGINES, Outcome, State
+from ..engines.host import Host, check_program
+from ..errors import ConfigError
+from .options import Paths, with_format
+from .output import Column, write_json, write_line, write_table
+
+
+@click.group()
+def runtime() -> None:
+    """What docker, containerd, CRI-O and podman know of gpushare."""
+
+
+@runtime.command("configure")
+@click.argument("engine", required=False, type=click.Choice(sorted(ENGINES)))
+@click.option("--profile", type=click.Choice(profiles.NAMES), help="Also write the configuration file for this use.")
+@click.option("--default", is_flag=True, help="For containers that name no runtime, too (docker).")
+@click.option("--hook-only", is_flag=True, help="Keep the engine's own runtime, add our hook.")
+@click.option("--dry-run", is_flag=True, help="Print the changes as a diff, change nothing.")
+@click.option("--undo", is_flag=True, help="Take our entries out again.")
+@click.option("--force", is_flag=True, help="With --profile: replace a configuration file that was edited.")
+@click.option("--config-file", default="", metavar="FILE", help="The engine's file, where it is not the usual one.")
+@click.option("--program", default="", metavar="FILE", help="gpushare-runtime, where it is not beside this program.")
+@click.option("--engine-version", default="", metavar="N.N", help="containerd's version; else it is asked.")
+@click.option("--dump", type=click.File(), help="What `containerd config dump` prints; else it is asked.")
+@click.option("--root", default="/", metavar="DIR", help="Change files below DIR, as when an image is built.")
+@with_format
+@click.pass_obj
+def configure_(
+    paths: Paths, /, engine: Optional[str], profile: Optional[str], dump: Any, root: str, output: str, **given: Any
+) -> None:
+    """Make an engine know gpushare, or list engines.
+
+    Writes the engine's configuration and says which command makes it read that. Doing it again changes nothing.
+    """
+    host = Host(root)
+    settings = settings_of(paths, given["program"])._replace(
+        config_file=os.path.abspath(given["config_file"]) if given["config_file"] else "",
+        default=given["default"],
+        hook_only=given["hook_only"],
+        engine_version=given["engine_version"],
+        dump=dump.read() if dump else "",
+    )
+    if engine is None:
+        if given["undo"] or given["default"] or given["hook_only"] or given["config_file"]:
+            raise click.UsageError(f"name an engine: {', '.join(sorted(ENGINES))}")
+        if profile is None:
+            _status(settings, host, output)
+            return
+    more = [] if profile is None else profile_changes(profile, paths.config, host, given["force"])
+    if engine is None:
+        outcome = Outcome("", tuple(more), "", ())
+        if not given["dry_run"]:
+            host.write(more)
+    elif given["undo"]:
+        if profile is not None:
+            raise click.UsageError("--undo leaves the configuration file alone: leave out --profile")
+        outcome = engines.undo(ENGINES[engine], settings, host, given["dry_run"])
+    else:
+        checked = settings._replace(program=check_program(settings.program), hook=check_program(settings.hook))
+        outcome = engines.configure(ENGINES[engine], checked, host, given["dry_run"], more)
+    report(outcome, given["dry_run"], output)
+
+
+@runtime.command("status")
+@click.option("--root", default="/", metavar="DIR", help="Look below DIR.")
+@with_format
+@click.pass_obj
+def status(paths: Paths, root: str, output: str) -> None:
+    """List engines: found, configured, or not."""
+    _status(settings_of(paths, ""), Host(root), output)
+
+
+def settings_of(paths: Paths, program: str) -> Settings:
+    """Our programs are beside this one, or beside `program`."""
+    program = (
+        os.path.abspath(program)
+        if program
+        else os.path.join(os.path.dirname(os.path.realpath(sys.argv[0])), base.RUNTIME_PROGRAM)
+    )
+    hook = os.path.join(os.path.dirname(os.path.realpath(program)), base.HOOK_PROGRAM)
+    return Settings(program, hook, paths.config, paths.state_dir)
+
+
+def profile_changes(profile: str, path: str, host: Host, force: bool) -> list[Change]:
+    """Raises ConfigError for a file that somebody has edited, unless `force`."""
+    wanted, there = profiles.text(profile), host.read(path)
+    if there == wanted:
+        return []
+    if there is not None and not force and there not in [profiles.text(name) for name in profiles.NAMES]:
+        try:
+            now, then = effective(parse_config(there, path)), effective(parse_config(wanted, path))
+            other = [f"{key} {now[key]!r} (profile: {then[key]!r})" for key in now if now[key] != then[key]]
+        except ConfigError as error:
+            other = [str(error)]
+        what = ", ".join(other) or "only in its comments"
+        raise ConfigError(f"{path} was edited and differs: {what}", "--force replaces it")
+    return [Change(path, there, wanted)]
+
+
+def report(outcome: Outcome, dry_run: bool, output: str) -> None:
+    """What was done, or would be."""
+    if output == "json":
+        changes = [{"path": change.path, "action": change.action, "diff": change.diff()} for change in outcome.changes]
+        value = {"engine": outcome.engine or None, "dry_run": dry_run, "changes": changes}
+        write_json({**value, "next": outcome.next or None, "notes": list(outcome.notes)})
+        return
+    for change in outcome.changes:
+        if dry_run:
+            sys.stdout.write(change.diff())
+        else:
+            write_line(change.describe())
+    if not outcome.changes:
+        write_line("nothing to do")
+    for note in outcome.notes:
+        log.to_stderr(f"gpushare: {note}")
+    if outcome.next:
+        log.to_stderr(f"gpushare: {'then' if dry_run else 'now'} run: {outcome.next}")
+
+
+def _status(settings: Settings, host: Host, output: str) -> None:
+    found = [engines.state(ENGINES[name], settings, host) for name in ENGINES]
+    if output == "json":
+        write_json([one._asdict() for one in found])
+        return
+    columns = (Column("engine"), Column("found"), Column("gpushare"), Column("files"))
+    write_table(columns, [(one.engine, one.found or "no", _word(one), ", ".join(one.files) or "-") for one in found])
+    for one in found:
+        if one.problem:
+            log.to_stderr(f"gpushare: {one.engine}: {one.problem}")
+
+
+def _word(one: State) -> str:
+    return "damaged" if one.problem else "configured" if one.configured else "not configured"

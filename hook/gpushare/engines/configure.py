@@ -1,0 +1,120 @@
+"""configure, undo and status of one engine: proposal, record and files together.
+
+configure(engine, settings, host, dry_run)  -> Outcome    idempotent
+undo(engine, settings, host, dry_run)       -> Outcome    idempotent
+state(engine, settings, host)               -> State
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+from ..errors import ConfigError
+from . import docker, record
+from .base import UNKNOWN, Change, Engine, Settings
+from .host import Host
+from .record import Kept, Record
+
+ENGINES: dict[str, Engine] = {module.NAME: module for module in (docker,)}
+
+
+class Outcome(NamedTuple):
+    """What was done, or would be. `next` is a command, empty when there is nothing to do."""
+
+    engine: str
+    changes: tuple[Change, ...]
+    next: str
+    notes: tuple[str, ...]
+
+
+class State(NamedTuple):
+    """`program` is what our entry names, `problem` why it will not work."""
+
+    engine: str
+    found: str  # the engine's program; empty: not installed
+    configured: bool
+    program: str
+    files: tuple[str, ...]
+    problem: str
+
+
+def configure(
+    engine: Engine, settings: Settings, host: Host, dry_run: bool = False, more: Sequence[Change] = ()
+) -> Outcome:
+    """`more`: changes that belong to the same command but not to the engine. Raises ConfigError, KernelError."""
+    proposal = engine.propose(settings, host)
+    changes = tuple(proposal.changes)
+    outcome = Outcome(engine.NAME, (*more, *changes), engine.RELOAD if changes else "", tuple(proposal.notes))
+    if dry_run or not outcome.changes:
+        return outcome
+    records = []
+    if changes:
+        old = record.load(host, engine.NAME)
+        folders = host.missing_folders([change.path for change in changes] + [record.path_of(engine.NAME)])
+        records = [record.change(host, engine.NAME, _kept(engine, old, changes, folders))]
+    host.write([*records, *outcome.changes])  # the record first: killed in between, nothing is forgotten
+    return outcome
+
+
+def _kept(engine: Engine, old: Optional[Record], changes: Sequence[Change], folders: tuple[str, ...]) -> Record:
+    """The record after `changes`. Where somebody has edited a file since we last wrote it, what was there before us is
+    what they made of it, without our entries."""
+    files = {kept.path: kept for kept in old.files} if old else {}
+    for change in changes:
+        kept, before = files.get(change.path), change.before
+        if kept is not None and kept.after == change.before:
+            before = kept.before
+        elif kept is not None and change.before is not None:
+            before = engine.withdraw(change.path, change.before, kept.before)
+        elif before is not None and engine.entry(change.path, before):
+            before = engine.withdraw(change.path, before, UNKNOWN)  # ours, but the record was lost
+        files[change.path] = Kept(change.path, before, change.after)
+    return Record(tuple(files.values()), (*(old.folders if old else ()), *folders))
+
+
+def undo(engine: Engine, settings: Settings, host: Host, dry_run: bool = False) -> Outcome:
+    """The exact bytes of before where nobody has touched the file since, else without our entries. Raises ConfigError,
+    KernelError."""
+    kept = record.load(host, engine.NAME)
+    paths = _paths(engine, settings, kept)
+    changes = []
+    for path in paths:
+        now = host.read(path)
+        one = kept.kept(path) if kept else None
+        then = one.before if one and one.after == now else _withdrawn(engine, path, now, one)
+        if then != now:
+            changes.append(Change(path, now, then))
+    if not dry_run:
+        records = [] if kept is None else [record.change(host, engine.NAME, None)]
+        host.write([*changes, *records])
+        host.remove_folders([record.FOLDER, *(kept.folders if kept else ())])
+    return Outcome(engine.NAME, tuple(changes), engine.RELOAD if changes else "", ())
+
+
+def _paths(engine: Engine, settings: Settings, kept: Optional[Record]) -> list[str]:
+    """All files in which our entries can be, those that we wrote first."""
+    return list(dict.fromkeys([*(one.path for one in (kept.files if kept else ())), *engine.paths(settings)]))
+
+
+def _withdrawn(engine: Engine, path: str, now: Optional[str], kept: Optional[Kept]) -> Optional[str]:
+    return None if now is None else engine.withdraw(path, now, kept.before if kept else UNKNOWN)
+
+
+def state(engine: Engine, settings: Settings, host: Host) -> State:
+    """Never raises for what is wrong with the engine's files: that is in `problem`."""
+    found = next((path for path in map(host.program, engine.PROGRAMS) if path), "")
+    try:
+        kept = record.load(host, engine.NAME)
+        paths = _paths(engine, settings, kept)
+        entries = {}
+        for path in paths:
+            text = host.read(path)
+            program = engine.entry(path, text) if text is not None else ""
+            if program:
+                entries[path] = program
+    except ConfigError as error:
+        return State(engine.NAME, found, False, "", (), str(error))
+    program = next(iter(entries.values()), "")
+    problem = f"{program!r} does not exist" if program and not host.has(program) and host.root == "/" else ""
+    return State(engine.NAME, found, bool(entries), program, tuple(entries), problem)

@@ -1,0 +1,178 @@
+"""The files of a host, below `root`: read with care, written all or nothing.
+
+A file is replaced by rename, so an engine that reads it meanwhile sees the old text or the new one; its mode and
+owner stay. What is no plain file (a link, a directory, a FIFO) is refused: somebody else manages it.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Sequence
+from typing import Optional
+
+from ..errors import ConfigError, KernelError
+from .base import Change
+
+MAX_BYTES = 4 << 20
+_ASK_SECONDS = 10
+
+
+class Host:
+    """Paths in all arguments and results are those that the engine sees; `root` is put in front of them here."""
+
+    def __init__(self, root: str = "/") -> None:
+        self.root = os.path.realpath(root)
+
+    def at(self, path: str) -> str:
+        """Where `path` is; a link out of `root` is refused. Raises ConfigError."""
+        if not path.startswith("/"):
+            raise ConfigError(f"{path!r} is not an absolute path", "write the whole path")
+        full = os.path.join(self.root, os.path.normpath(path).lstrip("/"))
+        folder = os.path.realpath(os.path.dirname(full))
+        if self.root != "/" and os.path.commonpath([self.root, folder]) != self.root:
+            raise ConfigError(f"{path!r} leads out of {self.root!r}", "remove that link")
+        return os.path.join(folder, os.path.basename(full))
+
+    def _status(self, path: str) -> Optional[os.stat_result]:
+        full = self.at(path)
+        try:
+            status = os.lstat(full)
+        except FileNotFoundError:
+            return None
+        except NotADirectoryError:
+            raise ConfigError(f"{path!r}: {os.path.dirname(path)!r} is not a directory", "move it away") from None
+        if stat.S_ISLNK(status.st_mode):
+            target = os.readlink(full)
+            raise ConfigError(f"{path!r} is a link to {target!r}", "change that file yourself, or replace the link")
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path!r} is not a regular file", "move it away")
+        return status
+
+    def read(self, path: str) -> Optional[str]:
+        """Raises ConfigError; OSError from the file system."""
+        if self._status(path) is None:
+            return None
+        fd = os.open(self.at(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"{path!r} is larger than {MAX_BYTES} bytes")
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path!r}: not UTF-8 text (byte {error.start})", "mend the file") from None
+
+    def glob(self, pattern: str) -> list[str]:
+        prefix = self.root.rstrip("/")
+        return sorted(path[len(prefix) :] for path in glob.glob(glob.escape(prefix) + pattern))
+
+    def ask(self, *command: str) -> Optional[str]:
+        """Programs below another root are not of this machine, and never run."""
+        if self.root != "/" or shutil.which(command[0]) is None:
+            return None
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
+            )
+        except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+            return None
+        return done.stdout
+
+    def has(self, path: str) -> bool:
+        return os.path.lexists(self.at(path))
+
+    def program(self, name: str) -> str:
+        """Path of an engine's program; empty when there is none."""
+        if self.root == "/":
+            return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin:/usr/local/bin") or ""
+        folders = ("/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin")
+        return next((f"{folder}/{name}" for folder in folders if self.has(f"{folder}/{name}")), "")
+
+    def missing_folders(self, paths: Sequence[str]) -> tuple[str, ...]:
+        """Those that `write` would make for these files, each after what it is in."""
+        missing: list[str] = []
+        for path in paths:
+            above, folder = [], os.path.dirname(path)
+            while folder != "/" and folder not in missing and not os.path.isdir(self.at(folder)):
+                above.append(folder)
+                folder = os.path.dirname(folder)
+            missing += reversed(above)
+        return tuple(missing)
+
+    def write(self, changes: Sequence[Change]) -> None:
+        """All changes, or none. Raises KernelError, ConfigError when a file is not as it was when it was read."""
+        for change in changes:
+            if self.read(change.path) != change.before:
+                raise ConfigError(f"{change.path!r} was changed meanwhile", "run the command again")
+        done: list[Change] = []
+        folders: list[str] = []
+        path = ""
+        try:
+            for path in self.missing_folders([change.path for change in changes if change.after is not None]):
+                os.mkdir(self.at(path))
+                folders.append(path)
+                os.chmod(self.at(path), 0o755)
+            for change in changes:
+                path = change.path
+                self._replace(change)
+                done.append(change)
+        except OSError as error:
+            for change in reversed(done):
+                self._replace(change._replace(before=change.after, after=change.before))
+            self.remove_folders(folders)
+            raise KernelError(f"{path!r}: {error.strerror}; nothing was changed", "run as root") from error
+
+    def remove_folders(self, folders: Sequence[str]) -> None:
+        """Those of them that are empty."""
+        for folder in sorted(folders, key=len, reverse=True):
+            try:
+                os.rmdir(self.at(folder))
+            except OSError:
+                pass
+
+    def _replace(self, change: Change) -> None:
+        """Raises OSError."""
+        full = self.at(change.path)
+        if change.after is None:
+            os.unlink(full)
+            return
+        status = self._status(change.path)
+        temporary = f"{full}.gpushare-new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(temporary, flags, 0o600)
+            with open(fd, "wb") as file:
+                if status is not None:
+                    os.fchown(fd, status.st_uid, status.st_gid)
+                os.fchmod(fd, stat.S_IMODE(status.st_mode) if status is not None else change.mode)
+                file.write(change.after.encode())
+                file.flush()
+                os.fsync(fd)
+            os.rename(temporary, full)
+        except OSError:
+            if os.path.lexists(temporary):
+                os.unlink(temporary)
+            raise
+
+
+def check_program(path: str) -> str:
+    """The resolved path of a program that root will run for every container. Raises ConfigError when somebody else
+    could change what it is."""
+    resolved = os.path.realpath(path)
+    if not os.path.isfile(resolved) or not os.access(resolved, os.X_OK):
+        raise ConfigError(f"{path!r} is not a program", "install gpushare, or name it with --program")
+    here = resolved
+    while True:
+        status = os.stat(here)
+        group = status.st_gid != 0 and status.st_mode & stat.S_IWGRP
+        sticky = here != resolved and status.st_mode & stat.S_ISVTX
+        if (group or status.st_mode & stat.S_IWOTH) and not sticky:
+            mode = oct(stat.S_IMODE(status.st_mode))[2:]
+            raise ConfigError(f"{here!r} (mode {mode}) is writable by others than root", f"chmod go-w {here}")
+        if here == "/":
+            return resolved
+        here = os.path.dirname(here)

@@ -1,0 +1,145 @@
+"""Changing one member of a JSON object in its text: whatever else is in the file stays as somebody wrote it. Pure.
+
+check(text, path)                 -> dict     raises ConfigError naming file, line and column
+put(text, ("a", "b"), value)      -> str      objects on the way are made
+drop(text, ("a", "b"))            -> str      and "a", if nothing is left in it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional
+
+from ..errors import ConfigError
+
+_DECODER = json.JSONDecoder()
+_SPACE = " \t\r\n"
+_INDENT = "    "  # where the text has none to go by
+
+
+class Member(NamedTuple):
+    """Where a member is in the text: its key begins at `start`, its value at `value` and ends before `end`."""
+
+    key: str
+    start: int
+    value: int
+    end: int
+
+
+def check(text: str, path: str) -> dict[str, Any]:
+    """The object in `text`. Raises ConfigError."""
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(found)
+        if len(value) != len(found):
+            keys = [key for key, _ in found]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ConfigError(f"{path}: {twice!r} is there twice", "keep one")
+        return value
+
+    try:
+        value = json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply", "mend the file") from None
+    except json.JSONDecodeError as error:
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise ConfigError(f"{where}: not valid JSON: {error.msg}", "mend the file, nothing was changed") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, not {type(value).__name__}", "mend the file")
+    return value
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in _SPACE:
+        at += 1
+    return at
+
+
+def _members(text: str, at: int) -> list[Member]:
+    """The members of the object whose brace is at `at`; the text is known to be valid."""
+    found = []
+    here = _skip(text, at + 1)
+    while text[here] != "}":
+        key, end = _DECODER.raw_decode(text, here)
+        value = _skip(text, _skip(text, end) + 1)  # behind the colon
+        stop = _DECODER.raw_decode(text, value)[1]
+        found.append(Member(key, here, value, stop))
+        here = _skip(text, stop)
+        if text[here] == ",":
+            here = _skip(text, here + 1)
+    return found
+
+
+def _find(members: Sequence[Member], key: str) -> Optional[int]:
+    return next((n for n, member in enumerate(members) if member.key == key), None)
+
+
+def _margin(text: str, at: int) -> str:
+    """The white space with which the line of `at` begins."""
+    line = text.rfind("\n", 0, at) + 1
+    return text[line : _skip(text, line)] if _skip(text, line) <= at else ""
+
+
+def _unit(text: str) -> str:
+    """What one level is indented by in this text."""
+    at = text.index("{")
+    members = _members(text, at)
+    if not members or "\n" not in text[at : members[0].start]:
+        return _INDENT
+    return _margin(text, members[0].start) or _INDENT
+
+
+def _written(value: Any, margin: str, unit: str) -> str:
+    return json.dumps(value, indent=unit, ensure_ascii=False).replace("\n", "\n" + margin)
+
+
+def put(text: str, keys: Sequence[str], value: Any) -> str:
+    """Sets a member. `text` has been checked, and what is on the way to it is an object, null or absent."""
+    return _put(text, text.index("{"), keys, value, _unit(text))
+
+
+def _put(text: str, at: int, keys: Sequence[str], value: Any, unit: str) -> str:
+    members = _members(text, at)
+    n = _find(members, keys[0])
+    margin = _margin(text, members[0].start if members else at)
+    if n is not None and len(keys) > 1 and text[members[n].value] == "{":
+        return _put(text, members[n].value, keys[1:], value, unit)
+    for key in reversed(keys[1:]):
+        value = {key: value}
+    if n is not None:
+        return text[: members[n].value] + _written(value, margin, unit) + text[members[n].end :]
+    if not members:
+        stop = _skip(text, at + 1)
+        inner = margin + unit
+        body = f"\n{inner}{json.dumps(keys[0])}: {_written(value, inner, unit)}\n{margin}"
+        return text[: at + 1] + body + text[stop:]
+    gap = text[at + 1 : members[0].start]
+    lines = "\n" in gap
+    shown = _written(value, margin, unit) if lines else json.dumps(value, ensure_ascii=False)
+    last = members[-1].end
+    return f"{text[:last]},{gap if lines else ' '}{json.dumps(keys[0])}: {shown}{text[last:]}"
+
+
+def drop(text: str, keys: Sequence[str]) -> str:
+    """Removes a member, and the objects above it that are empty then. Nothing to remove: the same text."""
+    return _drop(text, text.index("{"), keys)
+
+
+def _drop(text: str, at: int, keys: Sequence[str]) -> str:
+    members = _members(text, at)
+    n = _find(members, keys[0])
+    if n is None:
+        return text
+    here = members[n]
+    if len(keys) > 1:
+        if text[here.value] != "{":
+            return text
+        shorter = _drop(text, here.value, keys[1:])
+        if shorter == text or _members(shorter, here.value):
+            return shorter
+    if n > 0:
+        return text[: members[n - 1].end] + text[here.end :]
+    if len(members) > 1:
+        return text[: here.start] + text[members[1].start :]
+    return text[: at + 1] + text[_skip(text, here.end) :]

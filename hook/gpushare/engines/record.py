@@ -1,0 +1,77 @@
+"""What was in an engine's files before us: /var/lib/gpushare/configured/<engine>.json, for an exact way back.
+
+load(host, engine) -> Record | None     raises ConfigError when it is damaged
+change(host, engine, record) -> Change  what writes it (None: removes it)
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple, Optional
+
+from ..errors import ConfigError
+from .base import Change
+from .host import Host
+
+FOLDER = "/var/lib/gpushare/configured"
+VERSION = 1
+
+
+class Kept(NamedTuple):
+    """One file: what was there before us (None: no file) and what we wrote."""
+
+    path: str
+    before: Optional[str]
+    after: Optional[str]
+
+
+class Record(NamedTuple):
+    files: tuple[Kept, ...]
+    folders: tuple[str, ...] = ()  # that we made, the innermost last
+
+    def kept(self, path: str) -> Optional[Kept]:
+        return next((kept for kept in self.files if kept.path == path), None)
+
+
+def path_of(engine: str) -> str:
+    return f"{FOLDER}/{engine}.json"
+
+
+def _text(record: Record) -> str:
+    value = {
+        "version": VERSION,
+        "files": [kept._asdict() for kept in record.files],
+        "folders": list(record.folders),
+    }
+    return json.dumps(value, indent=1) + "\n"
+
+
+def _is(value: Any, *types: type) -> bool:
+    return isinstance(value, types)
+
+
+def load(host: Host, engine: str) -> Optional[Record]:
+    path = path_of(engine)
+    text = host.read(path)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+        if value["version"] != VERSION:
+            raise ValueError(f"version {value['version']}")
+        files = tuple(Kept(**item) for item in value["files"])
+        folders = tuple(value["folders"])
+        if not all(_is(kept.path, str) and _is(kept.before, str, type(None)) for kept in files):
+            raise ValueError("wrong types")
+        if not all(_is(kept.after, str, type(None)) for kept in files) or not all(_is(one, str) for one in folders):
+            raise ValueError("wrong types")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        hint = "move it away; --undo then removes our entries only"
+        raise ConfigError(f"{path!r} is damaged: {error}", hint) from None
+    return Record(files, folders)
+
+
+def change(host: Host, engine: str, record: Optional[Record]) -> Change:
+    """Mode 0600: an engine's configuration can hold passwords."""
+    path = path_of(engine)
+    return Change(path, host.read(path), None if record is None else _text(record), 0o600)

@@ -1,0 +1,83 @@
+"""One member of a JSON text changes, and not a byte of the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from gpushare.engines import jsontext
+from gpushare.errors import ConfigError
+from hypothesis import given
+from hypothesis import strategies as st
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+OBJECTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=4)
+INDENTS = st.sampled_from([None, 1, 2, 4, "\t"])
+
+
+@given(OBJECTS, INDENTS, VALUES)
+def test_put_changes_one_member_and_drop_takes_it_out(value: dict[str, Any], indent: Any, new: Any) -> None:
+    value.pop("runtimes", None)
+    text = json.dumps(value, indent=indent)
+    more = jsontext.put(text, ("runtimes", "gpushare"), new)
+    assert json.loads(more) == {**value, "runtimes": {"gpushare": new}}
+    assert list(json.loads(more)) == [*value, "runtimes"]
+    again = jsontext.drop(more, ("runtimes", "gpushare"))
+    assert again == (text if value else "{}")
+    changed = jsontext.put(more, ("runtimes", "gpushare"), 7)
+    assert json.loads(changed) == {**value, "runtimes": {"gpushare": 7}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{}", '{\n    "r": {\n        "g": 1\n    }\n}'),
+        ('{ "a": [1, 2] }', '{ "a": [1, 2], "r": {"g": 1} }'),
+        ('{\n\t"a": [1,\n2]\n}\n', '{\n\t"a": [1,\n2],\n\t"r": {\n\t\t"g": 1\n\t}\n}\n'),
+        ('{\n  "r": {"x": 0},\n  "a": 1\n}', '{\n  "r": {"x": 0, "g": 1},\n  "a": 1\n}'),
+        ('{\n  "r": {\n    "x": 0\n  }\n}', '{\n  "r": {\n    "x": 0,\n    "g": 1\n  }\n}'),
+        ('{"r": null, "a": "\\u00e9}"}', '{"r": {\n    "g": 1\n}, "a": "\\u00e9}"}'),
+        ('{\n  "r": {"g": 0, "x": 2}\n}', '{\n  "r": {"g": 1, "x": 2}\n}'),
+        ('{\r\n  "a": 1\r\n}\r\n', '{\r\n  "a": 1,\r\n  "r": {\n    "g": 1\n  }\r\n}\r\n'),
+    ],
+)
+def test_put_keeps_the_hand_of_the_author(text: str, expected: str) -> None:
+    assert jsontext.put(text, ("r", "g"), 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        ('{"r": {"g": 1, "x": 2}, "a": 1}', '{"r": {"x": 2}, "a": 1}'),
+        ('{"r": {"x": 2, "g": 1}}', '{"r": {"x": 2}}'),
+        ('{\n  "r": {"g": 1},\n  "a": 1\n}', '{\n  "a": 1\n}'),
+        ('{"r": 5}', '{"r": 5}'),
+        ('{"r": {}}', '{"r": {}}'),
+    ],
+)
+def test_drop(text: str, expected: str) -> None:
+    assert jsontext.drop(text, ("r", "g")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n  "a": 1,\n}', "f.json:2:11: not valid JSON: Illegal trailing comma|f.json:3:1: not valid JSON"),
+        ("", "f.json:1:1: not valid JSON"),
+        ("[]", "f.json: must hold a JSON object, not list"),
+        ('{"a": 1, "a": 2}', "f.json: 'a' is there twice; keep one"),
+        ('{"b": {"a": 1, "a": 2}}', "'a' is there twice"),
+        ('{"a": 1} x', "f.json:1:10: not valid JSON"),
+        ('{"a": ' + "[" * 100000, "f.json: nested too deeply"),
+    ],
+)
+def test_what_is_wrong_and_where(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        jsontext.check(text, "f.json")
+    assert any(part in str(caught.value) for part in message.split("|")), str(caught.value)
