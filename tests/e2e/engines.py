@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tests.lib.engines.bare import Bare
 from tests.lib.engines.base import Engine
 from tests.lib.engines.image import make_root
+from tests.lib.engines.podman import Podman
 from tests.lib.host import Node
 from tests.lib.rootfs import run
 from tests.sim.simhost import make_simhost
@@ -28,10 +29,23 @@ class Place(NamedTuple):
         return Node(self.directory / "node", self.driver_root, **config)
 
 
+def _low_level(name: str) -> dict[str, str]:
+    """The runtime that gpushare-runtime becomes, as the configuration names it."""
+    return {"path": f"/usr/{'s' * (name == 'runc')}bin/{name}"}
+
+
 def _bare(low_level: str, way: str) -> Callable[[Place], Engine]:
     def make(place: Place) -> Engine:
-        node = place.node(runtime={"path": f"/usr/{'s' * (low_level == 'runc')}bin/{low_level}"})
+        node = place.node(runtime=_low_level(low_level))
         return Bare(node, place.directory / "bundles", place.image_root, low_level, way)
+
+    return make
+
+
+def _podman(low_level: str, way: str) -> Callable[[Place], Engine]:
+    def make(place: Place) -> Engine:
+        node = place.node(runtime=_low_level(low_level))
+        return Podman(node, place.directory / "podman", place.image_root, low_level, way)
 
     return make
 
@@ -41,6 +55,10 @@ ENGINES: dict[str, Callable[[Place], Engine]] = {
     "runc, runtime": _bare("runc", "runtime"),
     "crun, hook": _bare("crun", "hook"),
     "crun, runtime": _bare("crun", "runtime"),
+    "podman, hook": _podman("runc", "hook"),
+    "podman, runtime": _podman("runc", "runtime"),
+    "podman with crun, hook": _podman("crun", "hook"),
+    "podman with crun, runtime": _podman("crun", "runtime"),
 }
 
 

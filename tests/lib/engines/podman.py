@@ -1,0 +1,208 @@
+"""Podman, with storage and configuration of its own, so that it knows nothing of the host's containers.
+
+Our part gets in by its directory of hooks ("hook") or as one of its runtimes ("runtime").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .. import processes
+from ..host import Node
+from ..rootfs import unmount_below
+from .base import Refused, Result, Want
+from .image import make_tar
+
+PODMAN_REFUSES = 125  # podman-run(1): the error is with podman itself, or with the runtime below it
+IMAGE = "localhost/gpushare-test"
+_numbers = itertools.count(1)
+
+# CAP_SYS_RESOURCE is missing on some test machines: podman would raise these above what a process may.
+_LIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1000:1000")
+
+_CONFIGURATION = """\
+[containers]
+netns = "none"
+log_driver = "k8s-file"
+
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+lock_type = "file"
+num_locks = 128
+hooks_dir = ["{hooks}"]
+runtime = "{runtime}"
+
+[engine.runtimes]
+runc = ["/usr/sbin/runc"]
+crun = ["/usr/bin/crun"]
+gpushare = ["{program}"]
+"""
+
+
+class Podman:
+    """`low_level`: runc or crun. `stages`: of the hooks that give a container its share."""
+
+    annotates = True
+    restarts = True
+
+    def __init__(
+        self,
+        node: Node,
+        directory: Path,
+        image_root: Path,
+        low_level: str,
+        way: str,
+        stages: tuple[str, ...] = ("prestart",),
+    ) -> None:
+        processes.become_subreaper()
+        self.node = node
+        self.way = way
+        self.name = "podman"
+        # crun keeps a hook's words to itself; with the runtime in front it is told where they go.
+        self.shows_reason = (low_level, way) != ("crun", "hook")
+        self._directory = directory
+        for name in ("hooks.d", "root", "run", "tmp"):
+            (directory / name).mkdir(parents=True)
+        if way == "hook":
+            self.hooks(*stages)
+        program = directory / "gpushare-runtime"
+        # podman gives a runtime no words of its own
+        program.write_text(f'#!/bin/sh\nexec {" ".join(node.runtime())} "$@"\n')
+        program.chmod(0o755)
+        (directory / "containers.conf").write_text(
+            _CONFIGURATION.format(
+                hooks=directory / "hooks.d", program=program, runtime="gpushare" if way == "runtime" else low_level
+            )
+        )
+        archive = make_tar(image_root, directory / "image.tar")
+        self.command("import", str(archive), IMAGE)
+        archive.unlink()
+
+    def hooks(self, *stages: str) -> None:
+        """Our hook in the directory of hooks, for these stages and for poststop."""
+        for stage in (*stages, "poststop"):
+            entry = self.node.hook(stage).entries()[stage][0]
+            text = {"version": "1.0.0", "hook": entry, "when": {"always": True}, "stages": [stage]}
+            (self._directory / "hooks.d" / f"gpushare-{stage}.json").write_text(json.dumps(text))
+
+    def words(self, *args: str) -> list[str]:
+        place = self._directory
+        own = ("--root", place / "root", "--runroot", place / "run", "--tmpdir", place / "tmp")
+        return ["podman", *(str(word) for word in own), "--storage-driver", "overlay", *args]
+
+    def environment(self) -> dict[str, str]:
+        return {"PATH": os.environ["PATH"], "CONTAINERS_CONF": str(self._directory / "containers.conf")}
+
+    def podman(self, *args: str, timeout_s: float = 60) -> Result:
+        """Any command of podman."""
+        done = subprocess.run(
+            self.words(*args),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=self.environment(),
+        )
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    def command(self, *args: str) -> str:
+        """The output of a command that has to succeed."""
+        done = self.podman(*args)
+        if done.code:
+            raise RuntimeError(f"podman {' '.join(args)}: {done.code}\n{done.err}")
+        return done.out
+
+    def options(self, want: Want, name: str) -> list[str]:
+        words = ["--name", name, *_LIMITS, "--user", want.user]
+        for key, value in want.env.items():
+            words += ["--env", f"{key}={value}"]
+        for key, value in want.annotations.items():
+            words += ["--annotation", f"{key}={value}"]
+        for mount in want.mounts:
+            words += ["--volume", f"{mount.source}:{mount.target}:{','.join(mount.options)}"]
+        for point in want.tmpfs:
+            words += ["--tmpfs", point]
+        return words + (["--read-only"] if want.read_only else [])
+
+    def run(self, want: Want, timeout_s: float = 60, *more: str, image: str = IMAGE) -> Result:
+        name = f"gpushare-{os.getpid()}-{next(_numbers)}"
+        try:
+            return self.podman("run", "--rm", *self.options(want, name), *more, image, *want.args, timeout_s=timeout_s)
+        finally:
+            self.remove(name)
+
+    def start(self, want: Want, *more: str, image: str = IMAGE) -> PodmanContainer:
+        name = f"gpushare-{os.getpid()}-{next(_numbers)}"
+        try:
+            done = self.podman("run", "--detach", *self.options(want, name), *more, image, *want.args)
+            if done.code:
+                raise Refused(done)
+            return PodmanContainer(self, name)
+        except BaseException:
+            self.remove(name)
+            raise
+
+    def remove(self, name: str) -> None:
+        """The container is gone, and so is what watched over it: conmon ends after its own clean-up."""
+        self.podman("rm", "--force", "--time", "0", "--ignore", "--volumes", name)
+        self.wait_conmon(name)
+
+    def wait_conmon(self, name: str) -> None:
+        for pid, line in processes.children().items():
+            if f" {name} " in line and "conmon" in line.split(" ")[0]:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    processes.wait_exit(pid, 30)
+
+    def inspect(self, name: str) -> dict[str, Any]:
+        (found,) = json.loads(self.command("container", "inspect", name))
+        assert isinstance(found, dict)
+        return found
+
+    def close(self) -> None:
+        self.podman("rm", "--all", "--force", "--time", "0")
+        unmount_below(self._directory)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class PodmanContainer:
+    """See base.Running."""
+
+    def __init__(self, engine: Podman, name: str) -> None:
+        self.name = name
+        self._engine = engine
+        self._look()
+
+    def _look(self) -> None:
+        found = self._engine.inspect(self.name)
+        self.id: str = found["Id"]
+        self.pid: int = found["State"]["Pid"]
+
+    def exec(self, *args: str, user: str = "") -> Result:
+        return self._engine.podman("exec", *(("--user", user) if user else ()), self.name, *args)
+
+    def stop(self) -> None:
+        self._engine.command("stop", "--time", "0", self.name)
+        self._engine.wait_conmon(self.name)
+
+    def restart(self) -> None:
+        done = self._engine.podman("start", self.name)
+        if done.code:
+            raise Refused(done)
+        self._look()
+
+    def remove(self) -> None:
+        self._engine.remove(self.name)
+
+    def __enter__(self) -> PodmanContainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
