@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tests.lib.engines.bare import Bare
 from tests.lib.engines.base import Engine
+from tests.lib.engines.containerd import Containerd
 from tests.lib.engines.image import make_root
 from tests.lib.engines.podman import Podman
 from tests.lib.host import Node
@@ -50,6 +51,10 @@ def _podman(low_level: str, way: str) -> Callable[[Place], Engine]:
     return make
 
 
+def _containerd(way: str) -> Callable[[Place], Engine]:
+    return lambda place: Containerd(place.node(), place.directory / "c", place.image_root, way)
+
+
 ENGINES: dict[str, Callable[[Place], Engine]] = {
     "runc, hook": _bare("runc", "hook"),
     "runc, runtime": _bare("runc", "runtime"),
@@ -59,6 +64,8 @@ ENGINES: dict[str, Callable[[Place], Engine]] = {
     "podman, runtime": _podman("runc", "runtime"),
     "podman with crun, hook": _podman("crun", "hook"),
     "podman with crun, runtime": _podman("crun", "runtime"),
+    "containerd, hook": _containerd("hook"),
+    "containerd, runtime": _containerd("runtime"),
 }
 
 

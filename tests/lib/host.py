@@ -69,6 +69,12 @@ class Node:
         containers = self.state / "containers"
         return sorted(p.name for p in containers.iterdir()) if containers.is_dir() else []
 
+    def move(self, config: str, state: str) -> None:
+        """To other places, before anything was started: those that our programs look at when told nothing."""
+        Path(config).parent.mkdir(parents=True, exist_ok=True)
+        Path(config).write_bytes(self.config.read_bytes())
+        self.config, self.state = Path(config), Path(state)
+
     def close(self) -> None:
         unmount_below(self.state)
 

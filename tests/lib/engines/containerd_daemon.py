@@ -1,0 +1,178 @@
+"""One containerd of the tests' own: its directories, its image, its configuration; started, killed and gone by pid."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+from .. import processes
+from ..rootfs import run, unmount_below
+from .cri import Cri, CriError
+from .image import make_tar
+
+IMAGE = "localhost/gpushare-test:1"
+CGROUP_PARENT = "/gpushare-test"
+NAMESPACE = "k8s.io"  # containerd's, in which CRI keeps its containers
+_READY_S = 60
+
+# What this machine lacks or nobody needs here. `opt` would make a directory outside of ours.
+_DISABLED = ("internal.v1.opt", "snapshotter.v1.aufs", "snapshotter.v1.btrfs", "snapshotter.v1.devmapper")
+MAIN = """version = 2
+root = "{directory}/root"
+state = "{directory}/state"
+disabled_plugins = {disabled}
+imports = {imports}
+[grpc]
+  address = "{directory}/sock"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{image}"
+  restrict_oom_score_adj = true
+  disable_apparmor = true
+  stream_server_address = "127.0.0.1"
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    conf_dir = "{directory}/cni"
+"""
+
+
+class Daemon:
+    """`config` is the text of config.toml; text() makes one. The caller has made /run its own."""
+
+    def __init__(self, directory: Path) -> None:
+        processes.become_subreaper()
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self.socket = directory / "sock"
+        self.pid = 0
+        self.log = directory / "containerd.log"
+        self.cri = Cri(self.socket)
+
+    def text(self, *imports: str) -> str:
+        """config.toml without our handler."""
+        disabled = json.dumps([f"io.containerd.{name}" for name in _DISABLED])
+        return MAIN.format(
+            directory=self.directory, disabled=disabled, imports=json.dumps(list(imports)), image=IMAGE
+        )
+
+    def start(self, config: Path) -> None:
+        """Until it answers, which it says itself (sd_notify), and CRI has looked at what was there before."""
+        ready = self.directory / "notify"
+        ready.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, open(self.log, "ab") as log:
+            notify.bind(str(ready))
+            notify.settimeout(_READY_S)
+            process = subprocess.Popen(
+                ["containerd", "--config", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": os.environ["PATH"], "NOTIFY_SOCKET": str(ready)},
+            )
+            self.pid = process.pid
+            process.returncode = 0  # it is waited for by pid, and may outlive this object
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                poll = select.poll()
+                poll.register(notify, select.POLLIN)
+                poll.register(pidfd, select.POLLIN)
+                came = dict(poll.poll(_READY_S * 1000))
+            finally:
+                os.close(pidfd)
+            if notify.fileno() not in came:
+                raise AssertionError(f"containerd did not start\n{self.log.read_text()[-3000:]}")
+        self._wait_for("RunPodSandbox's service", self._initialized)
+
+    def _initialized(self) -> bool:
+        try:
+            self.cri.call("ListPodSandbox")
+        except CriError as error:
+            if "not initialized" not in error.detail:
+                raise AssertionError(f"{error}\n{self.log.read_text()[-3000:]}") from None
+            return False
+        return True
+
+    def _wait_for(self, what: str, done: Callable[[], bool]) -> None:
+        """For the few things that containerd does behind its answers and tells nobody."""
+        for _ in range(1000):
+            if done():
+                return
+            select.select([], [], [], 0.01)
+        raise AssertionError(f"{what} does not come\n{self.log.read_text()[-3000:]}")
+
+    def load(self, image_root: Path) -> None:
+        """The one image, for sandboxes and containers."""
+        archive = make_archive(image_root, self.directory)
+        self.ctr("images", "import", str(archive))
+        archive.unlink()
+        self._wait_for(
+            "the image", lambda: bool(self.cri.call("ImageStatus", image={"image": IMAGE}).image.id)
+        )
+
+    def ctr(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """`ctr` with these words; RuntimeError unless it succeeds."""
+        done = self.try_ctr(*words, timeout_s=timeout_s)
+        if done.returncode:
+            raise RuntimeError(f"ctr {' '.join(words)}: {done.stderr}")
+        return done
+
+    def try_ctr(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        command = ["ctr", "--address", str(self.socket), "--namespace", NAMESPACE, *words]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """End the daemon; containers and their shims live on."""
+        if self.pid:
+            os.kill(self.pid, number)
+            if processes.wait_exit(self.pid, 20) is None:
+                processes.kill_and_reap(self.pid)
+            self.pid = 0
+
+    def close(self) -> None:
+        """Daemon, shims, mounts, cgroups and files are gone afterwards."""
+        with contextlib.suppress(CriError):
+            for pod in self.cri.call("ListPodSandbox", timeout_s=5).items if self.pid else ():
+                self.cri.call("StopPodSandbox", pod_sandbox_id=pod.id)
+                self.cri.call("RemovePodSandbox", pod_sandbox_id=pod.id)
+        self.cri.close()
+        self.kill(signal.SIGTERM)
+        for pid, command in processes.children().items():
+            if "containerd-shim" in command and str(self.socket) in command:
+                processes.kill_and_reap(pid)
+        unmount_below(self.directory)
+        for controller in Path("/sys/fs/cgroup").iterdir():
+            with contextlib.suppress(OSError):
+                (controller / CGROUP_PARENT[1:]).rmdir()
+        with contextlib.suppress(OSError):
+            Path("/sys/fs/cgroup", CGROUP_PARENT[1:]).rmdir()
+        run("rm", "-rf", self.directory)
+
+
+def make_archive(image_root: Path, directory: Path) -> Path:
+    """`image_root` as `docker save` would write it, which containerd imports. The program sleeps, for sandboxes."""
+    layer = make_tar(image_root, directory / "layer.tar")
+    config = directory / "image.json"
+    digest = hashlib.sha256(layer.read_bytes()).hexdigest()
+    path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    content = {
+        "architecture": "amd64",
+        "os": "linux",
+        "config": {"Entrypoint": ["sleep", "inf"], "Env": [path]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+    }
+    config.write_text(json.dumps(content))
+    manifest = directory / "manifest.json"
+    manifest.write_text(json.dumps([{"Config": config.name, "RepoTags": [IMAGE], "Layers": [layer.name]}]))
+    archive = directory / "image.tar"
+    with tarfile.open(archive, "w") as tar:
+        for file in (manifest, config, layer):
+            tar.add(file, file.name)
+    layer.unlink()
+    return archive

@@ -1,0 +1,35 @@
+"""The host's own places, for engines that look nowhere else: in this process's mount namespace they become ours.
+
+    with DefaultPlaces(directory): /run is empty, /etc is a copy that can be written, the real ones are untouched
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..rootfs import OverlayRoot, run
+
+
+class DefaultPlaces:
+    """Needs a private mount namespace, which every test run has (host.enter_private_mounts)."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._etc = OverlayRoot(directory / "etc", Path("/etc"))
+        self._mounted: list[str] = []
+        try:
+            self._mount("/etc", "--bind", str(self._etc.path))
+            self._mount("/run", "-t", "tmpfs", "-o", "size=64m,mode=755", "gpushare-test")
+        except BaseException:
+            self.close()
+            raise
+
+    def _mount(self, target: str, *words: str) -> None:
+        run("mount", *words, target)
+        self._mounted.append(target)
+
+    def close(self) -> None:
+        """What was mounted below them goes too; a second call does nothing."""
+        while self._mounted:
+            run("umount", "--lazy", self._mounted.pop())
+        self._etc.close()
