@@ -16,11 +16,14 @@
 #define MAX_TEXT (1 << 20) /* an ordinary config.json has 10 to 30 kB */
 
 static int hex(char c) {
-    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+    return c >= '0' && c <= '9'   ? c - '0'
+           : c >= 'a' && c <= 'f' ? c - 'a' + 10
+           : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                  : -1;
 }
 
 /* Whether the text spells a character of our words with an escape: \u00XX, or \/. Others (\n,
- * \u003c, which Go writes for <) cannot be part of one. The text is in lower case. */
+ * \u003c, which Go writes for <) cannot be part of one. */
 static bool has_hidden_letters(const char *text, size_t size) {
     const char *end = text + size;
     for (const char *at = text; (at = memchr(at, '\\', (size_t)(end - at))); at += 2) {
@@ -37,7 +40,22 @@ static bool has_hidden_letters(const char *text, size_t size) {
     return false;
 }
 
+static bool holds(const char *text, size_t size, const char *word) {
+    return memmem(text, size, word, strlen(word)) != NULL;
+}
+
+/* Whether this is the sandbox of a pod, which asks for nothing whatever annotations of its pod it
+ * has. Quotes inside of a JSON string are escaped, so this text is a member of an object, spelled
+ * as containerd spells it, and only annotations and sysctls can have such a name (no runtime takes
+ * such a sysctl). One that has devices or an edit of ours is not what it should be. */
+static bool is_sandbox(const char *text, size_t size) {
+    return holds(text, size, SANDBOX) && !holds(text, size, "/dev/nvidia") &&
+           !holds(text, size, APPLIED) && !has_hidden_letters(text, size);
+}
+
 bool scan_text_may_ask(char *text, size_t size) {
+    if (is_sandbox(text, size))
+        return false;
     for (size_t at = 0; at < size; at++)
         text[at] = (char)(text[at] >= 'A' && text[at] <= 'Z' ? text[at] + 'a' - 'A' : text[at]);
     for (const char *const *trigger = TRIGGERS; *trigger; trigger++) {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,10 @@ def c_list(name: str, words: Sequence[str]) -> str:
     return f"static const char *const {name}[] = {{{quoted}, NULL}};\n"
 
 
+def c_text(text: str) -> str:
+    return json.dumps(text)  # ASCII, so JSON's escapes are C's
+
+
 def defines() -> str:
     values: dict[str, str] = {
         "DEFAULT_CONFIG": f'"{names.CONFIG_PATH}"',
@@ -24,6 +29,8 @@ def defines() -> str:
         "OWN_STATE": f'"{commandline.OWN[1]}"',
         "LAUNCHER_FILE": f'"{lowlevel.FILE}"',
         "LAUNCHER_VERSION": f'"{lowlevel.VERSION}"',
+        "SANDBOX": c_text(f'"{names.CONTAINER_TYPE_ANNOTATIONS[0]}":"sandbox"'),
+        "APPLIED": c_text(names.APPLIED_ANNOTATION),
         "MAX_STATE_BYTES": str(oci.MAX_STATE_BYTES),
     }
     return "".join(f"#define {name} {value}\n" for name, value in values.items())

@@ -162,6 +162,43 @@ def test_each_trigger_starts_python(installed: Installed, trigger: str) -> None:
         assert installed.hook("prestart", state) == PYTHON_RAN
 
 
+SANDBOX = {"io.kubernetes.cri.container-type": "sandbox", "main.gpushare.io/memory": "1Gi"}
+
+
+def compact(spec: dict[str, Any]) -> bytes:
+    """As Go writes it."""
+    return json.dumps(spec, separators=(",", ":")).encode()
+
+
+def test_sandbox_does_not_start_python_whatever_its_pod_asks(installed: Installed) -> None:
+    spec = {"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "annotations": SANDBOX}
+    assert not asks(compact(spec))
+    state = installed.bundle(compact(spec))
+    assert installed.hook("createRuntime", state) == 0
+    assert installed.runtime("create", "-b", str(installed.directory / "bundle"), "c")[0] == LOW_LEVEL_RAN
+
+
+WORDS = compact(SANDBOX).decode()[1:].partition(",")[0]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"annotations": {**SANDBOX, "io.kubernetes.cri.container-type": "container"}},
+        {"annotations": {**SANDBOX, "io.kubernetes.cri.container-type": "Sandbox"}},
+        {"annotations": {"IO.kubernetes.cri.container-type": "sandbox", "gpushare.io/memory": "1Gi"}},
+        {"process": {"env": ["GPUSHARE_MEMORY=1Gi", WORDS]}},
+        {"process": {"env": ["GPUSHARE_MEMORY=1Gi", f"A={{{WORDS}}}"]}},
+        {"annotations": {WORDS: WORDS, "gpushare.io/memory": "1Gi"}},
+        {"annotations": SANDBOX, "linux": {"devices": [{"path": "/dev/nvidia0"}]}},
+        {"annotations": {**SANDBOX, "gpushare.io/applied": "{}"}},
+    ],
+    ids=str,
+)
+def test_what_only_looks_like_a_sandbox_starts_python(installed: Installed, spec: dict[str, Any]) -> None:
+    assert installed.hook("createRuntime", installed.bundle(compact(spec))) == PYTHON_RAN
+
+
 @pytest.mark.parametrize("escape", ["\\u0047", "\\u005F", "\\u005f", "\\u0030", "\\u002e", "\\/"])
 def test_escaped_letters_start_python(installed: Installed, escape: str) -> None:
     assert installed.hook("prestart", installed.bundle(b'{"a": "' + escape.encode() + b'"}')) == PYTHON_RAN
