@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.lib.engines.image import make_root
 from tests.lib.host import Node
 from tests.lib.rootfs import run
 from tests.lib.tenant import Tenant
@@ -17,6 +18,12 @@ from tests.lib.tenant import Tenant
 @pytest.fixture(autouse=True)
 def _nothing_is_left(no_leaks: None) -> None:
     """`no_leaks` for all tests in this directory."""
+
+
+@pytest.fixture(scope="session")
+def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root file system of the image that all engines start."""
+    return make_root(tmp_path_factory.mktemp("image") / "root")
 
 
 @pytest.fixture

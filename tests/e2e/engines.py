@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,4 +83,19 @@ def engine(name: str, directory: Path, image_root: Path) -> Iterator[Engine]:
         run("rm", "-rf", directory)
 
 
-__all__ = ["ENGINES", "Place", "engine", "make_root"]
+@contextmanager
+def containerd(way: str, image_root: Path) -> Iterator[Containerd]:
+    """A containerd on a simulated host with two GPUs of 16 GiB. The directory's name is short, for its sockets."""
+    directory = Path(tempfile.mkdtemp(prefix="gs-"))
+    host = make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB)
+    made = Containerd(Node(directory / "node", host), directory / "c", image_root, way)
+    try:
+        made.node.cli("refresh")  # mounts the state directory, which stays
+        yield made
+    finally:
+        made.close()
+        made.node.close()
+        run("rm", "-rf", directory)
+
+
+__all__ = ["ENGINES", "Place", "containerd", "engine", "make_root"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e import engines
 from tests.lib.engines.base import SLEEP, Engine, Refused, Want
-from tests.lib.engines.image import PROBE, make_root
+from tests.lib.engines.image import PROBE
 from tests.lib.judge import peak_bytes
 from tests.lib.spec import Mount
 
@@ -19,11 +19,6 @@ GIB = 1 << 30
 TWO_GIB = {"GPUSHARE_MEMORY": "2Gi"}
 WHOLE = {"GPUSHARE_MEMORY": "16Gi"}
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-
-
-@pytest.fixture(scope="session")
-def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_root(tmp_path_factory.mktemp("image") / "root")
 
 
 @pytest.fixture(scope="module", params=engines.ENGINES)

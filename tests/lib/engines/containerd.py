@@ -11,6 +11,7 @@ import json
 import os
 import re
 import select
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from .cri import CriError
 from .places import DefaultPlaces
 
 HANDLER = "gpushare"
+NO_ANNOTATIONS = "gpushare-no-annotations"
 NAME = "main"  # of a pod's only container
 _numbers = itertools.count(1)
 _ANNOTATIONS = ["gpushare.io/*", "*.gpushare.io/*"]
@@ -38,6 +40,7 @@ class Containerd:
 
     def __init__(self, node: Node, directory: Path, image_root: Path, way: str) -> None:
         self.node = node
+        self.programs = Programs(directory / "programs")
         self.way = way
         self.name = "containerd"
         self.directory = directory
@@ -47,31 +50,31 @@ class Containerd:
                 node.move("/etc/gpushare/config.yaml", "/run/gpushare")
             self.daemon = Daemon(directory / "d")
             self.config = directory / "config.toml"
-            self.config.write_text(self.daemon.text() + self._handler())
+            self.config.write_text(self.daemon.text() + self._handlers())
             self.daemon.start(self.config)
             self.daemon.load(image_root)
         except BaseException:
             self.close()
             raise
 
-    def _handler(self) -> str:
+    def _handlers(self) -> str:
+        """One that lets our annotations through, one that does not, and the plain one, since a table of runtimes
+        replaces the one that is built in."""
         annotations = json.dumps(_ANNOTATIONS)
-        lines = [
-            f"[{_RUNTIMES}.runc]",  # a table of runtimes replaces the one that is built in
-            'runtime_type = "io.containerd.runc.v2"',
-            f"[{_RUNTIMES}.{HANDLER}]",
-            'runtime_type = "io.containerd.runc.v2"',
-            f"pod_annotations = {annotations}",
-            f"container_annotations = {annotations}",
-        ]
+        allowed = [f"pod_annotations = {annotations}", f"container_annotations = {annotations}"]
+        lines = [f"[{_RUNTIMES}.runc]", 'runtime_type = "io.containerd.runc.v2"']
         if self.way == "hook":
             base = self.directory / "base.json"
             spec = json.loads(run("ctr", "oci", "spec"))
-            spec["hooks"] = self.node.hook().entries()
+            spec["hooks"] = self.node.hook()._replace(program=self.programs.hook).entries()
             base.write_text(json.dumps(spec))
-            lines.append(f'base_runtime_spec = "{base}"')
-        else:
-            lines += [f"[{_RUNTIMES}.{HANDLER}.options]", f'BinaryName = "{BUILD}/bin/gpushare-runtime"']
+        for name in (HANDLER, NO_ANNOTATIONS):
+            lines += [f"[{_RUNTIMES}.{name}]", 'runtime_type = "io.containerd.runc.v2"']
+            lines += allowed if name == HANDLER else []
+            if self.way == "hook":
+                lines.append(f'base_runtime_spec = "{base}"')
+            else:
+                lines += [f"[{_RUNTIMES}.{name}.options]", f'BinaryName = "{self.programs.runtime}"']
         return "\n".join((*lines, ""))
 
     def pod(self, annotations: Mapping[str, str] = {}, handler: str = HANDLER) -> Pod:
@@ -107,6 +110,28 @@ class Containerd:
         run("rm", "-rf", self.directory)
 
 
+class Programs:
+    """Our launchers, installed where they start Python programs that first write down that they were started."""
+
+    def __init__(self, directory: Path) -> None:
+        self._log = directory / "started"
+        for name in ("gpushare-hook", "gpushare-runtime"):
+            for place in ("bin", "libexec"):
+                (directory / place).mkdir(parents=True, exist_ok=True)
+            shutil.copy2(BUILD / "bin" / name, directory / "bin" / name)
+            program = directory / "libexec" / name
+            program.write_text(f'#!/bin/sh\necho {name} "$@" >>{self._log}\nexec {BUILD}/libexec/{name} "$@"\n')
+            program.chmod(0o755)
+        self.hook = directory / "bin" / "gpushare-hook"
+        self.runtime = directory / "bin" / "gpushare-runtime"
+
+    def started(self) -> list[str]:
+        """Command lines of the Python programs since the last call."""
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        self._log.unlink(missing_ok=True)
+        return lines
+
+
 class Pod:
     """A sandbox, and the containers in it. As a context: removed at the end."""
 
@@ -127,9 +152,7 @@ class Pod:
         self.id = ""
         self._containers: list[PodContainer] = []
         try:
-            self.id = self.daemon.cri.call(
-                "RunPodSandbox", config=self.config, runtime_handler=handler
-            ).pod_sandbox_id
+            self.id = self.daemon.cri.call("RunPodSandbox", config=self.config, runtime_handler=handler).pod_sandbox_id
         except BaseException:
             self.remove()
             raise
@@ -140,16 +163,16 @@ class Pod:
         info: dict[str, Any] = json.loads(status.info["info"])
         return info
 
-    def container(self, want: Want, name: str = NAME, **config: Any) -> PodContainer:
+    def container(self, want: Want, name: str = NAME, attempt: int = 0, **config: Any) -> PodContainer:
         """Created, not started; `config` has further fields of CRI's ContainerConfig."""
-        one = PodContainer(self, want, name, config)
+        one = PodContainer(self, want, name, attempt, config)
         self._containers.append(one)
         one.create()
         return one
 
-    def run(self, want: Want, name: str = NAME, **config: Any) -> PodContainer:
+    def run(self, want: Want, name: str = NAME, attempt: int = 0, **config: Any) -> PodContainer:
         """Created and started. Raises CriError."""
-        one = self.container(want, name, **config)
+        one = self.container(want, name, attempt, **config)
         one.start()
         return one
 
@@ -174,13 +197,13 @@ class Pod:
 class PodContainer:
     """See base.Running."""
 
-    def __init__(self, pod: Pod, want: Want, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, pod: Pod, want: Want, name: str, attempt: int, config: Mapping[str, Any]) -> None:
         self.pod = pod
         self.id = ""
         self.ends_pod = False
         self._cri = pod.daemon.cri
         self._name = name
-        self._attempt = 0
+        self._attempt = attempt
         uid, _, gid = want.user.partition(":")
         self._config: dict[str, Any] = {
             "image": {"image": IMAGE},

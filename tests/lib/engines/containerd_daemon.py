@@ -58,9 +58,7 @@ class Daemon:
     def text(self, *imports: str) -> str:
         """config.toml without our handler."""
         disabled = json.dumps([f"io.containerd.{name}" for name in _DISABLED])
-        return MAIN.format(
-            directory=self.directory, disabled=disabled, imports=json.dumps(list(imports)), image=IMAGE
-        )
+        return MAIN.format(directory=self.directory, disabled=disabled, imports=json.dumps(list(imports)), image=IMAGE)
 
     def start(self, config: Path) -> None:
         """Until it answers, which it says itself (sd_notify), and CRI has looked at what was there before."""
@@ -112,9 +110,7 @@ class Daemon:
         archive = make_archive(image_root, self.directory)
         self.ctr("images", "import", str(archive))
         archive.unlink()
-        self._wait_for(
-            "the image", lambda: bool(self.cri.call("ImageStatus", image={"image": IMAGE}).image.id)
-        )
+        self._wait_for("the image", lambda: bool(self.cri.call("ImageStatus", image={"image": IMAGE}).image.id))
 
     def ctr(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """`ctr` with these words; RuntimeError unless it succeeds."""

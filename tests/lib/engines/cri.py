@@ -31,7 +31,7 @@ class CriError(Exception):
         self.detail = detail
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _methods() -> dict[str, tuple[str, Any, Any]]:
     """name -> (path on the wire, class of the request, class of the response)"""
     with tempfile.NamedTemporaryFile() as out:

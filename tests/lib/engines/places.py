@@ -1,6 +1,6 @@
 """The host's own places, for engines that look nowhere else: in this process's mount namespace they become ours.
 
-    with DefaultPlaces(directory): /run is empty, /etc is a copy that can be written, the real ones are untouched
+with DefaultPlaces(directory): /run is empty, /etc is a copy that can be written, the real ones are untouched
 """
 
 from __future__ import annotations
