@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tests.lib.engines.bare import Bare
 from tests.lib.engines.base import Engine
 from tests.lib.engines.containerd import Containerd
+from tests.lib.engines.containerd_daemon import IMAGE
 from tests.lib.engines.image import make_root
 from tests.lib.engines.podman import Podman
 from tests.lib.host import Node
@@ -98,4 +99,4 @@ def containerd(way: str, image_root: Path) -> Iterator[Containerd]:
         run("rm", "-rf", directory)
 
 
-__all__ = ["ENGINES", "Place", "containerd", "engine", "make_root"]
+__all__ = ["ENGINES", "IMAGE", "Place", "containerd", "engine", "make_root"]

@@ -12,12 +12,13 @@ import os
 import re
 import select
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..host import BUILD, Node
-from ..rootfs import run, unmount_below
+from ..rootfs import OverlayRoot, run, unmount_below
 from .base import Refused, Result, Want
 from .containerd_daemon import CGROUP_PARENT, IMAGE, Daemon
 from .cri import CriError
@@ -44,6 +45,7 @@ class Containerd:
         self.way = way
         self.name = "containerd"
         self.directory = directory
+        self._image_root = image_root
         self._places = DefaultPlaces(directory / "places")
         try:
             if way == "runtime":
@@ -65,9 +67,7 @@ class Containerd:
         lines = [f"[{_RUNTIMES}.runc]", 'runtime_type = "io.containerd.runc.v2"']
         if self.way == "hook":
             base = self.directory / "base.json"
-            spec = json.loads(run("ctr", "oci", "spec"))
-            spec["hooks"] = self.node.hook()._replace(program=self.programs.hook).entries()
-            base.write_text(json.dumps(spec))
+            base.write_text(json.dumps(self.base_spec()))
         for name in (HANDLER, NO_ANNOTATIONS):
             lines += [f"[{_RUNTIMES}.{name}]", 'runtime_type = "io.containerd.runc.v2"']
             lines += allowed if name == HANDLER else []
@@ -76,6 +76,23 @@ class Containerd:
             else:
                 lines += [f"[{_RUNTIMES}.{name}.options]", f'BinaryName = "{self.programs.runtime}"']
         return "\n".join((*lines, ""))
+
+    def base_spec(self) -> dict[str, Any]:
+        """containerd's own default, with our hook where that is the way in."""
+        spec: dict[str, Any] = json.loads(run("ctr", "oci", "spec"))
+        if self.way == "hook":
+            spec["hooks"] = self.node.hook()._replace(program=self.programs.hook).entries()
+        return spec
+
+    def ctr_run(self, name: str, spec: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        """`ctr run` with a whole config.json, on the image's root file system, until the program ends."""
+        with contextlib.closing(OverlayRoot(self.directory / "ctr", self._image_root)) as disk:
+            spec["root"] = {"path": str(disk.path)}
+            spec["linux"]["cgroupsPath"] = f"{CGROUP_PARENT}/{name}"
+            file = self.directory / "ctr.json"
+            file.write_text(json.dumps(spec))
+            binary = ("--runc-binary", str(self.programs.runtime)) if self.way == "runtime" else ()
+            return self.daemon.try_ctr("run", "--rm", *binary, "--config", str(file), name)
 
     def pod(self, annotations: Mapping[str, str] = {}, handler: str = HANDLER) -> Pod:
         return Pod(self, dict(annotations), handler)

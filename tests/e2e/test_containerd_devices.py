@@ -1,0 +1,208 @@
+"""Devices that were in a container's request before us, and real device nodes, under containerd."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import engines
+from tests.lib.engines.base import SLEEP, Result, Want
+from tests.lib.engines.containerd import Containerd, PodContainer
+from tests.lib.engines.cri import CriError
+from tests.lib.engines.image import PROBE
+from tests.lib.host import write_config
+from tests.lib.spec import Mount
+from tests.sim.simhost import VERSION, make_simhost
+
+GIB = 1 << 30
+LIBDIR = "usr/lib/x86_64-linux-gnu"
+VOID = {"NVIDIA_VISIBLE_DEVICES": "void"}  # what device plugins set beside CDI devices
+TWO_GIB = {**VOID, "GPUSHARE_MEMORY": "2Gi"}
+NODES = {"nvidia0": 0, "nvidia1": 1, "nvidiactl": 255}
+
+
+@pytest.fixture(scope="module", params=["hook", "runtime"])
+def _made(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Containerd]:
+    with engines.containerd(request.param, image_root) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(_made: Containerd) -> Iterator[Containerd]:
+    yield _made
+    assert _made.node.leases() == [], "a lease was left behind"
+
+
+@pytest.fixture
+def real_nodes(engine: Containerd, tmp_path: Path) -> Iterator[Path]:
+    """The driver root of a host whose device nodes are real: no driver answers, but the cgroup does."""
+    root = make_simhost(tmp_path / "real", gpus=2, memory_bytes=16 * GIB)
+    (root / ".gpushare-sim").unlink()
+    for name, minor in NODES.items():
+        (root / "dev" / name).unlink()
+        os.mknod(root / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(195, minor))
+    before = engine.node.config.read_text()
+    write_config(engine.node.config, root)
+    yield root
+    engine.node.config.write_text(before)
+
+
+def access(one: PodContainer, minor: int) -> str:
+    """What the kernel says when the container opens a node of its own making."""
+    done = one.exec("sh", "-c", f"mknod /tmp/n{minor} c 195 {minor} 2>/dev/null; : <>/tmp/n{minor}")
+    return done.err.strip().rpartition(": ")[2]
+
+
+ALLOWED, DENIED = "No such device or address", "Operation not permitted"
+
+
+def device(root: Path, name: str) -> dict[str, str]:
+    """A device of a CRI request, as kubelet writes what a device plugin answered."""
+    return {"container_path": f"/dev/{name}", "host_path": str(root / "dev" / name), "permissions": "rw"}
+
+
+def test_real_nodes_of_another_gpu_stay_out_of_reach(engine: Containerd, real_nodes: Path) -> None:
+    with engine.pod() as pod:
+        one = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "0"}))
+        assert (access(one, 0), access(one, 1), access(one, 255)) == (ALLOWED, DENIED, ALLOWED)
+        other = pod.run(Want(SLEEP), "nothing")
+        assert (access(other, 0), access(other, 255)) == (DENIED, DENIED)
+
+
+def test_access_survives_an_update(engine: Containerd, real_nodes: Path) -> None:
+    with engine.pod() as pod:
+        one = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "1"}))
+        limit = {"cpu_shares": 512, "memory_limit_in_bytes": 512 << 20}
+        pod.daemon.cri.call("UpdateContainerResources", container_id=one.id, linux=limit)
+        assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
+
+
+def test_devices_of_the_request_name_what_is_granted(engine: Containerd, real_nodes: Path) -> None:
+    """A device plugin put both GPUs there, and the container says that it wants one: the other goes."""
+    devices = [device(real_nodes, name) for name in NODES]
+    with engine.pod() as pod:
+        want = Want(SLEEP, {**VOID, "GPUSHARE_DEVICES": "1"})
+        if engine.way == "hook":
+            with pytest.raises(CriError, match="already has an NVIDIA device ./dev/nvidia"):
+                pod.run(want, devices=devices)
+            return
+        one = pod.run(want, devices=devices)
+        assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
+        assert one.exec("ls", "/dev/nvidia0").code != 0
+        alone = pod.run(Want(SLEEP, VOID), "alone", devices=[device(real_nodes, "nvidia0")])
+        assert engine.node.leases() == sorted([one.id, alone.id])
+        with pytest.raises(CriError, match=alone.id):  # nobody said how much, so it is the whole device
+            pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "0"}), "late")
+
+
+def test_void_without_devices_is_left_alone(engine: Containerd) -> None:
+    with engine.pod() as pod:
+        one = pod.run(Want(SLEEP, VOID))
+        assert one.exec("ls", "-d", "/dev/nvidia0", "/usr/lib/gpushare").out == ""
+
+
+# CDI. This containerd is older than it, so the test does what containerd 1.7 does with a specification.
+
+
+def cdi(root: Path) -> dict[str, Any]:
+    """What `nvidia-ctk cdi generate` writes, for two GPUs."""
+
+    def tool(*words: str) -> dict[str, Any]:
+        return {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", *words]}
+
+    def file(path: str) -> dict[str, Any]:
+        return {"hostPath": f"{root}/{path}", "containerPath": f"/{path}", "options": ["ro", "nosuid", "nodev", "bind"]}
+
+    names = ("libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler", "libnvidia-nvvm")
+    libraries = [f"{LIBDIR}/{name}.so.{VERSION}" for name in names]
+    return {
+        "cdiVersion": "0.5.0",
+        "kind": "nvidia.com/gpu",
+        "devices": [
+            {"name": str(n), "containerEdits": {"deviceNodes": [{"path": f"/dev/nvidia{n}"}]}} for n in range(2)
+        ],
+        "containerEdits": {
+            "env": ["NVIDIA_VISIBLE_DEVICES=void"],
+            "deviceNodes": [{"path": f"/dev/{name}"} for name in ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")],
+            "hooks": [
+                tool("create-symlinks", "--link", f"libcuda.so.1::/{LIBDIR}/libcuda.so"),
+                tool("update-ldcache", "--folder", f"/{LIBDIR}"),
+                tool("disable-device-node-modification"),
+            ],
+            "mounts": [file(path) for path in (*libraries, "usr/bin/nvidia-smi") if (root / path).is_file()],
+        },
+    }
+
+
+def inject(spec: dict[str, Any], described: dict[str, Any], name: str, root: Path) -> None:
+    """Applies a CDI device to a config.json. A simulated node is a file, so it is mounted."""
+    own = next(one["containerEdits"] for one in described["devices"] if one["name"] == name)
+    for edits in (own, described["containerEdits"]):
+        spec["process"]["env"] += edits.get("env", [])
+        for node in edits.get("deviceNodes", []):
+            path = node["path"]
+            mount = {"destination": path, "type": "bind", "source": f"{root}{path}", "options": ["bind", "rw"]}
+            spec["mounts"].append(mount)
+        for one in edits.get("mounts", []):
+            mount = {"destination": one["containerPath"], "type": "bind", "source": one["hostPath"]}
+            spec["mounts"].append({**mount, "options": one["options"]})
+        for hook in edits.get("hooks", []):
+            entry = {"path": hook["path"], "args": hook["args"]}
+            spec.setdefault("hooks", {}).setdefault(hook["hookName"], []).append(entry)
+
+
+def ctr_spec(engine: Containerd, env: dict[str, str]) -> dict[str, Any]:
+    spec = engine.base_spec()
+    spec["process"]["args"] = [PROBE]
+    spec["process"]["env"] = [f"{key}={value}" for key, value in env.items()]
+    return spec
+
+
+def test_ctr(engine: Containerd) -> None:
+    """Without CRI: no pod, no annotations, one container."""
+    if engine.way == "runtime":
+        words = ("--runc-binary", str(engine.programs.runtime), "--env", "GPUSHARE_MEMORY=2Gi")
+        done = engine.daemon.try_ctr("run", "--rm", *words, engines.IMAGE, "by-ctr", PROBE)
+    else:
+        done = engine.ctr_run("by-ctr", ctr_spec(engine, {"GPUSHARE_MEMORY": "2Gi"}))
+    assert Result(done.returncode, done.stdout, done.stderr).answer()["total_bytes"] == 2 * GIB
+
+
+def test_ctr_shows_the_refusal(engine: Containerd) -> None:
+    done = engine.ctr_run("by-ctr", ctr_spec(engine, {"GPUSHARE_MEMORY": "lots"}))
+    assert done.returncode != 0
+    assert 'GPUSHARE_MEMORY="lots"' in done.stderr
+
+
+@pytest.mark.parametrize("index", ["0", "1"])
+def test_cdi_specification(engine: Containerd, index: str) -> None:
+    root = engine.node.driver_root
+    spec = ctr_spec(engine, {"GPUSHARE_MEMORY": "2Gi"})
+    inject(spec, cdi(root), index, root)
+    done = engine.ctr_run("by-cdi", spec)
+    if engine.way == "hook":
+        assert done.returncode != 0
+        assert 'already has an NVIDIA createContainer hook "/usr/bin/nvidia-cdi-hook" and 5 more' in done.stderr
+        return
+    answer = Result(done.returncode, done.stdout, done.stderr).answer()
+    assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, 2 * GIB, 2 * GIB)
+
+
+def test_driver_in_the_mounts_of_a_pod(engine: Containerd) -> None:
+    """Older device plugins mount the driver's files; what remains of them must not stand before the limit."""
+    root = engine.node.driver_root
+    library = f"{LIBDIR}/libcuda.so.{VERSION}"
+    mounts = (Mount(root / library, f"/{library}"), Mount(root / "dev/nvidia1", "/dev/nvidia1", ("rw",)))
+    with engine.pod() as pod:
+        if engine.way == "hook":
+            with pytest.raises(CriError, match=f"already has an NVIDIA mount at ./{library}"):
+                pod.run(Want(SLEEP, TWO_GIB, mounts=mounts))
+            return
+        one = pod.run(Want(SLEEP, TWO_GIB, mounts=mounts))
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+        assert one.exec("sh", "-c", "ls /dev/nvidia[0-9]*").out == "/dev/nvidia1\n"

@@ -1,0 +1,104 @@
+"""What kubelet, and so a pod's events, say when a container does not start: the text of the gRPC status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import engines
+from tests.lib.engines.base import SLEEP, Want
+from tests.lib.engines.containerd import Containerd
+from tests.lib.engines.cri import CriError
+from tests.lib.host import write_config
+
+
+@pytest.fixture(scope="module", params=["hook", "runtime"])
+def _made(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Containerd]:
+    with engines.containerd(request.param, image_root) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(_made: Containerd) -> Iterator[Containerd]:
+    yield _made
+    assert _made.node.leases() == [], "a lease was left behind"
+
+
+@contextmanager
+def configured(engine: Containerd, text: str = "", **config: object) -> Iterator[None]:
+    """With another config.yaml: `text`, or these keys."""
+    before = engine.node.config.read_text()
+    if text:
+        engine.node.config.write_text(text)
+    else:
+        write_config(engine.node.config, engine.node.driver_root, **config)
+    try:
+        yield
+    finally:
+        engine.node.config.write_text(before)
+
+
+def refusal(engine: Containerd, env: dict[str, str]) -> str:
+    """The text of the error when a container starts with `env`."""
+    with engine.pod() as made, pytest.raises(CriError) as failed:
+        made.run(Want(SLEEP, env))
+    detail = failed.value.detail
+    assert "Traceback" not in detail
+    assert "StartContainer" in str(failed.value)
+    return detail
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"GPUSHARE_MEMORY": "lots"}, ('GPUSHARE_MEMORY="lots"', "4Gi")),
+        ({"GPUSHARE_MEMORY": "17Gi"}, ("17Gi asked, 16 GiB free of 16 GiB", "ask for less")),
+        ({"GPUSHARE_MEMROY": "1Gi"}, ('GPUSHARE_MEMROY="1Gi"', "did you mean GPUSHARE_MEMORY?")),
+        ({"GPUSHARE_DEVICES": "7", "GPUSHARE_MEMORY": "1Gi"}, ('GPUSHARE_DEVICES="7"',)),
+        ({"NVIDIA_VISIBLE_DEVICES": "GPU-none", "GPUSHARE_MEMORY": "1Gi"}, ('NVIDIA_VISIBLE_DEVICES="GPU-none"',)),
+    ],
+    ids=str,
+)
+def test_value_that_makes_no_sense_is_quoted(engine: Containerd, env: dict[str, str], words: tuple[str, ...]) -> None:
+    detail = refusal(engine, env)
+    for word in words:
+        assert word in detail
+
+
+def test_no_room_names_who_has_it(engine: Containerd) -> None:
+    ten = {"GPUSHARE_DEVICES": "0", "GPUSHARE_MEMORY": "10Gi"}
+    with engine.pod() as pod:
+        one = pod.run(Want(SLEEP, ten))
+        detail = refusal(engine, ten)
+        assert one.id in detail
+        assert "10Gi" in detail
+
+
+def test_policy(engine: Containerd) -> None:
+    with configured(engine, policy={"accept": {"env": "never"}}):
+        detail = refusal(engine, {"GPUSHARE_MEMORY": "1Gi"})
+    assert 'GPUSHARE_MEMORY="1Gi": requests in env are not accepted on this node' in detail
+    assert "set policy.accept.env" in detail
+    with configured(engine, policy={"require_limits": True}):
+        assert "policy.require_limits" in refusal(engine, {"NVIDIA_VISIBLE_DEVICES": "all"})
+
+
+@pytest.mark.parametrize("text", ["version: [", "version: 1\nmemory_overcomit: 2\n"], ids=["syntax", "key"])
+def test_configuration_that_is_wrong(engine: Containerd, text: str) -> None:
+    """Nothing is granted, the place is named, and containers that ask for nothing start as before."""
+    with configured(engine, text):
+        assert str(engine.node.config) in refusal(engine, {"GPUSHARE_MEMORY": "1Gi"})
+        with engine.pod() as pod:
+            assert pod.run(Want(("id",))).wait().code == 0
+
+
+def test_low_level_runtime_that_is_not_there(engine: Containerd) -> None:
+    if engine.way == "hook":  # it is containerd's own business then
+        return
+    with configured(engine, runtime={"path": "/no/such/runc"}), pytest.raises(CriError) as failed:
+        engine.pod()
+    assert "runtime.path '/no/such/runc' is not a program" in failed.value.detail
+    assert "set it to runc or crun" in failed.value.detail
