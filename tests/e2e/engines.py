@@ -74,7 +74,7 @@ ENGINES: dict[str, Callable[[Place], Engine]] = {
 @contextmanager
 def engine(name: str, directory: Path, image_root: Path) -> Iterator[Engine]:
     """The engine of that row, on a simulated host with one GPU of 16 GiB."""
-    host = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB)
+    host = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB, late_return_ms=0)
     made = ENGINES[name](Place(directory, image_root, host))
     try:
         yield made
@@ -88,7 +88,7 @@ def engine(name: str, directory: Path, image_root: Path) -> Iterator[Engine]:
 def containerd(way: str, image_root: Path) -> Iterator[Containerd]:
     """A containerd on a simulated host with two GPUs of 16 GiB. The directory's name is short, for its sockets."""
     directory = Path(tempfile.mkdtemp(prefix="gs-"))
-    host = make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB)
+    host = make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB, late_return_ms=0)
     made = Containerd(Node(directory / "node", host), directory / "c", image_root, way)
     try:
         made.node.cli("refresh")  # mounts the state directory, which stays
