@@ -13,6 +13,7 @@ import re
 import select
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from .places import DefaultPlaces
 HANDLER = "gpushare"
 NO_ANNOTATIONS = "gpushare-no-annotations"
 NAME = "main"  # of a pod's only container
+RUNNING = 1  # ContainerState in cri.proto
 _numbers = itertools.count(1)
 _ANNOTATIONS = ["gpushare.io/*", "*.gpushare.io/*"]
 _RUNTIMES = 'plugins."io.containerd.grpc.v1.cri".containerd.runtimes'
@@ -287,8 +289,16 @@ class PodContainer:
         return Result(status.exit_code, streams["stdout"], streams["stderr"] + status.message)
 
     def _settled(self) -> None:
-        """Until containerd knows that the program has ended: stopping what has ended waits for just that."""
+        """Until containerd knows that the program has ended and has deleted its task, as kubelet waits: it asks again
+        and again. Stopping can return a moment before."""
         self._cri.call("StopContainer", container_id=self.id, timeout=30)
+        self._until_exited()
+
+    def _until_exited(self) -> None:
+        deadline = time.monotonic() + 30
+        while self._cri.call("ContainerStatus", container_id=self.id).status.state == RUNNING:
+            assert time.monotonic() < deadline, f"{self.id} still runs for containerd"
+            time.sleep(0.02)
 
     def exec(self, *args: str, user: str = "") -> Result:
         if user:  # CRI has no word for it
@@ -300,6 +310,7 @@ class PodContainer:
 
     def stop(self) -> None:
         self._cri.call("StopContainer", container_id=self.id, timeout=0)
+        self._until_exited()
 
     def restart(self) -> None:
         """The next attempt, beside which kubelet keeps the one that ended for a while; here it goes first."""
@@ -314,7 +325,7 @@ class PodContainer:
 
     def remove(self) -> None:
         if self.id:
-            self._cri.call("StopContainer", container_id=self.id, timeout=0)
+            self.stop()
             self._cri.call("RemoveContainer", container_id=self.id)
             self.id = ""
         if self.ends_pod:
