@@ -4,6 +4,7 @@
     parse_config(text, path) -> Config  the same from text
     SCHEMA, schema()      -> dict       JSON Schema (config/config.schema.json is this, written out)
     sample()              -> str        config/config.yaml, commented
+    rendered(values, head) -> str       such a file with other values (profiles.py)
     effective(config)     -> dict       dotted key -> value, as the file would say it
 
 Not on the start path: yaml and jsonschema are imported when a file is read, that is when node.json is compiled.
@@ -12,6 +13,7 @@ Not on the start path: yaml and jsonschema are imported when a file is read, tha
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from . import names
@@ -55,12 +57,29 @@ KEYS = (
         "From which containers requests in annotations are taken."),
     Key("policy.accept.volume_mounts", "always", _ACCEPT,
         "From which containers requests in the form of mounts at /var/run/nvidia-container-devices are taken."),
+    Key("policy.accept.cdi", "always", _ACCEPT,
+        "From which containers devices that CDI, DRA or NVIDIA's tools have put into config.json are taken for a "
+        "request. From others they are refused, or taken out where a request of ours says what the container gets."),
+    Key("policy.annotations", "any", {"enum": ["any", "scoped"]},
+        "Which annotations count: any, or scoped, that is only those that name one container of a pod: "
+        "<container>.gpushare.io/memory."),
+    Key("policy.nvidia_visible_devices", "alone", {"enum": ["alone", "with_limit"]},
+        "What the variable NVIDIA_VISIBLE_DEVICES does, which most CUDA images set themselves. alone: it grants "
+        "the devices that it names. with_limit: it names the devices of a container that asks for a limit in our "
+        "words, and alone grants nothing."),
+    Key("policy.privileged_containers", ["*"], {"type": "array", "items": {"type": "string", "minLength": 1}},
+        "Privileged containers that may use a GPU: <namespace>/<container> in a pod, where either may be *, else the "
+        "container's id; * means all. From any other, gpushare-runtime takes the NVIDIA devices that the engine "
+        "adds, and a request is refused."),
     Key("policy.require_limits", False, {"type": "boolean"},
         "Refuse containers that ask for a device without a memory limit."),
     Key("policy.max_memory", "", _TEXT,
         "Most memory per container and device, such as 8Gi or 50%; empty: no maximum. With a maximum a container "
-        "must ask for a limit."),
+        "must ask for a limit, unless over_maximum is clamp."),
     Key("policy.max_compute", "100%", _TEXT, "Most compute per container and device, from 1% to 100%."),
+    Key("policy.over_maximum", "refuse", {"enum": ["refuse", "clamp"]},
+        "What becomes of a container that asks for more than a maximum, or for no limit where there is one: it does "
+        "not start, or gets the maximum."),
     Key("policy.allowed_devices", [], {"type": "array", "items": _TEXT},
         "Devices that containers may get, by uuid or index; empty: all."),
     Key("policy.allowed_backends", ["shim"],
@@ -110,11 +129,17 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 def sample() -> str:
     """A file with every key at its default and what it means."""
-    lines = [
+    head = (
         "# gpushare: configuration of one host, /etc/gpushare/config.yaml",
         "# Every key but version may be left out. Containers started after a change use the changed file;",
         "# `gpushare config check` reads it and says what is wrong.",
-    ]
+    )
+    return rendered({}, head)
+
+
+def rendered(values: Mapping[str, Any], head: Sequence[str]) -> str:
+    """A file with every key, what it means, and its value in `values` (dotted key -> value), else its default."""
+    lines = list(head)
     open_parents: list[str] = []
     for key in KEYS:
         *parents, leaf = key.path.split(".")
@@ -125,7 +150,7 @@ def sample() -> str:
         open_parents = parents
         indent = "  " * len(parents)
         lines += _wrapped(key.description, indent)
-        lines.append(f"{indent}{leaf}: {_yaml_value(key.default)}")
+        lines.append(f"{indent}{leaf}: {_yaml_value(values.get(key.path, key.default))}")
     return "\n".join(lines) + "\n"
 
 
@@ -142,9 +167,14 @@ def effective(config: Config) -> dict[str, Any]:
         "policy.accept.env": policy.accept_env,
         "policy.accept.annotations": policy.accept_annotations,
         "policy.accept.volume_mounts": policy.accept_volume_mounts,
+        "policy.accept.cdi": policy.accept_cdi,
+        "policy.annotations": policy.annotations,
+        "policy.nvidia_visible_devices": policy.nvidia_visible_devices,
+        "policy.privileged_containers": list(policy.privileged_containers),
         "policy.require_limits": policy.require_limits,
         "policy.max_memory": policy.max_memory,
         "policy.max_compute": f"{policy.max_compute_percent}%",
+        "policy.over_maximum": policy.over_maximum,
         "policy.allowed_devices": list(policy.allowed_devices),
         "policy.allowed_backends": list(policy.allowed_backends),
         "policy.unlimited": policy.unlimited,
@@ -276,6 +306,11 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
             allowed_backends=tuple(at["policy.allowed_backends"]),
             unlimited=at["policy.unlimited"],
             accept_volume_mounts=at["policy.accept.volume_mounts"],
+            accept_cdi=at["policy.accept.cdi"],
+            annotations=at["policy.annotations"],
+            nvidia_visible_devices=at["policy.nvidia_visible_devices"],
+            privileged_containers=tuple(at["policy.privileged_containers"]),
+            over_maximum=at["policy.over_maximum"],
         ),
         log=at["hook.log"],
         runtime=at["runtime.path"],

@@ -48,6 +48,11 @@ class Policy(NamedTuple):
     allowed_backends: tuple[str, ...] = ("shim",)
     unlimited: str = "exclusive"  # exclusive | shared | deny
     accept_volume_mounts: str = "always"
+    accept_cdi: str = "always"
+    annotations: str = "any"  # any | scoped: in a pod only <container>.gpushare.io/...
+    nvidia_visible_devices: str = "alone"  # alone | with_limit
+    privileged_containers: tuple[str, ...] = ("*",)  # <namespace>/<container> or an id; * = all, () = none
+    over_maximum: str = "refuse"  # refuse | clamp
 
 
 class Config(NamedTuple):

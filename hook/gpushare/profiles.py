@@ -1,18 +1,48 @@
-"""Configurations to begin with: text(profile) -> the text of a config.yaml."""
+"""Configurations to begin with: what a workstation and what a node of a cluster differ in from the defaults.
+
+    WORKSTATION, CLUSTER -> dict     dotted key -> value, as in config.KEYS
+    PROFILES, NAMES                  by name
+    text(profile)        -> str      a commented config.yaml with every key; raises ConfigError
+
+Not on the start path.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from .config import rendered
 from .errors import ConfigError
 
-NAMES = ("workstation", "cluster")
-_TEXTS = {
-    "workstation": "# gpushare: one person's machine\nversion: 1\n",
-    "cluster": "# gpushare: a node of a cluster\nversion: 1\npolicy:\n  require_limits: true\n  unlimited: deny\n",
+# Whoever starts containers owns the machine: every way of asking counts, and a container that names no limit gets the
+# whole device, for itself.
+WORKSTATION: dict[str, Any] = {
+    "policy.unlimited": "exclusive",
+}
+# Many people start containers: nobody gets a GPU by accident (an image that sets NVIDIA_VISIBLE_DEVICES, an annotation
+# that reaches a sidecar, a privileged agent), and nobody more than the maximum.
+CLUSTER: dict[str, Any] = {
+    "policy.annotations": "scoped",
+    "policy.nvidia_visible_devices": "with_limit",
+    "policy.privileged_containers": [],
+    "policy.require_limits": True,
+    "policy.max_memory": "50%",
+    "policy.unlimited": "deny",
+}
+PROFILES = {"workstation": WORKSTATION, "cluster": CLUSTER}
+NAMES = tuple(PROFILES)
+_HEADS = {
+    "workstation": ("# gpushare: configuration of a workstation", "# Every way of asking for a share counts."),
+    "cluster": (
+        "# gpushare: configuration of a node of a cluster",
+        "# A container gets a share only if it asks for a memory limit, by name. Set max_memory, and the privileged",
+        "# containers that need a GPU, such as a monitoring agent, to what this cluster needs.",
+    ),
 }
 
 
 def text(profile: str) -> str:
-    """Raises ConfigError."""
-    if profile not in _TEXTS:
+    """Raises ConfigError when there is no such profile."""
+    if profile not in PROFILES:
         raise ConfigError(f"no profile {profile!r}", f"one of {', '.join(NAMES)}")
-    return _TEXTS[profile]
+    return rendered(PROFILES[profile], (*_HEADS[profile], "# `gpushare config check` reads it and says what is wrong."))

@@ -62,7 +62,11 @@ shim_dir: /x/../shim
 runtime: {path: /opt/runc}
 memory_overcommit: 1.5
 policy:
-  accept: {env: never, annotations: privileged, volume_mounts: never}
+  accept: {env: never, annotations: privileged, volume_mounts: never, cdi: privileged}
+  annotations: scoped
+  nvidia_visible_devices: with_limit
+  privileged_containers: [kube-system/agent]
+  over_maximum: clamp
   require_limits: true
   max_memory: 50%
   max_compute: 40%
@@ -75,6 +79,8 @@ hook: {log: /var/log/gpushare.log}
 
 def test_every_key_arrives() -> None:
     policy = Policy("never", "privileged", True, "50%", 40, ("0", "GPU-x"), ("mps",), "deny", "never")
+    policy = policy._replace(accept_cdi="privileged", annotations="scoped", nvidia_visible_devices="with_limit")
+    policy = policy._replace(privileged_containers=("kube-system/agent",), over_maximum="clamp")
     path = Config().state_dir
     log, runtime = "/var/log/gpushare.log", "/opt/runc"
     expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "first-fit", policy, log, runtime)

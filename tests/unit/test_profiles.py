@@ -1,0 +1,37 @@
+"""Profiles are configuration files like any other, and say what they are for."""
+
+from __future__ import annotations
+
+import pytest
+from gpushare import config, profiles
+from gpushare.errors import ConfigError
+from gpushare.model import Config, Policy
+
+
+def test_each_profile_is_a_file_with_every_key() -> None:
+    for name in profiles.NAMES:
+        read = config.parse_config(profiles.text(name), name)
+        effective = config.effective(read)
+        expected = {key.path: key.default for key in config.KEYS} | profiles.PROFILES[name]
+        assert effective == expected
+        assert all(key.split(".")[-1] + ":" in profiles.text(name) for key in expected)
+
+
+def test_a_workstation_is_the_defaults() -> None:
+    assert config.parse_config(profiles.text("workstation"), "w") == Config()
+
+
+def test_a_cluster_gives_nothing_by_accident() -> None:
+    assert config.parse_config(profiles.text("cluster"), "c").policy == Policy(
+        require_limits=True,
+        max_memory="50%",
+        unlimited="deny",
+        annotations="scoped",
+        nvidia_visible_devices="with_limit",
+        privileged_containers=(),
+    )
+
+
+def test_there_is_no_other_profile() -> None:
+    with pytest.raises(ConfigError, match="no profile 'cloud'; one of workstation, cluster"):
+        profiles.text("cloud")
