@@ -54,7 +54,8 @@ def _gets(plan: Plan) -> list[str]:
         device, limit = share.device, share.memory_limit_bytes
         whole = human(device.memory_bytes) if device.memory_bytes else "an unknown size"
         much = f"all of {whole}" if limit is None else f"{human(limit)} of {whole}"
-        lines.append(f"device {device_name(device)}, {much}, {device.model}, {device.uuid}")
+        over = f", clamped from {share.clamped}" if share.clamped else ""
+        lines.append(f"device {device_name(device)}, {much}, {device.model}, {device.uuid}" + over)
     nodes = [op.target for op in plan.ops if isinstance(op, DeviceNode)]  # without limits where there is no glibc
     return (
         lines or [f"{node}, without limit" for node in nodes if node[len("/dev/nvidia") :].isdigit()] or ["no device"]

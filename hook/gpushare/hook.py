@@ -23,6 +23,7 @@ from .model import Bundle, Lease, Node, Request, Share
 
 if TYPE_CHECKING:
     from . import apply, procs
+    from .ops import Plan
 
 DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
 UNDO_DEADLINE_S = 5
@@ -195,8 +196,15 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
         raise
     applied.close()
     storage.empty_trash(state_dir)
+    tell(host, steps)
+
+
+def tell(host: Node, steps: Plan, more: Sequence[str] = ()) -> None:
+    """The configured log: what the container got, and each thing that is not as its words say."""
     if host.config.log:
-        log.append(host.config.log, f"{bundle.id}: {steps.ops[0].describe() if steps.ops else 'nothing'}")
+        lines = (steps.ops[0].describe() if steps.ops else "nothing", *steps.notes, *more)
+        for line in lines:
+            log.append(host.config.log, f"{steps.container_id}: {line}")
 
 
 def undo(state_dir: str, container_id: str, undo_applied: Optional[Callable[[], None]]) -> None:

@@ -26,6 +26,7 @@ _LEASE: dict[str, tuple[type, ...]] = {
     "created": (float, int),
     "dialect": (str,),
     "driver_version": (str,),
+    "sandbox": (str,),
 }
 _SHARE: dict[str, tuple[type, ...]] = {
     "slot": (int,),
@@ -35,6 +36,7 @@ _SHARE: dict[str, tuple[type, ...]] = {
     "soft": (bool,),
     "priority": (int,),
     "oversubscribe": (bool,),
+    "clamped": (str,),
 }
 _DEVICE: dict[str, tuple[type, ...]] = {
     "index": (int,),
@@ -54,6 +56,8 @@ _DEVICE: dict[str, tuple[type, ...]] = {
 }
 # Fields that files of earlier versions do not have; they mean what they mean by default.
 _LATER = ("brand", "arch", "parent", "mig_index", "gpu_instance", "compute_instance")
+_EARLIER_SHARE = {"clamped": ""}
+_EARLIER_LEASE = {"sandbox": ""}
 _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 
 
@@ -73,17 +77,22 @@ def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[s
     return value
 
 
+def _completed(value: Any, earlier: dict[str, Any]) -> Any:
+    """`value` of an earlier version, with the fields that it did not have."""
+    return {**earlier, **value} if isinstance(value, dict) else value
+
+
 def from_json(data: bytes, container_id: str) -> Lease:
     """The inverse of `to_json`. Raises ValueError."""
     try:
-        fields = _fields(json.loads(data), _LEASE, "lease")
+        fields = _fields(_completed(json.loads(data), _EARLIER_LEASE), _LEASE, "lease")
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if fields["id"] != container_id or fields["state"] not in ("reserved", "held"):
         raise ValueError(f"id {fields['id']!r}, state {fields['state']!r}")
     shares = []
     for item in fields["shares"]:
-        share = _fields(item, _SHARE, "share")
+        share = _fields(_completed(item, _EARLIER_SHARE), _SHARE, "share")
         device = share["device"]
         if device.keys().isdisjoint(_LATER):
             device = {**device, **_EARLIER_DEVICE}

@@ -19,7 +19,7 @@ import time
 from contextlib import contextmanager
 from typing import Callable, Iterator, NamedTuple, Optional, Union
 
-from . import leasefile, names, procs, region, storage
+from . import leasefile, names, policy, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError
 from .model import Bundle, Lease, Node, Request, Share
 
@@ -181,6 +181,7 @@ def reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, grant_
         seen = view(state_dir)
         _sweep(state_dir, seen)
         _refuse_taken(bundle.id, seen)
+        policy.refuse_second(request, bundle, seen.live)
         shares = grant_fn(request, node, seen.live, seen.blocked(node))
         lease = Lease(
             id=bundle.id,
@@ -193,6 +194,7 @@ def reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, grant_
             created=time.time(),
             dialect=request.dialect,
             driver_version=node.inventory.driver_version,
+            sandbox=policy.pod_wide(request, bundle),
         )
         try:
             os.mkdir(storage.container_dir(state_dir, lease.id), 0o700)

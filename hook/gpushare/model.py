@@ -138,6 +138,7 @@ class Share(NamedTuple):
     soft: bool = False
     priority: int = 0
     oversubscribe: bool = False
+    clamped: str = ""  # what was asked, where policy gave less
 
 
 class Lease(NamedTuple):
@@ -156,6 +157,7 @@ class Lease(NamedTuple):
     created: float = 0.0  # unix seconds
     dialect: str = ""
     driver_version: str = ""
+    sandbox: str = ""  # of the pod, where the share was asked by an annotation that every container of it has
 
 
 class LdEntry(NamedTuple):

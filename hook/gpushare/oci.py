@@ -207,6 +207,16 @@ def container_name(annotations: dict[str, str]) -> str:
     return _first(annotations, names.CONTAINER_NAME_ANNOTATIONS)
 
 
+def pod_namespace(annotations: dict[str, str]) -> str:
+    """The namespace of the container's pod, "" when no engine says."""
+    return _first(annotations, names.POD_NAMESPACE_ANNOTATIONS)
+
+
+def sandbox_id(annotations: dict[str, str]) -> str:
+    """The id of the sandbox that all containers of one pod share, "" when no engine says."""
+    return _first(annotations, names.SANDBOX_ID_ANNOTATIONS)
+
+
 def bundle_of(state: State, spec: dict[str, Any]) -> Bundle:
     """The parts of a parsed config.json that matter here, checked."""
     annotations = _texts(spec.get("annotations"), "config.json: annotations")

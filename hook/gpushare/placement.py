@@ -87,29 +87,41 @@ def _denied_by_policy(device: Device, policy: Policy) -> bool:
     return bool(allowed) and own_names.isdisjoint(allowed)
 
 
-def _check_policy(wanted: Wanted, device: Device, policy: Policy) -> None:
-    """Maxima and required limits, per container and device."""
-    if wanted.memory is None:
-        if policy.require_limits or policy.unlimited == "deny" or policy.max_memory:
-            key = "require_limits" if policy.require_limits else "max_memory" if policy.max_memory else "unlimited"
+def _most(device: Device, policy: Policy) -> int:
+    """policy.max_memory of this device, in bytes."""
+    return bytes_of(amount("policy.max_memory", policy.max_memory), device.memory_bytes, device.granularity_bytes)
+
+
+def _within_policy(wanted: Wanted, device: Device, policy: Policy) -> tuple[Wanted, str]:
+    """(what may be granted, what was asked where that was more). Maxima and required limits, per container and
+    device."""
+    clamps, over = policy.over_maximum == "clamp", []
+    memory, compute = wanted
+    if memory is None and (policy.require_limits or policy.unlimited == "deny" or (policy.max_memory and not clamps)):
+        key = "require_limits" if policy.require_limits else "max_memory" if policy.max_memory else "unlimited"
+        raise PolicyError(f"no memory limit was asked for, and policy.{key} requires one", f"set {names.ENV_MEMORY}")
+    if policy.max_memory:
+        most = _most(device, policy)
+        asked = None if memory is None else bytes_of(memory, device.memory_bytes, device.granularity_bytes)
+        if memory is None or asked is None or asked > most:
+            if not clamps and memory is not None and asked is not None:
+                raise PolicyError(
+                    f"{memory.text} of device {device_name(device)} is {human(asked)}, more than policy.max_memory "
+                    f"allows ({policy.max_memory} = {human(most)})",
+                    f"ask for at most {human(most)}",
+                )
+            over.append("no memory limit" if memory is None else f"{memory.text} of memory")
+            memory = Amount(most, None, policy.max_memory)
+    if (100 if compute is None else compute) > policy.max_compute_percent:
+        said = "no compute limit" if compute is None else f"{compute}% of compute"
+        if not clamps:
             raise PolicyError(
-                f"no memory limit was asked for, and policy.{key} requires one", f"set {names.ENV_MEMORY}"
+                f"{said} was asked for, more than policy.max_compute ({policy.max_compute_percent}%) allows",
+                f"set {names.ENV_COMPUTE}={policy.max_compute_percent}% or less",
             )
-    elif policy.max_memory:
-        most = bytes_of(amount("policy.max_memory", policy.max_memory), device.memory_bytes, device.granularity_bytes)
-        asked = bytes_of(wanted.memory, device.memory_bytes, device.granularity_bytes)
-        if asked > most:
-            raise PolicyError(
-                f"{wanted.memory.text} of device {device_name(device)} is {human(asked)}, "
-                "more than policy.max_memory allows",
-                f"ask for at most {human(most)}",
-            )
-    if policy.max_compute_percent < 100 and (wanted.compute is None or wanted.compute > policy.max_compute_percent):
-        asked_text = "no limit" if wanted.compute is None else f"{wanted.compute}%"
-        raise PolicyError(
-            f"compute: {asked_text} was asked for, more than policy.max_compute allows",
-            f"set {names.ENV_COMPUTE}={policy.max_compute_percent}% or less",
-        )
+        over.append(said)
+        compute = policy.max_compute_percent
+    return Wanted(memory, compute), " and ".join(over)
 
 
 def _memory_of(wanted: Wanted, device: Device, ledger: Ledger, config: Config) -> Optional[int]:
@@ -204,7 +216,7 @@ def _candidates(request: Request, node: Node) -> tuple[Device, ...]:
         denied = None if devices else denied
     if denied is not None:
         raise PolicyError(
-            f"device {denied.index} ({denied.uuid}) is not among policy.allowed_devices",
+            f"device {device_name(denied)} ({denied.uuid}) is not among policy.allowed_devices",
             f"use {', '.join(policy.allowed_devices)}",
         )
     return devices
@@ -226,9 +238,9 @@ def _refuse_unnamed(device: Device) -> None:
         )
 
 
-def _refuse_unenforced(request: Request) -> None:
+def _refuse_unenforced(compute: Optional[int]) -> None:
     """A limit that this version cannot hold is refused: accepted, it would be a promise to other tenants."""
-    if any(percent < 100 for _, percent in request.compute):
+    if compute is not None and compute < 100:
         raise RequestError(
             f"{names.ENV_COMPUTE}: compute limits are not enforced in this version", f"leave {names.ENV_COMPUTE} out"
         )
@@ -238,7 +250,8 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
     """The shares of a request, slot by slot in PCI order; no device twice. `any` takes the first that fit."""
     if request.selection.kind == "none":
         return ()
-    _refuse_unenforced(request)
+    for _, percent in request.compute:
+        _refuse_unenforced(percent)
     devices = _candidates(request, node)
     picking = request.selection.kind == "any"
     slots = request.selection.count if picking else len(devices)
@@ -253,15 +266,16 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
             _refuse_unnamed(device)
             if request.requirements:
                 _require(request, device, node)
-            _check_policy(asked, device, node.config.policy)
+            asked, over = _within_policy(asked, device, node.config.policy)
+            _refuse_unenforced(asked.compute)
             size = _memory_of(asked, device, ledger, node.config)
         except GpushareError as error:
             if not picking:
                 raise
             refusals.append(error)
             continue
-        soft = request.compute_mode == "soft"
-        shares.append(Share(len(shares), device, size, asked.compute, soft, request.priority, request.oversubscribe))
+        soft, slot = request.compute_mode == "soft", len(shares)
+        shares.append(Share(slot, device, size, asked.compute, soft, request.priority, request.oversubscribe, over))
     if len(shares) < slots:
         raise _too_few(request, slots, len(devices), refusals)
     return tuple(shares)

@@ -202,6 +202,7 @@ def make_plan(
     """Everything that this container gets, and nothing else."""
     shares = lease.shares if lease is not None else ()
     notes = list(request.ignored)
+    notes += [f"slot {share.slot}: {share.clamped} was asked, policy allows less" for share in shares if share.clamped]
     ops: list[Op] = []
     if not image.libdir:
         notes.append(_no_glibc(shares))

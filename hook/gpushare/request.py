@@ -1,6 +1,6 @@
 """From a container's description to what it asks for: the dialect table, combined, and checked against policy.
 
-    mentions(bundle, with_injected)         -> bool             cheap: could this container ask for anything at all?
+    mentions(bundle)                         -> bool             cheap: could this container ask for anything at all?
     resolve(bundle, node, with_injected)     -> Request | None   None: nothing asked, leave the container alone
     refuse_conflicts(bundle, request)    -> None             hook-only mode: raises when NVIDIA's tools were here first
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any, Callable, Optional
 
-from . import names
+from . import names, policy
 from .dialects import Env, driverwords, injected, nvidia, own
-from .errors import PolicyError, RequestError
+from .errors import DeviceError, PolicyError, RequestError
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
 from .quantity import shown, wrong
 
@@ -26,7 +26,8 @@ DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], O
     "injected": injected.read,
     "nvidia": nvidia.read,
 }
-TRIGGERS = ("GPUSHARE_", nvidia.ENV_DEVICES)  # beginnings of variables without which nothing is asked
+# Beginnings of variables without which nothing is asked: ours, also as people misspell them, and NVIDIA's
+TRIGGERS = (*own.PREFIXES, nvidia.ENV_DEVICES)
 # What the launcher looks for in the text of a config.json, in any case of letters: without one of these there is
 # nothing that `mentions` could find. ASCII letters, digits and . _ - / only, which it knows in every JSON spelling.
 RAW_TRIGGERS = (
@@ -47,7 +48,7 @@ def _ascii_upper(text: str) -> str:
     return text.upper() if text.isascii() else "".join(c.upper() if c.isascii() else c for c in text)
 
 
-def mentions(bundle: Bundle, with_injected: bool = False) -> bool:
+def mentions(bundle: Bundle) -> bool:
     """False when no dialect can find anything, so that such a container costs neither inventory nor lease.
     Variables of ours count in any case of letters: a misspelt limit must be refused, not overlooked."""
     if bundle.container_type == "sandbox":
@@ -56,40 +57,32 @@ def mentions(bundle: Bundle, with_injected: bool = False) -> bool:
         any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
         or any(names.ANNOTATION_PREFIX in key for key in bundle.annotations)
         or bool(nvidia.volume_requests(bundle.spec))
-        or (with_injected and bool(injected.minors(bundle.spec)))
+        or bool(injected.minors(bundle.spec))
     )
 
 
-def _accepted(who: str, privileged: bool) -> bool:
-    return who == "always" or (who == "privileged" and privileged)
-
-
-def _refuse_unaccepted(request: Request, policy: Policy, privileged: bool) -> None:
-    """Our own words, where policy does not listen to them: refused, since ignoring a limit would lift it."""
-    for name, value in request.sources:
-        is_variable = name in names.ANNOTATIONS
-        if not _accepted(policy.accept_env if is_variable else policy.accept_annotations, privileged):
-            key = "env" if is_variable else "annotations"
-            raise PolicyError(
-                f"{name}={shown(value)}: requests in {key} are not accepted on this node",
-                f"set policy.accept.{key} in the node's config.yaml, or leave the name out",
-            )
-
-
-def _foreign(bundle: Bundle, node: Node, with_injected: bool) -> Optional[Request]:
-    """What is in config.json already, else NVIDIA's words, as far as policy listens. Not listening is no error: every
-    CUDA image sets them, which is also why the devices that an engine really put there count before the words."""
-    policy = node.config.policy
-    if with_injected:
+def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> Optional[Request]:
+    """What is in config.json already, else NVIDIA's words. The devices that an engine really put there count before the
+    words, which every CUDA image has; words that name other devices are a contradiction."""
+    env, spec = policy.heard(bundle, node.config.policy, limited)
+    found = None
+    if with_injected and policy.accepted(node.config.policy.accept_cdi, bundle):
         found = DIALECTS["injected"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
-        if found is not None:
-            return found
-    env, spec = bundle.env, bundle.spec
-    if not _accepted(policy.accept_env, bundle.privileged):
-        env = tuple(pair for pair in env if pair[0] != nvidia.ENV_DEVICES)
-    if not _accepted(policy.accept_volume_mounts, bundle.privileged):
-        spec = {}
-    return DIALECTS["nvidia"](env, bundle.annotations, spec, node.inventory)
+    if found is None:
+        return DIALECTS["nvidia"](env, bundle.annotations, spec, node.inventory)
+    name, value = nvidia.asked(env, spec)
+    try:
+        said = nvidia.selection(env, spec, node.inventory)
+    except (RequestError, DeviceError):  # device plugins write paths and CDI names there, too
+        said = Selection("all")
+    if said is not None and said.kind == "list" and not injected.same_gpus(said, found.selection, node.inventory):
+        raise RequestError(
+            f"{name}={shown(value)} and {found.sources[0][1]} in config.json name different devices",
+            "leave one of them out",
+        )
+    if said is None:
+        return found
+    return found._replace(ignored=(*found.ignored, f"{name}={shown(value)}: config.json has {found.sources[0][1]}"))
 
 
 def _limits(request: Request) -> list[tuple[str, str]]:
@@ -140,14 +133,16 @@ def _check_rootfs(bundle: Bundle) -> None:
         raise RequestError(f"config.json: root.path is {shown(bundle.rootfs)}", "give the container a root file system")
 
 
-def _check_words(request: Request, policy: Policy) -> None:
+def _check_words(request: Request, rules: Policy) -> None:
     """What no device is needed to judge."""
     if request.backend not in _IMPLEMENTED_BACKENDS:
         raise RequestError(f"backend {shown(request.backend)} is not available in this version", "use auto or shim")
-    if request.backend != "auto" and request.backend not in policy.allowed_backends:
+    backend = "shim" if request.backend == "auto" else request.backend
+    if backend not in rules.allowed_backends:
+        allowed = ", ".join(rules.allowed_backends)
         raise PolicyError(
-            f"backend {shown(request.backend)} is not allowed on this node",
-            f"use {', '.join(policy.allowed_backends)}",
+            f"backend {shown(backend)} is not allowed on this node (policy.allowed_backends: {allowed})",
+            f"use {allowed}" if request.backend == backend else "add shim to policy.allowed_backends",
         )
     if request.oversubscribe:
         raise RequestError(f"{names.ENV_OVERSUBSCRIBE}: not available in this version", "leave it out")
@@ -155,9 +150,9 @@ def _check_words(request: Request, policy: Policy) -> None:
 
 def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
     """The request with what NVIDIA's variables say about the driver, as far as policy listens."""
-    policy = node.config.policy
-    env = bundle.env if _accepted(policy.accept_env, bundle.privileged) else nvidia.constraints_only(bundle.env)
-    spec = bundle.spec if _accepted(policy.accept_volume_mounts, bundle.privileged) else {}
+    rules = node.config.policy
+    env = bundle.env if policy.accepted(rules.accept_env, bundle) else nvidia.constraints_only(bundle.env)
+    spec = bundle.spec if policy.accepted(rules.accept_volume_mounts, bundle) else {}
     words = driverwords.read(env, spec, node.inventory)
     if words.mig_access and not bundle.privileged:
         name, value = next((name, value) for name, value in words.sources if name in driverwords.MIG_RIGHTS)
@@ -184,21 +179,46 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False) -> Optional
     """What the container asks for. The sandbox container of a pod asks for nothing, whatever it inherited."""
     if bundle.container_type == "sandbox":
         return None
-    policy = node.config.policy
+    rules = node.config.policy
     mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
     if mine is not None:
-        _refuse_unaccepted(mine, policy, bundle.privileged)
+        policy.refuse_unaccepted(mine, bundle, rules)
     if mine is not None and mine.selection != own.UNNAMED:
         request = _combine(mine, None)  # foreign words do not matter, so they cannot be wrong either
     else:
-        foreign = _foreign(bundle, node, with_injected)
+        foreign = _foreign(bundle, node, with_injected, limited=mine is not None and bool(_limits(mine)))
         request = foreign if mine is None else _combine(mine, foreign)
-    if request is not None:
-        _refuse_unknown(bundle.env, bundle.annotations)
-        _check_rootfs(bundle)
-        _check_words(request, policy)
-        request = _with_driver_words(request, bundle, node)
-    return request
+    if mine is None or request is None:
+        policy.refuse_injected(bundle, rules)
+    if request is None:
+        if with_injected:
+            _refuse_void(mine, bundle)
+        return None
+    request = _with_replaced(request, bundle) if with_injected else request
+    _refuse_unknown(bundle.env, bundle.annotations)
+    _check_rootfs(bundle)
+    policy.refuse_unlisted(request, bundle, rules)
+    _check_words(request, rules)
+    return _with_driver_words(request, bundle, node)
+
+
+def _refuse_void(mine: Optional[Request], bundle: Bundle) -> None:
+    """`void` wants to be left alone, but with a device that is there already that would be a GPU without a limit."""
+    minors = injected.minors(bundle.spec) if mine is not None and mine.selection == own.VOID else ()
+    if mine is not None and minors:
+        name, value = mine.sources[0]
+        raise RequestError(
+            f"{name}={shown(value)}, but config.json has {nvidia.DEVICE_PREFIX}{minors[0]}", "leave one of them out"
+        )
+
+
+def _with_replaced(request: Request, bundle: Bundle) -> Request:
+    """Devices of config.json that were not what the request went by are taken out, which is worth a line."""
+    minors = injected.minors(bundle.spec) if "injected" not in request.dialect else ()
+    if not minors:
+        return request
+    paths = ",".join(f"{nvidia.DEVICE_PREFIX}{minor}" for minor in minors)
+    return request._replace(ignored=(*request.ignored, f"{paths} in config.json: {request.sources[0][0]} says which"))
 
 
 def refuse_conflicts(bundle: Bundle, request: Request) -> None:

@@ -113,7 +113,7 @@ def _asked(bundle: Bundle, paths: Paths) -> tuple[Optional[Request], Optional[No
     """The request and the node that it was resolved on; (None, None) for a container that asks for nothing."""
     from . import request
 
-    if not request.mentions(bundle, with_injected=True):
+    if not request.mentions(bundle):
         return None, None
     from . import node, storage
 
@@ -169,10 +169,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -
         words = (_hook_program(), "--config", paths.config, "--state", paths.state_dir)
         specedit.write(path, editor.put_in(steps, tree, words, _hook_stderr()))
     storage.empty_trash(paths.state_dir)
-    if host.config.log:
-        log.append(host.config.log, f"{bundle.id}: {steps.ops[0].describe() if steps.ops else 'nothing'}")
-        for line in removed:
-            log.append(host.config.log, f"{bundle.id}: taken out of config.json: {line}")
+    hook.tell(host, steps, [f"taken out of config.json: {line}" for line in removed])
 
 
 def _hook_program() -> str:

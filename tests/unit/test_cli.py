@@ -116,9 +116,12 @@ def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., 
             "slot": 0,
             "device": 1,
             "uuid": pure.UUIDS[1],
+            "mig_index": None,
+            "parent_uuid": None,
             "memory_used_bytes": 1 * GIB,
             "memory_limit_bytes": 4 * GIB,
             "compute_percent": None,
+            "clamped_from": None,
             "refused": 7,
         }
     ]

@@ -81,7 +81,7 @@ def asks(text: bytes) -> bool:
     try:
         spec = json.loads(text.decode())
         bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec)
-        return request.mentions(bundle, with_injected=True)
+        return request.mentions(bundle)
     except (ValueError, GpushareError, AttributeError):
         return False  # the low-level runtime refuses it too
 

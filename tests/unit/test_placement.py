@@ -179,9 +179,9 @@ def test_no_device_on_the_host() -> None:
     [
         ({"require_limits": True}, ("NVIDIA_VISIBLE_DEVICES=all",), "policy.require_limits requires one"),
         ({"max_memory": "8Gi"}, ("NVIDIA_VISIBLE_DEVICES=all",), "policy.max_memory requires one"),
-        ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=5Gi",), "5Gi of device 0 is 5 GiB, more than policy.max_memory"),
+        ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=5Gi",), r"5Gi of device 0 is 5 GiB, .* \(4Gi = 4 GiB\)"),
         ({"max_memory": "25%"}, ("GPUSHARE_MEMORY=26%",), "more than policy.max_memory allows"),
-        ({"max_compute_percent": 50}, ("GPUSHARE_MEMORY=1Gi",), "compute: no limit was asked for"),
+        ({"max_compute_percent": 50}, ("GPUSHARE_MEMORY=1Gi",), r"no compute limit was asked for, .*\(50%\)"),
         (
             {"allowed_devices": ("1",)},
             ("GPUSHARE_DEVICES=0",),
@@ -201,6 +201,30 @@ def test_policy_allows() -> None:
         host = node(allowed_devices=(allowed,))
         assert got(grant("GPUSHARE_MEMORY=1Gi", host=host)) == [(0, 1, GI)]
         assert got(grant("NVIDIA_VISIBLE_DEVICES=all", host=host)) == [(0, 1, None)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "env", "got_bytes", "asked"),
+    [
+        ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=5Gi",), 4 * GI, "5Gi of memory"),
+        ({"max_memory": "25%"}, ("GPUSHARE_MEMORY=50%",), 4 * GI, "50% of memory"),
+        ({"max_memory": "4Gi"}, ("NVIDIA_VISIBLE_DEVICES=0",), 4 * GI, "no memory limit"),
+        ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=4Gi",), 4 * GI, ""),
+    ],
+)
+def test_clamped_to_the_maximum(policy: dict[str, Any], env: tuple[str, ...], got_bytes: int, asked: str) -> None:
+    (given,) = grant(*env, host=node(over_maximum="clamp", **policy))
+    assert (given.memory_limit_bytes, given.clamped) == (got_bytes, asked)
+
+
+def test_clamping_replaces_neither_a_required_limit_nor_a_limit_that_nothing_holds() -> None:
+    clamp = {"over_maximum": "clamp", "max_memory": "4Gi"}
+    with pytest.raises(PolicyError, match="policy.require_limits requires one"):
+        grant("NVIDIA_VISIBLE_DEVICES=0", host=node(**clamp, require_limits=True))
+    with pytest.raises(PolicyError, match="policy.max_memory requires one|policy.unlimited requires one"):
+        grant("NVIDIA_VISIBLE_DEVICES=0", host=node(**clamp, unlimited="deny"))
+    with pytest.raises(RequestError, match="compute limits are not enforced"):
+        grant("GPUSHARE_MEMORY=1Gi", host=node(**clamp, max_compute_percent=50))
 
 
 def test_compute_limits_are_refused_until_they_are_enforced() -> None:

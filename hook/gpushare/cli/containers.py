@@ -82,9 +82,12 @@ def _plain(one: facts.Container) -> dict[str, Any]:
                 "slot": use.share.slot,
                 "device": use.share.device.index,
                 "uuid": use.share.device.uuid,
+                "mig_index": use.share.device.mig_index if use.share.device.parent else None,
+                "parent_uuid": use.share.device.parent or None,
                 "memory_used_bytes": use.used_bytes,
                 "memory_limit_bytes": use.share.memory_limit_bytes,
                 "compute_percent": use.share.compute_percent,
+                "clamped_from": use.share.clamped or None,
                 "refused": use.refused,
             }
             for use in one.uses

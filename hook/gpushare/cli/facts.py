@@ -53,6 +53,9 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
             usage = storage.read_usage(state_dir, lease.id, len(lease.shares))
         except region.RegionError as error:
             notes.append(str(error))
+    notes += [
+        f"slot {share.slot}: {share.clamped} was asked, policy allows less" for share in lease.shares if share.clamped
+    ]
     uses = []
     for share in lease.shares:
         used = usage.used_bytes(share.slot) if usage else 0

@@ -2,6 +2,8 @@
 
     read(env, annotations, spec, inventory) -> Request | None      names the devices, sets no limit
     minors(spec)                            -> tuple[int, ...]     of the GPUs in the spec
+    allows_everything(spec)                 -> bool                --privileged: a rule for all devices
+    same_gpus(one, other, inventory)        -> bool                whether two selections name the same GPUs
 
 Often with NVIDIA_VISIBLE_DEVICES=void, which then only means that the devices are there already. A container with
 access to every device (--privileged) has the host's whole list in its spec; that is nobody's request. Start path.
@@ -14,7 +16,7 @@ from typing import Any, Optional
 from .. import oci
 from ..errors import DeviceError
 from ..model import Inventory, Request, Selection
-from . import Env, nvidia
+from . import Env, find_devices, nvidia
 
 _MODESET_MINOR = 254  # 254 and 255 are control nodes
 
@@ -29,6 +31,20 @@ def _allows_everything(rule: Any) -> bool:
     )
 
 
+def allows_everything(spec: dict[str, Any]) -> bool:
+    return any(map(_allows_everything, oci.items(spec, "linux", "resources", "devices")))
+
+
+def same_gpus(one: Selection, other: Selection, inventory: Inventory) -> bool:
+    """By GPU, not by name: an index and a uuid can be the same one, and a MIG device has its GPU's node."""
+
+    def gpus(selection: Selection) -> set[str]:
+        found = (find_devices("", "", name, inventory) for name in selection.names)
+        return {device.parent or device.uuid for some in found for device in some}
+
+    return gpus(one) == gpus(other)
+
+
 def _minor_of(path: object) -> int:
     """7 for /dev/nvidia7; -1 for anything else."""
     if not isinstance(path, str) or not path.startswith(nvidia.DEVICE_PREFIX):
@@ -39,7 +55,7 @@ def _minor_of(path: object) -> int:
 
 def minors(spec: dict[str, Any]) -> tuple[int, ...]:
     """In the order of the spec, each once."""
-    if any(map(_allows_everything, oci.items(spec, "linux", "resources", "devices"))):
+    if allows_everything(spec):
         return ()
     paths = [device.get("path") for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
     paths += [mount.get("destination") for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]

@@ -5,6 +5,8 @@
     names_device(env, spec)                 -> bool                cheap: does this container name a device?
     volume_requests(spec)                   -> tuple[str, ...]     ids below /var/run/nvidia-container-devices
     imex_volumes(spec)                      -> tuple[str, ...]     IMEX channels asked for in the same way
+    asked(env, spec)                        -> (name, value)       by which devices are named; the value may be empty
+    selection(env, spec, inventory)         -> Selection | None    the devices alone
     conflicts(spec)                         -> tuple[str, ...]     what other software already injected
     is_tool_hook, is_driver_mount, is_device                       one entry of config.json
 
@@ -17,7 +19,7 @@ from typing import Any, Optional
 
 from .. import oci
 from ..errors import RequestError
-from ..model import Inventory, Request
+from ..model import Inventory, Request, Selection
 from ..quantity import shown
 from . import Env, expand_capabilities, one_value, parse_devices
 
@@ -79,28 +81,38 @@ def names_device(env: Env, spec: dict[str, Any]) -> bool:
     return bool(volume_requests(spec)) or (value.strip() not in ("", "none") and "void" not in words)
 
 
-def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
-    """The request, None when there is none. Volume requests count before the variable: an image cannot set them."""
-    asked = one_value(ENV_DEVICES, _values(env, ENV_DEVICES))
+def asked(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
+    """(name, value) by which devices are named; volume requests count before the variable: an image cannot set them."""
     volumes = volume_requests(spec)
-    cdi = next((name for name in volumes if name.startswith("cdi/")), None)
+    if volumes:
+        return f"mounts at {VOLUME_ROOT}", ",".join(volumes)
+    return ENV_DEVICES, one_value(ENV_DEVICES, _values(env, ENV_DEVICES)) or ""
+
+
+def selection(env: Env, spec: dict[str, Any], inventory: Inventory) -> Optional[Selection]:
+    """The devices, None when none are named."""
+    name, value = asked(env, spec)
+    return parse_devices(name, value, inventory, any_allowed=False)
+
+
+def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
+    """The request, None when there is none."""
+    variable = one_value(ENV_DEVICES, _values(env, ENV_DEVICES))
+    cdi = next((name for name in volume_requests(spec) if name.startswith("cdi/")), None)
     if cdi is not None:
         raise RequestError(f"a mount at {VOLUME_ROOT}/{cdi} names a CDI device", "name the GPU by index or uuid")
+    name, value = asked(env, spec)
     ignored = []
-    if volumes:
-        name, value = f"mounts at {VOLUME_ROOT}", ",".join(volumes)
-        if asked:
-            ignored.append(f"{ENV_DEVICES}={shown(asked)}: {name} name the devices")
-    else:
-        name, value = ENV_DEVICES, asked or ""
-    selection = parse_devices(name, value, inventory, any_allowed=False)
-    if selection is None:
+    if name != ENV_DEVICES and variable:
+        ignored.append(f"{ENV_DEVICES}={shown(variable)}: {name} name the devices")
+    chosen = selection(env, spec, inventory)
+    if chosen is None:
         return None
     sources = [(name, value)]
     named = oci.env_get(env, ENV_CAPABILITIES)
     if named:
         sources.append((ENV_CAPABILITIES, named))
-    return Request("nvidia", selection, capabilities(env), sources=tuple(sources), ignored=tuple(ignored))
+    return Request("nvidia", chosen, capabilities(env), sources=tuple(sources), ignored=tuple(ignored))
 
 
 def is_tool_hook(hook: Any) -> bool:

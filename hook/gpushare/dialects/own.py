@@ -14,7 +14,7 @@ Start path.
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Iterable, NamedTuple, Optional
 
 from .. import names, oci
 from ..errors import RequestError
@@ -68,18 +68,30 @@ ROWS: dict[str, tuple[str, Callable[[str, str, Inventory], Any]]] = {
 }
 
 
+# Beginnings of our variables, and of what people write instead. Not all that begins with GPUSHARE: the launcher looks
+# for these in the text of config.json, where our own hook's path is.
+_BEGINNINGS = tuple(dict.fromkeys(f"GPUSHARE{sign}{name[len(_PREFIX) :][:3]}" for sign in ("", "-") for name in ROWS))
+PREFIXES = (_PREFIX, "GPU_SHARE", *_BEGINNINGS)
+
+
 def _near(word: str, known: str) -> bool:
-    """Whether `word` is `known` with at most two letters wrong, missing, added or in another case."""
-    if word.upper() == known:
+    """Whether `word` is `known` with at most two letters wrong, missing, added or in another case; _ and - aside."""
+    word, known = (text.upper().replace("_", "").replace("-", "") for text in (word, known))
+    if word == known:
         return True
     if abs(len(word) - len(known)) > 2:
         return False
     row = list(range(len(known) + 1))
-    for i, a in enumerate(word.upper(), 1):
+    for i, a in enumerate(word, 1):
         previous, row[0] = row[0], i
         for j, b in enumerate(known, 1):
             previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
     return row[-1] <= 2
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """The known name that `word` is meant to be, "" when it is near none."""
+    return next((name for name in known if _near(word, name)), "")
 
 
 def unknown(env: Env) -> list[tuple[str, str]]:
@@ -103,17 +115,24 @@ def unattributed(annotations: dict[str, str]) -> list[tuple[str, str]]:
     return [pair for pair in annotations.items() if pair[0].endswith(suffixes)]
 
 
+def _misspelt(env: Env) -> list[tuple[str, str]]:
+    """Variables that begin almost as ours do, without the underscore behind it, or with one in it."""
+    return [(name, value) for name, value in env if name.upper().startswith(PREFIXES) and name[:9].upper() != _PREFIX]
+
+
 def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> None:
     """A misspelt limit must not become no limit."""
-    for name, value in unknown(env):
-        meant = next((known for known in ROWS if _near(name, known)), None)
+    for name, value in unknown(env) + _misspelt(env):
+        meant = _meant(name, ROWS)
         if meant:
             raise wrong(name, value, "unknown name", f"did you mean {meant}?")
     known_keys = {*names.ANNOTATIONS.values(), names.APPLIED_ANNOTATION}
     for key, value in annotations.items():
         scope, prefix, rest = key.rpartition(names.ANNOTATION_PREFIX)
         if prefix and scope in ("", f"{container}.") and prefix + rest not in known_keys:
-            raise wrong(key, value, "unknown annotation", f"use {', '.join(names.ANNOTATIONS.values())}")
+            meant = _meant(prefix + rest, names.ANNOTATIONS.values())
+            hint = f"did you mean {scope}{meant}?" if meant else f"use {', '.join(names.ANNOTATIONS.values())}"
+            raise wrong(key, value, "unknown annotation", hint)
 
 
 def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool) -> dict[str, Found]:

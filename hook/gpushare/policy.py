@@ -1,0 +1,114 @@
+"""Who may ask for what: the configuration's `policy`, applied to one container (start path). Pure.
+
+    accepted(who, bundle)             -> bool    who: always | privileged | never
+    refuse_unaccepted(mine, bundle, policy)      our own words, where the node does not listen to them
+    refuse_injected(bundle, policy)              devices that other software put into config.json
+    refuse_unlisted(request, bundle, policy)     a privileged container without an entry
+    listed(bundle, policy)            -> bool    whether a privileged container has an entry
+    pod_wide(request, bundle)         -> str     the sandbox, when an annotation without a container's name was used
+    refuse_second(request, bundle, live)         two containers of a pod with one such annotation
+    heard(bundle, policy, limited)    -> (env, spec)      what counts of NVIDIA's words
+
+They raise PolicyError, with the key of config.yaml that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import names, oci
+from .dialects import Env, injected, nvidia
+from .errors import PolicyError, RequestError
+from .model import Bundle, Lease, Policy, Request
+from .quantity import shown
+
+
+def accepted(who: str, bundle: Bundle) -> bool:
+    return who == "always" or (who == "privileged" and bundle.privileged)
+
+
+def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
+    """Refused, not overlooked: ignoring a limit would lift it."""
+    for name, value in mine.sources:
+        is_variable = name in names.ANNOTATIONS
+        if not accepted(policy.accept_env if is_variable else policy.accept_annotations, bundle):
+            key = "env" if is_variable else "annotations"
+            raise PolicyError(
+                f"{name}={shown(value)}: requests in {key} are not accepted on this node",
+                f"set policy.accept.{key} in the node's config.yaml, or leave the name out",
+            )
+        if policy.annotations == "scoped" and name.startswith(names.ANNOTATION_PREFIX):
+            raise PolicyError(
+                f"{name}={shown(value)}: only annotations for one container are accepted on this node",
+                f"write {bundle.container_name or '<container>'}.{name}, or set policy.annotations: any",
+            )
+
+
+def refuse_injected(bundle: Bundle, policy: Policy) -> None:
+    """Devices that nobody but their injector asked for. Left in, they would be a whole GPU without a limit."""
+    minors = injected.minors(bundle.spec)
+    if minors and not accepted(policy.accept_cdi, bundle):
+        raise PolicyError(
+            f"config.json has {nvidia.DEVICE_PREFIX}{minors[0]}: devices that other software puts there are not "
+            "accepted on this node",
+            f"ask with {names.ENV_DEVICES}, or set policy.accept.cdi in the node's config.yaml",
+        )
+
+
+def _entry_of(bundle: Bundle) -> str:
+    """What the configuration calls this container: <namespace>/<container> in a pod, else its id."""
+    namespace = oci.pod_namespace(bundle.annotations)
+    return f"{namespace}/{bundle.container_name}" if namespace and bundle.container_name else bundle.id
+
+
+def listed(bundle: Bundle, policy: Policy) -> bool:
+    """Whether one of policy.privileged_containers is this container."""
+    if "*" in policy.privileged_containers:
+        return True
+    namespace, slash, name = _entry_of(bundle).partition("/")
+    fits = {namespace} if not slash else {f"{namespace}/{name}", f"{namespace}/*", f"*/{name}", "*/*"}
+    return not fits.isdisjoint(policy.privileged_containers)
+
+
+def refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:
+    if bundle.privileged and not listed(bundle, policy):
+        name, value = request.sources[0]
+        raise PolicyError(
+            f"{name}={shown(value)}: this container is privileged, and not among policy.privileged_containers",
+            f"add {shown(_entry_of(bundle))} there, or run it without privileges",
+        )
+
+
+def _unscoped(request: Request) -> str:
+    """The first annotation that was used and names no container."""
+    return next((name for name, _ in request.sources if name.startswith(names.ANNOTATION_PREFIX)), "")
+
+
+def pod_wide(request: Request, bundle: Bundle) -> str:
+    """The id of the pod's sandbox, when the request was made by an annotation that all its containers have."""
+    return oci.sandbox_id(bundle.annotations) if bundle.container_name and _unscoped(request) else ""
+
+
+def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> None:
+    """4 GiB for a pod must not become 4 GiB for each of its containers. One spec does not know the others, so the first
+    container gets the share and the second is refused."""
+    sandbox = pod_wide(request, bundle)
+    other = next((lease for lease in live if sandbox and lease.sandbox == sandbox and lease.id != bundle.id), None)
+    if other is not None:
+        name = _unscoped(request)
+        raise RequestError(
+            f"{name} says nothing about which container, and {other.id} of this pod has a share by it",
+            f"write {bundle.container_name}.{name}",
+        )
+
+
+def heard(bundle: Bundle, policy: Policy, limited: bool) -> tuple[Env, dict[str, Any]]:
+    """(env, spec) with NVIDIA's requests for devices only as far as policy listens. Not listening is no error: every
+    CUDA image has them. `limited`: the container has a limit in our words."""
+    env, spec = bundle.env, bundle.spec
+    if not accepted(policy.accept_env, bundle) or (policy.nvidia_visible_devices == "with_limit" and not limited):
+        env = tuple(pair for pair in env if pair[0] != nvidia.ENV_DEVICES)
+    if not accepted(policy.accept_volume_mounts, bundle):
+        spec = {}
+    return env, spec
