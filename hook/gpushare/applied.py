@@ -48,6 +48,7 @@ class Record(NamedTuple):
     leased: bool  # the container holds a part of a device
     removed: list[list[Any]]  # [place, index, value], in the order in which they were taken out
     ops: list[list[Any]]  # what is left for the hook, see `remaining`
+    denied: list[list[int]] = []  # [major, minor]; always given where one is made, absent in earlier records
 
 
 def place(spec: Spec, path: Sequence[str]) -> Any:
@@ -126,6 +127,8 @@ def stripped(spec: Spec) -> Spec:
         _drop_last(place(spec, ("linux", "devices")), {"path": device})
     for major, minor in record.rules:
         _drop_last(place(spec, ("linux", "resources", "devices")), rule(major, minor))
+    for major, minor in record.denied:
+        _drop_last(place(spec, ("linux", "resources", "devices")), denial(major, minor))
     for stage in STAGES:
         hooks = place(spec, ("hooks", stage)) or []
         hooks[:] = [hook for hook in hooks if _nonce_of(hook) != record.nonce]
@@ -154,3 +157,9 @@ def _drop_last(items: Any, like: dict[str, Any]) -> None:
 
 def rule(major: int, minor: int) -> dict[str, Any]:
     return {"allow": True, "type": "c", "major": major, "minor": minor, "access": "rw"}
+
+
+def denial(major: int, minor: int) -> dict[str, Any]:
+    """A negative minor stands for all."""
+    what = {"major": major, "minor": minor} if minor >= 0 else {"major": major}
+    return {"allow": False, "type": "c", **what, "access": "rwm"}

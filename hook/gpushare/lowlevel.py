@@ -108,7 +108,9 @@ def remember(config_path: str, state_dir: str, config: Config) -> None:
             "config": config_path,
             "identity": identity(config_path),
             "runtime": find(config),
-            "always": "0",  # 1: the launcher starts Python for every container; no policy needs that so far
+            # 1: the launcher starts Python for every container. Of one that gets all devices of the host with its
+            # whole /dev, the text has no word of NVIDIA's.
+            "always": "0" if "*" in config.policy.privileged_containers else "1",
         }
         if any("\n" in value for value in lines.values()):
             return

@@ -3,6 +3,7 @@
     load_node(config_path, state_dir)           -> Node     fast; compiles when missing or stale
     compile_node(config_path, state_dir, write) -> Node     always anew: yaml, jsonschema, NVML
     read_node(config_path, state_dir)           -> Node | None   only if fresh
+    load_config_only(config_path, state_dir)    -> Config   also on a host without a driver
     node_json(node, inputs), node_of(value)     -> to and from plain JSON values
 
 Fresh means: same schema, same configuration file (path, mtime, size, inode), same driver version, same GPUs on the
@@ -111,6 +112,16 @@ def read_node(config_path: str, state_dir: str) -> Optional[Node]:
 def load_node(config_path: str, state_dir: str) -> Node:
     """The node, compiled anew only when something changed."""
     return read_node(config_path, state_dir) or compile_node(config_path, state_dir)
+
+
+def load_config_only(config_path: str, state_dir: str) -> Config:
+    """The configuration, from node.json when that is fresh."""
+    fresh = read_node(config_path, state_dir)
+    if fresh is not None:
+        return fresh.config
+    from .config import load_config
+
+    return load_config(config_path)._replace(state_dir=state_dir)
 
 
 def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:

@@ -17,12 +17,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn, Optional
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Optional
 
 from . import commandline, hook, log, lowlevel, names, oci
 from .commandline import Call
 from .errors import GpushareError, RequestError
 from .model import Bundle, Lease, Node, Request
+
+if TYPE_CHECKING:
+    from .ops import Plan
 
 _WATCHED = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -131,8 +134,9 @@ def _create(call: Call, paths: Paths) -> int:
     bundle = _bundle(call, path, clean)
     asked, host = _asked(bundle, paths)
     if asked is None or host is None:
-        if clean is not spec:
-            specedit.write(path, clean)
+        withheld = _withheld(bundle, paths)
+        if withheld or clean is not spec:
+            specedit.write(path, withheld or clean)
         watch.end()
         _become(call, paths)
     oci.check_id(call.container_id)
@@ -147,9 +151,47 @@ def _create(call: Call, paths: Paths) -> int:
         raise
 
 
+def _withheld(bundle: Bundle, paths: Paths) -> Optional[dict[str, object]]:
+    """The spec of a container that asks for nothing and gets every device, without NVIDIA's: it is privileged, and
+    policy wants an entry for those. None: it stays as it is."""
+    if not bundle.privileged or bundle.container_type == "sandbox":
+        return None
+    from . import node, policy, withhold
+
+    if not withhold.sees_everything(bundle):
+        return None
+    config = node.load_config_only(paths.config, paths.state_dir)
+    if policy.listed(bundle, config.policy) or not withhold.is_there(config.driver_root):
+        return None
+    from . import specedit
+
+    editor = specedit.Editor(bundle.spec, leased=False)
+    taken = editor.take_out_foreign()
+    editor.deny(withhold.numbers(config.driver_root, ()))
+    if config.log:
+        lines = ["all NVIDIA devices", *taken]
+        for line in lines:
+            log.append(config.log, f"{bundle.id}: not in policy.privileged_containers: withheld {line}")
+    return editor.finish(_hook_words(paths))
+
+
+def _hook_words(paths: Paths) -> tuple[str, ...]:
+    return (_hook_program(), "--config", paths.config, "--state", paths.state_dir)
+
+
+def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
+    """NVIDIA's devices that the plan does not grant."""
+    from . import withhold
+    from .ops import DeviceRule
+
+    granted = [(op.major, op.minor) for op in steps.ops if isinstance(op, DeviceRule)]
+    return withhold.numbers(host.config.driver_root, granted)
+
+
 def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -> None:
     """Reserves, and writes config.json."""
     from . import driverfiles, leases, plan, rootfs, specedit, storage
+    from .dialects import injected
     from .ops import TenantTmpfs, WriteLimits
     from .spectree import SpecTree
 
@@ -166,8 +208,9 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -
         for op in steps.ops:
             if isinstance(op, (WriteLimits, TenantTmpfs)):
                 storage.execute(op)
-        words = (_hook_program(), "--config", paths.config, "--state", paths.state_dir)
-        specedit.write(path, editor.put_in(steps, tree, words, _hook_stderr()))
+        if injected.allows_everything(editor.spec):
+            editor.deny(_denied(steps, host))
+        specedit.write(path, editor.put_in(steps, tree, _hook_words(paths), _hook_stderr()))
     storage.empty_trash(paths.state_dir)
     hook.tell(host, steps, [f"taken out of config.json: {line}" for line in removed])
 

@@ -2,6 +2,7 @@
 
     Editor(spec, leased)                          one edit: what others put there is taken out, then the plan is put in
         .take_out_foreign()                       -> lines
+        .deny(numbers)                            rules against devices that --privileged would allow
         .put_in(plan, tree, hook_words, stderr)   -> Spec       a new value; unknown fields are kept
     write(path, spec)                             temporary file and rename, same owner and mode
 
@@ -33,7 +34,7 @@ class Editor:
 
     def __init__(self, spec: Spec, leased: bool) -> None:
         self.spec: Spec = json.loads(json.dumps(spec))
-        self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [])
+        self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [])
         for path, empty in PLACES:
             above = place(self.spec, path[:-1])
             (oci.items if isinstance(empty, list) else oci.section)(self.spec, *path)  # refuses any other type
@@ -54,6 +55,12 @@ class Editor:
             taken += [f"{stage} hook {hook['path']}" for hook in hooks]
         mounts = self._take_out("mounts", lambda mount: nvidia.is_driver_mount(mount) or _is_node_mount(mount))
         return taken + [f"mount at {mount['destination']}" for mount in mounts]
+
+    def deny(self, numbers: Sequence[tuple[int, int]]) -> None:
+        """Rules behind those that are there already, and before those of the plan; see withhold.py."""
+        for major, minor in numbers:
+            self.spec["linux"]["resources"]["devices"].append(applied.denial(major, minor))
+            self.record.denied.append([major, minor])
 
     def put_in(self, plan: Plan, tree: SpecTree, hook_words: Sequence[str], stderr_path: str) -> Spec:
         """The spec with everything of `plan` that a spec can carry, and our hook for the rest.
@@ -81,7 +88,7 @@ class Editor:
         if stderr_path and key not in self.spec["annotations"]:
             self.spec["annotations"][key] = stderr_path
             self.record.annotations.append(key)
-        return self._finish(hook_words)
+        return self.finish(hook_words)
 
     def _take_out(self, where: str, unwanted: Callable[[Any], bool]) -> list[Any]:
         """Removes every item of a list for which `unwanted(item)`; they come back with `stripped`."""
@@ -118,8 +125,8 @@ class Editor:
         self.spec["linux"]["devices"].append({"path": op.target, **numbers, **owner})
         self.record.devices.append(op.target)
 
-    def _finish(self, hook_words: Sequence[str]) -> Spec:
-        """Adds the hooks and the record."""
+    def finish(self, hook_words: Sequence[str]) -> Spec:
+        """The spec with our hooks and the record."""
         for stage, action in STAGES.items():
             path, *words = hook_words
             args = [os.path.basename(path), *words, action]

@@ -9,10 +9,12 @@ from typing import Optional
 
 import click
 
-from .. import applied, driverfiles, hook, leases, oci, plan, procs, request, rootfs, specedit
+from .. import applied, driverfiles, hook, leases, names, oci, plan, policy, procs, request, rootfs, specedit
+from ..dialects import injected, nvidia
 from ..explain import explain_json, explain_text
 from ..model import Bundle, Lease, Node, Request
-from ..ops import Plan
+from ..ops import Mount, Plan
+from ..spectree import SpecTree
 from . import facts
 from .options import Paths, with_format
 from .output import write_json
@@ -20,23 +22,36 @@ from .output import write_json
 
 @click.command()
 @click.argument("bundle", metavar="BUNDLE", type=click.Path(exists=True, file_okay=False))
+@click.option(
+    "--way",
+    type=click.Choice(["auto", "hook", "runtime"]),
+    default="auto",
+    help="By which of our programs it starts; auto: by gpushare-runtime where only that could start it.",
+)
 @click.option("--restore", is_flag=True, help="Take out of config.json what gpushare-runtime put into it.")
 @with_format
 @click.pass_obj
-def explain(paths: Paths, bundle: str, restore: bool, output: str) -> None:
+def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> None:
     """What a container would get if it started now.
 
-    BUNDLE is a directory with config.json. Nothing is changed. Fails with the error, and the exit code, with which its
-    start would fail.
+    BUNDLE is a directory with config.json, looked at as the hook or gpushare-runtime would (--way). Nothing is changed.
+    Fails with the error, and the exit code, with which its start would fail.
     """
     if restore:
         _restore(bundle, output)
         return
-    asked, steps = of_bundle(paths, clean(oci.load_bundle(bundle)))
+    found = oci.load_bundle(bundle)
+    asked, steps = of_bundle(paths, clean(found), way_of(found) if way == "auto" else way)
     if output == "json":
         write_json(explain_json(asked, steps))
     else:
         click.echo(explain_text(asked, steps), nl=False)
+
+
+def way_of(bundle: Bundle) -> str:
+    """By which way a bundle with these contents starts: what is in config.json already only gpushare-runtime takes."""
+    ours = names.APPLIED_ANNOTATION in bundle.annotations
+    return "runtime" if ours or nvidia.conflicts(bundle.spec) or injected.minors(bundle.spec) else "hook"
 
 
 def clean(bundle: Bundle) -> Bundle:
@@ -56,17 +71,20 @@ def _restore(directory: str, output: str) -> None:
         click.echo(f"{path}: {'as it was' if before is not spec else 'nothing of gpushare is in it'}")
 
 
-def of_bundle(paths: Paths, bundle: Bundle) -> tuple[Optional[Request], Optional[Plan]]:
-    """The steps of hook._start without its effects."""
+def of_bundle(paths: Paths, bundle: Bundle, way: str) -> tuple[Optional[Request], Optional[Plan]]:
+    """The steps of hook._start or runtime._create without their effects."""
     if not request.mentions(bundle):
         return None, None
     host = facts.host(paths)
-    asked = request.resolve(bundle, host)
+    asked = request.resolve(bundle, host, with_injected=way == "runtime")
     if asked is None:
         return None, None
-    request.refuse_conflicts(bundle, asked)
+    if way == "hook":
+        request.refuse_conflicts(bundle, asked)
     lease = _lease(paths.state_dir, bundle, asked, host)
     files = driverfiles.for_request(host.inventory, asked, lease.shares if lease else ())
+    if way == "runtime":
+        return asked, _by_runtime(bundle, asked, host, lease, files)
     root = rootfs.open_root(bundle)
     try:
         image = rootfs.probe(root, bundle.env)
@@ -75,11 +93,27 @@ def of_bundle(paths: Paths, bundle: Bundle) -> tuple[Optional[Request], Optional
     return asked, plan.make_plan(bundle, asked, host, lease, image, files)
 
 
+def _by_runtime(
+    bundle: Bundle, asked: Request, host: Node, lease: Optional[Lease], files: driverfiles.DriverFiles
+) -> Plan:
+    """The plan for a config.json without what others put there, which is told as well. Targets are looked up as a
+    start would; not those in our own directory, which exists only then."""
+    editor = specedit.Editor(bundle.spec, leased=lease is not None)
+    taken = editor.take_out_foreign()
+    with SpecTree(bundle._replace(spec=editor.spec)) as tree:
+        steps = plan.make_plan(bundle, asked, host, lease, rootfs.probe(tree, bundle.env), files)
+        for op in steps.ops:
+            if isinstance(op, Mount) and not f"{op.target}/".startswith(f"{names.PRIVATE_DIR}/"):
+                tree.place(op.target, op.kind)
+    return steps._replace(notes=(*steps.notes, *(f"taken out of config.json: {line}" for line in taken)))
+
+
 def _lease(state_dir: str, bundle: Bundle, asked: Request, host: Node) -> Optional[Lease]:
     """The lease that a start would get now; a running container's own one does not stand in its way."""
     if asked.selection.kind == "none":
         return None
     seen = leases.view(state_dir)
     others = tuple(lease for lease in seen.live if lease.bundle != bundle.path)
+    policy.refuse_second(asked, bundle, others)
     shares = hook.grant(asked, host, others, seen.blocked(host))
     return Lease(bundle.id, "reserved", procs.boot_id(), bundle.path, shares, 0, 0, created=time.time())
