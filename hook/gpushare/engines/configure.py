@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 from ..errors import ConfigError
-from . import docker, record
+from . import containerd, crio, docker, podman, record
 from .base import UNKNOWN, Change, Engine, Settings
 from .host import Host
 from .record import Kept, Record
 
-ENGINES: dict[str, Engine] = {module.NAME: module for module in (docker,)}
+ENGINES: dict[str, Engine] = {module.NAME: module for module in (docker, containerd, crio, podman)}
 
 
 class Outcome(NamedTuple):

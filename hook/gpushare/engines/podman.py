@@ -1,0 +1,56 @@
+"""Podman: hooks.d files, so that every container is looked at, and a runtime for `podman run --runtime gpushare`. Pure.
+
+Source: containers.conf(5) ([engine.runtimes], hooks_dir, drop-ins in containers.conf.d), oci-hooks(5). Without
+hooks_dir podman looks only where packages put hooks, which is not ours to write to.
+With `--runtime gpushare` the hook finds that the container has its share already. With other paths of ours only the
+hook can be told of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from . import hookfiles, tomltext
+from .base import RUNTIME, Change, Files, Proposal, Settings
+
+NAME = "podman"
+PROGRAMS: tuple[str, ...] = ("podman",)
+RELOAD = ""  # podman has no daemon
+FILE = "/etc/containers/containers.conf.d/gpushare.conf"
+HOOKS = "/etc/containers/oci/hooks.d"
+_MAIN = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
+_DROP_INS = "/etc/containers/containers.conf.d/*.conf"
+_TABLE = ("engine",)
+_OURS = ((*_TABLE, "hooks_dir"), (*_TABLE, "runtimes", RUNTIME))
+
+
+def paths(settings: Settings) -> tuple[str, ...]:
+    return (settings.config_file or FILE, *hookfiles.names(HOOKS))
+
+
+def propose(settings: Settings, files: Files) -> Proposal:
+    path = paths(settings)[0]
+    folders, notes = hookfiles.folders(HOOKS, files, [*_MAIN, *files.glob(_DROP_INS)], path, _TABLE)
+    table: dict[str, Any] = {"hooks_dir": folders}
+    if settings.runtime_args() and not settings.hook_only:
+        notes.append("podman cannot give a runtime arguments, so only the hook was added")
+    elif not settings.hook_only:
+        table["runtimes"] = {RUNTIME: [settings.program]}
+    before = files.read(path)
+    after = tomltext.put(before or "", {_TABLE: table}, path, _OURS)
+    own = [Change(path, before, after)] if before != after else []
+    return Proposal([*own, *hookfiles.propose(HOOKS, settings, files)], notes)
+
+
+def withdraw(path: str, text: str, before: Optional[str]) -> Optional[str]:
+    if path.endswith(".json"):
+        return hookfiles.withdraw(path, text)
+    left = tomltext.drop(text, _OURS, path)
+    return left if left.strip() or before else None
+
+
+def entry(path: str, text: str) -> str:
+    if path.endswith(".json"):
+        return hookfiles.program(path, text)
+    found = tomltext.table_at(tomltext.check(text, path), (*_TABLE, "runtimes"), path).get(RUNTIME)
+    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else ""

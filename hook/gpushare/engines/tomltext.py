@@ -1,0 +1,153 @@
+"""Our tables in a TOML text: one block between two comments at its end, so that nothing else in the file moves. Pure.
+
+check(text, path)                   -> dict    raises ConfigError naming file, line and column
+put(text, tables, path)             -> str     the block, in place of an earlier one and of these tables elsewhere
+drop(text, tables, path)            -> str     the text without them, also when a program has rewritten the file
+                                               and the comments are gone
+add_import(text, glob, path)        -> str
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tomlkit
+from tomlkit.exceptions import ParseError, TOMLKitError
+
+from ..errors import ConfigError
+
+Keys = tuple[str, ...]
+BEGIN = "# gpushare runtime configure: begin (--undo takes this out)\n"
+END = "# gpushare runtime configure: end\n"
+
+
+def _document(text: str, path: str) -> tomlkit.TOMLDocument:
+    try:
+        return tomlkit.parse(text)
+    except ParseError as error:
+        problem = str(error).partition(" at line ")[0].rstrip(".")
+        where = f"{path}:{error.line}"
+        raise ConfigError(f"{where}: not valid TOML: {problem}", "mend the file, nothing was changed") from None
+    except (TOMLKitError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}", "mend the file, nothing was changed") from None
+
+
+def check(text: str, path: str) -> dict[str, Any]:
+    """All that is in it. Raises ConfigError."""
+    value: dict[str, Any] = _document(text, path).unwrap()
+    return value
+
+
+def at(value: Any, keys: Sequence[str]) -> Any:
+    """What is there, None for nothing (TOML has no null). Raises ConfigError where a table should be and is not."""
+    for n, key in enumerate(keys):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{_name(keys[:n])} must be a table, not {type(value).__name__}", "mend the file")
+        value = value.get(key)
+        if value is None:
+            return None
+    return value
+
+
+def table_at(value: Any, keys: Sequence[str], path: str) -> dict[str, Any]:
+    """The table there, empty when there is none. Raises ConfigError."""
+    try:
+        found = at(value, keys)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", error.hint) from None
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"{path}: {_name(keys)} must be a table, not {type(found).__name__}", "mend the file")
+    return found or {}
+
+
+def _name(keys: Sequence[str]) -> str:
+    return ".".join(tomlkit.key(key).as_string() for key in keys)
+
+
+def _written(keys: Sequence[str], table: Mapping[str, Any]) -> str:
+    lines = [f"[{_name(keys)}]\n"]
+    for key, value in table.items():
+        if not isinstance(value, Mapping):
+            lines.append(f"  {tomlkit.key(key).as_string()} = {tomlkit.item(value).as_string()}\n")
+    inner = [_written((*keys, key), value) for key, value in table.items() if isinstance(value, Mapping)]
+    return "".join(lines + inner)
+
+
+def without_block(text: str) -> str:
+    """The text without our block. A line break that the block needed in front of it stays: it hurts nobody."""
+    start = text.find(BEGIN)
+    end = text.find(END, start)
+    return text if start < 0 or end < 0 else text[:start] + text[end + len(END) :]
+
+
+def put(text: str, tables: Mapping[Keys, Mapping[str, Any]], path: str, ours: Sequence[Keys] = ()) -> str:
+    """`ours` is what is taken out first, the tables themselves unless it is given. Raises ConfigError when the file is
+    written so that tables cannot be added at its end."""
+    rest = drop(text, ours or list(tables), path)
+    block = BEGIN + "".join(_written(keys, table) for keys, table in tables.items()) + END
+    result = rest + ("" if not rest or rest.endswith("\n") else "\n") + block
+    try:
+        value = check(result, path)
+    except ConfigError:
+        value = {}
+    for keys, table in tables.items():
+        if not value or at(value, keys) != table:
+            hint = f"write what is below {_name(keys[:1])} as [tables], and not inline"
+            raise ConfigError(f"{path}: [{_name(keys)}] cannot be added at its end", hint)
+    return result
+
+
+def drop(text: str, tables: Sequence[Keys], path: str) -> str:
+    """Raises ConfigError."""
+    text = without_block(text)
+    for keys in tables:
+        document = _document(text, path)
+        if _delete(document, keys):
+            text = tomlkit.dumps(document)
+    return text
+
+
+def _delete(value: Any, keys: Sequence[str]) -> bool:
+    """Removes keys[-1], and the tables above it that hold nothing then. False: it is not there."""
+    if not isinstance(value, Mapping) or keys[0] not in value:
+        return False
+    if len(keys) > 1:
+        inner = value[keys[0]]
+        if not _delete(inner, keys[1:]):
+            return False
+        if inner:
+            return True
+    del value[keys[0]]  # type: ignore[attr-defined]
+    return True
+
+
+def imports(value: Mapping[str, Any], path: str) -> list[str]:
+    """Raises ConfigError."""
+    found = value.get("imports", [])
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{path}: imports must be a list of texts", "mend the file")
+    return found
+
+
+def add_import(text: str, glob: str, path: str) -> str:
+    """The same text with one more entry in `imports`, which is made where there is none."""
+    document = _document(text, path)
+    if "imports" in document:
+        document["imports"].append(glob)
+    else:
+        document["imports"] = [glob]  # tomlkit puts it before the first table
+    return tomlkit.dumps(document)
+
+
+def drop_import(text: str, glob: str, path: str) -> str:
+    """Raises ConfigError."""
+    document = _document(text, path)
+    found = imports(document.unwrap(), path)
+    if glob not in found:
+        return text
+    if len(found) == 1:
+        del document["imports"]
+    else:
+        del document["imports"][found.index(glob)]
+    return tomlkit.dumps(document)

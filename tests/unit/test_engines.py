@@ -1,0 +1,392 @@
+"""Each engine's own: which text becomes which, on hosts that are a dict. test_configure.py has what they share."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import tomlkit
+from gpushare.engines import basespec, containerd, crio, docker, hookfiles, podman, tomltext
+from gpushare.engines.base import UNKNOWN, Change, Engine, Proposal, Settings
+from gpushare.engines.configure import ENGINES
+from gpushare.errors import ConfigError
+
+from tests.tools import engine_snippets
+from tests.tools.engine_snippets import SETTINGS, Tree
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "configure"
+CRI2, CRI3 = "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"
+OLD, NEW = SETTINGS._replace(engine_version="1.7"), SETTINGS._replace(engine_version="2.1")
+MAIN = containerd.FILE
+DEBIAN = """\
+# of the package
+version = 2
+
+[plugins]
+  [plugins."io.containerd.grpc.v1.cri"]
+    [plugins."io.containerd.grpc.v1.cri".cni]
+      bin_dir = "/usr/lib/cni"   # here
+"""
+KUBEADM = """\
+version = 3
+imports = ["/etc/containerd/conf.d/*.toml"]
+[plugins.'io.containerd.cri.v1.runtime'.containerd]
+  default_runtime_name = 'runc'
+  [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+    runtime_type = 'io.containerd.runc.v2'
+    snapshotter = 'zfs'
+    pod_annotations = ['a.io/*']
+    [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
+      BinaryName = '/usr/sbin/runc'
+      SystemdCgroup = true
+"""
+
+
+def applied(proposal: Proposal, files: dict[str, str]) -> dict[str, str]:
+    """The files after it."""
+    result = dict(files)
+    for change in proposal.changes:
+        assert files.get(change.path) == change.before
+        if change.after is None:
+            del result[change.path]
+        else:
+            result[change.path] = change.after
+    return result
+
+
+def configured(engine: Engine, files: dict[str, str], settings: Settings = SETTINGS) -> dict[str, str]:
+    """The files after it; a second time changes nothing."""
+    result = applied(engine.propose(settings, Tree(files)), files)
+    assert engine.propose(settings, Tree(result)).changes in ((), [])
+    assert any(engine.entry(path, result[path]) for path in engine.paths(settings) if path in result)
+    return result
+
+
+def withdrawn(engine: Engine, files: dict[str, str], before: dict[str, str], settings: Settings = SETTINGS) -> Any:
+    """The files after an undo that takes only our entries out."""
+    result = dict(files)
+    for path in engine.paths(settings):
+        if path in result:
+            left = engine.withdraw(path, result.pop(path), before.get(path))
+            if left is not None:
+                result[path] = left
+    return result
+
+
+def handler(files: dict[str, str], path: str = MAIN, plugin: str = CRI2) -> Any:
+    return tomlkit.parse(files[path]).unwrap()["plugins"][plugin]["containerd"]["runtimes"]
+
+
+# containerd
+
+
+def test_before_2_1_the_entry_goes_into_the_file_and_runc_stays() -> None:
+    """Tried with 1.6: with runtimes in the file, those that are not there are gone."""
+    files = {MAIN: DEBIAN}
+    after = configured(containerd, files, OLD)
+    assert after[MAIN].startswith(DEBIAN) and set(after) == {MAIN}
+    assert handler(after)["runc"] == {"runtime_type": "io.containerd.runc.v2"}
+    assert handler(after)["gpushare"] == {
+        "runtime_type": "io.containerd.runc.v2",
+        "pod_annotations": ["gpushare.io/*", "*.gpushare.io/*"],
+        "container_annotations": ["gpushare.io/*", "*.gpushare.io/*"],
+        "options": {"BinaryName": "/usr/bin/gpushare-runtime"},
+    }
+    assert withdrawn(containerd, after, files) == files
+
+
+def test_from_2_1_on_a_drop_in_that_is_imported() -> None:
+    files = {MAIN: DEBIAN}
+    after = configured(containerd, files, NEW)
+    imported = 'imports = ["/etc/containerd/conf.d/gpushare*.toml"]\n'
+    assert after[MAIN] == DEBIAN.replace("version = 2\n", "version = 2\n" + imported)
+    assert set(handler(after, containerd.DROP_IN)) == {"gpushare"}
+    assert tomlkit.parse(after[containerd.DROP_IN])["version"] == 2  # as the file that imports it
+    assert withdrawn(containerd, after, files) == files
+
+
+def test_the_default_handlers_options_are_ours_too() -> None:
+    files = {MAIN: KUBEADM}
+    after = configured(containerd, files, NEW)
+    assert after[MAIN] == KUBEADM  # it imports the folder already
+    table = handler(after, containerd.DROP_IN, CRI3)["gpushare"]
+    assert table["options"] == {"BinaryName": "/usr/bin/gpushare-runtime", "SystemdCgroup": True}
+    assert table["snapshotter"] == "zfs"
+    assert table["pod_annotations"] == ["a.io/*", "gpushare.io/*", "*.gpushare.io/*"]
+    assert withdrawn(containerd, after, files) == files
+
+
+def test_version_4_names_the_plugin_as_3_does() -> None:
+    after = configured(containerd, {MAIN: KUBEADM.replace("version = 3", "version = 4")}, NEW)
+    assert tomlkit.parse(after[containerd.DROP_IN])["version"] == 4
+    assert "gpushare" in handler(after, containerd.DROP_IN, CRI3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "dump", "drop_in", "version"),
+    [
+        ("containerd github.com/containerd/containerd 1.6.20~ds1 x", "", False, 2),
+        ("containerd github.com/containerd/containerd v1.7.27 x", "", False, 2),
+        ("containerd github.com/containerd/containerd/v2 v2.0.5 x", "", False, 3),
+        ("containerd github.com/containerd/containerd/v2 v2.1.0 x", "", True, 3),
+        ("containerd github.com/containerd/containerd/v2 v2.3.0-rc.0 x", "", True, 3),
+        ("containerd github.com/containerd/containerd/v2 v10.0.0 x", "", True, 3),
+        (None, "version = 4\n", True, 3),
+        (None, "version = 3\n", False, 3),
+        (None, "version = 2\n", False, 2),
+        (None, "", False, 2),
+        ("nonsense", "", False, 2),
+    ],
+)
+def test_what_the_engine_is_decides(answer: Optional[str], dump: str, drop_in: bool, version: int) -> None:
+    answers = {"containerd --version": answer} if answer else {}
+    proposal = containerd.propose(SETTINGS._replace(dump=dump), Tree({}, answers))
+    after = applied(proposal, {})
+    assert (containerd.DROP_IN in after) == drop_in
+    assert tomlkit.parse(after[MAIN])["version"] == version
+
+
+def test_a_new_main_file_imports_what_containerd_would_without_it() -> None:
+    after = configured(containerd, {}, NEW)
+    assert tomlkit.parse(after[MAIN]).unwrap() == {"version": 3, "imports": ["/etc/containerd/conf.d/*.toml"]}
+    assert withdrawn(containerd, after, {}) == {}
+    assert withdrawn(containerd, configured(containerd, {}, OLD), {}) == {}
+
+
+def test_before_2_1_the_imported_section_that_counts_gets_the_entry() -> None:
+    """Else ours would be in a section that containerd throws away."""
+    other = "/etc/containerd/conf.d/99-other.toml"
+    section = f'version = 2\n[plugins."{CRI2}".containerd.runtimes.other]\n  runtime_type = "io.containerd.other.v1"\n'
+    files = {MAIN: 'version = 2\nimports = ["conf.d/*.toml"]\n' + DEBIAN.partition("version = 2\n")[2], other: section}
+    proposal = containerd.propose(OLD, Tree(files))
+    after = applied(proposal, files)
+    assert after[MAIN] == files[MAIN] and set(handler(after, other)) == {"other", "gpushare"}
+    assert "that counts" in proposal.notes[0]
+    assert containerd.propose(OLD, Tree(after)).changes == []
+
+
+def test_an_upgrade_of_containerd_moves_the_entry() -> None:
+    files = {MAIN: DEBIAN}
+    upgraded = configured(containerd, configured(containerd, files, OLD), NEW)
+    assert "runtimes" not in upgraded[MAIN] and "gpushare" in handler(upgraded, containerd.DROP_IN)
+    back = configured(containerd, upgraded, OLD)
+    assert containerd.DROP_IN not in back and "gpushare" in handler(back)
+
+
+def test_a_rewritten_file_loses_our_comments_and_is_still_undone() -> None:
+    files = {MAIN: DEBIAN}
+    after = configured(containerd, files, OLD)
+    bare = tomlkit.dumps(tomlkit.parse(after[MAIN]).unwrap())
+    assert tomltext.BEGIN not in bare
+    left = containerd.withdraw(MAIN, bare, DEBIAN)
+    assert left is not None and "gpushare" not in left
+    again = configured(
+        containerd, {MAIN: bare}, SETTINGS._replace(engine_version="1.7", program="/opt/gpushare-runtime")
+    )
+    assert handler(again)["gpushare"]["options"]["BinaryName"] == "/opt/gpushare-runtime"
+
+
+def test_hook_only_keeps_the_runtime_and_adds_hooks_to_the_base_spec() -> None:
+    settings = NEW._replace(hook_only=True, config="/c.yaml")
+    after = configured(containerd, {MAIN: KUBEADM}, settings)
+    table = handler(after, containerd.DROP_IN, CRI3)["gpushare"]
+    assert table["options"] == {"BinaryName": "/usr/sbin/runc", "SystemdCgroup": True}
+    assert table["base_runtime_spec"] == containerd.BASE_SPEC
+    spec = json.loads(after[containerd.BASE_SPEC])
+    assert {key: value for key, value in spec.items() if key != "hooks"} == basespec.default()
+    for stage in ("prestart", "poststop"):
+        (hook,) = spec["hooks"][stage]
+        assert hook["path"] == "/usr/bin/gpushare-hook"
+        assert hook["args"] == ["gpushare-hook", "--config", "/c.yaml", stage]
+    assert withdrawn(containerd, after, {MAIN: KUBEADM}) == {MAIN: KUBEADM}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_base_spec_of_the_engine(own: bool) -> None:
+    """The default handler's, else what ctr says; its hooks stay and cgroupsPath of nobody's container goes."""
+    spec = json.dumps(
+        {"ociVersion": "1", "linux": {"cgroupsPath": "/default"}, "hooks": {"prestart": [{"path": "/x"}]}}
+    )
+    line = "    base_runtime_spec = '/etc/base.json'\n"
+    text = KUBEADM.replace("    snapshotter", line + "    snapshotter") if own else KUBEADM
+    tree = Tree({MAIN: text, "/etc/base.json": spec if own else "{"}, {} if own else {"ctr oci spec": spec})
+    after = applied(containerd.propose(NEW._replace(hook_only=True), tree), tree.files)
+    found = json.loads(after[containerd.BASE_SPEC])
+    assert [hook["path"] for hook in found["hooks"]["prestart"]] == ["/x", "/usr/bin/gpushare-hook"]
+    assert found["linux"] == {}
+
+
+def test_base_spec_that_is_missing_elsewhere_is_as_containerds() -> None:
+    value = basespec.default()
+    assert value["process"]["noNewPrivileges"] is True
+    assert "/sys/firmware" in value["linux"]["maskedPaths"] and "/proc/sys" in value["linux"]["readonlyPaths"]
+    assert value["linux"]["resources"]["devices"] == [{"allow": False, "access": "rwm"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("version = 2\n[x", f"{MAIN}:2: not valid TOML"),
+        ("version = 2\nversion = 2\n", f'{MAIN}:2: not valid TOML: Key "version" already exists; mend'),
+        ("[plugins.cri]\nx = 1\n", "version 1 of the configuration file (it names no other); write it as version 2"),
+        ("version = 1\n", "version 1 of the configuration file"),
+        ("version = 5\n", "version 5 is not known; known: 2, 3, 4; update gpushare"),
+        ('version = "2"\n', "version '2' is not known"),
+        ('disabled_plugins = ["cri"]\n', "disabled_plugins switches CRI off; take it out of that list"),
+        (f'version = 3\ndisabled_plugins = ["{CRI3}"]\n', "disabled_plugins switches CRI off"),
+        ("version = 2\nimports = 1\n", "imports must be a list of texts"),
+        ("version = 2\nplugins = 1\n", "plugins must be a table, not int"),
+        (f'version = 2\n[plugins]\n"{CRI2}" = {{containerd = {{}}}}\n', "cannot be added at its end; write"),
+        (f'version = 2\n[plugins."{CRI2}".containerd]\nruntimes = 3\n', "runtimes must be a table, not int"),
+    ],
+)
+def test_containerd_files_that_are_wrong(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        containerd.propose(OLD, Tree({MAIN: text}))
+    assert message in str(caught.value) and MAIN in str(caught.value)
+
+
+def test_containerd_settings_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="cannot give a runtime arguments .--gpushare-state /s."):
+        containerd.propose(NEW._replace(state_dir="/s"), Tree({}))
+    with pytest.raises(ConfigError, match="'two' is no version; write it as 1.7 or 2.1"):
+        containerd.propose(SETTINGS._replace(engine_version="two"), Tree({}))
+
+
+def test_another_default_runtime_is_noted() -> None:
+    text = KUBEADM.replace("/usr/sbin/runc", "/usr/bin/crun")
+    assert "'/usr/bin/crun'" in containerd.propose(NEW, Tree({MAIN: text})).notes[0]
+
+
+# CRI-O and podman
+
+
+def test_crio() -> None:
+    """No allowed_annotations: CRI-O refuses to start with one that it does not know."""
+    after = configured(crio, {})
+    table = tomlkit.parse(after[crio.FILE]).unwrap()["crio"]["runtime"]["runtimes"]["gpushare"]
+    assert (table["runtime_path"], table["runtime_type"]) == ("/usr/bin/gpushare-runtime", "oci")
+    assert "allowed_annotations" not in table and set(after) == {crio.FILE}
+    assert withdrawn(crio, after, {}) == {}
+    with pytest.raises(ConfigError, match="CRI-O cannot give a runtime arguments"):
+        crio.propose(SETTINGS._replace(config="/c"), Tree({}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "main"), [(crio, "/etc/crio/crio.conf"), (podman, "/etc/containers/containers.conf")]
+)
+def test_hooks_are_added_to_the_folders_that_somebody_has_set(engine: Any, main: str) -> None:
+    table = ".".join(engine._TABLE)
+    files = {main: f'[{table}]\nhooks_dir = ["/mine"]\n'}
+    after = configured(engine, files, SETTINGS._replace(hook_only=True, state_dir="/s"))
+    assert tomltext.at(tomlkit.parse(after[engine.FILE]).unwrap(), engine._TABLE) == {
+        "hooks_dir": ["/mine", engine.HOOKS]
+    }
+    for stage, name in (("prestart", "gpushare.json"), ("poststop", "gpushare-poststop.json")):
+        value = json.loads(after[f"{engine.HOOKS}/{name}"])
+        assert value["version"] == "1.0.0" and value["when"] == {"always": True} and value["stages"] == [stage]
+        assert value["hook"]["args"] == ["gpushare-hook", "--state", "/s", stage]
+        assert [one.partition("=")[0] for one in value["hook"]["env"]] == ["PATH"]
+    assert withdrawn(engine, after, files) == files
+    later = f"{engine.FILE.rpartition('/')[0]}/zz.conf"
+    notes = engine.propose(SETTINGS._replace(hook_only=True), Tree({**files, later: files[main]})).notes
+    assert later in notes[0] and "counts more than ours" in notes[0]
+
+
+def test_podman_runtime_and_hook() -> None:
+    after = configured(podman, {})
+    table = tomlkit.parse(after[podman.FILE]).unwrap()["engine"]
+    assert table["runtimes"] == {"gpushare": ["/usr/bin/gpushare-runtime"]}
+    assert table["hooks_dir"] == ["/usr/share/containers/oci/hooks.d", podman.HOOKS]
+    proposal = podman.propose(SETTINGS._replace(config="/c"), Tree({}))
+    assert "only the hook was added" in proposal.notes[0]
+    assert "runtimes" not in applied(proposal, {})[podman.FILE]
+
+
+@pytest.mark.parametrize("engine", [crio, podman])
+def test_hook_files_of_others_are_left_alone(engine: Any) -> None:
+    path = f"{engine.HOOKS}/gpushare.json"
+    other = '{"version": "1.0.0", "hook": {"path": "/usr/bin/other"}}'
+    with pytest.raises(ConfigError, match="runs another program; move it away"):
+        engine.propose(SETTINGS._replace(hook_only=True), Tree({path: other}))
+    assert engine.withdraw(path, other, None) == other
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        engine.propose(SETTINGS._replace(hook_only=True), Tree({path: "{"}))
+
+
+@pytest.mark.parametrize("engine", [crio, podman])
+def test_what_somebody_adds_to_our_drop_in_stays(engine: Any) -> None:
+    after = configured(engine, {})
+    mine = "[mine]\nx = 1 # y\n"
+    edited = {**after, engine.FILE: after[engine.FILE] + mine}
+    assert withdrawn(engine, edited, {}) == {engine.FILE: mine}
+    again = configured(engine, edited, SETTINGS._replace(program="/opt/bin/gpushare-runtime"))
+    assert again[engine.FILE].startswith(mine)
+
+
+def test_no_engine_shares_a_file_with_another() -> None:
+    """Else undoing one would take the other's entry."""
+    every = [path for engine in ENGINES.values() for path in engine.paths(SETTINGS)]
+    assert len(every) == len(set(every))
+
+
+# docker: what is not in test_configure.py
+
+
+@pytest.mark.parametrize("text", ["", " \n", "{}", '{"runtimes": null}', '{"runtimes": {}}'])
+def test_docker_takes_what_dockerd_takes(text: str) -> None:
+    after = configured(docker, {docker.FILE: text})
+    assert json.loads(after[docker.FILE])["runtimes"]["gpushare"]["path"] == "/usr/bin/gpushare-runtime"
+    left = docker.withdraw(docker.FILE, after[docker.FILE], UNKNOWN)
+    assert left is not None and json.loads(left) == {}
+
+
+# what is written down
+
+
+def test_snippets_are_what_configure_writes() -> None:
+    folder = engine_snippets.FOLDER
+    there = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert there == engine_snippets.texts(), "run python -m tests.tools.engine_snippets"
+
+
+CASES: dict[str, tuple[Any, Settings, dict[str, str]]] = {
+    "docker": (
+        docker,
+        SETTINGS._replace(default=True),
+        {docker.FILE: '{\n  "dns": ["1.1.1.1"],\n  "debug": true\n}\n'},
+    ),
+    "containerd-1.7": (containerd, OLD, {MAIN: DEBIAN}),
+    "containerd-2.1": (containerd, NEW, {MAIN: DEBIAN}),
+    "containerd-2.1-kubeadm": (containerd, NEW, {MAIN: KUBEADM}),
+    "containerd-hook-only": (containerd, NEW._replace(hook_only=True), {MAIN: KUBEADM}),
+    "crio": (crio, SETTINGS, {}),
+    "crio-hook-only": (crio, SETTINGS._replace(hook_only=True), {}),
+    "podman": (podman, SETTINGS, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dry_run_golden(name: str) -> None:
+    engine, settings, files = CASES[name]
+    text = "".join(change.diff() for change in engine.propose(settings, Tree(files)).changes)
+    path = GOLDEN / f"{name}.diff"
+    if os.environ.get("GOLDEN_WRITE"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_a_change_describes_itself() -> None:
+    assert Change("/a", None, "x").describe() == "create /a"
+    assert Change("/a", "x", None).describe() == "remove /a"
+    assert Change("/a", "x", "y\n").diff() == "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-x\n\\ No newline at end of file\n+y\n"
+
+
+def test_hook_timeout_is_longer_than_our_own() -> None:
+    from gpushare import hook
+
+    assert hookfiles._TIMEOUT_S > hook.DEADLINE_S
