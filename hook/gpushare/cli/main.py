@@ -11,7 +11,7 @@ import click
 
 from .. import log, names
 from ..errors import GpushareError
-from . import config, containers, devices, explain, node, prune, runtime
+from . import config, containers, devices, explain, labels, node, prune, runtime, uninstall
 from .options import Paths
 
 
@@ -33,6 +33,8 @@ for command in (
     prune.prune,
     config.config,
     runtime.runtime,
+    labels.labels,
+    uninstall.uninstall,
     node.refresh,
     node.version,
 ):

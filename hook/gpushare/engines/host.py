@@ -141,7 +141,7 @@ class Host:
             os.unlink(full)
             return
         status = self._status(change.path)
-        temporary = f"{full}.gpushare-new"
+        temporary = os.path.join(os.path.dirname(full), f".{os.path.basename(full)}.gpushare-new")  # nobody reads it
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             fd = os.open(temporary, flags, 0o600)

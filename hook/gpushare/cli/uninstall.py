@@ -1,0 +1,51 @@
+"""gpushare uninstall."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from .. import log
+from .. import uninstall as removal
+from ..engines.host import Host
+from ..errors import GpushareError
+from .options import Paths, with_format
+from .output import write_json, write_line
+from .runtime import settings_of
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Say what would be done, do nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Also while containers hold a share; they go on running.")
+@click.option("--purge", is_flag=True, help="Also remove /etc/gpushare.")
+@click.option("--root", default="/", metavar="DIR", help="Change files below DIR.")
+@with_format
+@click.pass_obj
+def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: bool, root: str, output: str) -> None:
+    """Take gpushare out of all engines, and its state away.
+
+    The programs stay: the package manager that installed them removes them.
+    """
+    host, settings = Host(root), settings_of(paths, "")
+    plan = removal.plan(settings, host, purge, force)
+    lines = plan.lines()
+    if output == "json":
+        write_json({"dry_run": dry_run, "steps": lines, "next": plan.next()})
+    for line in lines if output != "json" else ():
+        write_line(line)
+    if not lines:
+        if output != "json":
+            write_line("nothing to do")
+        return
+    if dry_run:
+        return
+    if not yes:
+        if not sys.stdin.isatty():
+            raise GpushareError("nothing was done, because nobody can be asked", "say --yes")
+        click.confirm("Do this?", abort=True, err=True)
+    removal.carry_out(plan, settings, host, force)
+    for command in plan.next():
+        log.to_stderr(f"gpushare: now run: {command}")
+    log.to_stderr("gpushare: the programs stay; your package manager removes them")

@@ -1,0 +1,184 @@
+"""gpushare uninstall and gpushare labels, through the command line, on a host below a temporary root."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import labels, leasefile, leases, procs, storage
+from gpushare.cli import facts, main
+from gpushare.engines.configure import ENGINES
+from gpushare.ops import TenantTmpfs, WriteLimits
+
+from tests.lib import rootfs
+from tests.unit import pure
+
+HAND = '{\n  "debug": true\n}\n'
+MAIN = "version = 2\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """A host with docker's and containerd's files, and everything configured."""
+    root = tmp_path / "root"
+    for name, text in (("etc/docker/daemon.json", HAND), ("etc/containerd/config.toml", MAIN)):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text(text)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("gpushare-runtime", "gpushare-hook"):
+        (programs / name).touch(0o755)
+    (root / "run").mkdir()
+    for engine in ENGINES:
+        options = ["--root", str(root), "--program", str(programs / "gpushare-runtime")]
+        assert main(["runtime", "configure", engine, *options, "--profile", "workstation"]) == 0
+    storage.prepare(str(root / "run/gpushare"))
+    yield root
+    rootfs.unmount_below(root)
+
+
+@pytest.fixture
+def cli(root: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    capfd.readouterr()
+
+    def run(*args: str) -> tuple[int, str, str]:
+        code = main(["uninstall", "--root", str(root), *args])
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def container(root: Path) -> Iterator[Path]:
+    """A container that holds a share: its own tmpfs."""
+    state = str(root / "run/gpushare")
+    with subprocess.Popen(["sleep", "inf"]) as process:
+        me, init = procs.myself(), procs.find(process.pid)
+        assert init is not None
+        lease = pure.lease(pure.share(0, 0, 1 << 30), container_id="c1")._replace(
+            boot_id=procs.boot_id(), creator_pid=me.pid, creator_start=me.start
+        )
+        folder = Path(storage.container_dir(state, "c1"))
+        folder.mkdir()
+        (folder / "lease.json").write_bytes(leasefile.to_json(lease))
+        share = storage.make_share_dir(state, "c1")
+        storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
+        storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
+        leases.hold(state, lease, init, procs.cgroup_of(init.pid))
+        yield folder / "rw"
+        process.kill()
+
+
+def mounts_below(root: Path) -> list[str]:
+    return [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {root}/" in line]
+
+
+def files(root: Path) -> dict[str, str]:
+    """Without the state."""
+    return {str(path.relative_to(root)): path.read_text() for path in root.glob("[!r]*/**/*") if path.is_file()}
+
+
+def test_everything_goes_and_what_was_there_before_stays(cli: Callable[..., Any], root: Path) -> None:
+    code, text, error = cli("--yes")
+    assert code == 0 and "the programs stay; your package manager removes them" in error
+    for command in ("systemctl reload docker", "systemctl restart containerd", "systemctl restart crio"):
+        assert f"now run: {command}\n" in error
+    assert f"unmount {root}/run/gpushare\n" in text and "change /etc/docker/daemon.json\n" in text
+    left = files(root)
+    assert left.pop("etc/gpushare/config.yaml").startswith("# gpushare")
+    assert left == {"etc/docker/daemon.json": HAND, "etc/containerd/config.toml": MAIN}
+    assert (
+        mounts_below(root) == [] and not (root / "run/gpushare").exists() and not (root / "var/lib/gpushare").exists()
+    )
+    assert cli("--yes") == (0, "nothing to do\n", "")
+
+
+def test_purge_takes_the_configuration_too(cli: Callable[..., Any], root: Path) -> None:
+    (root / labels.FILE.lstrip("/")).parent.mkdir(parents=True)
+    (root / labels.FILE.lstrip("/")).touch()
+    assert "remove /etc/gpushare\n" in cli("--yes", "--purge")[1]
+    assert files(root) == {"etc/docker/daemon.json": HAND, "etc/containerd/config.toml": MAIN}
+
+
+def test_dry_run_and_unanswered_question_do_nothing(cli: Callable[..., Any], root: Path) -> None:
+    before = files(root)
+    code, planned, _ = cli("--dry-run")
+    assert code == 0 and "remove /etc/containers/containers.conf.d/gpushare.conf\n" in planned
+    code, asked, error = cli()
+    assert (code, asked) == (1, planned) and "say --yes" in error
+    assert files(root) == before and mounts_below(root)
+    value = json.loads(cli("--dry-run", "--format", "json")[1])
+    assert value["steps"] == planned.splitlines() and "systemctl reload docker" in value["next"]
+
+
+def test_containers_that_hold_a_share_are_in_the_way(cli: Callable[..., Any], root: Path, container: Path) -> None:
+    before = files(root)
+    code, out, error = cli("--yes")
+    assert (code, out) == (75, "") and "1 containers hold a share: c1; stop them first" in error
+    assert files(root) == before
+    with open(container / "usage", "rb") as page:  # what a running container has open
+        assert cli("--yes", "--force")[0] == 0
+        assert mounts_below(root) == [] and not (root / "run/gpushare").exists()
+        assert len(page.read()) > 0
+
+
+def test_a_lease_that_cannot_be_read_is_in_the_way(cli: Callable[..., Any], root: Path, container: Path) -> None:
+    (container.parent / "lease.json").write_text("{")
+    assert cli("--yes")[0] == 75
+
+
+def test_an_engine_file_that_is_broken_stops_it_before_anything_is_done(cli: Callable[..., Any], root: Path) -> None:
+    (root / "etc/docker/daemon.json").write_text("{")
+    before = files(root)
+    code, out, error = cli("--yes")
+    assert (code, out) == (78, "") and "/etc/docker/daemon.json:1:2" in error
+    assert files(root) == before and mounts_below(root)
+
+
+# gpushare labels
+
+
+@pytest.mark.parametrize(
+    ("policy", "overcommit", "mib"),
+    [
+        ({}, 1.0, 32768),
+        ({}, 1.5, 49152),
+        ({"allowed_devices": ("1",)}, 1.0, 16384),
+        ({"allowed_devices": ("7",)}, 1.0, 0),
+    ],
+)
+def test_labels_count_what_can_be_granted(policy: Any, overcommit: float, mib: int) -> None:
+    text = labels.feature_file(pure.node(overcommit=overcommit, **policy))
+    assert f"# +no-label\ngpushare.io/memory-mib={mib}\n" in text
+    assert f"gpushare.io/present={'true' if mib else 'false'}\n" in text
+    for line in text.splitlines():
+        assert line.startswith("#") or re.fullmatch(r"[a-z0-9.]+/[a-z-]+=[a-z0-9]+", line), line
+
+
+def test_divided_gpus_count_as_their_parts() -> None:
+    node = pure.node()
+    part = pure.device(0, uuid="MIG-1", parent=pure.UUIDS[0], mig_index=0, memory_bytes=4 << 30)
+    divided = node._replace(inventory=node.inventory._replace(mig=(part,)))
+    assert labels.grantable_mib(divided) == (4 + 16) * 1024
+    unknown = pure.node(memory_bytes=0)
+    assert "present=false" in labels.feature_file(unknown)
+
+
+def test_labels_are_written_whole_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(facts, "host", lambda paths: pure.node())
+    path = tmp_path / "features.d" / "gpushare"
+    assert main(["labels", "--dry-run", "--output", str(path)]) == 0
+    text = capfd.readouterr().out
+    assert text == labels.feature_file(pure.node()) and not path.parent.exists()
+    assert main(["labels", "--output", str(path)]) == 0 and path.read_text() == text
+    assert os.listdir(path.parent) == ["gpushare"]
+    assert capfd.readouterr().out == f"create {path}\n"
+    assert main(["labels", "--output", str(path)]) == 0 and capfd.readouterr().out == "nothing to do\n"
