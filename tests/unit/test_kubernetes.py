@@ -1,0 +1,243 @@
+"""packaging/kubernetes: a manifest has only fields that its API has, and the admission policy lets in what it should.
+
+The schemas are trimmed from the public API. Expressions are evaluated by cel-python; `quantity` is Kubernetes' own
+addition to the language.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Optional
+
+import celpy
+import jsonschema
+import pytest
+import yaml
+from celpy import celtypes
+from gpushare import labels, names
+from gpushare.engines.base import RUNTIME
+
+from tests.lib.host import TREE
+from tests.unit import pure
+
+FOLDER = TREE / "packaging" / "kubernetes"
+SCHEMAS = TREE / "tests" / "schemas"
+MANIFESTS = sorted(path.name for path in FOLDER.glob("*.yaml"))
+RESOURCE = "gpushare.io/memory-mib"
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+
+
+def documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+def by_kind(kind: str) -> Any:
+    (found,) = (one for name in MANIFESTS for one in documents(name) if one["kind"] == kind)
+    return found
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_have_the_fields_of_their_api(name: str) -> None:
+    for document in documents(name):
+        schema = json.loads((SCHEMAS / f"{document['kind'].lower()}.json").read_text())
+        jsonschema.Draft202012Validator(schema).validate(document)
+
+
+def test_schemas_are_strict() -> None:
+    for path in SCHEMAS.glob("*.json"):
+        schema = json.loads(path.read_text())
+        jsonschema.Draft202012Validator.check_schema(schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.Draft202012Validator(schema).validate({"kind": path.stem, "more": 1})
+
+
+def test_parts_fit_together() -> None:
+    """Handler, label, resource and binding are the names that other parts write."""
+    runtime_class = by_kind("RuntimeClass")
+    assert runtime_class["handler"] == RUNTIME
+    features = dict(line.split("=") for line in labels.feature_file(pure.node()).splitlines() if line[0] != "#")
+    assert runtime_class["scheduling"]["nodeSelector"].items() <= features.items()
+    (rule,) = by_kind("NodeFeatureRule")["spec"]["rules"]
+    assert rule["extendedResources"] == {RESOURCE: f"@local.feature.{RESOURCE}"} and RESOURCE in features
+    assert list(rule["matchFeatures"][0]["matchExpressions"]) == [RESOURCE]
+    policy, binding = by_kind("ValidatingAdmissionPolicy"), by_kind("ValidatingAdmissionPolicyBinding")
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    assert binding["spec"]["validationActions"] == ["Deny"] and policy["spec"]["failurePolicy"] == "Fail"
+
+
+def quantity(text: celtypes.StringType) -> celtypes.IntType:
+    """Raises ValueError, as Kubernetes' own does."""
+    match = re.fullmatch(r"(\d+)([kMG]|[KMG]i)?", text)
+    if match is None:
+        raise ValueError(f"quantity {text!r}")
+    return celtypes.IntType(int(match[1]) * UNITS[match[2] or ""])
+
+
+class Policy:
+    """The policy, evaluated as the API server does: variables in their order, then the validations."""
+
+    def __init__(self) -> None:
+        spec = by_kind("ValidatingAdmissionPolicy")["spec"]
+        self.environment = celpy.Environment()
+        self.functions: Any = {"quantity": quantity, "asInteger": lambda value: value, "contains": self.contains}
+        self.conditions = [self.compiled(one["expression"]) for one in spec["matchConditions"]]
+        self.variables = [(one["name"], self.compiled(one["expression"])) for one in spec["variables"]]
+        self.validations = [(one["message"], self.compiled(one["expression"])) for one in spec["validations"]]
+
+    @staticmethod
+    def contains(text: celtypes.StringType, part: celtypes.StringType) -> celtypes.BoolType:
+        return celtypes.BoolType(str(part) in str(text))
+
+    def compiled(self, expression: str) -> celpy.Runner:
+        return self.environment.program(self.environment.compile(expression), functions=self.functions)
+
+    def refusals(self, pod: dict[str, Any]) -> list[str]:
+        """Messages of the validations that are false, or fail (failurePolicy)."""
+        context: dict[str, Any] = {"object": celpy.json_to_cel(pod), "variables": celtypes.MapType({})}
+        if not all(program.evaluate(context) for program in self.conditions):
+            return []
+        for name, program in self.variables:
+            context["variables"][celtypes.StringType(name)] = program.evaluate(context)
+        found = []
+        for message, program in self.validations:
+            try:
+                allowed = bool(program.evaluate(context))
+            except celpy.CELEvalError:
+                allowed = False
+            found += [] if allowed else [message]
+        return found
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return Policy()
+
+
+def container(name: str = "app", mib: Any = None, **env: Optional[str]) -> dict[str, Any]:
+    """A value of None comes from elsewhere (valueFrom)."""
+    result: dict[str, Any] = {"name": name, "image": "i"}
+    if env:
+        result["env"] = [
+            {"name": key, "value": value} if value is not None else {"name": key, "valueFrom": {}}
+            for key, value in env.items()
+        ]
+    if mib is not None:
+        result["resources"] = {"limits": {RESOURCE: mib, "cpu": "1"}}
+    return result
+
+
+def pod(*containers: dict[str, Any], runtime: Optional[str] = RUNTIME, annotations: Any = None, **spec: Any) -> Any:
+    metadata: dict[str, Any] = {"name": "p"}
+    if annotations is not None:
+        metadata["annotations"] = annotations
+    if runtime is not None:
+        spec["runtimeClassName"] = runtime
+    return {"metadata": metadata, "spec": {"containers": list(containers), **spec}}
+
+
+SCOPED = "app.gpushare.io/memory"
+ALLOWED = {
+    "asks for nothing": pod(container(), runtime=None),
+    "asks for nothing, other annotations": pod(container(X="1"), runtime=None, annotations={"a.io/b": "c"}),
+    "variable": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi")),
+    "variable in MiB": pod(container(mib="512", GPUSHARE_MEMORY="512Mi")),
+    "limit as the API server writes it": pod(container(mib="4k", GPUSHARE_MEMORY="4000Mi")),
+    "limit as a number": pod(container(mib=4096, GPUSHARE_MEMORY="4Gi")),
+    "annotation": pod(container(mib="4096"), annotations={SCOPED: "4Gi"}),
+    "annotation with more": pod(container(mib="4096"), annotations={SCOPED: "4Gi", "app.gpushare.io/compute": "30%"}),
+    "one device": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_DEVICES="any")),
+    "one of two": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), container("side")),
+    "two of two": pod(container("a", "4096", GPUSHARE_MEMORY="4Gi"), container("b", "1024", GPUSHARE_MEMORY="1Gi")),
+    "init container": pod(container(), initContainers=[container("i", "1024", GPUSHARE_MEMORY="1Gi")]),
+    "no request but ours": pod(container(GPUSHARE_LOG="debug"), runtime=None),
+    "being deleted": {"metadata": {"name": "p", "deletionTimestamp": "x"}, "spec": pod(container(mib="1"))["spec"]},
+    "debugger": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), ephemeralContainers=[container("d", X="1")]),
+}
+REFUSED = {
+    "no runtime class": (pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), runtime=None), "runtimeClassName"),
+    "other runtime class": (pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), runtime="runc"), "runtimeClassName"),
+    "annotation, no runtime class": (
+        pod(container(mib="4096"), annotations={SCOPED: "4Gi"}, runtime=None),
+        "runtimeClassName",
+    ),
+    "limit, no runtime class": (pod(container(mib="4096"), runtime=None), "runtimeClassName"),
+    "devices only": (pod(container(GPUSHARE_DEVICES="all"), runtime=None), "runtimeClassName"),
+    "asks for more than the limit": (pod(container(mib="4096", GPUSHARE_MEMORY="8Gi")), "that of the limit"),
+    "asks for less": (pod(container(mib="4096", GPUSHARE_MEMORY="1Gi")), "that of the limit"),
+    "annotation with more than the limit": (
+        pod(container(mib="4096"), annotations={SCOPED: "8Gi"}),
+        "the annotation CONTAINER.gpushare.io/memory must be",
+    ),
+    "annotation that is no amount": (
+        pod(container(mib="4096"), annotations={SCOPED: "50%"}),
+        "the annotation CONTAINER.gpushare.io/memory must be",
+    ),
+    "no limit": (pod(container(GPUSHARE_MEMORY="4Gi")), "needs the limit"),
+    "annotation without a limit": (pod(container(), annotations={SCOPED: "4Gi"}), "needs the limit"),
+    "limit of another container": (
+        pod(container(GPUSHARE_MEMORY="4Gi"), container("b", "4096")),
+        "needs the limit",
+    ),
+    "limit without a request": (pod(container(mib="4096")), "says the same amount once"),
+    "both ways": (
+        pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), annotations={SCOPED: "4Gi"}),
+        "says the same amount once",
+    ),
+    "percent": (pod(container(mib="4096", GPUSHARE_MEMORY="25%")), "that of the limit"),
+    "list": (pod(container(mib="4096", GPUSHARE_MEMORY="0=4Gi,1=4Gi")), "that of the limit"),
+    "from elsewhere": (pod(container(mib="4096", GPUSHARE_MEMORY=None)), "that of the limit"),
+    "nothing": (pod(container(mib="0", GPUSHARE_MEMORY="0Gi")), "that of the limit"),
+    "two devices": (pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_DEVICES="any:2")), "of one device"),
+    "two devices by name": (pod(container(mib="1", GPUSHARE_MEMORY="1Mi", GPUSHARE_DEVICES="0,1")), "of one device"),
+    "all devices": (pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_DEVICES="all")), "of one device"),
+    "all devices by annotation": (
+        pod(container(mib="4096"), annotations={SCOPED: "4Gi", "app.gpushare.io/devices": "all"}),
+        "of one device",
+    ),
+    "for every container": (
+        pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), annotations={"gpushare.io/memory": "4Gi"}),
+        "for which container",
+    ),
+    "for no container": (
+        pod(container(mib="4096"), annotations={SCOPED: "4Gi", "typo.gpushare.io/memory": "4Gi"}),
+        "not in the pod",
+    ),
+    "init container": (
+        pod(container(), initContainers=[container("i", "1024", GPUSHARE_MEMORY="9Gi")]),
+        "that of the limit",
+    ),
+    "debugger": (pod(container(), ephemeralContainers=[container("d", GPUSHARE_MEMORY="1Gi")]), "ephemeral"),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_policy_lets_in(policy: Policy, case: str) -> None:
+    assert policy.refusals(ALLOWED[case]) == []
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_policy_refuses_and_says_why(policy: Policy, case: str) -> None:
+    refused, message = REFUSED[case]
+    assert any(message in one for one in policy.refusals(refused)), policy.refusals(refused)
+
+
+def test_every_validation_has_a_pod_that_only_it_refuses(policy: Policy) -> None:
+    """Without it that pod would come in."""
+    alone = {found[0] for one, _ in REFUSED.values() if len(found := policy.refusals(one)) == 1}
+    assert alone == {message for message, _ in policy.validations}
+
+
+@pytest.mark.parametrize("name", [name for name in MANIFESTS if name.startswith("example-")])
+def test_examples_are_let_in_and_mean_what_they_say(policy: Policy, name: str) -> None:
+    (example,) = documents(name)
+    assert policy.refusals(example) == []
+    first = example["spec"]["containers"][0]
+    text = json.dumps(example)
+    assert f'"{names.ENV_MEMORY}"' in text or f"{first['name']}.{names.ANNOTATIONS[names.ENV_MEMORY]}" in text
+
+
+def test_readme_names_every_manifest() -> None:
+    text = Path(FOLDER / "README.md").read_text()
+    assert [name for name in MANIFESTS if name not in text and not name.startswith("example-annotation")] == []
