@@ -288,6 +288,12 @@ def test_programs_that_others_can_change_are_not_written_anywhere(
     assert tree(root) == before
 
 
+def test_a_program_of_somebody_else_is_noted(cli: Callable[..., Any], programs: Path) -> None:
+    os.chown(programs / "gpushare-hook", 12, 34)
+    code, _, error = cli("docker")
+    assert code == 0 and f"{programs / 'gpushare-hook'} belongs to uid 12" in error and "gpushare-runtime" not in error
+
+
 def test_the_resolved_path_is_written(cli: Callable[..., Any], root: Path, programs: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(programs)
     code = main(
@@ -346,6 +352,25 @@ def test_without_an_engine_it_lists_them(cli: Callable[..., Any], root: Path, da
 def test_docker_has_no_hooks(cli: Callable[..., Any]) -> None:
     code, _, error = cli("docker", "--hook-only")
     assert code == 78 and "leave out --hook-only" in error
+
+
+def test_two_daemons_are_configured_and_undone_each_for_itself(
+    cli: Callable[..., Any], daemon_json: Path, root: Path
+) -> None:
+    before = tree(root)
+    second = root / "etc/docker/second.json"
+    second.write_text("{}")
+    cli("docker")
+    assert cli("docker", "--config-file", "/etc/docker/second.json")[0] == 0
+    configured = daemon_json.read_text()
+    assert cli("docker", "--undo", "--config-file", "/etc/docker/second.json")[0] == 0
+    assert second.read_text() == "{}" and daemon_json.read_text() == configured
+    cli("docker", "--config-file", "/etc/docker/second.json")
+    second.unlink()  # that daemon is gone; nobody trips over its record
+    assert cli("docker", "--default")[0] == 0 and "second" not in (root / record.path_of("docker")[1:]).read_text()
+    assert cli("docker", "--undo")[0] == 0
+    after = tree(root)
+    assert {name: after[name] for name in after if not name.startswith("var")} == before
 
 
 def test_unknown_profiles() -> None:

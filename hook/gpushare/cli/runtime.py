@@ -14,7 +14,7 @@ from ..engines import base
 from ..engines import configure as engines
 from ..engines.base import Change, Settings
 from ..engines.configure import ENGINES, Outcome, State
-from ..engines.host import Host, check_program
+from ..engines.host import Host, check_program, foreign_owners
 from ..errors import ConfigError
 from .options import Paths, with_format
 from .output import Column, write_json, write_line, write_table
@@ -73,6 +73,8 @@ def configure_(
     else:
         checked = settings._replace(program=check_program(settings.program), hook=check_program(settings.hook))
         outcome = engines.configure(ENGINES[engine], checked, host, given["dry_run"], more)
+        owners = foreign_owners([checked.program, checked.hook]) if outcome.changes else []
+        outcome = outcome._replace(notes=(*outcome.notes, *owners))
     report(outcome, given["dry_run"], output)
 
 

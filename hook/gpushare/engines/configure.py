@@ -50,11 +50,18 @@ def configure(
         return outcome
     records = []
     if changes:
-        old = record.load(host, engine.NAME)
+        old = _present(record.load(host, engine.NAME), host)
         folders = host.missing_folders([change.path for change in changes] + [record.path_of(engine.NAME)])
         records = [record.change(host, engine.NAME, _kept(engine, old, changes, folders))]
     host.write([*records, *outcome.changes])  # the record first: killed in between, nothing is forgotten
     return outcome
+
+
+def _present(kept: Optional[Record], host: Host) -> Optional[Record]:
+    """Without files that somebody has removed since."""
+    if kept is None:
+        return None
+    return kept._replace(files=tuple(one for one in kept.files if one.after is None or host.has(one.path)))
 
 
 def _kept(engine: Engine, old: Optional[Record], changes: Sequence[Change], folders: tuple[str, ...]) -> Record:
@@ -86,15 +93,19 @@ def undo(engine: Engine, settings: Settings, host: Host, dry_run: bool = False) 
         if then != now:
             changes.append(Change(path, now, then))
     if not dry_run:
-        records = [] if kept is None else [record.change(host, engine.NAME, None)]
-        host.write([*changes, *records])
-        host.remove_folders([record.FOLDER, *(kept.folders if kept else ())])
+        left = tuple(one for one in kept.files if one.path not in paths) if kept else ()
+        rest = kept._replace(files=left) if kept and left else None
+        host.write([*changes, *([record.change(host, engine.NAME, rest)] if kept else [])])
+        host.remove_folders([record.FOLDER, *(kept.folders if kept and not left else ())])
     return Outcome(engine.NAME, tuple(changes), engine.RELOAD if changes else "", ())
 
 
 def _paths(engine: Engine, settings: Settings, kept: Optional[Record]) -> list[str]:
-    """All files in which our entries can be, those that we wrote first."""
-    return list(dict.fromkeys([*(one.path for one in (kept.files if kept else ())), *engine.paths(settings)]))
+    """All files in which our entries can be, those that we wrote first. Where the engine's file was named, that one and
+    what belongs to it: there can be several daemons."""
+    usual = engine.paths(settings)
+    written = [one.path for one in kept.files] if kept else []
+    return list(dict.fromkeys([*(path for path in written if not settings.config_file or path in usual), *usual]))
 
 
 def _withdrawn(engine: Engine, path: str, now: Optional[str], kept: Optional[Kept]) -> Optional[str]:

@@ -176,3 +176,14 @@ def check_program(path: str) -> str:
         if here == "/":
             return resolved
         here = os.path.dirname(here)
+
+
+def foreign_owners(paths: Sequence[str]) -> list[str]:
+    """One line for each program whose owner, neither root nor the caller, could change it. Usual for a source tree, so
+    it is no error."""
+    found = []
+    for path in paths:
+        owner = os.stat(path).st_uid
+        if owner not in (0, os.geteuid()):
+            found.append(f"{path} belongs to uid {owner}, who can change what root runs")
+    return found
