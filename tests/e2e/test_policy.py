@@ -98,7 +98,7 @@ def test_one_annotation_for_two_containers_of_a_pod(container: MakeContainer, no
 def test_misspelt_limit_in_the_real_start(container: MakeContainer, node: Node, way: str) -> None:
     """The launcher has to find it in the text first."""
     for name in ("GPUSHAREMEMORY", "GPU_SHARE_MEMORY"):
-        with pytest.raises(RuntimeFailed, match=rf'{name}=.*: unknown name; did you mean GPUSHARE_MEMORY\?'):
+        with pytest.raises(RuntimeFailed, match=rf"{name}=.*: unknown name; did you mean GPUSHARE_MEMORY\?"):
             container(["true"], env={name: "1Gi"}, **node.way(way)).create()
 
 
