@@ -20,7 +20,7 @@ from .cri import Cri, CriError
 from .image import make_tar
 
 IMAGE = "localhost/gpushare-test:1"
-CGROUP_PARENT = "/gpushare-test"
+CGROUP_PARENT = f"/gpushare-test-{os.getpid()}"  # several runs at once must not end each other
 NAMESPACE = "k8s.io"  # containerd's, in which CRI keeps its containers
 _READY_S = 60
 
