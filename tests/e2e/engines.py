@@ -12,6 +12,7 @@ from tests.lib.engines.bare import Bare
 from tests.lib.engines.base import Engine
 from tests.lib.engines.containerd import Containerd
 from tests.lib.engines.containerd_daemon import IMAGE
+from tests.lib.engines.docker import Docker
 from tests.lib.engines.image import make_root
 from tests.lib.engines.podman import Podman
 from tests.lib.host import Node
@@ -57,6 +58,10 @@ def _containerd(way: str) -> Callable[[Place], Engine]:
     return lambda place: Containerd(place.node(), place.directory / "c", place.image_root, way)
 
 
+def _docker(place: Place) -> Engine:
+    return Docker(place.node(), place.directory / "docker", place.image_root)
+
+
 ENGINES: dict[str, Callable[[Place], Engine]] = {
     "runc, hook": _bare("runc", "hook"),
     "runc, runtime": _bare("runc", "runtime"),
@@ -68,6 +73,7 @@ ENGINES: dict[str, Callable[[Place], Engine]] = {
     "podman with crun, runtime": _podman("crun", "runtime"),
     "containerd, hook": _containerd("hook"),
     "containerd, runtime": _containerd("runtime"),
+    "docker, runtime": _docker,
 }
 
 

@@ -1,0 +1,128 @@
+"""docker run, with our runtime as daemon.json names it: written by `gpushare runtime configure docker`."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from ..host import BUILD, Node
+from ..spec import Mount
+from .base import Refused, Result, Want
+from .dockerd import Dockerd
+from .image import make_tar
+
+IMAGE = "gpushare-test"
+
+
+class Docker:
+    """Its daemon runs from the first moment; `daemon` is for what only docker has."""
+
+    way = "runtime"
+    name = "docker"
+    annotates = False  # `docker run --annotation` came with 25
+    shows_reason = True
+    restarts = True
+
+    def __init__(self, node: Node, directory: Path, image_root: Path, *options: str) -> None:
+        self.node = node
+        self.daemon = Dockerd(directory)
+        configure(node, self.daemon)
+        try:
+            self.daemon.start(*options)
+            archive = make_tar(image_root, directory / "image.tar")
+            self.daemon.must("import", str(archive), IMAGE)
+            archive.unlink()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, want: Want, timeout_s: float = 60) -> Result:
+        return self.daemon.docker("run", "--rm", *words(want), timeout_s=timeout_s)
+
+    def start(self, want: Want) -> DockerContainer:
+        return start(self.daemon, *words(want))
+
+    def close(self) -> None:
+        self.daemon.close()
+
+
+def configure(node: Node, daemon: Dockerd) -> None:
+    """The entry in daemon.json, with this node's directories as arguments of the runtime."""
+    program = ("--program", str(BUILD / "bin" / "gpushare-runtime"))
+    done = node.cli("runtime", "configure", "docker", "--config-file", str(daemon.config_file), *program)
+    assert done.returncode == 0, done.stderr
+
+
+def words(want: Want) -> list[str]:
+    """What comes after `docker run`."""
+    options = ["--runtime", "gpushare", "--network", "none", "--user", want.user]
+    for key, value in want.env.items():
+        options += ["--env", f"{key}={value}"]
+    for mount in want.mounts:
+        options += ["--mount", _volume(mount)]
+    for point in want.tmpfs:
+        options += ["--tmpfs", point]
+    if want.read_only:
+        options.append("--read-only")
+    return [*options, IMAGE, *want.args]
+
+
+def _volume(mount: Mount) -> str:
+    read_only = ",readonly" if "ro" in mount.options else ""
+    return f"type=bind,source={mount.source},target={mount.target}{read_only}"
+
+
+def start(daemon: Dockerd, *args: str) -> DockerContainer:
+    """`docker run --detach`. Raises Refused; docker keeps such a container, so it is removed here."""
+    done = daemon.docker("run", "--detach", *args)
+    container_id = done.out.strip()
+    if done.code:
+        if container_id:
+            daemon.must("rm", "-f", container_id)
+        raise Refused(done)
+    return DockerContainer(daemon, container_id)
+
+
+class DockerContainer:
+    """See base.Running."""
+
+    def __init__(self, daemon: Dockerd, container_id: str) -> None:
+        self.daemon = daemon
+        self.id = container_id
+        self._there = True
+
+    @property
+    def pid(self) -> int:
+        return int(self.inspect("{{.State.Pid}}"))
+
+    def inspect(self, template: str) -> str:
+        return self.daemon.must("inspect", "--format", template, self.id)
+
+    def exec(self, *args: str, user: str = "") -> Result:
+        return self.daemon.docker("exec", *(("--user", user) if user else ()), self.id, *args)
+
+    def stop(self) -> None:
+        self.daemon.must("stop", "--time", "0", self.id)
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """The program's exit code."""
+        return int(self.daemon.must("wait", self.id, timeout_s=timeout_s))
+
+    def restart(self) -> None:
+        done = self.daemon.docker("start", self.id)
+        if done.code:
+            raise Refused(done)
+
+    def remove(self) -> None:
+        if self._there:
+            self._there = False
+            try:
+                self.daemon.must("rm", "--force", "--volumes", self.id)
+            except subprocess.TimeoutExpired as error:
+                raise AssertionError(f"docker rm hangs:\n{self.daemon.log[-4000:]}") from error
+
+    def __enter__(self) -> DockerContainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()

@@ -1,0 +1,176 @@
+"""A docker daemon of a test's own: its containerd, images, sockets and cgroups are below one short directory, and go
+with it.
+
+    daemon = Dockerd(directory, {"runtimes": {...}})      daemon.json; nothing runs yet
+    daemon.start("--live-restore")                        returns when the daemon answers
+    daemon.docker("run", "--rm", "image", "true")         the client -> Result
+    daemon.close()
+
+/etc/docker, /run/docker and /run/containerd of the host are not used: a tmpfs stands over the last one, where docker's
+containerd-shim puts its sockets whatever it is told. Needs a private mount namespace (lib/host.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .. import processes
+from ..rootfs import run, unmount_below
+from .base import Result
+
+_CLIENT = "/usr/bin/docker"  # of the same package as the daemon; a newer one in PATH may refuse to speak to it
+_SHIM_SOCKETS = Path("/run/containerd")
+_CGROUPS = Path("/sys/fs/cgroup")
+_READY_S = 60
+_NO_NETWORK = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
+
+
+class Dockerd:
+    """One daemon; it can be started again with the same containers and images."""
+
+    def __init__(self, directory: Path, config: dict[str, Any] | None = None) -> None:
+        processes.become_subreaper()
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self.config_file = directory / "daemon.json"
+        # The one file that docker 20.10 would write to /etc/docker
+        key = {"deprecated-key-path": str(directory / "key.json")}
+        self.config_file.write_text(json.dumps({**key, **(config or {})}, indent=4) + "\n")
+        self.cgroup = "-".join(directory.parts[-2:])  # unique where the directory is
+        self._process: subprocess.Popen[bytes] | None = None
+        self._covered = False
+
+    @property
+    def pid(self) -> int:
+        assert self._process, "the daemon does not run"
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        path = self.directory / "log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def start(self, *options: str) -> None:
+        """AssertionError with the daemon's log when it does not come up."""
+        if not self._covered:
+            _SHIM_SOCKETS.mkdir(exist_ok=True)
+            run("mount", "-t", "tmpfs", "-o", "mode=711", "gpushare-test", _SHIM_SOCKETS)
+            self._covered = True
+        notify = self.directory / "notify"
+        notify.unlink(missing_ok=True)
+        (self.directory / "pid").unlink(missing_ok=True)  # one that was killed leaves it
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as ready:
+            ready.bind(str(notify))
+            with open(self.directory / "log", "ab") as log:
+                self._process = subprocess.Popen(
+                    [shutil.which("dockerd", path="/usr/bin:/usr/sbin") or "dockerd", *self._options(), *options],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "NOTIFY_SOCKET": str(notify)},
+                )
+            self._wait_ready(ready)
+
+    def _options(self) -> list[str]:
+        below = self.directory
+        return [
+            f"--config-file={self.config_file}",
+            f"--data-root={below / 'data'}",
+            f"--exec-root={below / 'exec'}",
+            f"--pidfile={below / 'pid'}",
+            f"--host=unix://{below / 'socket'}",
+            f"--cgroup-parent=/{self.cgroup}",
+            "--storage-driver=overlay2",
+            *_NO_NETWORK,
+        ]
+
+    def _wait_ready(self, ready: socket.socket) -> None:
+        """sd_notify(3): the daemon says when its socket answers."""
+        end = os.pidfd_open(self.pid)
+        try:
+            poll = select.poll()
+            poll.register(end, select.POLLIN)
+            poll.register(ready, select.POLLIN)
+            while events := dict(poll.poll(_READY_S * 1000)):
+                if end in events:
+                    break
+                if b"READY=1" in ready.recv(4096):
+                    return
+        finally:
+            os.close(end)
+        raise AssertionError(f"dockerd does not come up:\n{self.log[-4000:]}")
+
+    def docker(self, *args: str, timeout_s: float = 60) -> Result:
+        """The client, with nobody's configuration."""
+        command = [_CLIENT, "--config", str(self.directory / "client"), "-H", f"unix://{self.directory / 'socket'}"]
+        done = subprocess.run(
+            [*command, *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={"PATH": "/usr/bin:/bin"},
+        )
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    def must(self, *args: str, timeout_s: float = 60) -> str:
+        """The output of a command of the client that has to succeed."""
+        done = self.docker(*args, timeout_s=timeout_s)
+        assert done.code == 0, f"docker {' '.join(args)}: {done.code}\n{done.out}\n{done.err}"
+        return done.out.strip()
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """End the daemon, and nothing else: what it started ends with it, or lives on, as docker does it."""
+        if self._process:
+            self._process.send_signal(number)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        """Nothing is left afterwards, however the daemon ended."""
+        if self._process and self._process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                ids = self.docker("ps", "-aq").out.split()
+                if ids:
+                    self.docker("rm", "-f", *ids)
+        self.end()
+        self._end_others()
+        unmount_below(self.directory)
+        self._remove_cgroups()
+        if self._covered:
+            run("umount", _SHIM_SOCKETS)
+            self._covered = False
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _end_others(self) -> None:
+        """containerd, its shims and their containers, which come to us (a subreaper) when a daemon is killed: they name
+        our directory, or are in our cgroup."""
+        while mine := [pid for pid, words in processes.children().items() if self._is_mine(pid, words)]:
+            for pid in mine:
+                processes.kill_and_reap(pid)
+
+    def _is_mine(self, pid: int, words: str) -> bool:
+        try:
+            groups = Path(f"/proc/{pid}/cgroup").read_text()
+        except OSError:
+            return False
+        return f"{self.directory}/" in words or f"/{self.cgroup}/" in groups
+
+    def _remove_cgroups(self) -> None:
+        for top in (*_CGROUPS.glob(f"*/{self.cgroup}"), *_CGROUPS.glob(self.cgroup)):
+            for path in sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True):
+                path.rmdir()
+            top.rmdir()
