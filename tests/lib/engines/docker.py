@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from ..host import BUILD, Node
 from ..spec import Mount
@@ -12,6 +13,7 @@ from .dockerd import Dockerd
 from .image import make_tar
 
 IMAGE = "gpushare-test"
+GPUSHARE = ("--runtime", "gpushare", "--network", "none")
 
 
 class Docker:
@@ -23,18 +25,25 @@ class Docker:
     shows_reason = True
     restarts = True
 
-    def __init__(self, node: Node, directory: Path, image_root: Path, *options: str) -> None:
+    def __init__(
+        self, node: Node, directory: Path, image_root: Path, *options: str, config: dict[str, Any] | None = None
+    ) -> None:
         self.node = node
-        self.daemon = Dockerd(directory)
+        self.daemon = Dockerd(directory, config)
         configure(node, self.daemon)
+        self._archive = make_tar(image_root, directory / "image.tar")
         try:
             self.daemon.start(*options)
-            archive = make_tar(image_root, directory / "image.tar")
-            self.daemon.must("import", str(archive), IMAGE)
-            archive.unlink()
+            self.load(IMAGE)
         except BaseException:
             self.close()
             raise
+
+    def load(self, name: str, *changes: str) -> str:
+        """The image as `name`, with these lines of a Dockerfile."""
+        words = [word for line in changes for word in ("--change", line)]
+        self.daemon.must("import", *words, str(self._archive), name)
+        return name
 
     def run(self, want: Want, timeout_s: float = 60) -> Result:
         return self.daemon.docker("run", "--rm", *words(want), timeout_s=timeout_s)
@@ -55,7 +64,7 @@ def configure(node: Node, daemon: Dockerd) -> None:
 
 def words(want: Want) -> list[str]:
     """What comes after `docker run`."""
-    options = ["--runtime", "gpushare", "--network", "none", "--user", want.user]
+    options = [*GPUSHARE, "--user", want.user]
     for key, value in want.env.items():
         options += ["--env", f"{key}={value}"]
     for mount in want.mounts:

@@ -109,11 +109,14 @@ class Dockerd:
             os.close(end)
         raise AssertionError(f"dockerd does not come up:\n{self.log[-4000:]}")
 
-    def docker(self, *args: str, timeout_s: float = 60) -> Result:
+    def command(self, *args: str) -> list[str]:
         """The client, with nobody's configuration."""
-        command = [_CLIENT, "--config", str(self.directory / "client"), "-H", f"unix://{self.directory / 'socket'}"]
+        words = ("--config", str(self.directory / "client"), "-H", f"unix://{self.directory / 'socket'}")
+        return [_CLIENT, *words, *args]
+
+    def docker(self, *args: str, timeout_s: float = 60) -> Result:
         done = subprocess.run(
-            [*command, *args],
+            self.command(*args),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -130,14 +133,25 @@ class Dockerd:
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """End the daemon, and nothing else: what it started ends with it, or lives on, as docker does it."""
-        if self._process:
-            self._process.send_signal(number)
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+        if not self._process:
+            return
+        containerd = self._containerd()
+        self._process.send_signal(number)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        if containerd:
+            # It dies with its parent. Until somebody has waited for it, the next daemon takes it for alive.
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if processes.wait_exit(containerd, 10) is None:
+                    processes.kill_and_reap(containerd)
+
+    def _containerd(self) -> int:
+        path = self.directory / "exec" / "containerd" / "containerd.pid"
+        return int(path.read_text()) if path.exists() else 0
 
     def close(self) -> None:
         """Nothing is left afterwards, however the daemon ended."""

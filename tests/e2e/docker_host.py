@@ -1,0 +1,51 @@
+"""A host with two simulated GPUs of 16 GiB and a docker daemon, for the tests of what only docker has."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.lib.engines.base import Result
+from tests.lib.engines.docker import GPUSHARE, IMAGE, Docker, DockerContainer, start
+from tests.lib.host import Node
+from tests.lib.rootfs import run
+from tests.sim.simhost import make_simhost
+
+GIB = 1 << 30
+TWO_GIB = ("-e", "GPUSHARE_MEMORY=2Gi")
+MakeRuntimes = Callable[[Path], dict[str, Any]]
+
+
+class DockerHost(Docker):
+    """Words of docker's command line instead of a Want."""
+
+    def try_run(self, *options: str, args: tuple[str, ...], image: str = IMAGE, runtime: str = "gpushare") -> Result:
+        """docker run --rm OPTIONS IMAGE ARGS."""
+        return self.daemon.docker("run", "--rm", *GPUSHARE, "--runtime", runtime, *options, image, *args)
+
+    def start_with(
+        self, *options: str, args: tuple[str, ...], image: str = IMAGE, runtime: str = "gpushare"
+    ) -> DockerContainer:
+        """docker run --detach OPTIONS IMAGE ARGS. Raises Refused."""
+        return start(self.daemon, *GPUSHARE, "--runtime", runtime, *options, image, *args)
+
+
+@contextmanager
+def docker_host(image_root: Path, *options: str, runtimes: MakeRuntimes | None = None) -> Iterator[DockerHost]:
+    """`runtimes(directory)` gives further entries of daemon.json."""
+    directory = Path(tempfile.mkdtemp(prefix="gs-"))
+    node = Node(directory / "node", make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB))
+    try:
+        node.cli("refresh")  # mounts the state directory, which stays
+        config = {"runtimes": runtimes(directory)} if runtimes else None
+        made = DockerHost(node, directory / "docker", image_root, *options, config=config)
+        try:
+            yield made
+        finally:
+            made.close()
+    finally:
+        node.close()
+        run("rm", "-rf", directory)

@@ -1,0 +1,51 @@
+"""An OCI runtime for tests that changes config.json, and becomes the next runtime.
+
+    edit_spec.py EDIT ARGUMENT NEXT [its own options...] <the engine's command line>
+
+drop-capability CAP_X     this machine may lack it, so that --privileged cannot work as it is
+inject DRIVER_ROOT        what NVIDIA's runtime leaves: device 0, the driver's libraries, its hooks
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+LIBDIR = "/usr/lib/x86_64-linux-gnu"
+VERSION = "535.261.03"
+
+
+def drop_capability(spec: dict[str, Any], name: str) -> None:
+    for kept in spec["process"].get("capabilities", {}).values():
+        if name in kept:
+            kept.remove(name)
+
+
+def inject(spec: dict[str, Any], root: str) -> None:
+    paths = [f"{LIBDIR}/libcuda.so.{VERSION}", f"{LIBDIR}/libnvidia-ml.so.{VERSION}", "/dev/nvidia0"]
+    for path in paths:
+        spec["mounts"].append({"type": "bind", "source": root + path, "destination": path, "options": ["bind"]})
+    # Both would fail: they are not on this machine.
+    hooks = spec.setdefault("hooks", {})
+    hooks.setdefault("prestart", []).append({"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["x"]})
+    hooks.setdefault("createContainer", []).append({"path": "/usr/bin/nvidia-cdi-hook", "args": ["update-ldcache"]})
+
+
+EDITS = {"drop-capability": drop_capability, "inject": inject}
+
+
+def main(edit: str, argument: str, following: str, *words: str) -> None:
+    if "create" in words:
+        path = os.path.join(words[words.index("--bundle") + 1], "config.json")
+        with open(path) as file:
+            spec = json.load(file)
+        EDITS[edit](spec, argument)
+        with open(path, "w") as file:
+            json.dump(spec, file)
+    os.execv(following, [following, *words])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
