@@ -35,13 +35,14 @@ class DockerHost(Docker):
 
 @contextmanager
 def docker_host(image_root: Path, *options: str, runtimes: MakeRuntimes | None = None) -> Iterator[DockerHost]:
-    """`runtimes(directory)` gives further entries of daemon.json."""
+    """gpushare is the default runtime, as with `configure --default`; `runtimes(directory)` gives further ones."""
     directory = Path(tempfile.mkdtemp(prefix="gs-"))
+    directory.chmod(0o711)  # a root of a user namespace has to get through
     node = Node(directory / "node", make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB))
     try:
         node.cli("refresh")  # mounts the state directory, which stays
         config = {"runtimes": runtimes(directory)} if runtimes else None
-        made = DockerHost(node, directory / "docker", image_root, *options, config=config)
+        made = DockerHost(node, directory / "docker", image_root, *options, config=config, default=True)
         try:
             yield made
         finally:

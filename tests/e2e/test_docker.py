@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.docker_host import GIB, TWO_GIB, DockerHost, docker_host
-from tests.lib.engines.base import SLEEP, Refused
+from tests.lib.engines.base import SLEEP, Refused, Result
 from tests.lib.engines.docker import GPUSHARE, IMAGE, DockerContainer
 from tests.lib.engines.image import PROBE
 from tests.lib.rootfs import run
 
+RUNC = ("--runtime", "runc", "--network", "none")
 LIBDIR = "/usr/lib/x86_64-linux-gnu"
 
 
@@ -38,6 +39,7 @@ def docker(_made: DockerHost) -> Iterator[DockerHost]:
 
 def total(one: DockerContainer) -> int:
     answer = one.exec(PROBE).answer()
+    assert "failed" not in answer, answer
     assert answer["got_bytes"] < answer["total_bytes"] == answer["nvml_total_bytes"]
     return int(answer["total_bytes"])
 
@@ -227,9 +229,9 @@ def test_commit_and_run_again(docker: DockerHost) -> None:
         ran = docker.try_run("-e", "GPUSHARE_MEMORY=3Gi", args=(PROBE,), image="committed").answer()
         assert ran["total_bytes"] == 3 * GIB
         found = f"ls -l {LIBDIR}/libcuda.so* /usr/lib/gpushare; ldconfig && ls /"
-        plain = daemon.docker("run", "--rm", "--network", "none", "committed", "sh", "-c", found)
+        plain = daemon.docker("run", "--rm", *RUNC, "committed", "sh", "-c", found)
         assert plain.code == 0, plain.err
-        without = daemon.docker("run", "--rm", "--network", "none", "committed", PROBE)
+        without = daemon.docker("run", "--rm", *RUNC, "committed", PROBE)
         assert json.loads(without.out)["failed"] == "nvmlInit_v2"  # no driver, and no crash
         # `docker commit` keeps the variable as well
         assert docker.try_run(args=(PROBE,), image="committed").answer()["total_bytes"] == 2 * GIB
@@ -304,3 +306,14 @@ def test_image_that_asks_for_all(docker: DockerHost) -> None:
             docker.start_with(image=image, args=SLEEP)
     nothing = docker.try_run("-e", "NVIDIA_VISIBLE_DEVICES=void", image=image, args=("ls", "/dev/nvidiactl"))
     assert nothing.code != 0
+
+
+def test_default_runtime(docker: DockerHost, tmp_path: Path) -> None:
+    """Whoever names no runtime: docker run, and the steps of docker build."""
+    answer = Result(0, docker.daemon.must("run", "--rm", "--network", "none", *TWO_GIB, IMAGE, PROBE), "").answer()
+    assert answer["total_bytes"] == 2 * GIB
+    step = f"{PROBE} | grep '\"total_bytes\": {GIB}'"
+    (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nENV GPUSHARE_MEMORY=1Gi\nRUN {step}\nRUN ldconfig\n")
+    docker.daemon.must("build", "--network", "none", "--tag", "built", str(tmp_path))
+    assert docker.try_run(image="built", args=(PROBE,)).answer()["total_bytes"] == GIB
+    assert docker.daemon.docker("run", "--rm", *RUNC, "built", "sh", "-c", "ldconfig").code == 0

@@ -90,9 +90,12 @@ def test_refusal(hosts: Hosts, name: str) -> None:
 
 def test_no_room(hosts: Hosts) -> None:
     docker = hosts.docker
-    with docker.start_with("-e", "GPUSHARE_DEVICES=0", "-e", "GPUSHARE_MEMORY=10Gi", args=SLEEP):
-        with pytest.raises(Refused) as refused:
-            docker.start_with("-e", "GPUSHARE_DEVICES=0", "-e", "GPUSHARE_MEMORY=7Gi", args=SLEEP)
+    first = ("-e", "GPUSHARE_DEVICES=0")
+    with (
+        docker.start_with(*first, "-e", "GPUSHARE_MEMORY=10Gi", args=SLEEP),
+        pytest.raises(Refused) as refused,
+    ):
+        docker.start_with(*first, "-e", "GPUSHARE_MEMORY=7Gi", args=SLEEP)
     result = refused.value.result
     assert result.code == DAEMON_ERROR
     assert "gpushare: " in result.err and "7Gi" in result.err
@@ -121,3 +124,18 @@ def test_refusal_is_kept_for_inspect(hosts: Hosts) -> None:
         assert "lots" in shown.stdout + shown.stderr
     finally:
         docker.daemon.must("rm", created)
+
+
+def test_refusal_in_the_container_s_own_root(hosts: Hosts, tmp_path: Path) -> None:
+    """A name that must be a link is a directory in the image: our hook finds out, and runc shows what it said."""
+    docker = hosts.docker
+    (tmp_path / "d").mkdir()
+    made = docker.daemon.must("create", IMAGE, "true")
+    try:
+        docker.daemon.must("cp", f"{tmp_path}/d", f"{made}:/usr/lib/x86_64-linux-gnu/libcuda.so.1")
+        docker.daemon.must("commit", made, "odd")
+    finally:
+        docker.daemon.must("rm", made)
+    done = docker.try_run(*TWO_GIB, image="odd", args=("true",))
+    assert done.code == DAEMON_ERROR
+    assert "gpushare: " in done.err and "libcuda.so.1" in done.err and "directory" in done.err

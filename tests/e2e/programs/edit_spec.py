@@ -18,12 +18,14 @@ VERSION = "535.261.03"
 
 
 def drop_capability(spec: dict[str, Any], name: str) -> None:
-    for kept in spec["process"].get("capabilities", {}).values():
+    for kept in spec.get("process", spec).get("capabilities", {}).values():
         if name in kept:
             kept.remove(name)
 
 
 def inject(spec: dict[str, Any], root: str) -> None:
+    if "mounts" not in spec:
+        return  # a process that joins the container
     paths = [f"{LIBDIR}/libcuda.so.{VERSION}", f"{LIBDIR}/libnvidia-ml.so.{VERSION}", "/dev/nvidia0"]
     for path in paths:
         spec["mounts"].append({"type": "bind", "source": root + path, "destination": path, "options": ["bind"]})
@@ -36,9 +38,16 @@ def inject(spec: dict[str, Any], root: str) -> None:
 EDITS = {"drop-capability": drop_capability, "inject": inject}
 
 
-def main(edit: str, argument: str, following: str, *words: str) -> None:
+def file_of(words: tuple[str, ...]) -> str:
+    """config.json of a create, the process of an exec; "" for all other commands."""
     if "create" in words:
-        path = os.path.join(words[words.index("--bundle") + 1], "config.json")
+        return os.path.join(words[words.index("--bundle") + 1], "config.json")
+    return words[words.index("--process") + 1] if "exec" in words else ""
+
+
+def main(edit: str, argument: str, following: str, *words: str) -> None:
+    path = file_of(words)
+    if path:
         with open(path) as file:
             spec = json.load(file)
         EDITS[edit](spec, argument)

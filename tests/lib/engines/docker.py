@@ -26,11 +26,17 @@ class Docker:
     restarts = True
 
     def __init__(
-        self, node: Node, directory: Path, image_root: Path, *options: str, config: dict[str, Any] | None = None
+        self,
+        node: Node,
+        directory: Path,
+        image_root: Path,
+        *options: str,
+        config: dict[str, Any] | None = None,
+        default: bool = False,
     ) -> None:
         self.node = node
         self.daemon = Dockerd(directory, config)
-        configure(node, self.daemon)
+        configure(node, self.daemon, *(["--default"] if default else []))
         self._archive = make_tar(image_root, directory / "image.tar")
         try:
             self.daemon.start(*options)
@@ -55,10 +61,10 @@ class Docker:
         self.daemon.close()
 
 
-def configure(node: Node, daemon: Dockerd) -> None:
+def configure(node: Node, daemon: Dockerd, *options: str) -> None:
     """The entry in daemon.json, with this node's directories as arguments of the runtime."""
     program = ("--program", str(BUILD / "bin" / "gpushare-runtime"))
-    done = node.cli("runtime", "configure", "docker", "--config-file", str(daemon.config_file), *program)
+    done = node.cli("runtime", "configure", "docker", "--config-file", str(daemon.config_file), *program, *options)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,8 +6,9 @@ with it.
     daemon.docker("run", "--rm", "image", "true")         the client -> Result
     daemon.close()
 
-/etc/docker, /run/docker and /run/containerd of the host are not used: a tmpfs stands over the last one, where docker's
-containerd-shim puts its sockets whatever it is told. Needs a private mount namespace (lib/host.py).
+`directory`/bin comes first in its PATH. /etc/docker, /run/docker and /run/containerd of the host are not used: a tmpfs
+stands over the last one, where docker's containerd-shim puts its sockets whatever it is told. Needs a private mount
+namespace (lib/host.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .base import Result
 _CLIENT = "/usr/bin/docker"  # of the same package as the daemon; a newer one in PATH may refuse to speak to it
 _SHIM_SOCKETS = Path("/run/containerd")
 _CGROUPS = Path("/sys/fs/cgroup")
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
 _READY_S = 60
 _NO_NETWORK = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
 
@@ -76,7 +78,7 @@ class Dockerd:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "NOTIFY_SOCKET": str(notify)},
+                    env={"PATH": f"{self.directory}/bin:{_PATH}", "NOTIFY_SOCKET": str(notify)},
                 )
             self._wait_ready(ready)
 
