@@ -228,5 +228,5 @@ def refuse_conflicts(bundle: Bundle, request: Request) -> None:
     if found:
         raise RequestError(
             f"config.json already has an NVIDIA {found[0]}" + (f" and {len(found) - 1} more" if found[1:] else ""),
-            "use one of the two: remove it from this container, or remove the request " + request.sources[0][0],
+            f"start the container through gpushare-runtime, which replaces it, or leave out {request.sources[0][0]}",
         )
