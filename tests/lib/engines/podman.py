@@ -16,20 +16,20 @@ from typing import Any
 
 from .. import processes
 from ..host import Node
-from ..rootfs import unmount_below
+from ..rootfs import mount_points, run, unmount_below
 from .base import Refused, Result, Want
 from .image import make_tar
 
 PODMAN_REFUSES = 125  # podman-run(1): the error is with podman itself, or with the runtime below it
 IMAGE = "localhost/gpushare-test"
+PAUSE = "localhost/gpushare-test-pause"  # what holds the namespaces of a pod; made where a test needs it
 _numbers = itertools.count(1)
 
-# CAP_SYS_RESOURCE is missing on some test machines: podman would raise these above what a process may.
-_LIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1000:1000")
-
+# default_ulimits: CAP_SYS_RESOURCE is missing on some test machines, and podman would raise these above what it may.
 _CONFIGURATION = """\
 [containers]
 netns = "none"
+default_ulimits = ["nofile=1024:1024", "nproc=1000:1000"]
 log_driver = "k8s-file"
 
 [engine]
@@ -38,6 +38,7 @@ events_logger = "file"
 lock_type = "file"
 num_locks = 128
 hooks_dir = ["{hooks}"]
+infra_image = "{pause}"
 runtime = "{runtime}"
 
 [engine.runtimes]
@@ -69,6 +70,7 @@ class Podman:
         # crun keeps a hook's words to itself; with the runtime in front it is told where they go.
         self.shows_reason = (low_level, way) != ("crun", "hook")
         self._directory = directory
+        self.hooks_dir = directory / "hooks.d"
         for name in ("hooks.d", "root", "run", "tmp"):
             (directory / name).mkdir(parents=True)
         if way == "hook":
@@ -79,7 +81,10 @@ class Podman:
         program.chmod(0o755)
         (directory / "containers.conf").write_text(
             _CONFIGURATION.format(
-                hooks=directory / "hooks.d", program=program, runtime="gpushare" if way == "runtime" else low_level
+                pause=PAUSE,
+                hooks=self.hooks_dir,
+                program=program,
+                runtime="gpushare" if way == "runtime" else low_level,
             )
         )
         archive = make_tar(image_root, directory / "image.tar")
@@ -91,7 +96,7 @@ class Podman:
         for stage in (*stages, "poststop"):
             entry = self.node.hook(stage).entries()[stage][0]
             text = {"version": "1.0.0", "hook": entry, "when": {"always": True}, "stages": [stage]}
-            (self._directory / "hooks.d" / f"gpushare-{stage}.json").write_text(json.dumps(text))
+            (self.hooks_dir / f"gpushare-{stage}.json").write_text(json.dumps(text))
 
     def words(self, *args: str) -> list[str]:
         place = self._directory
@@ -121,7 +126,7 @@ class Podman:
         return done.out
 
     def options(self, want: Want, name: str) -> list[str]:
-        words = ["--name", name, *_LIMITS, "--user", want.user]
+        words = ["--name", name, "--user", want.user]
         for key, value in want.env.items():
             words += ["--env", f"{key}={value}"]
         for key, value in want.annotations.items():
@@ -154,12 +159,32 @@ class Podman:
         """The container is gone, and so is what watched over it: conmon ends after its own clean-up."""
         self.podman("rm", "--force", "--time", "0", "--ignore", "--volumes", name)
         self.wait_conmon(name)
+        self.settle()
+
+    def remove_pod(self, name: str) -> None:
+        done = self.podman("ps", "--all", "--filter", f"pod={name}", "--format", "{{.Names}}")
+        for one in done.out.split():  # "pod rm" has no way to make haste
+            self.podman("kill", one)
+        self.podman("pod", "rm", "--force", "--ignore", name)
+        for one in done.out.split():
+            self.wait_conmon(one)
+
+    def settle(self) -> None:
+        """podman mounts its storage over itself, and forgets that now and then. With a container in it, it stays."""
+        storage = str((self._directory / "root").resolve())
+        points = [point for point in mount_points() if point.startswith(storage)]
+        if points == [f"{storage}/overlay"]:
+            run("umount", points[0])
+
+    def conmons(self, name: str) -> list[int]:
+        """Who watches over the container `name`."""
+        lines = processes.children().items()
+        return [pid for pid, line in lines if "conmon" in line.split(" ")[0] and f" {name} " in line]
 
     def wait_conmon(self, name: str) -> None:
-        for pid, line in processes.children().items():
-            if f" {name} " in line and "conmon" in line.split(" ")[0]:
-                with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                    processes.wait_exit(pid, 30)
+        for pid in self.conmons(name):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                processes.wait_exit(pid, 30)
 
     def inspect(self, name: str) -> dict[str, Any]:
         (found,) = json.loads(self.command("container", "inspect", name))
@@ -178,9 +203,10 @@ class PodmanContainer:
     def __init__(self, engine: Podman, name: str) -> None:
         self.name = name
         self._engine = engine
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Its first process can be another one by now."""
         found = self._engine.inspect(self.name)
         self.id: str = found["Id"]
         self.pid: int = found["State"]["Pid"]
@@ -196,7 +222,7 @@ class PodmanContainer:
         done = self._engine.podman("start", self.name)
         if done.code:
             raise Refused(done)
-        self._look()
+        self.look()
 
     def remove(self) -> None:
         self._engine.remove(self.name)

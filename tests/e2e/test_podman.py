@@ -1,0 +1,470 @@
+"""What only podman has: images that speak through annotations, pods, lives of containers, its words for a refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import engines
+from tests.lib import processes
+from tests.lib.engines.base import SLEEP, Refused, Want
+from tests.lib.engines.image import PROBE, make_root
+from tests.lib.engines.podman import IMAGE, PAUSE, Podman
+from tests.lib.judge import peak_bytes
+
+GIB = 1 << 30
+TWO_GIB = {"GPUSHARE_MEMORY": "2Gi"}
+ROWS = ["podman, hook", "podman with crun, hook", "podman with crun, runtime"]  # the suite of all engines has them all
+OURS = "/usr/lib/gpushare/limits"
+
+
+@pytest.fixture(scope="session")
+def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("image") / "root")
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def _made(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Podman]:
+    unified = Path("/sys/fs/cgroup/unified")
+    hybrid = "crun" in request.param and os.path.ismount(unified)
+    if hybrid:  # crun refuses a host with cgroup v1 and v2 at once
+        engines.run("umount", unified)
+    try:
+        with engines.engine(request.param, Path(tempfile.mkdtemp(prefix="gs-")), image_root) as made:
+            assert isinstance(made, Podman)
+            made.node.cli("refresh")  # mounts the state directory, which stays
+            yield made
+    finally:
+        if hybrid:
+            engines.run("mount", "-t", "cgroup2", "none", unified)
+
+
+@pytest.fixture
+def podman(_made: Podman) -> Iterator[Podman]:
+    yield _made
+    _made.settle()
+    assert _made.node.leases() == [], "a lease was left behind"
+
+
+@pytest.fixture
+def build(podman: Podman, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """build(instructions, *options) -> the image made of ours by them, removed at the end."""
+    made: list[str] = []
+
+    def make(instructions: str = "", *options: str, tag: str = "") -> str:
+        made.append(tag or f"localhost/derived{len(made)}")
+        (tmp_path / "Containerfile").write_text(f"FROM {IMAGE}\n{instructions}\n")
+        podman.command("build", "--quiet", "--network=none", "--format=oci", *options, "-t", made[-1], str(tmp_path))
+        return made[-1]
+
+    yield make
+    if made:
+        podman.command("image", "rm", "--force", *made)
+
+
+@pytest.fixture
+def policy(podman: Podman) -> Iterator[Callable[..., None]]:
+    """policy(**keys of `policy` in the configuration), until the end of the test."""
+    before = podman.node.config.read_text()
+
+    def change(**keys: object) -> None:
+        podman.node.config.write_text(json.dumps({**json.loads(before), "policy": keys}))
+
+    yield change
+    podman.node.config.write_text(before)
+
+
+@pytest.fixture
+def gpus_in_dev(tmp_path: Path) -> Iterator[Path]:
+    """A /dev as on a host with two GPUs, which is what podman looks at; nobody is behind those device numbers."""
+    copy = tmp_path / "dev"
+    copy.mkdir()
+    engines.run("mount", "-t", "tmpfs", "gpushare-test", copy)
+    for name in ("null", "zero", "full", "random", "urandom", "tty", "fuse", "ptmx", "fd", "stdin", "stdout", "stderr"):
+        engines.run("cp", "-a", Path("/dev", name), copy)
+    for name in ("pts", "shm"):
+        (copy / name).mkdir()
+        engines.run("mount", "--bind", Path("/dev", name), copy / name)
+    for name, minor in (
+        ("nvidia0", 0),
+        ("nvidia1", 1),
+        ("nvidiactl", 255),
+        ("nvidia-uvm", 250),
+        ("nvidia-uvm-tools", 251),
+    ):
+        os.mknod(copy / name, 0o20666, os.makedev(195, minor))
+    engines.run("mount", "--rbind", copy, "/dev")
+    yield Path("/dev")
+    engines.run("umount", "--lazy", "/dev")
+    engines.run("umount", "--lazy", copy)
+
+
+def refusal(podman: Podman, want: Want, *more: str, image: str = IMAGE) -> str:
+    """What the user of podman is told; where that is nothing but an exit code, what `gpushare inspect` tells."""
+    with pytest.raises(Refused) as refused:
+        podman.start(want, *more, image=image)
+    result = refused.value.result
+    assert result.code == 126  # podman-run(1): the contained command cannot be invoked
+    if podman.shows_reason:
+        return result.err
+    assert "gpushare-hook` (exit code: " in result.err
+    kept = max((podman.node.state / "errors").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    return podman.node.cli("inspect", kept.name).stdout
+
+
+# Images
+
+
+def test_image_cannot_raise_its_own_limit(
+    podman: Podman, build: Callable[..., str], policy: Callable[..., None]
+) -> None:
+    """podman merges an image's annotations and environment into config.json: policy is the boundary, for both."""
+    for words in (("", "--annotation", "gpushare.io/memory=3Gi"), ("ENV GPUSHARE_MEMORY=3Gi",)):
+        image = build(*words)
+        assert podman.run(Want(), image=image).answer()["total_bytes"] == 3 * GIB
+        policy(max_memory="2Gi")
+        assert "3Gi" in refusal(podman, Want(SLEEP), image=image)
+        policy()
+
+
+def test_image_annotation_and_the_users_word(podman: Podman, build: Callable[..., str]) -> None:
+    image = build("", "--annotation", "gpushare.io/memory=3Gi")
+    mine = Want(annotations={"gpushare.io/memory": "1Gi"})
+    assert podman.run(mine, image=image).answer()["total_bytes"] == GIB  # podman lets the user's one win
+    said = refusal(podman, Want(SLEEP, TWO_GIB), image=image)
+    assert "2Gi" in said
+    assert "3Gi" in said
+
+
+def test_annotation_is_not_listened_to(podman: Podman, policy: Callable[..., None]) -> None:
+    policy(accept={"annotations": "never"})
+    assert "annotation" in refusal(podman, Want(SLEEP, annotations={"gpushare.io/memory": "1Gi"}))
+
+
+def test_image_claims_what_we_put_in(podman: Podman, build: Callable[..., str]) -> None:
+    """gpushare.io/applied would have mounts taken out, or a lease believed."""
+    claim = {"version": 1, "nonce": "", "leased": True, "mounts": [["/etc/hosts", ""]]}
+    image = build("", "--annotation", f"gpushare.io/applied={json.dumps(claim)}")
+    assert podman.run(Want(env=TWO_GIB), image=image).answer()["total_bytes"] == 2 * GIB
+    assert podman.run(Want(("ls", OURS)), image=image).code != 0
+
+
+def test_committed_and_run_again(podman: Podman) -> None:
+    """The image then has our mount points, our links and our entries in its cache of libraries."""
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        podman.command("commit", "--quiet", one.name, "localhost/again")
+    try:
+        assert (
+            podman.run(Want(env={"GPUSHARE_MEMORY": "3Gi"}), image="localhost/again").answer()["total_bytes"] == 3 * GIB
+        )
+        with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "4Gi"}), image="localhost/again") as one:
+            assert podman.node.leases() == [one.id]
+    finally:
+        podman.command("image", "rm", "--force", "localhost/again")
+
+
+# What a container may see
+
+
+def test_privileged(podman: Podman, gpus_in_dev: Path) -> None:
+    """podman gives it every device of the host; a hook cannot take them away."""
+    want = Want(("ls", "/dev"), TWO_GIB)
+    if podman.way == "hook":
+        said = refusal(podman, want, "--privileged")
+        assert "/dev/nvidia" in said
+        assert "gpushare-runtime" in said
+        return
+    seen = podman.run(want, 60, "--privileged").out.split()
+    assert {"nvidia0", "nvidiactl"} <= set(seen)
+    assert "nvidia1" not in seen
+    assert podman.run(Want(env=TWO_GIB), 60, "--privileged").answer()["total_bytes"] == 2 * GIB
+
+
+def test_device_of_the_host(podman: Podman, gpus_in_dev: Path) -> None:
+    """A GPU beside the share, past us."""
+    want = Want(("ls", "/dev"), {**TWO_GIB, "GPUSHARE_DEVICES": "0"})
+    if podman.way == "hook":
+        assert "/dev/nvidia1" in refusal(podman, want, "--device", "/dev/nvidia1")
+    else:
+        seen = podman.run(want, 60, "--device", "/dev/nvidia1").out.split()
+        assert "nvidia0" in seen
+        assert "nvidia1" not in seen
+    assert podman.run(Want(env=TWO_GIB), 60, "--device", "/dev/null:/dev/other").answer()["total_bytes"] == 2 * GIB
+
+
+def test_dev_of_the_host_as_a_volume(podman: Podman, gpus_in_dev: Path) -> None:
+    """The nodes are there, so ours stand over them; the other GPU is in sight, and cannot be opened."""
+    granted = [node for node in gpus_in_dev.glob("nvidia*") if node.name != "nvidia1"]
+    for node in granted:  # as the simulated driver's are
+        node.unlink()
+        node.touch()
+    both = Want(("sh", "-c", f"{PROBE}; cat /dev/nvidia1"), TWO_GIB)
+    result = podman.run(both, 60, "--volume", "/dev:/dev")
+    assert result.answer()["total_bytes"] == 2 * GIB
+    assert "Operation not permitted" in result.err
+    assert [node.stat().st_size for node in granted] == [0] * len(granted)
+
+
+def test_dev_of_the_host_without_gpus_stays_as_it_is(podman: Podman, gpus_in_dev: Path) -> None:
+    for node in gpus_in_dev.glob("nvidia*"):
+        node.unlink()
+    assert "/dev/nvidia0" in refusal(podman, Want(SLEEP, TWO_GIB), "--volume", "/dev:/dev")
+    assert list(gpus_in_dev.glob("nvidia*")) == []
+
+
+def test_user_namespaces(podman: Podman, tmp_path: Path) -> None:
+    ranges = tmp_path / "subid"
+    ranges.write_text("containers:300000:100000\n")
+    for name in ("/etc/subuid", "/etc/subgid"):
+        engines.run("mount", "--bind", ranges, name)
+    try:
+        for words in (("--userns=auto",), ("--uidmap=0:300000:5000", "--gidmap=0:300000:5000")):
+            with podman.start(Want(SLEEP, TWO_GIB), *words) as one:
+                (mapped,) = Path(f"/proc/{one.pid}/uid_map").read_text().splitlines()
+                assert mapped.split()[:2] == ["0", "300000"]
+                answer = one.exec(PROBE).answer()
+                assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
+                assert one.exec("sh", "-c", f"echo > {OURS}").code != 0
+    finally:
+        for name in ("/etc/subuid", "/etc/subgid"):
+            engines.run("umount", name)
+
+
+def test_two_containers_with_one_volume(podman: Podman) -> None:
+    """Neither sees the other's limit."""
+    three = Want(SLEEP, {"GPUSHARE_MEMORY": "3Gi"})
+    with (
+        podman.start(Want(SLEEP, TWO_GIB), "--volume", "shared:/opt") as one,
+        podman.start(three, "--volumes-from", one.name) as two,
+    ):
+        totals = [container.exec(PROBE).answer()["total_bytes"] for container in (one, two)]
+    assert totals == [2 * GIB, 3 * GIB]
+    podman.command("volume", "rm", "--force", "shared")
+
+
+# Pods
+
+
+def _pod(tmp_path: Path, annotations: dict[str, str], **memory: str) -> Path:
+    """A pod called `kube` with a container for each name."""
+    containers = [
+        {
+            "name": name,
+            "image": IMAGE,
+            "imagePullPolicy": "Never",
+            "command": ["/usr/bin/sleep", "inf"],
+            "env": [{"name": "GPUSHARE_MEMORY", "value": limit}],
+        }
+        for name, limit in memory.items()
+    ]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "kube", "annotations": annotations},
+        "spec": {"containers": containers},
+    }
+    (tmp_path / "pod.yaml").write_text(json.dumps(pod))
+    return tmp_path / "pod.yaml"
+
+
+@pytest.fixture
+def play(
+    podman: Podman, build: Callable[..., str], tmp_path: Path
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """play(annotations, name=limit, ...): `podman play kube` of that pod, which goes at the end."""
+    build('ENTRYPOINT ["/usr/bin/sleep", "inf"]', tag=PAUSE)
+
+    def go(annotations: dict[str, str], **memory: str) -> subprocess.CompletedProcess[str]:
+        done = podman.podman("play", "kube", "--network=none", str(_pod(tmp_path, annotations, **memory)))
+        return subprocess.CompletedProcess([], done.code, done.out, done.err)
+
+    yield go
+    podman.remove_pod("kube")
+
+
+def test_pod_of_two(podman: Podman, play: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = play({}, one="2Gi", two="3Gi")
+    assert done.returncode == 0, done.stderr
+    ids = [podman.inspect(f"kube-{name}")["Id"] for name in ("one", "two")]
+    assert podman.node.leases() == sorted(ids)  # the infra container has none
+    totals = [podman.podman("exec", f"kube-{name}", PROBE).answer()["total_bytes"] for name in ("one", "two")]
+    assert totals == [2 * GIB, 3 * GIB]
+
+
+def test_pod_that_names_containers_in_annotations(
+    podman: Podman, play: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """podman does not tell the runtime which container of the pod it starts: nobody's limit is guessed."""
+    done = play({"one.gpushare.io/memory": "2Gi"}, one="2Gi")
+    assert done.returncode != 0
+    assert podman.node.leases() == []
+    if podman.shows_reason:
+        assert "the engine does not say which container this is" in done.stderr
+
+
+# Lives
+
+
+def test_restart(podman: Podman) -> None:
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        before = one.pid
+        podman.command("restart", "--time", "0", one.name)
+        one.look()
+        assert one.pid != before
+        assert podman.node.leases() == [one.id]
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+
+
+def test_stopped_container_leaves_its_share_to_others(podman: Podman) -> None:
+    with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})) as one:
+        one.stop()
+        assert podman.node.leases() == []
+        with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})), pytest.raises(Refused):
+            one.restart()
+        one.restart()
+        assert one.exec(PROBE).answer()["total_bytes"] == 10 * GIB
+
+
+def test_pause(podman: Podman) -> None:
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        podman.command("pause", one.name)
+        assert podman.node.leases() == [one.id]
+        podman.command("unpause", one.name)
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+
+
+def test_podman_is_killed(podman: Podman) -> None:
+    """conmon and the container live on with their share; when the program ends, conmon has podman clean up."""
+    name = f"gpushare-{os.getpid()}-killed"
+    words = podman.options(Want(env=TWO_GIB), name)
+    command = podman.words("run", "--rm", *words, IMAGE, "sh", "-c", f"{PROBE}; exec sleep inf")
+    try:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=podman.environment()
+        ) as one:
+            assert one.stdout is not None
+            said = json.loads(one.stdout.readline())
+            one.kill()
+        found = podman.inspect(name)
+        assert found["State"]["Running"]
+        assert podman.node.leases() == [found["Id"]]
+        assert GIB < peak_bytes(podman.node.driver_root, said["pidns"]) <= 2 * GIB
+        os.kill(found["State"]["Pid"], signal.SIGKILL)
+        podman.wait_conmon(name)  # it ends after its podman has
+        assert podman.node.leases() == []
+        assert podman.podman("container", "exists", name).code == 1
+    finally:
+        podman.remove(name)
+
+
+def test_conmon_is_killed_too(podman: Podman) -> None:
+    """Nobody is left to clean up: a dead container's share goes to the next one."""
+    with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"})) as one:
+        for pid in podman.conmons(one.name):
+            processes.kill_and_reap(pid)
+        assert podman.node.leases() == [one.id]
+        assert "16Gi" in refusal(podman, Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"}))
+        os.kill(one.pid, signal.SIGKILL)
+        processes.wait_exit(one.pid, 10)
+        assert podman.run(Want(env={"GPUSHARE_MEMORY": "16Gi"})).answer()["total_bytes"] == 16 * GIB
+
+
+def test_removed_by_force(podman: Podman) -> None:
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        podman.command("rm", "--force", "--time", "0", one.name)
+        podman.wait_conmon(one.name)
+        assert podman.node.leases() == []
+
+
+# Words
+
+
+def test_program_that_is_not_there(podman: Podman) -> None:
+    """Not our error: podman says it as ever. It runs no poststop hook of its directory then: the next start does that
+    work, and does not count what is dead."""
+    whole = {"GPUSHARE_MEMORY": "16Gi"}
+    result = podman.run(Want(("/usr/bin/nothing",), whole))
+    assert result.code == 127
+    assert "not found" in result.err or "no such file" in result.err
+    assert podman.run(Want(env=whole)).answer()["total_bytes"] == 16 * GIB
+
+
+def test_refusal_is_one_line(podman: Podman) -> None:
+    with pytest.raises(Refused) as refused:
+        podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "lots\nof it"}))
+    assert len(refused.value.result.err.strip().splitlines()) == 1
+
+
+def test_crun_shows_the_reason_when_told_where(podman: Podman, tmp_path: Path) -> None:
+    """The annotation is crun's own; podman's user can set it where only the hook is installed."""
+    if podman.shows_reason:
+        return
+    want = Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}, {"run.oci.hooks.stderr": str(tmp_path / "words")})
+    refusal(podman, want)
+    assert '"lots"' in (tmp_path / "words").read_text()
+
+
+@pytest.mark.parametrize("stages", [("createRuntime",), ("prestart", "createRuntime")], ids=" and ".join)
+def test_stages_of_the_hook(podman: Podman, stages: tuple[str, ...]) -> None:
+    """Whatever stage the administrator chose, also both: one share."""
+    if podman.way != "hook":
+        return
+    before = {path: path.read_text() for path in podman.hooks_dir.iterdir()}
+    for path in before:
+        path.unlink()
+    try:
+        podman.hooks(*stages)
+        with podman.start(Want(SLEEP, TWO_GIB)) as one:
+            assert podman.node.leases() == [one.id]
+            assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+            points = [line.split()[4] for line in Path(f"/proc/{one.pid}/mountinfo").read_text().splitlines()]
+            assert points.count("/usr/lib/gpushare") == 1
+    finally:
+        for path in podman.hooks_dir.iterdir():
+            path.unlink()
+        for path, text in before.items():
+            path.write_text(text)
+
+
+def test_hook_beside_the_runtime(podman: Podman) -> None:
+    """Both are installed, as `runtime configure podman` does it: one share, and poststop twice."""
+    if podman.way != "runtime":
+        return
+    try:
+        podman.hooks("prestart")
+        with podman.start(Want(SLEEP, TWO_GIB)) as one:
+            assert podman.node.leases() == [one.id]
+            assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+        assert '"lots"' in refusal(podman, Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}))
+    finally:
+        for path in podman.hooks_dir.iterdir():
+            path.unlink()
+
+
+def test_checkpoint_reaches_the_low_level_runtime(podman: Podman, tmp_path: Path) -> None:
+    """podman itself gives up without criu, so the runtime is asked as podman would ask it."""
+    if podman.way != "runtime":
+        return
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        root = next(path for path in (Path("/run/runc"), Path("/run/crun")) if (path / one.id).exists())
+        words = [*podman.node.runtime(), "--root", str(root)]
+        done = subprocess.run(
+            [*words, "checkpoint", "--image-path", str(tmp_path), one.id], capture_output=True, text=True
+        )
+        assert done.returncode != 0
+        assert "gpushare" not in done.stderr
+        bundle = podman.inspect(one.name)["OCIConfigPath"].rpartition("/")[0]
+        done = subprocess.run(
+            [*words, "restore", "--image-path", str(tmp_path), "--bundle", bundle, "again"],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode != 0
+        assert "cannot be restored from a checkpoint" in done.stderr
