@@ -33,14 +33,14 @@ class Place(NamedTuple):
         return Node(self.directory / "node", self.driver_root, **config)
 
 
-def _low_level(name: str) -> dict[str, str]:
+def runtime_path(name: str) -> dict[str, str]:
     """The runtime that gpushare-runtime becomes, as the configuration names it."""
     return {"path": f"/usr/{'s' * (name == 'runc')}bin/{name}"}
 
 
 def _bare(low_level: str, way: str) -> Callable[[Place], Engine]:
     def make(place: Place) -> Engine:
-        node = place.node(runtime=_low_level(low_level))
+        node = place.node(runtime=runtime_path(low_level))
         return Bare(node, place.directory / "bundles", place.image_root, low_level, way)
 
     return make
@@ -48,7 +48,7 @@ def _bare(low_level: str, way: str) -> Callable[[Place], Engine]:
 
 def _podman(low_level: str, way: str) -> Callable[[Place], Engine]:
     def make(place: Place) -> Engine:
-        node = place.node(runtime=_low_level(low_level))
+        node = place.node(runtime=runtime_path(low_level))
         return Podman(node, place.directory / "podman", place.image_root, low_level, way)
 
     return make

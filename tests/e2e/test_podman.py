@@ -18,6 +18,7 @@ from tests.lib.engines.base import SLEEP, Refused, Want
 from tests.lib.engines.image import PROBE, make_root
 from tests.lib.engines.podman import IMAGE, PAUSE, Podman
 from tests.lib.judge import peak_bytes
+from tests.lib.rootfs import run
 
 GIB = 1 << 30
 TWO_GIB = {"GPUSHARE_MEMORY": "2Gi"}
@@ -35,7 +36,7 @@ def _made(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Podman]:
     unified = Path("/sys/fs/cgroup/unified")
     hybrid = "crun" in request.param and os.path.ismount(unified)
     if hybrid:  # crun refuses a host with cgroup v1 and v2 at once
-        engines.run("umount", unified)
+        run("umount", unified)
     try:
         with engines.engine(request.param, Path(tempfile.mkdtemp(prefix="gs-")), image_root) as made:
             assert isinstance(made, Podman)
@@ -43,7 +44,7 @@ def _made(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Podman]:
             yield made
     finally:
         if hybrid:
-            engines.run("mount", "-t", "cgroup2", "none", unified)
+            run("mount", "-t", "cgroup2", "none", unified)
 
 
 @pytest.fixture
@@ -86,12 +87,12 @@ def gpus_in_dev(tmp_path: Path) -> Iterator[Path]:
     """A /dev as on a host with two GPUs, which is what podman looks at; nobody is behind those device numbers."""
     copy = tmp_path / "dev"
     copy.mkdir()
-    engines.run("mount", "-t", "tmpfs", "gpushare-test", copy)
+    run("mount", "-t", "tmpfs", "gpushare-test", copy)
     for name in ("null", "zero", "full", "random", "urandom", "tty", "fuse", "ptmx", "fd", "stdin", "stdout", "stderr"):
-        engines.run("cp", "-a", Path("/dev", name), copy)
+        run("cp", "-a", Path("/dev", name), copy)
     for name in ("pts", "shm"):
         (copy / name).mkdir()
-        engines.run("mount", "--bind", Path("/dev", name), copy / name)
+        run("mount", "--bind", Path("/dev", name), copy / name)
     for name, minor in (
         ("nvidia0", 0),
         ("nvidia1", 1),
@@ -100,10 +101,10 @@ def gpus_in_dev(tmp_path: Path) -> Iterator[Path]:
         ("nvidia-uvm-tools", 251),
     ):
         os.mknod(copy / name, 0o20666, os.makedev(195, minor))
-    engines.run("mount", "--rbind", copy, "/dev")
+    run("mount", "--rbind", copy, "/dev")
     yield Path("/dev")
-    engines.run("umount", "--lazy", "/dev")
-    engines.run("umount", "--lazy", copy)
+    run("umount", "--lazy", "/dev")
+    run("umount", "--lazy", copy)
 
 
 def refusal(podman: Podman, want: Want, *more: str, image: str = IMAGE) -> str:
@@ -223,7 +224,7 @@ def test_user_namespaces(podman: Podman, tmp_path: Path) -> None:
     ranges = tmp_path / "subid"
     ranges.write_text("containers:300000:100000\n")
     for name in ("/etc/subuid", "/etc/subgid"):
-        engines.run("mount", "--bind", ranges, name)
+        run("mount", "--bind", ranges, name)
     try:
         for words in (("--userns=auto",), ("--uidmap=0:300000:5000", "--gidmap=0:300000:5000")):
             with podman.start(Want(SLEEP, TWO_GIB), *words) as one:
@@ -234,7 +235,7 @@ def test_user_namespaces(podman: Podman, tmp_path: Path) -> None:
                 assert one.exec("sh", "-c", f"echo > {OURS}").code != 0
     finally:
         for name in ("/etc/subuid", "/etc/subgid"):
-            engines.run("umount", name)
+            run("umount", name)
 
 
 def test_two_containers_with_one_volume(podman: Podman) -> None:

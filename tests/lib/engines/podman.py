@@ -77,7 +77,7 @@ class Podman:
             self.hooks(*stages)
         program = directory / "gpushare-runtime"
         # podman gives a runtime no words of its own
-        program.write_text(f'#!/bin/sh\nexec {" ".join(node.runtime())} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {" ".join(self.runtime())} "$@"\n')
         program.chmod(0o755)
         (directory / "containers.conf").write_text(
             _CONFIGURATION.format(
@@ -88,8 +88,18 @@ class Podman:
             )
         )
         archive = make_tar(image_root, directory / "image.tar")
+        self.prepare()
         self.command("import", str(archive), IMAGE)
         archive.unlink()
+
+    def prepare(self) -> None:
+        """All files are there, and podman has not run yet."""
+
+    def runtime(self) -> tuple[str, ...]:
+        return self.node.runtime()
+
+    def storage_driver(self) -> str:
+        return "overlay"
 
     def hooks(self, *stages: str) -> None:
         """Our hook in the directory of hooks, for these stages and for poststop."""
@@ -101,7 +111,7 @@ class Podman:
     def words(self, *args: str) -> list[str]:
         place = self._directory
         own = ("--root", place / "root", "--runroot", place / "run", "--tmpdir", place / "tmp")
-        return ["podman", *(str(word) for word in own), "--storage-driver", "overlay", *args]
+        return ["podman", *(str(word) for word in own), "--storage-driver", self.storage_driver(), *args]
 
     def environment(self) -> dict[str, str]:
         return {"PATH": os.environ["PATH"], "CONTAINERS_CONF": str(self._directory / "containers.conf")}
