@@ -102,7 +102,11 @@ def _read_stdin(fd: int) -> bytes:
     parts = []
     size = 0
     while size <= oci.MAX_STATE_BYTES:
-        part = os.read(fd, 1 << 16)
+        try:
+            part = os.read(fd, 1 << 16)
+        except OSError as error:  # closed, or a directory
+            what = f"cannot read the state on standard input: {error.strerror}"
+            raise RequestError(what, "the runtime writes it there; start a container") from None
         if not part:
             break
         parts.append(part)
@@ -172,6 +176,7 @@ def grant(asked: Request, host: Node, live: tuple[Lease, ...], blocked: frozense
 def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> None:
     """Reserve, apply, hold; or nothing at all."""
     from . import apply, driverfiles, leases, plan, procs, rootfs, storage
+    from .ops import Mount
 
     state_dir, inventory = host.config.state_dir, host.inventory
     lease: Optional[Lease] = None
@@ -184,9 +189,12 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
         root = rootfs.open_root(bundle, init.pid)
         try:
             image = rootfs.probe(root, bundle.env)
+            steps = plan.make_plan(bundle, asked, host, lease, image, files)
+            files_only = [(op.source, op.target) for op in steps.ops if lease is None and isinstance(op, Mount)]
+            if files_only and rootfs.shows(root, files_only):
+                return  # the same hook in two stages: no lease says so where no device was asked for
         finally:
             os.close(root)
-        steps = plan.make_plan(bundle, asked, host, lease, image, files)
         applied = apply.apply(steps, bundle, init.pid)
         if lease is not None:
             leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))

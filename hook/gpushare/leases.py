@@ -19,7 +19,7 @@ import time
 from contextlib import contextmanager
 from typing import Callable, Iterator, NamedTuple, Optional, Union
 
-from . import leasefile, names, policy, procs, region, storage
+from . import leasefile, names, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError
 from .model import Bundle, Lease, Node, Request, Share
 
@@ -175,6 +175,8 @@ def reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, grant_
     Raises CapacityError when the id has a live lease, KernelError, and whatever `grant_fn` raises, leaving nothing.
     Returns with containers/<id> made and holding the lease. The caller calls `storage.empty_trash` afterwards.
     """
+    from . import policy  # not for adopt, which makes no lease
+
     me = procs.myself()
     with locked(state_dir):
         _rebuild(state_dir, node)

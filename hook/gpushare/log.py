@@ -1,5 +1,5 @@
 """What is left of a refusal: one line on stderr, the same line in STATE_DIR/errors/<id>, and, for our own bugs, the
-traceback in errors/<id>.trace (start path).
+traceback in errors/<id>~trace (start path).
 
 Engines show differing parts of a hook's output (crun none of it), so the file is what `gpushare inspect` reads.
 """
@@ -12,6 +12,7 @@ from .errors import GpushareError
 
 _KEPT = 256  # files in errors/: a crash loop under ever new names must not fill the state directory
 _MAX_BYTES = 64 << 10
+_TRACE = "~trace"  # no container id has a ~
 
 
 def line_of(error: BaseException) -> tuple[str, int]:
@@ -43,7 +44,7 @@ def record(state_dir: str, container_id: str, line: str, error: BaseException) -
             import traceback  # only for a bug of ours: not a cost of a normal start
 
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            _write(folder, container_id + ".trace", text)
+            _write(folder, container_id + _TRACE, text)
         _forget_oldest(folder)
     except OSError:
         pass
@@ -51,7 +52,7 @@ def record(state_dir: str, container_id: str, line: str, error: BaseException) -
 
 def _write(folder: str, name: str, text: str) -> None:
     path = os.path.join(folder, name)
-    temporary = os.path.join(folder, f".{os.getpid()}.new")
+    temporary = os.path.join(folder, f"{os.getpid()}~new")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.write(fd, text.encode("utf-8", "backslashreplace")[:_MAX_BYTES])
@@ -122,7 +123,7 @@ def read(state_dir: str, container_id: str) -> str:
 
 def forget(state_dir: str, container_id: str) -> None:
     """Removes what `record` wrote."""
-    for name in (container_id, container_id + ".trace"):
+    for name in (container_id, container_id + _TRACE):
         try:
             os.unlink(os.path.join(state_dir, "errors", name))
         except OSError:
@@ -135,4 +136,4 @@ def known(state_dir: str) -> list[str]:
         names = os.listdir(os.path.join(state_dir, "errors"))
     except OSError:
         return []
-    return sorted(name for name in names if not name.endswith(".trace") and not name.startswith("."))
+    return sorted(name for name in names if "~" not in name)

@@ -100,6 +100,22 @@ def _probe(root: inroot.Root, env: dict[str, str]) -> Image:
     return image._replace(libdir32=libdir32, compat_version=version, compat_files=files)
 
 
+def shows(root: inroot.Root, files: Iterable[tuple[str, str]]) -> bool:
+    """Whether each (host path, container path) is one and the same file already."""
+    for source, target in files:
+        try:
+            there = os.stat(source)
+            fd = inroot.open_in(root, target, os.O_PATH)
+        except (OSError, KernelError):
+            return False
+        try:
+            if not os.path.samestat(os.fstat(fd), there):
+                return False
+        finally:
+            os.close(fd)
+    return True
+
+
 def read_cache(root: inroot.Root) -> tuple[Union[ldcache.Cache, None], str]:
     """(the parsed ld.so.cache, "") or (None or the cache, why it must be left alone)."""
     fd = inroot.exists(root, LD_CACHE, os.O_PATH | os.O_NOFOLLOW)

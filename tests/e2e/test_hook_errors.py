@@ -73,7 +73,7 @@ def test_bug_of_ours_is_one_line_and_its_trace_stays_on_the_host(
     one = container(["true"], env=SHARE, hook=node.hook()._replace(program=program))
     line = refused(one)
     assert "gpushare: internal error: ZeroDivisionError: division by zero (at changed-hook:7)" in line
-    trace = node.state / "errors" / f"{one.id}.trace"
+    trace = node.state / "errors" / f"{one.id}~trace"
     assert "hook.py" in trace.read_text() and trace.stat().st_mode & 0o777 == 0o600
     assert_nothing_left(node)
 
@@ -216,3 +216,30 @@ def test_configured_log_gets_a_line_for_each_container(
         assert one.run() == 0
     lines = path.read_text().splitlines()
     assert len(lines) == 2 and several[0].id in lines[0] and "4 GiB" in lines[0] and several[2].id in lines[1]
+
+
+def test_no_state_to_read_is_one_clear_line(node: Node, tmp_path: Path) -> None:
+    words = f"{HOOK} --config {node.config} --state {node.state} prestart"
+    for redirection in ("<&-", f"<{tmp_path}"):
+        done = subprocess.run(["sh", "-c", f"exec {words} {redirection}"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 64
+        assert done.stderr.startswith("gpushare: ") and "on standard input" in done.stderr
+        assert done.stderr.count("\n") == 1 and "internal" not in done.stderr
+
+
+def test_driver_files_alone_are_mounted_once_by_the_hook_in_two_stages(container: MakeContainer, node: Node) -> None:
+    def twice(spec: dict[str, Any]) -> None:
+        spec["hooks"]["createRuntime"] = spec["hooks"]["prestart"]
+
+    env = {"NVIDIA_VISIBLE_DEVICES": "none"}
+    one = container(["cat", "/proc/self/mountinfo"], env=env, hook=node.hook(), edit=twice)
+    assert one.run() == 0, one.stderr
+    targets = [line.split()[4] for line in one.stdout.splitlines()]
+    assert any("libnvidia-ml.so" in target for target in targets)
+    assert len(targets) == len(set(targets))
+
+
+def test_refusal_of_an_id_that_ends_like_a_trace(container: MakeContainer, node: Node) -> None:
+    one = container(["true"], env={"GPUSHARE_MEMORY": "17Gi"}, hook=node.hook(), id=f".{os.getpid()}.trace")
+    refused(one)
+    assert "17Gi asked" in node.cli("inspect", f".{os.getpid()}").stdout  # found by its beginning

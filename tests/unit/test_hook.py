@@ -157,7 +157,7 @@ def test_bug_of_ours_is_one_line_and_a_trace_on_the_host(
     error = capfd.readouterr().err
     assert error.startswith("gpushare: internal error: ZeroDivisionError: a\\nb (at test_hook.py:")
     assert error.count("\n") == 1
-    trace = state_dir / "errors" / "c1.trace"
+    trace = state_dir / "errors" / "c1~trace"
     assert "Traceback" in trace.read_text() and trace.stat().st_mode & 0o077 == 0
     assert log.known(str(state_dir)) == ["c1"]
     log.forget(str(state_dir), "c1")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from gpushare import commandline, lowlevel, oci, request
 from gpushare.errors import GpushareError
-from gpushare.model import Config
+from gpushare.model import Config, Policy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -353,3 +353,13 @@ def test_policy_for_everybody_starts_python_for_everybody(installed: Installed, 
     assert installed.hook("prestart", state, "--config", str(config)) == 0  # no file: no policy
     config.write_text("version: 1\n")
     assert installed.hook("prestart", state, "--config", str(config)) == PYTHON_RAN  # nobody has read it yet
+
+
+def test_privileged_containers_that_need_an_entry_start_python_for_every_container(tmp_path: Path) -> None:
+    """Of one with the host's whole /dev and a rule for all devices, the text says nothing."""
+    program = tmp_path / "low-level"
+    script(program, "true")
+    for entries, always in ((("*",), "0"), ((), "1"), (("ml/agent",), "1")):
+        policy = Policy(privileged_containers=entries)
+        lowlevel.remember("/none.yaml", str(tmp_path), Config(runtime=str(program), policy=policy))
+        assert f"always {always}\n" in (tmp_path / lowlevel.FILE).read_text()

@@ -48,6 +48,7 @@ def list_(paths: Paths, output: str) -> None:
 def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
     created = age(time.time() - one.lease.created) if one.lease else "-"
     name, count = facts.short(one.id), str(len(one.slots))
+    state = f"{one.state}: {one.note}" if one.state in ("dead", "damaged") and one.note else one.state
     rows = [
         (
             name,
@@ -56,12 +57,12 @@ def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
             _limit(use),
             bar(use.used_bytes, use.limit_bytes),
             count,
-            one.state,
+            state,
             created,
         )
         for use in one.uses
     ]
-    return rows or [(name, "-", "-", "-", "", count, one.state, created)]
+    return rows or [(name, "-", "-", "-", "", count, state, created)]
 
 
 def _limit(use: facts.Use) -> str:

@@ -1,0 +1,64 @@
+"""Which device numbers a container with a rule for all devices is denied."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from gpushare import applied, withhold
+
+from tests.unit.pure import bundle
+
+DEVICES = (
+    "Character devices:\n  1 mem\n195 nvidia\n195 nvidiactl\n234 nvidia-caps\n510 nvidia-uvm\n"
+    "\nBlock devices:\n  9 nvidiablk\n"
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for directory in ("proc", "dev/nvidia-caps"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "proc/devices").write_text(DEVICES)
+    for name, major, minor in (
+        ("nvidia0", 195, 0), ("nvidia100", 195, 100), ("nvidia-uvm", 510, 0), ("nvidia-uvm-tools", 510, 1),
+        ("nvidia-caps/nvidia-cap1", 234, 1), ("nvidia-caps/nvidia-cap2", 234, 2), ("nvidia-fs0", 240, 0), ("mem", 1, 1),
+    ):  # fmt: skip
+        os.mknod(tmp_path / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(major, minor))
+    return tmp_path
+
+
+def test_what_is_not_granted_at_all_is_denied_by_major(root: Path) -> None:
+    assert withhold.numbers(str(root), ()) == [(195, -1), (234, -1), (240, 0), (510, -1)]
+
+
+def test_what_is_granted_in_part_is_denied_by_minor(root: Path) -> None:
+    granted = [(195, 0), (195, 255), (510, 0), (234, 2)]
+    denied = withhold.numbers(str(root), granted)
+    assert not set(denied) & set(granted)
+    assert {(195, 1), (195, 63), (195, 100), (195, 254), (510, 1), (234, 1), (240, 0)} <= set(denied)
+    # no rule for a major of which something is granted: cgroup v1 could not allow that again
+    assert all(minor >= 0 for _, minor in denied)
+    assert not any(major == 1 for major, _ in denied)
+
+
+def test_a_host_without_the_driver(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/devices").write_text("Character devices:\n  1 mem\n")
+    assert not withhold.is_there(str(tmp_path))
+
+
+def test_a_rule_for_a_major_has_no_minor() -> None:
+    assert "minor" not in applied.denial(195, -1)
+    assert applied.denial(195, 0)["minor"] == 0
+
+
+def test_who_sees_everything() -> None:
+    def of(*rules: object) -> bool:
+        return withhold.sees_everything(bundle(linux={"resources": {"devices": list(rules)}}))
+
+    assert of({"allow": True, "access": "rwm"})
+    assert of({"allow": True, "type": "a", "major": -1, "minor": -1, "access": "rwm"})
+    assert not of({"allow": False, "access": "rwm"}, {"allow": True, "type": "c", "major": 1, "minor": 3})
