@@ -7,10 +7,9 @@ place by now. Then the lease becomes the container's own: from here on it lives 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from . import applied, apply, leases, log, oci, procs
 from .errors import RequestError
+from .light import TYPE_CHECKING
 from .ops import Plan
 
 if TYPE_CHECKING:

@@ -11,11 +11,8 @@ nobody but the engine's administrator can put a hook there.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional, Union
-
 from . import names, oci
+from .light import Any, NamedTuple, Optional, Sequence, Union, dumps, loads
 from .model import LdEntry
 from .ops import Cover, ImageFile, LdCache, Link, Mount, Op, ProcMask
 
@@ -80,7 +77,7 @@ def record_of(spec: Spec) -> Optional[Record]:
         return None
     nonces = _nonces(spec)
     try:
-        value = json.loads(text) if nonces else None
+        value = loads(text) if nonces else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or value.pop("version", 0) != VERSION or value.get("nonce") not in nonces:
@@ -117,7 +114,7 @@ def stripped(spec: Spec) -> Spec:
     if names.APPLIED_ANNOTATION not in annotations:
         return spec
     record = record_of(spec)
-    spec = json.loads(json.dumps(spec))
+    spec = loads(dumps(spec))
     if record is None:
         del spec["annotations"][names.APPLIED_ANNOTATION]
         return spec

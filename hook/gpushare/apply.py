@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
-from typing import Any, Union
 
 from . import cgroup, inroot, linux, mountns, mountpoint, rootfs
 from .errors import DeviceError, GpushareError, KernelError
+from .light import Any, Callable, Union
 from .model import Bundle
 from .ops import (
     Cover,

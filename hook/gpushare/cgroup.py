@@ -6,10 +6,10 @@ Rules are (major, minor) of character devices, for reading and writing; never mk
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 
 from . import linux, mountns
 from .errors import KernelError
+from .light import Callable, Sequence
 
 Rule = tuple[int, int]
 

@@ -12,8 +12,7 @@ Sources: runc 1.1 and 1.2 (urfave/cli: `-root X`, `--root=X`, flags also after t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from .light import NamedTuple, Sequence
 
 # Our own flags: first in the line, and not passed on
 OWN = ("gpushare-config", "gpushare-state")

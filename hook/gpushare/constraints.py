@@ -10,9 +10,8 @@ What the host does not know (no answer from NVML) holds nothing. Source: NVIDIA 
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple, Optional
-
 from .errors import RequestError
+from .light import Callable, NamedTuple, Optional
 from .model import Device, Inventory
 from .quantity import shown, wrong
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import NamedTuple, Optional
+
+from .light import NamedTuple, Optional
 
 
 class HostNode(NamedTuple):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import Union
 
 from . import linux
+from .light import Union
 
 _RESOLVE = linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS
 _RETRIES = 64  # EAGAIN: a rename or mount elsewhere raced with the look-up of ".."

@@ -12,13 +12,12 @@ JSON in that file, in the place of what its NVML does not know: {"context_bytes"
 
 from __future__ import annotations
 
-import json
 import os
-from typing import TYPE_CHECKING, Any, Optional
 
 from . import mig, names
 from .driverroot import short_read
 from .errors import DeviceError
+from .light import TYPE_CHECKING, Any, Optional, loads
 from .model import Device, Inventory
 
 if TYPE_CHECKING:  # not on the start path
@@ -139,7 +138,7 @@ def _marker(root: str) -> Optional[dict[str, Any]]:
     if text is None:
         return None
     try:
-        value = json.loads(text or "{}")
+        value = loads(text or "{}")
     except ValueError:
         value = {}
     return value if isinstance(value, dict) else {}

@@ -6,9 +6,7 @@ from_json(data, id)          -> Lease     raises ValueError: a file of any other
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
+from .light import Any, dumps, loads
 from .model import Device, Lease, Share
 
 # Field types as JSON has them; a lease of another shape is damaged.
@@ -64,7 +62,7 @@ _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 def to_json(lease: Lease) -> bytes:
     """lease.json: objects with the field names of model.py."""
     shares = [{**share._asdict(), "device": share.device._asdict()} for share in lease.shares]
-    return json.dumps({**lease._asdict(), "shares": shares}, indent=1).encode()
+    return dumps({**lease._asdict(), "shares": shares}).encode()
 
 
 def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[str, Any]:
@@ -85,7 +83,7 @@ def _completed(value: Any, earlier: dict[str, Any]) -> Any:
 def from_json(data: bytes, container_id: str) -> Lease:
     """The inverse of `to_json`. Raises ValueError."""
     try:
-        fields = _fields(_completed(json.loads(data), _EARLIER_LEASE), _LEASE, "lease")
+        fields = _fields(_completed(loads(data), _EARLIER_LEASE), _LEASE, "lease")
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if fields["id"] != container_id or fields["state"] not in ("reserved", "held"):

@@ -16,16 +16,15 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from contextlib import contextmanager
-from typing import Callable, Iterator, NamedTuple, Optional, Union
 
 from . import leasefile, names, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError
+from .light import Callable, NamedTuple, Optional, TracebackType, Union
 from .model import Bundle, Lease, Node, Request, Share
 
 _MAX_BYTES = 1 << 20
 # (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
-GrantFn = Callable[[Request, Node, "tuple[Lease, ...]", "frozenset[str]"], "tuple[Share, ...]"]
+GrantFn = Callable[[Request, Node, tuple[Lease, ...], frozenset[str]], tuple[Share, ...]]
 
 
 class Damaged(NamedTuple):
@@ -50,19 +49,26 @@ class View(NamedTuple):
         return frozenset().union(*(everything if d.uuids is None else d.uuids for d in self.damaged))
 
 
-@contextmanager
-def locked(state_dir: str) -> Iterator[None]:
+class locked:
     """The lease lock. The kernel gives it back when its holder dies. Never made here: it marks a complete directory."""
-    path = os.path.join(state_dir, "lock")
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise KernelError(f"{path!r}: {error.strerror}", "run as root") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+
+    def __init__(self, state_dir: str) -> None:
+        self._path = os.path.join(state_dir, "lock")
+        self._fd = -1
+
+    def __enter__(self) -> None:
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise KernelError(f"{self._path!r}: {error.strerror}", "run as root") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        os.close(self._fd)
 
 
 def _user(state_dir: str, container_id: str) -> int:

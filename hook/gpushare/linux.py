@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Union
 
 from .errors import KernelError
+from .light import Union
 
 AT_FDCWD = -100
 AT_EMPTY_PATH = 0x1000

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from .errors import GpushareError
+from .light import dumps
 
 _KEPT = 256  # files in errors/: a crash loop under ever new names must not fill the state directory
 _MAX_BYTES = 64 << 10
@@ -90,14 +91,13 @@ def to_runtime_log(path: str, log_format: str, line: str) -> None:
     writes it (logrus): JSON, or text. Never raises."""
     if not path:
         return
-    import json
     import time
 
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if log_format == "json":
-        text = json.dumps({"level": "error", "msg": line, "time": stamp})
+        text = dumps({"level": "error", "msg": line, "time": stamp})
     else:
-        text = f'time="{stamp}" level=error msg={json.dumps(line)}'
+        text = f'time="{stamp}" level=error msg={dumps(line)}'
     try:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         try:

@@ -13,13 +13,11 @@ without it the next start costs more, nothing else.
 from __future__ import annotations
 
 import os
-import signal
 import stat
-from collections.abc import Sequence
-from typing import NoReturn
 
 from . import names
 from .errors import ConfigError, KernelError
+from .light import NoReturn, Sequence, signal
 from .model import Config
 
 FILE = "launcher"

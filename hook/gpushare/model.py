@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from .light import Any, NamedTuple, Optional
 
 
 class Device(NamedTuple):

@@ -13,11 +13,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
-from typing import Optional
 
 from . import inroot, linux, mountns
 from .errors import KernelError
+from .light import Callable, Optional
 
 # Below which directories a link may lead us to cover something: the prefix, and how its first component may go on
 _LIBRARY_DIRS = (

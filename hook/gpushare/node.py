@@ -13,14 +13,13 @@ compiled again next time. Raises ConfigError and DeviceError.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import time
-from typing import Any, Optional
 
 from . import inventory, lowlevel
 from .errors import DeviceError, GpushareError
+from .light import Any, Optional, dumps, loads
 from .model import Config, Device, Inventory, Node, Policy
 
 SCHEMA = 2  # grows when the meaning of node.json changes
@@ -83,7 +82,7 @@ def _read(path: str) -> Optional[dict[str, Any]]:
         ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if not ours or not stat.S_ISREG(status.st_mode) or status.st_size > MAX_NODE_BYTES:
             return None
-        value = json.loads(os.read(fd, MAX_NODE_BYTES))
+        value = loads(os.read(fd, MAX_NODE_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     finally:
@@ -152,7 +151,7 @@ def _write(state_dir: str, value: dict[str, Any]) -> None:
         return
     try:
         with os.fdopen(fd, "w") as file:
-            json.dump(value, file)
+            file.write(dumps(value))
         os.rename(temporary, os.path.join(state_dir, FILE))
     except OSError:
         try:

@@ -13,12 +13,11 @@ Start path: standard library only.
 
 from __future__ import annotations
 
-import json
 import os
-from typing import Any, NamedTuple, Optional, Union
 
 from . import names
 from .errors import RequestError
+from .light import Any, NamedTuple, Optional, Union, loads
 from .model import Bundle
 from .quantity import shown
 
@@ -66,7 +65,7 @@ def _path(value: object, what: str) -> str:
 def _object(data: bytes, what: str) -> dict[str, Any]:
     """One JSON object, whatever is wrong with the text."""
     try:
-        value = json.loads(data.decode("utf-8"))
+        value = loads(data.decode("utf-8"))
     except RecursionError:
         raise RequestError(f"{what} is nested too deeply") from None
     except ValueError as error:  # also UnicodeDecodeError, and integers of absurd length

@@ -6,8 +6,7 @@ or "either". Executing them is apply.py's work, and specedit.py's.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
-
+from .light import NamedTuple, Union
 from .model import LdEntry, Share
 from .quantity import human
 

@@ -9,11 +9,10 @@ CapacityError (with the numbers and the holders), PolicyError, RequestError or D
 
 from __future__ import annotations
 
-from typing import Iterable, NamedTuple, Optional
-
 from . import names
 from .dialects import device_name, find_devices, usable_devices
 from .errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
+from .light import Iterable, NamedTuple, Optional
 from .model import Amount, Config, Device, Lease, Node, Policy, Request, Share
 from .quantity import amount, bytes_of, human, shown
 

@@ -11,12 +11,11 @@ Raises RequestError when the image cannot hold a limit. Start path.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
-
 from . import forward, names
 from .driverfiles import DriverFiles, Library
 from .drivertable import ALWAYS
 from .errors import RequestError
+from .light import NamedTuple, Optional
 from .model import Bundle, Image, LdEntry, Lease, Node, Request, Share
 from .ops import (
     Cover,

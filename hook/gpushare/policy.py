@@ -14,12 +14,10 @@ They raise PolicyError, with the key of config.yaml that says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from . import names, oci
 from .dialects import Env, injected, nvidia
 from .errors import PolicyError, RequestError
+from .light import Any, Iterable
 from .model import Bundle, Lease, Policy, Request
 from .quantity import shown
 

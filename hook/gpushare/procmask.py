@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 
 from . import imagefiles, linux, mountpoint
+from .light import Iterator
 
 PROC_DIR = "/proc/driver/nvidia"
 _FILES = ("version", "registry", "params")  # not the switches for the host's power states

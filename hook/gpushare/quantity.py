@@ -17,9 +17,8 @@ Start path: standard library only.
 
 from __future__ import annotations
 
-from typing import Callable, Optional, TypeVar
-
 from .errors import RequestError
+from .light import Callable, Optional, TypeVar
 from .model import Amount
 
 MAX_BYTES = (1 << 63) - 1

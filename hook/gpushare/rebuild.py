@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import time
-from typing import NamedTuple, Optional
 
 from . import inroot, leasefile, linux, log, names, procs, region, storage
 from .errors import KernelError
+from .light import NamedTuple, Optional
 from .model import Device, Lease, Node, Share
 
 _UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"

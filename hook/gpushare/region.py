@@ -10,10 +10,9 @@ RegionError; it never raises anything else, whatever the bytes are.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
 
 from .errors import GpushareError
+from .light import NamedTuple, Sequence
 from .model import Share
 
 ABI_VERSION = 1

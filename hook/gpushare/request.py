@@ -12,11 +12,10 @@ Start path.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional
-
 from . import names, policy
 from .dialects import Env, driverwords, injected, nvidia, own
 from .errors import DeviceError, PolicyError, RequestError
+from .light import Any, Callable, Optional
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
 from .quantity import shown, wrong
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Union
 
 from . import compatdir, imagefiles, inroot, ldcache, linux
 from .errors import KernelError
+from .light import Iterable, Iterator, NamedTuple, Union
 from .model import Bundle, Image
 
 LD_CACHE = "/etc/ld.so.cache"

@@ -14,14 +14,12 @@ The lease is reserved for this very process: execve keeps pid and start time, so
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Optional
 
 from . import commandline, hook, log, lowlevel, names, oci
 from .commandline import Call
 from .errors import GpushareError, RequestError
+from .light import TYPE_CHECKING, Callable, NamedTuple, NoReturn, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request
 
 if TYPE_CHECKING:

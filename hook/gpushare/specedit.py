@@ -11,16 +11,14 @@ What a spec cannot hold is left in the record for our hook; applied.py reads the
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from . import applied, names, oci
 from .applied import NONCE_ENV, PLACES, STAGES, Record, Spec, place, rule
 from .dialects import nvidia
 from .errors import KernelError
+from .light import Any, Callable, Sequence, dumps, loads
 from .ops import Cover, DeviceNode, DeviceRule, ImageFile, LdCache, Link, Mount, Plan, ProcMask
 from .spectree import SpecTree
 
@@ -33,7 +31,7 @@ class Editor:
     """One edit of one copy of a spec, and the record of it. `leased`: the container holds a part of a device."""
 
     def __init__(self, spec: Spec, leased: bool) -> None:
-        self.spec: Spec = json.loads(json.dumps(spec))
+        self.spec: Spec = loads(dumps(spec))
         self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [])
         for path, empty in PLACES:
             above = place(self.spec, path[:-1])
@@ -133,7 +131,7 @@ class Editor:
             env = [HOOK_ENV, NONCE_ENV + self.record.nonce]
             self.spec["hooks"][stage].append({"path": path, "args": args, "env": env, "timeout": HOOK_TIMEOUT_S})
         self.record.annotations.append(names.APPLIED_ANNOTATION)
-        text = json.dumps({"version": applied.VERSION, **self.record._asdict()}, separators=(",", ":"))
+        text = dumps({"version": applied.VERSION, **self.record._asdict()}, ",", ":")
         self.spec["annotations"][names.APPLIED_ANNOTATION] = text
         return self.spec
 
@@ -163,7 +161,7 @@ def write(path: str, spec: Spec) -> None:
     temporary = f"{path}.gpushare-{os.getpid()}"
     try:
         status = os.stat(path)
-        data = json.dumps(spec).encode("utf-8", "surrogatepass")
+        data = dumps(spec).encode("utf-8", "surrogatepass")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(temporary, flags, 0o600)
         try:

@@ -16,11 +16,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from types import TracebackType
-from typing import NamedTuple, Optional
 
 from . import inroot, linux, mountpoint, oci, rootfs
 from .errors import KernelError
+from .light import NamedTuple, Optional, TracebackType
 from .model import Bundle
 
 RESOLVE_NO_SYMLINKS = 0x04  # openat2(2)

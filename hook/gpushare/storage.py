@@ -18,10 +18,10 @@ import fcntl
 import os
 import stat
 import time
-from typing import Union
 
 from . import linux, names, region
 from .errors import KernelError
+from .light import Union
 from .ops import TenantTmpfs, WriteLimits
 
 TENANT_INODES = 2  # the root directory and `usage`

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
 
 from .dialects import injected, nvidia
 from .driverroot import listing, short_read
+from .light import Iterable
 from .model import Bundle
 
 ALL_MINORS = -1

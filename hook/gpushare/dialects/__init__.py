@@ -14,9 +14,8 @@ Start path: standard library only.
 
 from __future__ import annotations
 
-from typing import Optional
-
 from ..errors import DeviceError, RequestError
+from ..light import Optional
 from ..model import Device, Inventory, Selection
 from ..quantity import MAX_SLOTS, shown, wrong
 

@@ -11,10 +11,9 @@ access to every device (--privileged) has the host's whole list in its spec; tha
 
 from __future__ import annotations
 
-from typing import Any, Optional
-
 from .. import oci
 from ..errors import DeviceError
+from ..light import Any, Optional
 from ..model import Inventory, Request, Selection
 from . import Env, find_devices, nvidia
 

@@ -14,10 +14,9 @@ Start path.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, NamedTuple, Optional
-
 from .. import names, oci
 from ..errors import RequestError
+from ..light import Any, Callable, Iterable, NamedTuple, Optional
 from ..model import Inventory, Request, Selection
 from ..quantity import amounts, percents, shown, wrong
 from . import Env, nvidia, one_value, parse_devices
