@@ -1,5 +1,5 @@
 """The createRuntime hook that gpushare-runtime puts into config.json: what a spec cannot hold, and whose lease it is
-(start path).
+(start path). The launcher does the ordinary ones itself (ticket.py); this does all of them.
 
 Links, the loader's cache and the mask over /proc are in the record that specedit.py wrote; the mounts in it must be in
 place by now. Then the lease becomes the container's own: from here on it lives as long as its init.
@@ -34,7 +34,7 @@ def adopt(options: Options, state: oci.State) -> int:
         lease = leases.find(options.state_dir, bundle.id)
         if lease is not None and lease.state == "reserved" and lease.bundle == bundle.path:
             leases.hold(options.state_dir, lease, init, procs.cgroup_of(init.pid))
-        elif record.leased:
+        elif record.leased and not leases.is_held_by(options.state_dir, bundle.id, init):  # the launcher began
             raise RequestError(f"the lease of {bundle.id!r} is gone", "start the container again")
     except BaseException:
         hook.ignore_signals()

@@ -9,7 +9,7 @@ import stat
 from . import imagefiles, ldcache, linux, mountpoint, rootfs
 from .model import LdEntry
 
-_TEMPORARY = ".ld.so.cache.gpushare"  # a fixed name, so that the next start removes what a killed one left
+TEMPORARY = ".ld.so.cache.gpushare"  # a fixed name, so that the next start removes what a killed one left
 
 
 def extend(root: mountpoint.Root, entries: tuple[LdEntry, ...]) -> None:
@@ -39,11 +39,11 @@ def extend(root: mountpoint.Root, entries: tuple[LdEntry, ...]) -> None:
 
 def _write(dir_fd: int, name: str, content: bytes, status: os.stat_result) -> None:
     try:
-        os.unlink(_TEMPORARY, dir_fd=dir_fd)
+        os.unlink(TEMPORARY, dir_fd=dir_fd)
     except FileNotFoundError:
         pass
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
-    fd = os.open(_TEMPORARY, flags, 0o600, dir_fd=dir_fd)
+    fd = os.open(TEMPORARY, flags, 0o600, dir_fd=dir_fd)
     try:
         view = memoryview(content)
         while view:
@@ -51,10 +51,10 @@ def _write(dir_fd: int, name: str, content: bytes, status: os.stat_result) -> No
         os.fchown(fd, status.st_uid, status.st_gid)
         os.fchmod(fd, stat.S_IMODE(status.st_mode))
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
-        os.rename(_TEMPORARY, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.rename(TEMPORARY, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
         try:
-            os.unlink(_TEMPORARY, dir_fd=dir_fd)
+            os.unlink(TEMPORARY, dir_fd=dir_fd)
         except FileNotFoundError:
             pass
         raise

@@ -2,6 +2,10 @@
 
 to_json(lease)               -> bytes
 from_json(data, id)          -> Lease     raises ValueError: a file of any other shape is damaged, never guessed at
+held(lease, data)            -> Lease     a reserved lease as the file `held` beside it continues it; raises ValueError
+
+`held` is what the launcher writes instead of a new lease.json, complete by its rename: four lines, the version, the
+creator's pid and start time (it must be the lease's own), init's pid and start time, and the cgroup.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ _LEASE: dict[str, tuple[type, ...]] = {
     "driver_version": (str,),
     "sandbox": (str,),
 }
+HELD_VERSION = "gpushare-held-1"
 _SHARE: dict[str, tuple[type, ...]] = {
     "slot": (int,),
     "device": (dict,),
@@ -96,3 +101,14 @@ def from_json(data: bytes, container_id: str) -> Lease:
             device = {**device, **_EARLIER_DEVICE}
         shares.append(Share(**{**share, "device": Device(**_fields(device, _DEVICE, "device"))}))
     return Lease(**{**fields, "shares": tuple(shares)})
+
+
+def held(lease: Lease, data: bytes) -> Lease:
+    """`lease` as the launcher turned it over to the container's init. Raises ValueError."""
+    lines = data.decode("utf-8", "surrogateescape").split("\n")
+    if len(lines) != 5 or lines[0] != HELD_VERSION or lines[1] != f"{lease.creator_pid} {lease.creator_start}":
+        raise ValueError("its file `held` is of another lease, or damaged")
+    pid, _, start = lines[2].partition(" ")
+    if not (pid.isdigit() and start.isdigit()) or lines[4]:
+        raise ValueError("its file `held` is damaged")
+    return lease._replace(state="held", init_pid=int(pid), init_start=int(start), cgroup=lines[3])

@@ -89,15 +89,27 @@ def why_dead(state_dir: str, lease: Lease, boot_id: str) -> str:
     return f"its init (pid {lease.init_pid}) is gone"
 
 
-def _read_file(state_dir: str, container_id: str) -> bytes:
+def _read_file(state_dir: str, container_id: str, name: str) -> bytes:
     fd = os.open(
-        os.path.join(storage.container_dir(state_dir, container_id), storage.LEASE),
+        os.path.join(storage.container_dir(state_dir, container_id), name),
         os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
     )
     try:
         return os.read(fd, _MAX_BYTES)
     finally:
         os.close(fd)
+
+
+def _read(state_dir: str, container_id: str) -> Lease:
+    """What lease.json says, and `held` after it. Raises OSError and ValueError."""
+    lease = leasefile.from_json(_read_file(state_dir, container_id, storage.LEASE), container_id)
+    if lease.state != "reserved":
+        return lease
+    try:
+        data = _read_file(state_dir, container_id, storage.HELD)
+    except FileNotFoundError:
+        return lease
+    return leasefile.held(lease, data)
 
 
 def _damaged(state_dir: str, container_id: str, reason: str) -> Damaged:
@@ -114,7 +126,7 @@ def _judged(state_dir: str, container_id: str) -> Union[Lease, Damaged, None]:
     """The lease of one container; None where a start was killed before it had one. A start writes its lease first, so
     files without a lease are those of a container that has lost it."""
     try:
-        return leasefile.from_json(_read_file(state_dir, container_id), container_id)
+        return _read(state_dir, container_id)
     except FileNotFoundError:
         share = os.path.join(storage.container_dir(state_dir, container_id), "share")
         return _damaged(state_dir, container_id, f"{storage.LEASE} is missing") if os.path.lexists(share) else None
@@ -245,7 +257,7 @@ def hold(state_dir: str, lease: Lease, init: procs.Process, cgroup: str) -> Leas
 def find(state_dir: str, container_id: str) -> Optional[Lease]:
     """The lease of one container, alive or not; None when there is none that can be read."""
     try:
-        return leasefile.from_json(_read_file(state_dir, container_id), container_id)
+        return _read(state_dir, container_id)
     except (OSError, ValueError):
         return None
 

@@ -188,7 +188,7 @@ def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
 
 def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -> None:
     """Reserves, and writes config.json."""
-    from . import driverfiles, leases, plan, rootfs, specedit, storage
+    from . import driverfiles, leases, plan, rootfs, specedit, storage, ticket
     from .dialects import injected
     from .ops import TenantTmpfs, WriteLimits
     from .spectree import SpecTree
@@ -208,16 +208,23 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -
                 storage.execute(op)
         if injected.allows_everything(editor.spec):
             editor.deny(_denied(steps, host))
-        specedit.write(path, editor.put_in(steps, tree, _hook_words(paths), _hook_stderr()))
+        spec = editor.put_in(steps, tree, _hook_words(paths), _hook_stderr())
+        if lease is not None:
+            ticket.write(paths.state_dir, bundle, lease, editor.record, tree)
+        specedit.write(path, spec)
     storage.empty_trash(paths.state_dir)
     hook.tell(host, steps, [f"taken out of config.json: {line}" for line in removed])
 
 
 def _hook_program() -> str:
-    """gpushare-hook, which is installed beside this program."""
+    """gpushare-hook: the launcher, where this program is in the libexec beside its bin, or else what is beside us."""
     from .specedit import HOOK_PROGRAM
 
-    return os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), HOOK_PROGRAM)
+    here = os.path.dirname(os.path.abspath(sys.argv[0]))
+    launcher = os.path.join(os.path.dirname(here), "bin", HOOK_PROGRAM)
+    if os.path.basename(here) == "libexec" and os.access(launcher, os.X_OK):
+        return launcher
+    return os.path.join(here, HOOK_PROGRAM)
 
 
 def _hook_stderr() -> str:

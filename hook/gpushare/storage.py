@@ -31,6 +31,7 @@ _FOLDERS = (("containers", 0o700), ("trash", 0o700), ("errors", 0o755))
 _MARKER = "lock"  # made last: its presence says that the directory is complete
 REBUILD = "rebuild"  # there from the making of the directory until leases of living containers were looked for
 LEASE = "lease.json"
+HELD = "held"  # beside a lease that is only reserved: whose it became (leasefile.held)
 _SHARE_FOLDERS = ("driver", "rw", "peers", "mps")
 _SHARE_FILES = (names.REAL_CUDA, names.REAL_NVML)  # mount points; the directory is read-only in the container
 _TENANT_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -133,7 +134,7 @@ def _write_limits(op: WriteLimits) -> None:
     temporary = op.path + ".new"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o444)
     try:
-        _write_all(fd, region.pack_limits(op.shares, nonce))
+        write_all(fd, region.pack_limits(op.shares, nonce))
         os.fchmod(fd, 0o444)
     finally:
         os.close(fd)
@@ -152,7 +153,7 @@ def _mount_tenant(op: TenantTmpfs) -> None:
     try:
         fd = os.open("usage", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=mount)
         try:
-            _write_all(fd, region.pack_usage(limits.nonce, len(limits.devices)))  # every block, so all are allocated
+            write_all(fd, region.pack_usage(limits.nonce, len(limits.devices)))  # every block, so all are allocated
             os.fchmod(fd, 0o666)
         finally:
             os.close(fd)
@@ -164,7 +165,8 @@ def _mount_tenant(op: TenantTmpfs) -> None:
             os.close(target)
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
+    """All of it, however little the kernel takes at once. Raises OSError."""
     done = 0
     while done < len(data):
         done += os.write(fd, data[done:])

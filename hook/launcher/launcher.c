@@ -2,6 +2,7 @@
 
 #define _GNU_SOURCE
 #include <errno.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -98,9 +99,21 @@ static char *read_state(size_t *size) {
     return got == 0 ? text : NULL;
 }
 
+static void wake_up(int number) {
+    (void)number;
+}
+
+/* What hangs (the lease lock) ends after a while, and Python then says what it was. */
+static bool take_time(void) {
+    struct sigaction action = {.sa_handler = wake_up};
+    alarm(ADOPT_S);
+    return sigaction(SIGALRM, &action, NULL) == 0;
+}
+
 static int hook(char **argv) {
     const char *config = DEFAULT_CONFIG, *state_dir = DEFAULT_STATE;
-    char bundle[PATH_MAX], path[PATH_MAX], low[PATH_MAX];
+    static struct state state;
+    char path[PATH_MAX + 16], low[PATH_MAX];
     char **word = argv + 1;
     for (; *word && **word == '-'; word += 2) {
         const char **field = strcmp(*word, "--config") == 0  ? &config
@@ -114,15 +127,18 @@ static int hook(char **argv) {
     bool quick = *word && !word[1] &&
                  (strcmp(*word, "prestart") == 0 || strcmp(*word, "createRuntime") == 0 ||
                   strcmp(*word, "poststop") == 0);
-    if (!quick)
-        return python("gpushare-hook", argv);
+    bool adopts = *word && !word[1] && strcmp(*word, "adopt") == 0;
     size_t size;
-    const char *state = read_state(&size);
-    if (state && state_bundle(state, size, bundle) &&
-        snprintf(path, sizeof path, "%s/config.json", bundle) < (int)sizeof path &&
-        !scan_may_ask(path) &&
+    const char *text = quick || adopts ? read_state(&size) : NULL;
+    if (!text || !state_read(text, size, &state))
+        return python("gpushare-hook", argv);
+    if (adopts && *state.id && take_time() && adopt(&state, state_dir))
+        return 0;
+    snprintf(path, sizeof path, "%s/config.json", state.bundle);
+    if (quick && !scan_may_ask(path) &&
         (!known_config_exists(config) || known_runtime(state_dir, config, low)))
         return 0;
+    alarm(0);
     return python("gpushare-hook", argv);
 }
 

@@ -31,8 +31,17 @@ struct call {
 struct call args_parse(const char *const *words);
 bool args_listed(const char *const *list, const char *word, size_t length);
 
-/* state.c: the bundle that an OCI state names; false when that is not perfectly clear. */
-bool state_bundle(const char *json, size_t size, char bundle[PATH_MAX]);
+/* state.c: what an OCI state says; false when that is not perfectly clear. `id` is empty unless it
+ * is one that may name a directory, `pid` 0 unless it is a plain number. */
+struct state {
+    char bundle[PATH_MAX];
+    char id[256];
+    long pid;
+};
+bool state_read(const char *json, size_t size, struct state *state);
+
+/* adopt.c: the container whose init this is takes its lease over. False: Python does it. */
+bool adopt(const struct state *state, const char *state_dir);
 
 /* known.c: the low-level runtime from STATE_DIR/launcher, which gpushare/lowlevel.py writes. False
  * when the file is missing or stale, or says that policy concerns every container: Python decides.

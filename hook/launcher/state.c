@@ -1,10 +1,11 @@
-/* The bundle in an OCI state. Only the top level is looked at: an annotation may well be called
- * "bundle". Whatever is unusual (a second bundle, an escape in a name or in the path, anything that
- * is not JSON) is left to Python. */
+/* The bundle, the id and the pid in an OCI state. Only the top level is looked at: an annotation
+ * may well be called "bundle". Whatever is unusual (a second bundle, an escape in a name or in the
+ * path, anything that is not JSON) is left to Python. */
 
 #include <string.h>
 
 #include "launcher.h"
+#include "launcher_tables.h"
 
 struct text {
     const char *at, *end;
@@ -68,34 +69,80 @@ static bool is(const char *text, size_t length, const char *name) {
     return length == strlen(name) && memcmp(text, name, length) == 0;
 }
 
-bool state_bundle(const char *json, size_t size, char bundle[PATH_MAX]) {
+/* A text without escapes; "" when it is too long. */
+static bool plain_text(struct text *t, char *field, size_t room) {
+    const char *value;
+    size_t length;
+    bool plain;
+    if (!string(t, &value, &length, &plain) || !plain)
+        return false;
+    length = length < room ? length : 0;
+    memcpy(field, value, length);
+    field[length] = '\0';
+    return true;
+}
+
+/* As oci.check_id. */
+static bool is_id(const char *id) {
+    static const char letters[] =
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+-.";
+    size_t length = strlen(id);
+    return length && length <= MAX_ID_LENGTH && strspn(id, letters) == length &&
+           strcmp(id, ".") != 0 && strcmp(id, "..") != 0;
+}
+
+static bool plain_number(struct text *t, long *value) {
+    const char *begin = (peek(t), t->at);
+    if (!skip(t))
+        return false;
+    *value = 0;
+    for (; begin < t->at; begin++) {
+        if (*begin < '0' || *begin > '9' || *value > 1L << 31) {
+            *value = 0;
+            return true;
+        }
+        *value = *value * 10 + *begin - '0';
+    }
+    return true;
+}
+
+/* One value. False: leave it to Python. */
+static bool take(struct text *t, const char *name, size_t length, struct state *state) {
+    if (is(name, length, "bundle") || is(name, length, "bundlePath"))
+        return !*state->bundle && plain_text(t, state->bundle, sizeof state->bundle) &&
+               *state->bundle == '/';
+    if (is(name, length, "id")) {
+        const char *begin = t->at;
+        if (!plain_text(t, state->id, sizeof state->id) || !is_id(state->id))
+            *state->id = '\0'; /* the last one counts, and only adopt needs it */
+        t->at = begin;
+        return skip(t);
+    }
+    if (is(name, length, "pid"))
+        return plain_number(t, &state->pid);
+    return skip(t);
+}
+
+bool state_read(const char *json, size_t size, struct state *state) {
     struct text t = {json, json + size};
-    bool found = false;
+    *state = (struct state){.pid = 0};
     if (memchr(json, '\0', size) || peek(&t) != '{')
         return false;
     t.at++;
     for (char c = peek(&t); c != '}'; c = peek(&t)) {
-        const char *name, *value;
+        const char *name;
         size_t length;
         bool plain;
         if (!string(&t, &name, &length, &plain) || !plain || peek(&t) != ':')
             return false;
         t.at++;
-        if (is(name, length, "bundle") || is(name, length, "bundlePath")) {
-            if (found || !string(&t, &value, &length, &plain) || !plain || length >= PATH_MAX ||
-                *value != '/')
-                return false;
-            memcpy(bundle, value, length);
-            bundle[length] = '\0';
-            found = true;
-        } else if (!skip(&t)) {
+        if (!take(&t, name, length, state))
             return false;
-        }
         if (peek(&t) == ',')
             t.at++;
         else if (peek(&t) != '}')
             return false;
     }
     t.at++;
-    return found && peek(&t) == '\0' && t.at >= t.end;
+    return *state->bundle && peek(&t) == '\0' && t.at >= t.end;
 }

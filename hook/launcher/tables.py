@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from gpushare import commandline, lowlevel, names, oci, request
+from gpushare import cachefile, commandline, hook, leasefile, lowlevel, names, oci, request, rootfs, storage, ticket
 
 
 def c_list(name: str, words: Sequence[str]) -> str:
@@ -32,6 +32,17 @@ def defines() -> str:
         "SANDBOX": c_text(f'"{names.CONTAINER_TYPE_ANNOTATIONS[0]}":"sandbox"'),
         "APPLIED": c_text(names.APPLIED_ANNOTATION),
         "MAX_STATE_BYTES": str(oci.MAX_STATE_BYTES),
+        "MAX_ID_LENGTH": str(oci.MAX_ID_LENGTH),
+        "ADOPT_S": str(hook.DEADLINE_S // 2),
+        "LEASE_FILE": f'"{storage.LEASE}"',
+        "HELD_FILE": f'"{storage.HELD}"',
+        "HELD_VERSION": f'"{leasefile.HELD_VERSION}"',
+        "TICKET_FILE": f'"{ticket.FILE}"',
+        "TICKET_CACHE": f'"{ticket.CACHE}"',
+        "TICKET_VERSION": f'"{ticket.VERSION}"',
+        "CACHE_PATH": f'"{rootfs.LD_CACHE}"',
+        "CACHE_NAME": f'"{os.path.basename(rootfs.LD_CACHE)}"',
+        "CACHE_TEMPORARY": f'"{cachefile.TEMPORARY}"',
     }
     return "".join(f"#define {name} {value}\n" for name, value in values.items())
 

@@ -192,7 +192,7 @@ def test_mode_and_owner_stay_and_it_is_a_file_of_the_image(image: Path) -> None:
 
 
 def test_what_a_killed_run_left_is_removed(image: Path) -> None:
-    (image / "etc" / cachefile._TEMPORARY).write_text("half a cache")
+    (image / "etc" / cachefile.TEMPORARY).write_text("half a cache")
     with ns_util.sandbox(image) as box:
         box.apply(hidden("/opt/x"))
         assert listed(box)["libgsprobe.so.1"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare import leases, procs
 
 from tests.lib.host import BUILD, PYTHON, Node, python_mounts
 from tests.lib.runc import Container, RuntimeFailed
@@ -70,9 +71,10 @@ def call(node: Node, *words: str, **arguments: Any) -> subprocess.CompletedProce
 def test_lease_lives_as_long_as_the_container(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env=ALL, runtime=node.runtime())
     one.create()
-    lease = json.loads((node.state / "containers" / one.id / "lease.json").read_text())
-    assert (lease["state"], lease["init_pid"], lease["bundle"]) == ("held", one.pid, str(one.bundle))
-    assert lease["cgroup"] == f"/{one.id}"
+    lease, init = leases.find(str(node.state), one.id), procs.find(one.pid)
+    assert lease is not None and init is not None
+    assert (lease.state, lease.init_pid, lease.init_start, lease.bundle) == ("held", *init[:2], str(one.bundle))
+    assert lease.cgroup == f"/{one.id}" == procs.cgroup_of(one.pid)
     refused = container(["true"], env=ONE_GIB, runtime=node.runtime())
     with pytest.raises(RuntimeFailed, match=one.id):
         refused.create()

@@ -1,0 +1,93 @@
+"""containers/<id>/adopt: what the launcher does as the createRuntime hook, so that Python starts once and not twice
+(start path).
+
+    write(state_dir, bundle, lease, record, tree)    writes it when the launcher can do all that is left
+
+The file is words, each ended by a NUL:
+
+    version, bundle, root.path, "<creator pid> <its start time>"
+    "mount" device inode target        once for each mount of ours: what must be at `target` by now
+    "then"                             the lease is held from here on
+    "link" target text                 a name that is not there yet, or is this very link
+    "cache" inode size seconds nanoseconds     of the image's ld.so.cache; the new one is in containers/<id>/ld.so.cache
+    "end"
+
+It is only ever a shorter way: without it, or when anything is not as it says, adopt.py does the work from the record in
+config.json. Nothing is written for what the launcher cannot do: masks over /proc, copies of image files, covers.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from . import imagefiles, inroot, ldcache, linux, procmask, rootfs, storage
+from .applied import Record
+from .light import Optional
+from .model import Bundle, LdEntry, Lease
+
+FILE = "adopt"
+CACHE = "ld.so.cache"
+VERSION = "gpushare-adopt-1"
+
+
+def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: inroot.View) -> None:
+    """Never raises for what only costs time. The caller owns containers/<id>."""
+    folder = storage.container_dir(state_dir, bundle.id)
+    words = _words(bundle, lease, record, tree, folder)
+    if words is not None and not any("\0" in word for word in words):
+        data = b"".join(os.fsencode(word) + b"\0" for word in words)
+        _create(os.path.join(folder, FILE), data)
+
+
+def _words(bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, folder: str) -> Optional[list[str]]:
+    """None: not for the launcher."""
+    before = [VERSION, bundle.path, bundle.rootfs, f"{lease.creator_pid} {lease.creator_start}"]
+    after = ["then"]
+    for kind, *fields in record.ops:
+        if kind == "Mount":
+            target, source = fields[0], fields[1]
+            status = os.stat(source)
+            before += ["mount", str(status.st_dev), str(status.st_ino), target]
+        elif kind == "Link":
+            after += ["link", fields[0], fields[1]]
+        elif kind == "LdCache":
+            words = _cache(tree, [LdEntry(*entry) for entry in fields[0]], folder)
+            if words is None:
+                return None
+            after += words
+        elif kind != "ProcMask" or os.path.isdir(procmask.PROC_DIR):
+            return None
+    return [*before, *after, "end"]
+
+
+def _cache(tree: inroot.View, entries: list[LdEntry], folder: str) -> Optional[list[str]]:
+    """Writes the new cache beside the ticket; no words when the old one is right already."""
+    try:
+        fd = inroot.open_in(tree, rootfs.LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
+    except linux.SyscallError:
+        return None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or inroot.is_mounted_over(tree, fd):
+            return None
+        old = imagefiles.read_all(fd, ldcache.MAX_BYTES)
+        new = ldcache.render(ldcache.extended(ldcache.parse(old), entries))
+    except (OSError, ldcache.MalformedCache):
+        return None
+    finally:
+        os.close(fd)
+    if new == old:
+        return []
+    _create(os.path.join(folder, CACHE), new)
+    seconds, nanoseconds = divmod(status.st_mtime_ns, 10**9)
+    return ["cache", *map(str, (status.st_ino, status.st_size, seconds, nanoseconds))]
+
+
+def _create(path: str, data: bytes) -> None:
+    """A whole file, or the start fails: a full state directory holds no lease either."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        storage.write_all(fd, data)
+    finally:
+        os.close(fd)
