@@ -42,6 +42,7 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 -include tests/sim/sim.mk
 -include tests/bench/bench.mk
 -include hook/launcher/launcher.mk
+-include packaging/dist.mk
 
 # Headers and compiler come with the setup; being newer than an object must not rebuild it.
 $(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJECTS): | $(SETUP)

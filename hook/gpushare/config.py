@@ -42,7 +42,7 @@ KEYS = (
     Key("driver.root", "/", _PATH,
         "Root below which the NVIDIA driver is: its libraries, dev and proc. / when it is installed on the host, "
         "for example /run/nvidia/driver when it runs in a container."),
-    Key("shim_dir", "/usr/lib/gpushare", _PATH, "Directory with our libcuda.so and libnvidia-ml.so."),
+    Key("shim_dir", names.SHIM_DIR, _PATH, "Directory with our libcuda.so and libnvidia-ml.so."),
     Key("runtime.path", "", {"type": "string", "pattern": "^(/[^\\u0000]*)?$"},
         "The low-level runtime that gpushare-runtime executes; empty: runc if this host has it, else crun."),
     Key("placement", "first-fit", {"enum": ["first-fit"]},

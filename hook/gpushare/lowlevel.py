@@ -27,6 +27,7 @@ _NAMES = ("runc", "crun")
 _DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 # Python ignores these in every process of its own; a container must not inherit that
 PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
+ENVIRONMENT = "/proc/self/environ"  # of the bundle: a file of its own, see bundled.py
 
 
 def identity(config_path: str) -> str:
@@ -139,7 +140,7 @@ def environment() -> dict[bytes, bytes]:
     """The environment that this process was given. Not os.environ: in the C locale Python adds LC_CTYPE to it, which
     every hook of the container would then inherit. Source: PEP 538."""
     try:
-        fd = os.open("/proc/self/environ", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(ENVIRONMENT, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return dict(os.environb)
     try:

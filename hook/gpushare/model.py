@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .light import Any, NamedTuple, Optional
 
+from . import names
+
 
 class Device(NamedTuple):
     """A GPU of the host, in PCI order, or a MIG device of one. `context_bytes` is what one process's context takes.
@@ -60,7 +62,7 @@ class Config(NamedTuple):
 
     driver_root: str = "/"
     state_dir: str = "/run/gpushare"  # from --state: it is where node.json is found, so it cannot be a key of the file
-    shim_dir: str = "/usr/lib/gpushare"  # holds libcuda.so and libnvidia-ml.so (our shim)
+    shim_dir: str = names.SHIM_DIR  # holds libcuda.so and libnvidia-ml.so (our shim)
     memory_overcommit: float = 1.0
     placement: str = "first-fit"
     policy: Policy = Policy()
