@@ -17,8 +17,14 @@ from tests.tools import nvidia_userland
 GIB = 1 << 30
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--programs", type=Path, help="a bundle (build/dist/gpushare) to test, not the source tree")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Mounts of a test run are its own: nothing is left on the machine, even when the run is killed."""
+    if config.getoption("programs"):
+        host.use_programs(config.getoption("programs"))
     if os.geteuid() == 0:
         host.enter_private_mounts()
         processes.become_subreaper()

@@ -145,9 +145,9 @@ def test_reader_that_leaves_early_is_no_error(container: MakeContainer, node: No
     """`gpushare list | head -0`"""
     import subprocess
 
-    from tests.lib.host import BUILD
+    from tests.lib.host import BIN
 
-    program = [str(BUILD / "bin" / "gpushare"), "--config", str(node.config), "--state", str(node.state), *command]
+    program = [str(BIN / "gpushare"), "--config", str(node.config), "--state", str(node.state), *command]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(program, stdout=writer, stderr=subprocess.PIPE, text=True)

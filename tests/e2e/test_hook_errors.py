@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests.lib import rootfs
-from tests.lib.host import BUILD, TREE, Node
+from tests.lib.host import BIN, BUILD, TREE, Node
 from tests.lib.runc import Container, RuntimeFailed
 
 MakeContainer = Callable[..., Container]
-HOOK = BUILD / "bin" / "gpushare-hook"
+HOOK = BIN / "gpushare-hook"
 SHARE = {"GPUSHARE_MEMORY": "4Gi"}
 
 

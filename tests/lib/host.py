@@ -14,11 +14,20 @@ from .spec import Hook, Mount
 
 TREE = Path(__file__).resolve().parents[2]
 BUILD = TREE / "build"
-SHIM = BUILD / "shim"
+BIN = BUILD / "bin"  # these two: see use_programs
+SHIM: Path | None = BUILD / "shim"  # None: where the programs look by themselves
 VENV_IN_CONTAINER = "/opt/venv"
 PYTHON = VENV_IN_CONTAINER + "/bin/python"  # in the container
 
 _CLONE_NEWNS = 0x00020000
+
+
+def use_programs(directory: Path) -> None:
+    """From now on the programs and the shim are those of a bundle, such as build/dist/gpushare."""
+    global BIN, SHIM
+    if not (directory / "bin" / "gpushare-runtime").is_file():
+        raise RuntimeError(f"no programs in {directory}: make dist makes build/dist/gpushare")
+    BIN, SHIM = directory.resolve() / "bin", None
 
 
 def enter_private_mounts() -> None:
@@ -41,11 +50,11 @@ class Node:
         write_config(self.config, driver_root, **config)
 
     def hook(self, stage: str = "prestart") -> Hook:
-        return Hook(BUILD / "bin" / "gpushare-hook", self.config, self.state, stage)
+        return Hook(BIN / "gpushare-hook", self.config, self.state, stage)
 
     def runtime(self) -> tuple[str, ...]:
         """gpushare-runtime in front of what this node's configuration names, or of runc."""
-        words = (BUILD / "bin" / "gpushare-runtime", "--gpushare-config", self.config, "--gpushare-state", self.state)
+        words = (BIN / "gpushare-runtime", "--gpushare-config", self.config, "--gpushare-state", self.state)
         return tuple(str(word) for word in words)
 
     def way(self, name: str) -> dict[str, Any]:
@@ -54,7 +63,7 @@ class Node:
 
     def cli(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Run `gpushare` against this node."""
-        command = [BUILD / "bin" / "gpushare", "--config", self.config, "--state", self.state, *args]
+        command = [BIN / "gpushare", "--config", self.config, "--state", self.state, *args]
         return subprocess.run(
             [str(word) for word in command],
             stdin=subprocess.DEVNULL,
@@ -81,7 +90,9 @@ class Node:
 
 def write_config(path: Path, driver_root: Path, **config: Any) -> Path:
     """A configuration file; every JSON text is YAML. `config` holds further keys of config.schema.json."""
-    content = {"version": 1, "driver": {"root": str(driver_root)}, "shim_dir": str(SHIM), **config}
+    content = {"version": 1, "driver": {"root": str(driver_root)}, **config}
+    if SHIM:
+        content.setdefault("shim_dir", str(SHIM))
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 
