@@ -22,7 +22,7 @@ NVML_INCLUDE := build/include/nvml
 CC := gcc
 PYTEST_ARGS ?=
 
-.PHONY: help setup build demo test lint format bench docs clean root
+.PHONY: help setup build demo test test-dist lint format bench docs clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -63,8 +63,15 @@ root:
 demo: root build ## two containers share one simulated 16 GiB GPU
 	@$(VENV_PYTHON) -m tests.demo
 
-test: root build lint $(TEST_SETUP) ## every test, after the linters; installs the engines that they start
+# With the bundle: both ways in, every engine there is, command lines and refusals.
+DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_engines.py test_cli.py test_refused.py)
+
+test: root build dist lint $(TEST_SETUP) ## every test, after the linters; installs the engines that they start
+	@$(VENV_PYTHON) -m pytest -q --programs $(DIST) $(DIST_TESTS)
 	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+
+test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the programs of the bundle
+	@$(VENV_PYTHON) -m pytest --programs $(DIST) tests/e2e $(PYTEST_ARGS)
 
 lint: $(SETUP) ## ruff, mypy --strict, clang-format, names that must not be committed
 	@tests/tools/lint
@@ -72,7 +79,7 @@ lint: $(SETUP) ## ruff, mypy --strict, clang-format, names that must not be comm
 format: $(SETUP) ## rewrite Python and C files in the house format
 	@tests/tools/lint --fix
 
-bench: root build shim_bench ## measure; prints a table and writes build/bench.json
+bench: root build shim_bench dist ## measure; prints a table and writes build/bench.json
 	@$(VENV_PYTHON) -m tests.bench.bench
 
 docs: docs/config.md ## write the generated pages of docs/

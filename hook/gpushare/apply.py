@@ -116,6 +116,7 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     root_fd = rootfs.open_root(bundle, pid)
     root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, host_mounts)
     root.keep(root_fd)
+    _load_executors(plan)
     applied._namespace.require_alive()
     with applied._namespace:
         for index, op in enumerate(plan.ops):
@@ -141,6 +142,7 @@ def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     root_fd = rootfs.open_root(bundle, pid)
     root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, mountns.read_mounts())
     root.keep(root_fd)
+    _load_executors(plan)
     applied._namespace.require_alive()
     with applied._namespace:
         for index, op in enumerate(plan.ops):
@@ -306,6 +308,16 @@ def _cover(root: mountpoint.Root, op: Link) -> None:
     linux.mount_setattr(tree, 0, linux.MS_PRIVATE, meant_path)
     root.attach(tree, existing, op.target)
     root.notes.append(f"{op.target} of the image is covered ({inroot.path_of(root.fd, existing)})")
+
+
+def _load_executors(plan: Plan) -> None:
+    """What the executors of this plan import. In the container's mount namespace paths are not ours to choose: nothing
+    may be loaded there."""
+    kinds = {type(op) for op in plan.ops}
+    if LdCache in kinds:
+        from . import cachefile  # noqa: F401
+    if ProcMask in kinds:
+        from . import procmask  # noqa: F401
 
 
 def _ld_cache(root: mountpoint.Root, op: LdCache, _: int) -> None:

@@ -1,6 +1,6 @@
 """How a program of the bundle starts (start path): boot.c runs `main` in an interpreter with an empty environment.
 
-    argv: -c, descriptor of the environment that boot.c was given, path of the program, its words
+argv: -c, descriptor of the environment that boot.c was given, path of the program, its words
 """
 
 from __future__ import annotations

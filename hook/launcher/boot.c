@@ -1,8 +1,10 @@
-/* The programs in libexec/ of the bundle (packaging/gpushare.spec): start Python from _internal/ and nothing else.
+/* The programs in libexec/ of the bundle (packaging/gpushare.spec): start Python from _internal/
+ * and nothing else.
  *
- * Static, and the interpreter comes with its own loader and C library, so the host needs neither Python nor a certain
- * libc. Not one variable reaches loader or interpreter (they know too many: LD_*, GLIBC_TUNABLES, PYTHON*): the whole
- * environment goes into a file, and gpushare/bundled.py hands it to who shall have it. */
+ * Static, and the interpreter comes with its own loader and C library, so the host needs neither
+ * Python nor a certain libc. Not one variable reaches loader or interpreter (they know too many:
+ * LD_*, GLIBC_TUNABLES, PYTHON*): the whole environment goes into a file, and gpushare/bundled.py
+ * hands it to who shall have it. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -38,21 +40,25 @@ static int keep_environment(void) {
 
 int main(int argc, char **argv) {
     char self[PATH_MAX], loader[2 * PATH_MAX], python[2 * PATH_MAX], directory[2 * PATH_MAX];
-    char number[16], *none[] = {NULL};
+    char number[16], *variables[] = {"LC_ALL=C", NULL}; /* C: no locale files of the host */
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
     if (length < 0)
         return fail("/proc/self/exe");
     self[length] = '\0';
     int folder = (int)(strrchr(self, '/') - self);
     snprintf(directory, sizeof directory, "%.*s/_internal", folder, self);
+    if (strpbrk(directory, ":;")) { /* they part a list of directories */
+        fprintf(stderr, "gpushare: '%s' has a colon or semicolon; install elsewhere\n", directory);
+        return 127;
+    }
     snprintf(loader, sizeof loader, "%.*s/_internal/ld.so", folder, self);
     snprintf(python, sizeof python, "%.*s/_internal/python3", folder, self);
     int environment = keep_environment();
     if (environment < 0)
         return fail("environment");
     snprintf(number, sizeof number, "%d", environment);
-    char *first[] = {loader, "--inhibit-cache", "--library-path", directory,     python,
-                     "-ISs", "-c",              (char *)START,    number, self};
+    char *first[] = {loader, "--inhibit-cache", "--library-path", directory, python, "-ISs",
+                     "-c",   (char *)START,     number,           self};
     size_t fixed = sizeof first / sizeof *first, more = argc > 1 ? (size_t)argc - 1 : 0;
     char **words = calloc(fixed + more + 1, sizeof *words);
     if (!words)
@@ -60,6 +66,6 @@ int main(int argc, char **argv) {
     memcpy(words, first, sizeof first);
     if (more)
         memcpy(words + fixed, argv + 1, more * sizeof *words);
-    execve(loader, words, none);
+    execve(loader, words, variables);
     return fail(loader);
 }

@@ -58,6 +58,11 @@ def added_ms(directory: Path) -> dict[str, list[float]]:
         _, found["start.nongpu_added_ms"] = paired_ms(
             lambda: create_ms(directory), lambda: create_ms(directory, runtime=node.runtime())
         )
+        host.use_programs(host.BUILD / "dist" / "gpushare")
+        _, found["start.bundle_added_ms"] = paired_ms(
+            plain, lambda: create_ms(directory, env=SHARE, runtime=node.runtime())
+        )
     finally:
+        host.use_programs(host.BUILD)
         node.close()
     return {**found, "hook.added_ms": found["start.hook_added_ms"]}

@@ -23,11 +23,11 @@ _CLONE_NEWNS = 0x00020000
 
 
 def use_programs(directory: Path) -> None:
-    """From now on the programs and the shim are those of a bundle, such as build/dist/gpushare."""
+    """From now on the programs and the shim are those of a bundle, such as build/dist/gpushare; or of build."""
     global BIN, SHIM
     if not (directory / "bin" / "gpushare-runtime").is_file():
         raise RuntimeError(f"no programs in {directory}: make dist makes build/dist/gpushare")
-    BIN, SHIM = directory.resolve() / "bin", None
+    BIN, SHIM = directory.resolve() / "bin", None if directory != BUILD else BUILD / "shim"
 
 
 def enter_private_mounts() -> None:
