@@ -152,14 +152,14 @@ def _create(call: Call, paths: Paths) -> int:
 def _withheld(bundle: Bundle, paths: Paths) -> Optional[dict[str, object]]:
     """The spec of a container that asks for nothing and gets every device, without NVIDIA's: it is privileged, and
     policy wants an entry for those. None: it stays as it is."""
-    if not bundle.privileged or bundle.container_type == "sandbox":
+    if not bundle.privileged:
         return None
-    from . import node, policy, withhold
+    from . import node, withhold
 
-    if not withhold.sees_everything(bundle):
+    if not withhold.may_apply(bundle):
         return None
     config = node.load_config_only(paths.config, paths.state_dir)
-    if policy.listed(bundle, config.policy) or not withhold.is_there(config.driver_root):
+    if not withhold.applies(bundle, config):
         return None
     from . import specedit
 

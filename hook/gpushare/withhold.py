@@ -4,6 +4,7 @@ such containers only).
     sees_everything(bundle)     -> bool                whether the engine gave it all devices, or NVIDIA's
     numbers(root, granted)      -> [(major, minor)]    to deny; minor -1 stands for all of a major
     is_there(root)              -> bool                whether this host has such devices at all
+    applies(bundle, config)     -> bool                whether a container that asks for nothing loses them
 
 `--privileged` is a rule for all devices, so leaving nodes out is not enough: mknod makes them again. Rules of a spec
 count in their order, so these come after that one. They name single minors, since cgroup v1 knows no exception of an
@@ -15,10 +16,11 @@ from __future__ import annotations
 import os
 import stat
 
+from . import policy
 from .dialects import injected, nvidia
 from .driverroot import listing, short_read
 from .light import Iterable
-from .model import Bundle
+from .model import Bundle, Config
 
 ALL_MINORS = -1
 _GPUS = 64  # minors that a GPU added later could get
@@ -29,6 +31,15 @@ _MAX_BYTES = 1 << 16
 
 def sees_everything(bundle: Bundle) -> bool:
     return injected.allows_everything(bundle.spec) or bool(nvidia.conflicts(bundle.spec))
+
+
+def may_apply(bundle: Bundle) -> bool:
+    """The part of `applies` that needs no configuration."""
+    return bundle.privileged and bundle.container_type != "sandbox" and sees_everything(bundle)
+
+
+def applies(bundle: Bundle, config: Config) -> bool:
+    return may_apply(bundle) and not policy.listed(bundle, config.policy) and is_there(config.driver_root)
 
 
 def _majors(root: str) -> set[int]:

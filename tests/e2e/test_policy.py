@@ -210,9 +210,22 @@ def test_privileged_container_without_an_entry_gets_no_gpu(
     for edit in (privileged, silent):
         root = shutil.copytree(image, image.parent / edit.__name__, symlinks=True)
         one = container(["sleep", "inf"], edit=edit, rootfs=root, **rest).start()
+        assert "withheld from this privileged container" in node.cli("explain", str(one.bundle)).stdout
         assert (opened(one, 195, 0), opened(one, 195, 255)) == (EPERM, EPERM)
         assert EPERM not in (opened(one, 1, 1), opened(one, 10, 229))
         one.delete()
     with_entry = container(["sleep", "inf"], edit=privileged, rootfs=image, id="allowed", **rest).start()
     assert opened(with_entry, 195, 0) == ENXIO
     assert config_of(with_entry) == with_entry.spec  # not touched
+
+
+@pytest.mark.usefixtures("no_hybrid_cgroups")
+def test_privileged_container_gets_no_other_gpu_under_crun(
+    container: MakeContainer, make_node: Callable[..., Node], real_root: Path
+) -> None:
+    node = make_node(real_root, runtime={"path": str(shutil.which("crun"))})
+    env = {"NVIDIA_VISIBLE_DEVICES": "0"}
+    one = container(["sleep", "inf"], env=env, runtime=node.runtime(), edit=privileged).start()
+    assert opened(one, 195, 0) == ENXIO
+    assert opened(one, 195, 1) == EPERM
+    assert opened(one, 10, 229) != EPERM

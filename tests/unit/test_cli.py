@@ -107,6 +107,27 @@ def test_list_in_a_pipe_is_plain_and_aligned(cli: Callable[..., Any], start: Cal
     ]
 
 
+def test_list_says_why_a_lease_is_dead_or_damaged(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path
+) -> None:
+    start("gone", pure.share(0, 0, 1 * GIB))
+    start("torn", pure.share(0, 0, 1 * GIB))
+    for name, change in (("gone", {"boot_id": "another"}), ("torn", None)):
+        path = state / "containers" / name / "lease.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}) if change else "{")
+    text = cli("list")[1]
+    assert "dead: of another boot" in text
+    assert "damaged: lease.json is damaged: " in text
+
+
+def test_list_as_json_tells_mig_devices_apart(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    part = pure.device(1)._replace(uuid="MIG-cccccccc-2222-2222-2222-222222222222", parent=pure.UUIDS[1], mig_index=2)
+    start("c1", pure.share(0, 1, 1 * GIB)._replace(device=part))
+    (share,) = json.loads(cli("list", "--format", "json")[1])[0]["shares"]
+    assert (share["device"], share["mig_index"]) == (1, 2)
+    assert (share["uuid"], share["parent_uuid"]) == (part.uuid, pure.UUIDS[1])
+
+
 def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     charge(start("c1", pure.share(0, 1, 4 * GIB)), 0, 1, 1 * GIB, refused=7)
     (one,) = json.loads(cli("list", "--format", "json")[1])

@@ -9,8 +9,23 @@ from typing import Optional
 
 import click
 
-from .. import applied, driverfiles, hook, leases, names, oci, plan, policy, procs, request, rootfs, specedit
-from ..dialects import injected, nvidia
+from .. import (
+    applied,
+    driverfiles,
+    hook,
+    leases,
+    names,
+    node,
+    oci,
+    plan,
+    policy,
+    procs,
+    request,
+    rootfs,
+    specedit,
+    withhold,
+)
+from ..dialects import injected
 from ..explain import explain_json, explain_text
 from ..model import Bundle, Lease, Node, Request
 from ..ops import Mount, Plan
@@ -18,6 +33,11 @@ from ..spectree import SpecTree
 from . import facts
 from .options import Paths, with_format
 from .output import write_json
+
+WITHHELD = (
+    "nothing asked: NVIDIA's devices are withheld from this privileged container, "
+    "which is not among policy.privileged_containers"
+)
 
 
 @click.command()
@@ -41,9 +61,15 @@ def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> 
         _restore(bundle, output)
         return
     found = oci.load_bundle(bundle)
-    asked, steps = of_bundle(paths, clean(found), way_of(found) if way == "auto" else way)
+    way = way_of(found) if way == "auto" else way
+    found = clean(found)
+    asked, steps = of_bundle(paths, found, way)
+    withheld = asked is None and way == "runtime" and withhold.may_apply(found)
+    withheld = withheld and withhold.applies(found, node.load_config_only(paths.config, paths.state_dir))
     if output == "json":
-        write_json(explain_json(asked, steps))
+        write_json({**explain_json(asked, steps), "withheld": withheld})
+    elif withheld:
+        click.echo(WITHHELD)
     else:
         click.echo(explain_text(asked, steps), nl=False)
 
@@ -51,7 +77,7 @@ def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> 
 def way_of(bundle: Bundle) -> str:
     """By which way a bundle with these contents starts: what is in config.json already only gpushare-runtime takes."""
     ours = names.APPLIED_ANNOTATION in bundle.annotations
-    return "runtime" if ours or nvidia.conflicts(bundle.spec) or injected.minors(bundle.spec) else "hook"
+    return "runtime" if ours or withhold.sees_everything(bundle) or injected.minors(bundle.spec) else "hook"
 
 
 def clean(bundle: Bundle) -> Bundle:
