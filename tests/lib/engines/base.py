@@ -45,6 +45,7 @@ class Result(NamedTuple):
             answer: dict[str, Any] = json.loads(self.out)
         except ValueError:
             raise AssertionError(f"no answer, exit code {self.code}\n{self.out}\n{self.err}") from None
+        assert "failed" not in answer, f"{answer}\n{self.err}"
         return answer
 
 
