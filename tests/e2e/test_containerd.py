@@ -11,9 +11,10 @@ import pytest
 
 from tests.e2e import engines
 from tests.lib.engines.base import SLEEP, Want
-from tests.lib.engines.containerd import NO_ANNOTATIONS, Containerd, PodContainer
+from tests.lib.engines.containerd import NO_ANNOTATIONS, Containerd
 from tests.lib.engines.cri import CriError
 from tests.lib.engines.image import PROBE
+from tests.lib.engines.pods import PodContainer, wait_gone
 
 GIB = 1 << 30
 TWO_GIB = {"GPUSHARE_MEMORY": "2Gi"}
@@ -162,8 +163,9 @@ def test_daemon_is_killed_and_started_again(image_root: Path, way: str) -> None:
         lives, dies = (pod.run(Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"}), name) for name in ("lives", "dies"))
         pids = (lives.pid, dies.pid)
         engine.daemon.kill(signal.SIGKILL)
+        dying = os.pidfd_open(pids[1])
         os.kill(pids[1], signal.SIGKILL)
-        pidfd_gone(pids[1])
+        wait_gone(dying)
         assert engine.node.leases() == sorted([lives.id, dies.id])
         engine.daemon.start(engine.config)
         assert lives.pid == pids[0]
@@ -178,17 +180,3 @@ def test_daemon_is_killed_and_started_again(image_root: Path, way: str) -> None:
         assert engine.node.leases() == []
         with engine.pod() as other_pod:
             other_pod.run(Want(SLEEP, BOTH))
-
-
-def pidfd_gone(pid: int) -> None:
-    """Until `pid`, nobody's child here, has ended."""
-    import select
-
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    assert poll.poll(20_000)
-    os.close(fd)

@@ -12,9 +12,10 @@ import pytest
 
 from tests.e2e import engines
 from tests.lib.engines.base import SLEEP, Result, Want
-from tests.lib.engines.containerd import Containerd, PodContainer
+from tests.lib.engines.containerd import Containerd
 from tests.lib.engines.cri import CriError
 from tests.lib.engines.image import PROBE
+from tests.lib.engines.pods import PodContainer
 from tests.lib.host import write_config
 from tests.lib.spec import Mount
 from tests.sim.simhost import VERSION, make_simhost

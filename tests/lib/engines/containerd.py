@@ -6,30 +6,24 @@ Way "runtime": the handler's BinaryName is gpushare-runtime; way "hook": stock r
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import os
 import re
-import select
 import shutil
 import subprocess
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..host import BUILD, Node
-from ..rootfs import OverlayRoot, run, unmount_below
+from ..rootfs import OverlayRoot, run
 from .base import Refused, Result, Want
-from .containerd_daemon import CGROUP_PARENT, IMAGE, Daemon
+from .containerd_daemon import CGROUP_PARENT, Daemon
 from .cri import CriError
 from .places import DefaultPlaces
+from .pods import NAME, Pod, PodContainer
 
 HANDLER = "gpushare"
 NO_ANNOTATIONS = "gpushare-no-annotations"
-NAME = "main"  # of a pod's only container
-RUNNING = 1  # ContainerState in cri.proto
-_numbers = itertools.count(1)
 _ANNOTATIONS = ["gpushare.io/*", "*.gpushare.io/*"]
 _RUNTIMES = 'plugins."io.containerd.grpc.v1.cri".containerd.runtimes'
 
@@ -97,7 +91,7 @@ class Containerd:
             return self.daemon.try_ctr("run", "--rm", *binary, "--config", str(file), name)
 
     def pod(self, annotations: Mapping[str, str] = {}, handler: str = HANDLER) -> Pod:
-        return Pod(self, dict(annotations), handler)
+        return Pod(self.daemon, self.directory / "pods", dict(annotations), handler)
 
     def start(self, want: Want) -> PodContainer:
         """Annotations as somebody who writes a pod would: for the one container."""
@@ -149,225 +143,3 @@ class Programs:
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         self._log.unlink(missing_ok=True)
         return lines
-
-
-class Pod:
-    """A sandbox, and the containers in it. As a context: removed at the end."""
-
-    def __init__(self, engine: Containerd, annotations: dict[str, str], handler: str) -> None:
-        self.daemon = engine.daemon
-        name = f"pod{next(_numbers)}"
-        self.directory = engine.directory / "pods" / name
-        (self.directory / "log").mkdir(parents=True)
-        self.config: dict[str, Any] = {
-            "metadata": {"name": name, "uid": f"uid-{name}", "namespace": "default"},
-            "log_directory": str(self.directory / "log"),
-            "annotations": annotations,
-            "linux": {
-                "cgroup_parent": CGROUP_PARENT,
-                "security_context": {"namespace_options": {"network": "NODE"}},
-            },
-        }
-        self.id = ""
-        self._containers: list[PodContainer] = []
-        try:
-            self.id = self.daemon.cri.call("RunPodSandbox", config=self.config, runtime_handler=handler).pod_sandbox_id
-        except BaseException:
-            self.remove()
-            raise
-
-    def info(self) -> dict[str, Any]:
-        """What containerd knows of the sandbox: pid, runtimeSpec and more."""
-        status = self.daemon.cri.call("PodSandboxStatus", pod_sandbox_id=self.id, verbose=True)
-        info: dict[str, Any] = json.loads(status.info["info"])
-        return info
-
-    def container(self, want: Want, name: str = NAME, attempt: int = 0, **config: Any) -> PodContainer:
-        """Created, not started; `config` has further fields of CRI's ContainerConfig."""
-        one = PodContainer(self, want, name, attempt, config)
-        self._containers.append(one)
-        one.create()
-        return one
-
-    def run(self, want: Want, name: str = NAME, attempt: int = 0, **config: Any) -> PodContainer:
-        """Created and started. Raises CriError."""
-        one = self.container(want, name, attempt, **config)
-        one.start()
-        return one
-
-    def remove(self) -> None:
-        """As kubelet removes a pod; a second call does nothing. Its shim is gone afterwards."""
-        if self.id:
-            shim = _pidfd_of_parent(self.info()["pid"])
-            self.daemon.cri.call("StopPodSandbox", pod_sandbox_id=self.id)
-            self.daemon.cri.call("RemovePodSandbox", pod_sandbox_id=self.id)
-            self.id = ""
-            _wait_gone(shim)
-        unmount_below(self.directory)
-        run("rm", "-rf", self.directory)
-
-    def __enter__(self) -> Pod:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-
-class PodContainer:
-    """See base.Running."""
-
-    def __init__(self, pod: Pod, want: Want, name: str, attempt: int, config: Mapping[str, Any]) -> None:
-        self.pod = pod
-        self.id = ""
-        self.ends_pod = False
-        self._cri = pod.daemon.cri
-        self._name = name
-        self._attempt = attempt
-        uid, _, gid = want.user.partition(":")
-        self._config: dict[str, Any] = {
-            "image": {"image": IMAGE},
-            "command": list(want.args),
-            "envs": [{"key": key, "value": value} for key, value in want.env.items()],
-            "mounts": [*_mounts(want), *self._tmpfs(want.tmpfs)],
-            "linux": {
-                "resources": {"cpu_shares": 100},
-                "security_context": {
-                    "namespace_options": {"network": "NODE", "pid": "CONTAINER"},
-                    "run_as_user": {"value": int(uid)},
-                    "run_as_group": {"value": int(gid or uid)},
-                    "readonly_rootfs": want.read_only,
-                },
-            },
-            **config,
-        }
-
-    def _tmpfs(self, points: Sequence[str]) -> list[dict[str, Any]]:
-        """CRI knows no tmpfs: kubelet mounts one on the host (an emptyDir of medium Memory)."""
-        made = []
-        for point in points:
-            host = self.pod.directory / f"tmpfs{next(_numbers)}"
-            host.mkdir()
-            run("mount", "-t", "tmpfs", "-o", "size=16m", "gpushare-test", host)
-            made.append({"container_path": point, "host_path": str(host)})
-        return made
-
-    @property
-    def pid(self) -> int:
-        return int(self.info()["pid"])
-
-    @property
-    def _log(self) -> Path:
-        return self.pod.directory / "log" / f"{self._name}-{self._attempt}"
-
-    def info(self) -> dict[str, Any]:
-        """What containerd knows of it: pid, runtimeSpec and more."""
-        status = self._cri.call("ContainerStatus", container_id=self.id, verbose=True)
-        info: dict[str, Any] = json.loads(status.info["info"])
-        return info
-
-    def create(self) -> None:
-        own = {"metadata": {"name": self._name, "attempt": self._attempt}, "log_path": self._log.name}
-        self.id = self._cri.call(
-            "CreateContainer",
-            pod_sandbox_id=self.pod.id,
-            config={**self._config, **own},
-            sandbox_config=self.pod.config,
-        ).container_id
-
-    def start(self) -> None:
-        self._cri.call("StartContainer", container_id=self.id)
-
-    def wait(self, timeout_s: float = 60) -> Result:
-        """Until the program ends."""
-        pid = self.pid
-        if pid:
-            with contextlib.suppress(ProcessLookupError):
-                _wait_gone(os.pidfd_open(pid), timeout_s)
-        self._settled()
-        status = self._cri.call("ContainerStatus", container_id=self.id).status
-        streams = read_log(self._log)
-        return Result(status.exit_code, streams["stdout"], streams["stderr"] + status.message)
-
-    def _settled(self) -> None:
-        """Until containerd knows that the program has ended and has deleted its task, as kubelet waits: it asks again
-        and again. Stopping can return a moment before."""
-        self._cri.call("StopContainer", container_id=self.id, timeout=30)
-        self._until_exited()
-
-    def _until_exited(self) -> None:
-        deadline = time.monotonic() + 30
-        while self._cri.call("ContainerStatus", container_id=self.id).status.state == RUNNING:
-            assert time.monotonic() < deadline, f"{self.id} still runs for containerd"
-            time.sleep(0.02)
-
-    def exec(self, *args: str, user: str = "") -> Result:
-        if user:  # CRI has no word for it
-            name = f"exec{next(_numbers)}"
-            done = self.pod.daemon.try_ctr("tasks", "exec", "--user", user, "--exec-id", name, self.id, *args)
-            return Result(done.returncode, done.stdout, done.stderr)
-        answer = self._cri.call("ExecSync", container_id=self.id, cmd=list(args), timeout=60)
-        return Result(answer.exit_code, answer.stdout.decode(), answer.stderr.decode())
-
-    def stop(self) -> None:
-        self._cri.call("StopContainer", container_id=self.id, timeout=0)
-        self._until_exited()
-
-    def restart(self) -> None:
-        """The next attempt, beside which kubelet keeps the one that ended for a while; here it goes first."""
-        self._cri.call("RemoveContainer", container_id=self.id)
-        self.id = ""
-        self._attempt += 1
-        try:
-            self.create()
-            self.start()
-        except CriError as error:
-            raise Refused(Result(error.code, "", error.detail)) from None
-
-    def remove(self) -> None:
-        if self.id:
-            self.stop()
-            self._cri.call("RemoveContainer", container_id=self.id)
-            self.id = ""
-        if self.ends_pod:
-            self.pod.remove()
-
-    def __enter__(self) -> PodContainer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-
-def _mounts(want: Want) -> list[dict[str, Any]]:
-    return [
-        {"container_path": mount.target, "host_path": str(mount.source), "readonly": "ro" in mount.options}
-        for mount in want.mounts
-    ]
-
-
-def read_log(path: Path) -> dict[str, str]:
-    """stream -> text, from CRI's log format: "time stream F line", P instead of F where the line goes on."""
-    streams = {"stdout": "", "stderr": ""}
-    for line in path.read_text().split("\n")[:-1] if path.exists() else ():
-        _, stream, tag, text = line.split(" ", 3)
-        streams[stream] += text + "\n" * (tag == "F")
-    return streams
-
-
-def _pidfd_of_parent(pid: int) -> int:
-    """Of the shim that watches `pid`; -1 when either is gone."""
-    try:
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        return os.pidfd_open(parent)
-    except OSError:
-        return -1
-
-
-def _wait_gone(pidfd: int, timeout_s: float = 20) -> None:
-    if pidfd < 0:
-        return
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    came = poll.poll(timeout_s * 1000)
-    os.close(pidfd)
-    assert came, f"a process still runs after {timeout_s} s"
