@@ -1,6 +1,7 @@
 """containerd, asked over the CRI socket as kubelet asks it: each container in a pod of its own, or several in one.
 
-Way "runtime": the handler's BinaryName is gpushare-runtime; way "hook": stock runc, and our hook in base_runtime_spec.
+The handler is what `gpushare runtime configure containerd` writes. Way "runtime": its BinaryName is gpushare-runtime;
+way "hook": stock runc, and our hook in base_runtime_spec.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tomlkit
+
 from ..host import BUILD, Node
 from ..rootfs import OverlayRoot, run
 from .base import Refused, Result, Want
@@ -24,8 +27,6 @@ from .pods import NAME, Pod, PodContainer
 
 HANDLER = "gpushare"
 NO_ANNOTATIONS = "gpushare-no-annotations"
-_ANNOTATIONS = ["gpushare.io/*", "*.gpushare.io/*"]
-_RUNTIMES = 'plugins."io.containerd.grpc.v1.cri".containerd.runtimes'
 
 
 class Containerd:
@@ -44,40 +45,33 @@ class Containerd:
         self._image_root = image_root
         self._places = DefaultPlaces(directory / "places")
         try:
-            if way == "runtime":
-                node.move("/etc/gpushare/config.yaml", "/run/gpushare")
+            node.move("/etc/gpushare/config.yaml", "/run/gpushare")
             self.daemon = Daemon(directory / "d")
-            self.config = directory / "config.toml"
-            self.config.write_text(self.daemon.text() + self._handlers())
+            self.config = Path("/etc/containerd/config.toml")
+            self.config.parent.mkdir(exist_ok=True)
+            self.config.write_text(self.daemon.text())
+            words = ("--program", str(self.programs.runtime), *(("--hook-only",) if way == "hook" else ()))
+            done = node.cli("runtime", "configure", "containerd", *words)
+            assert done.returncode == 0, done.stderr
+            self.config.write_text(self.config.read_text() + self._second_handler())
             self.daemon.start(self.config)
             self.daemon.load(image_root)
         except BaseException:
             self.close()
             raise
 
-    def _handlers(self) -> str:
-        """One that lets our annotations through, one that does not, and the plain one, since a table of runtimes
-        replaces the one that is built in."""
-        annotations = json.dumps(_ANNOTATIONS)
-        allowed = [f"pod_annotations = {annotations}", f"container_annotations = {annotations}"]
-        lines = [f"[{_RUNTIMES}.runc]", 'runtime_type = "io.containerd.runc.v2"']
-        if self.way == "hook":
-            base = self.directory / "base.json"
-            base.write_text(json.dumps(self.base_spec()))
-        for name in (HANDLER, NO_ANNOTATIONS):
-            lines += [f"[{_RUNTIMES}.{name}]", 'runtime_type = "io.containerd.runc.v2"']
-            lines += allowed if name == HANDLER else []
-            if self.way == "hook":
-                lines.append(f'base_runtime_spec = "{base}"')
-            else:
-                lines += [f"[{_RUNTIMES}.{name}.options]", f'BinaryName = "{self.programs.runtime}"']
-        return "\n".join((*lines, ""))
+    def _second_handler(self) -> str:
+        """What was configured, once more, with none of our annotations let through."""
+        runtimes = tomlkit.parse(self.config.read_text()).unwrap()["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]
+        handler = {k: v for k, v in runtimes["runtimes"][HANDLER].items() if not k.endswith("_annotations")}
+        value = {"plugins": {"io.containerd.grpc.v1.cri": {"containerd": {"runtimes": {NO_ANNOTATIONS: handler}}}}}
+        return "\n" + tomlkit.dumps(value)
 
     def base_spec(self) -> dict[str, Any]:
-        """containerd's own default, with our hook where that is the way in."""
-        spec: dict[str, Any] = json.loads(run("ctr", "oci", "spec"))
-        if self.way == "hook":
-            spec["hooks"] = self.node.hook()._replace(program=self.programs.hook).entries()
+        """containerd's own default, or what was configured instead: that with our hook."""
+        configured = Path("/etc/gpushare/containerd-base-spec.json")
+        text = configured.read_text() if self.way == "hook" else run("ctr", "oci", "spec")
+        spec: dict[str, Any] = json.loads(text)
         return spec
 
     def ctr_run(self, name: str, spec: dict[str, Any]) -> subprocess.CompletedProcess[str]:

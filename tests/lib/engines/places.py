@@ -15,10 +15,12 @@ class DefaultPlaces:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._etc = OverlayRoot(directory / "etc", Path("/etc"))
+        self._copies: list[OverlayRoot] = []
         self._mounted: list[str] = []
         try:
-            self._mount("/etc", "--bind", str(self._etc.path))
+            for place in ("/etc", "/var/lib"):
+                self._copies.append(OverlayRoot(directory / place.replace("/", "-"), Path(place)))
+                self._mount(place, "--bind", str(self._copies[-1].path))
             self._mount("/run", "-t", "tmpfs", "-o", "size=64m,mode=755", "gpushare-test")
         except BaseException:
             self.close()
@@ -32,4 +34,5 @@ class DefaultPlaces:
         """What was mounted below them goes too; a second call does nothing."""
         while self._mounted:
             run("umount", "--lazy", self._mounted.pop())
-        self._etc.close()
+        while self._copies:
+            self._copies.pop().close()
