@@ -1,7 +1,9 @@
-"""The hook, with a signal sent to itself at a chosen point of its work. For tests only: the product has no such switch.
+"""The hook, or the runtime, with a signal sent to itself at a chosen point of its work. For tests only: the product has
+no such switch.
 
 The points lie before and after each system call that can change something, counted by the interpreter's profiler.
-`write_hook` makes the program; with `at` 0 it sends nothing and writes down how many points it passed.
+`write_hook` and `write_runtime` make the program; with `at` 0 it sends nothing and writes down how many points it
+passed. `write_adopt` stands before the launcher, whose system calls strace counts.
 """
 
 from __future__ import annotations
@@ -63,6 +65,61 @@ def write_hook(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Pa
             count=str(directory / "points"),
         )
     )
+    program.chmod(0o755)
+    return program
+
+
+_RUNTIME = """from gpushare import lowlevel, runtime
+execute = lowlevel.execute
+def become(program, words):
+    sys.setprofile(None)
+    if {at} == 0 and "create" in words:
+        with open({count!r}, "w") as file:
+            file.write(str(passed))
+    execute(program, words)
+lowlevel.execute = become
+sys.setprofile(watch)
+code = runtime.main()
+os._exit(code)
+"""
+
+
+def write_runtime(directory: Path, at: int = 0, number: int = signal.SIGKILL, hook: Path | None = None) -> Path:
+    """A program with the command line of gpushare-runtime that sends itself `number` at point `at` of a create. The
+    hook that it puts into config.json is `hook`, or the launcher."""
+    program = write_hook(directory, at, number)
+    text = program.read_text()
+    begin = text[: text.index("from gpushare import hook")]
+    place = directory / f"runtime-{at}-{int(number)}"
+    for name in ("bin", "libexec"):
+        (place / name).mkdir(parents=True, exist_ok=True)
+    (place / "bin" / "gpushare-hook").unlink(missing_ok=True)
+    (place / "bin" / "gpushare-hook").symlink_to(hook or TREE / "build" / "bin" / "gpushare-hook")
+    runtime = place / "libexec" / "gpushare-runtime"
+    runtime.write_text(begin + _RUNTIME.format(at=at, count=str(directory / "points")))
+    runtime.chmod(0o755)
+    return runtime
+
+
+_ADOPT = """#!/bin/sh
+launcher={launcher}
+for last; do :; done
+[ "$last" = adopt ] || exec $launcher "$@"
+exec strace -f -qq -o {log} {inject} $launcher "$@"
+"""
+
+
+def write_adopt(directory: Path, at: int = 0) -> Path:
+    """The launcher, killed at its system call number `at` (from 1) when it adopts a container; with 0 its calls are
+    logged in `directory`/calls, which must be there for any other."""
+    launcher = TREE / "build" / "bin" / "gpushare-hook"
+    inject = ""
+    if at:  # strace counts each call by its name
+        names = [line.split()[1].partition("(")[0] for line in (directory / "calls").read_text().splitlines()]
+        inject = f"-e inject={names[at - 1]}:signal=KILL:when={names[:at].count(names[at - 1])}"
+    program = directory / f"adopt-{at}"
+    log = directory / "calls" if not at else "/dev/null"
+    program.write_text(_ADOPT.format(launcher=launcher, log=log, inject=inject))
     program.chmod(0o755)
     return program
 

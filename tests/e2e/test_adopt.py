@@ -1,0 +1,235 @@
+"""The launcher as the createRuntime hook: what it does alone, when it asks Python, what is left when it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import leases, procs
+
+from tests.e2e.programs.interrupted_hook import points, write_adopt, write_runtime
+from tests.e2e.test_lifecycle import left
+from tests.lib.host import Node
+from tests.lib.runc import Container, RuntimeFailed
+from tests.lib.spec import Mount
+
+MakeContainer = Callable[..., Container]
+ALL = {"GPUSHARE_MEMORY": "16Gi"}  # the whole device: starts only when nothing else is granted
+LINKS = "ls -l /usr/lib/*/libcuda.so.1 && ldconfig -p | grep -q libcuda.so.1"
+
+
+def through(node: Node, program: Path) -> tuple[str, ...]:
+    """A container's runtime: `program` in the place of gpushare-runtime."""
+    return (str(program), *node.runtime()[1:])
+
+
+def calls(directory: Path) -> list[str]:
+    """The system calls of the last adoption, by the launcher and by Python after it."""
+    return [line.partition(" ")[2].strip() for line in (directory / "calls").read_text().splitlines()]
+
+
+def asked_python(directory: Path) -> bool:
+    return any(call.startswith("execve(") and "libexec" in call for call in calls(directory)[1:])
+
+
+def upper(one: Container) -> set[str]:
+    """Everything that was written into the container's root."""
+    below = one.bundle / "disk" / "upper"
+    return {str(path.relative_to(below)) for path in below.rglob("*")}
+
+
+# What is for the launcher, and what is not
+
+
+def without_cache(one: Container) -> None:
+    (one.rootfs / "etc/ld.so.cache").unlink()
+
+
+def other_link(one: Container) -> None:
+    for libdir in (one.rootfs / "usr/lib").glob("*-linux-gnu"):
+        (libdir / "libcuda.so.1").symlink_to("libcuda.so.1.1")
+
+
+def same_link(one: Container) -> None:
+    assert one.run() == 0, one.stderr
+    one.delete()
+    one.pid, one.exit_code = 0, None
+
+
+def shifted(spec: dict[str, Any]) -> None:
+    """A user namespace whose root is nobody's here."""
+    spec["linux"]["namespaces"].append({"type": "user"})
+    spec["linux"]["uidMappings"] = spec["linux"]["gidMappings"] = [{"containerID": 0, "hostID": 100000, "size": 65536}]
+
+
+def read_only(spec: dict[str, Any]) -> None:
+    spec["root"]["readonly"] = True
+
+
+CASES: dict[str, tuple[bool, Callable[[Container], None], Callable[[dict[str, Any]], None] | None]] = {
+    "fresh": (False, lambda one: None, None),
+    "read-only": (False, lambda one: None, read_only),
+    "second start": (False, same_link, None),
+    "no cache": (False, without_cache, None),
+    "dangling link": (True, other_link, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_adopts(container: MakeContainer, node: Node, tmp_path: Path, name: str) -> None:
+    """And whoever it is: the same lease, links and cache."""
+    python, prepare, edit = CASES[name]
+    program = write_runtime(tmp_path, hook=write_adopt(tmp_path))
+    look = "ls -l /usr/lib/*/libcuda.so.1" if name == "no cache" else LINKS
+    one = container(["sh", "-c", look], env=ALL, runtime=through(node, program), edit=edit)
+    prepare(one)
+    one.create()
+    assert asked_python(tmp_path) == python
+    lease, init = leases.find(str(node.state), one.id), procs.find(one.pid)
+    assert lease is not None and init is not None
+    assert (lease.state, lease.init_pid, lease.init_start, lease.cgroup) == ("held", *init[:2], f"/{one.id}")
+    one.start()
+    assert one.wait() == 0, one.stderr
+    assert "libcuda.so.535" in one.stdout
+    one.delete()
+    assert left(node) == []
+
+
+def test_root_of_another_uid_is_for_python(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    program = write_runtime(tmp_path, hook=write_adopt(tmp_path))
+    one = container(["true"], env=ALL, runtime=through(node, program), edit=shifted)
+    try:
+        one.create()
+    except RuntimeFailed:
+        pass  # whether this host gives such containers a /sys is not the matter here
+    if (tmp_path / "calls").exists():
+        assert asked_python(tmp_path)
+
+
+def test_mount_that_is_not_ours_is_refused_by_name(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    """Something changed between config.json and the mounts: the launcher does not adopt it, and Python says why."""
+    swap = tmp_path / "swap"
+    swap.write_text(f"""#!/bin/sh
+for last; do :; done
+if [ "$last" = adopt ]; then
+    cat >{tmp_path}/state
+    pid=$(sed 's/.*"pid":\\([0-9]*\\).*/\\1/' {tmp_path}/state)
+    at=$(awk '$5 ~ /libcuda.so.535.261.03$/ {{print $5; exit}}' /proc/$pid/mountinfo)
+    nsenter -t $pid -m mount --bind /etc/hostname "$at" || exit 9
+    exec {node_program()} "$@" <{tmp_path}/state
+fi
+exec {node_program()} "$@"
+""")
+    swap.chmod(0o755)
+    one = container(["true"], env=ALL, runtime=through(node, write_runtime(tmp_path, hook=swap)))
+    with pytest.raises(RuntimeFailed, match="is not what config.json mounts there"):
+        one.create()
+    assert left(node) == []
+    assert not [path for path in upper(one) if path.endswith("libcuda.so.1")]
+
+
+def node_program() -> Path:
+    from tests.lib.host import BUILD
+
+    return BUILD / "bin" / "gpushare-hook"
+
+
+@pytest.mark.parametrize("damage", ["", "gpushare-adopt-1", "gpushare-adopt-0\0", "\0" * 100, "x" * 300_000])
+def test_damaged_ticket_costs_time_and_nothing_else(
+    container: MakeContainer, node: Node, tmp_path: Path, damage: str
+) -> None:
+    (tmp_path / "damage").write_text(damage)
+    hook = write_adopt(tmp_path)
+    text = hook.read_text().replace("exec strace", f"cp {tmp_path}/damage {node.state}/containers/*/adopt\nexec strace")
+    hook.write_text(text)
+    one = container(["sh", "-c", LINKS], env=ALL, runtime=through(node, write_runtime(tmp_path, hook=hook)))
+    assert one.run() == 0, one.stderr
+    assert asked_python(tmp_path)
+    assert leases.find(str(node.state), one.id) is not None
+
+
+def test_damaged_hold_is_use_of_unknown_extent(container: MakeContainer, node: Node) -> None:
+    one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, runtime=node.runtime()).start()
+    held = node.state / "containers" / one.id / "held"
+    whole = held.read_bytes()
+    other = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, runtime=node.runtime())
+    for damaged in (b"", whole[:-1], whole[:20], whole.replace(b" ", b"  "), whole + b"x\n"):
+        held.write_bytes(damaged)
+        with pytest.raises(RuntimeFailed, match="containers that gpushare does not know"):
+            other.create()
+    held.write_bytes(whole)
+    assert other.run() == 0, other.stderr
+
+
+def test_volume_over_etc_is_left_alone(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    """The loader's cache there is the host's."""
+    folder = tmp_path / "etc"
+    folder.mkdir()
+    (folder / "ld.so.cache").write_bytes(Path("/etc/ld.so.cache").read_bytes())
+    before = (folder / "ld.so.cache").read_bytes()
+    program = write_runtime(tmp_path, hook=write_adopt(tmp_path))
+    one = container(["true"], env=ALL, runtime=through(node, program), mounts=[Mount(folder, "/etc")])
+    assert one.run() == 0, one.stderr
+    assert (folder / "ld.so.cache").read_bytes() == before
+    assert os.listdir(folder) == ["ld.so.cache"]
+
+
+# Killed
+
+
+def test_create_killed_at_any_point_leaves_nothing(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
+) -> None:
+    """kill -9 between any two system calls of gpushare-runtime, before it becomes runc: no poststop, and the next
+    create of the same bundle gets the whole device."""
+    node = make_node(simhost)
+    for _ in range(2):  # the first start on a host has more to do
+        probe = container(["true"], env=ALL, runtime=through(node, write_runtime(tmp_path)))
+        assert probe.run() == 0, probe.stderr
+        probe.delete()
+    total = points(tmp_path)
+    assert total > 100
+    kept = 0
+    for at in range(1, total + 1, 7):
+        one = container(["true"], env=ALL, name=f"at{at}", runtime=through(node, write_runtime(tmp_path, at)))
+        before = upper(one)
+        original = json.loads((one.bundle / "config.json").read_text())
+        with pytest.raises(RuntimeFailed):
+            one.create()
+        assert upper(one) == before, f"point {at} of {total}"
+        kept += len(left(node))
+        one._runtime = (*node.runtime(), *one._runtime[-2:])
+        assert one.run() == 0, f"point {at} of {total}: {one.stderr}"
+        assert node.leases() == [one.id]
+        one.delete()
+        assert left(node) == [], f"point {at} of {total}"
+        assert node.cli("explain", "--restore", str(one.bundle)).returncode == 0
+        assert json.loads((one.bundle / "config.json").read_text()) == original, f"point {at} of {total}"
+        one.close()
+    assert kept > 0  # else no kill hit a create that had something to leave
+
+
+def test_adoption_killed_at_any_call_leaves_nothing(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    """kill -9 at any system call of the launcher: the container never runs, and the next start gets the device."""
+    probe = container(["true"], env=ALL, runtime=through(node, write_runtime(tmp_path, hook=write_adopt(tmp_path))))
+    assert probe.run() == 0, probe.stderr
+    probe.delete()
+    total = len(calls(tmp_path))
+    assert total > 100 and not asked_python(tmp_path)
+    first = next(number for number, call in enumerate(calls(tmp_path)) if call.startswith("flock("))
+    for at in [*range(2, first, 31), *range(first - 2, total, 4)]:
+        hook = write_adopt(tmp_path, at)
+        one = container(["true"], env=ALL, name=f"at{at}", runtime=through(node, write_runtime(tmp_path, hook=hook)))
+        with pytest.raises(RuntimeFailed):
+            one.create()
+        one._runtime = (*node.runtime(), *one._runtime[-2:])
+        assert one.run() == 0, f"call {at} of {total}: {one.stderr}"
+        assert node.leases() == [one.id]
+        assert not [path for path in upper(one) if path.endswith(".gpushare")], f"call {at} of {total}"
+        one.delete()
+        assert left(node) == [], f"call {at} of {total}"
+        one.close()
