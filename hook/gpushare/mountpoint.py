@@ -92,6 +92,13 @@ def in_volume(path: str, point: str, host: str) -> KernelError:
     )
 
 
+def in_shared_volume(path: str, point: str, host: str) -> KernelError:
+    return KernelError(
+        f"{path!r} would appear on the host as well: the volume at {point!r} (on the host: {host!r}) is shared",
+        "mount the volume as rslave or rprivate, or elsewhere",
+    )
+
+
 class Root:
     """A container's root while a plan is applied to it: where things go, and how to take each one back."""
 

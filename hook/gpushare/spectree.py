@@ -34,15 +34,20 @@ class Covering(NamedTuple):
     target: str  # resolved, as seen in the container
     source: str  # host path
     ours: bool
+    shared: bool = False  # what is mounted below it, and over it, appears on the host as well
 
 
 def _error(path: str, number: int) -> linux.SyscallError:
     return linux.SyscallError("look up", path, number)
 
 
-def _is_bind(mount: dict[str, object]) -> bool:
+def _flags(mount: dict[str, object]) -> list[object]:
     options = mount.get("options")
-    flags = options if isinstance(options, list) else []
+    return options if isinstance(options, list) else []
+
+
+def _is_bind(mount: dict[str, object]) -> bool:
+    flags = _flags(mount)
     return mount.get("type") == "bind" or "bind" in flags or "rbind" in flags
 
 
@@ -58,7 +63,9 @@ class SpecTree(inroot.View):
             if isinstance(mount, dict) and isinstance(mount.get("destination"), str):
                 source = mount.get("source")
                 path = os.path.join(bundle.path, source) if isinstance(source, str) and _is_bind(mount) else ""
-                self._add(mount["destination"], path, ours=False)
+                self._add(
+                    mount["destination"], path, shared=not {"shared", "rshared"}.isdisjoint(map(str, _flags(mount)))
+                )
 
     def __enter__(self) -> SpecTree:
         return self
@@ -68,9 +75,9 @@ class SpecTree(inroot.View):
             os.close(fd)
         self._fds.clear()
 
-    def _add(self, target: str, source: str, ours: bool) -> None:
+    def _add(self, target: str, source: str, shared: bool) -> None:
         resolved, _ = self._resolve("/" + target.lstrip("/"), follow_last=True)
-        self._mounts.append(Covering(resolved, source, ours))
+        self._mounts.append(Covering(resolved, source, False, shared))
 
     def add(self, target: str, source: str) -> None:
         """A mount of ours at `target`, which `place` returned."""
@@ -215,6 +222,9 @@ class SpecTree(inroot.View):
             self._require_creatable(path, resolved)
         elif not mountpoint.accepts(kind, mode):
             raise mountpoint.wrong_type(path, kind, mode)
+        covering = self._covering(resolved)
+        if covering is not None and covering.shared:
+            raise mountpoint.in_shared_volume(path, covering.target, covering.source)
         return resolved
 
     def require_place(self, path: str) -> None:

@@ -16,7 +16,7 @@ from tests.e2e.docker_host import GIB, TWO_GIB, DockerHost, docker_host
 from tests.lib.engines.base import SLEEP, Refused, Result
 from tests.lib.engines.docker import GPUSHARE, IMAGE, DockerContainer
 from tests.lib.engines.image import PROBE
-from tests.lib.rootfs import run
+from tests.lib.rootfs import mount_points, run, unmount_below
 
 RUNC = ("--runtime", "runc", "--network", "none")
 LIBDIR = "/usr/lib/x86_64-linux-gnu"
@@ -281,6 +281,22 @@ def test_named_volume_over_our_own_directory(docker: DockerHost) -> None:
     with docker.start_with(*TWO_GIB, "-v", "ours:/usr/lib/gpushare", args=SLEEP) as one:
         assert total(one) == 2 * GIB
     docker.daemon.must("volume", "rm", "ours")
+
+
+def test_shared_volume_would_show_the_share_on_the_host(docker: DockerHost, tmp_path: Path) -> None:
+    """A mount over a volume with propagation appears on the host, and stays there when the container is gone."""
+    run("mount", "-t", "tmpfs", "gpushare-test", tmp_path)
+    try:
+        run("mount", "--make-shared", tmp_path)
+        (tmp_path / "v").mkdir()
+        volume = f"{tmp_path}/v:/usr/lib/gpushare"
+        done = docker.try_run(*TWO_GIB, "-v", f"{volume}:rshared", args=(PROBE,))
+        assert done.code == 125 and "would appear on the host" in done.err and str(tmp_path / "v") in done.err
+        for options in (f"{volume}:rslave", f"{tmp_path}/v:/data:rshared"):
+            assert docker.try_run(*TWO_GIB, "-v", options, args=(PROBE,)).answer()["total_bytes"] == 2 * GIB
+        assert [point for point in mount_points() if point.startswith(f"{tmp_path}/")] == []
+    finally:
+        unmount_below(tmp_path)
 
 
 # Images

@@ -153,3 +153,19 @@ def test_no_descriptor_is_left(make: MakeTree) -> None:
             read(tree, path)
             tree.place("/usr" + path, "file")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("flag", "refused"), [("shared", True), ("rshared", True), ("rslave", False), ("rw", False)])
+def test_nothing_is_mounted_where_the_host_would_see_it(make: MakeTree, flag: str, refused: bool) -> None:
+    mount = {**bind("/v"), "options": ["rbind", flag]}
+    with make([mount], "volume/there", "volume/dir/") as tree:
+        for path, kind in (("/v", "dir"), ("/v/there", "file")):
+            if refused:
+                with pytest.raises(
+                    KernelError, match=r"appear on the host.* volume at '/v' \(on the host: '.*/volume'\)"
+                ):
+                    tree.place(path, kind)
+            else:
+                assert tree.place(path, kind) == path
+        tree.add("/v/dir", "/")  # ours is private: what comes over it stays in the container
+        assert tree.place("/v/dir", "dir") == "/v/dir"
