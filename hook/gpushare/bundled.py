@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
 
 from . import names
+from .light import NoReturn
 
 
 def main() -> NoReturn:

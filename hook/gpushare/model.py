@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .light import Any, NamedTuple, Optional
-
 from . import names
+from .light import Any, NamedTuple, Optional
 
 
 class Device(NamedTuple):
