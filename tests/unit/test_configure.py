@@ -157,7 +157,8 @@ def test_dry_run_changes_nothing_and_prints_what_patch_takes(
         cli("docker")
     before = tree(root)
     code, diff, error = cli("docker", "--dry-run", *options)
-    assert code == 0 and tree(root) == before and "then run: systemctl reload docker" in error
+    word = "restart" if options == ("--undo",) else "reload"
+    assert code == 0 and tree(root) == before and f"then run: systemctl {word} docker" in error
     cli("docker", *options)
     wanted = daemon_json.read_text()
     daemon_json.write_bytes(before["etc/docker/daemon.json"][3])

@@ -87,7 +87,7 @@ def files(root: Path) -> dict[str, str]:
 def test_everything_goes_and_what_was_there_before_stays(cli: Callable[..., Any], root: Path) -> None:
     code, text, error = cli("--yes")
     assert code == 0 and "the programs stay; your package manager removes them" in error
-    for command in ("systemctl reload docker", "systemctl restart containerd", "systemctl restart crio"):
+    for command in ("systemctl restart docker", "systemctl restart containerd", "systemctl restart crio"):
         assert f"now run: {command}\n" in error
     assert f"unmount {root}/run/gpushare\n" in text and "change /etc/docker/daemon.json\n" in text
     left = files(root)
@@ -114,7 +114,7 @@ def test_dry_run_and_unanswered_question_do_nothing(cli: Callable[..., Any], roo
     assert (code, asked) == (1, planned) and "say --yes" in error
     assert files(root) == before and mounts_below(root)
     value = json.loads(cli("--dry-run", "--format", "json")[1])
-    assert value["steps"] == planned.splitlines() and "systemctl reload docker" in value["next"]
+    assert value["steps"] == planned.splitlines() and "systemctl restart docker" in value["next"]
 
 
 def test_containers_that_hold_a_share_are_in_the_way(cli: Callable[..., Any], root: Path, container: Path) -> None:

@@ -97,6 +97,7 @@ class Engine(Protocol):
     NAME: str
     PROGRAMS: tuple[str, ...]  # one of them is there when the engine is
     RELOAD: str  # the command after which the engine knows; empty: it reads its files each time
+    FORGET: str  # the same after our entries were taken out
 
     def propose(self, settings: Settings, files: Files) -> Proposal:
         """Raises ConfigError."""

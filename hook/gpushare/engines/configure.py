@@ -97,7 +97,7 @@ def undo(engine: Engine, settings: Settings, host: Host, dry_run: bool = False) 
         rest = kept._replace(files=left) if kept and left else None
         host.write([*changes, *([record.change(host, engine.NAME, rest)] if kept else [])])
         host.remove_folders([record.FOLDER, *(kept.folders if kept and not left else ())])
-    return Outcome(engine.NAME, tuple(changes), engine.RELOAD if changes else "", ())
+    return Outcome(engine.NAME, tuple(changes), engine.FORGET if changes else "", ())
 
 
 def _paths(engine: Engine, settings: Settings, kept: Optional[Record]) -> list[str]:

@@ -25,6 +25,7 @@ from .tomltext import Keys
 NAME = "containerd"
 PROGRAMS: tuple[str, ...] = ("containerd",)
 RELOAD = "systemctl restart containerd"
+FORGET = RELOAD
 FILE = "/etc/containerd/config.toml"
 DROP_IN = "/etc/containerd/conf.d/gpushare.toml"
 BASE_SPEC = "/etc/gpushare/containerd-base-spec.json"

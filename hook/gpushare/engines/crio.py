@@ -15,6 +15,7 @@ from .base import RUNTIME, Change, Files, Proposal, Settings
 NAME = "crio"
 PROGRAMS: tuple[str, ...] = ("crio",)
 RELOAD = "systemctl restart crio"
+FORGET = RELOAD
 FILE = "/etc/crio/crio.conf.d/99-gpushare.conf"
 HOOKS = "/etc/crio/hooks.d"
 _MAIN = "/etc/crio/crio.conf"

@@ -15,6 +15,7 @@ from .base import RUNTIME, Change, Files, Proposal, Settings
 NAME = "docker"
 PROGRAMS: tuple[str, ...] = ("dockerd",)
 RELOAD = "systemctl reload docker"
+FORGET = "systemctl restart docker"  # a reload keeps what the file no longer says, the default runtime too (tried)
 FILE = "/etc/docker/daemon.json"
 _DEFAULT = "default-runtime"
 

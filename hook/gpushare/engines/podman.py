@@ -16,6 +16,7 @@ from .base import RUNTIME, Change, Files, Proposal, Settings
 NAME = "podman"
 PROGRAMS: tuple[str, ...] = ("podman",)
 RELOAD = ""  # podman has no daemon
+FORGET = RELOAD
 FILE = "/etc/containers/containers.conf.d/gpushare.conf"
 HOOKS = "/etc/containers/oci/hooks.d"
 _MAIN = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
