@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +12,8 @@ from typing import Any
 
 from tests.lib.engines.base import Result
 from tests.lib.engines.docker import GPUSHARE, IMAGE, Docker, DockerContainer, start
+from tests.lib.engines.dockerd import Dockerd
+from tests.lib.engines.image import PROBE
 from tests.lib.host import Node
 from tests.lib.rootfs import run
 from tests.sim.simhost import make_simhost
@@ -50,3 +54,34 @@ def docker_host(image_root: Path, *options: str, runtimes: MakeRuntimes | None =
     finally:
         node.close()
         run("rm", "-rf", directory)
+
+
+def total(one: DockerContainer) -> int:
+    """What a program that docker exec starts in the container sees as the device's memory, in bytes."""
+    answer = one.exec(PROBE).answer()
+    assert "failed" not in answer, answer
+    assert answer["got_bytes"] < answer["total_bytes"] == answer["nvml_total_bytes"]
+    return int(answer["total_bytes"])
+
+
+class Events:
+    """`docker events` that fit `filters`: those since `since`, then what comes."""
+
+    def __init__(self, daemon: Dockerd, *filters: str, since: str = "10m") -> None:
+        self._command = daemon.command("events", "--format", "{{.Action}}", "--since", since)
+        for one in filters:
+            self._command += ["--filter", one]
+
+    def __enter__(self) -> Events:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, bufsize=0)
+        return self
+
+    def next(self) -> str:
+        """Waits for it."""
+        assert self._process.stdout
+        ready, _, _ = select.select([self._process.stdout], [], [], 60)
+        return self._process.stdout.readline().decode().strip() if ready else "nothing came"
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()

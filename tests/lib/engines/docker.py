@@ -64,7 +64,9 @@ class Docker:
 def configure(node: Node, daemon: Dockerd, *options: str) -> None:
     """The entry in daemon.json, with this node's directories as arguments of the runtime."""
     program = ("--program", str(BUILD / "bin" / "gpushare-runtime"))
-    done = node.cli("runtime", "configure", "docker", "--config-file", str(daemon.config_file), *program, *options)
+    # As if its directory were a host's /: what configure keeps for --undo is there as well.
+    where = ("--root", str(daemon.directory), "--config-file", "/daemon.json")
+    done = node.cli("runtime", "configure", "docker", *where, *program, *options)
     assert done.returncode == 0, done.stderr
 
 

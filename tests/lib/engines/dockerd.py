@@ -133,6 +133,10 @@ class Dockerd:
         assert done.code == 0, f"docker {' '.join(args)}: {done.code}\n{done.out}\n{done.err}"
         return done.out.strip()
 
+    def reload(self) -> None:
+        """It reads daemon.json again; Events tells when it has."""
+        os.kill(self.pid, signal.SIGHUP)
+
     def end(self, number: int = signal.SIGTERM) -> None:
         """End the daemon, and nothing else: what it started ends with it, or lives on, as docker does it."""
         if not self._process:
