@@ -12,3 +12,7 @@ build/bench/shim_bench: tests/bench/shim_bench.c shim/include/gpushare_abi.h | $
 build/bench/libcuda-stub.so: tests/bench/stub_driver.c | $(SETUP)
 	@mkdir -p $(@D)
 	$(CC) $(BENCH_CFLAGS) -fPIC -shared -Wl,-Bsymbolic -Wl,-soname,libcuda.so.1 -o $@ $<
+
+.PHONY: bench-start
+bench-start: root build ## measure what a start costs; RUNTIME=/path/to/wrapper: another wrapper too
+	@RUNTIME="$(RUNTIME)" $(VENV_PYTHON) -m tests.bench.start

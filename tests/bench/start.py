@@ -1,10 +1,19 @@
 """What a start costs: `create` of the same bundle with and without us. Neighbours in time form a pair, and who goes
-first alternates, so that what else the machine does falls on both alike."""
+first alternates, so that what else the machine does falls on both alike.
+
+`make bench-start` measures this alone; `RUNTIME=/path/to/wrapper make bench-start` another wrapper beside it.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +24,9 @@ from tests.sim.simhost import make_simhost
 PAIRS = 40
 WARM_UP_PAIRS = 3
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
+SMALL_SHARE = {"GPUSHARE_MEMORY": "128Mi"}  # all of `PARALLEL` fit
+PARALLEL = 50
+BUNDLE = host.BUILD / "dist"  # where packaging puts a bundle that brings its own Python: bin/gpushare-runtime in it
 
 
 def create_ms(directory: Path, **arguments: Any) -> float:
@@ -39,30 +51,70 @@ def paired_ms(plain: Callable[[], float], measured: Callable[[], float]) -> tupl
     return alone, added
 
 
-def added_ms(directory: Path) -> dict[str, list[float]]:
-    """Every value measured, by key of build/bench.json."""
+def parallel_ms(directory: Path, **arguments: Any) -> list[float]:
+    """Milliseconds of each of PARALLEL creates that begin together."""
+    with ExitStack() as stack:
+        several = [
+            stack.enter_context(Container(directory, ["true"], env=SMALL_SHARE, **arguments)) for _ in range(PARALLEL)
+        ]
+        together = threading.Barrier(PARALLEL)
+
+        def create(one: Container) -> float:
+            together.wait()
+            begin = time.perf_counter()
+            one.create()
+            return (time.perf_counter() - begin) * 1000
+
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            return list(pool.map(create, several))
+
+
+def runtime_in(programs: Path, node: host.Node) -> tuple[str, ...]:
+    """node.runtime(), with the programs of another installation."""
+    return (str(programs / "bin" / "gpushare-runtime"), *node.runtime()[1:])
+
+
+def added_ms(directory: Path, other_runtime: str = "") -> dict[str, list[float]]:
+    """Every value measured, by key of build/bench.json. `other_runtime`: an OCI runtime wrapper to measure as well."""
     simulated = make_simhost(directory / "host", gpus=1, memory_bytes=16 << 30)
     node = host.Node(directory / "node", simulated)
 
-    def plain() -> float:
-        return create_ms(directory, env=SHARE)
+    def added_by(runtime: tuple[str, ...]) -> list[float]:
+        return paired_ms(
+            lambda: create_ms(directory, env=SHARE), lambda: create_ms(directory, env=SHARE, runtime=runtime)
+        )[1]
 
     found: dict[str, list[float]] = {}
     try:
         found["start.runc_ms"], found["start.hook_added_ms"] = paired_ms(
-            plain, lambda: create_ms(directory, env=SHARE, hook=node.hook())
+            lambda: create_ms(directory, env=SHARE), lambda: create_ms(directory, env=SHARE, hook=node.hook())
         )
-        _, found["start.runtime_added_ms"] = paired_ms(
-            plain, lambda: create_ms(directory, env=SHARE, runtime=node.runtime())
-        )
+        found["start.runtime_added_ms"] = added_by(node.runtime())
         _, found["start.nongpu_added_ms"] = paired_ms(
             lambda: create_ms(directory), lambda: create_ms(directory, runtime=node.runtime())
         )
-        host.use_programs(host.BUILD / "dist" / "gpushare")
-        _, found["start.bundle_added_ms"] = paired_ms(
-            plain, lambda: create_ms(directory, env=SHARE, runtime=node.runtime())
-        )
+        if (BUNDLE / "bin" / "gpushare-runtime").exists():
+            found["start.bundle_added_ms"] = added_by(runtime_in(BUNDLE, node))
+        else:
+            print(f"start.bundle_added_ms is left out: no {BUNDLE}/bin/gpushare-runtime", file=sys.stderr)
+        if other_runtime:
+            found["start.other_added_ms"] = added_by((other_runtime,))
+        found["start.parallel50_runc_p99_ms"] = parallel_ms(directory)
+        found["start.parallel50_p99_ms"] = parallel_ms(directory, runtime=node.runtime())
     finally:
-        host.use_programs(host.BUILD)
         node.close()
     return {**found, "hook.added_ms": found["start.hook_added_ms"]}
+
+
+def main() -> int:
+    from tests.bench import bench
+
+    host.enter_private_mounts()
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
+        measured = added_ms(Path(work), os.environ.get("RUNTIME", ""))
+    bench.show({key: bench.figure(values, "ms") for key, values in measured.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -97,6 +97,25 @@ def test_reserved_held_released(state: str, init: subprocess.Popen[bytes]) -> No
     assert leases.view(state) == leases.View((), (), (), ())
 
 
+def test_held_as_the_launcher_writes_it(state: str, init: subprocess.Popen[bytes]) -> None:
+    reserved = reserve(state, "c1", 4 * GIB)
+    who = process(init.pid)
+    path = lease_file(state, "c1").with_name(storage.HELD)
+    text = f"{leasefile.HELD_VERSION}\n{reserved.creator_pid} {reserved.creator_start}\n{who.pid} {who.start}\n/a b\n"
+    path.write_text(text)
+    held = reserved._replace(state="held", init_pid=who.pid, init_start=who.start, cgroup="/a b")
+    assert leases.view(state).live == (held,) and leases.find(state, "c1") == held
+    assert leases.is_held_by(state, "c1", who)
+    assert not leases.release_reserved_by(state, "c1", reserved.bundle, reserved.creator_pid)
+    for damaged in ("", text[:-1], text + "\n", text.replace(f"{reserved.creator_pid} ", "1 "), text.replace(" ", "")):
+        path.write_text(damaged)
+        assert [damage.id for damage in leases.view(state).damaged] == ["c1"], damaged
+    path.write_text(text)
+    init.kill()
+    init.wait()
+    assert leases.release(state, "c1") == "" and leases.view(state) == leases.View((), (), (), ())
+
+
 def test_lease_survives_a_round_trip_through_its_file() -> None:
     shares = (pure.share(0, 0, 4 * GIB), pure.share(1, 1, None)._replace(compute_percent=30, soft=True))
     lease = pure.lease(*shares)._replace(created=1.5, cgroup="/a b", bundle="/ü")
