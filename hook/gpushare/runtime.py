@@ -138,14 +138,14 @@ def _create(call: Call, paths: Paths) -> int:
         watch.end()
         _become(call, paths)
     oci.check_id(call.container_id)
+    program = lowlevel.runtime_of(paths.config, paths.state_dir)
     try:
         _give(bundle, asked, host, path, paths)
-        program = lowlevel.runtime_of(paths.config, paths.state_dir)
         watch.end()
         lowlevel.execute(program, call.rest)
     except BaseException:
         hook.ignore_signals()
-        hook.undo(paths.state_dir, bundle.id, lambda: specedit.write(path, clean))
+        hook.undo(paths.state_dir, bundle.id, lambda: _put_back(path, clean))
         raise
 
 
@@ -184,6 +184,14 @@ def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
 
     granted = [(op.major, op.minor) for op in steps.ops if isinstance(op, DeviceRule)]
     return withhold.numbers(host.config.driver_root, granted)
+
+
+def _put_back(path: str, clean: dict[str, object]) -> None:
+    """config.json as it was before us; not one byte of it changes when we had not come to write it."""
+    from . import specedit
+
+    if oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json") != clean:
+        specedit.write(path, clean)
 
 
 def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -> None:
