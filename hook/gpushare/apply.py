@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 
-from . import cgroup, inroot, linux, mountns, mountpoint, rootfs
+from . import cgroup, inroot, linux, mountns, mountpoint, rootfs, rootless
 from .errors import DeviceError, GpushareError, KernelError
 from .light import Any, Callable, Union
 from .model import Bundle
@@ -125,7 +125,7 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
                 executor(root, op, trees.get(index, -1))
     applied.notes.extend(root.notes)
     rules = [(op.major, op.minor) for op in plan.ops if isinstance(op, DeviceRule)]
-    if rules:
+    if rules and not rootless.is_rootless():  # a rootless container has no device cgroup
         applied._access.append(cgroup.allow_devices(pid, rules))
         applied._namespace.require_alive()
 

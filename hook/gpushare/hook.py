@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import log, names, oci
+from . import log, names, oci, rootless
 from .errors import GpushareError, KernelError, RequestError
 from .light import TYPE_CHECKING, Callable, NamedTuple, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request, Share
@@ -44,7 +44,7 @@ class Interrupted(GpushareError):
 
 def parse(argv: Sequence[str]) -> Options:
     """The command line, without argparse (10 ms). Raises RequestError."""
-    values = {"--config": names.CONFIG_PATH, "--state": names.STATE_DIR}
+    values = {"--config": names.CONFIG_PATH, "--state": ""}
     words = list(argv)
     while words and words[0].startswith("-"):
         flag, equals, value = words.pop(0).partition("=")
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str]) -> Options:
             raise RequestError(f"{flag} {values[flag]!r} is not an absolute path", _USAGE)
     if len(words) != 1 or words[0] not in _STAGES:
         raise RequestError(f"stage {' '.join(words)!r} is unknown", _USAGE)
-    return Options(words[0], values["--config"], values["--state"].rstrip("/"))
+    return Options(words[0], values["--config"], values["--state"].rstrip("/") or rootless.state_dir())
 
 
 def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:

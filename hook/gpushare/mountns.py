@@ -61,8 +61,11 @@ def host_path(entry: MountEntry, host_mounts: list[MountEntry]) -> str:
 
 
 def container_owner(pid: int) -> tuple[int, int]:
-    """(uid, gid) on the host of the container's root: what files that we create in its root must belong to."""
+    """(uid, gid) on the host of the container's root: what files that we create in its root must belong to. From within
+    the same user namespace (rootless podman's hooks) its root is ours; the map would name the user's ids outside."""
     ids = []
+    if os.path.samestat(os.stat(f"/proc/{pid}/ns/user"), os.stat("/proc/self/ns/user")):
+        return 0, 0
     for name in ("uid_map", "gid_map"):
         owner = 0
         with open(f"/proc/{pid}/{name}", encoding="ascii") as table:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import commandline, hook, log, lowlevel, names, oci
+from . import commandline, hook, log, lowlevel, names, oci, rootless
 from .commandline import Call
 from .errors import GpushareError, RequestError
 from .light import TYPE_CHECKING, Callable, NamedTuple, NoReturn, Optional, Sequence, signal
@@ -37,7 +37,7 @@ class Paths(NamedTuple):
 
 def paths_of(call: Call) -> Paths:
     """Raises RequestError."""
-    paths = Paths(call.config or names.CONFIG_PATH, call.state_dir or names.STATE_DIR)
+    paths = Paths(call.config or names.CONFIG_PATH, call.state_dir or rootless.state_dir())
     for flag, value in zip(commandline.OWN, paths):
         if not value.startswith("/"):
             raise RequestError(f"--{flag} {value!r} is not an absolute path", "write the whole path")

@@ -19,7 +19,7 @@ import os
 import stat
 import time
 
-from . import linux, names, region
+from . import linux, names, region, rootless
 from .errors import KernelError
 from .light import Union
 from .ops import TenantTmpfs, WriteLimits
@@ -28,6 +28,7 @@ TENANT_INODES = 2  # the root directory and `usage`
 TENANT_BYTES = region.USAGE_SIZE
 _STATE_OPTIONS = {"size": "256m", "nr_inodes": "262144", "mode": "0755"}
 _FOLDERS = (("containers", 0o700), ("trash", 0o700), ("errors", 0o755))
+_PLAIN = "rootless"  # there when the directory is a user's own and no mount
 _MARKER = "lock"  # made last: its presence says that the directory is complete
 REBUILD = "rebuild"  # there from the making of the directory until leases of living containers were looked for
 LEASE = "lease.json"
@@ -45,10 +46,10 @@ def container_dir(state_dir: str, container_id: str) -> str:
 
 
 def is_ready(state_dir: str) -> bool:
-    """True when our own mount is on `state_dir` and complete; else it holds no lease."""
+    """True when our own mount is on `state_dir` (or it is a user's own) and complete; else it holds no lease."""
     try:
         own = os.stat(state_dir).st_dev != os.stat(os.path.dirname(os.path.abspath(state_dir))).st_dev
-        return own and os.access(os.path.join(state_dir, _MARKER), os.F_OK)
+        return (own or os.access(os.path.join(state_dir, _PLAIN), os.F_OK)) and os.access(os.path.join(state_dir, _MARKER), os.F_OK)
     except OSError:
         return False
 
@@ -68,11 +69,19 @@ def prepare(state_dir: str) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if not is_ready(state_dir):
-                _mount_state(state_dir)
+                _make_state(state_dir)
         finally:
             os.close(fd)
     except OSError as error:
-        raise KernelError(f"state directory {state_dir!r}: {error.strerror}", "run as root") from error
+        raise KernelError(f"state directory {state_dir!r}: {error.strerror}", rootless.hint()) from error
+
+
+def _make_state(state_dir: str) -> None:
+    if not rootless.is_rootless():
+        _mount_state(state_dir)
+        return
+    os.close(os.open(os.path.join(state_dir, _PLAIN), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    _make_folders(state_dir)
 
 
 def _mount_state(state_dir: str) -> None:
@@ -90,17 +99,21 @@ def _mount_state(state_dir: str) -> None:
         else:  # an earlier start was killed between here and the marker
             mount = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         linux.mount_setattr(mount, 0, linux.MS_PRIVATE, state_dir)
-        for name, mode in _FOLDERS:
-            path = os.path.join(state_dir, name)
-            if not os.path.isdir(path):
-                os.mkdir(path)
-            os.chmod(path, mode)
-        for name in (REBUILD, _MARKER):
-            os.close(os.open(os.path.join(state_dir, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        _make_folders(state_dir)
     finally:
         os.close(target)
         if mount >= 0:
             os.close(mount)
+
+
+def _make_folders(state_dir: str) -> None:
+    for name, mode in _FOLDERS:
+        path = os.path.join(state_dir, name)
+        if not os.path.isdir(path):
+            os.mkdir(path)
+        os.chmod(path, mode)
+    for name in (REBUILD, _MARKER):
+        os.close(os.open(os.path.join(state_dir, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def make_share_dir(state_dir: str, container_id: str) -> str:
@@ -145,24 +158,35 @@ def _mount_tenant(op: TenantTmpfs) -> None:
     """The tenant's tmpfs with its usage file, attached only when the file is complete. All blocks are allocated now, so
     nothing that happens on the host later can turn a tenant's store into a SIGBUS, and nothing can grow."""
     limits = read_limits(os.path.join(os.path.dirname(op.path), "share", "limits"))
+    content = region.pack_usage(limits.nonce, len(limits.devices))
     options = {"size": str(op.size_bytes), "nr_inodes": str(op.inodes), "mode": "1777"}
     flags = linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"] | linux.ATTRIBUTES["noexec"]
     os.mkdir(op.path, 0o755)
+    if rootless.is_rootless():  # a mount of ours would not be seen by the user's other programs
+        os.chmod(op.path, 0o1777)
+        _write_usage(op.path, -1, content)
+        return
     mount = linux.detached_tmpfs(options, flags, op.path)
     target = -1
     try:
-        fd = os.open("usage", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=mount)
-        try:
-            write_all(fd, region.pack_usage(limits.nonce, len(limits.devices)))  # every block, so all are allocated
-            os.fchmod(fd, 0o666)
-        finally:
-            os.close(fd)
+        _write_usage("", mount, content)
         target = os.open(op.path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         linux.move_mount(mount, target, op.path)
     finally:
         os.close(mount)
         if target >= 0:
             os.close(target)
+
+
+def _write_usage(directory: str, dir_fd: int, content: bytes) -> None:
+    """The usage file, every block of it written, so all are allocated."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(os.path.join(directory, "usage"), flags, 0o666, dir_fd=dir_fd if dir_fd >= 0 else None)
+    try:
+        write_all(fd, content)
+        os.fchmod(fd, 0o666)
+    finally:
+        os.close(fd)
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -227,6 +251,8 @@ def _unmount(path: str) -> None:
             linux.umount(path, linux.MNT_DETACH | linux.UMOUNT_NOFOLLOW)
         except linux.SyscallError as error:
             if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):  # not a mount point, or nothing there
+                return
+            if error.errno == errno.EPERM and not os.path.ismount(path):  # a user's own directory has no mounts
                 return
             raise
 

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import click
 
-from .. import log, names
+from .. import log, names, rootless
 from ..errors import GpushareError
 from . import config, containers, devices, explain, labels, node, prune, runtime, uninstall
 from .options import Paths
@@ -17,12 +17,12 @@ from .options import Paths
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", default=names.CONFIG_PATH, show_default=True, metavar="FILE", help="Configuration file.")
-@click.option("--state", default=names.STATE_DIR, show_default=True, metavar="DIR", help="State directory.")
+@click.option("--state", show_default=names.STATE_DIR, metavar="DIR", help="State directory.")
 @click.version_option(node.installed(), "--version", message="%(prog)s %(version)s", help="Print the version and exit.")
 @click.pass_context
-def group(context: click.Context, config: str, state: str) -> None:
+def group(context: click.Context, config: str, state: Optional[str]) -> None:
     """Exact shares of a GPU for containers: who has what, what a container would get, and why one was refused."""
-    context.obj = Paths(os.path.abspath(config), os.path.abspath(state))
+    context.obj = Paths(os.path.abspath(config), os.path.abspath(state or rootless.state_dir()))
 
 
 for command in (

@@ -1,0 +1,61 @@
+"""Who has no rights over this host, and where such a process keeps its state (start path).
+
+    is_rootless() -> bool     an ordinary user, also as "root" of a user namespace of his own (rootless podman)
+    state_dir()   -> str      where state is when nobody names a directory
+
+Rootless is cooperative: the state is the user's own files, in a plain directory, so nobody counts what other users
+hold; there is no device cgroup; whoever started a program could also have started it without us.
+"""
+
+from __future__ import annotations
+
+import os
+
+from . import names
+
+_RUN = os.path.dirname(names.STATE_DIR)
+_WHOLE_MAP = ["0", "0", "4294967295"]  # uid_map of the initial user namespace; user_namespaces(7)
+COOPERATIVE = "rootless, so cooperative only: no device cgroup, and what other users hold is not counted"
+
+
+def is_rootless() -> bool:
+    """One access(2) for root. Who may write to /run is root of this host or of a whole machine-like container; root
+    on a host with a read-only /run gets an error that says so."""
+    if os.access(_RUN, os.W_OK):
+        return False
+    return os.geteuid() != 0 or _uid_map() != _WHOLE_MAP
+
+
+def _uid_map() -> list[str]:
+    """The first line of this process's map: inside, outside, count."""
+    try:
+        with open("/proc/self/uid_map", encoding="ascii") as table:
+            return table.readline().split()
+    except OSError:
+        return _WHOLE_MAP
+
+
+def state_dir() -> str:
+    """/run/gpushare; for a user `gpushare` in the runtime directory of his session. Only looked up here: whether it can
+    be used is found out by `storage.prepare`, since a container that asks for nothing needs none."""
+    if not is_rootless():
+        return names.STATE_DIR
+    own = _uid_map()
+    outside = own[1] if len(own) == 3 and own[0] == "0" else str(os.geteuid())
+    named = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = named if _is_own_directory(named) else f"/run/user/{outside}"
+    return f"{base.rstrip('/')}/gpushare"
+
+
+def _is_own_directory(path: str) -> bool:
+    """Whether nobody else can write there."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return path.startswith("/") and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def hint() -> str:
+    """What to do when the state directory cannot be used."""
+    return "set XDG_RUNTIME_DIR to a directory of yours, or run as root" if is_rootless() else "run as root"
