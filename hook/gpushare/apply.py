@@ -101,17 +101,39 @@ def _carry_out(steps: Callable[[Plan, Bundle, int, Applied], None], plan: Plan, 
     return applied
 
 
-def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
+def store(plan: Plan) -> None:
+    """Limits and the tenant's page. Both live in the container's state directory, which goes with its lease: there is
+    nothing to take back here."""
+    from . import storage
+
+    for op in plan.ops:
+        if isinstance(op, (WriteLimits, TenantTmpfs)):
+            storage.execute(op)
+
+
+def copies(plan: Plan, kept: list[int]) -> dict[int, int]:
+    """{index of an op: a detached copy of its source}. Each is added to `kept` too, for whoever closes them."""
     trees: dict[int, int] = {}
     for index, op in enumerate(plan.ops):
-        if isinstance(op, (WriteLimits, TenantTmpfs)):
-            _execute_storage(op)
-            continue
         if isinstance(op, (Mount, ImageFile)):
             _make_point_in_source(op, plan.ops[:index])
         if isinstance(op, (Mount, Cover, DeviceNode)):
             trees[index] = _detached_copy(op)
-            applied._trees.append(trees[index])
+            kept.append(trees[index])
+    return trees
+
+
+def put(root: mountpoint.Root, plan: Plan, trees: dict[int, int]) -> None:
+    """All that happens in the mount namespace of `root`, which this process is in."""
+    for index, op in enumerate(plan.ops):
+        executor = root.executors.get(type(op)) or _EXECUTORS.get(type(op))
+        if executor is not None:
+            executor(root, op, trees.get(index, -1))
+
+
+def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
+    store(plan)
+    trees = copies(plan, applied._trees)
     host_mounts = mountns.read_mounts()
     root_fd = rootfs.open_root(bundle, pid)
     root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, host_mounts)
@@ -119,10 +141,7 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     _load_executors(plan)
     applied._namespace.require_alive()
     with applied._namespace:
-        for index, op in enumerate(plan.ops):
-            executor = _EXECUTORS.get(type(op))
-            if executor is not None:
-                executor(root, op, trees.get(index, -1))
+        put(root, plan, trees)
     applied.notes.extend(root.notes)
     rules = [(op.major, op.minor) for op in plan.ops if isinstance(op, DeviceRule)]
     if rules and not rootless.is_rootless():  # a rootless container has no device cgroup
@@ -151,13 +170,6 @@ def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
             else:
                 _EXECUTORS[type(op)](root, op, trees.get(index, -1))
     applied.notes.extend(root.notes)
-
-
-def _execute_storage(op: Union[WriteLimits, TenantTmpfs]) -> None:
-    """Both live in the container's state directory, which goes with its lease: there is nothing to take back here."""
-    from . import storage
-
-    storage.execute(op)
 
 
 def _make_point_in_source(op: Union[Mount, ImageFile], earlier: tuple[Op, ...]) -> None:

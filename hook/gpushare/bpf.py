@@ -81,6 +81,27 @@ def with_rules(program: Program, rules: Sequence[Rule]) -> Program:
     return (*prefix, *program)
 
 
+def denying(rules: Sequence[Rule]) -> Program:
+    """A program that refuses every access to the character devices `rules`, mknod too, and allows all others."""
+    if len(rules) > _MAX_RULES:
+        raise KernelError(f"{len(rules)} device rules; at most {_MAX_RULES} fit into one program")
+    program = [
+        Instruction(0x61, 0x12, 0, 0),  # r2 = access_type
+        Instruction(0x57, 2, 0, 0xFFFF),  # r2 &= 0xffff
+        Instruction(0x55, 2, 2 + _PER_RULE * len(rules), 2),  # not a character device: allowed
+        Instruction(0x61, 0x13, 4, 0),  # r3 = major
+        Instruction(0x61, 0x14, 8, 0),  # r4 = minor
+    ]
+    for major, minor in rules:
+        program += [
+            Instruction(0x55, 3, 3, major),
+            Instruction(0x55, 4, 2, minor),
+            Instruction(0xB7, 0, 0, 0),  # return 0
+            Instruction(0x95, 0, 0, 0),
+        ]
+    return (*program, Instruction(0xB7, 0, 0, 1), Instruction(0x95, 0, 0, 0))
+
+
 def split(program: Program) -> tuple[tuple[Rule, ...], Program]:
     """(the rules of our prefix, the program behind it); no rules when there is no such prefix."""
     first = program[0] if program else Instruction(0, 0, 0, 0)
@@ -167,6 +188,20 @@ def load(program: Program, what: str) -> int:
     numbers = (_TYPE_CGROUP_DEVICE, len(program), linux.address(code), linux.address(license_))
     head = struct.pack("<IIQQ24x16s", *numbers, _NAME)  # no log, no flags
     return linux.bpf(_PROG_LOAD, linux.buffer(head.ljust(128, b"\0")), f"load {what}")
+
+
+def attach(path: str, program: Program) -> None:
+    """Adds `program` to the cgroup directory `path`: the ones of the cgroups above are asked as well."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        loaded = load(program, f"a device program for {path}")
+        try:
+            attr = _attr("IIIII", directory, loaded, _ATTACH_CGROUP_DEVICE, _F_ALLOW_MULTI, 0)
+            linux.bpf(_PROG_ATTACH, attr, f"attach {path}")
+        finally:
+            os.close(loaded)
+    finally:
+        os.close(directory)
 
 
 def _exchange(directory: int, old: int, new: int, flags: int, path: str) -> None:

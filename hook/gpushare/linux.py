@@ -34,6 +34,7 @@ MS_SLAVE = 1 << 19
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 CLONE_NEWNS = 0x00020000
+CLONE_NEWUSER = 0x10000000
 
 PROC_SUPER_MAGIC = 0x9FA0
 TMPFS_MAGIC = 0x01021994
@@ -118,6 +119,11 @@ def umount(path: str, flags: int = MNT_DETACH) -> None:
     _libc_call("umount2", path, os.fsencode(path), flags)
 
 
+def unshare(kinds: int, what: str) -> None:
+    """New namespaces for this process, which must have one thread."""
+    _libc_call("unshare", what, kinds)
+
+
 def setns(fd: int, what: str, kind: int = CLONE_NEWNS) -> None:
     _libc_call("setns", what, fd, kind)
 
@@ -129,10 +135,20 @@ def pidfd_open(pid: int) -> int:
 
 def detached_tmpfs(options: dict[str, str], attributes: int, what: str) -> int:
     """A new tmpfs that is mounted nowhere yet. `options` as in tmpfs(5): size, nr_inodes, mode."""
-    fs = _call("fsopen", "tmpfs", _FSOPEN, b"tmpfs", 1)  # 1: FSOPEN_CLOEXEC
+    return _detached("tmpfs", options, attributes, what)
+
+
+def detached_overlay(lower: str, upper: str, work: str) -> int:
+    """An overlay over the directory `lower` that is mounted nowhere yet; see the kernel's filesystems/overlayfs.rst."""
+    lower = lower.replace("\\", "\\\\").replace(":", "\\:")
+    return _detached("overlay", {"lowerdir": lower, "upperdir": upper, "workdir": work}, 0, lower)
+
+
+def _detached(kind: str, options: dict[str, str], attributes: int, what: str) -> int:
+    fs = _call("fsopen", kind, _FSOPEN, kind.encode(), 1)  # 1: FSOPEN_CLOEXEC
     try:
         for key, value in options.items():
-            _call("fsconfig", f"{key}={value}", _FSCONFIG, fs, 1, key.encode(), value.encode(), 0)  # 1: SET_STRING
+            _call("fsconfig", f"{key}={value}", _FSCONFIG, fs, 1, key.encode(), os.fsencode(value), 0)  # 1: SET_STRING
         _call("fsconfig", what, _FSCONFIG, fs, 6, None, None, 0)  # 6: FSCONFIG_CMD_CREATE
         return _call("fsmount", what, _FSMOUNT, fs, 1, attributes)  # 1: FSMOUNT_CLOEXEC
     finally:

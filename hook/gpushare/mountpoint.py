@@ -100,7 +100,11 @@ def in_shared_volume(path: str, point: str, host: str) -> KernelError:
 
 
 class Root:
-    """A container's root while a plan is applied to it: where things go, and how to take each one back."""
+    """A container's root while a plan is applied to it: where things go, and how to take each one back.
+
+    `executors`: kinds of ops that another sort of root carries out in its own way; see hostroot.py."""
+
+    executors: dict[type, Callable[..., None]] = {}
 
     def __init__(self, fd: int, owner: tuple[int, int], host_mounts: list[mountns.MountEntry]) -> None:
         self.fd = fd

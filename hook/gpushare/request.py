@@ -1,11 +1,12 @@
 """From a container's description to what it asks for: the dialect table, combined, and checked against policy.
 
     mentions(bundle)                         -> bool             cheap: could this container ask for anything at all?
-    resolve(bundle, node, with_injected)     -> Request | None   None: nothing asked, leave the container alone
+    resolve(bundle, node, with_injected, on_host) -> Request | None   None: nothing asked, leave the container alone
     refuse_conflicts(bundle, request)    -> None             hook-only mode: raises when NVIDIA's tools were here first
 
 `with_injected`: devices that other software put into config.json count as a request. Only gpushare-runtime can say so,
 since only it can take them out again.
+`on_host`: a program of this host (`gpushare run`), which has no root file system of its own.
 Pure. They raise RequestError (makes no sense), DeviceError (no such device) and PolicyError (not allowed).
 Start path.
 """
@@ -174,7 +175,9 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
     return request
 
 
-def resolve(bundle: Bundle, node: Node, with_injected: bool = False) -> Optional[Request]:
+def resolve(
+    bundle: Bundle, node: Node, with_injected: bool = False, on_host: bool = False
+) -> Optional[Request]:
     """What the container asks for. The sandbox container of a pod asks for nothing, whatever it inherited."""
     if bundle.container_type == "sandbox":
         return None
@@ -195,7 +198,8 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False) -> Optional
         return None
     request = _with_replaced(request, bundle) if with_injected else request
     _refuse_unknown(bundle.env, bundle.annotations)
-    _check_rootfs(bundle)
+    if not on_host:
+        _check_rootfs(bundle)
     policy.refuse_unlisted(request, bundle, rules)
     _check_words(request, rules)
     return _with_driver_words(request, bundle, node)

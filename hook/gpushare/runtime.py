@@ -85,7 +85,7 @@ def _become(call: Call, paths: Paths) -> NoReturn:
 # create, run, restore
 
 
-class _Watch:
+class Watch:
     """Signals and the deadline end a start, and are as before when the low-level runtime takes over."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ def _create(call: Call, paths: Paths) -> int:
     from . import applied, specedit
 
     path, spec = _read(call)
-    watch = _Watch()
+    watch = Watch()
     clean = applied.stripped(spec)
     bundle = _bundle(call, path, clean)
     asked, host = _asked(bundle, paths)

@@ -33,6 +33,7 @@ _MARKER = "lock"  # made last: its presence says that the directory is complete
 REBUILD = "rebuild"  # there from the making of the directory until leases of living containers were looked for
 LEASE = "lease.json"
 HELD = "held"  # beside a lease that is only reserved: whose it became (leasefile.held)
+_CGROUP = "cgroup"  # path of a cgroup that was made for this lease alone
 _SHARE_FOLDERS = ("driver", "rw", "peers", "mps")
 _SHARE_FILES = (names.REAL_CUDA, names.REAL_NVML)  # mount points; the directory is read-only in the container
 _TENANT_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -238,10 +239,33 @@ def empty_trash(state_dir: str) -> list[str]:
         path = os.path.join(state_dir, "trash", name)
         try:
             _unmount(os.path.join(path, "rw"))
+            _remove_cgroup(os.path.join(path, _CGROUP))
             _delete(path)
         except (OSError, KernelError) as error:
             problems.append(f"{path}: {error}")
     return problems
+
+
+def keep_cgroup(state_dir: str, container_id: str, directory: str) -> None:
+    """`directory` goes when the lease does: nobody else knows of a cgroup that `gpushare run` made. Raises OSError."""
+    path = os.path.join(container_dir(state_dir, container_id), _CGROUP)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _write_all(fd, os.fsencode(directory))
+    finally:
+        os.close(fd)
+
+
+def _remove_cgroup(path: str) -> None:
+    """The cgroup that `path` names; one that is in use, or gone with those above it, is let be."""
+    try:
+        with open(path, "rb") as file:
+            os.rmdir(file.read())
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY, errno.ENODEV):
+            raise
 
 
 def _unmount(path: str) -> None:

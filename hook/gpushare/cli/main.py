@@ -11,7 +11,7 @@ import click
 
 from .. import log, names, rootless
 from ..errors import GpushareError
-from . import config, containers, devices, explain, labels, node, prune, runtime, uninstall
+from . import config, containers, devices, explain, labels, node, prune, run, runtime, uninstall
 from .options import Paths
 
 
@@ -31,6 +31,7 @@ for command in (
     devices.devices,
     explain.explain,
     prune.prune,
+    run.run,
     config.config,
     runtime.runtime,
     labels.labels,

@@ -1,0 +1,91 @@
+"""gpushare run."""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+import click
+
+from .. import names
+from ..errors import GpushareError, RequestError
+from .options import Paths
+
+# option -> our own variable of the same meaning
+_FLAGS = {
+    "memory": names.ENV_MEMORY,
+    "compute": names.ENV_COMPUTE,
+    "devices": names.ENV_DEVICES,
+    "backend": names.ENV_BACKEND,
+}
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--memory", metavar="SIZE", help="Memory limit: 4Gi, 25%, or 0=4Gi,1=8Gi. Without: the whole device.")
+@click.option("--compute", metavar="PERCENT", help="Compute limit.")
+@click.option("--devices", metavar="LIST", help="any, any:2, all, indices or uuids.  [default: any]")
+@click.option("--backend", metavar="NAME", help="What holds the limits.")
+@click.option("--oversubscribe", is_flag=True, help="Let allocations go beyond the limit into host memory.")
+@click.option("--name", metavar="ID", help="Name in `gpushare list`.  [default: the program and its pid]")
+@click.option("--user", metavar="USER[:GROUP]", help="Run as another user; names or numbers.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND [ARG]...")
+@click.pass_obj
+def run(
+    paths: Paths,
+    oversubscribe: bool,
+    name: Optional[str],
+    user: Optional[str],
+    command: tuple[str, ...],
+    **flags: Optional[str],
+) -> None:
+    """Start a program with a share of a GPU, without a container.
+
+    The program replaces this one: signals, exit code, directory, environment and open files are its own. Its share
+    ends with it.
+    """
+    from .. import run as programs
+    from ..runtime import Paths as RunPaths
+
+    asked = [(_FLAGS[flag], value) for flag, value in flags.items() if value is not None]
+    if oversubscribe:
+        asked.append((names.ENV_OVERSUBSCRIBE, "1"))
+    job = programs.Job(name or default_name(command[0]), command, tuple(asked), user_of(user) if user else None)
+    try:
+        programs.start(job, RunPaths(paths.config, paths.state_dir))
+    except GpushareError as error:
+        given = {**flags, "oversubscribe": "1" if oversubscribe else None}
+        for flag, variable in {**_FLAGS, "oversubscribe": names.ENV_OVERSUBSCRIBE}.items():
+            if given[flag] is not None:  # in the words of whoever typed it
+                error.message = error.message.replace(variable, f"--{flag}")
+        raise
+
+
+def default_name(program: str) -> str:
+    """train.py-4711: unique while it lives, and never one that an engine would use."""
+    base = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in os.path.basename(program))
+    return f"{base[:64].lstrip('.-') or 'program'}-{os.getpid()}"
+
+
+def user_of(text: str):  # type: ignore[no-untyped-def]
+    """USER[:GROUP] as numbers; a user who is known here gets his groups, as with su(1). Raises RequestError."""
+    import grp
+    import pwd
+
+    from .. import run as programs
+
+    user, colon, group = text.partition(":")
+    try:
+        entry = pwd.getpwuid(int(user)) if user.isdecimal() else pwd.getpwnam(user)
+    except KeyError:
+        entry = None
+    if entry is None and not user.isdecimal():
+        raise RequestError(f"--user {text!r}: no such user", "write a name that this host knows, or a number")
+    uid = entry.pw_uid if entry else int(user)
+    gid = entry.pw_gid if entry else uid
+    if colon:
+        try:
+            gid = int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+        except KeyError:
+            raise RequestError(f"--user {text!r}: no such group", "write a name that this host knows, or a number") from None
+    groups = tuple(os.getgrouplist(entry.pw_name, gid)) if entry else (gid,)
+    return programs.User(uid, gid, groups)

@@ -1,0 +1,52 @@
+"""A cgroup for one program that this host starts without an engine: what it may not open, and nothing else.
+
+    enter(name, denied) -> str        its directory; this process is in it, and so is whatever it becomes
+    leave(directory)                  back to the cgroup above, and it is gone
+
+Nothing is limited but devices: on v1 it is a child in the devices hierarchy only, on v2 a child of the cgroup that the
+process is in, without controllers. Raises KernelError, with nothing changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from . import bpf, cgroup, linux
+from .cgroup import Rule
+from .errors import KernelError
+
+
+def enter(name: str, denied: Sequence[Rule]) -> str:
+    v1, v2 = cgroup.find_cgroups(os.getpid())
+    if not v1 and not v2:
+        raise KernelError("no device cgroup is mounted", "mount /sys/fs/cgroup")
+    directory = f"{v1 or v2}/{name}"
+    try:
+        os.mkdir(directory)
+    except OSError as error:
+        raise linux.from_os_error(error, "mkdir", directory) from None
+    try:
+        if v1:
+            for major, minor in denied:
+                _write(f"{directory}/devices.deny", f"c {major}:{minor} rwm")
+        else:
+            bpf.attach(directory, bpf.denying(denied))
+        _write(f"{directory}/cgroup.procs", str(os.getpid()))
+    except BaseException:
+        os.rmdir(directory)
+        raise
+    return directory
+
+
+def leave(directory: str) -> None:
+    _write(f"{os.path.dirname(directory)}/cgroup.procs", str(os.getpid()))
+    os.rmdir(directory)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="ascii") as control:
+            control.write(text)
+    except OSError as error:
+        raise linux.from_os_error(error, "write", path) from None

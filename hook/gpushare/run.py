@@ -1,0 +1,257 @@
+"""`gpushare run`: a share of a GPU for a program of this host, without any container engine.
+
+    Job(name, command, asked, user)     what was asked for
+    start(job, paths)                   this process becomes the command; returns never
+
+The plan is a container's, put on "/" in a mount namespace of this process (hostroot.py), which then becomes the
+command by execve: no process is left over that would have to pass on signals. The lease is held by this very process,
+and counts for nothing when it is gone, however it ended. One thread only: namespaces are changed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn, Optional
+
+from . import apply, driverfiles, hook, hostroot, leases, linux, lowlevel, names, node, oci, owncgroup, plan, procs
+from . import request, rootfs, rootless, storage
+from .errors import GpushareError, KernelError, RequestError
+from .model import Bundle, Device, Lease, Node, Request
+from .ops import DeviceNode
+from .runtime import Paths, Watch
+
+DIALECT = "run"
+NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as env(1)
+_MAX_COMMAND = 256  # characters of the command line that a lease shows
+_WORDS = ("LD_LIBRARY_PATH", "NVIDIA_DRIVER_CAPABILITIES")  # of the environment, beside our own
+_NVIDIA_MAJOR = plan.NVIDIA_MAJOR
+
+
+class User(NamedTuple):
+    """Who the command runs as. `groups` None: keep none but `gid`."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+
+class Job(NamedTuple):
+    """One command line. `asked`: our own variables, as flags gave them."""
+
+    name: str
+    command: tuple[str, ...]
+    asked: tuple[tuple[str, str], ...]
+    user: Optional[User] = None
+
+
+class CannotExecute(GpushareError):
+    """The command itself; `exit_code` is of the instance."""
+
+
+def start(job: Job, paths: Paths) -> NoReturn:
+    """Raises GpushareError; nothing is left of a start that failed."""
+    if os.path.lexists(names.LIMITS):
+        raise RequestError(
+            f"{names.LIMITS} is there already: this runs in a share of a GPU",
+            "start the command as it is: it has the same share",
+        )
+    find(job.command[0])
+    directory = os.getcwd()
+    given = lowlevel.environment()
+    watch = Watch()
+    say = _enter_user_namespace() if rootless.is_rootless() else ""
+    storage.prepare(paths.state_dir)
+    host = node.load_node(paths.config, paths.state_dir)
+    bundle = bundle_of(job, given)
+    asked = request.resolve(bundle, host, on_host=True)
+    if asked is None or asked.selection.kind == "none":
+        raise RequestError(f"{names.ENV_DEVICES}: no device is asked for", "name one, or start the command as it is")
+    home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    cgroup: list[str] = []
+    try:
+        say = _give(bundle, asked._replace(dialect=DIALECT), host, cgroup) or say
+        os.chdir(directory)
+        if say:
+            hook.log.to_stderr(f"gpushare: {say}")
+        watch.end()
+        _become(job, given)
+    except BaseException:
+        hook.ignore_signals()
+        _go_home(home, cgroup)
+        hook.undo(paths.state_dir, bundle.id, None)
+        raise
+
+
+def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
+    """The command as a container would be described. Flags replace variables of the same name; of all the others only
+    those count that are about us or about the driver."""
+    words = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    env = {name: value for name, value in words.items() if name.startswith("GPUSHARE_") or name in _WORDS}
+    env.update(job.asked)
+    if names.ENV_DEVICES not in env:
+        env[names.ENV_DEVICES] = "any"
+    command = shlex.join(job.command)
+    shown = command if len(command) <= _MAX_COMMAND else command[: _MAX_COMMAND - 1] + "…"
+    shown = shown.encode("utf-8", "replace").decode()
+    return Bundle(oci.check_id(job.name), os.getpid(), shown, "/", tuple(env.items()), {}, "", "", "", False, {})
+
+
+def find(program: str) -> str:
+    """Where the command is. Raises CannotExecute: an error before anything is reserved."""
+    candidates = [program] if "/" in program else [os.path.join(d or ".", program) for d in _search_path()]
+    there = [path for path in candidates if os.path.isfile(path)]
+    for path in there:
+        if os.access(path, os.X_OK):
+            return path
+    raise _cannot(program, errno.EACCES if there else errno.ENOENT)
+
+
+def _search_path() -> list[str]:
+    given = lowlevel.environment().get(b"PATH")
+    return os.fsdecode(given).split(":") if given is not None else os.defpath.split(":")
+
+
+def _cannot(program: str, number: int) -> CannotExecute:
+    error = CannotExecute(f"{program!r}: {os.strerror(number)}")
+    error.exit_code = NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE
+    return error
+
+
+# Set-up
+
+
+def _enter_user_namespace() -> str:
+    """Mounts of an ordinary user: in a user namespace in which he is himself, and nobody else is there. Returns what he
+    must be told."""
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS, "user and mount namespace")
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+    except (KernelError, OSError) as error:
+        reason = error.message if isinstance(error, KernelError) else f"{error.filename}: {error.strerror}"
+        raise KernelError(
+            f"a user cannot have mounts of his own on this host ({reason})", "run it with sudo --preserve-env"
+        ) from None
+    return rootless.COOPERATIVE
+
+
+def _give(bundle: Bundle, asked: Request, host: Node, cgroup: list[str]) -> str:
+    """Reserve, put, hold. Returns what the user must be told, "" when all is as it should be."""
+    state_dir = host.config.state_dir
+    lease = leases.reserve(state_dir, bundle, asked, host, hook.grant)
+    storage.empty_trash(state_dir)
+    storage.make_share_dir(state_dir, bundle.id)
+    steps = _plan(bundle, asked, host, lease)
+    apply.store(steps)
+    if not rootless.is_rootless():
+        linux.unshare(linux.CLONE_NEWNS, "mount namespace")
+    hidden = hostroot.hidden_nodes(steps.ops)
+    _put(steps, storage.container_dir(state_dir, bundle.id), hidden)
+    denied = sorted({*hidden.values(), *_others(host, lease)})
+    say = ""
+    if not rootless.is_rootless():
+        _let_go_of_others(state_dir)
+        say = _enter_cgroup(state_dir, bundle.id, denied, cgroup)
+    me = procs.myself()
+    leases.hold(state_dir, lease, me, procs.cgroup_of(me.pid))
+    return say
+
+
+def _plan(bundle: Bundle, asked: Request, host: Node, lease: Lease) -> plan.Plan:
+    root = rootfs.open_root(bundle)
+    try:
+        image = rootfs.probe(root, bundle.env)
+    finally:
+        os.close(root)
+    files = driverfiles.for_request(host.inventory, asked, lease.shares)
+    return hostroot.needed(plan.make_plan(bundle, asked, host, lease, image, files))
+
+
+def _put(steps: plan.Plan, scratch: str, hidden: dict[str, tuple[int, int]]) -> None:
+    trees: list[int] = []
+    try:
+        copies = apply.copies(steps, trees)
+        layers = hostroot.layers_of(steps.ops)
+        root = hostroot.HostRoot(scratch)
+        root.add_layers(layers)
+        apply.put(root, steps, copies)
+        for path in hidden if "/dev" not in layers else ():
+            root.hide(path)
+        root.finish()
+    finally:
+        for fd in trees:
+            os.close(fd)
+
+
+def _others(host: Node, lease: Lease) -> list[tuple[int, int]]:
+    """The nodes of GPUs that were not granted, whether anything has made them or not."""
+    granted = {share.device.minor for share in lease.shares}
+    every: Sequence[Device] = host.inventory.devices
+    return [(_NVIDIA_MAJOR, device.minor) for device in every if device.minor not in granted]
+
+
+def _let_go_of_others(state_dir: str) -> None:
+    """Our copies of other containers' pages: they would be kept alive until this program ends."""
+    from . import mountns
+
+    for mount in mountns.read_mounts():
+        if mount.point.startswith(state_dir + "/"):
+            linux.umount(mount.point)
+
+
+def _enter_cgroup(state_dir: str, name: str, denied: Sequence[tuple[int, int]], cgroup: list[str]) -> str:
+    try:
+        directory = owncgroup.enter(f"gpushare-{name}", denied)
+    except GpushareError as error:
+        return f"no device cgroup ({error.message}): a program that runs as root could reach other GPUs"
+    cgroup.append(directory)
+    storage.keep_cgroup(state_dir, name, directory)
+    return ""
+
+
+def _go_home(home: int, cgroup: list[str]) -> None:
+    """Where this process came from, so that what it had on the host can be taken back there."""
+    try:
+        for directory in cgroup:
+            owncgroup.leave(directory)
+        if not rootless.is_rootless():
+            linux.setns(home, "/proc/self/ns/mnt")
+    except (OSError, GpushareError):
+        pass  # the next start does it
+
+
+# The command
+
+
+def _become(job: Job, given: dict[bytes, bytes]) -> NoReturn:
+    """As execvp(3): a file without a header is a script of the shell."""
+    program = find(job.command[0])
+    if job.user is not None:
+        _change_user(job.user)
+    lowlevel.give_back_signals()
+    try:
+        try:
+            os.execve(program, job.command, given)
+        except OSError as error:
+            if error.errno != errno.ENOEXEC:
+                raise
+            os.execve("/bin/sh", ["sh", program, *job.command[1:]], given)
+    except OSError as error:
+        for number in lowlevel.PYTHON_IGNORES:
+            signal.signal(number, signal.SIG_IGN)
+        raise _cannot(job.command[0], error.errno or errno.EACCES) from None
+
+
+def _change_user(user: User) -> None:
+    try:
+        os.setgroups(user.groups)
+        os.setresgid(user.gid, user.gid, user.gid)
+        os.setresuid(user.uid, user.uid, user.uid)
+    except OSError as error:
+        raise KernelError(f"user {user.uid}:{user.gid}: {error.strerror}", "run as root to use --user") from None
