@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import Any
+from typing import Any, Union
 
 from . import ldcache, linux, mountns, mountpoint, names, rootfs
 from .errors import KernelError
@@ -58,10 +58,17 @@ def layers_of(ops: tuple[Op, ...]) -> list[str]:
         if isinstance(op, DeviceNode):
             if not _is_device(op):
                 found.add(_DEV)
-        elif isinstance(op, (Mount, Link)) and not op.target.startswith(names.PRIVATE_DIR + "/"):
-            if not (os.path.lexists(op.target) if isinstance(op, Mount) else os.path.exists(op.target)):
-                found.add(_existing_directory(op.target))
+        elif isinstance(op, (Mount, Link)) and not _is_covered(op):
+            found.add(_existing_directory(op.target))
     return sorted(found)
+
+
+def _is_covered(op: Union[Mount, Link]) -> bool:
+    """Whether `op` is put over something that exists. (A link that leads nowhere is replaced; below our own directory
+    everything is in its source.)"""
+    if op.target.startswith(names.PRIVATE_DIR + "/"):
+        return True
+    return os.path.lexists(op.target) if isinstance(op, Mount) else os.path.exists(op.target)
 
 
 def _is_device(op: DeviceNode) -> bool:
@@ -104,7 +111,8 @@ def _listing(directory: str) -> list[str]:
 
 
 class HostRoot(mountpoint.Root):
-    """"/" of this process's own mount namespace. `scratch`: an existing directory that a tmpfs covers meanwhile."""
+    """The root of this process's own mount namespace. `scratch`: an existing directory that a tmpfs
+    covers meanwhile."""
 
     def __init__(self, scratch: str) -> None:
         fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -129,7 +137,8 @@ class HostRoot(mountpoint.Root):
         trees = [(point, linux.open_tree(point, recursive=True)) for point in sorted(below)]
         try:
             for number, directory in enumerate(directories):
-                layer = self._dev() if directory == _DEV else self._overlay(directory, f"{self.scratch}/{number}")
+                scratch = f"{self.scratch}/{number}"
+                layer = self._dev(scratch) if directory == _DEV else self._overlay(directory, scratch)
                 self._layers.append((self.keep(layer), directory))
             for point, tree in sorted((*trees, *((path, fd) for fd, path in self._layers))):
                 fd = os.open(point, os.O_PATH | os.O_CLOEXEC)
@@ -151,21 +160,30 @@ class HostRoot(mountpoint.Root):
                 "see `gpushare run` in the documentation for the mount points that would have to be there",
             ) from None
 
-    def _dev(self) -> int:
-        """A tmpfs with everything of /dev but NVIDIA's nodes: those of the plan are mounted into it afterwards."""
+    def _dev(self, scratch: str) -> int:
+        """A tmpfs with everything of /dev but NVIDIA's nodes: those of the plan are mounted into it afterwards. Put
+        together where nobody looks, one entry at a time: a process may have few descriptors left."""
+        os.mkdir(scratch)
         layer = linux.detached_tmpfs(_TMPFS, linux.ATTRIBUTES["nosuid"], _DEV)
+        try:
+            _attach(layer, scratch)
+        finally:
+            os.close(layer)
         for name in _listing(_DEV):
-            path = f"{_DEV}/{name}"
-            status = os.lstat(path)
+            path, copy = f"{_DEV}/{name}", f"{scratch}/{name}"
+            mode = os.lstat(path).st_mode
             if name.startswith("nvidia"):
                 continue
-            if stat.S_ISLNK(status.st_mode):
-                os.symlink(os.readlink(path), name, dir_fd=layer)
-            elif stat.S_ISDIR(status.st_mode):
-                os.mkdir(name, stat.S_IMODE(status.st_mode), dir_fd=layer)
-            else:
-                os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=layer))
-        return layer
+            if stat.S_ISLNK(mode):
+                os.symlink(os.readlink(path), copy)
+                continue
+            os.mkdir(copy) if stat.S_ISDIR(mode) else os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+            tree = linux.open_tree(path, recursive=True)
+            try:
+                _attach(tree, copy)
+            finally:
+                os.close(tree)
+        return linux.open_tree(scratch, recursive=True)
 
     def hide(self, path: str) -> None:
         """A node that cannot be opened, not even by root: mounted over itself, with nodev."""
@@ -182,11 +200,18 @@ class HostRoot(mountpoint.Root):
         self.close()
 
 
+def _attach(tree: int, path: str) -> None:
+    target = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        linux.move_mount(tree, target, path)
+    finally:
+        os.close(target)
+
+
 def _mounts_below(directory: str) -> list[str]:
-    """Mount points below `directory` that are below no other one there; of /dev every entry is one."""
+    """Mount points below `directory` that are below no other one there. (The layer of /dev has its own.)"""
     if directory == _DEV:
-        entries = [f"{_DEV}/{name}" for name in _listing(_DEV) if not name.startswith("nvidia")]
-        return [path for path in entries if not os.path.islink(path)]
+        return []
     points = sorted({mount.point for mount in mountns.read_mounts() if mount.point.startswith(directory + "/")})
     return [point for point in points if not any(point.startswith(other + "/") for other in points)]
 

@@ -17,6 +17,9 @@ USAGE = RW_DIR + "/usage"
 PEERS_DIR = PRIVATE_DIR + "/peers"
 MPS_DIR = PRIVATE_DIR + "/mps"
 
+# `gpushare run`: how leases of programs without a container are told from the others
+RUN_DIALECT = "run"
+
 # Our requests: environment variable -> annotation key of the same meaning
 ENV_DEVICES = "GPUSHARE_DEVICES"
 ENV_MEMORY = "GPUSHARE_MEMORY"

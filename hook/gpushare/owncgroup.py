@@ -21,9 +21,9 @@ def enter(name: str, denied: Sequence[Rule]) -> str:
     v1, v2 = cgroup.find_cgroups(os.getpid())
     if not v1 and not v2:
         raise KernelError("no device cgroup is mounted", "mount /sys/fs/cgroup")
-    directory = f"{v1 or v2}/{name}"
+    directory = f"{(v1 or v2).rstrip('/')}/{name}"
     try:
-        os.mkdir(directory)
+        _make(directory)
     except OSError as error:
         raise linux.from_os_error(error, "mkdir", directory) from None
     try:
@@ -37,6 +37,15 @@ def enter(name: str, denied: Sequence[Rule]) -> str:
         os.rmdir(directory)
         raise
     return directory
+
+
+def _make(directory: str) -> None:
+    """A new one: an empty one of this name is of a program whose lease was lost, with rules of its own."""
+    try:
+        os.mkdir(directory)
+    except FileExistsError:
+        os.rmdir(directory)
+        os.mkdir(directory)
 
 
 def leave(directory: str) -> None:

@@ -175,9 +175,7 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
     return request
 
 
-def resolve(
-    bundle: Bundle, node: Node, with_injected: bool = False, on_host: bool = False
-) -> Optional[Request]:
+def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bool = False) -> Optional[Request]:
     """What the container asks for. The sandbox container of a pod asks for nothing, whatever it inherited."""
     if bundle.container_type == "sandbox":
         return None

@@ -17,18 +17,35 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn, Optional
 
-from . import apply, driverfiles, hook, hostroot, leases, linux, lowlevel, names, node, oci, owncgroup, plan, procs
-from . import request, rootfs, rootless, storage
+from . import (
+    apply,
+    driverfiles,
+    hook,
+    hostroot,
+    leases,
+    linux,
+    log,
+    lowlevel,
+    mountns,
+    names,
+    node,
+    oci,
+    owncgroup,
+    plan,
+    procs,
+    request,
+    rootfs,
+    rootless,
+    storage,
+)
 from .errors import GpushareError, KernelError, RequestError
-from .model import Bundle, Device, Lease, Node, Request
-from .ops import DeviceNode
+from .model import Bundle, Lease, Node, Request
+from .ops import Plan
 from .runtime import Paths, Watch
 
-DIALECT = "run"
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as env(1)
 _MAX_COMMAND = 256  # characters of the command line that a lease shows
 _WORDS = ("LD_LIBRARY_PATH", "NVIDIA_DRIVER_CAPABILITIES")  # of the environment, beside our own
-_NVIDIA_MAJOR = plan.NVIDIA_MAJOR
 
 
 class User(NamedTuple):
@@ -73,10 +90,10 @@ def start(job: Job, paths: Paths) -> NoReturn:
     home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     cgroup: list[str] = []
     try:
-        say = _give(bundle, asked._replace(dialect=DIALECT), host, cgroup) or say
+        say = _give(bundle, asked._replace(dialect=names.RUN_DIALECT), host, cgroup) or say
         os.chdir(directory)
         if say:
-            hook.log.to_stderr(f"gpushare: {say}")
+            log.to_stderr(f"gpushare: {say}")
         watch.end()
         _become(job, given)
     except BaseException:
@@ -163,7 +180,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, cgroup: list[str]) -> str:
     return say
 
 
-def _plan(bundle: Bundle, asked: Request, host: Node, lease: Lease) -> plan.Plan:
+def _plan(bundle: Bundle, asked: Request, host: Node, lease: Lease) -> Plan:
     root = rootfs.open_root(bundle)
     try:
         image = rootfs.probe(root, bundle.env)
@@ -173,7 +190,7 @@ def _plan(bundle: Bundle, asked: Request, host: Node, lease: Lease) -> plan.Plan
     return hostroot.needed(plan.make_plan(bundle, asked, host, lease, image, files))
 
 
-def _put(steps: plan.Plan, scratch: str, hidden: dict[str, tuple[int, int]]) -> None:
+def _put(steps: Plan, scratch: str, hidden: dict[str, tuple[int, int]]) -> None:
     trees: list[int] = []
     try:
         copies = apply.copies(steps, trees)
@@ -192,14 +209,11 @@ def _put(steps: plan.Plan, scratch: str, hidden: dict[str, tuple[int, int]]) -> 
 def _others(host: Node, lease: Lease) -> list[tuple[int, int]]:
     """The nodes of GPUs that were not granted, whether anything has made them or not."""
     granted = {share.device.minor for share in lease.shares}
-    every: Sequence[Device] = host.inventory.devices
-    return [(_NVIDIA_MAJOR, device.minor) for device in every if device.minor not in granted]
+    return [(plan.NVIDIA_MAJOR, device.minor) for device in host.inventory.devices if device.minor not in granted]
 
 
 def _let_go_of_others(state_dir: str) -> None:
     """Our copies of other containers' pages: they would be kept alive until this program ends."""
-    from . import mountns
-
     for mount in mountns.read_mounts():
         if mount.point.startswith(state_dir + "/"):
             linux.umount(mount.point)

@@ -50,7 +50,8 @@ def is_ready(state_dir: str) -> bool:
     """True when our own mount is on `state_dir` (or it is a user's own) and complete; else it holds no lease."""
     try:
         own = os.stat(state_dir).st_dev != os.stat(os.path.dirname(os.path.abspath(state_dir))).st_dev
-        return (own or os.access(os.path.join(state_dir, _PLAIN), os.F_OK)) and os.access(os.path.join(state_dir, _MARKER), os.F_OK)
+        ours = own or os.access(os.path.join(state_dir, _PLAIN), os.F_OK)
+        return ours and os.access(os.path.join(state_dir, _MARKER), os.F_OK)
     except OSError:
         return False
 

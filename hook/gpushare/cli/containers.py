@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import click
 
-from .. import log
+from .. import log, names
 from ..dialects import device_name
 from ..quantity import human
 from . import facts
@@ -25,6 +25,7 @@ _LIST = (
     Column("state"),
     Column("age", right=True),
 )
+_COMMAND = Column("command")  # of programs that `gpushare run` started, when there are any
 
 
 @click.command("list")
@@ -42,7 +43,16 @@ def list_(paths: Paths, output: str) -> None:
     if not found and is_tty():
         write_line("no container has a share of a GPU")
         return
-    write_table(_LIST, [row for one in found for row in _rows(one)])
+    rows = [(*row, _command(one) or "-") for one in found for row in _rows(one)]
+    if any(_command(one) for one in found):
+        write_table((*_LIST, _COMMAND), rows)
+    else:
+        write_table(_LIST, [row[:-1] for row in rows])
+
+
+def _command(one: facts.Container) -> str:
+    """The command line of a program without a container; "" for containers."""
+    return one.lease.bundle if one.lease and one.lease.dialect == names.RUN_DIALECT else ""
 
 
 def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
@@ -77,6 +87,7 @@ def _plain(one: facts.Container) -> dict[str, Any]:
         "note": one.note,
         "created": one.lease.created if one.lease else None,
         "init_pid": one.lease.init_pid if one.lease else None,
+        "command": _command(one) or None,
         "process_count": len(one.slots),
         "shares": [
             {
@@ -133,7 +144,7 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
         lease = one.lease
         pairs += [
             ("age", age(time.time() - lease.created)),
-            ("bundle", lease.bundle),
+            ("command" if _command(one) else "bundle", lease.bundle),
             ("cgroup", lease.cgroup or "-"),
             ("init pid", str(lease.init_pid or "-")),
             ("dialect", lease.dialect),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import click
 
 from .. import names
 from ..errors import GpushareError, RequestError
 from .options import Paths
+
+if TYPE_CHECKING:
+    from .. import run as programs
 
 # option -> our own variable of the same meaning
 _FLAGS = {
@@ -32,6 +35,7 @@ _FLAGS = {
 @click.pass_obj
 def run(
     paths: Paths,
+    /,
     oversubscribe: bool,
     name: Optional[str],
     user: Optional[str],
@@ -57,6 +61,7 @@ def run(
         for flag, variable in {**_FLAGS, "oversubscribe": names.ENV_OVERSUBSCRIBE}.items():
             if given[flag] is not None:  # in the words of whoever typed it
                 error.message = error.message.replace(variable, f"--{flag}")
+                error.hint = error.hint.replace(variable, f"--{flag}")
         raise
 
 
@@ -66,7 +71,7 @@ def default_name(program: str) -> str:
     return f"{base[:64].lstrip('.-') or 'program'}-{os.getpid()}"
 
 
-def user_of(text: str):  # type: ignore[no-untyped-def]
+def user_of(text: str) -> programs.User:
     """USER[:GROUP] as numbers; a user who is known here gets his groups, as with su(1). Raises RequestError."""
     import grp
     import pwd
@@ -79,13 +84,13 @@ def user_of(text: str):  # type: ignore[no-untyped-def]
     except KeyError:
         entry = None
     if entry is None and not user.isdecimal():
-        raise RequestError(f"--user {text!r}: no such user", "write a name that this host knows, or a number")
+        raise RequestError(f"--user {text!r}: no such user", "write one that this host knows")
     uid = entry.pw_uid if entry else int(user)
     gid = entry.pw_gid if entry else uid
     if colon:
         try:
             gid = int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
         except KeyError:
-            raise RequestError(f"--user {text!r}: no such group", "write a name that this host knows, or a number") from None
+            raise RequestError(f"--user {text!r}: no such group", "write one that this host knows") from None
     groups = tuple(os.getgrouplist(entry.pw_name, gid)) if entry else (gid,)
     return programs.User(uid, gid, groups)
