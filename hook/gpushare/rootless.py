@@ -27,10 +27,10 @@ def is_rootless() -> bool:
 
 
 def _uid_map() -> list[str]:
-    """The first line of this process's map: inside, outside, count."""
+    """The first line of this process's map: inside, outside, count. Rootless podman has its user there."""
     try:
         with open("/proc/self/uid_map", encoding="ascii") as table:
-            return table.readline().split()
+            return table.readline().split() or _WHOLE_MAP
     except OSError:
         return _WHOLE_MAP
 
@@ -40,10 +40,11 @@ def state_dir() -> str:
     be used is found out by `storage.prepare`, since a container that asks for nothing needs none."""
     if not is_rootless():
         return names.STATE_DIR
-    own = _uid_map()
-    outside = own[1] if len(own) == 3 and own[0] == "0" else str(os.geteuid())
+    inside, outside, count = (int(word) for word in _uid_map())
+    uid = os.geteuid()
+    real_uid = uid - inside + outside if inside <= uid < inside + count else uid
     named = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = named if _is_own_directory(named) else f"/run/user/{outside}"
+    base = named if _is_own_directory(named) else f"/run/user/{real_uid}"
     return f"{base.rstrip('/')}/gpushare"
 
 
