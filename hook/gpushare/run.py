@@ -120,9 +120,9 @@ def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
 def find(program: str) -> str:
     """Where the command is. Raises CannotExecute: an error before anything is reserved."""
     candidates = [program] if "/" in program else [os.path.join(d or ".", program) for d in _search_path()]
-    there = [path for path in candidates if os.path.isfile(path)]
+    there = [path for path in candidates if program and os.path.exists(path)]
     for path in there:
-        if os.access(path, os.X_OK):
+        if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
     raise _cannot(program, errno.EACCES if there else errno.ENOENT)
 

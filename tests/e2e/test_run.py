@@ -172,7 +172,7 @@ ENDS = {
     "not found": (("no-such-program",), 127, "gpushare: 'no-such-program': No such file or directory\n"),
     "not found by path": (("/no/such",), 127, "gpushare: '/no/such': No such file or directory\n"),
     "not executable": (("/etc/passwd",), 126, "gpushare: '/etc/passwd': Permission denied\n"),
-    "a directory": (("/etc",), 127, "gpushare: '/etc': No such file or directory\n"),
+    "a directory": (("/etc",), 126, "gpushare: '/etc': Permission denied\n"),
 }
 
 

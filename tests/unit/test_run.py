@@ -1,0 +1,132 @@
+"""gpushare run without effects: what is asked for, which program is meant, who it runs as; and a user's namespaces."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from gpushare import linux, lowlevel, names, request, rootless, run, storage
+from gpushare.cli.run import default_name, user_of
+from gpushare.errors import GpushareError, KernelError, RequestError
+
+from tests.unit import pure
+
+
+def job(*asked: tuple[str, str], name: str = "j", command: tuple[str, ...] = ("true",)) -> run.Job:
+    return run.Job(name, command, asked)
+
+
+def test_flags_replace_variables_and_nothing_else_of_the_environment_asks() -> None:
+    environment = {b"GPUSHARE_MEMORY": b"1Gi", b"NVIDIA_VISIBLE_DEVICES": b"all", b"PATH": b"/bin", b"CUDA_X": b"1"}
+    bundle = run.bundle_of(job((names.ENV_MEMORY, "2Gi")), environment)
+    assert dict(bundle.env) == {names.ENV_MEMORY: "2Gi", names.ENV_DEVICES: "any"}
+    asked = request.resolve(bundle, pure.node(), on_host=True)
+    assert asked is not None and asked.memory[0][1].limit_bytes == 2 << 30
+    with pytest.raises(RequestError, match=r"root\.path"):
+        request.resolve(bundle, pure.node())  # a container must have a root of its own, as before
+
+
+@pytest.mark.parametrize("value", ["0,1", "none"])
+def test_a_named_device_is_kept(value: str) -> None:
+    assert (names.ENV_DEVICES, value) in run.bundle_of(job((names.ENV_DEVICES, value)), {}).env
+    assert (names.ENV_DEVICES, value) in run.bundle_of(job(), {b"GPUSHARE_DEVICES": value.encode()}).env
+
+
+def test_the_command_is_shown_quoted_and_bounded() -> None:
+    assert run.bundle_of(job(command=("sh", "-c", "a b")), {}).path == "sh -c 'a b'"
+    long = run.bundle_of(job(command=("x" * 9000,)), {}).path
+    assert len(long) == 256 and long.endswith("…")
+    assert run.bundle_of(job(command=("a\udcff",)), {}).path.isascii()
+
+
+def test_names() -> None:
+    assert default_name("/opt/my train.py") == f"my_train.py-{os.getpid()}"
+    assert default_name("../..") == default_name("-") == f"program-{os.getpid()}"
+    assert default_name("ünï") == f"_n_-{os.getpid()}"
+    with pytest.raises(RequestError, match="not acceptable"):
+        run.bundle_of(job(name="a/b"), {})
+
+
+def test_the_program_is_the_one_that_execvp_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for directory, mode in (("first", 0o644), ("second", 0o755), ("third", 0o755)):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "tool").write_text("#!/bin/sh\n")
+        (tmp_path / directory / "tool").chmod(mode)
+    (tmp_path / "first" / "plain").write_text("")
+    path = ":".join(str(tmp_path / name) for name in ("none", "first", "second", "third"))
+    monkeypatch.setattr(lowlevel, "environment", lambda: {b"PATH": path.encode()})
+    assert run.find("tool") == str(tmp_path / "second" / "tool")
+    for name, code in (("plain", 126), ("missing", 127), (str(tmp_path), 126), (f"{tmp_path}/none", 127), ("", 127)):
+        with pytest.raises(run.CannotExecute) as caught:
+            run.find(name)
+        assert caught.value.exit_code == code, name
+    monkeypatch.setattr(lowlevel, "environment", dict)
+    assert run.find("sh") in ("/bin/sh", "/usr/bin/sh")
+
+
+def test_users() -> None:
+    assert user_of("0") == run.User(0, 0, tuple(os.getgrouplist("root", 0)))
+    assert user_of("root:daemon")[:2] == (0, 1)
+    assert user_of("65000:65001") == run.User(65000, 65001, (65001,))
+    for text in ("", "no-such-user", "0:", "0:no-such-group", "-1"):
+        with pytest.raises(RequestError, match="no such"):
+            user_of(text)
+
+
+# Without rights
+
+
+def test_root_is_not_rootless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
+    assert not rootless.is_rootless() and rootless.state_dir() == names.STATE_DIR
+
+
+@pytest.mark.parametrize(
+    ("uid", "table", "expected"),
+    [
+        (1000, ["0", "0", "4294967295"], "/run/user/1000/gpushare"),  # a user as he logged in
+        (0, ["0", "1000", "1"], "/run/user/1000/gpushare"),  # "root" of rootless podman
+        (1000, ["1000", "1000", "1"], "/run/user/1000/gpushare"),  # below gpushare run
+        (5, ["0", "1000", "1"], "/run/user/5/gpushare"),  # in no line that we read
+    ],
+)
+def test_whose_runtime_directory(monkeypatch: pytest.MonkeyPatch, uid: int, table: list[str], expected: str) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    monkeypatch.setattr(rootless, "_uid_map", lambda: table)
+    assert rootless.state_dir() == expected
+
+
+def test_a_runtime_directory_must_be_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rootless, "is_rootless", lambda: True)
+    for mode, good in ((0o700, True), (0o755, True), (0o770, False), (0o1777, False)):
+        tmp_path.chmod(mode)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        assert (rootless.state_dir() == f"{tmp_path}/gpushare") is good, oct(mode)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
+    assert rootless.state_dir().startswith("/run/user/")
+
+
+def test_a_users_state_is_plain_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rootless, "is_rootless", lambda: True)
+    state = str(tmp_path / "gpushare")
+    assert not storage.is_ready(state)
+    storage.prepare(state)
+    assert storage.is_ready(state) and os.stat(state).st_dev == os.stat(tmp_path).st_dev
+    os.unlink(f"{state}/rootless")
+    assert not storage.is_ready(state)  # for root, a directory that is no mount has lost its content
+
+
+def test_a_kernel_without_user_namespaces_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(kinds: int, what: str) -> None:
+        raise linux.SyscallError("unshare", what, 1)
+
+    monkeypatch.setattr(linux, "unshare", refused)
+    with pytest.raises(KernelError, match=r"a user cannot have mounts of his own .*Operation not permitted.*sudo"):
+        run._enter_user_namespace()
+
+
+def test_a_command_that_cannot_run_has_its_own_code() -> None:
+    assert issubclass(run.CannotExecute, GpushareError) and run.CannotExecute("x").exit_code == 1
