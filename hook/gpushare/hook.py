@@ -173,6 +173,7 @@ def grant(asked: Request, host: Node, live: tuple[Lease, ...], blocked: frozense
 
 def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> None:
     """Reserve, apply, hold; or nothing at all."""
+    rootless.require_mounts()
     from . import apply, driverfiles, leases, plan, procs, rootfs, storage
     from .ops import Mount
 

@@ -1,6 +1,7 @@
 """Who has no rights over this host, and where such a process keeps its state (start path).
 
     is_rootless() -> bool     an ordinary user, also as "root" of a user namespace of his own (rootless podman)
+    require_mounts()          raises when he is not root even of such a namespace: then nothing can be mounted
     state_dir()   -> str      where state is when nobody names a directory
 
 Rootless is cooperative: the state is the user's own files, in a plain directory, so nobody counts what other users
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 
 from . import names
+from .errors import KernelError
 
 _RUN = os.path.dirname(names.STATE_DIR)
 _WHOLE_MAP = ["0", "0", "4294967295"]  # uid_map of the initial user namespace; user_namespaces(7)
@@ -24,6 +26,16 @@ def is_rootless() -> bool:
     if os.access(_RUN, os.W_OK):
         return False
     return os.geteuid() != 0 or _uid_map() != _WHOLE_MAP
+
+
+def require_mounts() -> None:
+    """For a container: rootless podman calls hooks and runtimes in its user namespace, a bare runc calls them outside
+    of the container's. Raises KernelError."""
+    if os.geteuid() != 0 and is_rootless():
+        raise KernelError(
+            f"user {os.geteuid()} has no rights over the mounts of containers that he starts this way",
+            "use rootless podman or `gpushare run`, or be root",
+        )
 
 
 def _uid_map() -> list[str]:

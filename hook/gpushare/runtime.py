@@ -196,6 +196,7 @@ def _put_back(path: str, clean: dict[str, object]) -> None:
 
 def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -> None:
     """Reserves, and writes config.json."""
+    rootless.require_mounts()
     from . import driverfiles, leases, plan, rootfs, specedit, storage, ticket
     from .dialects import injected
     from .ops import TenantTmpfs, WriteLimits

@@ -262,7 +262,7 @@ def _remove_cgroup(path: str) -> None:
     try:
         with open(path, "rb") as file:
             os.rmdir(file.read())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
         if error.errno not in (errno.EBUSY, errno.ENOTEMPTY, errno.ENODEV):
