@@ -10,11 +10,11 @@ process is in, without controllers. Raises KernelError, with nothing changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from . import bpf, cgroup, linux
 from .cgroup import Rule
 from .errors import KernelError
+from .light import Sequence
 
 
 def enter(name: str, denied: Sequence[Rule]) -> str:

@@ -13,9 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-import signal
-from collections.abc import Sequence
-from typing import NamedTuple, NoReturn, Optional
 
 from . import (
     apply,
@@ -39,6 +36,7 @@ from . import (
     storage,
 )
 from .errors import GpushareError, KernelError, RequestError
+from .light import NamedTuple, NoReturn, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request
 from .ops import Plan
 from .runtime import Paths, Watch

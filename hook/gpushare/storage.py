@@ -252,7 +252,7 @@ def keep_cgroup(state_dir: str, container_id: str, directory: str) -> None:
     path = os.path.join(container_dir(state_dir, container_id), _CGROUP)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        _write_all(fd, os.fsencode(directory))
+        write_all(fd, os.fsencode(directory))
     finally:
         os.close(fd)
 

@@ -1,0 +1,104 @@
+"""Podman of an ordinary user: a range of subordinate ids, a runtime directory, and no rights over the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .. import processes
+from ..host import Node
+from ..rootfs import run, unmount_below
+from .podman import Podman
+
+UID = 4242
+RUNTIME_DIR = Path(f"/run/user/{UID}")
+STATE = RUNTIME_DIR / "gpushare"
+_NAME = "gpushare-test"
+_FILES = {
+    "/etc/passwd": f"{_NAME}:x:{UID}:{UID}::{{home}}:/bin/sh\n",
+    "/etc/group": f"{_NAME}:x:{UID}:\n",
+    "/etc/subuid": f"{_NAME}:400000:65536\n",
+    "/etc/subgid": f"{_NAME}:400000:65536\n",
+}
+
+
+@contextmanager
+def user(directory: Path) -> Iterator[Path]:
+    """The home of a user that this host knows meanwhile, in the new `directory`; his session's runtime directory is
+    where a login would make it. Only processes that see our mounts see any of it."""
+    home = directory / "home"
+    home.mkdir(parents=True)
+    for name, line in _FILES.items():
+        text = Path(name).read_text() if Path(name).exists() else ""
+        copy = directory / Path(name).name
+        copy.write_text(text + line.format(home=home))
+        run("mount", "--bind", copy, name)
+    run("mount", "-t", "tmpfs", "-o", "mode=755", _NAME, "/run")
+    try:
+        RUNTIME_DIR.mkdir(parents=True, mode=0o700)
+        for place in (home, RUNTIME_DIR):
+            os.chown(place, UID, UID)
+        yield home
+    finally:
+        run("umount", "--lazy", "/run")
+        for name in _FILES:
+            run("umount", name)
+
+
+class RootlessPodman(Podman):
+    """Nobody tells our programs where their state is: they find out whose they are. `home`: see user()."""
+
+    def __init__(self, node: Node, home: Path, image_root: Path, low_level: str, way: str) -> None:
+        self._home = home
+        node.state = STATE
+        super().__init__(node, home / "podman", image_root, low_level, way)
+
+    def prepare(self) -> None:
+        run("chown", "-R", f"{UID}:{UID}", self._directory)
+
+    def runtime(self) -> tuple[str, ...]:
+        program, flag, config, *_ = self.node.runtime()
+        return program, flag, config
+
+    def hooks(self, *stages: str) -> None:
+        super().hooks(*stages)
+        for path in self.hooks_dir.iterdir():
+            value = json.loads(path.read_text())
+            args = value["hook"]["args"]
+            at = args.index("--state")
+            value["hook"]["args"] = args[:at] + args[at + 2 :]
+            path.write_text(json.dumps(value))
+
+    def words(self, *args: str) -> list[str]:
+        return [*as_user(), *super().words(*args)]
+
+    def storage_driver(self) -> str:
+        return "vfs"
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), **session(self._home)}
+
+    def close(self) -> None:
+        self.podman("rm", "--all", "--force", "--time", "0")
+        for pid in processes.children():  # the process that keeps the user namespace, for his next podman
+            if os.stat(f"/proc/{pid}").st_uid == UID:
+                processes.kill_and_reap(pid)
+        unmount_below(self._directory)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def as_user() -> list[str]:
+    return ["setpriv", "--reuid", str(UID), "--regid", str(UID), "--clear-groups"]
+
+
+def session(home: Path) -> dict[str, str]:
+    """What a login gives him."""
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "HOME": str(home),
+        "XDG_RUNTIME_DIR": str(RUNTIME_DIR),
+    }
