@@ -26,7 +26,7 @@ WARM_UP_PAIRS = 3
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
 SMALL_SHARE = {"GPUSHARE_MEMORY": "128Mi"}  # all of `PARALLEL` fit
 PARALLEL = 50
-BUNDLE = host.BUILD / "dist"  # where packaging puts a bundle that brings its own Python: bin/gpushare-runtime in it
+BUNDLE = host.BUILD / "dist" / "gpushare"  # make dist
 
 
 def create_ms(directory: Path, **arguments: Any) -> float:
