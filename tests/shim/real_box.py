@@ -25,13 +25,20 @@ NONCE = 0x5EED
 SONAMES = {"libcuda": "libcuda.so.1", "libnvidia-ml": "libnvidia-ml.so.1"}
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
 
-# $1 the overlay, $2 the writable directory, then pairs of file and mount point, "--", the program
+# $1 the overlay, $2 the writable directory, $3 an empty one for a /dev of its own, in which the driver may make nodes as
+# it does for root; then pairs of file and mount point, "--", the program
 _ENTER = """
 set -e
 mount --make-rslave /
 mount -t overlay overlay -o "lowerdir=$1:/usr/lib" /usr/lib
 mount --bind "$2" /usr/lib/gpushare/rw
-shift 2
+mount -t tmpfs -o mode=755 dev "$3"
+for node in null zero full random urandom; do touch "$3/$node"; mount --bind "/dev/$node" "$3/$node"; done
+mkdir "$3/shm"
+mount --bind /dev/shm "$3/shm"
+ln -s /proc/self/fd "$3/fd"
+mount --move "$3" /dev
+shift 3
 while [ "$1" != -- ]; do mount --bind "$1" "$2"; shift 2; done
 shift
 exec "$@"
@@ -48,7 +55,8 @@ class RealBox:
         self.rw = directory / "rw"
         self.binds: list[tuple[Path, str]] = []
         self.libdir = self.lower / "x86_64-linux-gnu"
-        for path in (self.private / "driver", self.private / "rw", self.rw, self.libdir):
+        self.dev = directory / "dev"
+        for path in (self.private / "driver", self.private / "rw", self.rw, self.libdir, self.dev):
             path.mkdir(parents=True)
         files = drivers if isinstance(drivers, dict) else {name: drivers.library(name) for name in SONAMES}
         for name in files:
@@ -77,7 +85,7 @@ class RealBox:
     def run(self, *program: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a program in the box, with no environment but `env`; its output is text."""
         binds = [str(word) for pair in self.binds for word in pair]
-        command = ["unshare", "-m", "sh", "-c", _ENTER, "sh", self.lower, self.rw, *binds, "--", *program]
+        command = ["unshare", "-m", "sh", "-c", _ENTER, "sh", self.lower, self.rw, self.dev, *binds, "--", *program]
         return subprocess.run(
             [str(word) for word in command],
             env={"PATH": os.environ["PATH"], **(env or {})},
