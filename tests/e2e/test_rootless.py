@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import ns_util
 from tests.lib import judge
-from tests.lib.host import BUILD, TREE, Node
+from tests.lib.engines.image import PROBE, make_root
+from tests.lib.host import BUILD, Node
 from tests.lib.spec import Hook, spec
 from tests.sim.simhost import make_simhost
 
@@ -30,9 +30,7 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.runtime_dir, self.rootfs, self.bundle = folder / "runtime", folder / "rootfs", folder / "bundle"
         self.node = Node(folder / "node", make_simhost(folder / "host", gpus=1, memory_bytes=16 * GIB))
-        ns_util.make_image(self.rootfs)
-        probe = TREE / "tests" / "e2e" / "programs" / "probe.c"
-        subprocess.run(["gcc", "-o", self.rootfs / "usr" / "bin" / "probe", probe, "-ldl"], check=True)
+        make_root(self.rootfs)
         for directory in (self.runtime_dir, self.bundle):
             directory.mkdir(0o700)
         for path in (self.runtime_dir, self.bundle, self.rootfs, *self.rootfs.rglob("*")):
@@ -47,7 +45,7 @@ class Host:
         hook = Hook(BUILD / "bin" / "gpushare-hook", self.node.config, self.state) if way == "hook" else None
         content = spec(
             rootfs=self.rootfs,
-            args=["/usr/bin/probe"],
+            args=[PROBE],
             env={"GPUSHARE_MEMORY": memory},
             annotations={},
             hook=hook,

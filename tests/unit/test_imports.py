@@ -62,3 +62,15 @@ except (Became, Exception): pass
     loaded = modules(statements)
     assert not loaded & {f"gpushare.{name}" for name in ("leases", "storage", "linux", "specedit", "request", "plan")}
     assert "ctypes" not in loaded
+
+
+def test_gpushare_run_loads_no_other_command() -> None:
+    """`gpushare run` is how programs start: only what it needs, and nothing that compiles node.json."""
+    text = "import sys, gpushare.cli, gpushare.cli.run, gpushare.run; print(*sys.modules)"
+    environment = {"PYTHONPATH": HOOK, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert not loaded & {"yaml", "jsonschema", "tomlkit", "pynvml", "importlib.metadata", "gpushare.config"}
+    commands = {name for name in loaded if name.startswith("gpushare.cli.")}
+    assert commands == {f"gpushare.cli.{name}" for name in ("main", "options", "run")}

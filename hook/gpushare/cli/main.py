@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -11,35 +12,69 @@ import click
 
 from .. import log, names, rootless
 from ..errors import GpushareError
-from . import config, containers, devices, explain, labels, node, prune, run, runtime, uninstall
 from .options import Paths
 
+# command -> module of this package, and its name there. Only the one that is asked for is loaded: `gpushare run` is
+# how programs start.
+COMMANDS = {
+    "list": ("containers", "list_"),
+    "inspect": ("containers", "inspect"),
+    "devices": ("devices", "devices"),
+    "explain": ("explain", "explain"),
+    "prune": ("prune", "prune"),
+    "run": ("run", "run"),
+    "config": ("config", "config"),
+    "runtime": ("runtime", "runtime"),
+    "labels": ("labels", "labels"),
+    "uninstall": ("uninstall", "uninstall"),
+    "refresh": ("node", "refresh"),
+    "version": ("node", "version"),
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Commands(click.Group):
+    """The table above."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(f".{module}", __package__), name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[Optional[str], Optional[click.Command], list[str]]:
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # whose names are suggested
+        return super().resolve_command(ctx, args)
+
+
+def _print_version(context: click.Context, _: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        from . import node
+
+        click.echo(f"gpushare {node.installed()}")
+        context.exit()
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", default=names.CONFIG_PATH, show_default=True, metavar="FILE", help="Configuration file.")
 @click.option("--state", show_default=names.STATE_DIR, metavar="DIR", help="State directory.")
-@click.version_option(node.installed(), "--version", message="%(prog)s %(version)s", help="Print the version and exit.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version and exit.",
+)
 @click.pass_context
 def group(context: click.Context, config: str, state: Optional[str]) -> None:
     """Exact shares of a GPU for containers: who has what, what a container would get, and why one was refused."""
     context.obj = Paths(os.path.abspath(config), os.path.abspath(state or rootless.state_dir()))
-
-
-for command in (
-    containers.list_,
-    containers.inspect,
-    devices.devices,
-    explain.explain,
-    prune.prune,
-    run.run,
-    config.config,
-    runtime.runtime,
-    labels.labels,
-    uninstall.uninstall,
-    node.refresh,
-    node.version,
-):
-    group.add_command(command)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
