@@ -1,7 +1,8 @@
 """A cgroup for one program that this host starts without an engine: what it may not open, and nothing else.
 
-    enter(name, denied) -> str        its directory; this process is in it, and so is whatever it becomes
-    leave(directory)                  back to the cgroup above, and it is gone
+    place(name)              -> Place    where it will be, so that this is written down before it is made
+    enter(place, denied)                 this process is in it, and so is whatever it becomes
+    leave(directory)                     back to the cgroup above, and it is gone
 
 Nothing is limited but devices: on v1 it is a child in the devices hierarchy only, on v2 a child of the cgroup that the
 process is in, without controllers. Raises KernelError, with nothing changed.
@@ -14,20 +15,31 @@ import os
 from . import bpf, cgroup, linux
 from .cgroup import Rule
 from .errors import KernelError
-from .light import Sequence
+from .light import NamedTuple, Sequence
 
 
-def enter(name: str, denied: Sequence[Rule]) -> str:
+class Place(NamedTuple):
+    """A directory of the devices hierarchy of v1, or of v2."""
+
+    directory: str
+    v1: bool
+
+
+def place(name: str) -> Place:
     v1, v2 = cgroup.find_cgroups(os.getpid())
     if not v1 and not v2:
         raise KernelError("no device cgroup is mounted", "mount /sys/fs/cgroup")
-    directory = f"{(v1 or v2).rstrip('/')}/{name}"
+    return Place(f"{(v1 or v2).rstrip('/')}/{name}", bool(v1))
+
+
+def enter(place: Place, denied: Sequence[Rule]) -> None:
+    directory = place.directory
     try:
         _make(directory)
     except OSError as error:
         raise linux.from_os_error(error, "mkdir", directory) from None
     try:
-        if v1:
+        if place.v1:
             for major, minor in denied:
                 _write(f"{directory}/devices.deny", f"c {major}:{minor} rwm")
         else:
@@ -36,7 +48,6 @@ def enter(name: str, denied: Sequence[Rule]) -> str:
     except BaseException:
         os.rmdir(directory)
         raise
-    return directory
 
 
 def _make(directory: str) -> None:

@@ -219,11 +219,12 @@ def _let_go_of_others(state_dir: str) -> None:
 
 def _enter_cgroup(state_dir: str, name: str, denied: Sequence[tuple[int, int]], cgroup: list[str]) -> str:
     try:
-        directory = owncgroup.enter(f"gpushare-{name}", denied)
+        place = owncgroup.place(f"gpushare-{name}")
+        storage.keep_cgroup(state_dir, name, place.directory)
+        owncgroup.enter(place, denied)
     except GpushareError as error:
         return f"no device cgroup ({error.message}): a program that runs as root could reach other GPUs"
-    cgroup.append(directory)
-    storage.keep_cgroup(state_dir, name, directory)
+    cgroup.append(place.directory)
     return ""
 
 

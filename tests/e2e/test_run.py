@@ -296,7 +296,10 @@ def _host() -> dict[str, tuple[int, ...]]:
     for directory in ("/usr", "/usr/lib", ns_util.LIBDIR, "/usr/bin", "/usr/lib/firmware", "/etc", "/dev"):
         for path in (directory, *(f"{directory}/{name}" for name in sorted(os.listdir(directory)))):
             status = os.lstat(path)
-            found[path] = (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            times = (
+                () if path.startswith("/dev/") else (status.st_mtime_ns, status.st_ctime_ns)
+            )  # runc sets null's owner
+            found[path] = (status.st_ino, status.st_mode, status.st_size, status.st_rdev, *times)
     for busy in ("/dev/shm", "/dev/ptmx", "/dev/pts", "/dev/tty"):
         found.pop(busy, None)
     return {**found, **{f"/{name}": () for name in os.listdir("/")}}
@@ -444,10 +447,14 @@ def users_node(make_node: Callable[..., Node]) -> Iterator[Node]:
 
 def as_user(node: Node, *arguments: str, runtime: str = "") -> subprocess.CompletedProcess[str]:
     """`gpushare ARGUMENTS` of user 4711, who has a session."""
-    program = [str(programs.BUILD / "bin" / "gpushare"), "--config", str(node.config), *arguments]
+    program = (str(programs.BUILD / "bin" / "gpushare"), "--config", str(node.config))
+    return user(*program, *arguments, node=node, runtime=runtime)
+
+
+def user(*command: str, node: Node, runtime: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**ENVIRONMENT, "XDG_RUNTIME_DIR": runtime or str(node.config.parents[1] / "runtime")}
     prefix = ("setpriv", "--reuid", "4711", "--regid", "4711", "--clear-groups", "--")
-    return subprocess.run([*prefix, *program], env=environment, capture_output=True, text=True, timeout=90)
+    return subprocess.run([*prefix, *command], env=environment, capture_output=True, text=True, timeout=90)
 
 
 def test_a_user_without_rights_gets_a_cooperative_share(users_node: Node) -> None:
@@ -466,10 +473,11 @@ def test_a_user_without_rights_gets_a_cooperative_share(users_node: Node) -> Non
 
 
 def test_shares_of_one_user_are_counted(users_node: Node) -> None:
-    inner = [str(programs.BUILD / "bin" / "gpushare"), "--config", str(users_node.config)]
-    script = f"unshare -rm true; {' '.join(inner)} list --format json"
-    done = as_user(users_node, "run", "--memory", "9Gi", "--", "sh", "-c", script)
-    assert json.loads(done.stdout)[0]["state"] == "running", done.stderr
+    command = f"{programs.BUILD}/bin/gpushare --config {users_node.config} run --memory 9Gi"
+    script = f"""exec 3< <(exec {command} --name first -- sh -c "echo ready; exec sleep 100")
+        read -r line <&3; {command} -- echo ran; echo "$line $?"; kill $!; wait $!"""
+    done = user("bash", "-c", script, node=users_node)
+    assert done.stdout == "ready 75\n" and "held by first (9 GiB)" in done.stderr
     done = as_user(users_node, "run", "--memory", "17Gi", "--", "true")
     assert done.returncode == 75 and "17Gi asked, 16 GiB free" in done.stderr
 
