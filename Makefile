@@ -22,7 +22,7 @@ NVML_INCLUDE := build/include/nvml
 CC := gcc
 PYTEST_ARGS ?=
 
-.PHONY: help setup build demo test test-dist lint format bench docs clean root
+.PHONY: help setup build demo dist test test-dist lint format bench docs clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +81,8 @@ format: $(SETUP) ## rewrite Python and C files in the house format
 
 bench: root build shim_bench dist ## measure; prints a table and writes build/bench.json
 	@$(VENV_PYTHON) -m tests.bench.bench
+
+dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the host, and an archive of them
 
 docs: docs/config.md ## write the generated pages of docs/
 

@@ -5,9 +5,6 @@ DIST_VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 DIST_NAME = gpushare-$(DIST_VERSION)-linux-x86_64
 DIST_SOURCES := $(shell find hook/gpushare -name '*.py') $(wildcard config/*.*) packaging/gpushare.spec
 
-.PHONY: dist
-dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the host, and a tar archive of them
-
 build/dist/boot: hook/launcher/boot.c hook/launcher/launcher.mk | $(SETUP)
 	@mkdir -p $(@D)
 	$(CC) $(LAUNCHER_CFLAGS) $(LAUNCHER_LDFLAGS) -o $@.new $<

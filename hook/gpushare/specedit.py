@@ -39,13 +39,15 @@ class Editor:
             if above.get(path[-1]) is None:
                 self.record.made[".".join(path)] = path[-1] in above
                 above[path[-1]] = type(empty)()
+        for stage in self.spec["hooks"]:
+            oci.items(self.spec, "hooks", stage)
 
     def take_out_foreign(self) -> list[str]:
         """Takes out what others did for the same purpose: NVIDIA's hooks, driver libraries, nodes and rules, and our
         own hook, which would do all this again. The plan brings everything back that the container was granted.
         Returns one line for each."""
         devices = self._take_out("linux.devices", nvidia.is_device)
-        numbers = {(device.get("major"), device.get("minor")) for device in devices}
+        numbers = [(device.get("major"), device.get("minor")) for device in devices]  # of any type
         taken = [f"device {device['path']}" for device in devices]
         self._take_out("linux.resources.devices", lambda rule: _is_rule_for(rule, numbers))
         for stage in list(self.spec["hooks"]):
@@ -136,7 +138,7 @@ class Editor:
         return self.spec
 
 
-def _is_rule_for(rule: Any, numbers: set[tuple[Any, Any]]) -> bool:
+def _is_rule_for(rule: Any, numbers: list[tuple[Any, Any]]) -> bool:
     """Whether a device rule allows one of these devices, or all of NVIDIA's."""
     if not isinstance(rule, dict) or rule.get("allow") is not True:
         return False

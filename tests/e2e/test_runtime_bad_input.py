@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from gpushare import leases, runtime, storage
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.lib import rootfs
@@ -303,6 +303,9 @@ def tried(container: MakeContainer, make_node: MakeNode, simhost: Path) -> Itera
     max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(changes=st.dictionaries(st.sampled_from(READ), VALUE, min_size=1, max_size=2))
+@example(changes={"hooks.prestart": True})
+@example(changes={"linux.devices": [{"path": "/dev/nvidia0", "major": [195], "minor": {}}]})
+@example(changes={"linux.resources.devices": [{"allow": True, "major": [], "minor": {}}]})
 def test_whatever_is_in_there_the_answer_is_one_line(
     tried: tuple[Tried, Container, Node], changes: dict[str, Any]
 ) -> None:
