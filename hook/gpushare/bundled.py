@@ -12,7 +12,7 @@ from . import names
 from .light import NoReturn
 
 
-def main() -> NoReturn:
+def main() -> None:
     fd, program = int(sys.argv[1]), sys.argv[2]
     sys.argv[:3] = [program]
     os.set_inheritable(fd, False)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from gpushare import leases, procs
 
-from tests.lib.host import BIN, PYTHON, SHIM, Node, python_mounts
+from tests.lib.host import PYTHON, SHIM, Node, python_mounts
 from tests.lib.runc import Container, RuntimeFailed
 from tests.lib.spec import Mount
 
@@ -271,7 +271,7 @@ def test_library_in_a_volume_is_covered(container: MakeContainer, node: Node, tm
         **node.way(way),
     )
     assert one.run() == 0, one.stderr
-    shim = (SHIM or BIN.parent / "shim").joinpath("libcuda.so").stat()
+    shim = (SHIM / "libcuda.so").stat()
     loaded = [line.split() for line in one.stdout.splitlines() if line.endswith("/vendor/lib/libcuda.so.1")]
     assert loaded and all(int(words[4]) == shim.st_ino for words in loaded)
 

@@ -15,7 +15,7 @@ from .spec import Hook, Mount
 TREE = Path(__file__).resolve().parents[2]
 BUILD = TREE / "build"
 BIN = BUILD / "bin"  # these two: see use_programs
-SHIM: Path | None = BUILD / "shim"  # None: where the programs look by themselves
+SHIM = BUILD / "shim"
 VENV_IN_CONTAINER = "/opt/venv"
 PYTHON = VENV_IN_CONTAINER + "/bin/python"  # in the container
 
@@ -27,7 +27,7 @@ def use_programs(directory: Path) -> None:
     global BIN, SHIM
     if not (directory / "bin" / "gpushare-runtime").is_file():
         raise RuntimeError(f"no programs in {directory}: make dist makes build/dist/gpushare")
-    BIN, SHIM = directory.resolve() / "bin", None if directory != BUILD else BUILD / "shim"
+    BIN, SHIM = directory.resolve() / "bin", directory.resolve() / "shim"
 
 
 def enter_private_mounts() -> None:
@@ -90,9 +90,7 @@ class Node:
 
 def write_config(path: Path, driver_root: Path, **config: Any) -> Path:
     """A configuration file; every JSON text is YAML. `config` holds further keys of config.schema.json."""
-    content = {"version": 1, "driver": {"root": str(driver_root)}, **config}
-    if SHIM:
-        content.setdefault("shim_dir", str(SHIM))
+    content = {"version": 1, "driver": {"root": str(driver_root)}, "shim_dir": str(SHIM), **config}
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 
