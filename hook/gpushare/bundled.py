@@ -9,7 +9,6 @@ import os
 import sys
 
 from . import names
-from .light import NoReturn
 
 
 def main() -> None:

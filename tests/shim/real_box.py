@@ -25,8 +25,8 @@ NONCE = 0x5EED
 SONAMES = {"libcuda": "libcuda.so.1", "libnvidia-ml": "libnvidia-ml.so.1"}
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
 
-# $1 the overlay, $2 the writable directory, $3 an empty one for a /dev of its own, in which the driver may make nodes as
-# it does for root; then pairs of file and mount point, "--", the program
+# $1 the overlay, $2 the writable directory, $3 an empty one for a /dev of its own, where the driver makes nodes
+# if it is root; then pairs of file and mount point, "--", the program
 _ENTER = """
 set -e
 mount --make-rslave /
