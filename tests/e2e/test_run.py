@@ -149,7 +149,9 @@ def test_everything_that_a_program_inherits_is_as_given(node: Node, directory: s
 
 def test_default_sigpipe_is_default(node: Node) -> None:
     done = run(node, "--", "sh", "-c", "yes | head -n1; grep SigIgn /proc/self/status", restore_signals=True)
-    assert done.stdout.split() == ["y", "SigIgn:", "0" * 16] and done.stderr == ""
+    first, _, ignored = done.stdout.split()
+    assert first == "y" and done.stderr == ""
+    assert not int(ignored, 16) >> (signal.SIGPIPE - 1) & 1
 
 
 def test_a_terminal_stays_the_controlling_terminal(node: Node) -> None:
@@ -293,7 +295,8 @@ def test_variables_ask_and_flags_win(node: Node) -> None:
 def _host() -> dict[str, tuple[int, ...]]:
     """Whatever a plan could touch: every name, inode and time in the directories of its targets."""
     found = {}
-    for directory in ("/usr", "/usr/lib", ns_util.LIBDIR, "/usr/bin", "/usr/lib/firmware", "/etc", "/dev"):
+    directories = ("/usr", "/usr/lib", ns_util.LIBDIR, "/usr/bin", "/usr/lib/firmware", "/etc", "/dev")
+    for directory in filter(os.path.isdir, directories):
         for path in (directory, *(f"{directory}/{name}" for name in sorted(os.listdir(directory)))):
             status = os.lstat(path)
             times = (

@@ -81,7 +81,7 @@ def spec(
             "user": {"uid": user[0], "gid": user[1]},
             "noNewPrivileges": True,
             "capabilities": {
-                kind: CAPABILITIES if user[0] == 0 or kind == "bounding" else []
+                kind: list(CAPABILITIES) if user[0] == 0 or kind == "bounding" else []
                 for kind in ("bounding", "effective", "permitted")
             },
         },
