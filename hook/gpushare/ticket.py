@@ -7,13 +7,14 @@ The file is words, each ended by a NUL:
 
     version, bundle, root.path, "<creator pid> <its start time>"
     "mount" device inode target        once for each mount of ours: what must be at `target` by now
+    "mask"                             containers/<id>/proc stands over /proc/driver/nvidia, where there is one
     "then"                             the lease is held from here on
     "link" target text                 a name that is not there yet, or is this very link
     "cache" inode size seconds nanoseconds     of the image's ld.so.cache; the new one is in containers/<id>/ld.so.cache
     "end"
 
 It is only ever a shorter way: without it, or when anything is not as it says, adopt.py does the work from the record in
-config.json. Nothing is written for what the launcher cannot do: masks over /proc, copies of image files, covers.
+config.json. Nothing is written for what the launcher cannot do: copies of image files, covers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from .model import Bundle, LdEntry, Lease
 
 FILE = "adopt"
 CACHE = "ld.so.cache"
-VERSION = "gpushare-adopt-1"
+PROC = "proc"
+VERSION = "gpushare-adopt-2"
 
 
 def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: inroot.View) -> None:
@@ -56,9 +58,23 @@ def _words(bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, fold
             if words is None:
                 return None
             after += words
-        elif kind != "ProcMask" or os.path.isdir(procmask.PROC_DIR):
+        elif kind == "ProcMask":
+            words = _mask(fields[0], fields[1], folder)
+            if words is None:
+                return None
+            before += words
+        else:
             return None
     return [*before, *after, "end"]
+
+
+def _mask(bus_ids: list[str], capabilities: list[str], folder: str) -> Optional[list[str]]:
+    """Puts the mask's files beside the ticket; no words where the kernel has no NVIDIA driver."""
+    try:
+        made = procmask.prepare(os.path.join(folder, PROC), tuple(bus_ids), tuple(capabilities))
+    except OSError:
+        return None  # the hook finds out what is wrong, and says so
+    return ["mask"] if made else []
 
 
 def _cache(tree: inroot.View, entries: list[LdEntry], folder: str) -> Optional[list[str]]:

@@ -1,8 +1,9 @@
 /* `gpushare-hook adopt` where it is simple: the lease becomes the container's own, and links and
- * the loader's cache are put into its root. STATE_DIR/containers/<id>/adopt says what is to be done
- * (gpushare/ticket.py writes it); adopt.py does the same and more, and does it whenever anything
- * here is not exactly as it was when the ticket was written. So every `false` here means: Python,
- * with nothing half done that it would not find and accept.
+ * the loader's cache are put into its root, and a mask over its /proc.
+ * STATE_DIR/containers/<id>/adopt says what is to be done (gpushare/ticket.py writes it); adopt.py
+ * does the same and more, and does it whenever anything here is not exactly as it was when the
+ * ticket was written. So every `false` here means: Python, with nothing half done that it would not
+ * find and accept.
  *
  * Everything in the container's root is reached through a descriptor of its init's /proc directory,
  * so it is this very process's view whoever has its number later, and never leaves that root. */
@@ -19,6 +20,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "adopt.h"
 #include "launcher.h"
 #include "launcher_tables.h"
 
@@ -38,6 +40,7 @@ struct adoption {
         const char *name;
     } made[MAX_LINKS];
     size_t made_count;
+    struct mask mask;
 };
 
 static ssize_t read_at(int directory, const char *name, char *text, size_t size) {
@@ -81,13 +84,13 @@ static bool is_word(struct adoption *a, const char *expected) {
     return text && strcmp(text, expected) == 0;
 }
 
-static int in_root(int root, const char *path, int flags) {
+int in_root(int root, const char *path, int flags) {
     struct open_how how = {.flags = (unsigned)(flags | O_PATH | O_CLOEXEC),
                            .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS};
     return (int)syscall(SYS_openat2, root, path, &how, sizeof how);
 }
 
-static bool mount_of(int fd, unsigned long long *mount) {
+bool mount_of(int fd, unsigned long long *mount) {
     struct statx status;
     if (statx(fd, "", AT_EMPTY_PATH, STATX_MNT_ID, &status) != 0 ||
         !(status.stx_mask & STATX_MNT_ID))
@@ -154,6 +157,11 @@ static bool check_mount(struct adoption *a) {
     if (fd >= 0)
         close(fd);
     return same;
+}
+
+static bool prepare_mask(struct adoption *a, const char *kind) {
+    return strcmp(kind, "mask") == 0 && !a->mask.wanted &&
+           mask_prepare(&a->mask, a->container, a->init, a->root);
 }
 
 /* The directory that holds `path`, when it is on the root file system itself. */
@@ -339,12 +347,12 @@ bool adopt(const struct state *state, const char *state_dir) {
         !(creator = word(&a)) || !open_container(&a, rootfs, state->pid))
         return false;
     const char *kind;
-    while ((kind = word(&a)) && strcmp(kind, "mount") == 0)
-        if (!check_mount(&a))
+    while ((kind = word(&a)) && strcmp(kind, "then") != 0)
+        if (strcmp(kind, "mount") == 0 ? !check_mount(&a) : !prepare_mask(&a, kind))
             return false;
-    if (!kind || strcmp(kind, "then") != 0 || !hold(&a, state->pid, creator))
+    if (!kind || !hold(&a, state->pid, creator))
         return false;
-    if (!put_in(&a)) {
+    if (!put_in(&a) || !mask_attach(&a.mask)) {
         while (a.made_count) {
             struct made *link = &a.made[--a.made_count];
             unlinkat(link->parent, link->name, 0);

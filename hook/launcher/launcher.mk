@@ -1,7 +1,7 @@
 # build/bin/gpushare-runtime and build/bin/gpushare-hook: one static C program, built twice (hook/launcher/launcher.h).
 
 LAUNCHERS := build/bin/gpushare-runtime build/bin/gpushare-hook
-LAUNCHER_SOURCES := $(addprefix hook/launcher/,adopt.c args.c known.c launcher.c scan.c state.c)
+LAUNCHER_SOURCES := $(addprefix hook/launcher/,adopt.c args.c known.c launcher.c mask.c scan.c state.c)
 LAUNCHER_TABLES := build/launcher/launcher_tables.h
 LAUNCHER_CFLAGS := -std=gnu11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -Ibuild/launcher -Wno-unused-variable
 # Static: it starts in a third of the time, and on any distribution.
@@ -14,7 +14,7 @@ $(LAUNCHER_TABLES): hook/launcher/tables.py $(wildcard hook/gpushare/*.py hook/g
 
 build/bin/gpushare-runtime: LAUNCHER_IS_HOOK := 0
 build/bin/gpushare-hook: LAUNCHER_IS_HOOK := 1
-$(LAUNCHERS): $(LAUNCHER_SOURCES) hook/launcher/launcher.h $(LAUNCHER_TABLES) hook/launcher/launcher.mk | $(SETUP)
+$(LAUNCHERS): $(LAUNCHER_SOURCES) hook/launcher/adopt.h hook/launcher/launcher.h $(LAUNCHER_TABLES) hook/launcher/launcher.mk | $(SETUP)
 	@mkdir -p $(@D)
 	$(CC) $(LAUNCHER_CFLAGS) -DIS_HOOK=$(LAUNCHER_IS_HOOK) $(LAUNCHER_LDFLAGS) -o $@.new $(LAUNCHER_SOURCES)
 	@mv $@.new $@

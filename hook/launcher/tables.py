@@ -9,7 +9,20 @@ import sys
 from collections.abc import Sequence
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from gpushare import cachefile, commandline, hook, leasefile, lowlevel, names, oci, request, rootfs, storage, ticket
+from gpushare import (
+    cachefile,
+    commandline,
+    hook,
+    leasefile,
+    lowlevel,
+    names,
+    oci,
+    procmask,
+    request,
+    rootfs,
+    storage,
+    ticket,
+)
 
 
 def c_list(name: str, words: Sequence[str]) -> str:
@@ -40,6 +53,8 @@ def defines() -> str:
         "TICKET_FILE": f'"{ticket.FILE}"',
         "TICKET_CACHE": f'"{ticket.CACHE}"',
         "TICKET_VERSION": f'"{ticket.VERSION}"',
+        "TICKET_PROC": f'"{ticket.PROC}"',
+        "PROC_DIR": f'"{procmask.PROC_DIR}"',
         "CACHE_PATH": f'"{rootfs.LD_CACHE}"',
         "CACHE_NAME": f'"{os.path.basename(rootfs.LD_CACHE)}"',
         "CACHE_TEMPORARY": f'"{cachefile.TEMPORARY}"',

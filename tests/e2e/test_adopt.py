@@ -138,7 +138,7 @@ exec {LAUNCHER} "$@"
     assert not [path for path in upper(one) if path.endswith("libcuda.so.1")]
 
 
-@pytest.mark.parametrize("damage", ["", "gpushare-adopt-1", "gpushare-adopt-0\0", "\0" * 100, "x" * 300_000])
+@pytest.mark.parametrize("damage", ["", "gpushare-adopt-2", "gpushare-adopt-1\0", "\0" * 100, "x" * 300_000])
 def test_damaged_ticket_costs_time_and_nothing_else(
     container: MakeContainer, node: Node, tmp_path: Path, damage: str
 ) -> None:

@@ -33,34 +33,39 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def image(base: Path, tmp_path: Path) -> Path:
     root = Path(shutil.copytree(base, tmp_path / "rootfs", symlinks=True))
-    proc = root / "proc/driver/nvidia"
+    make_driver_proc(root / "proc/driver/nvidia")
+    return root
+
+
+def make_driver_proc(proc: Path, gpus: tuple[str, ...] = GPUS) -> None:
+    """What the kernel's driver shows."""
     proc.mkdir(parents=True)
     (proc / "params").write_text(PARAMS)
     (proc / "version").write_text(VERSION)
     (proc / "registry").write_text('Binary: ""\n')
     (proc / "suspend").write_text("suspend hibernate resume\n")
-    for gpu in GPUS:
+    for gpu in gpus:
         (proc / "gpus" / gpu).mkdir(parents=True)
         (proc / "gpus" / gpu / "information").write_text(f"Bus Location: {gpu}\n")
     for path, minor in CAPABILITIES.items():
         file = proc / "capabilities" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"DeviceFileMinor: {minor}\nDeviceFileMode: 292\nDeviceFileModify: 1\n")
-    return root
+
+
+def files(directory: str) -> dict[str, str]:
+    """Path -> content of every file below it."""
+    found = {}
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with open(f"{folder}/{name}") as file:
+                found[f"{folder}/{name}"[len(directory) + 1 :]] = file.read()
+    return found
 
 
 def seen(box: ns_util.Sandbox) -> dict[str, str]:
-    """Path -> content of every file that the container finds in /proc/driver/nvidia."""
-
-    def walk() -> dict[str, str]:
-        found = {}
-        for folder, _, files in os.walk(procmask.PROC_DIR):
-            for name in files:
-                with open(f"{folder}/{name}") as file:
-                    found[f"{folder}/{name}"[len(procmask.PROC_DIR) + 1 :]] = file.read()
-        return found
-
-    return dict(box.enter(walk))
+    """What the container finds in /proc/driver/nvidia."""
+    return dict(box.enter(lambda: files(procmask.PROC_DIR)))
 
 
 def test_only_granted_gpus_and_no_device_file_changes(image: Path) -> None:
@@ -73,6 +78,21 @@ def test_only_granted_gpus_and_no_device_file_changes(image: Path) -> None:
             "registry": 'Binary: ""\n',
             f"gpus/{GPUS[1]}/information": f"Bus Location: {GPUS[1]}\n",
         }
+
+
+@pytest.mark.parametrize("granted", [(GPUS[:2], ()), ((), ()), (GPUS[:1], ("gpu0/mig/gi2/access",))])
+def test_prepared_for_the_launcher_it_is_the_same(
+    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granted: tuple[tuple[str, ...], tuple[str, ...]]
+) -> None:
+    with ns_util.sandbox(image) as box:
+        box.apply(Plan("test", (ProcMask(*granted),)))
+        mounted = seen(box)
+    monkeypatch.setattr(procmask, "PROC_DIR", str(image / "proc/driver/nvidia"))
+    assert procmask.prepare(str(tmp_path / "prepared"), *granted)
+    assert files(str(tmp_path / "prepared")) == mounted
+    shutil.rmtree(image / "proc/driver")
+    assert not procmask.prepare(str(tmp_path / "none"), *granted)
+    assert not (tmp_path / "none").exists()
 
 
 def test_bus_ids_compare_without_case(image: Path) -> None:

@@ -1,0 +1,172 @@
+"""The mask over /proc/driver/nvidia of real containers, put there by the launcher, or by Python: a stand-in for the
+kernel's directory is mounted on this run's /proc/driver, and in the container before our hook runs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from gpushare import leases, mountns, procmask
+
+from tests.e2e.programs.interrupted_hook import write_adopt, write_runtime
+from tests.e2e.test_adopt import ALL, MakeContainer, asked_python, calls, through, upper
+from tests.e2e.test_lifecycle import left
+from tests.e2e.test_procmask import GPUS, VERSION, files, make_driver_proc
+from tests.lib.host import Node
+from tests.lib.rootfs import run
+from tests.lib.runc import Container, RuntimeFailed
+
+KERNELS = "/proc/driver"
+GRANTED = "0000:01:00.0"  # the simulated host's GPU
+EXPECTED = {
+    "params": "ResmanDebugLevel: 4294967295\nDeviceFileMode: 438\nModifyDeviceFiles: 0\n",
+    "version": VERSION,
+    "registry": 'Binary: ""\n',
+    f"gpus/{GRANTED}/information": f"Bus Location: {GRANTED}\n",
+}
+PEER = "mnt"
+SHARED = f"""nsenter -t $pid -m mount --make-shared "$root/proc/driver" || exit 9
+nsenter -t $pid -m mount --bind "$root/proc/driver" "$root/{PEER}" || exit 9
+"""
+NO_TICKET = 'rm "$state/containers/"*/adopt || exit 9\n'
+NO_PROC = 'nsenter -t $pid -m umount "$root/proc/driver" || exit 9\n'
+
+
+@pytest.fixture(autouse=True)
+def driver() -> Iterator[None]:
+    """The kernel's NVIDIA driver is there, with three GPUs."""
+    run("mount", "-t", "tmpfs", "gpushare-test", KERNELS)
+    try:
+        make_driver_proc(Path(procmask.PROC_DIR), GPUS)
+        yield
+    finally:
+        run("umount", KERNELS)
+
+
+@pytest.fixture
+def make(container: MakeContainer, node: Node, tmp_path: Path) -> Callable[..., Container]:
+    """make(at=0, before="", inject="", name="c") -> a container with the driver's /proc, whose adoption is killed at
+    system call `at`, or begins with the shell commands `before`, or has a system call that fails."""
+
+    def new(at: int = 0, before: str = "", inject: str = "", name: str = "c") -> Container:
+        adopt = write_adopt(tmp_path, at)
+        if inject:
+            adopt.write_text(adopt.read_text().replace("-qq ", f"-qq -e inject={inject} "))
+        hook = tmp_path / f"with-driver-{name}"
+        one = container(["true"], env=ALL, name=name, runtime=through(node, write_runtime(tmp_path, hook=hook)))
+        hook.write_text(f"""#!/bin/sh
+for last; do :; done
+[ "$last" = adopt ] || exec {adopt} "$@"
+cat >{tmp_path}/oci-state
+pid=$(sed 's/.*"pid":\\([0-9]*\\).*/\\1/' {tmp_path}/oci-state)
+root={one.rootfs}
+state={node.state}
+nsenter -t $pid -m mount --bind {KERNELS} "$root/proc/driver" || exit 9
+{before}
+exec {adopt} "$@" <{tmp_path}/oci-state
+""")
+        hook.chmod(0o755)
+        return one
+
+    return new
+
+
+def inside(one: Container, path: str = procmask.PROC_DIR) -> str:
+    return f"/proc/{one.pid}/root{path}"
+
+
+WAYS = {
+    "launcher": (False, {}),
+    "python": (True, {"before": NO_TICKET}),
+    "launcher fails to mount": (True, {"inject": "move_mount:error=EPERM:when=1"}),
+    "launcher cannot go in": (True, {"inject": "setns:error=EPERM:when=1"}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mask_is_the_same_whoever_mounts_it(
+    make: Callable[..., Container], node: Node, tmp_path: Path, way: str
+) -> None:
+    python, how = WAYS[way]
+    one = make(**how)
+    one.create()
+    assert asked_python(tmp_path) == python
+    assert files(inside(one)) == EXPECTED
+    with pytest.raises(OSError) as refused:
+        open(f"{inside(one)}/new", "w")
+    assert refused.value.errno == errno.EROFS
+    lines = Path(f"/proc/{one.pid}/mountinfo").read_text().splitlines()
+    (line,) = [line for line in lines if line.split()[4] == procmask.PROC_DIR]
+    assert set(line.split()[5].split(",")) >= {"ro", "nosuid", "nodev", "noexec"}
+    assert line.split()[6] == "-"  # private
+    lease = leases.find(str(node.state), one.id)
+    assert lease is not None and lease.state == "held"
+    assert not [path for path in upper(one) if path.endswith(".gpushare")]
+    one.start()
+    assert one.wait() == 0, one.stderr
+    one.delete()
+    assert left(node) == []
+
+
+@pytest.mark.parametrize("python", [False, True])
+def test_mask_shows_in_that_place_only(make: Callable[..., Container], tmp_path: Path, python: bool) -> None:
+    """The container's /proc/driver is shared: without more ado the mask would be mounted at every peer."""
+    one = make(before=SHARED + (NO_TICKET if python else ""))
+    one.create()
+    assert asked_python(tmp_path) == python
+    assert files(inside(one)) == EXPECTED
+    assert "suspend" in files(inside(one, f"/{PEER}/nvidia"))
+    assert "suspend" in files(procmask.PROC_DIR)
+
+
+def test_container_without_the_drivers_proc_gets_no_mask(make: Callable[..., Container], tmp_path: Path) -> None:
+    one = make(before=NO_PROC)
+    one.create()
+    assert not asked_python(tmp_path)
+    assert not [entry for entry in mountns.read_mounts(str(one.pid)) if entry.point.startswith(KERNELS)]
+
+
+def test_launcher_without_a_way_back_starts_nothing(make: Callable[..., Container], node: Node, tmp_path: Path) -> None:
+    """Python, in the container's mount namespace, would be a program of the container's with the host's rights."""
+    one = make(inject="setns:error=EPERM:when=2")
+    with pytest.raises(RuntimeFailed, match="no way back"):
+        one.create()
+    assert not asked_python(tmp_path)
+    assert left(node) == []
+
+
+def test_way_back_is_to_where_it_was(make: Callable[..., Container], tmp_path: Path) -> None:
+    """Root and directory are those from before, when Python has to do the rest."""
+    one = make(inject="move_mount:error=EPERM:when=1")
+    one.create()
+    names = [call.partition("(")[0] for call in calls(tmp_path)]
+    away = names.index("setns")
+    assert names[away : away + 7] == ["setns", "mount_setattr", "move_mount", "setns", "fchdir", "chroot", "fchdir"]
+
+
+def test_adoption_with_a_mask_killed_at_any_call_leaves_nothing(
+    make: Callable[..., Container], node: Node, tmp_path: Path
+) -> None:
+    probe = make()
+    assert probe.run() == 0, probe.stderr
+    probe.delete()
+    made = calls(tmp_path)
+    first = next(number for number, call in enumerate(made) if call.startswith("open_tree("))
+    inner = next(number for number, call in enumerate(made) if call.startswith("setns("))
+    for at in [*range(first, inner, 17), *range(inner, len(made))]:
+        one = make(at, name=f"at{at}")
+        with pytest.raises(RuntimeFailed):
+            one.create()
+        one.close()
+        again = make(name=f"after{at}")
+        assert again.run() == 0, f"call {at} of {len(made)}: {again.stderr}"
+        assert node.leases() == [again.id]
+        again.delete()
+        assert left(node) == [], f"call {at} of {len(made)}"
+        again.close()
+    assert subprocess.run(["findmnt", "-n", procmask.PROC_DIR], capture_output=True).returncode == 1
+    assert os.path.exists(f"{procmask.PROC_DIR}/suspend")
