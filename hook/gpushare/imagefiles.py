@@ -61,15 +61,11 @@ def names_in(root: inroot.Root, path: str, limit: int = MAX_NAMES) -> list[str]:
     fd = inroot.exists(root, path, os.O_PATH | os.O_DIRECTORY)
     if fd < 0:
         return []
-    names: list[str] = []
     try:
         readable = inroot.reopen(fd, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with os.scandir(readable) as entries:
-                for entry in entries:
-                    names.append(entry.name)
-                    if len(names) >= limit:
-                        break
+                names = [entry.name for _, entry in zip(range(limit), entries)]
         finally:
             os.close(readable)
     except OSError:

@@ -81,8 +81,17 @@ def _new_header_at(data: bytes) -> int:
     return int(base)
 
 
+_last: list[tuple[bytes, Cache]] = []  # a start looks at the image's cache, and then makes the new one from it
+
+
 def parse(data: bytes) -> Cache:
     """The cache in `data`; raises MalformedCache."""
+    if not _last or _last[0][0] != data:
+        _last[:] = [(data, _parsed(data))]
+    return _last[0][1]
+
+
+def _parsed(data: bytes) -> Cache:
     _require(len(data) <= MAX_BYTES, f"it has {len(data)} bytes; at most {MAX_BYTES} are read")
     base = _new_header_at(data)
     _require(len(data) >= base + _HEADER.size, "its header is cut off")
@@ -98,7 +107,8 @@ def parse(data: bytes) -> Cache:
     entries: list[Entry] = []
     for raw in _ENTRY.iter_unpack(data[base + _HEADER.size : start]):
         key, value = raw[1] - shift, raw[2] - shift
-        _require(0 <= key <= last and 0 <= value <= last, f"entry {len(entries)} points outside the strings")
+        if not (0 <= key <= last and 0 <= value <= last):
+            raise MalformedCache(f"entry {len(entries)} points outside the strings")
         entries.append(Entry(raw[0], key, value, raw[3], raw[4]))
     return Cache(tuple(entries), strings, _sections(data, extension, shift, last) if extension else ())
 

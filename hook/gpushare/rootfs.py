@@ -86,11 +86,12 @@ def _probe(root: inroot.Root, env: dict[str, str]) -> Image:
     libdir, machine = _find_libc(root, cached)
     if not libdir:
         libdir, machine = _find_in_store(root, env)
-    directories = list(_preferred_directories(root, libdir, env))
+    names = imagefiles.names_in(root, libdir) if libdir else []
+    directories = list(_preferred_directories(root, libdir, names, env))
     found: dict[str, str] = {}
-    for path, soname in _candidates(root, libdir, directories, cached):
+    for path, soname in _candidates(libdir, names, directories, cached):
         _add_driver(root, path, soname, found)
-    links = tuple(_links(root, libdir)) if libdir else ()
+    links = tuple(_links(root, libdir, names))
     image = Image(libdir, machine, cache is not None, note, tuple(sorted(found.items())), links)
     if not libdir:
         return image
@@ -205,16 +206,24 @@ def _find_in_store(root: inroot.Root, env: dict[str, str]) -> tuple[str, str]:
     return "", ""
 
 
-def _preferred_directories(root: inroot.Root, libdir: str, env: dict[str, str]) -> Iterator[str]:
+def _preferred_directories(root: inroot.Root, libdir: str, names: list[str], env: dict[str, str]) -> Iterator[str]:
     """Directories that a loader can look in before, or instead of, the cache's entry for the libdir."""
     yield from compatdir.directories(root)
     for directory in _library_path(env.get("LD_LIBRARY_PATH", ""), libdir):
-        yield directory
-        yield from (f"{directory}/{sub}" for sub in _LEGACY_HWCAPS)
-        yield from (f"{directory}/glibc-hwcaps/{n}" for n in imagefiles.names_in(root, f"{directory}/glibc-hwcaps"))
+        if imagefiles.directory(root, directory):  # NVIDIA's images name two that they do not have
+            yield directory
+            yield from _variants(root, directory, imagefiles.names_in(root, directory))
     if libdir:
-        yield from (f"{libdir}/{sub}" for sub in _LEGACY_HWCAPS)
-        yield from (f"{libdir}/glibc-hwcaps/{n}" for n in imagefiles.names_in(root, f"{libdir}/glibc-hwcaps"))
+        yield from _variants(root, libdir, names)
+
+
+def _variants(root: inroot.Root, directory: str, names: list[str]) -> Iterator[str]:
+    """The directories of variants for certain processors below `directory`, whose names are `names`: all that there
+    may be when nobody could list them."""
+    listed = 0 < len(names) < imagefiles.MAX_NAMES
+    yield from (f"{directory}/{sub}" for sub in _LEGACY_HWCAPS if not listed or sub.partition("/")[0] in names)
+    if not listed or "glibc-hwcaps" in names:
+        yield from (f"{directory}/glibc-hwcaps/{n}" for n in imagefiles.names_in(root, f"{directory}/glibc-hwcaps"))
 
 
 def _library_path(value: str, libdir: str) -> list[str]:
@@ -240,14 +249,14 @@ def _is_file_name(text: str) -> bool:
 
 
 def _candidates(
-    root: inroot.Root, libdir: str, directories: list[str], cached: dict[str, list[tuple[str, int]]]
+    libdir: str, names: list[str], directories: list[str], cached: dict[str, list[tuple[str, int]]]
 ) -> Iterator[tuple[str, str]]:
     """(path, soname) of every place where a driver library may be."""
     for name, soname in SONAMES.items():
         yield from ((path, soname) for path, _ in cached.get(name, ()))
     for directory in directories:
         yield from ((f"{directory}/{name}", soname) for name, soname in SONAMES.items())
-    for name in imagefiles.names_in(root, libdir) if libdir else ():
+    for name in names:
         for prefix in _PREFIXES:
             if name.startswith(prefix):
                 yield f"{libdir}/{name}", f"{prefix}.1"
@@ -263,9 +272,9 @@ def _add_driver(root: inroot.Root, path: str, soname: str, found: dict[str, str]
         found.setdefault(real, soname)
 
 
-def _links(root: inroot.Root, libdir: str) -> Iterator[tuple[str, str]]:
+def _links(root: inroot.Root, libdir: str, names: list[str]) -> Iterator[tuple[str, str]]:
     """(path, text) of the libdir's own links with a driver library's name."""
-    for name in imagefiles.names_in(root, libdir):
+    for name in names:
         if not name.startswith(_PREFIXES):
             continue
         path = f"{libdir}/{name}"

@@ -33,12 +33,17 @@ class Covering(NamedTuple):
 
     target: str  # resolved, as seen in the container
     source: str  # host path
+    below: str  # how paths below `target` begin
     ours: bool
     shared: bool = False  # what is mounted below it, and over it, appears on the host as well
 
 
 def _error(path: str, number: int) -> linux.SyscallError:
     return linux.SyscallError("look up", path, number)
+
+
+def _below(target: str) -> str:
+    return target.rstrip("/") + "/"
 
 
 def _flags(mount: dict[str, object]) -> list[object]:
@@ -57,6 +62,7 @@ class SpecTree(inroot.View):
     def __init__(self, bundle: Bundle) -> None:
         self._root_fd = rootfs.open_root(bundle)
         self._mounts: list[Covering] = []
+        self._parents: dict[str, str] = {}  # a directory on the way to what was asked for -> the text of its link
         self._fds: dict[str, int] = {}  # of sources
         self._found: dict[int, tuple[str, Optional[Covering]]] = {}  # open descriptor -> (path, mount that it is on)
         for mount in oci.items(bundle.spec, "mounts"):
@@ -77,18 +83,23 @@ class SpecTree(inroot.View):
 
     def _add(self, target: str, source: str, shared: bool) -> None:
         resolved, _ = self._resolve("/" + target.lstrip("/"), follow_last=True)
-        self._mounts.append(Covering(resolved, source, False, shared))
+        self._mount(Covering(resolved, source, _below(resolved), False, shared))
 
     def add(self, target: str, source: str) -> None:
         """A mount of ours at `target`, which `place` returned."""
-        self._mounts.append(Covering(target, source, True))
+        self._mount(Covering(target, source, _below(target), True))
+
+    def _mount(self, mount: Covering) -> None:
+        self._mounts.append(mount)
+        for path in [path for path in self._parents if path == mount.target or path.startswith(mount.below)]:
+            del self._parents[path]
 
     # What is at a path
 
     def _covering(self, path: str) -> Optional[Covering]:
         """The mount that a resolved path is on: the last one that covers it."""
         for mount in reversed(self._mounts):
-            if path == mount.target or path.startswith(mount.target.rstrip("/") + "/"):
+            if path.startswith(mount.below) or path == mount.target:
                 return mount
         return None
 
@@ -109,7 +120,7 @@ class SpecTree(inroot.View):
         """Opens a path on which there is no link, in the file system that it is on. ELOOP: there is a link."""
         mount = self._covering(path)
         base = self._source_fd(mount)
-        below = path[len(mount.target.rstrip("/")) :] if mount else path
+        below = path[len(mount.below) - 1 :] if mount else path
         if base < 0:
             raise _error(path, errno.ENOENT)
         if not below.strip("/"):
@@ -120,22 +131,9 @@ class SpecTree(inroot.View):
         elif not stat.S_ISDIR(os.fstat(base).st_mode):
             raise _error(path, errno.ENOTDIR)
         else:
-            fd = self._below(base, below, flags)
+            fd = inroot.open_below(base, below, flags, 0, RESOLVE_NO_SYMLINKS)  # O_PATH | O_NOFOLLOW: the link itself
         self._found[fd] = (path, mount)
         return fd
-
-    @staticmethod
-    def _below(base: int, path: str, flags: int) -> int:
-        if flags & os.O_NOFOLLOW:  # a link at the end is wanted itself, so only the way to it must be without
-            above, _, name = path.rstrip("/").rpartition("/")
-            parent = inroot.open_below(base, above or "/", os.O_PATH | os.O_DIRECTORY, 0, RESOLVE_NO_SYMLINKS)
-            try:
-                return os.open(name, flags | os.O_CLOEXEC, dir_fd=parent)
-            except OSError as error:
-                raise linux.from_os_error(error, "openat", path) from None
-            finally:
-                os.close(parent)
-        return inroot.open_below(base, path, flags, 0, RESOLVE_NO_SYMLINKS)
 
     def open_in(self, path: str, flags: int) -> int:
         """See inroot.open_in."""
@@ -179,8 +177,12 @@ class SpecTree(inroot.View):
                 continue
             step = f"{here}/{part}"
             text = ""
-            if there:
+            if there and step in self._parents:
+                text = self._parents[step]
+            elif there:
                 there, text = self._link_at(step)
+                if there and todo:
+                    self._parents[step] = text
             if not text or (not todo and not follow_last):
                 here = step
                 continue
