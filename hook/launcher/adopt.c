@@ -36,9 +36,9 @@ struct adoption {
     const char *id, *state_dir;
     char *at, *end; /* of the ticket */
     struct made {
-        int parent;
+        int parent, flags; /* of unlinkat */
         const char *name;
-    } made[MAX_LINKS];
+    } made[2 * MAX_LINKS];
     size_t made_count;
     struct mask mask;
 };
@@ -181,15 +181,45 @@ static int parent_of(struct adoption *a, char *path, const char **name) {
     return fd;
 }
 
+/* It is taken back when anything fails later; `parent` stays open for that. */
+static void remember(struct adoption *a, int parent, const char *name, int flags) {
+    a->made[a->made_count++] = (struct made){parent, flags, name};
+}
+
+/* The directory for a link below the library directory (gbm/, vdpau/) that the image does not have.
+ * Whatever goes wrong is found by whoever wants to put something there. */
+static void make_parent(struct adoption *a, char *target) {
+    char *slash = strrchr(target, '/');
+    const char *name;
+    if (!slash || slash == target)
+        return;
+    *slash = '\0';
+    int there = in_root(a->root, target, O_DIRECTORY);
+    int above = there < 0 && errno == ENOENT ? parent_of(a, target, &name) : -1;
+    char *own =
+        above >= 0 ? strdup(name) : NULL; /* `name` ends where it did only until we return */
+    if (there >= 0)
+        close(there);
+    if (own && mkdirat(above, own, 0755) == 0) {
+        remember(a, above, own, AT_REMOVEDIR);
+        fchmodat(above, name, 0755, 0); /* whatever our umask */
+    } else if (above >= 0)
+        close(above);
+    *slash = '/';
+}
+
 static bool put_link(struct adoption *a) {
     char *target = word(a), *text = word(a), there[PATH_MAX];
     const char *name;
-    int parent = target && text ? parent_of(a, target, &name) : -1;
-    if (parent < 0 || a->made_count == MAX_LINKS)
+    if (!target || !text || a->made_count + 2 > 2 * MAX_LINKS)
+        return false;
+    make_parent(a, target);
+    int parent = parent_of(a, target, &name);
+    if (parent < 0)
         return false;
     if (symlinkat(text, parent, name) == 0) {
-        a->made[a->made_count++] = (struct made){parent, name};
-        return true; /* `parent` stays open, for taking it back */
+        remember(a, parent, name, 0);
+        return true;
     }
     ssize_t size = errno == EEXIST ? readlinkat(parent, name, there, sizeof there) : -1;
     close(parent);
@@ -354,8 +384,8 @@ bool adopt(const struct state *state, const char *state_dir) {
         return false;
     if (!put_in(&a) || !mask_attach(&a.mask)) {
         while (a.made_count) {
-            struct made *link = &a.made[--a.made_count];
-            unlinkat(link->parent, link->name, 0);
+            struct made *made = &a.made[--a.made_count];
+            unlinkat(made->parent, made->name, made->flags);
         }
         return false;
     }

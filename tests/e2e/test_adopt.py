@@ -13,6 +13,7 @@ from gpushare import leases, procs
 
 from tests.e2e.programs.interrupted_hook import points, write_adopt, write_runtime
 from tests.e2e.test_lifecycle import left
+from tests.lib import driverhost
 from tests.lib.host import BUILD, Node
 from tests.lib.runc import Container, RuntimeFailed
 from tests.lib.spec import Mount
@@ -71,24 +72,37 @@ def read_only(spec: dict[str, Any]) -> None:
     spec["root"]["readonly"] = True
 
 
+def graphics(one: Container) -> None:
+    """Links go into a directory that the image does not have, and into one that it has; none is in the way."""
+    for libdir in (one.rootfs / "usr/lib").glob("*-linux-gnu"):
+        (libdir / "vdpau").mkdir(exist_ok=True)
+        (libdir / "libGLX_indirect.so.0").unlink(missing_ok=True)
+
+
 CASES: dict[str, tuple[bool, Callable[[Container], None], Callable[[dict[str, Any]], None] | None]] = {
     "fresh": (False, lambda one: None, None),
     "read-only": (False, lambda one: None, read_only),
     "second start": (False, same_link, None),
     "no cache": (False, without_cache, None),
+    "all of the driver": (False, graphics, None),
     "dangling link": (True, other_link, None),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_who_adopts(container: MakeContainer, node: Node, tmp_path: Path, name: str) -> None:
+def test_who_adopts(container: MakeContainer, simhost: Path, node: Node, tmp_path: Path, name: str) -> None:
     """And whoever it is: the same lease, links and cache."""
     python, prepare, edit = CASES[name]
+    driverhost.add_graphics(simhost)
+    driverhost.add_features(simhost)
+    whole = name == "all of the driver"
+    env = {**ALL, "NVIDIA_DRIVER_CAPABILITIES": "all", "NVIDIA_GDS": "enabled"} if whole else ALL
     program = write_runtime(tmp_path, hook=write_adopt(tmp_path))
     look = "ls -l /usr/lib/*/libcuda.so.1" if name == "no cache" else LINKS
-    one = container(["sh", "-c", look], env=ALL, runtime=through(node, program), edit=edit)
+    one = container(["sh", "-c", look], env=env, runtime=through(node, program), edit=edit)
     prepare(one)
-    one.create()
+    with driverhost.listening(simhost, "run/nvidia-persistenced/socket"):
+        one.create()
     assert asked_python(tmp_path) == python
     lease, init = leases.find(str(node.state), one.id), procs.find(one.pid)
     assert lease is not None and init is not None
@@ -96,6 +110,8 @@ def test_who_adopts(container: MakeContainer, node: Node, tmp_path: Path, name: 
     one.start()
     assert one.wait() == 0, one.stderr
     assert "libcuda.so.535" in one.stdout
+    below = [path for path in upper(one) if path.endswith(("/gbm/nvidia-drm_gbm.so", "/vdpau/libvdpau_nvidia.so.1"))]
+    assert len(below) == (2 if whole else 0)
     one.delete()
     assert left(node) == []
 

@@ -13,9 +13,10 @@ import pytest
 from gpushare import leases, mountns, procmask
 
 from tests.e2e.programs.interrupted_hook import write_adopt, write_runtime
-from tests.e2e.test_adopt import ALL, MakeContainer, asked_python, calls, through, upper
+from tests.e2e.test_adopt import ALL, MakeContainer, asked_python, calls, graphics, through, upper
 from tests.e2e.test_lifecycle import left
 from tests.e2e.test_procmask import GPUS, VERSION, files, make_driver_proc
+from tests.lib import driverhost
 from tests.lib.host import Node
 from tests.lib.rootfs import run
 from tests.lib.runc import Container, RuntimeFailed
@@ -49,15 +50,18 @@ def driver() -> Iterator[None]:
 
 @pytest.fixture
 def make(container: MakeContainer, node: Node, tmp_path: Path) -> Callable[..., Container]:
-    """make(at=0, before="", inject="", name="c") -> a container with the driver's /proc, whose adoption is killed at
-    system call `at`, or begins with the shell commands `before`, or has a system call that fails."""
+    """make(at=0, before="", inject="", name="c", env={}) -> a container with the driver's /proc, whose adoption is
+    killed at system call `at`, or begins with the shell commands `before`, or has a system call that fails."""
 
-    def new(at: int = 0, before: str = "", inject: str = "", name: str = "c") -> Container:
+    def new(
+        at: int = 0, before: str = "", inject: str = "", name: str = "c", env: dict[str, str] | None = None
+    ) -> Container:
         adopt = write_adopt(tmp_path, at)
         if inject:
             adopt.write_text(adopt.read_text().replace("-qq ", f"-qq -e inject={inject} "))
         hook = tmp_path / f"with-driver-{name}"
-        one = container(["true"], env=ALL, name=name, runtime=through(node, write_runtime(tmp_path, hook=hook)))
+        runtime = through(node, write_runtime(tmp_path, hook=hook))
+        one = container(["true"], env={**ALL, **(env or {})}, name=name, runtime=runtime)
         hook.write_text(f"""#!/bin/sh
 for last; do :; done
 [ "$last" = adopt ] || exec {adopt} "$@"
@@ -137,6 +141,20 @@ def test_launcher_without_a_way_back_starts_nothing(make: Callable[..., Containe
         one.create()
     assert not asked_python(tmp_path)
     assert left(node) == []
+
+
+def test_nothing_is_left_in_an_image_when_neither_can_mount(
+    make: Callable[..., Container], simhost: Path, tmp_path: Path
+) -> None:
+    """The launcher has made links, and directories for them, by then."""
+    driverhost.add_graphics(simhost)
+    one = make(inject="move_mount:error=EPERM", env={"NVIDIA_DRIVER_CAPABILITIES": "all"})
+    graphics(one)
+    with pytest.raises(RuntimeFailed, match="Operation not permitted"):
+        one.create()
+    made = [call for call in calls(tmp_path) if call.startswith(("symlinkat(", "mkdirat("))]
+    assert asked_python(tmp_path) and any("gbm" in call and call.startswith("mkdirat(") for call in made)
+    assert not [path for path in upper(one) if path.endswith(("gbm", ".so.1", "_gbm.so"))]
 
 
 def test_way_back_is_to_where_it_was(make: Callable[..., Container], tmp_path: Path) -> None:

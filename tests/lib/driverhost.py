@@ -14,7 +14,14 @@ from tests.sim import hostfiles, simhost
 
 VERSION = simhost.VERSION
 LIBDIR = simhost.LIBDIR
-GRAPHICS = {"libGLX_nvidia": "0", "libEGL_nvidia": "0", "libnvidia-glcore": "", "libnvidia-encode": "1"}
+GRAPHICS = {
+    "libGLX_nvidia": "0",
+    "libEGL_nvidia": "0",
+    "libnvidia-glcore": "",
+    "libnvidia-encode": "1",
+    "libnvidia-allocator": "1",
+    "libvdpau_nvidia": "1",
+}
 VENDOR_FILES = ("usr/share/vulkan/icd.d/nvidia_icd.json", "usr/share/glvnd/egl_vendor.d/10_nvidia.json")
 MIG_UUIDS = ("MIG-0f000000-0000-4000-8000-000000000001", "MIG-0f000000-0000-4000-8000-000000000002")
 

@@ -9,9 +9,10 @@ import subprocess
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from gpushare import ldcache, rootfs
+from gpushare import ldcache, linux, rootfs
 from gpushare.errors import KernelError
 from gpushare.model import Bundle, Image, LdEntry
 
@@ -326,3 +327,18 @@ def test_a_compat_directory_that_is_linked_only_at_run_time(debian: Tree) -> Non
     debian.library("/usr/local/cuda-12.4/compat/lib.real/libcuda.so.550.54.15", "libcuda.so.1")
     debian.link("/usr/local/cuda-12.4/compat/lib.real/libcuda.so.1", "libcuda.so.550.54.15")
     assert drivers(debian.probe()) == {"/usr/local/cuda-12.4/compat/lib.real/libcuda.so.550.54.15": "libcuda.so.1"}
+
+
+def test_what_is_not_there_is_not_asked_for(debian: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's images name two directories in LD_LIBRARY_PATH that they do not have: one look at each, not 32."""
+    asked: list[str] = []
+    real = linux.openat2
+
+    def counted(dir_fd: int, path: str, *arguments: Any) -> int:
+        asked.append(path)
+        return real(dir_fd, path, *arguments)
+
+    monkeypatch.setattr(linux, "openat2", counted)
+    debian.probe(("LD_LIBRARY_PATH", "/usr/local/nvidia/lib:/usr/local/nvidia/lib64"))
+    assert [path for path in asked if "nvidia" in path] == ["/usr/local/nvidia/lib", "/usr/local/nvidia/lib64"]
+    assert not [path for path in asked if "/tls" in path]

@@ -169,3 +169,21 @@ def test_nothing_is_mounted_where_the_host_would_see_it(make: MakeTree, flag: st
                 assert tree.place(path, kind) == path
         tree.add("/v/dir", "/")  # ours is private: what comes over it stays in the container
         assert tree.place("/v/dir", "dir") == "/v/dir"
+
+
+def test_a_mount_over_a_link_counts_for_those_who_went_through_it_before(make: MakeTree, tmp_path: Path) -> None:
+    """Directories on the way are resolved once; a mount of ours changes what is there."""
+    with make([], "rootfs/usr/lib/a", ("rootfs/opt/lib", "/usr/lib"), "volume/b") as tree:
+        assert tree.place("/opt/lib/a", "file") == tree.place("/opt/lib/a", "file") == "/usr/lib/a"
+        tree.add("/opt", str(tmp_path / "volume"))
+        assert tree.place("/opt/lib/a", "file") == "/opt/lib/a"
+
+
+def test_directory_that_only_a_mount_makes_is_there_from_then_on(make: MakeTree, tmp_path: Path) -> None:
+    with make([], "rootfs/etc/") as tree:
+        assert tree.place("/srv/new/a", "file") == "/srv/new/a"
+        tree.add("/srv/new", str(tmp_path / "volume"))
+        (tmp_path / "volume/link").symlink_to("/etc/passwd")
+        assert tree.place("/srv/new/a", "file") == "/srv/new/a"
+        with pytest.raises(KernelError, match="link to nothing"):
+            tree.place("/srv/new/link", "file")
