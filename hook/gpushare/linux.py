@@ -1,4 +1,5 @@
-"""Linux system calls that Python does not have, as thin functions. The only module that imports ctypes (start path).
+"""Linux system calls that Python does not have, as thin functions. The only module that imports ctypes (start path),
+or rather the module in C behind it: the rest of ctypes takes 1 ms to load.
 
 Every function raises `SyscallError`, a `KernelError` that names the call, the path (or what the descriptor stands for)
 and the kernel's reason. Nothing here decides anything. Sources: the manual pages of each call; numbers from the
@@ -7,11 +8,13 @@ kernel's tables.
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 from .errors import KernelError
-from .light import Union
+from .light import TYPE_CHECKING, Any, Union
+
+if TYPE_CHECKING:
+    import ctypes
 
 AT_FDCWD = -100
 AT_EMPTY_PATH = 0x1000
@@ -45,11 +48,58 @@ _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _PIDFD_OPEN, _OPENAT2, _M
 )  # fmt: skip
 _BPF = {"x86_64": 321, "aarch64": 280}
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_syscall = _libc.syscall
-_syscall.restype = ctypes.c_long
+if TYPE_CHECKING:
+    from ctypes import addressof as _addressof
+    from ctypes import c_char as _Char
+    from ctypes import c_long as _Long
+    from ctypes import get_errno as _get_errno
 
-Memory = ctypes.Array[ctypes.c_char]  # what `buffer` returns
+    Memory = ctypes.Array[_Char]  # what `buffer` returns
+    _syscall: Any
+
+    def _function(name: str) -> Any:
+        """A function of the C library that returns an int, and errno apart."""
+else:
+    Memory = Any
+    try:
+        from _ctypes import FUNCFLAG_CDECL, FUNCFLAG_USE_ERRNO, CFuncPtr, _SimpleCData, dlopen, dlsym
+        from _ctypes import addressof as _addressof
+        from _ctypes import get_errno as _get_errno
+
+        class _Long(_SimpleCData):
+            _type_ = "l"
+
+        class _Int(_SimpleCData):
+            _type_ = "i"
+
+        class _Char(_SimpleCData):
+            _type_ = "c"
+
+        class _LongFunction(CFuncPtr):
+            _flags_ = FUNCFLAG_CDECL | FUNCFLAG_USE_ERRNO
+            _restype_ = _Long
+
+        class _IntFunction(CFuncPtr):
+            _flags_ = FUNCFLAG_CDECL | FUNCFLAG_USE_ERRNO
+            _restype_ = _Int
+
+        _handle = dlopen(None, 0)
+        _syscall = _LongFunction(dlsym(_handle, "syscall"))
+
+        def _function(name):
+            return _IntFunction(dlsym(_handle, name))
+    except (ImportError, AttributeError, TypeError):  # a Python that has it otherwise
+        from ctypes import CDLL
+        from ctypes import addressof as _addressof
+        from ctypes import c_char as _Char
+        from ctypes import c_long as _Long
+        from ctypes import get_errno as _get_errno
+
+        _libc = CDLL(None, use_errno=True)
+        _function = _libc.__getattr__
+        _syscall = _function("syscall")
+        _syscall.restype = _Long
+
 Arg = Union[int, bytes, Memory, None]
 
 
@@ -69,20 +119,20 @@ def from_os_error(error: OSError, call: str, path: str) -> SyscallError:
 
 
 def _long(argument: Arg) -> object:
-    return ctypes.c_long(argument) if isinstance(argument, int) else argument
+    return _Long(argument) if isinstance(argument, int) else argument
 
 
 def _call(name: str, path: str, number: int, *arguments: Arg) -> int:
-    result = int(_syscall(ctypes.c_long(number), *map(_long, arguments)))
+    result = int(_syscall(_Long(number), *map(_long, arguments)))
     if result < 0:
-        raise SyscallError(name, path, ctypes.get_errno())
+        raise SyscallError(name, path, _get_errno())
     return result
 
 
 def _libc_call(name: str, path: str, *arguments: Arg) -> int:
-    result = int(getattr(_libc, name)(*arguments))
+    result = int(_function(name)(*arguments))
     if result < 0:
-        raise SyscallError(name, path, ctypes.get_errno())
+        raise SyscallError(name, path, _get_errno())
     return result
 
 
@@ -157,20 +207,22 @@ def _detached(kind: str, options: dict[str, str], attributes: int, what: str) ->
 
 def filesystem_magic(fd: int) -> int:
     """The superblock magic number (statfs f_type) of the file system that `fd` is on."""
-    buffer = ctypes.create_string_buffer(256)
-    _libc_call("fstatfs", f"fd {fd}", fd, buffer)
-    return int.from_bytes(buffer.raw[:8], "little")
+    status = buffer(256)
+    _libc_call("fstatfs", f"fd {fd}", fd, status)
+    return int.from_bytes(status.raw[:8], "little")
 
 
 def buffer(content: Union[bytes, int]) -> Memory:
     """Memory for the kernel to read or fill: a copy of `content`, or that many zero bytes."""
-    if isinstance(content, int):
-        return ctypes.create_string_buffer(content)
-    return ctypes.create_string_buffer(content, max(len(content), 1))
+    size = content if isinstance(content, int) else max(len(content), 1)
+    memory: Memory = (_Char * size)()
+    if not isinstance(content, int):
+        memory.raw = content.ljust(size, b"\0")
+    return memory
 
 
 def address(memory: Memory) -> int:
-    return ctypes.addressof(memory)
+    return _addressof(memory)
 
 
 def bpf(command: int, attr: Memory, what: str) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -196,3 +198,44 @@ def test_an_error_names_call_path_and_reason() -> None:
         linux.setns(file.fileno(), "a file")
     with pytest.raises(KernelError, match=r"pidfd_open 'pid 4194304'"):
         linux.pidfd_open(4194304)
+
+
+WITHOUT = """
+import builtins
+given = builtins.__import__
+def find(name, globals=None, *rest):
+    if name == "_ctypes" and globals["__name__"] == "gpushare.linux":
+        raise ImportError(name)
+    return given(name, globals, *rest)
+builtins.__import__ = find
+"""
+CALLS = """
+import os, struct, sys
+from gpushare import linux
+def said(call, *arguments):
+    try:
+        return call(*arguments)
+    except linux.SyscallError as error:
+        return f"{error.call} {error.path} {error.errno}"
+fd = os.open("/proc", os.O_PATH)
+print(said(linux.openat2, fd, "nothing", os.O_PATH), said(linux.openat2, -1, "x", os.O_PATH))
+print(said(linux.umount, "/none"), said(linux.setns, fd, "ns"))
+print(said(linux.pidfd_open, -5), said(linux.move_mount, -1, fd, "m"))
+print(hex(linux.filesystem_magic(fd)), linux.buffer(3).raw, linux.buffer(b"").raw, linux.buffer(b"ab").raw)
+one = linux.buffer(struct.pack("<QQQ", os.O_PATH, 0, 0))
+other = linux._call("openat2", "self", 437, fd, b"self", linux.address(one), 24)
+print(os.path.samestat(os.fstat(other), os.stat("/proc/self")), "ctypes" in sys.modules)
+"""
+
+
+def test_with_ctypes_and_with_what_is_behind_it_calls_are_the_same() -> None:
+    path = str(Path(linux.__file__).parents[1])
+    said = []
+    for before in ("", WITHOUT):
+        text = f"import sys; sys.path.insert(0, {path!r})\n{before}{CALLS}"
+        done = subprocess.run([sys.executable, "-ISc", text], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0].endswith("True False\n") and said[1].endswith("True True\n")
+    assert said[0].splitlines()[:-1] == said[1].splitlines()[:-1]
+    assert f"umount2 /none {errno.ENOENT}" in said[0] and "0x9fa0 b'\\x00\\x00\\x00' b'\\x00' b'ab'" in said[0]
