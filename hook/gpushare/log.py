@@ -13,7 +13,7 @@ from .light import dumps
 
 _KEPT = 256  # files in errors/: a crash loop under ever new names must not fill the state directory
 _MAX_BYTES = 64 << 10
-_TRACE = "~trace"  # no container id has a ~
+TRACE = "~trace"  # no container id has a ~
 
 
 def line_of(error: BaseException) -> tuple[str, int]:
@@ -45,7 +45,7 @@ def record(state_dir: str, container_id: str, line: str, error: BaseException) -
             import traceback  # only for a bug of ours: not a cost of a normal start
 
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            _write(folder, container_id + _TRACE, text)
+            _write(folder, container_id + TRACE, text)
         _forget_oldest(folder)
     except OSError:
         pass
@@ -123,7 +123,7 @@ def read(state_dir: str, container_id: str) -> str:
 
 def forget(state_dir: str, container_id: str) -> None:
     """Removes what `record` wrote."""
-    for name in (container_id, container_id + _TRACE):
+    for name in (container_id, container_id + TRACE):
         try:
             os.unlink(os.path.join(state_dir, "errors", name))
         except OSError:

@@ -349,7 +349,7 @@ static bool put_in(struct adoption *a) {
 }
 
 static void forget_refusal(const struct adoption *a) {
-    static const char *const endings[] = {"", ".trace"};
+    static const char *const endings[] = {"", TRACE_SUFFIX};
     for (size_t i = 0; i < 2; i++) {
         char path[PATH_MAX];
         if (snprintf(path, sizeof path, "%s/errors/%s%s", a->state_dir, a->id, endings[i]) <

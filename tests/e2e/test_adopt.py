@@ -116,6 +116,20 @@ def test_who_adopts(container: MakeContainer, simhost: Path, node: Node, tmp_pat
     assert left(node) == []
 
 
+def test_adoption_forgets_the_last_refusal_and_no_other(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    errors = node.state / "errors"
+    program = write_runtime(tmp_path, hook=write_adopt(tmp_path))
+    one = container(["true"], env=ALL, runtime=through(node, program))
+    with pytest.raises(RuntimeFailed, match="not an amount"):  # makes the directory
+        container(["true"], env={"GPUSHARE_MEMORY": "no"}, runtime=node.runtime()).run()
+    (other,) = errors.iterdir()
+    for name in (one.id, f"{one.id}~trace", f"{one.id}.trace"):  # the last is another container's
+        (errors / name).write_text("refused\n")
+    assert one.run() == 0, one.stderr
+    assert not asked_python(tmp_path)
+    assert {path.name for path in errors.iterdir()} == {other.name, f"{one.id}.trace"}
+
+
 def test_root_of_another_uid_is_for_python(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     program = write_runtime(tmp_path, hook=write_adopt(tmp_path))
     one = container(["true"], env=ALL, runtime=through(node, program), edit=shifted)
