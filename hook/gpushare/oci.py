@@ -201,14 +201,21 @@ def _first(annotations: dict[str, str], keys: tuple[str, ...]) -> str:
     return next((annotations[key] for key in keys if annotations.get(key)), "")
 
 
+def _agreed(annotations: dict[str, str], keys: tuple[str, ...]) -> str:
+    """As `_first`; "" also when two of them differ. An engine sets its own, and a pod's owner may have written that of
+    another engine, which this one passes on (CRI-O: all annotations of the pod)."""
+    said = {annotations[key] for key in keys if annotations.get(key)}
+    return said.pop() if len(said) == 1 else ""
+
+
 def container_name(annotations: dict[str, str]) -> str:
-    """The container's name inside its pod, "" when no engine says."""
-    return _first(annotations, names.CONTAINER_NAME_ANNOTATIONS)
+    """The container's name inside its pod, "" when no engine says, or two do."""
+    return _agreed(annotations, names.CONTAINER_NAME_ANNOTATIONS)
 
 
 def pod_namespace(annotations: dict[str, str]) -> str:
-    """The namespace of the container's pod, "" when no engine says."""
-    return _first(annotations, names.POD_NAMESPACE_ANNOTATIONS)
+    """The namespace of the container's pod, "" when no engine says, or two do."""
+    return _agreed(annotations, names.POD_NAMESPACE_ANNOTATIONS)
 
 
 def sandbox_id(annotations: dict[str, str]) -> str:
@@ -230,7 +237,7 @@ def bundle_of(state: State, spec: dict[str, Any]) -> Bundle:
         env=_env(spec),
         annotations=annotations,
         cgroups_path=cgroups_path,
-        container_type=_first(annotations, names.CONTAINER_TYPE_ANNOTATIONS),
+        container_type=_agreed(annotations, names.CONTAINER_TYPE_ANNOTATIONS),
         container_name=container_name(annotations),
         privileged="CAP_SYS_ADMIN" in items(spec, "process", "capabilities", "bounding"),
         spec=spec,

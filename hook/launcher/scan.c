@@ -47,10 +47,12 @@ static bool holds(const char *text, size_t size, const char *word) {
 /* Whether this is the sandbox of a pod, which asks for nothing whatever annotations of its pod it
  * has. Quotes inside of a JSON string are escaped, so this text is a member of an object, spelled
  * as containerd spells it, and only annotations and sysctls can have such a name (no runtime takes
- * such a sysctl). One that has devices or an edit of ours is not what it should be. */
+ * such a sysctl). One that has devices or an edit of ours is not what it should be, and one of
+ * which another engine says what it is may be a container whose pod carries that annotation. */
 static bool is_sandbox(const char *text, size_t size) {
     return holds(text, size, SANDBOX) && !holds(text, size, "/dev/nvidia") &&
-           !holds(text, size, APPLIED) && !has_hidden_letters(text, size);
+           !holds(text, size, APPLIED) && !holds(text, size, SANDBOX_TOO) &&
+           !has_hidden_letters(text, size);
 }
 
 bool scan_text_may_ask(char *text, size_t size) {

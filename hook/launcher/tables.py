@@ -44,6 +44,7 @@ def defines() -> str:
         "LAUNCHER_FILE": f'"{lowlevel.FILE}"',
         "LAUNCHER_VERSION": f'"{lowlevel.VERSION}"',
         "SANDBOX": c_text(f'"{names.CONTAINER_TYPE_ANNOTATIONS[0]}":"sandbox"'),
+        "SANDBOX_TOO": f'"{names.CONTAINER_TYPE_ANNOTATIONS[1]}"',
         "APPLIED": c_text(names.APPLIED_ANNOTATION),
         "MAX_STATE_BYTES": str(oci.MAX_STATE_BYTES),
         "MAX_ID_LENGTH": str(oci.MAX_ID_LENGTH),

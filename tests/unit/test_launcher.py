@@ -192,6 +192,7 @@ WORDS = compact(SANDBOX).decode()[1:].partition(",")[0]
         {"annotations": {WORDS: WORDS, "gpushare.io/memory": "1Gi"}},
         {"annotations": SANDBOX, "linux": {"devices": [{"path": "/dev/nvidia0"}]}},
         {"annotations": {**SANDBOX, "gpushare.io/applied": "{}"}},
+        {"annotations": {**SANDBOX, "io.kubernetes.cri-o.ContainerType": "container"}},
     ],
     ids=str,
 )

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import oci
+from gpushare import names, oci, policy, request
 from gpushare.errors import RequestError
+from gpushare.model import Policy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.pure import bundle
+from tests.unit.pure import bundle, node
 
 STATE = {"ociVersion": "1.0.2", "id": "c1", "status": "created", "pid": 42, "bundle": "/b", "annotations": {"a": "b"}}
 
@@ -121,6 +122,22 @@ def test_wrong_types(spec: dict[str, Any], what: str) -> None:
 def test_sandbox(key: str) -> None:
     assert bundle(annotations={key: "sandbox"}).container_type == "sandbox"
     assert bundle().container_type == ""
+
+
+@pytest.mark.parametrize("real, forged", [(0, 1), (1, 0)])
+def test_pod_cannot_say_what_its_container_is_in_another_engine_s_words(real: int, forged: int) -> None:
+    """Else the container would be left alone, with all devices that a plugin gave it, or pass for another one."""
+    keys = names.CONTAINER_TYPE_ANNOTATIONS, names.CONTAINER_NAME_ANNOTATIONS, names.POD_NAMESPACE_ANNOTATIONS
+    annotations = {
+        **dict(zip((key[real] for key in keys), ("container", "train", "team"))),
+        **dict(zip((key[forged] for key in keys), ("sandbox", "driver", "kube-system"))),
+    }
+    one = bundle(annotations=annotations)
+    assert one.container_type != "sandbox"
+    assert one.container_name == oci.pod_namespace(one.annotations) == ""
+    asking = bundle("GPUSHARE_MEMORY=1Gi", annotations=annotations)
+    assert request.mentions(asking) and request.resolve(asking, node()) is not None
+    assert not policy.listed(asking, Policy(privileged_containers=("kube-system/driver", "kube-system/*")))
 
 
 def test_container_name() -> None:
