@@ -45,7 +45,8 @@ class Record(NamedTuple):
     leased: bool  # the container holds a part of a device
     removed: list[list[Any]]  # [place, index, value], in the order in which they were taken out
     ops: list[list[Any]]  # what is left for the hook, see `remaining`
-    denied: list[list[int]] = []  # [major, minor]; always given where one is made, absent in earlier records
+    denied: list[list[int]] = []  # [major, minor]; this and the next are absent in earlier records
+    narrowed: list[list[Any]] = []  # [index, number of rules there now, the rule that was there]; in this order
 
 
 def place(spec: Spec, path: Sequence[str]) -> Any:
@@ -126,6 +127,9 @@ def stripped(spec: Spec) -> Spec:
         _drop_last(place(spec, ("linux", "resources", "devices")), rule(major, minor))
     for major, minor in record.denied:
         _drop_last(place(spec, ("linux", "resources", "devices")), denial(major, minor))
+    rules = place(spec, ("linux", "resources", "devices")) or []
+    for index, count, value in reversed(record.narrowed):
+        rules[index : index + count] = [value]
     for stage in STAGES:
         hooks = place(spec, ("hooks", stage)) or []
         hooks[:] = [hook for hook in hooks if _nonce_of(hook) != record.nonce]

@@ -225,6 +225,11 @@ def _with_replaced(request: Request, bundle: Bundle) -> Request:
 def refuse_conflicts(bundle: Bundle, request: Request) -> None:
     """A hook cannot take out what other software put into config.json, so it refuses and says what that was:
     an NVIDIA hook would mount its own libcuda over ours, or beside it."""
+    if injected.allows_everything(bundle.spec) or not {-1, nvidia.MAJOR}.isdisjoint(injected.majors(bundle.spec)):
+        raise RequestError(
+            "config.json allows devices that were not granted (linux.resources.devices), as --privileged does",
+            f"start the container through gpushare-runtime, which denies them, or leave out {request.sources[0][0]}",
+        )
     found = nvidia.conflicts(bundle.spec)
     if found:
         raise RequestError(

@@ -165,6 +165,7 @@ def _withheld(bundle: Bundle, paths: Paths) -> Optional[dict[str, object]]:
 
     editor = specedit.Editor(bundle.spec, leased=False)
     taken = editor.take_out_foreign()
+    editor.narrow(config.driver_root)
     editor.deny(withhold.numbers(config.driver_root, ()))
     if config.log:
         lines = ["all NVIDIA devices", *taken]
@@ -210,6 +211,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -
     files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
     editor = specedit.Editor(bundle.spec, leased=lease is not None)
     removed = editor.take_out_foreign()
+    editor.narrow(host.config.driver_root)
     with SpecTree(bundle._replace(spec=editor.spec)) as tree:
         steps = plan.make_plan(bundle, asked, host, lease, rootfs.probe(tree, bundle.env), files)
         for op in steps.ops:

@@ -2,6 +2,7 @@
 
     Editor(spec, leased)                          one edit: what others put there is taken out, then the plan is put in
         .take_out_foreign()                       -> lines
+        .narrow(root)                             rules for other devices and NVIDIA's lose those
         .deny(numbers)                            rules against devices that --privileged would allow
         .put_in(plan, tree, hook_words, stderr)   -> Spec       a new value; unknown fields are kept
     write(path, spec)                             temporary file and rename, same owner and mode
@@ -16,7 +17,7 @@ import stat
 
 from . import applied, names, oci
 from .applied import NONCE_ENV, PLACES, STAGES, Record, Spec, place, rule
-from .dialects import nvidia
+from .dialects import injected, nvidia
 from .errors import KernelError
 from .light import Any, Callable, Sequence, dumps, loads
 from .ops import Cover, DeviceNode, DeviceRule, ImageFile, LdCache, Link, Mount, Plan, ProcMask
@@ -32,7 +33,7 @@ class Editor:
 
     def __init__(self, spec: Spec, leased: bool) -> None:
         self.spec: Spec = loads(dumps(spec))
-        self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [])
+        self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [], [])
         for path, empty in PLACES:
             above = place(self.spec, path[:-1])
             (oci.items if isinstance(empty, list) else oci.section)(self.spec, *path)  # refuses any other type
@@ -53,8 +54,21 @@ class Editor:
         for stage in list(self.spec["hooks"]):
             hooks = self._take_out(f"hooks.{stage}", lambda hook: nvidia.is_tool_hook(hook) or _is_our_hook(hook))
             taken += [f"{stage} hook {hook['path']}" for hook in hooks]
-        mounts = self._take_out("mounts", lambda mount: nvidia.is_driver_mount(mount) or _is_node_mount(mount))
+        mounts = self._take_out("mounts", lambda mount: nvidia.is_driver_mount(mount) or nvidia.is_node_mount(mount))
         return taken + [f"mount at {mount['destination']}" for mount in mounts]
+
+    def narrow(self, root: str) -> None:
+        """Rules of others lose NVIDIA's devices, behind `take_out_foreign` and before `deny`; see withhold.py."""
+        if not injected.reaches(self.spec):
+            return
+        from . import withhold
+
+        rules, majors = self.spec["linux"]["resources"]["devices"], withhold.majors(root)
+        for index in range(len(rules) - 1, -1, -1):
+            others = withhold.narrower(rules[index], majors)
+            if others is not None:
+                self.record.narrowed.append([index, len(others), rules[index]])
+                rules[index : index + 1] = others
 
     def deny(self, numbers: Sequence[tuple[int, int]]) -> None:
         """Rules behind those that are there already, and before those of the plan; see withhold.py."""
@@ -148,11 +162,6 @@ def _is_rule_for(rule: Any, numbers: list[tuple[Any, Any]]) -> bool:
 def _is_our_hook(hook: Any) -> bool:
     path = hook.get("path") if isinstance(hook, dict) else None
     return isinstance(path, str) and os.path.basename(path) == HOOK_PROGRAM
-
-
-def _is_node_mount(mount: Any) -> bool:
-    target = mount.get("destination") if isinstance(mount, dict) else None
-    return isinstance(target, str) and target.startswith(nvidia.DEVICE_PREFIX)
 
 
 # The file

@@ -3,12 +3,15 @@ such containers only).
 
     sees_everything(bundle)     -> bool                whether the engine gave it all devices, or NVIDIA's
     numbers(root, granted)      -> [(major, minor)]    to deny; minor -1 stands for all of a major
+    narrower(rule, majors)      -> [rule] or None      a rule for other devices and NVIDIA's, without those
+    majors(root)                -> {major}             of NVIDIA's devices on this host
     is_there(root)              -> bool                whether this host has such devices at all
     applies(bundle, config)     -> bool                whether a container that asks for nothing loses them
 
 `--privileged` is a rule for all devices, so leaving nodes out is not enough: mknod makes them again. Rules of a spec
 count in their order, so these come after that one. They name single minors, since cgroup v1 knows no exception of an
 exception: what `195:*` denies, `195:0` cannot allow again (kernel: security/device_cgroup.c; runc refuses to try).
+For the same reason nothing can be denied behind `c *:* rwm`: that becomes a rule for each other major.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import stat
 from . import policy
 from .dialects import injected, nvidia
 from .driverroot import listing, short_read
-from .light import Iterable
+from .light import Any, Iterable, Optional
 from .model import Bundle, Config
 
 ALL_MINORS = -1
@@ -27,10 +30,13 @@ _GPUS = 64  # minors that a GPU added later could get
 _CONTROL = (254, 255)  # nvidia-modeset, nvidiactl
 _DIRECTORIES = ("", "nvidia-caps", "nvidia-caps-imex-channels")  # below dev
 _MAX_BYTES = 1 << 16
+_CHARACTER_MAJORS = 512  # CHRDEV_MAJOR_MAX, include/linux/fs.h
 
 
 def sees_everything(bundle: Bundle) -> bool:
-    return injected.allows_everything(bundle.spec) or bool(nvidia.conflicts(bundle.spec))
+    return (
+        injected.allows_everything(bundle.spec) or injected.reaches(bundle.spec) or bool(nvidia.conflicts(bundle.spec))
+    )
 
 
 def may_apply(bundle: Bundle) -> bool:
@@ -68,6 +74,19 @@ def _nodes(root: str) -> set[tuple[int, int]]:
 
 def is_there(root: str) -> bool:
     return bool(_majors(root) or _nodes(root))
+
+
+def majors(root: str) -> set[int]:
+    return {nvidia.MAJOR, *_majors(root), *(major for major, _ in _nodes(root))}
+
+
+def narrower(rule: Any, majors: set[int]) -> Optional[list[dict[str, Any]]]:
+    """None: it has nothing to do with NVIDIA's devices. Pure."""
+    major = injected.major_of(rule)
+    if major is None or (major >= 0 and major not in majors):
+        return None
+    rest = range(_CHARACTER_MAJORS) if major < 0 else ()
+    return [{**rule, "major": other} for other in rest if other not in majors]
 
 
 def numbers(root: str, granted: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

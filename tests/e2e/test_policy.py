@@ -196,6 +196,47 @@ def test_privileged_container_gets_no_other_gpu(
     assert config_of(one) == one.spec
 
 
+ANY = {"allow": True, "type": "c", "access": "rwm"}
+WIDE = {
+    "all character devices": ({**ANY, "major": -1, "minor": -1},),
+    "without numbers": (ANY,),
+    "a minor of every major": ({**ANY, "minor": 1}, {**ANY, "major": 10}),
+    "NVIDIA's major": ({**ANY, "major": 195}, {**ANY, "major": 10}),
+    "node by node": (*({**ANY, "major": 195, "minor": minor} for minor in (0, 1, 2, 254)), {**ANY, "major": 10}),
+    "all devices, with numbers": ({"allow": True, "type": "a", "major": 10, "minor": 229, "access": "rwm"},),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("asks", [True, False], ids=["asks", "silent"])
+def test_no_rule_for_devices_reaches_another_gpu(
+    view: View,
+    container: MakeContainer,
+    make_node: Callable[..., Node],
+    real_root: Path,
+    image: Path,
+    name: str,
+    asks: bool,
+) -> None:
+    """cgroup v1 cannot deny a part of what `c *:* rwm` allows, so that rule itself must change."""
+    node = make_node(real_root, policy={"privileged_containers": ["allowed"]})
+
+    def edit(spec: dict[str, Any]) -> None:
+        privileged(spec)
+        spec["linux"]["devices"] = []
+        spec["linux"]["resources"]["devices"] = [{"allow": False, "access": "rwm"}, *WIDE[name], {**ANY, "major": 9}]
+
+    env = {"NVIDIA_VISIBLE_DEVICES": "0"} if asks else {}
+    rest: dict[str, Any] = {"runtime": node.runtime(), "prefix": view.prefix, "rootfs": image, "edit": edit}
+    one = container(["sleep", "inf"], env=env, id="allowed" if asks else "other", **rest).start()
+    assert opened(one, 195, 0) == (ENXIO if asks else EPERM)
+    assert [opened(one, 195, minor) for minor in (1, 2, 254)] == [EPERM] * 3
+    assert EPERM not in (opened(one, 10, 1 if "minor" in name else 229), opened(one, 9, 0))  # all else is as it was
+    one.delete()
+    assert node.cli("explain", "--restore", str(one.bundle)).returncode == 0
+    assert config_of(one) == one.spec
+
+
 def test_privileged_container_without_an_entry_gets_no_gpu(
     view: View, container: MakeContainer, make_node: Callable[..., Node], real_root: Path, image: Path
 ) -> None:

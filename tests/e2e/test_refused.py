@@ -66,6 +66,25 @@ def test_container_that_nvidia_s_own_tools_serve_already(container: Callable[...
     assert_refused(one, node, ("createContainer hook", "nvidia-cdi-hook", "GPUSHARE_MEMORY"))
 
 
+NVIDIA1 = {"destination": "/dev/nvidia1", "type": "bind", "source": "/dev/null", "options": ["bind"]}
+RULES = ({"access": "rwm"}, {"type": "c", "access": "rwm"}, {"type": "c", "major": 195, "minor": 1, "access": "rw"})
+
+
+@pytest.mark.parametrize("rule", [*RULES, None], ids=str)
+def test_hook_cannot_take_away_another_device(
+    container: Callable[..., Container], node: Node, rule: dict[str, Any] | None
+) -> None:
+    def wide(spec: dict[str, Any]) -> None:
+        if rule is None:
+            spec["mounts"].append(NVIDIA1)
+        else:
+            spec["linux"]["resources"]["devices"].append({"allow": True, **rule})
+
+    one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook(), edit=wide)
+    what = "/dev/nvidia1" if rule is None else "linux.resources.devices"
+    assert_refused(one, node, (what, "gpushare-runtime", "GPUSHARE_MEMORY"))
+
+
 def test_second_container_over_capacity(
     tenant: Callable[..., Tenant], container: Callable[..., Container], node: Node, way: str
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import pytest
 from gpushare import dialects, names
-from gpushare.dialects import nvidia, own
+from gpushare.dialects import injected, nvidia, own
 from gpushare.errors import DeviceError, GpushareError, RequestError
 from gpushare.model import Amount, Inventory, Request, Selection
 from hypothesis import given
@@ -327,3 +327,13 @@ def test_any_own_words_are_read_or_refused(env: dict[str, str]) -> None:
     assert found is not None
     assert bool(found.memory) == (names.ENV_MEMORY in env)
     assert bool(found.compute) == (names.ENV_COMPUTE in env)
+
+
+def test_injected_device_of_another_name_is_still_that_device() -> None:
+    """`--device /dev/nvidia1:/dev/gpu`: what opens is in the numbers."""
+    devices = [
+        {"path": "/dev/gpu", "type": "c", "major": 195, "minor": 1},
+        {"path": "/dev/b", "type": "b", "major": 195, "minor": 0},
+    ]
+    control = [{"path": "/dev/ctl", "type": "c", "major": 195, "minor": minor} for minor in (254, 255)]
+    assert injected.minors({"linux": {"devices": [*devices, *control]}}) == (1,)

@@ -50,6 +50,22 @@ def test_a_host_without_the_driver(tmp_path: Path) -> None:
     assert not withhold.is_there(str(tmp_path))
 
 
+def test_a_rule_that_cannot_be_denied_in_part_is_for_all_other_majors() -> None:
+    def of(**rule: object) -> object:
+        return withhold.narrower({"allow": True, "type": "c", "access": "rwm", **rule}, {195, 510})
+
+    for every in ({}, {"major": None}, {"major": -1, "minor": -1}, {"minor": 7}):
+        made = of(**every)
+        assert isinstance(made, list)
+        assert {rule["major"] for rule in made} == set(range(512)) - {195, 510}
+        assert all(
+            {**rule, "major": 0} == {"allow": True, "type": "c", "access": "rwm", **every, "major": 0} for rule in made
+        )
+    assert of(major=195) == of(major=195, minor=3) == of(major=510, minor=0) == []
+    assert of(major=10) is None
+    assert of(allow=False) is of(type="b") is of(type="a") is withhold.narrower("rule", {195}) is None
+
+
 def test_a_rule_for_a_major_has_no_minor() -> None:
     assert "minor" not in applied.denial(195, -1)
     assert applied.denial(195, 0)["minor"] == 0
@@ -61,4 +77,7 @@ def test_who_sees_everything() -> None:
 
     assert of({"allow": True, "access": "rwm"})
     assert of({"allow": True, "type": "a", "major": -1, "minor": -1, "access": "rwm"})
+    assert of({"allow": True, "major": 1, "minor": 3, "access": "rwm"})  # no type is all types, whatever the numbers
+    assert of({"allow": True, "type": "c", "access": "rwm"})
+    assert of({"allow": True, "type": "c", "major": 195, "access": "rwm"})
     assert not of({"allow": False, "access": "rwm"}, {"allow": True, "type": "c", "major": 1, "minor": 3})

@@ -3,6 +3,9 @@
     read(env, annotations, spec, inventory) -> Request | None      names the devices, sets no limit
     minors(spec)                            -> tuple[int, ...]     of the GPUs in the spec
     allows_everything(spec)                 -> bool                --privileged: a rule for all devices
+    majors(spec)                            -> {int | None}        of all rules
+    reaches(spec)                           -> bool                whether a rule could be for NVIDIA's devices
+    major_of(rule)                          -> int | None          of a rule that allows character devices
     same_gpus(one, other, inventory)        -> bool                whether two selections name the same GPUs
 
 Often with NVIDIA_VISIBLE_DEVICES=void, which then only means that the devices are there already. A container with
@@ -21,17 +24,31 @@ _MODESET_MINOR = 254  # 254 and 255 are control nodes
 
 
 def _allows_everything(rule: Any) -> bool:
-    """A device rule without type and numbers, as --privileged makes it."""
-    return (
-        isinstance(rule, dict)
-        and rule.get("allow") is True
-        and rule.get("type") in (None, "", "a")
-        and rule.get("major") in (None, -1)
-    )
+    """A device rule without a type, as --privileged makes it. Numbers beside it mean nothing: runc and the kernel
+    look no further (security/device_cgroup.c)."""
+    return isinstance(rule, dict) and rule.get("allow") is True and rule.get("type") in (None, "", "a")
 
 
 def allows_everything(spec: dict[str, Any]) -> bool:
     return any(map(_allows_everything, oci.items(spec, "linux", "resources", "devices")))
+
+
+def major_of(rule: Any) -> Optional[int]:
+    """Of a rule that allows character devices: its major, -1 for any. None: it allows none."""
+    if not isinstance(rule, dict) or rule.get("allow") is not True or rule.get("type") != "c":
+        return None
+    major = rule.get("major")
+    return major if isinstance(major, int) and major >= 0 else -1
+
+
+def majors(spec: dict[str, Any]) -> set[Optional[int]]:
+    """`major_of` all rules of a spec."""
+    return set(map(major_of, oci.items(spec, "linux", "resources", "devices")))
+
+
+def reaches(spec: dict[str, Any]) -> bool:
+    """Whether a rule could be for NVIDIA's devices: its first major is fixed, others are above it."""
+    return any(major is not None and (major < 0 or major >= nvidia.MAJOR) for major in majors(spec))
 
 
 def same_gpus(one: Selection, other: Selection, inventory: Inventory) -> bool:
@@ -52,13 +69,21 @@ def _minor_of(path: object) -> int:
     return int(number) if number.isascii() and number.isdigit() and len(number) <= 3 else -1
 
 
+def _minor_of_device(device: dict[str, Any]) -> int:
+    """Also of a node that was given another name (`--device /dev/nvidia0:/dev/gpu`): its numbers are what opens."""
+    minor = device.get("minor")
+    if device.get("major") == nvidia.MAJOR and device.get("type") in ("c", "u") and isinstance(minor, int):
+        return minor
+    return _minor_of(device.get("path"))
+
+
 def minors(spec: dict[str, Any]) -> tuple[int, ...]:
     """In the order of the spec, each once."""
     if allows_everything(spec):
         return ()
-    paths = [device.get("path") for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
-    paths += [mount.get("destination") for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
-    found = (_minor_of(path) for path in paths)
+    devices = [device for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
+    paths = [mount.get("destination") for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
+    found = [*map(_minor_of_device, devices), *map(_minor_of, paths)]
     return tuple(dict.fromkeys(minor for minor in found if 0 <= minor < _MODESET_MINOR))
 
 

@@ -8,7 +8,7 @@
     asked(env, spec)                        -> (name, value)       by which devices are named; the value may be empty
     selection(env, spec, inventory)         -> Selection | None    the devices alone
     conflicts(spec)                         -> tuple[str, ...]     what other software already injected
-    is_tool_hook, is_driver_mount, is_device                       one entry of config.json
+    is_tool_hook, is_driver_mount, is_node_mount, is_device        one entry of config.json
 
 Source: NVIDIA container toolkit documentation; names of its hooks as of 1.17. Start path.
 """
@@ -126,6 +126,12 @@ def is_driver_mount(mount: Any) -> bool:
     return isinstance(target, str) and target.rpartition("/")[2].startswith(_DRIVER_LIBRARIES)
 
 
+def is_node_mount(mount: Any) -> bool:
+    """Whether an entry of `mounts` puts a device node of the driver's where programs look for it."""
+    target = mount.get("destination") if isinstance(mount, dict) else None
+    return isinstance(target, str) and target.startswith(DEVICE_PREFIX)
+
+
 def is_device(device: Any) -> bool:
     """Whether an entry of `linux.devices` is the driver's."""
     path = device.get("path") if isinstance(device, dict) else None
@@ -140,5 +146,6 @@ def conflicts(spec: dict[str, Any]) -> tuple[str, ...]:
         for hook in (hooks if isinstance(hooks, list) else ())
         if is_tool_hook(hook)
     ]
-    found += [f"mount at {shown(m['destination'])}" for m in oci.items(spec, "mounts") if is_driver_mount(m)]
+    mounts = oci.items(spec, "mounts")
+    found += [f"mount at {shown(m['destination'])}" for m in mounts if is_driver_mount(m) or is_node_mount(m)]
     return tuple(found + [f"device {shown(d['path'])}" for d in oci.items(spec, "linux", "devices") if is_device(d)])
