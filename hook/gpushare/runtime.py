@@ -139,13 +139,14 @@ def _create(call: Call, paths: Paths) -> int:
         _become(call, paths)
     oci.check_id(call.container_id)
     program = lowlevel.runtime_of(paths.config, paths.state_dir)
+    nonces: list[str] = []
     try:
-        _give(bundle, asked, host, path, paths)
+        _give(bundle, asked, host, path, paths, nonces)
         watch.end()
         lowlevel.execute(program, call.rest)
     except BaseException:
         hook.ignore_signals()
-        hook.undo(paths.state_dir, bundle.id, lambda: _put_back(path, clean))
+        hook.undo(paths.state_dir, bundle.id, lambda: _put_back(path, clean, nonces))
         raise
 
 
@@ -187,16 +188,18 @@ def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
     return withhold.numbers(host.config.driver_root, granted)
 
 
-def _put_back(path: str, clean: dict[str, object]) -> None:
-    """config.json as it was before us; not one byte of it changes when we had not come to write it."""
-    from . import specedit
+def _put_back(path: str, clean: dict[str, object], nonces: Sequence[str]) -> None:
+    """config.json as it was before us, when what is in it is our edit. Another start of this bundle may have written it
+    meanwhile, and without that edit its container would have what the engine gave it, without a limit."""
+    from . import applied, specedit
 
-    if oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json") != clean:
+    record = applied.record_of(oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json"))
+    if record is not None and record.nonce in nonces:
         specedit.write(path, clean)
 
 
-def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -> None:
-    """Reserves, and writes config.json."""
+def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, nonces: list[str]) -> None:
+    """Reserves, and writes config.json. `nonces` gets the number of the edit."""
     rootless.require_mounts()
     from . import driverfiles, leases, plan, rootfs, specedit, storage, ticket
     from .dialects import injected
@@ -210,6 +213,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths) -
         storage.make_share_dir(paths.state_dir, bundle.id)
     files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
     editor = specedit.Editor(bundle.spec, leased=lease is not None)
+    nonces.append(editor.record.nonce)
     removed = editor.take_out_foreign()
     editor.narrow(host.config.driver_root)
     with SpecTree(bundle._replace(spec=editor.spec)) as tree:

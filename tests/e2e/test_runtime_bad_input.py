@@ -74,6 +74,19 @@ def starts(node: Node, container: MakeContainer) -> None:
     assert traces(node) == []
 
 
+def test_second_start_of_a_bundle_leaves_the_first_one_s_edit(container: MakeContainer, node: Node) -> None:
+    """The first start's runtime may not have read config.json yet: without our edit the container would get what the
+    engine put there, without a limit."""
+    one = container(["sleep", "inf"], env=ONE_GIB, runtime=node.runtime()).start()
+    before = files(one.bundle)
+    assert "gpushare.io/applied" in json.loads(before["config.json"])["annotations"]
+    command = [*node.runtime(), "--root", str(one.bundle / "other"), "create", "--bundle", str(one.bundle), one.id]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "already has a lease" in done.stderr
+    assert files(one.bundle) == before
+    assert node.leases() == [one.id]
+
+
 # The low-level runtime
 
 
