@@ -6,8 +6,8 @@ limits files, which no container can write, say what they hold. No engine has to
 
 A new state directory has the file `rebuild` until the first start (or `gpushare refresh`) has looked. A container whose
 limits cannot be read gets a lease that cannot be read either: that blocks its devices until a person says that they are
-free, `gpushare prune --assume-free`. Whoever can mount file systems on the host can make us see too much, never too
-little.
+free, `gpushare prune --assume-free`. Whoever can mount file systems, on the host or in a user namespace, can make us see
+too much; too little only if every process of the container has left the share's mount behind (pivot_root).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from .light import NamedTuple, Optional
 from .model import Device, Lease, Node, Share
 
 _UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
+
+
+CONTRADICTION = ""  # the device where two mounts name one container: nobody can tell which is the real one
 
 
 class Found(NamedTuple):
@@ -58,29 +61,31 @@ def run(state_dir: str, node: Node) -> tuple[str, ...]:
 def containers(state_dir: str) -> tuple[Found, ...]:
     """Every container that has a share of `state_dir`, of now or of before, mounted where containers have it."""
     oldest: dict[str, Found] = {}
-    tables: dict[tuple[str, str], Optional[tuple[str, str]]] = {}
+    tables: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             view = os.readlink(f"/proc/{name}/ns/mnt"), os.readlink(f"/proc/{name}/root")
             if view not in tables:
                 with open(f"/proc/{name}/mountinfo", "rb") as table:
-                    tables[view] = shared_mount(table.read(), state_dir)
+                    tables[view] = shared_mounts(table.read(), state_dir)
         except OSError:  # gone, or a zombie
             continue
-        mount = tables[view]
-        process = procs.find(int(name)) if mount else None
-        if mount is None or process is None:
+        process = procs.find(int(name)) if tables[view] else None
+        if process is None:
             continue
-        known = oldest.get(mount[0])
-        if known is None or (process.start, process.pid) < (known.init.start, known.init.pid):
-            oldest[mount[0]] = Found(mount[0], process, mount[1])
+        for container_id, device in tables[view]:
+            known = oldest.get(container_id)
+            if known is not None and known.device != device:
+                oldest[container_id] = known._replace(device=CONTRADICTION)
+            elif known is None or (process.start, process.pid) < (known.init.start, known.init.pid):
+                oldest[container_id] = Found(container_id, process, device)
     return tuple(oldest[key] for key in sorted(oldest))
 
 
-def shared_mount(mountinfo: bytes, state_dir: str) -> Optional[tuple[str, str]]:
-    """(container id, "major:minor") of the share of `state_dir` at /usr/lib/gpushare; None when there is none. Of
-    several mounts there the last one counts, as for the container itself. Pure. Source: proc(5), mountinfo."""
-    found = None
+def shared_mounts(mountinfo: bytes, state_dir: str) -> tuple[tuple[str, str], ...]:
+    """(container id, "major:minor") of each share of `state_dir` at /usr/lib/gpushare, also of one that is mounted
+    over: a tenant can do that in a namespace of his own. Pure. Source: proc(5), mountinfo."""
+    found = []
     for line in mountinfo.decode("utf-8", "surrogateescape").splitlines():
         fields, _, tail = line.partition(" - ")
         words, kind = fields.split(" "), tail.split(" ")
@@ -88,8 +93,9 @@ def shared_mount(mountinfo: bytes, state_dir: str) -> Optional[tuple[str, str]]:
             continue
         parts = unescaped(words[3]).replace("//deleted", "").split("/")
         ours = kind[0] == "tmpfs" and unescaped(kind[1]) == state_dir and parts[:2] == ["", "containers"]
-        found = (parts[2], words[2]) if ours and parts[3:] == ["share"] and parts[2] not in ("", ".", "..") else None
-    return found
+        if ours and parts[3:] == ["share"] and parts[2] not in ("", ".", ".."):
+            found.append((parts[2], words[2]))
+    return tuple(found)
 
 
 def unescaped(word: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare import region
 
 from tests.lib import rootfs
 from tests.lib.host import PYTHON, TREE, Node, python_mounts
@@ -114,6 +116,35 @@ def stranger(container: MakeContainer, node: Node, tmp_path: Path) -> Iterator[C
 
     yield start
     rootfs.run("umount", "--lazy", fake)
+
+
+@pytest.mark.parametrize("source", ["", "plain"])
+def test_tenant_cannot_make_his_share_look_smaller(
+    container: MakeContainer, sleeper: Callable[..., Container], node: Node, source: str
+) -> None:
+    """With user namespaces even a container's init can mount over its share, in a mount namespace of its own."""
+    forge = "read id </go && mount -t tmpfs $1 /forged && mkdir -p /forged/containers/$id/share && "
+    forge += "cp /limits /forged/containers/$id/share/ && "
+    forge += "mount --bind /forged/containers/$id/share /usr/lib/gpushare && echo >/done && exec sleep inf"
+    command = ["unshare", "-Urm", "sh", "-c", forge, "sh", source or str(node.state)]
+    first = container(command, env={"GPUSHARE_MEMORY": "10Gi"}, runtime=node.runtime())
+    (first.rootfs / "forged").mkdir()
+    for name in ("go", "done"):
+        os.mkfifo(first.rootfs / name)
+    first.start()
+    (share,) = listed(node)[first.id]["shares"]
+    device = node.state / "containers" / first.id / "share" / "limits"
+    (limit,) = region.read_limits(device.read_bytes()).devices
+    real = device.read_bytes()
+    assert share["memory_limit_bytes"] == limit.memory_limit_bytes == 10 * GIB
+    forged = real.replace((10 * GIB).to_bytes(8, "little"), GIB.to_bytes(8, "little"))
+    (first.rootfs / "limits").write_bytes(forged)
+    (first.rootfs / "go").write_text(f"{first.id}\n")
+    (first.rootfs / "done").read_text()
+    unmounted(node)
+    with pytest.raises(RuntimeFailed) as refused:
+        sleeper("7Gi", "runtime")
+    assert "prune --assume-free" in refused.value.last_line
 
 
 def test_unreadable_limits_block_the_device(

@@ -16,22 +16,26 @@ def share(root: str = "/containers/a1/share", point: str = "/usr/lib/gpushare", 
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        ([ROOT, share()], ("a1", "0:31")),
-        ([ROOT, share("/containers/a1/share//deleted")], ("a1", "0:31")),
-        ([ROOT, share("/containers/with\\040space/share")], ("with space", "0:31")),
-        ([ROOT, share(), "31 30 0:40 / /usr/lib/gpushare/rw rw - tmpfs x rw"], ("a1", "0:31")),
-        ([ROOT, "29 22 8:1 /vol /usr/lib/gpushare rw - ext4 /dev/sda1 rw", share()], ("a1", "0:31")),
-        ([ROOT, share(), "31 30 8:1 /vol /usr/lib/gpushare rw - ext4 /dev/sda1 rw"], None),
-        ([ROOT], None),
-        ([ROOT, share(kind="ext4")], None),
-        ([ROOT, share(point="/var/bundle/rootfs/usr/lib/gpushare")], None),
-        ([ROOT, share("/containers/../share")], None),
-        ([ROOT, share("/containers//share")], None),
-        ([ROOT, share("/containers/a/b/share")], None),
-        ([ROOT, share("/elsewhere/a1/share")], None),
-        ([ROOT, share().replace("/run/gpu\\040share", "/run/other")], None),
-        (["", "garbage", "- -", "1 2 3 4 /usr/lib/gpushare -"], None),
+        ([ROOT, share()], (("a1", "0:31"),)),
+        ([ROOT, share("/containers/a1/share//deleted")], (("a1", "0:31"),)),
+        ([ROOT, share("/containers/with\\040space/share")], (("with space", "0:31"),)),
+        ([ROOT, share(), "31 30 0:40 / /usr/lib/gpushare/rw rw - tmpfs x rw"], (("a1", "0:31"),)),
+        ([ROOT, "29 22 8:1 /vol /usr/lib/gpushare rw - ext4 /dev/sda1 rw", share()], (("a1", "0:31"),)),
+        ([ROOT, share(), "31 30 8:1 /vol /usr/lib/gpushare rw - ext4 /dev/sda1 rw"], (("a1", "0:31"),)),
+        (
+            [ROOT, share(), share("/containers/b2/share").replace("0:31", "0:50")],
+            (("a1", "0:31"), ("b2", "0:50")),
+        ),
+        ([ROOT], ()),
+        ([ROOT, share(kind="ext4")], ()),
+        ([ROOT, share(point="/var/bundle/rootfs/usr/lib/gpushare")], ()),
+        ([ROOT, share("/containers/../share")], ()),
+        ([ROOT, share("/containers//share")], ()),
+        ([ROOT, share("/containers/a/b/share")], ()),
+        ([ROOT, share("/elsewhere/a1/share")], ()),
+        ([ROOT, share().replace("/run/gpu\\040share", "/run/other")], ()),
+        (["", "garbage", "- -", "1 2 3 4 /usr/lib/gpushare -"], ()),
     ],
 )
-def test_shared_mount(lines: list[str], found: tuple[str, str] | None) -> None:
-    assert rebuild.shared_mount("\n".join(lines).encode(), STATE) == found
+def test_shared_mounts(lines: list[str], found: tuple[tuple[str, str], ...]) -> None:
+    assert rebuild.shared_mounts("\n".join(lines).encode(), STATE) == found
