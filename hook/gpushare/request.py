@@ -225,14 +225,14 @@ def _with_replaced(request: Request, bundle: Bundle) -> Request:
 def refuse_conflicts(bundle: Bundle, request: Request) -> None:
     """A hook cannot take out what other software put into config.json, so it refuses and says what that was:
     an NVIDIA hook would mount its own libcuda over ours, or beside it."""
-    if injected.allows_everything(bundle.spec) or not {-1, nvidia.MAJOR}.isdisjoint(injected.majors(bundle.spec)):
-        raise RequestError(
-            "config.json allows devices that were not granted (linux.resources.devices), as --privileged does",
-            f"start the container through gpushare-runtime, which denies them, or leave out {request.sources[0][0]}",
-        )
     found = nvidia.conflicts(bundle.spec)
     if found:
         raise RequestError(
             f"config.json already has an NVIDIA {found[0]}" + (f" and {len(found) - 1} more" if found[1:] else ""),
             f"start the container through gpushare-runtime, which replaces it, or leave out {request.sources[0][0]}",
+        )
+    if injected.allows_everything(bundle.spec) or not {-1, nvidia.MAJOR}.isdisjoint(injected.majors(bundle.spec)):
+        raise RequestError(
+            "config.json allows devices that were not granted (linux.resources.devices), as --privileged does",
+            f"start the container through gpushare-runtime, which denies them, or leave out {request.sources[0][0]}",
         )
