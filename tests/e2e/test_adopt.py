@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,3 +264,34 @@ def test_adoption_killed_at_any_call_leaves_nothing(container: MakeContainer, no
         one.delete()
         assert left(node) == [], f"call {at} of {total}"
         one.close()
+
+
+def test_delete_killed_at_any_call_is_finished_by_the_next(
+    container: MakeContainer, node: Node, tmp_path: Path
+) -> None:
+    """kill -9 of gpushare-runtime itself; runc, its child, may be at work or done. Also two deletes at once."""
+
+    def delete(one: Container, *prefix: str) -> subprocess.Popen[bytes]:
+        command = [*prefix, *node.runtime(), *one._runtime[-2:], "delete", "--force", one.id]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def started(name: str) -> Container:
+        return container(["sleep", "inf"], env=ALL, runtime=node.runtime(), name=name).start()
+
+    log = tmp_path / "delete-calls"
+    one = started("probe")
+    delete(one, "strace", "-qq", "-o", str(log)).communicate(timeout=60)
+    total = len(log.read_text().splitlines())
+    assert left(node) == [] and total > 100
+    unfinished = 0
+    for at in [*range(40, total, 97), *range(total - 60, total, 9)]:
+        one = started(f"at{at}")
+        killer = ("strace", "-qq", "-o", str(log), f"--inject=all:signal=KILL:when={at}")
+        delete(one, *killer).communicate(timeout=60)  # a run may be some calls shorter than the first
+        unfinished += node.leases() == [one.id]
+        both = delete(one), delete(one)
+        for each in both:
+            _, said = each.communicate(timeout=60)
+            assert b"Traceback" not in said and b"internal error" not in said, said
+        assert left(node) == [], f"call {at} of {total}"
+    assert unfinished > 0
