@@ -6,8 +6,8 @@ limits files, which no container can write, say what they hold. No engine has to
 
 A new state directory has the file `rebuild` until the first start (or `gpushare refresh`) has looked. A container whose
 limits cannot be read gets a lease that cannot be read either: that blocks its devices until a person says that they are
-free, `gpushare prune --assume-free`. Whoever can mount file systems, on the host or in a user namespace, can make us see
-too much; too little only if every process of the container has left the share's mount behind (pivot_root).
+free, `gpushare prune --assume-free`. Whoever can mount file systems, on the host or in a user namespace, can make us
+see too much; too little only if every process of the container has left the share's mount behind (pivot_root).
 """
 
 from __future__ import annotations

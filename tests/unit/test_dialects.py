@@ -337,3 +337,11 @@ def test_injected_device_of_another_name_is_still_that_device() -> None:
     ]
     control = [{"path": "/dev/ctl", "type": "c", "major": 195, "minor": minor} for minor in (254, 255)]
     assert injected.minors({"linux": {"devices": [*devices, *control]}}) == (1,)
+
+
+@pytest.mark.parametrize("capabilities, found", [(["CAP_SYS_ADMIN"], ()), (["CAP_MKNOD"], (0,))])
+def test_a_rule_for_all_devices_alone_is_not_privileged(capabilities: list[str], found: tuple[int, ...]) -> None:
+    """Else `--device-cgroup-rule 'a *:* rwm' --device /dev/nvidia0` would be a GPU that nobody has a lease on."""
+    devices = [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]
+    linux = {"devices": devices, "resources": {"devices": [{"allow": True, "access": "rwm"}]}}
+    assert injected.minors({"linux": linux, "process": {"capabilities": {"bounding": capabilities}}}) == found

@@ -79,8 +79,8 @@ def _minor_of_device(device: dict[str, Any]) -> int:
 
 def minors(spec: dict[str, Any]) -> tuple[int, ...]:
     """In the order of the spec, each once."""
-    if allows_everything(spec):
-        return ()
+    if allows_everything(spec) and "CAP_SYS_ADMIN" in oci.items(spec, "process", "capabilities", "bounding"):
+        return ()  # without the capability it is no --privileged, and its devices were named one by one
     devices = [device for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
     paths = [mount.get("destination") for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
     found = [*map(_minor_of_device, devices), *map(_minor_of, paths)]
