@@ -26,6 +26,7 @@ MAX_CONFIG_BYTES = 1 << 20
 _ACCEPT = {"enum": ["always", "privileged", "never"]}
 _TEXT = {"type": "string"}
 _PATH = {"type": "string", "pattern": "^/[^\\u0000]*$"}
+_DEVICE = "^([0-9]+(:[0-9]+)?|(GPU|MIG|gpu|mig)-[^ ]+)$"
 
 
 class Key(NamedTuple):
@@ -80,8 +81,8 @@ KEYS = (
     Key("policy.over_maximum", "refuse", {"enum": ["refuse", "clamp"]},
         "What becomes of a container that asks for more than a maximum, or for no limit where there is one: it does "
         "not start, or gets the maximum."),
-    Key("policy.allowed_devices", [], {"type": "array", "items": _TEXT},
-        "Devices that containers may get, by uuid or index; empty: all."),
+    Key("policy.allowed_devices", [], {"type": "array", "items": {"type": "string", "pattern": _DEVICE}},
+        "Devices that containers may get, by index (\"0\", \"0:1\" for a MIG device) or whole uuid; empty: all."),
     Key("policy.allowed_backends", ["shim"],
         {"type": "array", "minItems": 1, "items": {"enum": ["shim", "mps", "dmem"]}},
         "How limits may be enforced."),
@@ -210,10 +211,15 @@ def parse_config(text: str, path: str) -> Config:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         lines = _lines(tree, path) if tree is not None else {}
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a number or a date that Python has not
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
-        problem = getattr(error, "problem", None) or "nested too deeply"
+        nested = (
+            "nested too deeply"
+            if isinstance(error, RecursionError)
+            else str(error).partition(";")[0].partition("\n")[0]
+        )
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or nested
         raise ConfigError(f"{where}: not valid YAML: {problem}") from None
     _validate(value, lines, path)
     return _config(value, lines, path)
@@ -256,7 +262,7 @@ def _validate(value: Any, lines: dict[str, int], path: str) -> None:
         raise _error(path, lines, "", f"no version in {shown(path)}", f"begin the file with version: {VERSION}")
     wanted = error.validator_value
     expected = {
-        "pattern": "an absolute path",
+        "pattern": "an index such as 0 or a whole uuid" if wanted == _DEVICE else "an absolute path",
         "enum": "one of " + ", ".join(map(str, wanted)) if isinstance(wanted, list) else "",
         "type": f"a value of type {wanted}",
     }.get(error.validator, f"{error.validator} {wanted}")

@@ -82,8 +82,8 @@ def _said(request: Request, variable: str, otherwise: str) -> str:
 
 def _denied_by_policy(device: Device, policy: Policy) -> bool:
     allowed = policy.allowed_devices
-    own_names = {device.uuid, str(device.index), device.parent, device_name(device)}
-    return bool(allowed) and own_names.isdisjoint(allowed)
+    own_names = {name.lower() for name in (device.uuid, str(device.index), device.parent, device_name(device)) if name}
+    return bool(allowed) and own_names.isdisjoint(name.lower() for name in allowed)
 
 
 def _most(device: Device, policy: Policy) -> int:
@@ -97,7 +97,7 @@ def _within_policy(wanted: Wanted, device: Device, policy: Policy) -> tuple[Want
     clamps, over = policy.over_maximum == "clamp", []
     memory, compute = wanted
     if memory is None and (policy.require_limits or policy.unlimited == "deny" or (policy.max_memory and not clamps)):
-        key = "require_limits" if policy.require_limits else "max_memory" if policy.max_memory else "unlimited"
+        key = "require_limits" if policy.require_limits else "unlimited" if policy.unlimited == "deny" else "max_memory"
         raise PolicyError(f"no memory limit was asked for, and policy.{key} requires one", f"set {names.ENV_MEMORY}")
     if policy.max_memory:
         most = _most(device, policy)

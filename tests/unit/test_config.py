@@ -129,6 +129,12 @@ def test_effective_says_what_the_file_would(text: str) -> None:
         ("version: 1\npolicy:\n  max_compute: 200%", 'f.yaml:3: policy.max_compute="200%": out of range'),
         ("version: 1\npolicy:\n  allowed_backends: []", "f.yaml:3: policy.allowed_backends: "),
         ("version: 1\npolicy:\n  allowed_devices: [0]", "f.yaml:3: policy.allowed_devices: "),
+        ("version: 1\npolicy:\n  allowed_devices: ['']", "is wrong; expected an index such as 0 or a whole uuid"),
+        ("version: 1\npolicy:\n  allowed_devices: [all]", 'f.yaml:3: policy.allowed_devices: "\\"all\\"" is wrong'),
+        ("version: 1\npolicy:\n  allowed_devices: ['0 ']", "expected an index such as 0 or a whole uuid"),
+        ("version: 1\nmemory_overcommit: " + "9" * 5000, "f.yaml:"),  # which Python reads, or not
+        ("version: 1\nshim_dir: 2024-13-01", "f.yaml: not valid YAML: month must be"),
+        ("version: 1\0", "f.yaml: not valid YAML: special characters are not allowed"),
         ("version: 1\nversion: 1", "f.yaml:2: version is given twice (first in line 1)"),
         ("version: 1\nhook: {log: a, log: b}", "f.yaml:2: hook.log is given twice"),
         ("version: 1\n  x: [", "f.yaml:2: not valid YAML"),

@@ -188,6 +188,12 @@ def test_no_device_on_the_host() -> None:
             "device 0 .* is not among policy.allowed_devices; use 1",
         ),
         ({"allowed_devices": ("9",)}, ("GPUSHARE_MEMORY=1Gi",), "not among policy.allowed_devices"),
+        ({"allowed_devices": ("",)}, ("GPUSHARE_MEMORY=1Gi",), "not among policy.allowed_devices"),
+        (
+            {"max_memory": "8Gi", "over_maximum": "clamp", "unlimited": "deny"},
+            ("NVIDIA_VISIBLE_DEVICES=all",),
+            "policy.unlimited requires one",
+        ),
     ],
 )
 def test_policy(policy: dict[str, Any], env: tuple[str, ...], what: str) -> None:
@@ -197,7 +203,7 @@ def test_policy(policy: dict[str, Any], env: tuple[str, ...], what: str) -> None
 
 def test_policy_allows() -> None:
     assert got(grant("GPUSHARE_MEMORY=25%", host=node(max_memory="25%"))) == [(0, 0, 4 * GI)]
-    for allowed in ("1", UUIDS[1]):
+    for allowed in ("1", UUIDS[1], UUIDS[1].lower()):
         host = node(allowed_devices=(allowed,))
         assert got(grant("GPUSHARE_MEMORY=1Gi", host=host)) == [(0, 1, GI)]
         assert got(grant("NVIDIA_VISIBLE_DEVICES=all", host=host)) == [(0, 1, None)]
