@@ -223,6 +223,11 @@ def sandbox_id(annotations: dict[str, str]) -> str:
     return _first(annotations, names.SANDBOX_ID_ANNOTATIONS)
 
 
+def is_privileged(spec: dict[str, Any]) -> bool:
+    """Whether the container could mount and make devices as root of the host can: what engines call privileged."""
+    return "CAP_SYS_ADMIN" in items(spec, "process", "capabilities", "bounding")
+
+
 def bundle_of(state: State, spec: dict[str, Any]) -> Bundle:
     """The parts of a parsed config.json that matter here, checked."""
     annotations = _texts(spec.get("annotations"), "config.json: annotations")
@@ -239,7 +244,7 @@ def bundle_of(state: State, spec: dict[str, Any]) -> Bundle:
         cgroups_path=cgroups_path,
         container_type=_agreed(annotations, names.CONTAINER_TYPE_ANNOTATIONS),
         container_name=container_name(annotations),
-        privileged="CAP_SYS_ADMIN" in items(spec, "process", "capabilities", "bounding"),
+        privileged=is_privileged(spec),
         spec=spec,
     )
 

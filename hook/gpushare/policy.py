@@ -3,6 +3,7 @@
     accepted(who, bundle)             -> bool    who: always | privileged | never
     refuse_unaccepted(mine, bundle, policy)      our own words, where the node does not listen to them
     refuse_injected(bundle, policy)              devices that other software put into config.json
+    refuse_unlimited(bundle, policy)             the same from a hook, where limits are required
     refuse_unlisted(request, bundle, policy)     a privileged container without an entry
     listed(bundle, policy)            -> bool    whether a privileged container has an entry
     pod_wide(request, bundle)         -> str     the sandbox, when an annotation without a container's name was used
@@ -51,6 +52,18 @@ def refuse_injected(bundle: Bundle, policy: Policy) -> None:
             f"config.json has {nvidia.DEVICE_PREFIX}{minors[0]}: devices that other software puts there are not "
             "accepted on this node",
             f"ask with {names.ENV_DEVICES}, or set policy.accept.cdi in the node's config.yaml",
+        )
+
+
+def refuse_unlimited(bundle: Bundle, policy: Policy) -> None:
+    """The same where nobody is there to take them out again, and a limit is required."""
+    minors = injected.minors(bundle.spec)
+    required = {"require_limits": policy.require_limits, "max_memory": policy.max_memory}
+    key = next((key for key, value in required.items() if value), "unlimited" if policy.unlimited == "deny" else "")
+    if minors and key:
+        raise PolicyError(
+            f"config.json has {nvidia.DEVICE_PREFIX}{minors[0]} without a memory limit, and policy.{key} requires one",
+            f"start the container through gpushare-runtime, with {names.ENV_MEMORY}",
         )
 
 

@@ -193,6 +193,8 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     if request is None:
         if with_injected:
             _refuse_void(mine, bundle)
+        elif not on_host:
+            policy.refuse_unlimited(bundle, rules)
         return None
     request = _with_replaced(request, bundle) if with_injected else request
     _refuse_unknown(bundle.env, bundle.annotations)

@@ -59,6 +59,34 @@ def test_injected_devices_that_policy_does_not_take_are_refused_by_both_ways() -
     assert request.mentions(bundle(linux=injected(1)))
 
 
+@pytest.mark.parametrize(
+    ("rules", "key"),
+    [
+        ({"require_limits": True}, "require_limits"),
+        ({"max_memory": "4Gi", "over_maximum": "clamp"}, "max_memory"),
+        ({"unlimited": "deny"}, "unlimited"),
+    ],
+)
+@pytest.mark.parametrize("env", [(), ("GPUSHARE_DEVICES=void",), ("NVIDIA_VISIBLE_DEVICES=void",)])
+def test_a_hook_refuses_injected_devices_where_limits_are_required(
+    env: tuple[str, ...], rules: dict[str, Any], key: str
+) -> None:
+    """It cannot take them out, and left in they are a whole GPU without a limit."""
+    with pytest.raises(PolicyError, match=rf"has /dev/nvidia1 without a memory limit, and policy\.{key} requires one"):
+        resolve(*env, linux=injected(1), rules=rules, runtime=False)
+    assert resolve(*env, linux=injected(1), runtime=False) is None
+    assert resolve(*env, rules=rules, runtime=False) is None
+
+
+def test_a_rule_for_all_devices_does_not_hide_a_device_of_an_ordinary_container() -> None:
+    """docker run --device /dev/nvidia1 --device-cgroup-rule 'a *:* rwm'"""
+    linux = {**injected(1), "resources": {"devices": [{"allow": True, "access": "rwm"}]}}
+    assert resolve(linux=linux).selection.names == (UUIDS[1],)
+    assert resolve(linux=linux, privileged=True) is None
+    mount = {"destination": "/dev//nvidia1", "type": "bind", "source": "/dev/nvidia1"}
+    assert resolve(mounts=[mount]).selection.names == (UUIDS[1],)
+
+
 def test_injected_devices_by_privilege() -> None:
     rules = {"accept_cdi": "privileged"}
     assert resolve(linux=injected(1), rules=rules, privileged=True).dialect == "injected"

@@ -8,11 +8,13 @@
     major_of(rule)                          -> int | None          of a rule that allows character devices
     same_gpus(one, other, inventory)        -> bool                whether two selections name the same GPUs
 
-Often with NVIDIA_VISIBLE_DEVICES=void, which then only means that the devices are there already. A container with
-access to every device (--privileged) has the host's whole list in its spec; that is nobody's request. Start path.
+Often with NVIDIA_VISIBLE_DEVICES=void, which then only means that the devices are there already. A privileged container
+with access to every device has the host's whole list in its spec; that is nobody's request. Start path.
 """
 
 from __future__ import annotations
+
+import os
 
 from .. import oci
 from ..errors import DeviceError
@@ -63,7 +65,8 @@ def same_gpus(one: Selection, other: Selection, inventory: Inventory) -> bool:
 
 def _minor_of(path: object) -> int:
     """7 for /dev/nvidia7; -1 for anything else."""
-    if not isinstance(path, str) or not path.startswith(nvidia.DEVICE_PREFIX):
+    path = os.path.normpath(path) if isinstance(path, str) else ""
+    if not path.startswith(nvidia.DEVICE_PREFIX):
         return -1
     number = path[len(nvidia.DEVICE_PREFIX) :]
     return int(number) if number.isascii() and number.isdigit() and len(number) <= 3 else -1
@@ -79,7 +82,7 @@ def _minor_of_device(device: dict[str, Any]) -> int:
 
 def minors(spec: dict[str, Any]) -> tuple[int, ...]:
     """In the order of the spec, each once."""
-    if allows_everything(spec) and "CAP_SYS_ADMIN" in oci.items(spec, "process", "capabilities", "bounding"):
+    if allows_everything(spec) and oci.is_privileged(spec):
         return ()  # without the capability it is no --privileged, and its devices were named one by one
     devices = [device for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
     paths = [mount.get("destination") for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
