@@ -35,6 +35,7 @@ from . import (
     rootless,
     storage,
 )
+from .dialects import own
 from .errors import GpushareError, KernelError, RequestError
 from .light import NamedTuple, NoReturn, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request
@@ -75,7 +76,10 @@ def start(job: Job, paths: Paths) -> NoReturn:
             "start the command as it is: it has the same share",
         )
     find(job.command[0])
-    directory = os.getcwd()
+    try:
+        directory = os.getcwd()
+    except OSError as error:
+        raise RequestError(f"the directory of this process: {error.strerror}", "cd to one that exists") from None
     given = lowlevel.environment()
     watch = Watch()
     say = _enter_user_namespace() if rootless.is_rootless() else ""
@@ -103,9 +107,9 @@ def start(job: Job, paths: Paths) -> NoReturn:
 
 def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
     """The command as a container would be described. Flags replace variables of the same name; of all the others only
-    those count that are about us or about the driver."""
+    those count that are about us, also misspelt, or about the driver."""
     words = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
-    env = {name: value for name, value in words.items() if name.startswith("GPUSHARE_") or name in _WORDS}
+    env = {name: value for name, value in words.items() if name.upper().startswith(own.PREFIXES) or name in _WORDS}
     env.update(job.asked)
     if names.ENV_DEVICES not in env:
         env[names.ENV_DEVICES] = "any"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from gpushare import linux, lowlevel, names, request, rootless, run, storage
+from gpushare.cli.main import group
 from gpushare.cli.run import default_name, user_of
 from gpushare.errors import GpushareError, KernelError, RequestError
 
@@ -69,9 +70,32 @@ def test_users() -> None:
     assert user_of("0") == run.User(0, 0, tuple(os.getgrouplist("root", 0)))
     assert user_of("root:daemon")[:2] == (0, 1)
     assert user_of("65000:65001") == run.User(65000, 65001, (65001,))
-    for text in ("", "no-such-user", "0:", "0:no-such-group", "-1"):
+    for text in ("", "no-such-user", "0:", "0:no-such-group", "-1", "\0", "0:\0"):
         with pytest.raises(RequestError, match="no such"):
             user_of(text)
+    for text in ("4294967295", "0:4294967295", "4294967296", "9" * 5000):
+        with pytest.raises(RequestError, match="is no id; write one below 4294967295"):
+            user_of(text)
+
+
+def test_an_empty_user_is_not_root() -> None:
+    """As of `--user "$WHO"` in a script, where WHO is not set."""
+    with pytest.raises(RequestError, match="no such user"):
+        group.main(["run", "--user", "", "--", "true"], standalone_mode=False)
+
+
+def test_a_misspelt_limit_is_refused_as_in_a_container() -> None:
+    for name in (b"GPUSHAREMEMORY", b"gpushare_memory", b"GPU_SHARE_MEMORY"):
+        with pytest.raises(RequestError, match="unknown name; did you mean GPUSHARE_MEMORY"):
+            request.resolve(run.bundle_of(job(), {name: b"1Gi"}), pure.node(), on_host=True)
+
+
+def test_a_directory_that_is_gone_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(RequestError, match="directory of this process: No such file.*; cd to one that exists"):
+        run.start(job(), run.Paths("/none", "/none"))
 
 
 # Without rights

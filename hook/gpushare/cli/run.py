@@ -22,6 +22,8 @@ _FLAGS = {
     "backend": names.ENV_BACKEND,
 }
 
+_NO_ID = (1 << 32) - 1
+
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--memory", metavar="SIZE", help="Memory limit: 4Gi, 25%, or 0=4Gi,1=8Gi. Without: the whole device.")
@@ -53,7 +55,7 @@ def run(
     asked = [(_FLAGS[flag], value) for flag, value in flags.items() if value is not None]
     if oversubscribe:
         asked.append((names.ENV_OVERSUBSCRIBE, "1"))
-    job = programs.Job(name or default_name(command[0]), command, tuple(asked), user_of(user) if user else None)
+    job = programs.Job(name or default_name(command[0]), command, tuple(asked), None if user is None else user_of(user))
     try:
         programs.start(job, RunPaths(paths.config, paths.state_dir))
     except GpushareError as error:
@@ -80,17 +82,24 @@ def user_of(text: str) -> programs.User:
 
     user, colon, group = text.partition(":")
     try:
-        entry = pwd.getpwuid(int(user)) if user.isdecimal() else pwd.getpwnam(user)
-    except KeyError:
+        entry = pwd.getpwuid(_id(text, user)) if user.isdecimal() else pwd.getpwnam(user)
+    except (KeyError, ValueError):  # ValueError: a NUL
         entry = None
     if entry is None and not user.isdecimal():
         raise RequestError(f"--user {text!r}: no such user", "write one that this host knows")
-    uid = entry.pw_uid if entry else int(user)
+    uid = entry.pw_uid if entry else _id(text, user)
     gid = entry.pw_gid if entry else uid
     if colon:
         try:
-            gid = int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
-        except KeyError:
+            gid = _id(text, group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+        except (KeyError, ValueError):
             raise RequestError(f"--user {text!r}: no such group", "write one that this host knows") from None
     groups = tuple(os.getgrouplist(entry.pw_name, gid)) if entry else (gid,)
     return programs.User(uid, gid, groups)
+
+
+def _id(text: str, digits: str) -> int:
+    """A user or group id. Raises RequestError: the kernel takes the last number for "leave it as it is"."""
+    if len(digits) > 10 or int(digits) >= _NO_ID:
+        raise RequestError(f"--user {text!r}: {digits[:20]} is no id", f"write one below {_NO_ID}")
+    return int(digits)
