@@ -176,6 +176,14 @@ def test_an_upgrade_of_containerd_moves_the_entry() -> None:
     assert containerd.DROP_IN not in back and "gpushare" in handler(back)
 
 
+def test_what_is_between_half_of_a_block_and_ours_stays() -> None:
+    """Somebody deleted the comment at the end of a block and wrote on below it."""
+    half = f'{DEBIAN}{tomltext.BEGIN}[debug]\n  level = "info"\n'
+    after = configured(containerd, {MAIN: half}, OLD)
+    assert withdrawn(containerd, after, {MAIN: half}, OLD) == {MAIN: half}
+    assert containerd.withdraw(MAIN, half, UNKNOWN) == half
+
+
 def test_a_rewritten_file_loses_our_comments_and_is_still_undone() -> None:
     files = {MAIN: DEBIAN}
     after = configured(containerd, files, OLD)
@@ -241,6 +249,11 @@ def test_base_spec_that_is_missing_elsewhere_is_as_containerds() -> None:
         ("version = 2\nplugins = 1\n", "plugins must be a table, not int"),
         (f'version = 2\n[plugins]\n"{CRI2}" = {{containerd = {{}}}}\n', "cannot be added at its end; write"),
         (f'version = 2\n[plugins."{CRI2}".containerd]\nruntimes = 3\n', "runtimes must be a table, not int"),
+        (
+            f'version = 2\n[plugins."{CRI2}".containerd.runtimes.runc]\n'
+            'runtime_type = "io.containerd.runc.v2"\noptions = "x"\n',
+            "options must be a table, not str",
+        ),
     ],
 )
 def test_containerd_files_that_are_wrong(text: str, message: str) -> None:

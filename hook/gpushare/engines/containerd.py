@@ -136,7 +136,7 @@ def propose(settings: Settings, files: Files) -> Proposal:
         for name, table in tomltext.table_at(section, ("runtimes",), holder.path).items()
         if name != RUNTIME and isinstance(table, dict)
     }
-    table, changes, notes = _table(settings, section, runtimes, files)
+    table, changes, notes = _table(settings, section, runtimes, files, holder.path)
     tables: dict[Keys, Mapping[str, Any]] = {(*keys, "runtimes", RUNTIME): table}
     if not runtimes and not merges:
         tables[(*keys, "runtimes", "runc")] = {"runtime_type": _RUNC}
@@ -151,12 +151,13 @@ def propose(settings: Settings, files: Files) -> Proposal:
 
 
 def _table(
-    settings: Settings, section: Mapping[str, Any], runtimes: Mapping[str, Any], files: Files
+    settings: Settings, section: Mapping[str, Any], runtimes: Mapping[str, Any], files: Files, path: str
 ) -> tuple[dict[str, Any], list[Change], list[str]]:
     """(our handler, changes of the base spec, notes)."""
     base = runtimes.get(str(section.get("default_runtime_name", "runc")), {})
     table: dict[str, Any] = dict(base) if base.get("runtime_type") == _RUNC else {}
-    options = dict(table.pop("options", None) or {})
+    options = dict(tomltext.table_at(table, ("options",), path))
+    table.pop("options", None)
     table["runtime_type"] = _RUNC
     for name in ("pod_annotations", "container_annotations"):
         allowed = [one for one in table.get(name, []) if one not in ANNOTATIONS]

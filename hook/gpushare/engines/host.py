@@ -6,6 +6,7 @@ owner stay. What is no plain file (a link, a directory, a FIFO) is refused: some
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import shutil
@@ -19,6 +20,7 @@ from .base import Change
 
 MAX_BYTES = 4 << 20
 _ASK_SECONDS = 10
+_HINTS = {errno.EACCES: "run as root", errno.EPERM: "run as root", errno.ENOSPC: "free some space"}
 
 
 class Host:
@@ -124,7 +126,9 @@ class Host:
             for change in reversed(done):
                 self._replace(change._replace(before=change.after, after=change.before))
             self.remove_folders(folders)
-            raise KernelError(f"{path!r}: {error.strerror}; nothing was changed", "run as root") from error
+            raise KernelError(
+                f"{path!r}: {error.strerror}; nothing was changed", _HINTS.get(error.errno or 0, "")
+            ) from error
 
     def remove_folders(self, folders: Sequence[str]) -> None:
         """Those of them that are empty."""

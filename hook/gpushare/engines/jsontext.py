@@ -45,6 +45,8 @@ def check(text: str, path: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
         raise ConfigError(f"{where}: not valid JSON: {error.msg}", "mend the file, nothing was changed") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{path}: not valid JSON: {str(error).partition(';')[0]}", "mend the file") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must hold a JSON object, not {type(value).__name__}", "mend the file")
     return value

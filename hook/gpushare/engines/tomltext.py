@@ -76,8 +76,10 @@ def _written(keys: Sequence[str], table: Mapping[str, Any]) -> str:
 
 def without_block(text: str) -> str:
     """The text without our block. A line break that the block needed in front of it stays: it hurts nobody."""
-    start = text.find(BEGIN)
-    end = text.find(END, start)
+    end = text.find(END)
+    start = text.rfind(
+        BEGIN, 0, max(end, 0)
+    )  # the nearest: a lone comment above it does not make all between them ours
     return text if start < 0 or end < 0 else text[:start] + text[end + len(END) :]
 
 
