@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +378,81 @@ def test_two_daemons_are_configured_and_undone_each_for_itself(
 def test_unknown_profiles() -> None:
     with pytest.raises(GpushareError):
         profiles.text("other")
+
+
+class Killed(BaseException):
+    """Nothing of ours runs after it, but that descriptors are closed."""
+
+
+@pytest.mark.parametrize("call", ["makedirs", "chmod", "fchmod", "fsync", "rename", "unlink", "rmdir"])
+@pytest.mark.parametrize("during", [(), ("--undo",)])
+@pytest.mark.parametrize("engine", ["docker", "podman"])
+def test_killed_at_any_step_an_undo_gives_everything_back(
+    cli: Callable[..., Any],
+    root: Path,
+    daemon_json: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    during: tuple[str, ...],
+    call: str,
+) -> None:
+    (root / "var/lib").mkdir(parents=True)
+    before, steps, real = tree(root), 0, getattr(os, call)
+    for when in range(100):
+        if during:
+            assert cli(engine)[0] == 0
+        calls = iter(range(100))
+
+        def killed(*args: Any, **options: Any) -> Any:
+            if next(calls) == when:  # noqa: B023  # called before the next round
+                raise Killed
+            return real(*args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, killed)
+            try:
+                assert cli(engine, *during)[0] == 0
+            except Killed:
+                steps += 1
+            else:
+                when = -1
+        assert cli(engine, "--undo")[0] == 0
+        assert tree(root) == before
+        if when < 0:
+            break
+    assert steps or (call in ("unlink", "rmdir")) != bool(during)
+
+
+def test_a_file_that_another_command_writes_is_waited_for(
+    cli: Callable[..., Any], root: Path, daemon_json: Path, programs: Path
+) -> None:
+    other, full = host._temporary(str(daemon_json))[1], daemon_json.with_name(".daemon.json.gpushare-new")
+    os.write(other, b'{"other": 1}')
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(host._temporary, str(daemon_json))
+        while f":{os.fstat(other).st_ino} " not in "".join(
+            line for line in Path("/proc/locks").read_text().splitlines() if "->" in line
+        ):
+            assert not second.done()
+        os.rename(full, daemon_json)
+        os.close(other)
+        path, fd = second.result(30)
+    os.write(fd, b"mine")
+    os.close(fd)
+    assert (daemon_json.read_text(), Path(path).read_text()) == ('{"other": 1}', "mine")
+
+
+def test_a_folder_that_another_command_makes_meanwhile(
+    cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = host.Host.missing_folders
+
+    def and_made(self: host.Host, paths: Any) -> Any:
+        found = missing(self, paths)
+        for path in found:
+            os.makedirs(self.at(path), exist_ok=True)
+        return found
+
+    monkeypatch.setattr(host.Host, "missing_folders", and_made)
+    assert cli("podman")[0] == 0
+    assert cli("podman", "--undo")[0] == 0

@@ -7,6 +7,7 @@ state(engine, settings, host)               -> State
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
@@ -95,8 +96,11 @@ def undo(engine: Engine, settings: Settings, host: Host, dry_run: bool = False) 
     if not dry_run:
         left = tuple(one for one in kept.files if one.path not in paths) if kept else ()
         rest = kept._replace(files=left) if kept and left else None
-        host.write([*changes, *([record.change(host, engine.NAME, rest)] if kept else [])])
-        host.remove_folders([record.FOLDER, *(kept.folders if kept and not left else ())])
+        host.write(changes)
+        host.sweep([*paths, record.path_of(engine.NAME)])
+        host.remove_folders(kept.folders if kept and not left else ())
+        host.write([record.change(host, engine.NAME, rest)] if kept else [])  # last: killed before, a second undo knows
+        host.remove_folders([os.path.dirname(record.FOLDER), record.FOLDER])
     return Outcome(engine.NAME, tuple(changes), engine.FORGET if changes else "", ())
 
 

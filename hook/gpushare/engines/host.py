@@ -7,6 +7,7 @@ owner stay. What is no plain file (a link, a directory, a FIFO) is refused: some
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import os
 import shutil
@@ -114,11 +115,11 @@ class Host:
         folders: list[str] = []
         path = ""
         try:
-            for path in self.missing_folders([change.path for change in changes if change.after is not None]):
-                os.mkdir(self.at(path))
-                folders.append(path)
-                os.chmod(self.at(path), 0o755)
             for change in changes:
+                for path in self.missing_folders([change.path] if change.after is not None else []):
+                    os.makedirs(self.at(path), exist_ok=True)  # another command of ours can be making it, too
+                    folders.append(path)
+                    os.chmod(self.at(path), 0o755)
                 path = change.path
                 self._replace(change)
                 done.append(change)
@@ -145,22 +146,49 @@ class Host:
             os.unlink(full)
             return
         status = self._status(change.path)
-        temporary = os.path.join(os.path.dirname(full), f".{os.path.basename(full)}.gpushare-new")  # nobody reads it
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            fd = os.open(temporary, flags, 0o600)
-            with open(fd, "wb") as file:
+        temporary, fd = _temporary(full)
+        with open(fd, "wb") as file:
+            try:
                 if status is not None:
                     os.fchown(fd, status.st_uid, status.st_gid)
                 os.fchmod(fd, stat.S_IMODE(status.st_mode) if status is not None else change.mode)
                 file.write(change.after.encode())
                 file.flush()
                 os.fsync(fd)
-            os.rename(temporary, full)
-        except OSError:
-            if os.path.lexists(temporary):
+                os.rename(temporary, full)
+            except OSError:
                 os.unlink(temporary)
+                raise
+
+    def sweep(self, paths: Sequence[str]) -> None:
+        """What a command that was killed left beside these files."""
+        for path in paths:
+            left = _temporary_name(self.at(path))
+            if os.path.lexists(left):
+                os.unlink(left)
+
+
+def _temporary_name(full: str) -> str:
+    return os.path.join(os.path.dirname(full), f".{os.path.basename(full)}.gpushare-new")  # no engine reads it
+
+
+def _temporary(full: str) -> tuple[str, int]:
+    """(path, descriptor) of an empty file that is this process's alone: one that another command writes is waited
+    for, and one of a command that was killed is used again."""
+    path = _temporary_name(full)
+    while True:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                os.ftruncate(fd, 0)
+                return path, fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
             raise
+        os.close(fd)  # it has become the file by now
 
 
 def check_program(path: str) -> str:
