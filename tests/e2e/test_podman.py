@@ -375,6 +375,12 @@ def test_conmon_is_killed_too(podman: Podman) -> None:
         os.kill(one.pid, signal.SIGKILL)
         processes.wait_exit(one.pid, 10)
         assert podman.run(Want(env={"GPUSHARE_MEMORY": "16Gi"})).answer()["total_bytes"] == 16 * GIB
+        run(podman.low_level, "delete", "--force", one.id)  # without a conmon podman forgets it without that
+    left = [
+        *Path("/sys/fs/cgroup").glob(f"*/libpod_parent/*{one.id}*/cgroup.procs"),
+        *Path("/run").glob(f"[cr]*un*/{one.id}"),
+    ]
+    assert left == []
 
 
 def test_removed_by_force(podman: Podman) -> None:

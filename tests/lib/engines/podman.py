@@ -66,6 +66,7 @@ class Podman:
         processes.become_subreaper()
         self.node = node
         self.way = way
+        self.low_level = low_level
         self.name = "podman"
         # crun keeps a hook's words to itself; with the runtime in front it is told where they go.
         self.shows_reason = (low_level, way) != ("crun", "hook")
