@@ -24,3 +24,4 @@ $(DIST)/.complete: build/.setup-dist build/dist/boot $(LAUNCHERS) build/shim/lib
 	@mv build/dist/$(DIST_NAME).tar.gz.new build/dist/$(DIST_NAME).tar.gz
 	@cd build/dist && sha256sum $(DIST_NAME).tar.gz >$(DIST_NAME).tar.gz.sha256
 	@touch $@
+	@echo "build/dist/$(DIST_NAME).tar.gz"

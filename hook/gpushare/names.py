@@ -46,3 +46,9 @@ CONTAINER_TYPE_ANNOTATIONS = ("io.kubernetes.cri.container-type", "io.kubernetes
 CONTAINER_NAME_ANNOTATIONS = ("io.kubernetes.cri.container-name", "io.kubernetes.container.name")
 POD_NAMESPACE_ANNOTATIONS = ("io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace")
 SANDBOX_ID_ANNOTATIONS = ("io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID")
+
+
+def short(container_id: str) -> str:
+    """As engines shorten it: 12 digits of a 64-digit id; a name that a person chose stays whole."""
+    is_hex = len(container_id) == 64 and set(container_id) <= set("0123456789abcdef")
+    return container_id[:12] if is_hex else container_id

@@ -56,11 +56,11 @@ def capacity_bytes(device: Device, memory_overcommit: float) -> int:
 
 
 def _held_by(device: Device, ledger: Ledger) -> str:
-    """`; held by a (4 GiB), b (all)`, or nothing."""
+    """`, held by a (4 GiB), b (all)`, or nothing."""
     held = ledger.holders.get(device.uuid, ())
     if not held:
         return ""
-    first = [f"{name} ({'all' if size is None else human(size)})" for name, size in held[:4]]
+    first = [f"{names.short(name)} ({'all' if size is None else human(size)})" for name, size in held[:4]]
     return ", held by " + ", ".join(first) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
 
 

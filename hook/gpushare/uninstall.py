@@ -5,7 +5,7 @@
     labels    node-feature-discovery's feature file
     config    /etc/gpushare, only when asked for
 
-The programs belong to a package manager, which removes them.
+The programs belong to whoever installed them: a package manager, or tar.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ def refuse_leases(state_dir: str) -> None:
     if not storage.is_ready(state_dir):
         return
     seen = leases.view(state_dir)
-    held = [lease.id for lease in seen.live] + [damage.id for damage in seen.damaged]
+    held = [names.short(name) for name in [*(one.id for one in seen.live), *(one.id for one in seen.damaged)]]
     if held:
         shown = ", ".join(held[:5]) + (f" and {len(held) - 5} more" if len(held) > 5 else "")
-        hint = "stop them first; --force leaves them running without a ledger"
-        raise CapacityError(f"{len(held)} containers hold a share: {shown}", hint)
+        who, them = ("1 container holds", "it") if len(held) == 1 else (f"{len(held)} containers hold", "them")
+        hint = f"stop {them} first; --force leaves {them} running without a ledger"
+        raise CapacityError(f"{who} a share: {shown}", hint)
 
 
 def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:

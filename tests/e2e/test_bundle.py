@@ -262,6 +262,15 @@ def test_archive_is_what_its_checksum_says_and_names_no_machine(bundle: Path) ->
     assert not [path for path in bundle.rglob("*") if path.is_file() and here in path.read_bytes()]
 
 
+def test_an_engine_is_told_of_the_launchers(bundle: Path, tmp_path: Path) -> None:
+    """Called by a link, as it is installed. Programs of libexec start Python for every container."""
+    (tmp_path / "gpushare").symlink_to(bundle / "bin" / "gpushare")
+    done = call(tmp_path / "gpushare", "runtime", "configure", "docker", "--root", tmp_path)
+    assert done.returncode == 0, done.stderr
+    daemon = json.loads((tmp_path / "etc/docker/daemon.json").read_text())
+    assert daemon["runtimes"]["gpushare"]["path"] == str(bundle / "bin" / "gpushare-runtime")
+
+
 def test_incomplete_bundle_says_so(bundle: Path, tmp_path: Path) -> None:
     for place, words in {"half": "install gpushare again", "a:colon": "colon"}.items():
         (tmp_path / place).mkdir()

@@ -298,7 +298,10 @@ def test_config_check(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pyte
     assert cli("config", "check", "/none.yaml")[0] == 78
     assert cli("config", "check")[0] == 78  # nor is the one of --config
     monkeypatch.setattr(names, "CONFIG_PATH", "/none.yaml")
-    assert "defaults hold" in cli("config", "check")[1]
+    text = cli("config", "check")[1]
+    assert "defaults hold" in text
+    columns = {re.match(r"  \S+ +", line).end() for line in text.splitlines() if line.startswith("  ")}  # type: ignore[union-attr]
+    assert len(columns) == 1, "every value in one column"
 
 
 def test_version(cli: Callable[..., Any]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -305,6 +307,37 @@ def test_the_resolved_path_is_written(cli: Callable[..., Any], root: Path, progr
     assert docker.entry("", (root / "etc/docker/daemon.json").read_text()) == str(programs / "gpushare-runtime")
 
 
+def test_of_the_bundle_the_launchers_are_written(
+    root: Path, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gpushare is in libexec, beside programs of the same names that start Python for every container."""
+    shutil.copytree(programs, tmp_path / "libexec")
+    (tmp_path / "libexec" / "gpushare").write_text("")
+    (programs / "gpushare").symlink_to("../libexec/gpushare")
+    monkeypatch.setattr("sys.argv", [str(programs / "gpushare")])
+    assert main(["runtime", "configure", "docker", "--root", str(root)]) == 0
+    assert docker.entry("", (root / "etc/docker/daemon.json").read_text()) == str(programs / "gpushare-runtime")
+    assert main(["runtime", "configure", "podman", "--root", str(root)]) == 0
+    hook = json.loads((root / "etc/containers/oci/hooks.d/gpushare.json").read_text())
+    assert hook["hook"]["path"] == str(programs / "gpushare-hook")
+
+
+def test_what_to_do_next_is_the_last_line(root: Path, programs: Path) -> None:
+    program = str(programs / "gpushare-runtime")
+    script = "import sys; from gpushare.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, "runtime", "configure", "docker", "--dry-run"]
+    done = subprocess.run(
+        [*command, "--root", str(root), "--program", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+        timeout=60,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout.splitlines()[-1] == "gpushare: then run: systemctl reload docker"
+
+
 def test_other_paths_of_ours_reach_the_runtime(root: Path, programs: Path) -> None:
     program = str(programs / "gpushare-runtime")
     args = ["--config", "/c.yaml", "--state", "/s", "runtime", "configure", "docker"]
@@ -324,7 +357,11 @@ def test_profile_is_written_and_never_over_an_edited_file(cli: Callable[..., Any
     path.write_text("version: 1\nmemory_overcommit: 1.5\n")
     before = tree(root)
     code, _, error = cli("docker", "--default", "--profile", "cluster")
-    assert code == 78 and "memory_overcommit 1.5 (profile: 1.0)" in error and error.endswith("; --force replaces it\n")
+    assert (
+        code == 78
+        and "memory_overcommit 1.5 (profile: 1.0)" in error
+        and error.endswith("; without --profile it stays, --force replaces it\n")
+    )
     assert tree(root) == before
     assert cli("--profile", "cluster", "--force")[0] == 0
     assert path.read_text() == profiles.text("cluster")

@@ -71,6 +71,12 @@ def test_a_single_holder_is_it() -> None:
     )
 
 
+def test_a_holder_has_the_name_that_list_and_docker_ps_show() -> None:
+    with pytest.raises(CapacityError, match=r"held by 397847f6558e \(12 GiB\); stop it"):
+        held = ledger(lease(share(0, 0, 12 * GI), container_id="397847f6558e" + "0" * 52))
+        grant("GPUSHARE_MEMORY=8Gi", host=node(devices=1), held=held)
+
+
 def test_an_annotation_is_quoted_as_it_was_written() -> None:
     with pytest.raises(RequestError, match='^gpushare.io/memory="1=1Gi": an amount for slot 1'):
         asked = request.resolve(bundle(annotations={"gpushare.io/memory": "1=1Gi"}), node())

@@ -36,8 +36,9 @@ def check(paths: Paths, file: Optional[str], output: str) -> None:
         )
         return
     write_line(f"{path}: {'valid' if exists else 'no such file, so these defaults hold'}")
+    width = max(map(len, values))
     for name, value in values.items():
-        write_line(f"  {name:<28} {json.dumps(value)}")
+        write_line(f"  {name:<{width}}  {json.dumps(value)}")
     write_line(f"state directory: {paths.state_dir}")
 
 

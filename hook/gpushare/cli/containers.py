@@ -57,7 +57,7 @@ def _command(one: facts.Container) -> str:
 
 def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
     created = age(time.time() - one.lease.created) if one.lease else "-"
-    name, count = facts.short(one.id), str(len(one.slots))
+    name, count = names.short(one.id), str(len(one.slots))
     state = f"{one.state}: {one.note}" if one.state in ("dead", "damaged") and one.note else one.state
     rows = [
         (
@@ -114,7 +114,8 @@ def _plain(one: facts.Container) -> dict[str, Any]:
 def inspect(paths: Paths, id: str, output: str) -> None:
     """One container, its processes, its last refusal.
 
-    ID may be shortened as long as it is the only one that begins so.
+    ID is that of `gpushare list` and `docker ps`, not docker's name. It may be shortened as long as it is the only one
+    that begins so.
     """
     container_id = facts.find(paths.state_dir, id)
     one = next((one for one in facts.containers(paths.state_dir) if one.id == container_id), None)

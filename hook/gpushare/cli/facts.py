@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple, Optional
 
-from .. import leases, log, node, procs, region, storage
+from .. import leases, log, names, node, procs, region, storage
 from ..errors import GpushareError, RequestError
 from ..model import Lease, Node, Share
 from .options import Paths
@@ -36,12 +36,6 @@ class Container(NamedTuple):
     lease: Optional[Lease]
     uses: tuple[Use, ...]
     slots: tuple[region.Slot, ...]
-
-
-def short(container_id: str) -> str:
-    """As engines shorten it: 12 digits of a 64-digit id; a name that a person chose stays whole."""
-    is_hex = len(container_id) == 64 and set(container_id) <= set("0123456789abcdef")
-    return container_id[:12] if is_hex else container_id
 
 
 def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container:
@@ -89,7 +83,9 @@ def find(state_dir: str, text: str) -> str:
         return matching[0]
     if not matching:
         raise RequestError(f"no container {text!r}", "`gpushare list` shows those that have a share")
-    shown = ", ".join(short(name) if short(name) != short(matching[0]) else name for name in matching[:8])
+    shown = ", ".join(
+        names.short(name) if names.short(name) != names.short(matching[0]) else name for name in matching[:8]
+    )
     raise RequestError(f"{text!r} begins {len(matching)} ids: {shown}", "give more of it")
 
 

@@ -62,7 +62,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", default=names.CONFIG_PATH, show_default=True, metavar="FILE", help="Configuration file.")
-@click.option("--state", show_default=names.STATE_DIR, metavar="DIR", help="State directory.")
+@click.option("--state", metavar="DIR", help=f"State directory.  [default: {names.STATE_DIR}]")
 @click.option(
     "--version",
     is_flag=True,

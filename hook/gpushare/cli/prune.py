@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import click
 
-from .. import leases, log, storage
+from .. import leases, log, names, storage
 from .options import Paths, with_format
 from .output import Column, write_json, write_line, write_table
 
@@ -75,7 +75,9 @@ def _print(found: list[Item], dry_run: bool, problems: list[str]) -> None:
         write_line("nothing to remove")
     else:
         columns = (Column("result"), Column("what"), Column("container"), Column("why"))
-        write_table(columns, [(verb if item.removed else "kept", item.kind, item.id, item.why) for item in found])
+        write_table(
+            columns, [(verb if item.removed else "kept", item.kind, names.short(item.id), item.why) for item in found]
+        )
     if any(not item.removed for item in found):
         log.to_stderr(
             "gpushare: a lease cannot be read, so its devices get no new ones; if its container is gone: "

@@ -89,13 +89,17 @@ def status(paths: Paths, root: str, output: str) -> None:
 
 def settings_of(paths: Paths, program: str) -> Settings:
     """Our programs are beside this one, or beside `program`."""
-    program = (
-        os.path.abspath(program)
-        if program
-        else os.path.join(os.path.dirname(os.path.realpath(sys.argv[0])), base.RUNTIME_PROGRAM)
-    )
+    program = os.path.abspath(program) if program else os.path.join(_programs(), base.RUNTIME_PROGRAM)
     hook = os.path.join(os.path.dirname(os.path.realpath(program)), base.HOOK_PROGRAM)
     return Settings(program, hook, paths.config, paths.state_dir)
+
+
+def _programs() -> str:
+    """The directory of the launchers: where this program is, but of the bundle's libexec the bin beside it. What is in
+    libexec would start Python for each container, also for those that ask for nothing."""
+    here = os.path.dirname(os.path.realpath(sys.argv[0]))
+    launchers = os.path.join(os.path.dirname(here), "bin")
+    return launchers if os.path.basename(here) == "libexec" and os.path.isdir(launchers) else here
 
 
 def profile_changes(profile: str, path: str, host: Host, force: bool) -> list[Change]:
@@ -110,7 +114,7 @@ def profile_changes(profile: str, path: str, host: Host, force: bool) -> list[Ch
         except ConfigError as error:
             other = [str(error)]
         what = ", ".join(other) or "only in its comments"
-        raise ConfigError(f"{path} was edited and differs: {what}", "--force replaces it")
+        raise ConfigError(f"{path} was edited and differs: {what}", "without --profile it stays, --force replaces it")
     return [Change(path, there, wanted)]
 
 
@@ -128,6 +132,7 @@ def report(outcome: Outcome, dry_run: bool, output: str) -> None:
             write_line(change.describe())
     if not outcome.changes:
         write_line("nothing to do")
+    sys.stdout.flush()  # what to do next is the last line, also where both go to one pipe or file
     for note in outcome.notes:
         log.to_stderr(f"gpushare: {note}")
     if outcome.next:

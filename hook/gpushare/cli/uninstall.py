@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
@@ -26,7 +27,7 @@ from .runtime import settings_of
 def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: bool, root: str, output: str) -> None:
     """Take gpushare out of all engines, and its state away.
 
-    The programs stay: the package manager that installed them removes them.
+    The programs stay: a package manager that installed them removes them, or rm where an archive was unpacked.
     """
     host, settings = Host(root), settings_of(paths, "")
     plan = removal.plan(settings, host, purge, force)
@@ -35,6 +36,7 @@ def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: boo
         write_json({"dry_run": dry_run, "steps": lines, "next": plan.next()})
     for line in lines if output != "json" else ():
         write_line(line)
+    sys.stdout.flush()  # before what is said on standard error, also where both go to one pipe or file
     if not lines:
         if output != "json":
             write_line("nothing to do")
@@ -48,4 +50,5 @@ def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: boo
     removal.carry_out(plan, settings, host, force)
     for command in plan.next():
         log.to_stderr(f"gpushare: now run: {command}")
-    log.to_stderr("gpushare: the programs stay; your package manager removes them")
+    where = os.path.dirname(settings.program)
+    log.to_stderr(f"gpushare: the programs stay in {where}; remove them as they were installed")
