@@ -138,6 +138,10 @@ def sample() -> str:
     return rendered({}, head)
 
 
+# Written down, it would be that of this version's directory, also when a newer version has taken its place.
+_OF_THE_INSTALLATION = ("shim_dir",)
+
+
 def rendered(values: Mapping[str, Any], head: Sequence[str]) -> str:
     """A file with every key, what it means, and its value in `values` (dotted key -> value), else its default."""
     lines = list(head)
@@ -151,7 +155,10 @@ def rendered(values: Mapping[str, Any], head: Sequence[str]) -> str:
         open_parents = parents
         indent = "  " * len(parents)
         lines += _wrapped(key.description, indent)
-        lines.append(f"{indent}{leaf}: {_yaml_value(values.get(key.path, key.default))}")
+        if key.path in _OF_THE_INSTALLATION and key.path not in values:
+            lines.append(f"{indent}# {leaf}: /DIR    when it is not that of the installed programs")
+        else:
+            lines.append(f"{indent}{leaf}: {_yaml_value(values.get(key.path, key.default))}")
     return "\n".join(lines) + "\n"
 
 

@@ -17,7 +17,7 @@ import os
 import stat
 import time
 
-from . import inventory, lowlevel
+from . import inventory, lowlevel, names
 from .errors import DeviceError, GpushareError
 from .light import Any, Optional, dumps, loads
 from .model import Config, Device, Inventory, Node, Policy
@@ -30,12 +30,13 @@ PARTIAL_S = 60  # how long an inventory without memory sizes is good: NVML may a
 
 
 def _config_identity(config_path: str) -> list[Any]:
-    """What changes when somebody edits the file; only the path while there is none."""
+    """What changes when somebody edits the file; only the path while there is none. The first is what changes with an
+    upgrade: the default of shim_dir, which is compiled too."""
     try:
         status = os.stat(config_path)
     except OSError:
-        return [config_path]
-    return [config_path, status.st_mtime_ns, status.st_size, status.st_ino]
+        return [names.SHIM_DIR, config_path]
+    return [names.SHIM_DIR, config_path, status.st_mtime_ns, status.st_size, status.st_ino]
 
 
 def _driver_identity(root: str) -> list[Any]:

@@ -123,6 +123,14 @@ def test_a_changed_configuration_takes_effect(host: Host) -> None:
     assert host.fresh().config.memory_overcommit == 3.0
 
 
+def test_an_upgrade_takes_effect(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newer programs are in a directory of their own, with their shim; the configuration file is as it was."""
+    host.load()
+    assert host.fresh() is not None
+    monkeypatch.setattr(names, "SHIM_DIR", "/opt/next/shim")
+    assert host.fresh() is None
+
+
 def test_a_configuration_that_appears_takes_effect(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "CONFIG_PATH", str(host.config))
     text = host.config.read_text()

@@ -17,6 +17,16 @@ def test_each_profile_is_a_file_with_every_key() -> None:
         assert all(key.split(".")[-1] + ":" in profiles.text(name) for key in expected)
 
 
+@pytest.mark.parametrize("name", profiles.NAMES)
+def test_a_profile_is_good_for_the_next_version_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive is unpacked to a directory with its version in the name; the default of shim_dir is there."""
+    before = profiles.text(name)
+    shim = next(key for key in config.KEYS if key.path == "shim_dir")
+    moved = tuple(key._replace(default="/opt/next/shim") if key == shim else key for key in config.KEYS)
+    monkeypatch.setattr(config, "KEYS", moved)
+    assert profiles.text(name) == before and shim.default not in before
+
+
 def test_a_workstation_is_the_defaults() -> None:
     assert config.parse_config(profiles.text("workstation"), "w") == Config()
 
