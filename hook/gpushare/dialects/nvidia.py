@@ -147,5 +147,6 @@ def conflicts(spec: dict[str, Any]) -> tuple[str, ...]:
         if is_tool_hook(hook)
     ]
     mounts = oci.items(spec, "mounts")
-    found += [f"mount at {shown(m['destination'])}" for m in mounts if is_driver_mount(m) or is_node_mount(m)]
+    for is_theirs in (is_driver_mount, is_node_mount):
+        found += [f"mount at {shown(mount['destination'])}" for mount in mounts if is_theirs(mount)]
     return tuple(found + [f"device {shown(d['path'])}" for d in oci.items(spec, "linux", "devices") if is_device(d)])
