@@ -49,7 +49,7 @@ def check_id(text: object) -> str:
     return text
 
 
-def _path(value: object, what: str) -> str:
+def path_text(value: object, what: str) -> str:
     """`value` when it is text that the kernel would take as a path."""
     if not isinstance(value, str) or not value:
         raise RequestError(f"{what} is missing or not text")
@@ -149,7 +149,7 @@ def read_state(data: bytes) -> State:
     if not isinstance(pid, int) or isinstance(pid, bool) or not 0 <= pid < 1 << 31:
         raise RequestError(f"the state's pid {shown(str(pid))} is not a process id")
     bundle = value.get("bundle") or value.get("bundlePath")  # bundlePath: before specification 1.0
-    path = _path(bundle, "the state's bundle")
+    path = path_text(bundle, "the state's bundle")
     if not path.startswith("/"):
         raise RequestError(f"the state's bundle {shown(path)} is not an absolute path")
     status = value.get("status")
@@ -165,7 +165,7 @@ def read_state(data: bytes) -> State:
 def load_bundle(source: Union[State, str]) -> Bundle:
     """The bundle of a state, or of a directory (its id is then the directory's name, as runc's users do)."""
     if isinstance(source, str):
-        directory = os.path.abspath(_path(source, "the bundle"))
+        directory = os.path.abspath(path_text(source, "the bundle"))
         name = os.path.basename(directory)
         state = State(name if _ID_CHARACTERS.issuperset(name) and name else "bundle", 0, "", directory, {})
     else:
@@ -193,7 +193,7 @@ def _rootfs(spec: dict[str, Any], directory: str) -> str:
     path = section(spec, "root").get("path")
     if path is None or path == "":
         return ""
-    joined = os.path.normpath(os.path.join(directory, _path(path, "config.json: root.path")))
+    joined = os.path.normpath(os.path.join(directory, path_text(path, "config.json: root.path")))
     return "/" + joined.lstrip("/")  # normpath keeps a leading "//"
 
 

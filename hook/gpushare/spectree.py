@@ -68,6 +68,9 @@ class SpecTree(inroot.View):
         for mount in oci.items(bundle.spec, "mounts"):
             if isinstance(mount, dict) and isinstance(mount.get("destination"), str):
                 source = mount.get("source")
+                for key in ("destination", "source"):
+                    if isinstance(mount.get(key), str) and mount[key]:
+                        oci.path_text(mount[key], f"config.json: mounts: {key}")
                 path = os.path.join(bundle.path, source) if isinstance(source, str) and _is_bind(mount) else ""
                 self._add(
                     mount["destination"], path, shared=not {"shared", "rshared"}.isdisjoint(map(str, _flags(mount)))

@@ -317,6 +317,8 @@ def tried(container: MakeContainer, make_node: MakeNode, simhost: Path) -> Itera
 )
 @given(changes=st.dictionaries(st.sampled_from(READ), VALUE, min_size=1, max_size=2))
 @example(changes={"hooks.prestart": True})
+@example(changes={"mounts.0.destination": "\0"})
+@example(changes={"mounts.0.destination": "\ud800"})
 @example(changes={"linux.devices": [{"path": "/dev/nvidia0", "major": [195], "minor": {}}]})
 @example(changes={"linux.resources.devices": [{"allow": True, "major": [], "minor": {}}]})
 def test_whatever_is_in_there_the_answer_is_one_line(
