@@ -41,6 +41,7 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 -include shim/shim.mk
 -include tests/sim/sim.mk
 -include tests/bench/bench.mk
+-include tests/throttle/throttle.mk
 -include hook/launcher/launcher.mk
 -include packaging/dist.mk
 
@@ -79,7 +80,7 @@ lint: $(SETUP) ## ruff, mypy --strict, clang-format, names that must not be comm
 format: $(SETUP) ## rewrite Python and C files in the house format
 	@tests/tools/lint --fix
 
-bench: root build shim_bench dist ## measure; prints a table and writes build/bench.json
+bench: root build shim_bench vt dist ## measure; prints a table and writes build/bench.json
 	@$(VENV_PYTHON) -m tests.bench.bench
 
 dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the host, and an archive of them

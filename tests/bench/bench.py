@@ -22,6 +22,7 @@ from tests.bench import start
 from tests.lib import host, judge
 from tests.lib.runc import Container
 from tests.sim.simhost import make_simhost
+from tests.throttle import matrix
 
 GIB = 1 << 30
 STRESS_PROCESSES = 8
@@ -85,6 +86,15 @@ def shim_cost(directory: Path) -> dict[str, Figure]:
     return {key: Figure(**value) for key, value in json.loads(done.stdout).items()}
 
 
+def compute_shares(_directory: Path) -> dict[str, Figure]:
+    """How near the compute law keeps shares, over the whole matrix in virtual time; misses are in it."""
+    found = matrix.figures(matrix.measure())
+    figures = {key: figure(values, "points") for key, values in found.items()}
+    # Here the bad end is the low one.
+    unfair = figure([-value for value in found["compute.jain"]], "index")
+    return {**figures, "compute.jain": unfair._replace(median=-unfair.median, p99=-unfair.p99)}
+
+
 def show(figures: dict[str, Figure]) -> None:
     table = Table(box=box.SIMPLE, show_edge=False)
     table.add_column("what")
@@ -92,14 +102,15 @@ def show(figures: dict[str, Figure]) -> None:
         table.add_column(heading, justify="right")
     table.add_column("unit")
     for key, value in sorted(figures.items()):
-        table.add_row(key, f"{value.median:,.1f}", f"{value.p99:,.1f}", f"{value.n:,}", value.unit)
+        digits = 3 if value.unit in ("points", "index") else 1
+        table.add_row(key, f"{value.median:,.{digits}f}", f"{value.p99:,.{digits}f}", f"{value.n:,}", value.unit)
     Console(highlight=False).print(table)
 
 
 def main() -> int:
     host.enter_private_mounts()
     figures: dict[str, Figure] = {}
-    for measure in (shim_cost, overshoot, start_cost):
+    for measure in (shim_cost, compute_shares, overshoot, start_cost):
         with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
             figures.update(measure(Path(work)))
     content: dict[str, Any] = {key: value._asdict() for key, value in sorted(figures.items())}

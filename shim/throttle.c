@@ -1,0 +1,312 @@
+/* The law of docs/compute.md: who may go, and what has finished. What it is charged is in
+ * throttle_charge.c, what others say they did in throttle_peers.c. */
+#include <string.h>
+
+#include "throttle_parts.h"
+
+/* ---- the bucket ------------------------------------------------------------------------ */
+
+static int64_t wall(const struct gs_throttle *t, int64_t device_ns) {
+    return (int64_t)((double)device_ns * 1e6 / t->rate_ppm);
+}
+
+/* Add to the arrival time what was wrong with the payment; never a debt longer than DEBT. */
+void gs_throttle_adjust(struct gs_throttle *t, int64_t device_ns, uint64_t now) {
+    uint64_t tat = atomic_load(&t->bucket->tat_ns), next;
+    int64_t by = wall(t, device_ns);
+    do {
+        next = by < 0 && tat < (uint64_t)-by ? 0 : tat + (uint64_t)by;
+        next = min64(next, now + DEBT);
+    } while (!atomic_compare_exchange_weak(&t->bucket->tat_ns, &tat, next));
+}
+
+/* Pay for `device_ns`. 0, or the time when it can be paid; `anyway` makes a debt. */
+static uint64_t take(struct gs_throttle *t, int64_t device_ns, int64_t longest_ns, uint64_t now,
+                     bool anyway) {
+    uint64_t tat = atomic_load(&t->bucket->tat_ns), next;
+    uint64_t burst = BURST + 2 * (uint64_t)longest_ns;
+    do {
+        if (tat > now + DEBT) /* nonsense, written by the container itself */
+            tat = now;
+        else if (tat > now && !anyway)
+            return tat;
+        next = max64(tat, now > burst ? now - burst : 0) + (uint64_t)wall(t, device_ns);
+        next = min64(next, now + DEBT);
+    } while (!atomic_compare_exchange_weak(&t->bucket->tat_ns, &tat, next));
+    return 0;
+}
+
+/* ---- the page -------------------------------------------------------------------------- */
+
+static void publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now) {
+    uint32_t index = atomic_load(&t->page->index) & 1;
+    struct gs_activity *a = &t->page->buffer[index ^ 1];
+    bool idle = t->marked == t->finished && !t->open.launches;
+    int64_t work = t->in_flight_ns + (t->open.launches ? QUANTUM + t->open.hint_ns : 0);
+    *a = t->page->buffer[index];
+    a->busy_from_ns = idle ? 0 : t->busy_from_ns;
+    a->busy_until_ns = idle ? 0 : now + 2 * (t->contexts + 1) * (uint64_t)work + 10 * MS;
+    t->told_until_ns = a->busy_until_ns;
+    a->horizon_ns = idle ? now : t->covered_ns;
+    a->weight = t->limit.weight;
+    a->priority = t->limit.priority;
+    struct gs_run *last = &a->run[a->last % GS_RUNS];
+    if (run && a->n && last->end_ns == run->start_ns && run->end_ns > run->start_ns &&
+        last->run_ns == last->end_ns - last->start_ns &&
+        run->run_ns == run->end_ns - run->start_ns) { /* all its own, like the one before */
+        last->end_ns = run->end_ns;
+        last->run_ns += run->run_ns;
+    } else if (run && run->end_ns > run->start_ns) {
+        a->last = (a->last + 1) % GS_RUNS;
+        a->n = a->n < GS_RUNS ? a->n + 1 : GS_RUNS;
+        a->run[a->last] = *run;
+    }
+    atomic_store(&t->page->index, index ^ 1);
+}
+
+/* ---- what has finished ----------------------------------------------------------------- */
+
+static bool events_done(struct gs_throttle *t, struct gs_segment *segment) {
+    const struct gs_throttle_env *env = t->env;
+    while (segment->n_events) {
+        uint64_t stamp;
+        if (!env->done(env->arg, segment->event[segment->n_events - 1], &stamp))
+            return false;
+        segment->end_ns = max64(segment->end_ns, stamp);
+        segment->n_events--;
+    }
+    return segment->start_event < 0 ||
+           env->done(env->arg, segment->start_event, &segment->start_ns);
+}
+
+static void finish(struct gs_throttle *t, struct gs_segment *segment, const struct gs_peer *peer,
+                   unsigned n, uint64_t now) {
+    segment->before_ns = t->covered_ns;
+    segment->clean |= segment->start_event < 0 && t->covered_ns >= segment->marked_ns;
+    segment->start_ns = max64(segment->start_ns, t->covered_ns);
+    segment->end_ns = max64(segment->start_ns, segment->end_ns);
+    t->covered_ns = segment->end_ns;
+    t->in_flight_ns -= segment->work_ns;
+    atomic_store(&t->bucket->done_ns, now);
+    struct gs_run run = {segment->start_ns, segment->end_ns,
+                         gs_throttle_first_guess(t, segment, peer, n)};
+    t->finished++;
+    publish(t, &run, now);
+}
+
+static void poll(struct gs_throttle *t, uint64_t now) {
+    struct gs_peer peer[MAX_PEERS];
+    unsigned n = 0;
+    bool news = false;
+    while (t->finished != t->marked && events_done(t, &t->segment[t->finished % GS_SEGMENTS])) {
+        if (!news) {
+            n = t->env->peers(t->env->arg, peer, MAX_PEERS);
+            gs_throttle_survey(t, peer, n, now);
+        }
+        news = true;
+        finish(t, &t->segment[t->finished % GS_SEGMENTS], peer, n, now);
+    }
+    if (t->marked != t->finished && t->told_until_ns < now + EXTEND)
+        publish(t, NULL, now);
+    if (t->charged == t->finished)
+        return;
+    if (!news)
+        n = t->env->peers(t->env->arg, peer, MAX_PEERS);
+    while (t->charged != t->finished &&
+           gs_throttle_charge(t, &t->segment[t->charged % GS_SEGMENTS], peer, n, now))
+        t->charged++;
+    if (news && t->finished == t->marked)
+        publish(t, NULL, now);
+}
+
+/* ---- launches -------------------------------------------------------------------------- */
+
+static void renew(struct gs_throttle *t) {
+    memset(&t->open, 0, sizeof(t->open));
+    t->open.start_event = -1;
+    t->number = t->number + 1 ? t->number + 1 : 1;
+}
+
+static void mark(struct gs_throttle *t, uint64_t now) {
+    struct gs_segment *open = &t->open;
+    struct gs_throttle_stream *s;
+    if (!open->launches || t->capturing)
+        return;
+    while ((s = t->dirty)) {
+        open->work_ns += atomic_exchange(&s->work_ns, 0);
+        if (open->n_events < GS_STREAMS) {
+            int event = t->env->mark(t->env->arg, s->id);
+            if (event >= 0)
+                open->event[open->n_events++] = event;
+        }
+        t->dirty = s->next_dirty;
+        s->dirty = false;
+    }
+    open->marked_ns = now;
+    open->n_marked = open->n_events;
+    open->clean = open->single && open->start_event >= 0;
+    if (open->n_events) {
+        t->segment[t->marked++ % GS_SEGMENTS] = *open;
+        t->in_flight_ns += open->work_ns;
+    }
+    renew(t);
+}
+
+static void note(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_predictor *f,
+                 int64_t ns) {
+    if (!s->dirty) {
+        s->dirty = true;
+        s->next_dirty = t->dirty;
+        t->dirty = s;
+    }
+    if (f->noted != t->number && t->open.n_functions < GS_FUNCTIONS) {
+        t->open.expected_ns[t->open.n_functions] = ns;
+        t->open.function[t->open.n_functions++] = f;
+        f->noted = t->number;
+    }
+    t->open.launches += t->open.launches < UINT32_MAX;
+    t->open.hint_ns += ns;
+    atomic_fetch_add(&s->work_ns, ns);
+}
+
+/* True when a launch that waits must be let through: it may be what the device waits for. */
+static bool stuck(struct gs_throttle *t, uint64_t now, uint64_t *until) {
+    uint64_t admitted = atomic_load(&t->bucket->admitted_ns);
+    uint64_t since = max64(max64(atomic_load(&t->bucket->done_ns), admitted), t->waiting_since_ns);
+    if (t->in_flight_ns <= 0) {
+        struct gs_peer peer[MAX_PEERS];
+        unsigned n = t->env->peers(t->env->arg, peer, MAX_PEERS), i = 0;
+        while (i < n && !(peer[i].container == t->container && peer[i].activity->busy_from_ns &&
+                          peer[i].activity->busy_until_ns > now))
+            i++;
+        if (i == n)
+            return false;
+    }
+    /* Work that is expected to take long is no deadlock; what is in debt has had its part. */
+    uint64_t tat = atomic_load(&t->bucket->tat_ns);
+    uint64_t patience = STUCK + (uint64_t)t->in_flight_ns * t->contexts * 3 / 2;
+    patience = max64(patience, min64(tat > now ? (tat - now) / 4 : 0, 2000 * MS));
+    if (now >= since + patience)
+        return atomic_compare_exchange_strong(&t->bucket->admitted_ns, &admitted, now);
+    *until = min64(*until, since + patience);
+    return false;
+}
+
+static bool alone(struct gs_throttle *t, uint64_t now) {
+    struct gs_peer peer[MAX_PEERS];
+    unsigned n = t->env->peers(t->env->arg, peer, MAX_PEERS);
+    struct company c = gs_throttle_company(t, peer, n, now - 2 * MS, now);
+    return !c.outranked;
+}
+
+static uint64_t wait_for(struct gs_throttle *t, struct gs_predictor *f, int64_t ns, bool known,
+                         int64_t pay, uint64_t now) {
+    uint64_t until = now + POLL;
+    /* While capturing nothing can be seen to finish: what is expected is paid for, no more. */
+    bool room = t->capturing || t->marked - t->charged < GS_SEGMENTS - 2;
+    bool ready = t->capturing ||
+                 ((known || !f->probing) && t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1));
+    if (!room)
+        return until;
+    if (t->limit.mode == GS_THROTTLE_UNLIMITED)
+        return 0;
+    if (ready)
+        until = pay <= 0 ? 0 : take(t, pay, ns, now, false);
+    if (until == 0)
+        return 0;
+    if (ready && t->limit.mode == GS_THROTTLE_SOFT && alone(t, now))
+        return take(t, pay, ns, now, true);
+    if (!t->waiting_since_ns)
+        t->waiting_since_ns = now;
+    if (t->in_flight_ns > 0) /* the others wait to hear what it was */
+        until = min64(until, now + max64(POLL, (uint64_t)t->in_flight_ns / 2));
+    if (stuck(t, now, &until))
+        return take(t, pay, ns, now, true);
+    return until;
+}
+
+uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
+                          struct gs_predictor *f) {
+    int64_t ns = atomic_load(&f->ns), quantum = QUANTUM, pay;
+    bool known = ns != GS_UNKNOWN;
+    ns = known ? ns : QUANTUM;
+    s->mark = false;
+    if (known && t->open.launches && atomic_load(&t->allowance_ns) >= ns) {
+        atomic_fetch_sub(&t->allowance_ns, ns);
+        note(t, s, f, ns);
+        return 0;
+    }
+    uint64_t now = t->env->now(t->env->arg);
+    if (!t->capturing) {
+        poll(t, now);
+        mark(t, now);
+    }
+    if (t->limit.mode == GS_THROTTLE_UNLIMITED)
+        quantum = WINDOW;
+    pay = (ns > quantum ? ns : quantum) - atomic_load(&t->allowance_ns);
+    if (atomic_load(&t->allowance_ns) >= ns)
+        pay = 0;
+    uint64_t until = wait_for(t, f, ns, known, pay, now);
+    if (until)
+        return until;
+    if (t->waiting_since_ns) {
+        atomic_fetch_add(&t->bucket->waited_ns, now - t->waiting_since_ns);
+        t->waiting_since_ns = 0;
+    }
+    if (t->marked == t->finished && !t->open.launches && !t->capturing) {
+        t->open.start_event = t->env->mark(t->env->arg, s->id);
+        t->open.opened_ns = t->busy_from_ns = now;
+    }
+    atomic_fetch_add(&t->allowance_ns, (pay > 0 ? pay : 0) - ns);
+    note(t, s, f, ns);
+    if (!t->capturing && (!known || (t->sparse && t->open.start_event >= 0))) {
+        s->mark = t->open.single = true;
+        t->open.probe = f->probing = !known;
+    }
+    publish(t, NULL, now);
+    return 0;
+}
+
+void gs_throttle_launched(struct gs_throttle *t) {
+    mark(t, t->env->now(t->env->arg));
+}
+
+void gs_throttle_sync_begin(struct gs_throttle *t) {
+    int64_t work = 0;
+    for (const struct gs_throttle_stream *s = t->dirty; s; s = s->next_dirty)
+        work += atomic_load(&((struct gs_throttle_stream *)s)->work_ns);
+    if (t->capturing || work < TAIL)
+        return;
+    uint64_t now = t->env->now(t->env->arg);
+    mark(t, now);
+    int64_t rest = atomic_exchange(&t->allowance_ns, 0);
+    if (rest > 0 && t->limit.mode != GS_THROTTLE_UNLIMITED)
+        gs_throttle_adjust(t, -rest, now);
+    publish(t, NULL, now);
+}
+
+void gs_throttle_sync_end(struct gs_throttle *t) {
+    if (!t->capturing && t->marked != t->finished)
+        poll(t, t->env->now(t->env->arg));
+}
+
+void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,
+                      struct gs_bucket *bucket, struct gs_page *page, uint32_t container) {
+    memset(t, 0, sizeof(*t));
+    t->env = env;
+    t->bucket = bucket;
+    t->page = page;
+    t->container = container;
+    t->slice_ns = 2 * (uint32_t)MS;
+    t->switch_ns = 125 * (uint32_t)US;
+    t->marker_ns = (uint32_t)US;
+    t->limit.ppm = t->rate_ppm = 1000000;
+    t->contexts = 1;
+    renew(t);
+}
+
+void gs_predictor_init(struct gs_predictor *f) {
+    memset(f, 0, sizeof(*f));
+    atomic_store(&f->ns, GS_UNKNOWN);
+    f->moment[0] = f->moment[1] = 1;
+}

@@ -1,0 +1,184 @@
+/* Compute limits: who may launch when, and what it is charged. docs/compute.md has the law.
+ *
+ * A state machine: clock, device, shared memory and peers are given to it, it has no globals and
+ * never waits, so that the very same code runs in virtual time (tests/throttle). All times are
+ * wall nanoseconds of one clock that all containers share; all work is device nanoseconds.
+ *
+ * The caller, per launch of one context:
+ *
+ *     if (!gs_throttle_try(t, s, f))                  a few instructions, no clock
+ *         while ((until = gs_throttle_slow(t, s, f)))  one thread at a time (the caller's lock)
+ *             wait until `until`, or until limits change
+ *     the real launch
+ *     if (s->mark) gs_throttle_launched(t)            under that lock
+ *
+ * gs_throttle_sync_begin before the program's own blocking calls, gs_throttle_sync_end after.
+ */
+#ifndef GPUSHARE_THROTTLE_H
+#define GPUSHARE_THROTTLE_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+/* ---- shared memory -------------------------------------------------------------------- */
+
+/* One container's bucket on one device. Any process of the container can write it. */
+struct gs_bucket {
+    _Atomic uint64_t tat_ns;      /* theoretical arrival time: a launch may go iff tat <= now */
+    _Atomic uint64_t done_ns;     /* when something of this container was last seen to complete */
+    _Atomic uint64_t admitted_ns; /* when a launch was last let through to avoid a deadlock */
+    _Atomic uint64_t waited_ns;   /* throttled time; information only */
+};
+
+/* One stretch of a context on the device: `run_ns` of it was its own. */
+struct gs_run {
+    uint64_t start_ns, end_ns, run_ns;
+};
+#define GS_RUNS 48u
+
+/* What a context tells everybody else. */
+struct gs_activity {
+    uint64_t busy_from_ns;  /* work was queued at this time and is not known to be done; 0: idle */
+    uint64_t busy_until_ns; /* not believed after this */
+    uint64_t horizon_ns;    /* everything up to here is in `run` */
+    uint32_t weight, priority;
+    uint32_t last, n; /* run[last] is the newest of n */
+    struct gs_run run[GS_RUNS];
+};
+
+/* A writer can die in the middle, so it writes the other one and then turns the index. */
+struct gs_page {
+    _Atomic uint32_t index;
+    uint32_t reserved;
+    struct gs_activity buffer[2];
+};
+
+/* ---- what is given -------------------------------------------------------------------- */
+
+struct gs_peer {
+    const struct gs_activity *activity; /* a copy; its text is not trusted */
+    uint32_t container;                 /* by where it was found, not by what it says */
+};
+
+struct gs_throttle_env {
+    void *arg;
+    uint64_t (*now)(void *arg);
+    /* Record a timing event behind what `stream` has; its number, or -1. Never while capturing. */
+    int (*mark)(void *arg, uint32_t stream);
+    /* True when the event is done, with its stamp. Each is asked until true, then never again. */
+    bool (*done)(void *arg, int event, uint64_t *stamp_ns);
+    /* Copies of the other contexts' pages on this device; at most `max`. */
+    unsigned (*peers)(void *arg, struct gs_peer *out, unsigned max);
+};
+
+enum gs_throttle_mode {
+    GS_THROTTLE_HARD,
+    GS_THROTTLE_SOFT,      /* what others leave idle is free */
+    GS_THROTTLE_UNLIMITED, /* never waits, publishes */
+};
+
+struct gs_throttle_limit {
+    uint32_t ppm; /* of the device, 1..1000000 */
+    uint32_t weight, priority;
+    enum gs_throttle_mode mode;
+};
+
+/* ---- one process's context ------------------------------------------------------------ */
+
+/* What a launch of a function with a grid, or of a graph, is expected to take. */
+struct gs_predictor {
+    _Atomic int64_t ns; /* GS_UNKNOWN before the first was measured */
+    uint32_t noted;     /* the segment that has it in its list */
+    uint32_t samples, alone;
+    bool probing;
+    float moment[2]; /* weighted, of taken/expected and of its square */
+};
+#define GS_UNKNOWN (INT64_MAX / 4)
+
+struct gs_throttle_stream {
+    uint32_t id;
+    bool mark; /* call gs_throttle_launched after this launch */
+    bool dirty;
+    _Atomic int64_t work_ns; /* expected, launched since the last marker */
+    struct gs_throttle_stream *next_dirty;
+};
+
+#define GS_SEGMENTS 32u
+#define GS_STREAMS 16u /* marked one by one in a segment */
+#define GS_FUNCTIONS 8u
+
+/* The launches between two rounds of markers. */
+struct gs_segment {
+    int start_event; /* -1: the device was busy with this context before */
+    uint64_t start_ns, end_ns;
+    int event[GS_STREAMS];
+    uint32_t n_events, n_marked, n_functions, launches;
+    struct gs_predictor *function[GS_FUNCTIONS];
+    int64_t expected_ns[GS_FUNCTIONS]; /* of one launch of each */
+    int64_t work_ns, hint_ns;
+    uint64_t opened_ns, marked_ns; /* host time */
+    bool clean;                    /* the device had work of ours from start to end */
+    bool single;        /* one launch, marked before and after when the device was idle */
+    bool probe;         /* its only function was unknown */
+    uint64_t before_ns; /* the end of the segment before */
+};
+
+struct gs_throttle {
+    const struct gs_throttle_env *env;
+    struct gs_throttle_limit limit; /* may change at any time, through gs_throttle_set_limit */
+    struct gs_bucket *bucket;
+    struct gs_page *page;
+    uint32_t container;
+    uint32_t switch_ns; /* the device's own: what it takes to switch contexts */
+    uint32_t slice_ns;
+    uint32_t marker_ns; /* device time of one event */
+    bool capturing;     /* nothing is recorded or queried */
+
+    _Atomic int64_t allowance_ns; /* expected work that is paid for and not launched */
+    struct gs_throttle_stream *dirty;
+    struct gs_segment open;                 /* being launched; marked at the next slow path */
+    struct gs_segment segment[GS_SEGMENTS]; /* marked: [charged, marked) */
+    uint32_t charged, finished, marked;     /* counters; finished: all events are done */
+    uint32_t number;                        /* of the open segment, never 0 */
+    int64_t in_flight_ns;                   /* expected, not known to be done */
+    uint64_t covered_ns;                    /* device time up to here belongs to a segment */
+    uint64_t busy_from_ns, told_until_ns;
+    uint32_t rate_ppm;  /* what the limit means now */
+    uint32_t contexts;  /* with work on the device, this one too; as last seen */
+    int64_t surplus_ns; /* charged in excess of busy / contexts, bounded */
+    int64_t carry_ns;   /* time in excess of the expectation that may have been idle */
+    uint32_t straddled; /* segments in a row that others interrupted */
+    uint32_t sparse;    /* launches that will be marked one by one */
+    uint32_t ignore, backoff;
+    int64_t looked_ns[2]; /* of those: what they took, what was expected */
+    uint64_t waiting_since_ns;
+};
+
+void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,
+                      struct gs_bucket *bucket, struct gs_page *page, uint32_t container);
+void gs_predictor_init(struct gs_predictor *f);
+/* 0: go ahead, else the time to ask again. */
+uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
+                          struct gs_predictor *f);
+void gs_throttle_launched(struct gs_throttle *t);
+void gs_throttle_sync_begin(struct gs_throttle *t);
+void gs_throttle_sync_end(struct gs_throttle *t);
+
+/* Goes ahead on what is paid for. Unknown functions are never within an allowance. */
+static inline bool gs_throttle_try(struct gs_throttle *t, struct gs_throttle_stream *s,
+                                   struct gs_predictor *f) {
+    int64_t ns = atomic_load_explicit(&f->ns, memory_order_relaxed);
+    int64_t had = atomic_load_explicit(&t->allowance_ns, memory_order_relaxed);
+    if (__builtin_expect(had < ns || !s->dirty || f->noted != t->number, 0))
+        return false;
+    if (__builtin_expect(atomic_fetch_sub_explicit(&t->allowance_ns, ns, memory_order_relaxed) < ns,
+                         0)) {
+        atomic_fetch_add_explicit(&t->allowance_ns, ns, memory_order_relaxed);
+        return false; /* another thread was first */
+    }
+    atomic_fetch_add_explicit(&s->work_ns, ns, memory_order_relaxed);
+    return true;
+}
+
+#endif

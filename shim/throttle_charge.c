@@ -1,0 +1,228 @@
+/* What a segment is charged: how much of its time was its own. */
+#include "throttle_parts.h"
+
+/* With the time that the device needs for the markers themselves. */
+static int64_t expected(const struct gs_throttle *t, const struct gs_segment *segment) {
+    return segment->work_ns + segment->n_marked * (int64_t)t->marker_ns;
+}
+
+/* A segment may have been idle inside, or its kernels spun: for some launches, look at each. When
+ * they were as expected, such doubts are ignored for a while. */
+static void doubt(struct gs_throttle *t) {
+    if (t->sparse)
+        return;
+    if (t->ignore) {
+        t->ignore--;
+        return;
+    }
+    t->sparse = SPARSE;
+    t->looked_ns[0] = t->looked_ns[1] = 0;
+}
+
+static void looked(struct gs_throttle *t, const struct gs_segment *segment, int64_t own) {
+    if (!t->sparse || !segment->single)
+        return;
+    t->looked_ns[0] += own;
+    t->looked_ns[1] += expected(t, segment);
+    if (--t->sparse)
+        return;
+    if (t->looked_ns[0] > t->looked_ns[1] * 3 / 2) {
+        t->backoff = 0;
+        doubt(t);
+    } else {
+        t->backoff = t->backoff < 256 ? 2 * t->backoff + 16 : 256;
+        t->ignore = t->backoff;
+    }
+}
+
+/* What of a segment's time was surely busy. Until its marker was recorded the device may have been
+ * idle in between; if that is more than a little, only what was expected counts of that time. */
+int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *segment,
+                         bool *sure) {
+    uint64_t known = min64(max64(segment->start_ns, segment->marked_ns), segment->end_ns);
+    int64_t took = (int64_t)(segment->end_ns - segment->start_ns), work = expected(t, segment);
+    int64_t least = (int64_t)(segment->end_ns - known);
+    *sure =
+        segment->clean || segment->probe || took - least <= took / 16 || took <= work + work / 64;
+    if (*sure)
+        return took;
+    return work > least ? work : least;
+}
+
+/* What a segment took that nobody interrupted. What is in excess of the expectation, and may have
+ * been idle, waits until something takes less than expected. */
+static int64_t even_out(struct gs_throttle *t, const struct gs_segment *segment, int64_t took,
+                        bool *sure) {
+    int64_t own = gs_throttle_busy(t, segment, sure), short_of = expected(t, segment) - took;
+    bool unsure = segment->marked_ns > segment->start_ns + (uint64_t)took / 16;
+    if (!*sure) {
+        t->carry_ns += took - own;
+        t->carry_ns = t->carry_ns < CARRY ? t->carry_ns : CARRY;
+        doubt(t);
+    } else if (unsure && short_of > 0 && !segment->clean && t->carry_ns > 0) {
+        short_of = short_of < t->carry_ns ? short_of : t->carry_ns;
+        t->carry_ns -= short_of;
+        own += short_of;
+    }
+    return own;
+}
+
+/* An interrupted segment is no average one: the longer it takes, the likelier it is hit. */
+static int64_t when_hit(const struct gs_segment *segment) {
+    const struct gs_predictor *f = segment->n_functions ? segment->function[0] : NULL;
+    return f && f->moment[0] > 0 ? (int64_t)((float)segment->work_ns * f->moment[1] / f->moment[0])
+                                 : segment->work_ns;
+}
+
+static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64_t own,
+                  float weight) {
+    int64_t markers = segment->n_marked * (int64_t)t->marker_ns;
+    own = own > markers ? own - markers : 0;
+    if (segment->work_ns <= 0)
+        return;
+    if (atomic_load(&t->bucket->admitted_ns) > segment->start_ns) /* it may have waited for us */
+        own = own < (int64_t)STUCK ? own : (int64_t)STUCK;
+    double ratio = (double)own / (double)segment->work_ns;
+    for (uint32_t i = 0; i < segment->n_functions; i++) {
+        struct gs_predictor *f = segment->function[i];
+        int64_t ns = atomic_load(&f->ns);
+        float step = weight / 32, first = weight / (float)(f->samples + 1);
+        step = step > first ? step : first;
+        step = step < 0.5f ? step : 0.5f;
+        f->samples++;
+        double bounded = ratio < 8 ? ratio : 8, took = (double)segment->expected_ns[i] * ratio;
+        if (segment->probe || ns == GS_UNKNOWN) {
+            int64_t first = segment->probe ? own : (int64_t)took;
+            f->probing = false;
+            atomic_store(&f->ns, first > LEAST ? first : LEAST);
+            continue;
+        }
+        ns += (int64_t)((took - (double)ns) * (double)step);
+        atomic_store(&f->ns, ns > LEAST ? ns : LEAST);
+        step = step < 0.05f ? step : 0.05f;
+        f->moment[0] += step * ((float)bounded - f->moment[0]);
+        f->moment[1] += step * ((float)(bounded * bounded) - f->moment[1]);
+    }
+}
+
+/* Its own part when `contexts` take turns: from its first stamp on, it has the first slice. */
+static int64_t in_turn(const struct gs_throttle *t, const struct gs_segment *segment, int64_t took,
+                       uint32_t contexts) {
+    int64_t slice = t->slice_ns, round = (slice + t->switch_ns) * (int64_t)contexts, rest;
+    if (segment->start_event < 0)
+        return took / (int64_t)contexts;
+    rest = took % round;
+    return took / round * (slice + t->switch_ns) + (rest < slice ? rest : slice);
+}
+
+/* Launches of its function all take the same. */
+static bool even(const struct gs_segment *segment) {
+    const struct gs_predictor *f = segment->n_functions ? segment->function[0] : NULL;
+    return f && f->moment[1] < 1.02f * f->moment[0] * f->moment[0];
+}
+
+/* What the stretches of the others leave. */
+static int64_t remainder_of(const struct gs_throttle *t, const struct gs_segment *segment,
+                            const struct company *c) {
+    int64_t own = (int64_t)(segment->end_ns - segment->start_ns) - (int64_t)c->contained_ns -
+                  (int64_t)c->shared_ns - (int64_t)(c->open_ns / (c->open + 1));
+    bool hit = c->contained_ns + c->shared_ns > 0;
+    if (hit && segment->work_ns < (int64_t)whole(t)) /* their switches, not mine */
+        own -= (int64_t)c->contexts * t->switch_ns;
+    return own;
+}
+
+/* What of a segment's time was its own, by what everybody says. */
+static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const struct company *c) {
+    int64_t took = (int64_t)(segment->end_ns - segment->start_ns), own;
+    const struct gs_predictor *f = segment->n_functions ? segment->function[0] : NULL;
+    float weight = 1;
+    if (!c->contexts || (!c->contained_ns && took <= (int64_t)whole(t))) {
+        bool sure;
+        own = even_out(t, segment, took, &sure);
+        if (c->contexts && even(segment)) {
+            double hit = (double)took / t->slice_ns;
+            weight = (float)(1 / (1 - (hit < 0.75 ? hit : 0.75)));
+        }
+        t->straddled = 0;
+        if (sure && !c->contexts && f && segment->work_ns >= (int64_t)whole(t) / 2)
+            segment->function[0]->alone += f->alone < 64;
+        if (sure)
+            learn(t, segment, own, c->contexts ? weight : 2);
+        return own;
+    }
+    t->straddled++;
+    bool lasting = segment->work_ns >= (int64_t)whole(t);
+    if (even(segment) && !segment->probe && !lasting && t->straddled < STREAK) {
+        own = when_hit(segment) + t->switch_ns;
+    } else if (even(segment) && !segment->probe && f->alone > 2 && t->straddled < 4 * STREAK) {
+        own = segment->work_ns + segment->work_ns / t->slice_ns * t->switch_ns;
+    } else {
+        own = remainder_of(t, segment, c);
+        if (segment->probe || lasting) {
+            int64_t fair = in_turn(t, segment, took, c->contexts + 1);
+            own = own > fair || segment->start_event >= 0 ? own : fair;
+            if (segment->start_event >= 0 && !c->contained_ns)
+                own = fair;
+        }
+        own = own > 0 ? own : 0;
+        bool sure;
+        int64_t most = gs_throttle_busy(t, segment, &sure);
+        own = own < most ? own : most;
+        if (sure)
+            learn(t, segment, own, 1);
+        else
+            doubt(t);
+    }
+    return own < took ? own : took;
+}
+
+/* Whatever the others say, over some slices it is at least busy / contexts. A single segment may be
+ * less: a short one that waited for somebody's whole slice. */
+static int64_t bound(struct gs_throttle *t, int64_t own, int64_t took, uint32_t contexts) {
+    own = own > 0 ? own : 0;
+    t->surplus_ns += own - took / contexts;
+    if (t->surplus_ns < -SURPLUS) {
+        own += -SURPLUS - t->surplus_ns;
+        t->surplus_ns = -SURPLUS;
+    }
+    t->surplus_ns = t->surplus_ns < SURPLUS ? t->surplus_ns : SURPLUS;
+    return own;
+}
+
+bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
+                        const struct gs_peer *peer, unsigned n, uint64_t now) {
+    struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
+    if (c.wait && now < segment->end_ns + DEFER)
+        return false;
+    int64_t own = judge(t, segment, &c);
+    bool sure;
+    looked(t, segment, own);
+    if (c.contexts)
+        own = bound(t, own, gs_throttle_busy(t, segment, &sure), c.contexts + 1);
+    if (segment->start_event >= 0 && c.before_ns > segment->before_ns)
+        own += t->switch_ns;
+    if (t->limit.mode == GS_THROTTLE_SOFT && !c.outranked)
+        own = 0;
+    if (t->limit.mode != GS_THROTTLE_UNLIMITED)
+        gs_throttle_adjust(t, own - segment->work_ns, now);
+    return true;
+}
+
+/* A first word to the others, before they have had theirs. */
+uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_segment *segment,
+                                 const struct gs_peer *peer, unsigned n) {
+    uint64_t took = segment->end_ns - segment->start_ns, own = took;
+    bool lasting = segment->probe || segment->work_ns >= (int64_t)whole(t), sure;
+    if (took > whole(t) && t->contexts > 1) {
+        struct company c = {0};
+        bool uneven = !lasting && !even(segment);
+        if (uneven)
+            c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
+        int64_t part = lasting             ? in_turn(t, segment, (int64_t)took, t->contexts)
+                       : !uneven || c.open ? when_hit(segment)
+                                           : remainder_of(t, segment, &c);
+        own = min64(took, part > 0 ? (uint64_t)part : 0);
+    }
+    return min64(own, (uint64_t)gs_throttle_busy(t, segment, &sure));
+}

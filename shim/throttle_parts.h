@@ -1,0 +1,77 @@
+/* What throttle.c, throttle_peers.c and throttle_charge.c share; nobody else includes it. */
+#ifndef GPUSHARE_THROTTLE_PARTS_H
+#define GPUSHARE_THROTTLE_PARTS_H
+
+#include <stddef.h>
+
+#include "throttle.h"
+
+#define US UINT64_C(1000)
+#define MS (1000 * US)
+
+#define QUANTUM (500 * (int64_t)US) /* paid for at a time, and the distance of markers */
+#define WINDOW (4 * (int64_t)MS)    /* expected work in flight: two slices */
+#define BURST (20 * MS)             /* credit of one that was idle */
+#define DEBT (10000 * MS)           /* a container is never locked out for longer */
+#define POLL (200 * US)
+#define STUCK (100 * MS)
+#define DEFER (6 * MS) /* a charge waits as long for the others to say what they did */
+#define TAIL (50 * (int64_t)US)
+#define EXTEND (8 * MS)
+#define CARRY (2 * (int64_t)MS)
+#define SURPLUS (8 * (int64_t)MS)
+#define SPARSE 16u /* so many launches are marked one by one */
+#define STREAK 16u
+#define LEAST (2 * (int64_t)US) /* no launch is expected to take less */
+#define MAX_PEERS 64u
+#define EDGE (20 * US) /* how well clocks of different containers agree */
+
+static inline uint64_t max64(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
+
+static inline uint64_t min64(uint64_t a, uint64_t b) {
+    return a < b ? a : b;
+}
+
+/* In less than this nobody else can have had a slice. */
+static inline uint64_t whole(const struct gs_throttle *t) {
+    return (uint64_t)t->slice_ns * 7 / 10;
+}
+
+/* ---- throttle_peers.c: what others did meanwhile ---------------------------------------- */
+
+struct company {
+    uint64_t contained_ns; /* runs of others that lie within, all theirs */
+    uint64_t shared_ns;    /* their part of what they say was theirs only in part */
+    uint64_t open_ns;      /* they had work, and do not know yet */
+    uint64_t before_ns;    /* the last end of a run of others before the start */
+    uint32_t contexts;     /* of others, with work in between */
+    uint32_t open;
+    bool outranked; /* somebody else's container, with our priority or more */
+    bool wait;
+};
+
+struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_peer *peer,
+                                   unsigned n, uint64_t start, uint64_t end);
+/* What the limit means now, and how many contexts have work. */
+void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
+                        uint64_t now);
+
+/* ---- throttle_charge.c ------------------------------------------------------------------ */
+
+/* What of a segment's time was surely busy. */
+int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *segment, bool *sure);
+/* What it is to be said to have held, as soon as it is done. */
+uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_segment *segment,
+                                 const struct gs_peer *peer, unsigned n);
+/* False: the others have not said yet what they did. */
+bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
+                        const struct gs_peer *peer, unsigned n, uint64_t now);
+
+/* ---- throttle.c -------------------------------------------------------------------------- */
+
+/* Correct what was paid by `device_ns`. */
+void gs_throttle_adjust(struct gs_throttle *t, int64_t device_ns, uint64_t now);
+
+#endif

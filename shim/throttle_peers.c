@@ -1,0 +1,77 @@
+/* What the other contexts on the device say. Nothing of it is trusted further than bound() lets it.
+ */
+#include "throttle_parts.h"
+
+static bool look(const struct gs_activity *a, uint64_t start, uint64_t end, uint64_t whole,
+                 struct company *c) {
+    uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
+    bool active = false;
+    for (uint32_t i = 0; i < n; i++) {
+        const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
+        uint64_t from = max64(run->start_ns, start), to = min64(run->end_ns, end);
+        if (run->end_ns <= start + EDGE && run->end_ns > c->before_ns)
+            c->before_ns = run->end_ns;
+        if (run->end_ns <= start)
+            break;
+        if (from >= to)
+            continue;
+        uint64_t length = run->end_ns - run->start_ns, own = min64(run->run_ns, length);
+        active = true;
+        bool within = run->start_ns + EDGE >= start && run->end_ns <= end + EDGE;
+        if (own == length && within)
+            c->contained_ns += to - from;
+        else if (own < whole) /* interrupted, so it ran at its two ends */
+            c->shared_ns += within ? own
+                            : run->start_ns + EDGE < start && run->end_ns > end + EDGE
+                                ? 0
+                                : min64(own / 2, to - from);
+        else
+            c->shared_ns += (uint64_t)((double)(to - from) * (double)own / (double)length);
+    }
+    uint64_t known = max64(max64(a->horizon_ns, a->busy_from_ns), start);
+    if (a->busy_from_ns && known < end && a->busy_until_ns > known) {
+        c->open_ns += min64(end, a->busy_until_ns) - known;
+        c->open++;
+        c->wait = true;
+        active = true;
+    }
+    return active;
+}
+
+struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_peer *peer,
+                                   unsigned n, uint64_t start, uint64_t end) {
+    struct company c = {0};
+    for (unsigned i = 0; i < n; i++)
+        if (look(peer[i].activity, start, end, whole(t), &c)) {
+            c.contexts++;
+            if (peer[i].container != t->container &&
+                peer[i].activity->priority >= t->limit.priority)
+                c.outranked = true;
+        }
+    return c;
+}
+
+/* What the limit means now, and how many contexts have work. */
+void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
+                        uint64_t now) {
+    uint64_t weights = t->limit.weight;
+    uint32_t counted[MAX_PEERS], containers = 0;
+    t->contexts = 1;
+    for (unsigned i = 0; i < n; i++) {
+        const struct gs_activity *a = peer[i].activity;
+        bool seen = peer[i].container == t->container;
+        if (a->busy_until_ns < now && (!a->n || a->run[a->last % GS_RUNS].end_ns + BURST < now))
+            continue;
+        t->contexts++;
+        for (uint32_t k = 0; k < containers && !seen; k++)
+            seen = counted[k] == peer[i].container;
+        if (!seen) {
+            counted[containers++] = peer[i].container;
+            weights += a->weight < 1000000 ? a->weight : 0;
+        }
+    }
+    t->rate_ppm = t->limit.weight
+                      ? (uint32_t)(UINT64_C(1000000) * t->limit.weight / (weights ? weights : 1))
+                      : t->limit.ppm;
+    t->rate_ppm = t->rate_ppm ? t->rate_ppm : 1;
+}

@@ -1,0 +1,73 @@
+/* What the processes run: six kinds of kernels in five kinds of programs. */
+#include <math.h>
+
+#include "vt.h"
+
+const char *const kernel_name[KERNELS] = {"5us", "50us", "1ms", "20ms", "lognormal", "bimodal"};
+const char *const program_name[PROGRAMS] = {"stream", "streams", "graph", "sync", "pause", "pair"};
+
+static double kernel_ns(struct host *host, enum kernel kernel, int function) {
+    static const double mean_us[KERNELS] = {5, 50, 1000, 20000};
+    static const double factor[FUNCTIONS] = {0.7, 1, 1.3};
+    double us = mean_us[kernel];
+    if (kernel == K_LOGNORMAL)
+        us = 100 * exp(normal(&host->rng));
+    else if (kernel == K_BIMODAL)
+        us = uniform(&host->rng) < 0.1 ? 1000 : 50;
+    return us * factor[function] * (1 + 0.02 * normal(&host->rng)) * 1000;
+}
+
+/* A kernel that waits on the device for another one: from the other stream, or the other process.
+ */
+static bool choose_of_pair(struct host *host) {
+    const struct gpu *gpu = &host->world->gpu;
+    bool waiter = host->launches % 2 == 0;
+    if (host->world->tenant[host->tenant].processes > 1)
+        waiter = host->context % 2 == 0;
+    if (waiter == (gpu->waiters[host->tenant] > 0))
+        return false;
+    host->kind = waiter ? WAITER : RELEASER;
+    host->function = host->stream = waiter ? 0 : 1;
+    host->kernel_ns = 50e3;
+    return true;
+}
+
+bool choose(struct host *host) {
+    const struct tenant *tenant = &host->world->tenant[host->tenant];
+    static const int nodes[KERNELS] = {10, 10, 3, 2, 6, 6};
+    host->kind = KERNEL;
+    if (tenant->program == P_PAIR && !choose_of_pair(host))
+        return false;
+    if (tenant->program == P_PAIR) {
+        host->launches++;
+        return host->chosen = true;
+    }
+    host->function = (int)(host->launches % FUNCTIONS);
+    host->stream = tenant->program == P_STREAMS ? host->launches % STREAMS : 0;
+    host->kernel_ns = kernel_ns(host, tenant->kernel, host->function);
+    if (tenant->program == P_GRAPH) {
+        host->function = 0;
+        for (int i = 1; i < nodes[tenant->kernel]; i++)
+            host->kernel_ns += kernel_ns(host, tenant->kernel, i % FUNCTIONS);
+    }
+    host->kernel_ns = host->kernel_ns < 200 ? 200 : host->kernel_ns;
+    host->launches++;
+    return host->chosen = true;
+}
+
+bool wants_sync(const struct host *host) {
+    return host->world->tenant[host->tenant].program == P_SYNC;
+}
+
+/* Bursts of some 2 ms of launching or 40 launches, then a pause without any synchronisation. */
+uint64_t pause_ns(struct host *host) {
+    const struct tenant *tenant = &host->world->tenant[host->tenant];
+    static const uint32_t burst[KERNELS] = {400, 40, 4, 2, 20, 20};
+    if (tenant->program != P_PAUSE && !host->pauses)
+        return 0;
+    if (host->burst_left--)
+        return 0;
+    host->burst_left = burst[tenant->kernel];
+    double mean_ns = host->pauses ? 20e6 : 1e6;
+    return (uint64_t)(-log(1 - uniform(&host->rng)) * mean_ns);
+}

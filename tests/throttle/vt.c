@@ -1,0 +1,294 @@
+/* Runs shim/throttle.c in virtual time and prints the device's own ledger as JSON.
+ *
+ *     vt seed=1 ms=2500 limit=30,kernel=5us,program=stream limit=70,processes=4
+ *
+ * Words of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
+ * (ours|none|classic) mode (hard|soft) weight priority lie (busy|idle|garbage) join leave kill (ms)
+ * change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns jitter_us
+ * told_switch_us
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "vt.h"
+
+static int find(const char *const *names, int n, const char *name) {
+    for (int i = 0; i < n; i++)
+        if (!strcmp(names[i], name))
+            return i;
+    fprintf(stderr, "vt: unknown word '%s'\n", name);
+    exit(2);
+}
+
+static void tenant_word(struct tenant *t, const char *key, const char *value) {
+    static const char *const laws[] = {"none", "ours", "classic"};
+    static const char *const lies[] = {"none", "busy", "idle", "garbage"};
+    static const char *const modes[] = {"hard", "soft", "unlimited"};
+    static const char *const keys[] = {
+        "limit", "ppm",  "kernel", "program", "processes", "law", "mode",    "weight", "priority",
+        "lie",   "join", "leave",  "kill",    "change",    "at",  "unequal", "capture"};
+    double number = strtod(value, NULL);
+    uint64_t ms = (uint64_t)number * MS;
+    switch (find(keys, sizeof(keys) / sizeof(*keys), key)) {
+    case 0:
+        t->limit.ppm = (uint32_t)(number * 10000);
+        if (number >= 100)
+            t->limit.mode = GS_THROTTLE_UNLIMITED;
+        break;
+    case 1:
+        t->limit.ppm = (uint32_t)number;
+        break;
+    case 2:
+        t->kernel = (enum kernel)find(kernel_name, KERNELS, value);
+        break;
+    case 3:
+        t->program = (enum program)find(program_name, PROGRAMS, value);
+        break;
+    case 4:
+        t->processes = (int)number;
+        break;
+    case 5:
+        t->law = (enum law)find(laws, 3, value);
+        break;
+    case 6:
+        t->limit.mode = (enum gs_throttle_mode)find(modes, 3, value);
+        break;
+    case 7:
+        t->limit.weight = (uint32_t)number;
+        break;
+    case 8:
+        t->limit.priority = (uint32_t)number;
+        break;
+    case 9:
+        t->lie = (enum lie)find(lies, 4, value);
+        break;
+    case 10:
+        t->join_ns = ms;
+        break;
+    case 11:
+        t->leave_ns = ms;
+        break;
+    case 12:
+        t->kill_ns = ms;
+        break;
+    case 13:
+        t->limit_then_ppm = (uint32_t)(number * 10000);
+        break;
+    case 14:
+        t->limit_at_ns = ms;
+        break;
+    case 15:
+        t->unequal = number != 0;
+        break;
+    }
+}
+
+static void parse_tenant(struct world *world, char *text) {
+    struct tenant *t = &world->tenant[world->tenants++];
+    *t = (struct tenant){.law = LAW_OURS,
+                         .processes = 1,
+                         .limit = {.ppm = 1000000},
+                         .leave_ns = UINT64_MAX,
+                         .kill_ns = UINT64_MAX,
+                         .limit_at_ns = UINT64_MAX,
+                         .capture_ns = UINT64_MAX};
+    for (char *word = strtok(text, ","); word; word = strtok(NULL, ",")) {
+        char *equals = strchr(word, '=');
+        if (!equals)
+            find(NULL, 0, word);
+        *equals = 0;
+        tenant_word(t, word, equals + 1);
+    }
+}
+
+static void *kept[512];
+static size_t n_kept;
+
+static void *zeroed(size_t size) {
+    void *memory = calloc(1, size);
+    if (!memory || n_kept == sizeof(kept) / sizeof(*kept))
+        abort();
+    return kept[n_kept++] = memory;
+}
+
+static void add_host(struct world *world, int tenant, int process, uint64_t seed) {
+    struct host *host = zeroed(sizeof(*host));
+    struct context *c = zeroed(sizeof(*c));
+    struct tenant *t = &world->tenant[tenant];
+    int k = world->hosts++;
+    host->world = world;
+    host->tenant = c->tenant = tenant;
+    host->context = k;
+    host->rng.state = seed * 1000003 + (uint64_t)k * 7919;
+    host->pauses = t->unequal && process > 0;
+    host->clock_ns = 1 * MS + t->join_ns + (uint64_t)(uniform(&host->rng) * 1e6);
+    host->classic.tick_ns = host->clock_ns;
+    c->width = t->program == P_STREAMS ? 4 : 1;
+    c->waits_stream = -1;
+    c->skew_ns = (int64_t)(uniform(&host->rng) * 20000) - 10000;
+    world->gpu.context[k] = c;
+    world->gpu.n = world->hosts;
+    world->host[k] = host;
+    world->page[k] = zeroed(sizeof(struct gs_page));
+    struct gs_throttle_env *env = zeroed(sizeof(*env));
+    *env = world->env;
+    env->arg = host;
+    gs_throttle_init(&host->throttle, env, &world->bucket[tenant], world->page[k],
+                     (uint32_t)tenant);
+    host->throttle.limit = t->limit;
+    for (uint32_t i = 0; i < STREAMS; i++)
+        host->streams[i].id = i;
+    for (int i = 0; i < FUNCTIONS; i++)
+        gs_predictor_init(&host->predictor[i]);
+}
+
+static void step(struct world *world, struct host *host) {
+    struct gpu *gpu = &world->gpu;
+    struct tenant *t = &world->tenant[host->tenant];
+    struct context *c = gpu->context[host->context];
+    bool ours = t->law == LAW_OURS;
+    if (host->clock_ns >= t->leave_ns || c->dead) {
+        host->clock_ns = UINT64_MAX;
+        return;
+    }
+    if (host->clock_ns >= t->limit_at_ns)
+        host->throttle.limit.ppm = t->limit_then_ppm;
+    host->throttle.capturing =
+        host->clock_ns >= t->capture_ns && host->clock_ns - t->capture_ns < 500 * MS;
+    if (host->syncing) {
+        host->syncing = false;
+        if (ours)
+            gs_throttle_sync_end(&host->throttle);
+    }
+    if (!host->chosen && !choose(host)) {
+        host->clock_ns += 50 * US;
+        return;
+    }
+    if (c->kernels >= QUEUE) {
+        c->waits_room = true;
+        host->clock_ns = UINT64_MAX;
+        return;
+    }
+    uint64_t until = may_launch(host);
+    if (until) {
+        uint64_t late = (uint64_t)((5 + uniform(&host->rng) * world->jitter_us) * 1000);
+        host->clock_ns = (until > host->clock_ns ? until : host->clock_ns) + late;
+        return;
+    }
+    gpu_push(gpu, host->context, host->stream, host->kernel_ns, host->kind);
+    host->chosen = false;
+    host->clock_ns += 2000 + (uint64_t)(uniform(&host->rng) * 2000);
+    if (ours && host->streams[host->stream].mark)
+        gs_throttle_launched(&host->throttle);
+    host->clock_ns += pause_ns(host);
+    if (wants_sync(host)) {
+        if (ours)
+            gs_throttle_sync_begin(&host->throttle);
+        host->syncing = true;
+        c->waits_stream = (int)host->stream;
+        host->clock_ns = UINT64_MAX;
+    }
+}
+
+static void simulate(struct world *world) {
+    struct gpu *gpu = &world->gpu;
+    while (gpu->now_ns < world->end_ns) {
+        struct host *next = world->host[0];
+        for (int i = 1; i < world->hosts; i++)
+            if (world->host[i]->clock_ns < next->clock_ns)
+                next = world->host[i];
+        for (int i = 0; i < world->tenants; i++)
+            if (world->tenant[i].kill_ns <= gpu->now_ns) { /* its first process */
+                int k = 0;
+                while (world->host[k]->tenant != i)
+                    k++;
+                gpu_kill(gpu, k);
+                world->tenant[i].kill_ns = UINT64_MAX;
+            }
+        gpu_advance(gpu, next->clock_ns < world->end_ns ? next->clock_ns : world->end_ns);
+        if (gpu->woken >= 0) {
+            struct host *host = world->host[gpu->woken];
+            host->clock_ns = gpu->now_ns + 5000 + (uint64_t)(uniform(&host->rng) * 10000);
+        } else if (next->clock_ns <= gpu->now_ns) {
+            step(world, next);
+        }
+    }
+}
+
+static void print(const struct world *world) {
+    const struct gpu *gpu = &world->gpu;
+    printf("{\"switches\": %llu, \"tenants\": [", (unsigned long long)gpu->switches);
+    for (int i = 0; i < world->tenants; i++) {
+        uint64_t marks = 0, slow = 0, launches = 0, forbidden = 0;
+        for (int k = 0; k < world->hosts; k++)
+            if (world->host[k]->tenant == i) {
+                marks += world->host[k]->marks;
+                forbidden += world->host[k]->forbidden;
+                slow += world->host[k]->slow;
+                launches += world->host[k]->launches;
+            }
+        printf("%s\n{\"held_ns\": %llu, \"work_ns\": %llu, \"switch_ns\": %llu, \"done\": %llu, "
+               "\"launches\": %llu, \"marks\": %llu, \"slow\": %llu, \"forbidden\": %llu, "
+               "\"waited_ns\": %llu, \"bins\": [",
+               i ? "," : "", (unsigned long long)gpu->held_ns[i],
+               (unsigned long long)gpu->work_ns[i], (unsigned long long)gpu->switch_ns[i],
+               (unsigned long long)gpu->done[i], (unsigned long long)launches,
+               (unsigned long long)marks, (unsigned long long)slow, (unsigned long long)forbidden,
+               (unsigned long long)atomic_load(&world->bucket[i].waited_ns));
+        for (uint64_t k = 0; k < gpu->bins; k++)
+            printf("%s%llu", k ? "," : "", (unsigned long long)gpu->bin[i][k]);
+        printf("]}");
+    }
+    printf("]}\n");
+}
+
+int main(int argc, char **argv) {
+    struct world *world = zeroed(sizeof(*world));
+    struct gpu *gpu = &world->gpu;
+    double seed = 1, ms = 2500, slice_us = 2000, switch_us = 125, bubble_ns = 1000, told = 125;
+    world->jitter_us = 60;
+    struct {
+        const char *name;
+        double *value;
+    } words[] = {{"seed", &seed},           {"ms", &ms},
+                 {"slice_us", &slice_us},   {"switch_us", &switch_us},
+                 {"bubble_ns", &bubble_ns}, {"jitter_us", &world->jitter_us},
+                 {"told_switch_us", &told}};
+    for (int i = 1; i < argc; i++) {
+        size_t k = 0, n = sizeof(words) / sizeof(*words);
+        char *equals = strchr(argv[i], '=');
+        while (equals && k < n &&
+               (strlen(words[k].name) != (size_t)(equals - argv[i]) ||
+                strncmp(words[k].name, argv[i], (size_t)(equals - argv[i])) != 0))
+            k++;
+        if (equals && k < n)
+            *words[k].value = strtod(equals + 1, NULL);
+        else if (world->tenants < MAX_TENANTS)
+            parse_tenant(world, argv[i]);
+    }
+    gpu->slice_ns = (uint64_t)(slice_us * 1000);
+    gpu->switch_low_ns = (uint64_t)(switch_us * 400);
+    gpu->switch_high_ns = (uint64_t)(switch_us * 1600);
+    gpu->bubble_ns = (uint64_t)bubble_ns;
+    gpu->slice_noise = 0.2;
+    gpu->rng.state = (uint64_t)seed;
+    gpu->current = gpu->woken = -1;
+    gpu->now_ns = 1 * MS;
+    world->end_ns = (uint64_t)ms * MS;
+    gpu->bins = world->end_ns / BIN;
+    set_env(world);
+    for (int i = 0; i < world->tenants; i++) {
+        gpu->bin[i] = zeroed((gpu->bins + 1) * sizeof(uint64_t));
+        for (int k = 0; k < world->tenant[i].processes; k++)
+            add_host(world, i, k, (uint64_t)seed);
+    }
+    for (int i = 0; i < world->hosts; i++)
+        world->host[i]->throttle.switch_ns = (uint32_t)(told * 1000);
+    if (world->hosts)
+        simulate(world);
+    print(world);
+    while (n_kept)
+        free(kept[--n_kept]);
+    return 0;
+}

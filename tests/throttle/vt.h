@@ -1,0 +1,79 @@
+/* Containers on the device of gpu.h: processes that launch by a program, under one of three laws.
+ */
+#ifndef VT_H
+#define VT_H
+
+#include "gpu.h"
+#include "throttle.h"
+
+#define FUNCTIONS 3
+#define MAX_PROCESSES 8
+
+enum law { LAW_NONE, LAW_OURS, LAW_CLASSIC };
+enum kernel { K_5US, K_50US, K_1MS, K_20MS, K_LOGNORMAL, K_BIMODAL, KERNELS };
+enum program { P_STREAM, P_STREAMS, P_GRAPH, P_SYNC, P_PAUSE, P_PAIR, PROGRAMS };
+enum lie { LIE_NONE, LIE_BUSY, LIE_IDLE, LIE_GARBAGE };
+
+extern const char *const kernel_name[KERNELS];
+extern const char *const program_name[PROGRAMS];
+
+struct tenant {
+    enum law law;
+    enum kernel kernel;
+    enum program program;
+    enum lie lie;
+    struct gs_throttle_limit limit;
+    int processes;
+    bool unequal; /* all but the first process mostly pause */
+    uint64_t join_ns, leave_ns, kill_ns, limit_at_ns, capture_ns; /* capture: for 500 ms */
+    uint32_t limit_then_ppm;
+};
+
+/* The classic law: a bucket of launches in each process, refilled by utilisation each tick. */
+struct classic {
+    double tokens, refill;
+    uint64_t tick_ns, held_ns;
+};
+
+struct host {
+    struct world *world;
+    int tenant, context;
+    bool pauses;
+    struct rng rng;
+    uint64_t clock_ns; /* when it goes on; UINT64_MAX while it waits for the device */
+    bool chosen, syncing;
+    uint32_t launches, burst_left;
+    int function;
+    uint32_t stream;
+    double kernel_ns;
+    int kind; /* KERNEL, RELEASER, WAITER */
+    struct gs_throttle throttle;
+    struct gs_throttle_stream streams[STREAMS];
+    struct gs_predictor predictor[FUNCTIONS];
+    struct classic classic;
+    uint64_t marks, slow, forbidden; /* recorded or queried while capturing */
+};
+
+struct world {
+    struct gpu gpu;
+    struct gs_throttle_env env;
+    struct tenant tenant[MAX_TENANTS];
+    struct host *host[MAX_CONTEXTS];
+    struct gs_page *page[MAX_CONTEXTS];
+    struct gs_activity lie[MAX_CONTEXTS];
+    struct gs_bucket bucket[MAX_TENANTS];
+    int tenants, hosts;
+    double jitter_us;
+    uint64_t end_ns;
+};
+
+/* program.c: what a process launches next; false: nothing now. */
+bool choose(struct host *host);
+bool wants_sync(const struct host *host);
+uint64_t pause_ns(struct host *host);
+/* law.c: 0, or when to ask again. */
+uint64_t may_launch(struct host *host);
+void classic_tick(struct host *host);
+void set_env(struct world *world);
+
+#endif
