@@ -73,7 +73,7 @@ def test_no_room_names_who_has_it(engine: Containerd) -> None:
     with engine.pod() as pod:
         one = pod.run(Want(SLEEP, ten))
         detail = refusal(engine, ten)
-        assert one.id in detail
+        assert f"held by {one.id[:12]} " in detail
         assert "10Gi" in detail
 
 
