@@ -37,12 +37,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def userland() -> nvidia_userland.Userland:
-    """A real NVIDIA user-space driver, unpacked once into build/userland."""
+def userland() -> Iterator[nvidia_userland.Userland]:
+    """A real NVIDIA user-space driver, unpacked once into build/userland. For root its NVML makes the control node
+    where there is none; that goes again."""
+    control = Path("/dev/nvidiactl")
+    was_there = control.exists()
     try:
-        return nvidia_userland.unpack(host.BUILD / "userland")
+        yield nvidia_userland.unpack(host.BUILD / "userland")
     except nvidia_userland.UserlandError as error:
         pytest.fail(f"this test needs a real NVIDIA user-space driver, and none can be had: {error}", pytrace=False)
+    finally:
+        if not was_there:
+            control.unlink(missing_ok=True)
 
 
 @pytest.fixture
