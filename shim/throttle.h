@@ -147,7 +147,6 @@ struct gs_throttle {
     uint32_t rate_ppm;  /* what the limit means now */
     uint32_t contexts;  /* with work on the device, this one too; as last seen */
     int64_t surplus_ns; /* charged in excess of busy / contexts, bounded */
-    int64_t carry_ns;   /* time in excess of the expectation that may have been idle */
     uint32_t straddled; /* segments in a row that others interrupted */
     uint32_t sparse;    /* launches that will be marked one by one */
     uint32_t ignore, backoff;

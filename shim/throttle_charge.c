@@ -49,24 +49,6 @@ int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *s
     return work > least ? work : least;
 }
 
-/* What a segment took that nobody interrupted. What is in excess of the expectation, and may have
- * been idle, waits until something takes less than expected. */
-static int64_t even_out(struct gs_throttle *t, const struct gs_segment *segment, int64_t took,
-                        bool *sure) {
-    int64_t own = gs_throttle_busy(t, segment, sure), short_of = expected(t, segment) - took;
-    bool unsure = segment->marked_ns > segment->start_ns + (uint64_t)took / 16;
-    if (!*sure) {
-        t->carry_ns += took - own;
-        t->carry_ns = t->carry_ns < CARRY ? t->carry_ns : CARRY;
-        doubt(t);
-    } else if (unsure && short_of > 0 && !segment->clean && t->carry_ns > 0) {
-        short_of = short_of < t->carry_ns ? short_of : t->carry_ns;
-        t->carry_ns -= short_of;
-        own += short_of;
-    }
-    return own;
-}
-
 /* An interrupted segment is no average one: the longer it takes, the likelier it is hit. */
 static int64_t when_hit(const struct gs_segment *segment) {
     const struct gs_predictor *f = segment->n_functions ? segment->function[0] : NULL;
@@ -116,7 +98,7 @@ static int64_t in_turn(const struct gs_throttle *t, const struct gs_segment *seg
 }
 
 /* Launches of its function all take the same. */
-static bool even(const struct gs_segment *segment) {
+bool gs_throttle_even(const struct gs_segment *segment) {
     const struct gs_predictor *f = segment->n_functions ? segment->function[0] : NULL;
     return f && f->moment[1] < 1.02f * f->moment[0] * f->moment[0];
 }
@@ -139,8 +121,10 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     float weight = 1;
     if (!c->contexts || (!c->contained_ns && took <= (int64_t)whole(t))) {
         bool sure;
-        own = even_out(t, segment, took, &sure);
-        if (c->contexts && even(segment)) {
+        own = gs_throttle_busy(t, segment, &sure);
+        if (!sure)
+            doubt(t);
+        if (c->contexts && gs_throttle_even(segment)) {
             double hit = (double)took / t->slice_ns;
             weight = (float)(1 / (1 - (hit < 0.75 ? hit : 0.75)));
         }
@@ -153,9 +137,10 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     }
     t->straddled++;
     bool lasting = segment->work_ns >= (int64_t)whole(t);
-    if (even(segment) && !segment->probe && !lasting && t->straddled < STREAK) {
+    if (gs_throttle_even(segment) && !segment->probe && !lasting && t->straddled < STREAK) {
         own = when_hit(segment) + t->switch_ns;
-    } else if (even(segment) && !segment->probe && f->alone > 2 && t->straddled < 4 * STREAK) {
+    } else if (gs_throttle_even(segment) && !segment->probe && f->alone > 2 &&
+               t->straddled < 4 * STREAK) {
         own = segment->work_ns + segment->work_ns / t->slice_ns * t->switch_ns;
     } else {
         own = remainder_of(t, segment, c);
@@ -216,7 +201,7 @@ uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_se
     bool lasting = segment->probe || segment->work_ns >= (int64_t)whole(t), sure;
     if (took > whole(t) && t->contexts > 1) {
         struct company c = {0};
-        bool uneven = !lasting && !even(segment);
+        bool uneven = !lasting && !gs_throttle_even(segment);
         if (uneven)
             c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
         int64_t part = lasting             ? in_turn(t, segment, (int64_t)took, t->contexts)

@@ -18,7 +18,6 @@
 #define DEFER (6 * MS) /* a charge waits as long for the others to say what they did */
 #define TAIL (50 * (int64_t)US)
 #define EXTEND (8 * MS)
-#define CARRY (2 * (int64_t)MS)
 #define SURPLUS (8 * (int64_t)MS)
 #define SPARSE 16u /* so many launches are marked one by one */
 #define STREAK 16u
@@ -60,6 +59,8 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
 
 /* ---- throttle_charge.c ------------------------------------------------------------------ */
 
+/* Launches of its function all take the same. */
+bool gs_throttle_even(const struct gs_segment *segment);
 /* What of a segment's time was surely busy. */
 int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *segment, bool *sure);
 /* What it is to be said to have held, as soon as it is done. */

@@ -1,20 +1,21 @@
 """The matrix of cells, each with the error of every tenant against what it should get.
 
-`python -m tests.throttle.matrix` measures it and writes misses.json: the cells that do not hold, with their errors.
+`python -m tests.throttle.matrix` measures it and writes misses.json: the cells that do not hold with one of the seeds,
+with their worst errors.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.throttle.cells import KERNELS, LIMITS, PROGRAMS, Ledger, Tenant, jain, parallel, simulate
+from tests.throttle.cells import KERNELS, LIMITS, PROGRAMS, Tenant, jain, parallel, simulate
 
 MISSES = Path(__file__).with_name("misses.json")
 RUN_MS = 4500
+SEEDS = (1, 2, 3)
 # Programs that always have work: what they should get in company is their limit.
 SATURATING = ("stream", "streams", "graph")
 COMPANIES: tuple[tuple[float, ...], ...] = (
@@ -90,21 +91,21 @@ def beside(mine: float, theirs: float, kernel: str) -> list[Cell]:
     return found
 
 
-def targets(cell: Cell) -> list[float]:
+def targets(cell: Cell, seed: int) -> list[float]:
     """What each should get: its limit, or what it can use when only the others are limited."""
     if not cell.referenced:
         return [tenant.limit for tenant in cell.tenants]
     found = []
     for i, tenant in enumerate(cell.tenants):
         free = [other._replace(limit=100, more="law=none") if k == i else other for k, other in enumerate(cell.tenants)]
-        found.append(min(tenant.limit, simulate(free, ms=RUN_MS)[i].share()))
+        found.append(min(tenant.limit, simulate(free, ms=RUN_MS, seed=seed)[i].share()))
     return found
 
 
-def error(cell: Cell, ledgers: Sequence[Ledger] = ()) -> Error:
+def error(cell: Cell, seed: int = 1) -> Error:
     """Run it and compare the device's ledger with the targets."""
-    ledgers = ledgers or simulate(cell.tenants, ms=RUN_MS)
-    wanted = targets(cell)
+    ledgers = simulate(cell.tenants, ms=RUN_MS, seed=seed)
+    wanted = targets(cell, seed)
     launch_ms = max(tenant.launch_ms() for tenant in cell.tenants)
     lasting = launch_ms > 1.5  # the 1 ms kernels take up to 1.3 ms
     return Error(
@@ -117,10 +118,11 @@ def error(cell: Cell, ledgers: Sequence[Ledger] = ()) -> Error:
     )
 
 
-def measure() -> dict[str, Error]:
+def measure(seed: int = 1) -> dict[str, Error]:
     """Every cell by its name."""
     everything = cells()
-    return dict(zip((cell.name for cell in everything), parallel(everything, error)))
+    errors = parallel(everything, lambda cell: error(cell, seed))
+    return dict(zip((cell.name for cell in everything), errors))
 
 
 def misses() -> dict[str, list[float]]:
@@ -140,12 +142,19 @@ def figures(measured: dict[str, Error]) -> dict[str, list[float]]:
 
 def main() -> None:
     measured = measure()
-    found = {name: [round(one.mae_1s, 2), round(one.mae_100ms, 2)] for name, one in measured.items() if not one.holds()}
+    found: dict[str, list[float]] = {}
+    for run in (measured, *(measure(seed) for seed in SEEDS[1:])):
+        for name, one in run.items():
+            if not one.holds():
+                worst = found.get(name, [0.0, 0.0])
+                found[name] = [max(worst[0], round(one.mae_1s, 2)), max(worst[1], round(one.mae_100ms, 2))]
+        print(f"{sum(not one.holds() for one in run.values())} of {len(run)} cells do not hold")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(found.items()))
     MISSES.write_text("{\n" + lines + "\n}\n")
     for key, values in figures(measured).items():
         print(f"{key}: median {statistics.median(values):.3f}, worst {max(values):.3f}, best {min(values):.3f}")
-    print(f"{len(measured)} cells, {len(found)} do not hold: {MISSES}")
+    alone = sum(name.startswith("alone") for name in found)
+    print(f"{len(measured)} cells; listed in {MISSES.name}: {alone} alone, {len(found) - alone} in company")
 
 
 if __name__ == "__main__":
