@@ -129,6 +129,12 @@ def test_spinning_is_charged() -> None:
     assert ledger.share() <= 8
 
 
+def test_a_debt_is_at_most_ten_seconds() -> None:
+    """At 0.01 % each of these kernels is worth minutes; the container is not locked out for as long."""
+    (ledger,) = simulate([Tenant(1, "20ms", more="ppm=100")], ms=32_000)
+    assert 4 <= ledger.done <= 10
+
+
 @pytest.mark.parametrize("start_ms", [0, 1500])
 @pytest.mark.parametrize("program", ["stream", "streams", "sync"])
 def test_a_capture_sees_no_event_of_ours_and_the_limit_stands(program: str, start_ms: int) -> None:
