@@ -13,6 +13,7 @@ compiled again next time. Raises ConfigError and DeviceError.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import time
@@ -110,8 +111,21 @@ def read_node(config_path: str, state_dir: str) -> Optional[Node]:
 
 
 def load_node(config_path: str, state_dir: str) -> Node:
-    """The node, compiled anew only when something changed."""
-    return read_node(config_path, state_dir) or compile_node(config_path, state_dir)
+    """The node, compiled anew only when something changed, and then by one of the starts that notice it: the others
+    wait for its file, since all of them compiling at once takes each of them several times as long."""
+    return read_node(config_path, state_dir) or _compiled_once(config_path, state_dir)
+
+
+def _compiled_once(config_path: str, state_dir: str) -> Node:
+    try:
+        turn = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return compile_node(config_path, state_dir)
+    try:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # ended by the start's deadline; given back when its holder dies
+        return read_node(config_path, state_dir) or compile_node(config_path, state_dir)
+    finally:
+        os.close(turn)
 
 
 def load_config_only(config_path: str, state_dir: str) -> Config:

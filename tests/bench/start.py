@@ -99,6 +99,7 @@ def added_ms(directory: Path, other_runtime: str = "") -> dict[str, list[float]]
             print(f"start.bundle_added_ms is left out: no {BUNDLE}/bin/gpushare-runtime", file=sys.stderr)
         if other_runtime:
             found["start.other_added_ms"] = added_by((other_runtime,))
+        create_ms(directory, env=SHARE, runtime=node.runtime())  # node.json was the bundle's: it is an upgrade to us
         found["start.parallel50_runc_p99_ms"] = parallel_ms(directory)
         found["start.parallel50_p99_ms"] = parallel_ms(directory, runtime=node.runtime())
     finally:

@@ -55,6 +55,16 @@ def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
 
 
+def test_only_one_of_many_starts_compiles(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets its turn after another has compiled reads what that one wrote."""
+    host.load()
+    written = host.file.read_bytes()
+    host.file.unlink()
+    monkeypatch.setattr(node.fcntl, "flock", lambda fd, how: host.file.write_bytes(written))  # another's turn passes
+    monkeypatch.setattr(node, "compile_node", lambda *_: pytest.fail("compiled a second time"))
+    assert host.load() == host.fresh()
+
+
 def test_compiled_then_read(host: Host) -> None:
     assert host.fresh() is None
     first = host.load()
