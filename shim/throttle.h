@@ -21,38 +21,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* ---- shared memory -------------------------------------------------------------------- */
-
-/* One container's bucket on one device. Any process of the container can write it. */
-struct gs_bucket {
-    _Atomic uint64_t tat_ns;      /* theoretical arrival time: a launch may go iff tat <= now */
-    _Atomic uint64_t done_ns;     /* when something of this container was last seen to complete */
-    _Atomic uint64_t admitted_ns; /* when a launch was last let through to avoid a deadlock */
-    _Atomic uint64_t waited_ns;   /* throttled time; information only */
-};
-
-/* One stretch of a context on the device: `run_ns` of it was its own. */
-struct gs_run {
-    uint64_t start_ns, end_ns, run_ns;
-};
-#define GS_RUNS 48u
-
-/* What a context tells everybody else. */
-struct gs_activity {
-    uint64_t busy_from_ns;  /* work was queued at this time and is not known to be done; 0: idle */
-    uint64_t busy_until_ns; /* not believed after this */
-    uint64_t horizon_ns;    /* everything up to here is in `run` */
-    uint32_t weight, priority;
-    uint32_t last, n; /* run[last] is the newest of n */
-    struct gs_run run[GS_RUNS];
-};
-
-/* A writer can die in the middle, so it writes the other one and then turns the index. */
-struct gs_page {
-    _Atomic uint32_t index;
-    uint32_t reserved;
-    struct gs_activity buffer[2];
-};
+#include "include/gpushare_abi.h" /* struct gs_bucket, gs_page, gs_activity, gs_run */
 
 /* ---- what is given -------------------------------------------------------------------- */
 

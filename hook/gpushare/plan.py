@@ -32,7 +32,7 @@ from .ops import (
     WriteLimits,
 )
 
-USAGE_BYTES = 49 * 4096  # sizeof(struct gs_usage): whole pages, all that the tenant's tmpfs can hold
+USAGE_BYTES = 50 * 4096  # sizeof(struct gs_usage): whole pages, all that the tenant's tmpfs can hold
 TMPFS_INODES = 2  # its root directory and the usage file
 NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
 LD_FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03, "i386": 0x0003}  # ldconfig's flags: libc6, and the machine

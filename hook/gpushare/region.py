@@ -18,8 +18,12 @@ from .model import Share
 ABI_VERSION = 1
 LIMITS_MAGIC = int.from_bytes(b"GSLIMITS", "little")
 USAGE_MAGIC = int.from_bytes(b"SGSUSAGE", "little")
+PAGES_MAGIC = int.from_bytes(b"GSSPAGES", "little")
+PEERS_MAGIC = int.from_bytes(b"GSSPEERS", "little")
 MAX_DEVICES = 16
 MAX_SLOTS = 1024
+MAX_PAGES = 32  # contexts of one container on one device
+MAX_PEERS = 128  # containers on one device
 UNLIMITED = (1 << 64) - 1
 NO_PERCENT = 100
 TID_MASK = 0x3FFFFFFF
@@ -50,7 +54,10 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("priority", "I"),
         ("weight", "I"),
         ("flags", "I"),
-        ("reserved", "56x"),
+        ("page", "I"),
+        ("slice_ns", "I"),
+        ("switch_ns", "I"),
+        ("reserved", "44x"),
     ),
     "gs_limits": (
         ("magic", "Q"),
@@ -73,6 +80,15 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("reserved", "32x"),
         ("bytes", f"{MAX_DEVICES}Q"),
     ),
+    "gs_bucket": (
+        ("tat_ns", "Q"),
+        ("done_ns", "Q"),
+        ("admitted_ns", "Q"),
+        ("waited_ns", "Q"),
+        ("busy_ns", "Q"),
+        ("recent", "10Q"),
+        ("reserved", "8x"),
+    ),
     "gs_share": (
         ("id", "Q"),
         ("owner", "Q"),
@@ -91,7 +107,49 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("shares_used", "8x"),
         ("share", f"{160 * 24}x"),
         ("reserved", "80x"),
+        ("bucket", f"{MAX_DEVICES * 128}x"),
+        ("reserved2", "2048x"),
         ("slot", f"{MAX_SLOTS * 192}x"),
+    ),
+    "gs_run": (
+        ("start_ns", "Q"),
+        ("end_ns", "Q"),
+        ("run_ns", "Q"),
+    ),
+    "gs_activity": (
+        ("busy_from_ns", "Q"),
+        ("busy_until_ns", "Q"),
+        ("horizon_ns", "Q"),
+        ("weight", "I"),
+        ("priority", "I"),
+        ("last", "I"),
+        ("n", "I"),
+        ("run", f"{48 * 24}x"),
+    ),
+    "gs_page": (
+        ("index", "I"),
+        ("reserved", "4x"),
+        ("buffer", f"{2 * 1192}x"),
+        ("reserved2", "40x"),
+    ),
+    "gs_pages": (
+        ("magic", "Q"),
+        ("version", "I"),
+        ("size", "I"),
+        ("n_pages", "I"),
+        ("high", "I"),
+        ("reserved", "40x"),
+        ("owner", f"{MAX_PAGES}Q"),
+        ("reserved2", "3776x"),
+        ("page", f"{MAX_PAGES * 2432}x"),
+    ),
+    "gs_peers": (
+        ("magic", "Q"),
+        ("version", "I"),
+        ("size", "I"),
+        ("generation", "Q"),
+        ("used", f"{MAX_PEERS // 64}Q"),
+        ("reserved", "4056x"),
     ),
 }
 
@@ -194,6 +252,9 @@ def pack_device(share: Share) -> bytes:
         share.priority,
         0,
         flags,
+        0,
+        0,
+        0,
     )
 
 
@@ -240,7 +301,7 @@ def read_limits(data: bytes) -> Limits:
     devices = []
     for index in range(n_devices):
         fields = packer("gs_device_limit").unpack_from(data, offset("gs_limits", "device") + index * DEVICE_SIZE)
-        _, text, limit_bytes, total_bytes, _, _, _, percent, priority, _, flags = fields
+        _, text, limit_bytes, total_bytes, _, _, _, percent, priority, _, flags, *_ = fields
         devices.append(
             Limit(
                 text.partition(b"\0")[0].decode("ascii", "replace"),

@@ -1,12 +1,18 @@
 /* The shared-memory ABI between the host (hook/gpushare/region.py) and the shim.
  *
- * Two files, both little-endian, both of an exact size that the reader checks:
+ * Files, all little-endian, all of an exact size that the reader checks:
  *
  *   /usr/lib/gpushare/limits     written by the host only, mapped read-only by the shim.
  *                                Values may change in place while a container lives
  *                                (8-byte aligned stores); the layout never does.
  *   /usr/lib/gpushare/rw/usage   created by the host, written by the container's processes.
  *                                The host reads it with pread and believes nothing in it.
+ *   /usr/lib/gpushare/pages/<uuid>  created by the host, written by the container's processes: what
+ *                                they tell the others about their work on that device.
+ *   /usr/lib/gpushare/peers/<uuid>/<number>  the same files of all containers on the device, our
+ *                                own among them; read-only, read with pread (who owns one can
+ *                                truncate it), not believed further than docs/compute.md says.
+ *   /usr/lib/gpushare/peers/<uuid>/index     which numbers are in use; written by the host only.
  *
  * A slot belongs to one process. `owner` is a robust futex word: the kernel itself sets
  * GS_OWNER_DIED and clears the thread id when the owner's parked thread is gone, however it
@@ -16,12 +22,16 @@
 #ifndef GPUSHARE_ABI_H
 #define GPUSHARE_ABI_H
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #define GS_ABI_VERSION 1u
 #define GS_LIMITS_MAGIC 0x5354494d494c5347ull /* "GSLIMITS" */
 #define GS_USAGE_MAGIC 0x4547415355534753ull  /* "SGSUSAGE" */
+
+#define GS_PAGES_MAGIC 0x5345474150535347ull /* "GSSPAGES" */
+#define GS_PEERS_MAGIC 0x5352454550535347ull /* "GSSPEERS" */
 
 #define GS_MAX_DEVICES 16u
 #define GS_MAX_SLOTS 1024u
@@ -51,7 +61,10 @@ struct gs_device_limit {
     uint32_t priority;             /* 0 = normal, 1 = high */
     uint32_t weight;               /* soft sharing, 0 = by compute_percent */
     uint32_t flags;                /* enum gs_device_flag */
-    uint8_t reserved[56];
+    uint32_t page;                 /* our own number in peers/<uuid>/ */
+    uint32_t slice_ns;             /* the device's time slice; 0 = as usual (throttle.c) */
+    uint32_t switch_ns;            /* what it takes to switch contexts, in the mean; 0 = as usual */
+    uint8_t reserved[44];
 };
 
 /* The whole limits file: header, then GS_MAX_DEVICES entries (n_devices in use, slot order). */
@@ -66,6 +79,23 @@ struct gs_limits {
     uint8_t reserved[24];
     struct gs_device_limit device[GS_MAX_DEVICES];
 };
+
+/* Compute on one device, of all processes of the container together: the bucket of
+ * docs/compute.md. Nanoseconds; times are CLOCK_MONOTONIC. 128 bytes. */
+struct gs_bucket {
+    _Atomic uint64_t tat_ns;      /* theoretical arrival time: a launch may go iff tat <= now */
+    _Atomic uint64_t done_ns;     /* when something of this container was last seen to complete */
+    _Atomic uint64_t admitted_ns; /* when a launch was last let through to avoid a deadlock */
+    /* Information only, for `list`, `inspect` and NVML: */
+    _Atomic uint64_t waited_ns;  /* throttled time, summed over processes */
+    _Atomic uint64_t busy_ns;    /* device time charged so far */
+    _Atomic uint64_t recent[10]; /* charged in each of the last windows: GS_RECENT_* */
+    uint64_t reserved;
+};
+/* recent[w % 10] belongs to window w = time / GS_RECENT_NS: (w << 40) | nanoseconds charged. */
+#define GS_RECENT 10u
+#define GS_RECENT_NS 125000000u
+#define GS_RECENT_MASK ((UINT64_C(1) << 40) - 1)
 
 /* One process. First cache line: identity, rarely written; then the charges. 192 bytes. */
 struct gs_slot {
@@ -106,7 +136,64 @@ struct gs_usage {
     uint64_t shares_used;             /* 0: no row was ever claimed; or with GS_SHARES_LOST */
     struct gs_share share[GS_MAX_SHARES];
     uint8_t reserved[80];
+    struct gs_bucket bucket[GS_MAX_DEVICES];
+    uint8_t reserved2[2048];
     struct gs_slot slot[GS_MAX_SLOTS];
+};
+
+/* One stretch of a context on the device: `run_ns` of it was its own. */
+struct gs_run {
+    uint64_t start_ns;
+    uint64_t end_ns;
+    uint64_t run_ns;
+};
+#define GS_RUNS 48u
+
+/* What a context tells everybody else. */
+struct gs_activity {
+    uint64_t busy_from_ns;  /* work was queued at this time and is not known to be done; 0: idle */
+    uint64_t busy_until_ns; /* not believed after this */
+    uint64_t horizon_ns;    /* everything up to here is in `run` */
+    uint32_t weight;
+    uint32_t priority;
+    uint32_t last; /* run[last] is the newest of n */
+    uint32_t n;
+    struct gs_run run[GS_RUNS];
+};
+
+/* A writer can die in the middle, so it writes the other one and then turns the index. */
+struct gs_page {
+    _Atomic uint32_t index;
+    uint32_t reserved;
+    struct gs_activity buffer[2];
+    uint8_t reserved2[40];
+};
+
+/* A container's file for one device: a page for each context that works on it. A page of a process
+ * that is gone can be taken by any other of the container. */
+#define GS_MAX_PAGES 32u
+#define GS_PAGE_OWNER(slot, generation) ((uint64_t)(slot) + 1 | (uint64_t)(generation) << 32)
+struct gs_pages {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t size; /* sizeof(struct gs_pages) */
+    uint32_t n_pages;
+    _Atomic uint32_t high; /* no page at or above this number was ever used */
+    uint8_t reserved[40];
+    _Atomic uint64_t owner[GS_MAX_PAGES]; /* GS_PAGE_OWNER, 0: nobody */
+    uint8_t reserved2[3776];
+    struct gs_page page[GS_MAX_PAGES];
+};
+
+/* peers/<uuid>/index. Bit i of used[i / 64]: peers/<uuid>/<i> is somebody's. */
+#define GS_MAX_PEERS 128u
+struct gs_peers {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t size;       /* sizeof(struct gs_peers) */
+    uint64_t generation; /* grows by one with each change of `used` */
+    _Atomic uint64_t used[GS_MAX_PEERS / 64];
+    uint8_t reserved[4056];
 };
 
 enum gs_warning {
@@ -129,7 +216,10 @@ GS_AT(gs_device_limit, compute_percent, 120);
 GS_AT(gs_device_limit, priority, 124);
 GS_AT(gs_device_limit, weight, 128);
 GS_AT(gs_device_limit, flags, 132);
-GS_AT(gs_device_limit, reserved, 136);
+GS_AT(gs_device_limit, page, 136);
+GS_AT(gs_device_limit, slice_ns, 140);
+GS_AT(gs_device_limit, switch_ns, 144);
+GS_AT(gs_device_limit, reserved, 148);
 _Static_assert(sizeof(struct gs_device_limit) == 192, "gs_device_limit");
 
 GS_AT(gs_limits, magic, 0);
@@ -142,6 +232,15 @@ GS_AT(gs_limits, generation, 32);
 GS_AT(gs_limits, reserved, 40);
 GS_AT(gs_limits, device, 64);
 _Static_assert(sizeof(struct gs_limits) == 64 + 16 * 192, "gs_limits");
+
+GS_AT(gs_bucket, tat_ns, 0);
+GS_AT(gs_bucket, done_ns, 8);
+GS_AT(gs_bucket, admitted_ns, 16);
+GS_AT(gs_bucket, waited_ns, 24);
+GS_AT(gs_bucket, busy_ns, 32);
+GS_AT(gs_bucket, recent, 40);
+GS_AT(gs_bucket, reserved, 120);
+_Static_assert(sizeof(struct gs_bucket) == 128, "gs_bucket");
 
 GS_AT(gs_slot, owner, 0);
 GS_AT(gs_slot, live, 4);
@@ -170,6 +269,48 @@ GS_AT(gs_usage, refused, 40);
 GS_AT(gs_usage, shares_used, 168);
 GS_AT(gs_usage, share, 176);
 GS_AT(gs_usage, reserved, 4016);
-GS_AT(gs_usage, slot, 4096);
-_Static_assert(sizeof(struct gs_usage) == 49 * 4096, "gs_usage");
+GS_AT(gs_usage, bucket, 4096);
+GS_AT(gs_usage, reserved2, 6144);
+GS_AT(gs_usage, slot, 8192);
+_Static_assert(sizeof(struct gs_usage) == 50 * 4096, "gs_usage");
+
+GS_AT(gs_run, start_ns, 0);
+GS_AT(gs_run, end_ns, 8);
+GS_AT(gs_run, run_ns, 16);
+_Static_assert(sizeof(struct gs_run) == 24, "gs_run");
+
+GS_AT(gs_activity, busy_from_ns, 0);
+GS_AT(gs_activity, busy_until_ns, 8);
+GS_AT(gs_activity, horizon_ns, 16);
+GS_AT(gs_activity, weight, 24);
+GS_AT(gs_activity, priority, 28);
+GS_AT(gs_activity, last, 32);
+GS_AT(gs_activity, n, 36);
+GS_AT(gs_activity, run, 40);
+_Static_assert(sizeof(struct gs_activity) == 1192, "gs_activity");
+
+GS_AT(gs_page, index, 0);
+GS_AT(gs_page, reserved, 4);
+GS_AT(gs_page, buffer, 8);
+GS_AT(gs_page, reserved2, 2392);
+_Static_assert(sizeof(struct gs_page) == 2432, "gs_page");
+
+GS_AT(gs_pages, magic, 0);
+GS_AT(gs_pages, version, 8);
+GS_AT(gs_pages, size, 12);
+GS_AT(gs_pages, n_pages, 16);
+GS_AT(gs_pages, high, 20);
+GS_AT(gs_pages, reserved, 24);
+GS_AT(gs_pages, owner, 64);
+GS_AT(gs_pages, reserved2, 320);
+GS_AT(gs_pages, page, 4096);
+_Static_assert(sizeof(struct gs_pages) == 20 * 4096, "gs_pages");
+
+GS_AT(gs_peers, magic, 0);
+GS_AT(gs_peers, version, 8);
+GS_AT(gs_peers, size, 12);
+GS_AT(gs_peers, generation, 16);
+GS_AT(gs_peers, used, 24);
+GS_AT(gs_peers, reserved, 40);
+_Static_assert(sizeof(struct gs_peers) == 4096, "gs_peers");
 #endif
