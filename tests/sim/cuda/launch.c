@@ -1,8 +1,9 @@
-/* Functions and launches. A kernel does nothing but take its time. */
+/* Functions and launches. A kernel does nothing but take its time: see module.c. */
 #include "module.h"
 #include "work.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #define MAX_BLOCK 1024u
 
@@ -47,6 +48,22 @@ EXPORT CUresult cuFuncSetSharedMemConfig(CUfunction hfunc, CUsharedconfig config
     return CUDA_SUCCESS;
 }
 
+/* The first argument, of 64 bits. False: none was given. */
+static bool first_argument(const CUDA_KERNEL_NODE_PARAMS *p, uint64_t *value) {
+    const void *at = p->kernelParams ? p->kernelParams[0] : NULL;
+    for (void **extra = p->extra; !at && extra && *extra != CU_LAUNCH_PARAM_END; extra += 2)
+        if (*extra == CU_LAUNCH_PARAM_BUFFER_POINTER)
+            at = extra[1];
+    if (at)
+        memcpy(value, at, sizeof *value);
+    return at != NULL;
+}
+
+static uint64_t duration_of(const struct function *f, const CUDA_KERNEL_NODE_PARAMS *p) {
+    uint64_t ns;
+    return f->time_in_argument && first_argument(p, &ns) ? ns : f->duration_ns;
+}
+
 /* Fills the work of a launch. Call locked. */
 CUresult kernel_work(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p, struct work *work) {
     CUresult error;
@@ -58,7 +75,7 @@ CUresult kernel_work(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p, stru
                 p->gridDimX <= 2147483647u && p->gridDimY <= 65535 && p->gridDimZ <= 65535);
     CHECK_VALUE(!(p->kernelParams && p->extra));
     *work = (struct work){.kind = WORK_KERNEL,
-                          .duration_ns = f->duration_ns,
+                          .duration_ns = duration_of(f, p),
                           .kernel = {.function = f, .params = *p}};
     return CUDA_SUCCESS;
 }

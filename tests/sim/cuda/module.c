@@ -8,6 +8,7 @@
 #include <string.h>
 
 #define TIME_IN_NAME "_us_"
+#define TIME_IN_ARGUMENT "_ns_arg"
 
 bool loading_is_lazy(void) {
     const char *mode = getenv("CUDA_MODULE_LOADING");
@@ -92,7 +93,8 @@ void modules_drop_all(struct context *ctx) {
         module_close(ctx->modules);
 }
 
-/* "anything_us_250" runs 250 us; other kernels as long as the device's default. */
+/* "anything_us_250" runs 250 us, "anything_ns_arg" as many ns as its first argument says; other
+ * kernels as long as the device's default. */
 static uint64_t duration_of(const struct context *ctx, const char *name) {
     const char *at = strstr(name, TIME_IN_NAME);
     unsigned long long us;
@@ -122,6 +124,7 @@ CUresult module_function(struct module *m, const char *name, struct function **o
                            .name = strdup(name),
                            .module = m,
                            .duration_ns = duration_of(m->ctx, name),
+                           .time_in_argument = strstr(name, TIME_IN_ARGUMENT) != NULL,
                            .next = m->functions};
     f->attributes[CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK] = 1024;
     f->attributes[CU_FUNC_ATTRIBUTE_NUM_REGS] = 32;
