@@ -58,6 +58,7 @@ static void init_lock(struct sim_device *device) {
         pthread_mutexattr_setrobust(&a, PTHREAD_MUTEX_ROBUST);
         pthread_mutex_init(&device->state->lock, &a);
         device->state->device_ns = sim_now_ns();
+        device->state->turn.random = device->state->config.seed;
         __atomic_store_n(&device->state->lock_ready, 1, __ATOMIC_RELEASE);
     }
     l.l_type = F_UNLCK;

@@ -14,13 +14,15 @@
 #include <stdint.h>
 
 #define SIM_MAGIC 0x5645444d49535347ull /* "GSSIMDEV" */
-#define SIM_VERSION 1u
+#define SIM_VERSION 2u
 #define SIM_MAX_CLIENTS 512u
 #define SIM_MAX_GROUPS 256u
 #define SIM_MAX_SHARED 1024u
 #define SIM_MAX_QUEUES 512u
-#define SIM_QUEUE_SLICES 64u
-#define SIM_STATE_BYTES (2u << 20)
+#define SIM_QUEUE_SLICES 512u
+#define SIM_BIN_NS 10000000u
+#define SIM_BINS 1024u
+#define SIM_STATE_BYTES (16u << 20)
 /* Content of memory shared by cuIpcGetMemHandle lies in the device file from here on (sparse). */
 #define SIM_ARENA_OFFSET (64ull << 20)
 /* The life sign of client i is a POSIX record lock on byte SIM_LIFE_OFFSET + i. */
@@ -40,7 +42,7 @@ struct sim_config {
     uint64_t late_return_ns; /* memory of a dead client comes back this long after its death was
                                 noticed */
     uint64_t slice_ns;
-    uint64_t switch_ns;
+    uint64_t switch_low_ns;
     uint64_t kernel_ns; /* a kernel whose name says nothing */
     uint8_t uuid[16];
     char model[96];
@@ -58,6 +60,12 @@ struct sim_config {
     uint32_t memory_clock_khz;
     uint32_t bus_width_bits;
     uint32_t l2_bytes;
+    uint64_t switch_high_ns;  /* a switch between contexts takes from low to high */
+    uint64_t slice_noise_ppm; /* a slice is so much longer or shorter, at most */
+    uint64_t launch_ns;       /* processor time of a launch, at least */
+    uint64_t record_ns;       /* processor time of an event's record, at least */
+    uint64_t bubble_ns;       /* device time of an event's record */
+    uint64_t seed;            /* of slices and switches */
 };
 
 enum sim_client_state { SIM_CLIENT_FREE, SIM_CLIENT_LIVE, SIM_CLIENT_DEAD };
@@ -75,8 +83,10 @@ struct sim_client {
     uint32_t group;
     uint64_t peak_bytes;
     uint64_t allocations; /* physical allocations made so far */
-    uint64_t busy_ns;     /* device time attained by its queues */
-    uint8_t reserved[40];
+    uint64_t busy_ns;     /* device time held: work, switches to it, kernels that spin */
+    uint64_t work_ns;
+    uint64_t switch_ns;
+    uint8_t reserved[24];
 };
 
 /* All clients of one pid namespace: one container. */
@@ -86,7 +96,17 @@ struct sim_group {
     uint64_t peak_bytes;
     uint64_t refused;    /* physical out of memory */
     uint64_t init_ticks; /* start time of the namespace's init: inode numbers are used again */
-    uint8_t reserved[24];
+    uint64_t busy_ns;    /* as its clients', also of those that are dead */
+    uint64_t work_ns;
+    uint64_t switch_ns;
+};
+
+/* Device time that a group held in one stretch of SIM_BIN_NS. */
+struct sim_bin {
+    uint32_t
+        number; /* the stretch's start / SIM_BIN_NS, low bits: tells a bin of an earlier turn */
+    uint32_t busy_ns;
+    uint32_t switch_ns;
 };
 
 /* Physical memory that more than one client may hold. Charged to `owner` (a client index). */
@@ -112,10 +132,20 @@ struct sim_slice {
 struct sim_queue {
     uint32_t client; /* index + 1; 0: free */
     uint32_t n_slices;
+    uint32_t spinning; /* kernels that run until a value in memory changes */
+    uint32_t pad;
     uint64_t submitted_ns; /* total runnable work ever submitted */
     uint64_t attained_ns;  /* total service ever given */
-    uint64_t idle_since_ns;
     struct sim_slice slice[SIM_QUEUE_SLICES];
+};
+
+/* Whose turn it is. */
+struct sim_turn {
+    uint32_t last; /* queue index + 1 of who had the device last; 0: nobody yet */
+    uint32_t held; /* its turn is not over */
+    uint64_t slice_left_ns;
+    uint64_t switch_left_ns;
+    uint64_t random;
 };
 
 struct sim_state {
@@ -136,14 +166,12 @@ struct sim_state {
     /* scheduler */
     uint64_t device_ns; /* the device was simulated up to this instant (CLOCK_MONOTONIC) */
     uint64_t busy_ns;   /* time with work, switches included */
-    uint32_t running;   /* queue index + 1; 0: idle */
-    uint32_t pad3;
-    uint64_t slice_used_ns;
-    uint64_t switch_left_ns;
-    uint8_t pad4[4096 - 1024 - 128 - 96];
+    struct sim_turn turn;
+    uint8_t pad4[4096 - 1024 - 128 - 104];
     struct sim_group group[SIM_MAX_GROUPS];
     struct sim_client client[SIM_MAX_CLIENTS];
     struct sim_shared shared[SIM_MAX_SHARED];
+    struct sim_bin history[SIM_MAX_GROUPS][SIM_BINS]; /* the last ten seconds of each group */
     struct sim_queue queue[SIM_MAX_QUEUES];
 };
 
@@ -157,6 +185,9 @@ _Static_assert(sizeof(struct sim_group) == 64, "sim_group");
 _Static_assert(sizeof(struct sim_client) == 128, "sim_client");
 _Static_assert(offsetof(struct sim_state, client) == 20480, "client");
 _Static_assert(sizeof(struct sim_shared) == 128, "sim_shared");
+_Static_assert(offsetof(struct sim_config, switch_high_ns) == 304, "switch_high_ns");
+_Static_assert(offsetof(struct sim_state, history) == 217088, "history");
+_Static_assert(sizeof(struct sim_bin) == 12, "sim_bin");
 _Static_assert(sizeof(struct sim_state) <= SIM_STATE_BYTES, "sim_state");
 
 /* A device as one library in one process holds it. Never closed: closing any descriptor of the
@@ -192,5 +223,9 @@ enum sim_result sim_hold_shared(struct sim_device *device, uint64_t id);
 void sim_drop_shared(struct sim_device *device, uint64_t id);
 void sim_bury_shared(struct sim_device *device, uint32_t dead_client);
 
+/* Brings the device up to now. Call locked. */
 void sim_advance(struct sim_device *device, uint64_t now_ns);
+/* When a queue will have attained `end_ns` if nothing else comes, or a time before that. Call
+ * locked, after sim_advance. */
+uint64_t sim_foresee(const struct sim_device *device, uint32_t queue, uint64_t end_ns);
 #endif

@@ -5,21 +5,27 @@ from __future__ import annotations
 import struct
 
 MAGIC = 0x5645444D49535347
-VERSION = 1
-STATE_BYTES = 2 << 20
+VERSION = 2
+STATE_BYTES = 16 << 20
+BLOCK_BYTES = 2 << 20  # granularity of physical memory
 MAX_GROUPS = 256
 MAX_CLIENTS = 512
 LIFE_OFFSET = 1 << 40
 
-# magic version size index minor | total context granularity late slice switch kernel | uuid model driver bus | ...
-CONFIG = struct.Struct("<QIIII7Q16s96s32s32s12I")
+# magic version size index minor | total context granularity late slice switch_low kernel | uuid model driver bus | ...
+# | switch_high slice_noise launch record bubble seed
+CONFIG = struct.Struct("<QIIII7Q16s96s32s32s12I6Q")
 # sequence used generation shared_next deaths last_reap clients_high queues_high device_ns busy_ns
 COUNTERS = struct.Struct("<6Q2I2Q")
 COUNTERS_OFFSET = 1152
-GROUP = struct.Struct("<4Q32x")  # pidns current peak refused
+GROUP = struct.Struct("<8Q")  # pidns current peak refused init_ticks busy work switch
 GROUPS_OFFSET = 4096
-# state pid pidns mntns generation started bytes return contexts group peak allocations busy
-CLIENT = struct.Struct("<II6QII3Q40x")
+# state pid pidns mntns generation started bytes return contexts group peak allocations busy work switch
+CLIENT = struct.Struct("<II6QII5Q24x")
 CLIENTS_OFFSET = GROUPS_OFFSET + MAX_GROUPS * GROUP.size
+HISTORY_OFFSET = 217088
+BINS = 1024
+BIN_NS = 10_000_000
+BIN = struct.Struct("<3I")  # number busy switch
 
 STATES = ("free", "live", "dead")

@@ -43,16 +43,41 @@ class Client(NamedTuple):
     contexts: int
     generation: int
     allocations: int
-    busy_ns: int
+    busy_ns: int  # device time held: work, switches to it, kernels that spin
+    work_ns: int
+    switch_ns: int
 
 
 class Group(NamedTuple):
-    """All clients of one pid namespace. `current_bytes` is what the living hold."""
+    """All clients of one pid namespace. `current_bytes` is what the living hold, times are also of the dead."""
 
     pidns: int
     current_bytes: int
     peak_bytes: int
     refused: int
+    busy_ns: int
+    work_ns: int
+    switch_ns: int
+
+
+class History(NamedTuple):
+    """Device time that one pid namespace held, in stretches of 10 ms. What is older than ten seconds is gone."""
+
+    until_ns: int  # the device was simulated up to here (CLOCK_MONOTONIC)
+    busy_ns: dict[int, int]  # by the stretch's start / 10 ms; what is missing is 0
+
+    def shares(self, start_ns: int, end_ns: int, window_ns: int) -> list[float]:
+        """The share of the device in each whole window (a multiple of 10 ms) from start to end.
+
+        ValueError: the history does not reach so far.
+        """
+        first, last, width = -(-start_ns // layout.BIN_NS), end_ns // layout.BIN_NS, window_ns // layout.BIN_NS
+        if last * layout.BIN_NS > self.until_ns:
+            raise ValueError(f"the device was last looked at at {self.until_ns}, before {end_ns}")
+        if self.until_ns // layout.BIN_NS - first >= layout.BINS:
+            raise ValueError(f"{start_ns} is longer ago than the history reaches")
+        windows = range(first, last - width + 1, width)
+        return [sum(self.busy_ns.get(n, 0) for n in range(w, w + width)) / (width * layout.BIN_NS) for w in windows]
 
 
 class Snapshot(NamedTuple):
@@ -97,13 +122,14 @@ class Ledger:
         kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, query))
         return -1 if kind == fcntl.F_UNLCK else int(pid)
 
-    def _copy(self) -> bytes:
-        """The file's head, taken while no writer was inside (or after waiting for one that hangs)."""
-        size = layout.CLIENTS_OFFSET + layout.MAX_CLIENTS * layout.CLIENT.size
+    def _copy(
+        self, size: int = layout.CLIENTS_OFFSET + layout.MAX_CLIENTS * layout.CLIENT.size, offset: int = 0
+    ) -> bytes:
+        """A part of the file, taken while no writer was inside (or after waiting for one that hangs)."""
         data = b""
         for _ in range(RETRIES):
             before = os.pread(self._fd, 8, layout.COUNTERS_OFFSET)
-            data = os.pread(self._fd, size, 0)
+            data = os.pread(self._fd, size, offset)
             if not before[0] & 1 and before == os.pread(self._fd, 8, layout.COUNTERS_OFFSET):
                 break
             time.sleep(0)
@@ -127,14 +153,27 @@ class Ledger:
                 current[row[9]] = current.get(row[9], 0) + row[6]
         groups = []
         for index in range(layout.MAX_GROUPS):
-            pidns, _, peak, refused = layout.GROUP.unpack_from(data, layout.GROUPS_OFFSET + index * layout.GROUP.size)
-            if pidns:
-                groups.append(Group(pidns, current.get(index, 0), peak, refused))
+            row = layout.GROUP.unpack_from(data, layout.GROUPS_OFFSET + index * layout.GROUP.size)
+            if row[0]:
+                groups.append(Group(row[0], current.get(index, 0), *row[2:4], *row[5:]))
         used = sum(current.values())
         return Snapshot(
             *(self.total_bytes, self.context_bytes, used, counters[1] - used, counters[4], counters[9]),
             *(tuple(clients), tuple(groups)),
         )
+
+    def history(self, pidns: int) -> History:
+        """What a pid namespace held of the last ten seconds. KeyError: it was never a client."""
+        rows = layout.BINS * layout.BIN.size
+        data = self._copy()
+        until_ns = layout.COUNTERS.unpack_from(data, layout.COUNTERS_OFFSET)[8]
+        oldest = until_ns // layout.BIN_NS - layout.BINS
+        for index in range(layout.MAX_GROUPS):
+            if layout.GROUP.unpack_from(data, layout.GROUPS_OFFSET + index * layout.GROUP.size)[0] != pidns:
+                continue
+            bins = self._copy(rows, layout.HISTORY_OFFSET + index * rows)
+            return History(until_ns, {n: busy for n, busy, _ in layout.BIN.iter_unpack(bins) if n > oldest})
+        raise KeyError(pidns)
 
     @property
     def used_bytes(self) -> int:
@@ -171,7 +210,8 @@ def as_table(snapshot: Snapshot) -> str:
         alive = "yes" if c.alive else "no"
         lines.append(f"{c.pid:>8} {c.host_pid:>8} {alive:>5} {c.bytes >> 20:>8} {c.contexts:>8}  {c.pidns}")
     for g in snapshot.groups:
-        lines.append(f"namespace {g.pidns}: {g.current_bytes >> 20} MiB now, {g.peak_bytes >> 20} MiB at most")
+        held = f"{g.busy_ns / 1e6:.0f} ms of the device ({g.switch_ns / 1e6:.0f} of them switches)"
+        lines.append(f"namespace {g.pidns}: {g.current_bytes >> 20} MiB now, {g.peak_bytes >> 20} MiB at most, {held}")
     return "\n".join(lines)
 
 

@@ -1,22 +1,86 @@
 /* Device time: a lazily advanced function of CLOCK_MONOTONIC. Whoever looks brings the device up to
- * now: contexts with work take turns in slices, a switch between them costs. Nobody burns CPU as
- * the GPU. */
+ * now. Contexts with work take turns in slices, as time slicing does on hardware: a running kernel
+ * is preempted at the end of a slice, and a switch to another context costs, and is accounted to
+ * that one. Nobody burns a processor as the GPU. */
 #include "device.h"
 
-#define QUEUE_OF(s, running) (&(s)->queue[(running)-1])
+#include <string.h>
 
-static bool has_work(const struct sim_queue *q) {
-    return q->client && q->attained_ns < q->submitted_ns;
+/* What the scheduler sees of a queue. */
+struct load {
+    uint64_t left_ns;
+    bool spinning;
+};
+
+enum stretch_kind { STRETCH_IDLE, STRETCH_SWITCH, STRETCH_WORK, STRETCH_SPIN };
+
+/* A piece of device time in which nothing changes. */
+struct stretch {
+    enum stretch_kind kind;
+    uint32_t queue; /* index */
+    uint64_t ns;
+};
+
+static uint64_t least(uint64_t a, uint64_t b) {
+    return a < b ? a : b;
 }
 
-/* The next queue with work after the running one, which itself comes last. 0: none. */
-static uint32_t next_queue(const struct sim_state *s) {
-    for (uint32_t i = 0; i < s->queues_high; i++) {
-        uint32_t at = (s->running + i) % s->queues_high;
-        if (has_work(&s->queue[at]))
-            return at + 1;
+static uint64_t next_random(struct sim_turn *turn) { /* splitmix64 */
+    uint64_t z = (turn->random += UINT64_C(0x9e3779b97f4a7c15));
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+static uint64_t random_between(struct sim_turn *turn, uint64_t low, uint64_t high) {
+    return high > low ? low + next_random(turn) % (high - low) : low;
+}
+
+static bool has_work(const struct load *load) {
+    return load->left_ns || load->spinning;
+}
+
+/* The turn goes to the next queue with work, the one that had it last coming last. */
+static bool pass_on(const struct sim_config *c, struct sim_turn *turn, const struct load *load,
+                    uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t at = (turn->last + i) % n;
+        if (!has_work(&load[at]))
+            continue;
+        uint64_t noise_ns = c->slice_ns / 1000 * c->slice_noise_ppm / 1000;
+        if (turn->last && turn->last != at + 1)
+            turn->switch_left_ns = random_between(turn, c->switch_low_ns, c->switch_high_ns);
+        turn->slice_left_ns =
+            random_between(turn, c->slice_ns - noise_ns, c->slice_ns + noise_ns + 1);
+        turn->last = at + 1;
+        turn->held = 1;
+        return true;
     }
-    return 0;
+    return false;
+}
+
+/* The next stretch, at most `limit_ns` long. Changes the turn, not the load. */
+static struct stretch next_stretch(const struct sim_config *c, struct sim_turn *turn,
+                                   const struct load *load, uint32_t n, uint64_t limit_ns) {
+    if (turn->held &&
+        (!has_work(&load[turn->last - 1]) || (!turn->slice_left_ns && !turn->switch_left_ns)))
+        turn->held = 0;
+    if (!turn->held && !pass_on(c, turn, load, n))
+        return (struct stretch){STRETCH_IDLE, 0, limit_ns};
+    struct stretch s = {.queue = turn->last - 1};
+    if (turn->switch_left_ns) {
+        s.kind = STRETCH_SWITCH;
+        s.ns = least(turn->switch_left_ns, limit_ns);
+        turn->switch_left_ns -= s.ns;
+        return s;
+    }
+    uint64_t left_ns = load[s.queue].left_ns;
+    s.kind = left_ns ? STRETCH_WORK : STRETCH_SPIN;
+    s.ns = least(limit_ns, turn->slice_left_ns);
+    if (left_ns)
+        s.ns = least(s.ns, left_ns);
+    turn->slice_left_ns -= s.ns;
+    return s;
 }
 
 static void note_slice(struct sim_queue *q, uint64_t start_ns, uint64_t run_ns) {
@@ -29,54 +93,96 @@ static void note_slice(struct sim_queue *q, uint64_t start_ns, uint64_t run_ns) 
         .start_ns = start_ns, .end_ns = start_ns + run_ns, .attained_ns = q->attained_ns};
 }
 
-static void switch_to(struct sim_state *s, uint32_t queue) {
-    if (s->running && queue != s->running)
-        s->switch_left_ns = s->config.switch_ns;
-    s->running = queue;
-    s->slice_used_ns = 0;
+static void note_history(struct sim_bin *bins, uint64_t at_ns, struct stretch s) {
+    while (s.ns) {
+        uint64_t number = at_ns / SIM_BIN_NS;
+        uint64_t ns = least(s.ns, (number + 1) * SIM_BIN_NS - at_ns);
+        struct sim_bin *bin = &bins[number % SIM_BINS];
+        if (bin->number != (uint32_t)number)
+            *bin = (struct sim_bin){.number = (uint32_t)number};
+        bin->busy_ns += (uint32_t)ns;
+        if (s.kind == STRETCH_SWITCH)
+            bin->switch_ns += (uint32_t)ns;
+        at_ns += ns;
+        s.ns -= ns;
+    }
 }
 
-/* One stretch of at most `left_ns`: a switch, or a part of a slice. Returns its length. */
-static uint64_t step(struct sim_state *s, uint64_t left_ns) {
-    if (s->switch_left_ns) {
-        uint64_t run = s->switch_left_ns < left_ns ? s->switch_left_ns : left_ns;
-        s->switch_left_ns -= run;
-        return run;
+static void account(struct sim_state *s, struct stretch stretch) {
+    struct sim_queue *q = &s->queue[stretch.queue];
+    struct sim_client *client = &s->client[q->client - 1];
+    struct sim_group *group = &s->group[client->group];
+    uint64_t ns = stretch.ns;
+    s->busy_ns += ns;
+    client->busy_ns += ns;
+    group->busy_ns += ns;
+    note_history(s->history[client->group], s->device_ns, stretch);
+    if (stretch.kind == STRETCH_SWITCH) {
+        client->switch_ns += ns;
+        group->switch_ns += ns;
+        return;
     }
-    struct sim_queue *q = QUEUE_OF(s, s->running);
-    uint64_t run = q->submitted_ns - q->attained_ns;
-    if (run > s->config.slice_ns - s->slice_used_ns)
-        run = s->config.slice_ns - s->slice_used_ns;
-    if (run > left_ns)
-        run = left_ns;
-    note_slice(q, s->device_ns, run);
-    q->attained_ns += run;
-    s->client[q->client - 1].busy_ns += run;
-    s->slice_used_ns += run;
-    return run;
+    note_slice(q, s->device_ns, ns);
+    q->attained_ns += ns;
+    if (stretch.kind == STRETCH_SPIN) {
+        q->submitted_ns += ns;
+        return;
+    }
+    client->work_ns += ns;
+    group->work_ns += ns;
+}
+
+static uint32_t read_load(const struct sim_state *s, struct load *load) {
+    for (uint32_t i = 0; i < s->queues_high; i++) {
+        const struct sim_queue *q = &s->queue[i];
+        load[i] = (struct load){0};
+        if (q->client)
+            load[i] = (struct load){q->submitted_ns - q->attained_ns, q->spinning != 0};
+    }
+    return s->queues_high;
 }
 
 /* Work of the dead must not go on for ever; looking for them at most this often is cheap enough. */
 #define LOOK_FOR_DEAD_NS 1000000u
 
-/* Call locked. */
 void sim_advance(struct sim_device *device, uint64_t now_ns) {
     struct sim_state *s = device->state;
-    if (s->running && now_ns > s->last_reap_ns + LOOK_FOR_DEAD_NS)
+    struct load load[SIM_MAX_QUEUES];
+    if (s->turn.last && now_ns > s->last_reap_ns + LOOK_FOR_DEAD_NS)
         sim_reap(device);
+    uint32_t n = s->device_ns < now_ns ? read_load(s, load) : 0;
     while (s->device_ns < now_ns) {
-        bool stay = s->running && has_work(QUEUE_OF(s, s->running)) &&
-                    s->slice_used_ns < s->config.slice_ns;
-        if (!stay) {
-            uint32_t next = s->queues_high ? next_queue(s) : 0;
-            if (!next) {
-                s->device_ns = now_ns;
-                return;
-            }
-            switch_to(s, next);
-        }
-        uint64_t run = step(s, now_ns - s->device_ns);
-        s->device_ns += run;
-        s->busy_ns += run;
+        struct stretch stretch = next_stretch(&s->config, &s->turn, load, n, now_ns - s->device_ns);
+        if (stretch.kind != STRETCH_IDLE)
+            account(s, stretch);
+        if (stretch.kind == STRETCH_WORK)
+            load[stretch.queue].left_ns -= stretch.ns;
+        s->device_ns += stretch.ns;
     }
+}
+
+/* So many stretches are looked ahead, and so far. */
+#define FORESEEN_STRETCHES 256
+#define FORESEEN_NS 100000000u
+
+uint64_t sim_foresee(const struct sim_device *device, uint32_t queue, uint64_t end_ns) {
+    const struct sim_state *s = device->state;
+    struct sim_turn turn = s->turn;
+    struct load load[SIM_MAX_QUEUES];
+    uint32_t n = read_load(s, load);
+    uint64_t attained_ns = s->queue[queue].attained_ns, at_ns = s->device_ns;
+    uint64_t last_ns = at_ns + FORESEEN_NS;
+    for (int i = 0; i < FORESEEN_STRETCHES && attained_ns < end_ns && at_ns < last_ns; i++) {
+        struct stretch stretch = next_stretch(&s->config, &turn, load, n, last_ns - at_ns);
+        if (stretch.kind == STRETCH_WORK) {
+            if (stretch.queue == queue && stretch.ns >= end_ns - attained_ns)
+                return at_ns + (end_ns - attained_ns);
+            load[stretch.queue].left_ns -= stretch.ns;
+        }
+        if (stretch.queue == queue &&
+            (stretch.kind == STRETCH_WORK || stretch.kind == STRETCH_SPIN))
+            attained_ns += stretch.ns;
+        at_ns += stretch.ns;
+    }
+    return at_ns;
 }

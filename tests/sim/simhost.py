@@ -1,6 +1,7 @@
 """Builds a simulated host root: device nodes (regular files), proc and sys entries, the driver's files.
 
     simhost.py DIR [--gpus N] [--memory 16GiB] [--model NAME] [--context-mib 300] [--uuid GPU-...]...
+               [--slice-ms 2] [--switch-us 50 200] [and the other fields of Timing]
 
 An existing root is replaced file by file; its device files start anew.
 """
@@ -15,6 +16,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 if __package__:
     from . import hostfiles, layout
@@ -30,6 +32,20 @@ DEFAULT_MODEL = "NVIDIA Simulated A16"
 DEFAULT_CONTEXT_MIB = 300
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
+
+
+class Timing(NamedTuple):
+    """How the simulated device shares its time, and what calls cost."""
+
+    slice_ms: float = 2.0
+    slice_noise: float = 0.2  # a slice is so much longer or shorter, at most
+    switch_us: tuple[float, float] = (50.0, 200.0)  # a switch takes from the one to the other
+    kernel_us: float = 5.0  # a kernel whose name says nothing
+    launch_us: float = 2.0  # processor time of a launch, at least
+    record_us: float = 1.0  # processor time of an event's record, at least
+    bubble_us: float = 1.0  # device time of an event's record
+    seed: int = 1
+
 
 MPS_CONTROL = """\
 #!/bin/sh
@@ -54,7 +70,7 @@ def parse_size(text: str) -> int:
         size = int(float(number) * UNITS.get(unit, 1))
     except ValueError:
         size = 0
-    if size < layout.STATE_BYTES:
+    if size < layout.BLOCK_BYTES:
         raise ValueError(f"{text!r} is not a device memory size; write it like 16GiB")
     return size
 
@@ -66,21 +82,25 @@ def default_uuid(index: int) -> str:
     )
 
 
+DEFAULT_TIMING = Timing()
+
+
 def write_device(
     path: Path,
     gpu: hostfiles.Gpu,
     late_return_ms: float = 5.0,
-    slice_ms: float = 2.0,
-    switch_us: float = 100.0,
-    kernel_us: float = 5.0,
+    timing: Timing = DEFAULT_TIMING,
 ) -> None:
     """A fresh device file, sparse, mode 0666."""
+    t = timing
     config = layout.CONFIG.pack(
         *(layout.MAGIC, layout.VERSION, layout.STATE_BYTES, gpu.index, gpu.minor),
-        *(gpu.memory_bytes, gpu.context_bytes, layout.STATE_BYTES),
-        *(int(late_return_ms * 1e6), int(slice_ms * 1e6), int(switch_us * 1e3), int(kernel_us * 1e3)),
+        *(gpu.memory_bytes, gpu.context_bytes, layout.BLOCK_BYTES),
+        *(int(late_return_ms * 1e6), int(t.slice_ms * 1e6), int(t.switch_us[0] * 1e3), int(t.kernel_us * 1e3)),
         *(uuid.UUID(gpu.uuid[4:]).bytes, gpu.model.encode(), VERSION.encode(), f"0000{gpu.bus_id}".encode()),
         *(12020, 8, 6, 48, 0, gpu.bus, 0, 0x25B610DE, 1755000, 6251000, 128, 2 << 20),
+        *(int(t.switch_us[1] * 1e3), int(t.slice_noise * 1e6), int(t.launch_us * 1e3), int(t.record_us * 1e3)),
+        *(int(t.bubble_us * 1e3), t.seed),
     )
     temporary = path.with_name(path.name + ".new")
     with open(temporary, "wb") as file:
@@ -152,6 +172,7 @@ def make_simhost(
     uuids: Sequence[str] = (),
     late_return_ms: float = 5.0,
     built: Path = BUILT,
+    timing: Timing = DEFAULT_TIMING,
 ) -> Path:
     """Builds the root and returns it. `uuids` override the deterministic ones, by index."""
     root = Path(path)
@@ -163,7 +184,7 @@ def make_simhost(
     for stale in (root / "dev").glob("nvidia[0-9]*"):
         stale.unlink()
     for gpu in devices:
-        write_device(root / "dev" / f"nvidia{gpu.minor}", gpu, late_return_ms)
+        write_device(root / "dev" / f"nvidia{gpu.minor}", gpu, late_return_ms, timing)
     for node in CONTROL_NODES:
         _write(root / "dev" / node, "", 0o666)
     write_proc(root, devices)
@@ -180,6 +201,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--context-mib", type=int, default=DEFAULT_CONTEXT_MIB, help="what a context takes")
     parser.add_argument("--late-return-ms", type=float, default=5.0, help="memory of the dead comes back after this")
+    for name, value in Timing._field_defaults.items():
+        several = 2 if isinstance(value, tuple) else None
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=type(value) if not several else float, nargs=several, default=value)
     parser.add_argument("--uuid", action="append", default=[], help="in device order; repeat")
     options = parser.parse_args(arguments)
     try:
@@ -191,6 +216,7 @@ def main(arguments: Sequence[str]) -> int:
             options.context_mib << 20,
             options.uuid,
             options.late_return_ms,
+            timing=Timing(*(getattr(options, name) for name in Timing._fields)),
         )
     except (OSError, ValueError) as error:
         print(f"simhost.py: {error}; is the simulated driver built (make sim)?", file=sys.stderr)

@@ -3,10 +3,17 @@
 #include "busy.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-enum { MARKS = 64, CAPTURE_RELAXED = 2, NO_TIMING = 2, NON_BLOCKING = 1, IPC_LAZY = 1 };
+enum {
+    MARKS = 1100, /* more than the driver's queue holds */
+    CAPTURE_RELAXED = 2,
+    NO_TIMING = 2,
+    NON_BLOCKING = 1,
+    IPC_LAZY = 1
+};
 
 /* A point in a stream up to which everything is done once its event is. */
 struct mark {
@@ -16,7 +23,7 @@ struct mark {
 
 struct lane {
     void *stream, *graph;
-    struct mark mark[MARKS];
+    struct mark *mark;
     unsigned first, last;     /* of the marks on their way */
     uint64_t launches, ns;    /* since the last mark */
     uint64_t graph_ns, value; /* the last flag value waited for or set */
@@ -179,6 +186,8 @@ static bool note(struct thread *t, struct lane *lane, uint64_t ns) {
     m->launches = lane->launches;
     m->ns = lane->ns;
     lane->launches = lane->ns = 0;
+    if (!m->event && !CU(t->tally, "cuEventCreate", &m->event, (unsigned)NO_TIMING))
+        return false;
     if (!CU(t->tally, "cuEventRecord", m->event, lane->stream))
         return false;
     lane->last++;
@@ -241,9 +250,9 @@ static bool prepare(struct thread *t) {
         struct lane *lane = &t->lane[i];
         if (!CU(t->tally, "cuStreamCreate", &lane->stream, (unsigned)NON_BLOCKING))
             return false;
-        for (int m = 0; m < MARKS; m++)
-            if (!CU(t->tally, "cuEventCreate", &lane->mark[m].event, (unsigned)NO_TIMING))
-                return false;
+        lane->mark = calloc(MARKS, sizeof *lane->mark);
+        if (!lane->mark)
+            return cuda_result(t->tally, "calloc", -1);
         if (t->o->mode == MODE_GRAPH && !make_graph(t, lane))
             return false;
     }

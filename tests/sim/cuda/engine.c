@@ -1,14 +1,16 @@
 /* Streams on the device. A context has one line of work; what is ready in its streams is appended
  * to it in the order in which it was issued, and is done when the device has given the context that
  * much time (scheduler.c). What waits for a value in memory, a host function or another context
- * stays in its stream until that has come. */
+ * stays in its stream until that has come. A kernel that spins until a value in memory changes is
+ * beside that line: the context keeps the device in its turns, and its other streams go on. */
 #include "work.h"
 
 #include <stdlib.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 #define QUEUE_DEPTH 1024u
-#define SHORTEST_WAIT_NS 20000u
+#define SPUN_WAIT_NS 25000u /* the end of a wait is spun through: a sleep overshoots */
 #define BLOCKED_WAIT_NS 100000u
 
 static uint64_t sequence;
@@ -72,8 +74,18 @@ static void finish_mark(struct mark *m, const struct sim_queue *q, uint64_t subm
     m->done = true;
 }
 
+/* A kernel that runs until a value in memory changes. True: it has. */
+static bool spin(struct op *op, struct sim_queue *q) {
+    bool holds = value_holds(&op->work.kernel.flag);
+    if (op->spinning == holds)
+        q->spinning += holds ? -1u : 1u;
+    op->spinning = !holds;
+    return holds;
+}
+
 /* An op that waits for a processor: its value, its host function, a mark of another context. */
-static bool is_ready(struct stream *s, struct op *op, uint64_t attained_ns) {
+static bool is_ready(struct stream *s, struct op *op, struct sim_queue *q) {
+    uint64_t attained_ns = q->attained_ns;
     switch (op->work.kind) {
     case WORK_WAIT:
         if (op->mark->done)
@@ -89,6 +101,14 @@ static bool is_ready(struct stream *s, struct op *op, uint64_t attained_ns) {
         if (op->work.value.write)
             return true;
         return value_holds(&op->work.value);
+    case WORK_KERNEL:
+        if (!op->work.kernel.waits)
+            return true;
+        /* A flag that holds already will hold when the kernel begins, if nobody writes until then.
+         */
+        if (s->end_ns > attained_ns && (s->ctx->effects || !value_holds(&op->work.kernel.flag)))
+            return false;
+        return spin(op, q);
     case WORK_HOST:
         return false; /* service.c runs it and marks it submitted */
     default:
@@ -107,6 +127,11 @@ static bool is_in_turn(const struct stream *s, const struct op *op) {
             return false;
     }
     return true;
+}
+
+/* Of a kernel that is done; others have theirs when they are issued to the device. */
+static bool has_effect(const struct work *w) {
+    return w->kind == WORK_KERNEL && w->kernel.sets;
 }
 
 static void run_effect(const struct work *w) {
@@ -139,11 +164,19 @@ static void submit(struct stream *s, struct op *op, struct sim_queue *q, uint64_
     }
 }
 
+void engine_forget(struct op *op, struct context *ctx) {
+    struct sim_device *d = device_of(ctx);
+    sim_lock(d);
+    queue_of(ctx)->spinning -= op->spinning;
+    sim_unlock(d);
+    ctx->effects -= has_effect(&op->work);
+}
+
 static bool pump_stream(struct stream *s, struct sim_queue *q, uint64_t now_ns) {
     bool moved = false;
     while (s->unsubmitted) {
         struct op *op = s->unsubmitted;
-        if (!is_in_turn(s, op) || !is_ready(s, op, q->attained_ns))
+        if (!is_in_turn(s, op) || !is_ready(s, op, q))
             break;
         submit(s, op, q, now_ns);
         moved = true;
@@ -151,11 +184,18 @@ static bool pump_stream(struct stream *s, struct sim_queue *q, uint64_t now_ns) 
     return moved;
 }
 
-static void retire(struct stream *s, const struct sim_queue *q, uint64_t now_ns) {
+/* True: memory was written. */
+static bool retire(struct stream *s, const struct sim_queue *q, uint64_t now_ns) {
+    bool wrote = false;
     while (s->first && s->first->submitted && s->first->end_ns <= q->attained_ns) {
         struct op *op = s->first;
         if (op->work.kind == WORK_RECORD && !op->mark->done)
             finish_mark(op->mark, q, op->submitted_at, now_ns);
+        if (has_effect(&op->work)) {
+            run_value_write(&op->work.kernel.flag);
+            s->ctx->effects--;
+            wrote = true;
+        }
         mark_drop(op->mark);
         s->first = op->next;
         if (!s->first)
@@ -163,6 +203,7 @@ static void retire(struct stream *s, const struct sim_queue *q, uint64_t now_ns)
         s->ctx->pending--;
         free(op);
     }
+    return wrote;
 }
 
 /* Brings one context up to date: the device to now, then everything that became ready or done. */
@@ -174,32 +215,50 @@ void engine_progress(struct context *ctx) {
     uint64_t now_ns = sim_now_ns();
     sim_lock(d);
     sim_advance(d, now_ns);
-    bool moved = true;
-    while (moved) {
-        moved = false;
+    for (bool wrote = true; wrote;) {
+        wrote = false;
+        for (bool moved = true; moved;) {
+            moved = false;
+            for (struct stream *s = ctx->streams; s; s = s->next)
+                moved |= pump_stream(s, q, now_ns);
+        }
         for (struct stream *s = ctx->streams; s; s = s->next)
-            moved |= pump_stream(s, q, now_ns);
+            wrote |= retire(s, q, now_ns);
     }
-    for (struct stream *s = ctx->streams; s; s = s->next)
-        retire(s, q, now_ns);
     sim_unlock(d);
 }
 
-/* Lets go of the process lock for a while. */
-static void nap(uint64_t ns) {
-    struct timespec t = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
+/* Lets go of the process lock until then. */
+static void nap_until(uint64_t until_ns) {
+    uint64_t sleep_ns = until_ns - SPUN_WAIT_NS;
+    struct timespec t = {.tv_sec = (time_t)(sleep_ns / 1000000000u),
+                         .tv_nsec = (long)(sleep_ns % 1000000000u)};
     pthread_mutex_unlock(&sim.lock);
-    nanosleep(&t, NULL);
+    if (until_ns > sim_now_ns() + 2 * SPUN_WAIT_NS) {
+        int slack_ns = prctl(PR_GET_TIMERSLACK); /* the thread is the program's */
+        prctl(PR_SET_TIMERSLACK, 1);
+        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL);
+        prctl(PR_SET_TIMERSLACK, slack_ns);
+    }
+    engine_spend(until_ns);
     pthread_mutex_lock(&sim.lock);
 }
 
-/* Until the context can have attained end_ns at the earliest. */
-static void nap_until(struct context *ctx, uint64_t end_ns, bool submitted) {
-    uint64_t attained_ns = __atomic_load_n(&queue_of(ctx)->attained_ns, __ATOMIC_RELAXED);
-    uint64_t left_ns = end_ns > attained_ns ? end_ns - attained_ns : 0;
-    if (!submitted)
-        left_ns = BLOCKED_WAIT_NS;
-    nap(left_ns > SHORTEST_WAIT_NS ? left_ns : SHORTEST_WAIT_NS);
+void engine_spend(uint64_t until_ns) {
+    while (sim_now_ns() < until_ns)
+        __builtin_ia32_pause();
+}
+
+/* Until the context has attained end_ns, if nothing else comes. */
+static void nap_for(struct context *ctx, uint64_t end_ns, bool submitted) {
+    uint64_t until_ns = sim_now_ns() + BLOCKED_WAIT_NS;
+    if (submitted) {
+        struct sim_device *d = device_of(ctx);
+        sim_lock(d);
+        until_ns = sim_foresee(d, ctx->queue - 1, end_ns);
+        sim_unlock(d);
+    }
+    nap_until(until_ns);
 }
 
 CUresult engine_wait_stream(struct stream *s) {
@@ -209,7 +268,7 @@ CUresult engine_wait_stream(struct stream *s) {
         engine_progress(ctx);
         if (!s->first || s->first->sequence > last)
             break;
-        nap_until(ctx, s->end_ns, !s->unsubmitted);
+        nap_for(ctx, s->end_ns, !s->unsubmitted);
     }
     return CUDA_SUCCESS;
 }
@@ -227,7 +286,7 @@ CUresult engine_wait_streams(struct context *ctx, bool blocking_only) {
         }
         if (!busy)
             break;
-        nap_until(ctx, ctx->submitted_ns, !blocked);
+        nap_for(ctx, ctx->submitted_ns, !blocked);
     }
     return CUDA_SUCCESS;
 }
@@ -245,7 +304,7 @@ bool engine_mark_done(struct mark *m) {
 CUresult engine_wait_mark(struct mark *m) {
     m->refs++;
     while (!engine_mark_done(m))
-        nap_until(m->ctx, m->end_ns, m->submitted);
+        nap_for(m->ctx, m->end_ns, m->submitted);
     mark_drop(m);
     return CUDA_SUCCESS;
 }
@@ -255,13 +314,26 @@ bool engine_stream_idle(struct stream *s) {
     return !s->first;
 }
 
+/* The end of what will be done first. */
+static uint64_t first_end(const struct context *ctx, bool *submitted) {
+    uint64_t end_ns = UINT64_MAX;
+    for (const struct stream *s = ctx->streams; s; s = s->next)
+        if (s->first && s->first->submitted && s->first->end_ns < end_ns)
+            end_ns = s->first->end_ns;
+    *submitted = end_ns != UINT64_MAX;
+    return end_ns;
+}
+
 /* Appends to the stream. When the context's queue is full this blocks, as a launch does. */
 CUresult engine_add(struct stream *s, const struct work *work, struct mark *mark) {
     struct context *ctx = s->ctx;
     while (ctx->pending >= QUEUE_DEPTH) {
         engine_progress(ctx);
-        if (ctx->pending >= QUEUE_DEPTH)
-            nap(SHORTEST_WAIT_NS);
+        if (ctx->pending < QUEUE_DEPTH)
+            break;
+        bool submitted;
+        uint64_t end_ns = first_end(ctx, &submitted);
+        nap_for(ctx, end_ns, submitted);
     }
     struct op *op = calloc(1, sizeof *op);
     CHECK(op, CUDA_ERROR_OUT_OF_MEMORY);
@@ -278,8 +350,9 @@ CUresult engine_add(struct stream *s, const struct work *work, struct mark *mark
     if (!s->unsubmitted)
         s->unsubmitted = op;
     ctx->pending++;
+    ctx->effects += has_effect(work);
     engine_progress(ctx);
-    if (s->unsubmitted)
+    if (s->unsubmitted || has_effect(work))
         service_need(); /* something has to come first: see to it without being asked */
     return CUDA_SUCCESS;
 }

@@ -32,7 +32,7 @@ EXPORT CUresult cuEventDestroy(CUevent hEvent) {
     return cuEventDestroy_v2(hEvent);
 }
 
-EXPORT CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned int flags) {
+static CUresult record(CUevent hEvent, CUstream hStream, unsigned int flags, uint64_t *cost_ns) {
     ENTER_EVENT(e, hEvent);
     struct stream *s = stream_of(current_context(), hStream);
     CHECK(s,
@@ -44,11 +44,20 @@ EXPORT CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigne
     struct mark *m = calloc(1, sizeof *m);
     CHECK(m, CUDA_ERROR_OUT_OF_MEMORY);
     *m = (struct mark){.refs = 1, .ctx = s->ctx};
-    struct work work = {.kind = WORK_RECORD};
+    const struct sim_config *config = &sim.device[s->ctx->device].sim.state->config;
+    *cost_ns = config->record_ns;
+    struct work work = {.kind = WORK_RECORD, .duration_ns = config->bubble_ns};
     CUresult result = engine_add(s, &work, m);
     mark_drop(e->mark);
     e->mark = m;
     e->capture = NULL;
+    return result;
+}
+
+EXPORT CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned int flags) {
+    uint64_t began_ns = sim_now_ns(), cost_ns = 0;
+    CUresult result = record(hEvent, hStream, flags, &cost_ns);
+    engine_spend(began_ns + cost_ns);
     return result;
 }
 

@@ -84,6 +84,7 @@ static CUresult run_event(struct event *e, struct stream *s, enum work_kind kind
     struct work work = {.kind = kind};
     if (kind == WORK_WAIT)
         return e->mark ? engine_add(s, &work, e->mark) : CUDA_SUCCESS;
+    work.duration_ns = sim.device[s->ctx->device].sim.state->config.bubble_ns;
     struct mark *m = calloc(1, sizeof *m);
     CHECK(m, CUDA_ERROR_OUT_OF_MEMORY);
     *m = (struct mark){.refs = 1, .ctx = s->ctx};
@@ -124,11 +125,12 @@ static CUresult run_graph(const struct graph *g, struct stream *s, unsigned long
     return result;
 }
 
-EXPORT CUresult cuGraphLaunch(CUgraphExec hExec, CUstream hStream) {
+static CUresult launch(CUgraphExec hExec, CUstream hStream, uint64_t *cost_ns) {
     ENTER_EXEC(x, hExec);
     struct stream *s = stream_of(current_context(), hStream);
     CHECK(s,
           hStream > CU_STREAM_PER_THREAD ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_CONTEXT);
+    *cost_ns = sim.device[s->ctx->device].sim.state->config.launch_ns;
     if (s->capture) {
         CHECK(!graph_has_mem(x->graph), CUDA_ERROR_NOT_SUPPORTED);
         struct work work = {.kind = WORK_CHILD, .child = graph_copy(x->graph)};
@@ -138,6 +140,13 @@ EXPORT CUresult cuGraphLaunch(CUgraphExec hExec, CUstream hStream) {
     }
     CUresult result = graph_mem_reserve(x->graph);
     return result == CUDA_SUCCESS ? run_graph(x->graph, s, x->flags) : result;
+}
+
+EXPORT CUresult cuGraphLaunch(CUgraphExec hExec, CUstream hStream) {
+    uint64_t began_ns = sim_now_ns(), cost_ns = 0;
+    CUresult result = launch(hExec, hStream, &cost_ns);
+    engine_spend(began_ns + cost_ns);
+    return result;
 }
 
 /* Succeeds when the graphs have the same shape: as many nodes, the same kinds in the same order. */

@@ -48,20 +48,38 @@ EXPORT CUresult cuFuncSetSharedMemConfig(CUfunction hfunc, CUsharedconfig config
     return CUDA_SUCCESS;
 }
 
-/* The first argument, of 64 bits. False: none was given. */
-static bool first_argument(const CUDA_KERNEL_NODE_PARAMS *p, uint64_t *value) {
-    const void *at = p->kernelParams ? p->kernelParams[0] : NULL;
+/* An argument of 64 bits, like those before it. False: none were given. */
+static bool argument(const CUDA_KERNEL_NODE_PARAMS *p, unsigned index, uint64_t *value) {
+    const void *at = p->kernelParams ? p->kernelParams[index] : NULL;
     for (void **extra = p->extra; !at && extra && *extra != CU_LAUNCH_PARAM_END; extra += 2)
         if (*extra == CU_LAUNCH_PARAM_BUFFER_POINTER)
-            at = extra[1];
+            at = (uint64_t *)extra[1] + index;
     if (at)
         memcpy(value, at, sizeof *value);
     return at != NULL;
 }
 
+/* wait_flag(address, value) spins until the 32 bits there are at least value, set_flag(address,
+ * value) writes them when it ends: so that kernels can depend on each other as they do on hardware.
+ */
+static void read_flag(const struct function *f, const CUDA_KERNEL_NODE_PARAMS *p,
+                      struct kernel_call *call) {
+    uint64_t address, value;
+    if (!(f->waits || f->sets) || !argument(p, 0, &address) || !argument(p, 1, &value))
+        return;
+    if (!space_has(address) && !host_range(address, &(uint64_t){0}, &(uint64_t){0}))
+        return;
+    call->waits = f->waits;
+    call->sets = f->sets;
+    call->flag = (struct value){.address = address,
+                                .value = (uint32_t)value,
+                                .flags = CU_STREAM_WAIT_VALUE_GEQ,
+                                .write = f->sets};
+}
+
 static uint64_t duration_of(const struct function *f, const CUDA_KERNEL_NODE_PARAMS *p) {
     uint64_t ns;
-    return f->time_in_argument && first_argument(p, &ns) ? ns : f->duration_ns;
+    return f->time_in_argument && argument(p, 0, &ns) ? ns : f->duration_ns;
 }
 
 /* Fills the work of a launch. Call locked. */
@@ -77,18 +95,27 @@ CUresult kernel_work(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p, stru
     *work = (struct work){.kind = WORK_KERNEL,
                           .duration_ns = duration_of(f, p),
                           .kernel = {.function = f, .params = *p}};
+    read_flag(f, p, &work->kernel);
     return CUDA_SUCCESS;
 }
 
-static CUresult launch(const CUDA_KERNEL_NODE_PARAMS *p, CUstream hStream) {
+static CUresult issue(const CUDA_KERNEL_NODE_PARAMS *p, CUstream hStream, uint64_t *cost_ns) {
     ENTER();
     struct context *ctx = current_context();
     struct stream *s = stream_of(ctx, hStream);
     struct work work;
     CHECK(s,
           hStream > CU_STREAM_PER_THREAD ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_CONTEXT);
+    *cost_ns = sim.device[s->ctx->device].sim.state->config.launch_ns;
     CUresult result = kernel_work(s->ctx, p, &work);
     return result == CUDA_SUCCESS ? dispatch_on(s, &work) : result;
+}
+
+static CUresult launch(const CUDA_KERNEL_NODE_PARAMS *p, CUstream hStream) {
+    uint64_t began_ns = sim_now_ns(), cost_ns = 0;
+    CUresult result = issue(p, hStream, &cost_ns);
+    engine_spend(began_ns + cost_ns);
+    return result;
 }
 
 EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz,

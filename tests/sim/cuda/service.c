@@ -3,9 +3,10 @@
 #include "work.h"
 
 #include <signal.h>
+#include <sys/prctl.h>
 #include <time.h>
 
-#define LOOK_NS 100000
+#define LOOK_NS 100000u
 
 static pthread_cond_t needed = PTHREAD_COND_INITIALIZER;
 static bool running, wanted;
@@ -37,33 +38,64 @@ static void run_host_function(struct op *op) {
     op->work.kind = WORK_EMPTY;
 }
 
-static bool look(void) {
+/* When a kernel that writes to memory will end, or what lies before something that waits, as far as
+ * that is known. */
+static uint64_t next_need_ns(struct context *ctx, uint64_t latest_ns) {
+    struct sim_device *d = &sim.device[ctx->device].sim;
+    uint64_t end_ns = UINT64_MAX;
+    sim_lock(d);
+    uint64_t attained_ns = d->state->queue[ctx->queue - 1].attained_ns;
+    for (struct stream *s = ctx->streams; s; s = s->next) {
+        struct op *op = ctx->effects ? s->first : NULL;
+        while (op && op->submitted && (op->work.kind != WORK_KERNEL || !op->work.kernel.sets))
+            op = op->next;
+        if (op && op->submitted && op->end_ns < end_ns)
+            end_ns = op->end_ns;
+        if (s->unsubmitted && s->end_ns > attained_ns && s->end_ns < end_ns)
+            end_ns = s->end_ns;
+    }
+    uint64_t at_ns = end_ns == UINT64_MAX ? end_ns : sim_foresee(d, ctx->queue - 1, end_ns);
+    sim_unlock(d);
+    return at_ns < latest_ns ? at_ns : latest_ns;
+}
+
+/* True: there is something to look after, next at *next_ns. */
+static bool look(uint64_t *next_ns) {
     bool blocked = false;
+    *next_ns = sim_now_ns() + LOOK_NS;
     for (struct context *ctx = sim.contexts; ctx; ctx = ctx->next) {
         engine_progress(ctx);
         struct op *op = ctx->queue ? due_host_function(ctx) : NULL;
         if (op) {
             run_host_function(op);
+            *next_ns = 0;
             return true;
         }
+        bool needed = ctx->effects;
         for (struct stream *s = ctx->streams; s; s = s->next)
-            blocked |= s->unsubmitted != NULL;
+            needed |= s->unsubmitted != NULL;
+        if (needed && ctx->queue)
+            *next_ns = next_need_ns(ctx, *next_ns);
+        blocked |= needed;
     }
     return blocked;
 }
 
 static void *serve(void *unused) {
     (void)unused;
+    prctl(PR_SET_TIMERSLACK, 1);
     pthread_mutex_lock(&sim.lock);
     for (;;) {
         while (!wanted)
             pthread_cond_wait(&needed, &sim.lock);
-        wanted = look();
+        uint64_t next_ns;
+        wanted = look(&next_ns);
         if (!wanted)
             continue;
-        struct timespec t = {.tv_nsec = LOOK_NS};
+        struct timespec t = {.tv_sec = (time_t)(next_ns / 1000000000u),
+                             .tv_nsec = (long)(next_ns % 1000000000u)};
         pthread_mutex_unlock(&sim.lock);
-        nanosleep(&t, NULL);
+        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL);
         pthread_mutex_lock(&sim.lock);
     }
     return NULL;

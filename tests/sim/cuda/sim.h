@@ -83,6 +83,7 @@ struct context {
     uint32_t queue;        /* engine queue index + 1 */
     uint64_t submitted_ns; /* end of this context's line of work, in attained time */
     unsigned pending;      /* operations not yet known to be done */
+    unsigned effects;      /* those of them that write to memory when they end */
     struct context *next;
 };
 

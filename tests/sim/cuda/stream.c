@@ -70,6 +70,7 @@ static void drop_stream(struct stream *s) {
         struct op *op = s->first;
         s->first = op->next;
         s->ctx->pending--;
+        engine_forget(op, s->ctx);
         mark_drop(op->mark);
         free(op);
     }

@@ -31,15 +31,17 @@ struct set {
     unsigned value, element_bytes;
 };
 
-struct kernel_call {
-    struct function *function;
-    CUDA_KERNEL_NODE_PARAMS params; /* as given; parameter memory is not kept */
-};
-
 struct value {
     uint64_t address, value;
     unsigned flags;
     bool wide, write;
+};
+
+struct kernel_call {
+    struct function *function;
+    CUDA_KERNEL_NODE_PARAMS params; /* as given; parameter memory is not kept */
+    bool waits, sets;               /* spins until the flag holds; writes it when it ends */
+    struct value flag;
 };
 
 /* A point in a stream that an event stands for. Shared by the event and what waits for it. */
@@ -80,6 +82,7 @@ struct op {
     uint64_t end_ns;       /* attained time of its end, once submitted */
     uint64_t submitted_at; /* CLOCK_MONOTONIC */
     bool host_running;
+    bool spinning; /* counted in its queue */
     struct op *next;
 };
 
@@ -118,6 +121,10 @@ CUresult engine_wait_mark(struct mark *mark);
 bool engine_stream_idle(struct stream *stream);
 bool engine_mark_done(struct mark *mark);
 void engine_progress(struct context *ctx);
+/* An op that is dropped before it is done. */
+void engine_forget(struct op *op, struct context *ctx);
+/* Uses the processor until then: what a call costs, or a very short wait. */
+void engine_spend(uint64_t until_ns);
 void mark_drop(struct mark *mark);
 
 /* service.c: the thread that finishes what needs a processor: host functions, values */
