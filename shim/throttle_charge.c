@@ -175,6 +175,29 @@ static int64_t bound(struct gs_throttle *t, int64_t own, int64_t took, uint32_t 
     return own;
 }
 
+/* For `list`, `inspect` and NVML: spread over the windows in which it ran. A window that is gone
+ * belongs to a later one by now. */
+static void record(struct gs_bucket *bucket, const struct gs_segment *segment, int64_t own) {
+    uint64_t took = segment->end_ns - segment->start_ns, from = segment->start_ns, to;
+    if (own <= 0 || !took)
+        return;
+    atomic_fetch_add(&bucket->busy_ns, (uint64_t)own);
+    if (took > GS_RECENT * (uint64_t)GS_RECENT_NS)
+        from = segment->end_ns - GS_RECENT * (uint64_t)GS_RECENT_NS;
+    for (; from < segment->end_ns; from = to) {
+        uint64_t window = from / GS_RECENT_NS;
+        to = min64((window + 1) * GS_RECENT_NS, segment->end_ns);
+        uint64_t part = (uint64_t)((double)own * (double)(to - from) / (double)took), next;
+        _Atomic uint64_t *cell = &bucket->recent[window % GS_RECENT];
+        uint64_t was = atomic_load(cell);
+        do {
+            if (was >> 40 > (window & (UINT64_MAX >> 40)))
+                break;
+            next = was >> 40 == (window & (UINT64_MAX >> 40)) ? was + part : window << 40 | part;
+        } while (!atomic_compare_exchange_weak(cell, &was, next));
+    }
+}
+
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
                         const struct gs_peer *peer, unsigned n, uint64_t now) {
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
@@ -187,6 +210,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
         own = bound(t, own, gs_throttle_busy(t, segment, &sure), c.contexts + 1);
     if (segment->start_event >= 0 && c.before_ns > segment->before_ns)
         own += t->switch_ns;
+    record(t->bucket, segment, own);
     if (t->limit.mode == GS_THROTTLE_SOFT && !c.outranked)
         own = 0;
     if (t->limit.mode != GS_THROTTLE_UNLIMITED)

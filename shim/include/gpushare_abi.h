@@ -88,7 +88,7 @@ struct gs_bucket {
     _Atomic uint64_t admitted_ns; /* when a launch was last let through to avoid a deadlock */
     /* Information only, for `list`, `inspect` and NVML: */
     _Atomic uint64_t waited_ns;  /* throttled time, summed over processes */
-    _Atomic uint64_t busy_ns;    /* device time charged so far */
+    _Atomic uint64_t busy_ns;    /* device time charged so far, what was borrowed too */
     _Atomic uint64_t recent[10]; /* charged in each of the last windows: GS_RECENT_* */
     uint64_t reserved;
 };

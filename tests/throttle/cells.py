@@ -51,6 +51,8 @@ class Ledger(NamedTuple):
     slow: int
     forbidden: int
     waited_ns: int
+    charged_ns: int
+    recent_ns: int
     bins: tuple[int, ...]
 
     def shares(self, window_ms: int, start_ms: int = WARM_MS) -> list[float]:

@@ -54,6 +54,21 @@ def test_an_unlimited_tenant_loses_next_to_nothing(kernel: str, program: str) ->
     assert ledger.work_ns >= 0.999 * native.work_ns
 
 
+@pytest.mark.parametrize(
+    "tenants",
+    [
+        [Tenant(30, "50us")],
+        [Tenant(20, "50us", processes=2), Tenant(30, "1ms", "graph")],
+        [Tenant(20, "50us", more="mode=soft")],
+    ],
+)
+def test_what_a_bucket_tells_is_what_the_device_gave(tenants: list[Tenant]) -> None:
+    """Of the last second and since the start; borrowed and unlimited time is in it."""
+    for ledger in simulate(tenants, ms=4000):
+        assert ledger.recent_ns / 1e7 == pytest.approx(ledger.shares(1000, 3000)[0], abs=2)
+        assert ledger.charged_ns / 4e7 == pytest.approx(ledger.held_ns / 4e7, abs=2)
+
+
 def settled_after(ledger: Ledger, target: float, from_ms: int, window_ms: int) -> float:
     """Milliseconds from `from_ms` until every window of two is within 5 points."""
     for start in range(from_ms, from_ms + 2000, 10):

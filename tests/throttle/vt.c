@@ -216,6 +216,17 @@ static void simulate(struct world *world) {
     }
 }
 
+/* What its bucket says of the last second: the whole windows before the one that has begun. */
+static uint64_t recent_ns(const struct world *world, int tenant) {
+    uint64_t window = world->end_ns / GS_RECENT_NS, sum = 0;
+    for (uint32_t i = 0; i < GS_RECENT; i++) {
+        uint64_t cell = atomic_load(&((struct world *)world)->bucket[tenant].recent[i]);
+        if (cell >> 40 < window && cell >> 40 >= window - 8)
+            sum += cell & GS_RECENT_MASK;
+    }
+    return sum;
+}
+
 static void print(const struct world *world) {
     const struct gpu *gpu = &world->gpu;
     printf("{\"switches\": %llu, \"tenants\": [", (unsigned long long)gpu->switches);
@@ -230,12 +241,14 @@ static void print(const struct world *world) {
             }
         printf("%s\n{\"held_ns\": %llu, \"work_ns\": %llu, \"switch_ns\": %llu, \"done\": %llu, "
                "\"launches\": %llu, \"marks\": %llu, \"slow\": %llu, \"forbidden\": %llu, "
-               "\"waited_ns\": %llu, \"bins\": [",
+               "\"waited_ns\": %llu, \"charged_ns\": %llu, \"recent_ns\": %llu, \"bins\": [",
                i ? "," : "", (unsigned long long)gpu->held_ns[i],
                (unsigned long long)gpu->work_ns[i], (unsigned long long)gpu->switch_ns[i],
                (unsigned long long)gpu->done[i], (unsigned long long)launches,
                (unsigned long long)marks, (unsigned long long)slow, (unsigned long long)forbidden,
-               (unsigned long long)atomic_load(&world->bucket[i].waited_ns));
+               (unsigned long long)atomic_load(&world->bucket[i].waited_ns),
+               (unsigned long long)atomic_load(&world->bucket[i].busy_ns),
+               (unsigned long long)recent_ns(world, i));
         for (uint64_t k = 0; k < gpu->bins; k++)
             printf("%s%llu", k ? "," : "", (unsigned long long)gpu->bin[i][k]);
         printf("]}");
