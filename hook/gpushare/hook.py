@@ -183,7 +183,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
     try:
         if asked.selection.kind != "none":  # driver files alone hold no part of a device
             lease = leases.reserve(state_dir, bundle, asked, host, grant)
-            storage.make_share_dir(state_dir, bundle.id)
+            storage.make_share_dir(state_dir, bundle.id, lease.shares)
         files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
         root = rootfs.open_root(bundle, init.pid)
         try:

@@ -17,9 +17,9 @@ import fcntl
 import os
 import time
 
-from . import leasefile, names, procs, region, storage
+from . import leasefile, names, pages, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError
-from .light import Callable, NamedTuple, Optional, TracebackType, Union
+from .light import Callable, NamedTuple, Optional, Sequence, TracebackType, Union
 from .model import Bundle, Lease, Node, Request, Share
 
 _MAX_BYTES = 1 << 20
@@ -165,10 +165,21 @@ def _write(state_dir: str, lease: Lease) -> None:
     storage.write_lease(state_dir, lease.id, leasefile.to_json(lease))
 
 
+def _drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
+    """Takes a lease away, its pages first: whoever is killed in between leaves a dead lease that still names them.
+    False when there is none. The caller holds the lock."""
+    for share in shares:
+        try:
+            pages.free(state_dir, share.device.uuid, share.page)
+        except KernelError:
+            pass  # the next start on that device settles it; not even a lost directory may keep a lease
+    return storage.discard(state_dir, container_id)
+
+
 def _sweep(state_dir: str, seen: View) -> list[str]:
     """Discards what is dead or was never finished. The caller holds the lock."""
-    gone = [lease.id for lease, _ in seen.dead] + list(seen.partial)
-    return [container_id for container_id in gone if storage.discard(state_dir, container_id)]
+    gone = [(lease.id, lease.shares) for lease, _ in seen.dead] + [(name, ()) for name in seen.partial]
+    return [container_id for container_id, shares in gone if _drop(state_dir, container_id, shares)]
 
 
 def _refuse_taken(container_id: str, seen: View) -> None:
@@ -196,35 +207,50 @@ def reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, grant_
     from . import policy  # not for adopt, which makes no lease
 
     me = procs.myself()
-    with locked(state_dir):
-        _rebuild(state_dir, node)
-        seen = view(state_dir)
-        _sweep(state_dir, seen)
-        _refuse_taken(bundle.id, seen)
-        policy.refuse_second(request, bundle, seen.live)
-        shares = grant_fn(request, node, seen.live, seen.blocked(node))
-        lease = Lease(
-            id=bundle.id,
-            state="reserved",
-            boot_id=procs.boot_id(),
-            bundle=bundle.path,
-            shares=shares,
-            creator_pid=me.pid,
-            creator_start=me.start,
-            created=time.time(),
-            dialect=request.dialect,
-            driver_version=node.inventory.driver_version,
-            sandbox=policy.pod_wide(request, bundle),
-        )
-        try:
-            os.mkdir(storage.container_dir(state_dir, lease.id), 0o700)
-            _write(state_dir, lease)
-        except (OSError, GpushareError) as error:
-            storage.discard(state_dir, lease.id)
-            if isinstance(error, OSError):
-                raise KernelError(f"directory of {lease.id!r}: {error.strerror}") from error
-            raise
-    return lease
+    while True:
+        with locked(state_dir):
+            _rebuild(state_dir, node)
+            seen = view(state_dir)
+            _sweep(state_dir, seen)
+            _refuse_taken(bundle.id, seen)
+            policy.refuse_second(request, bundle, seen.live)
+            shares = grant_fn(request, node, seen.live, seen.blocked(node))
+            new = [share.device.uuid for share in shares if not pages.is_ready(state_dir, share.device.uuid)]
+            if not new:
+                lease = Lease(
+                    id=bundle.id,
+                    state="reserved",
+                    boot_id=procs.boot_id(),
+                    bundle=bundle.path,
+                    shares=shares,
+                    creator_pid=me.pid,
+                    creator_start=me.start,
+                    created=time.time(),
+                    dialect=request.dialect,
+                    driver_version=node.inventory.driver_version,
+                    sandbox=policy.pod_wide(request, bundle),
+                )
+                _make(state_dir, lease, seen.live)
+                return lease
+        for uuid in new:  # the first share of a device: what it needs is mounted, so without the lock
+            pages.prepare(state_dir, uuid)
+
+
+def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
+    """Writes a new lease, and takes its pages. Raises KernelError and CapacityError, leaving nothing."""
+    try:
+        os.mkdir(storage.container_dir(state_dir, lease.id), 0o700)
+        _write(state_dir, lease)
+        for share in lease.shares:
+            uuid = share.device.uuid
+            pages.take(state_dir, uuid, share.page)
+            used = (one.page for other in (*others, lease) for one in other.shares if one.device.uuid == uuid)
+            pages.settle(state_dir, uuid, used)
+    except (OSError, GpushareError) as error:
+        _drop(state_dir, lease.id, lease.shares)
+        if isinstance(error, OSError):
+            raise KernelError(f"directory of {lease.id!r}: {error.strerror}") from error
+        raise
 
 
 def _rebuild(state_dir: str, node: Node) -> tuple[str, ...]:
@@ -286,7 +312,7 @@ def release(state_dir: str, container_id: str) -> str:
         elif lease is not None and not why_dead(state_dir, lease, procs.boot_id()):
             pid = lease.init_pid or lease.creator_pid
             return f"lease of {container_id!r} is kept: pid {pid} or one that it left is alive"
-        storage.discard(state_dir, container_id)
+        _drop(state_dir, container_id, lease.shares if isinstance(lease, Lease) else ())
     return ""
 
 
@@ -299,7 +325,7 @@ def release_reserved_by(state_dir: str, container_id: str, bundle: str, creator_
         lease = find(state_dir, container_id)
         if lease is None or (lease.state, lease.bundle, lease.creator_pid) != ("reserved", bundle, creator_pid):
             return False
-        return storage.discard(state_dir, container_id)
+        return _drop(state_dir, container_id, lease.shares)
 
 
 def undo(state_dir: str, container_id: str) -> None:
@@ -308,7 +334,7 @@ def undo(state_dir: str, container_id: str) -> None:
     with locked(state_dir):
         lease = find(state_dir, container_id)
         if lease is not None and (lease.creator_pid, lease.creator_start) == (me.pid, me.start):
-            storage.discard(state_dir, container_id)
+            _drop(state_dir, container_id, lease.shares)
 
 
 def sweep(state_dir: str, assume_free: bool = False) -> list[str]:

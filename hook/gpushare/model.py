@@ -140,6 +140,7 @@ class Share(NamedTuple):
     priority: int = 0
     oversubscribe: bool = False
     clamped: str = ""  # what was asked, where policy gave less
+    page: int = 0  # its number in devices/<uuid>, see pages.py
 
 
 class Lease(NamedTuple):

@@ -14,6 +14,7 @@ REAL_NVML = DRIVER_DIR + "/libnvidia-ml-real.so.1"
 LIMITS = PRIVATE_DIR + "/limits"
 RW_DIR = PRIVATE_DIR + "/rw"
 USAGE = RW_DIR + "/usage"
+PAGES_DIR = PRIVATE_DIR + "/pages"
 PEERS_DIR = PRIVATE_DIR + "/peers"
 MPS_DIR = PRIVATE_DIR + "/mps"
 

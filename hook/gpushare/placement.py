@@ -15,6 +15,7 @@ from .errors import CapacityError, DeviceError, GpushareError, PolicyError, Requ
 from .light import Iterable, NamedTuple, Optional
 from .model import Amount, Config, Device, Lease, Node, Policy, Request, Share
 from .quantity import amount, bytes_of, human, shown
+from .region import MAX_PEERS
 
 
 class Ledger(NamedTuple):
@@ -24,6 +25,7 @@ class Ledger(NamedTuple):
     exclusive: frozenset[str] = frozenset()  # taken as a whole
     blocked: frozenset[str] = frozenset()  # unknown use: no new lease
     holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}  # (container id, bytes or None = whole)
+    pages: dict[str, frozenset[int]] = {}  # numbers that are taken, see pages.py
 
 
 class Wanted(NamedTuple):
@@ -38,15 +40,17 @@ def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = 
     used: dict[str, int] = {}
     exclusive = set()
     holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}
+    pages: dict[str, frozenset[int]] = {}
     for lease in leases:
         for share in lease.shares:
             uuid = share.device.uuid
             holders[uuid] = (*holders.get(uuid, ()), (lease.id, share.memory_limit_bytes))
+            pages[uuid] = pages.get(uuid, frozenset()) | {share.page}
             if share.memory_limit_bytes is not None:
                 used[uuid] = used.get(uuid, 0) + share.memory_limit_bytes
             elif policy.unlimited != "shared":
                 exclusive.add(uuid)
-    return Ledger(used, frozenset(exclusive), frozenset(blocked), holders)
+    return Ledger(used, frozenset(exclusive), frozenset(blocked), holders, pages)
 
 
 def capacity_bytes(device: Device, memory_overcommit: float) -> int:
@@ -172,6 +176,18 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
     return size
 
 
+def _page_of(device: Device, ledger: Ledger) -> int:
+    """The lowest number that nobody has."""
+    taken = ledger.pages.get(device.uuid, frozenset())
+    free = next((number for number in range(MAX_PEERS) if number not in taken), None)
+    if free is None:
+        raise CapacityError(
+            f"device {device_name(device)} serves {len(taken)} containers already, the most there can be",
+            "stop one of them, or ask for another device",
+        )
+    return free
+
+
 def _wanted(request: Request, slots: int) -> tuple[Wanted, ...]:
     """What each slot asks for. Every slot must be covered: one without a limit would be unlimited by accident."""
     memory, compute = dict(request.memory), dict(request.compute)
@@ -268,13 +284,15 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
             asked, over = _within_policy(asked, device, node.config.policy)
             _refuse_unenforced(asked.compute)
             size = _memory_of(asked, device, ledger, node.config)
+            page = _page_of(device, ledger)
         except GpushareError as error:
             if not picking:
                 raise
             refusals.append(error)
             continue
         soft, slot = request.compute_mode == "soft", len(shares)
-        shares.append(Share(slot, device, size, asked.compute, soft, request.priority, request.oversubscribe, over))
+        how = (request.priority, request.oversubscribe, over, page)
+        shares.append(Share(slot, device, size, asked.compute, soft, *how))
     if len(shares) < slots:
         raise _too_few(request, slots, len(devices), refusals)
     return tuple(shares)

@@ -11,7 +11,7 @@ Raises RequestError when the image cannot hold a limit. Start path.
 
 from __future__ import annotations
 
-from . import forward, names
+from . import forward, names, pages
 from .driverfiles import DriverFiles, Library
 from .drivertable import ALWAYS
 from .errors import RequestError
@@ -64,13 +64,26 @@ def _limited(shares: tuple[Share, ...]) -> bool:
     return any(share.memory_limit_bytes is not None or share.compute_percent is not None for share in shares)
 
 
-def _limits(state: str, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
+def _pages(state_dir: str, shares: tuple[Share, ...]) -> list[Op]:
+    """What the containers on a device tell each other: our own page, and all of them."""
+    ops: list[Op] = []
+    for share in shares:
+        uuid = share.device.uuid
+        own, everything = pages.path(state_dir, uuid, share.page), pages.directory(state_dir, uuid)
+        ops.append(Mount(own, f"{names.PAGES_DIR}/{uuid}", "file", _DATA, "what it tells others of its work"))
+        ops.append(Mount(everything, f"{names.PEERS_DIR}/{uuid}", "dir", ("ro", *_DATA), "what others tell"))
+    return ops
+
+
+def _limits(state_dir: str, container_id: str, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
     """Limits, the tenant's own tmpfs, and the private directory with the real libraries."""
+    state = container_dir(state_dir, container_id)
     return [
         WriteLimits(shares, f"{state}/share/limits"),
         TenantTmpfs(f"{state}/rw", USAGE_BYTES, TMPFS_INODES),
         Mount(f"{state}/share", names.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
         Mount(f"{state}/rw", names.RW_DIR, "dir", _DATA, "what this container's processes count"),
+        *_pages(state_dir, shares),
         _Shown(files.cuda, files.cuda.source, "the real libcuda, under a private name").at(names.REAL_CUDA),
         _Shown(files.nvml, files.nvml.source, "the real libnvidia-ml, under a private name").at(names.REAL_NVML),
     ]
@@ -230,7 +243,7 @@ def _files(
     mounts32, links32 = _place(shown32, image, image.libdir32)
     ops: list[Op] = []
     if shares:
-        ops += _limits(container_dir(node.config.state_dir, bundle.id), shares, files)
+        ops += _limits(node.config.state_dir, bundle.id, shares, files)
     ops += mounts
     if shares:
         taken = {op.target for op in (*ops, *mounts, *links) if isinstance(op, (Mount, ImageFile, Link))}

@@ -138,6 +138,7 @@ def _share(slot: int, limit: region.Limit, device: Device) -> Share:
         bool(limit.flags & region.DEVICE_COMPUTE_SOFT),
         limit.priority,
         bool(limit.flags & region.DEVICE_OVERSUBSCRIBE),
+        page=limit.page,
     )
 
 

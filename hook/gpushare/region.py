@@ -188,6 +188,7 @@ class Limit(NamedTuple):
     compute_percent: int | None
     priority: int
     flags: int
+    page: int = 0
 
 
 class Limits(NamedTuple):
@@ -252,7 +253,7 @@ def pack_device(share: Share) -> bytes:
         share.priority,
         0,
         flags,
-        0,
+        share.page,
         0,
         0,
     )
@@ -301,7 +302,7 @@ def read_limits(data: bytes) -> Limits:
     devices = []
     for index in range(n_devices):
         fields = packer("gs_device_limit").unpack_from(data, offset("gs_limits", "device") + index * DEVICE_SIZE)
-        _, text, limit_bytes, total_bytes, _, _, _, percent, priority, _, flags, *_ = fields
+        _, text, limit_bytes, total_bytes, _, _, _, percent, priority, _, flags, page, *_ = fields
         devices.append(
             Limit(
                 text.partition(b"\0")[0].decode("ascii", "replace"),
@@ -310,6 +311,7 @@ def read_limits(data: bytes) -> Limits:
                 None if percent == NO_PERCENT else percent,
                 priority,
                 flags,
+                page,
             )
         )
     return Limits(nonce, generation, tuple(devices))

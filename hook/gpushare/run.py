@@ -165,7 +165,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, cgroup: list[str]) -> str:
     state_dir = host.config.state_dir
     lease = leases.reserve(state_dir, bundle, asked, host, hook.grant)
     storage.empty_trash(state_dir)
-    storage.make_share_dir(state_dir, bundle.id)
+    storage.make_share_dir(state_dir, bundle.id, lease.shares)
     steps = _plan(bundle, asked, host, lease)
     apply.store(steps)
     if not rootless.is_rootless():

@@ -210,7 +210,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
     lease: Optional[Lease] = None
     if asked.selection.kind != "none":  # driver files alone hold no part of a device
         lease = leases.reserve(paths.state_dir, bundle, asked, host, hook.grant)
-        storage.make_share_dir(paths.state_dir, bundle.id)
+        storage.make_share_dir(paths.state_dir, bundle.id, lease.shares)
     files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
     editor = specedit.Editor(bundle.spec, leased=lease is not None)
     nonces.append(editor.record.nonce)

@@ -21,7 +21,8 @@ import time
 
 from . import linux, names, region, rootless
 from .errors import KernelError
-from .light import Union
+from .light import Sequence, Union
+from .model import Share
 from .ops import TenantTmpfs, WriteLimits
 
 TENANT_INODES = 2  # the root directory and `usage`
@@ -34,7 +35,7 @@ REBUILD = "rebuild"  # there from the making of the directory until leases of li
 LEASE = "lease.json"
 HELD = "held"  # beside a lease that is only reserved: whose it became (leasefile.held)
 _CGROUP = "cgroup"  # path of a cgroup that was made for this lease alone
-_SHARE_FOLDERS = ("driver", "rw", "peers", "mps")
+_SHARE_FOLDERS = ("driver", "rw", "pages", "peers", "mps")
 _SHARE_FILES = (names.REAL_CUDA, names.REAL_NVML)  # mount points; the directory is read-only in the container
 _TENANT_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -118,14 +119,15 @@ def _make_folders(state_dir: str) -> None:
         os.close(os.open(os.path.join(state_dir, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
-def make_share_dir(state_dir: str, container_id: str) -> str:
+def make_share_dir(state_dir: str, container_id: str, shares: Sequence[Share]) -> str:
     """containers/<id>/share with its mount points; returns its path. Modes do not depend on the umask: any uid in the
     container reads it. Raises OSError."""
     share = os.path.join(container_dir(state_dir, container_id), "share")
-    for path in (share, *(os.path.join(share, name) for name in _SHARE_FOLDERS)):
+    uuids = [one.device.uuid for one in shares]
+    for path in (share, *(os.path.join(share, name) for name in (*_SHARE_FOLDERS, *(f"peers/{u}" for u in uuids)))):
         os.mkdir(path)
         os.chmod(path, 0o755)
-    for target in _SHARE_FILES:
+    for target in (*_SHARE_FILES, *(f"{names.PAGES_DIR}/{uuid}" for uuid in uuids)):
         path = share + target[len(names.PRIVATE_DIR) :]
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o444))
         os.chmod(path, 0o444)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare import region
 
 from tests.e2e.programs.interrupted_hook import points, write_hook
 from tests.lib import rootfs
@@ -23,9 +24,7 @@ PAGE = "/usr/lib/gpushare/rw/usage"
 
 
 def left(node: Node) -> list[str]:
-    """Everything that containers could leave in the state directory, and mounts below it."""
-    files = [f"{name}/{path.name}" for name in ("containers", "trash") for path in (node.state / name).iterdir()]
-    return files + [point for point in rootfs.mount_points() if point.startswith(f"{node.state}/")]
+    return node.left()
 
 
 def use_hook(one: Container, hooks: dict[str, Any]) -> None:
@@ -51,7 +50,8 @@ def test_lease_page_and_limits_live_as_long_as_the_container(container: MakeCont
     assert lease["cgroup"] == f"/{one.id}"
     one.start()
     seen = one.exec("sh", "-c", f"stat -c '%a %s' {PAGE}; stat -c %a /usr/lib/gpushare/limits; ls /usr/lib/gpushare")
-    assert seen.stdout.split() == ["666", "200704", "444", "driver", "limits", "mps", "peers", "rw"]
+    assert seen.stdout.split()[:3] == ["666", str(region.USAGE_SIZE), "444"]
+    assert seen.stdout.split()[3:] == ["driver", "limits", "mps", "pages", "peers", "rw"]
     one.kill()
     one.wait()
     one.delete()
@@ -247,6 +247,7 @@ def test_start_that_is_told_to_end_undoes_itself(
     assert refused > total // 23 // 2
 
 
+SIZE = region.USAGE_SIZE
 ATTACKS = {
     "truncate": f"truncate -s 0 {PAGE}",
     "grow": f"truncate -s 1T {PAGE}",
@@ -257,7 +258,7 @@ ATTACKS = {
     "folder": f"rm {PAGE}; mkdir {PAGE}",
     "chmod": f"chmod 0 {PAGE} /usr/lib/gpushare/rw",
     "lock": f"flock -x {PAGE} sleep inf & while flock -n {PAGE} true; do :; done",
-    "garbage": f"head -c 200704 /dev/urandom | dd of={PAGE} conv=notrunc bs=200704 iflag=fullblock",
+    "garbage": f"head -c {SIZE} /dev/urandom | dd of={PAGE} conv=notrunc bs={SIZE} iflag=fullblock",
 }
 
 

@@ -30,9 +30,7 @@ MAX_LINE = 600  # characters that a person may be asked to read
 
 def traces(node: Node) -> list[str]:
     """What a start leaves in the state directory, and mounts there."""
-    points = [point for point in rootfs.mount_points() if point.startswith(f"{node.state}/")]
-    trash = node.state / "trash"
-    return node.leases() + points + ([path.name for path in trash.iterdir()] if trash.is_dir() else [])
+    return node.left()
 
 
 def files(directory: Path) -> dict[str, Any]:

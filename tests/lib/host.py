@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .rootfs import run, unmount_below
+from .rootfs import mount_points, run, unmount_below
 from .spec import Hook, Mount
 
 TREE = Path(__file__).resolve().parents[2]
@@ -94,6 +94,16 @@ class Node:
         """Ids of the containers that the state directory knows."""
         containers = self.state / "containers"
         return sorted(p.name for p in containers.iterdir()) if containers.is_dir() else []
+
+    def left(self) -> list[str]:
+        """Everything that containers could leave in the state directory, and mounts below it. What a device has for
+        all its containers stays."""
+        patterns = ("containers/*", "trash/*", "devices/*/[0-9]*", "devices/*/*.new")
+        files = [str(path.relative_to(self.state)) for pattern in patterns for path in self.state.glob(pattern)]
+        devices = [str(path) for path in self.state.glob("devices/*")]
+        points = [point for point in mount_points() if point.startswith(f"{self.state}/")]
+        twice = [point for point in devices if points.count(point) > 1]
+        return files + twice + [point for point in points if point not in devices]
 
     def move(self, config: str, state: str) -> None:
         """To other places, before anything was started: those that our programs look at when told nothing."""

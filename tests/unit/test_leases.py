@@ -329,7 +329,7 @@ def test_lease_of_another_shape_is_damaged(state: str, changes: dict[str, object
 def test_damaged_lease_blocks_only_the_devices_of_its_limits(state: str) -> None:
     two = pure.node(2)
     lease = reserve(state, "c1", node=two)
-    share = storage.make_share_dir(state, "c1")
+    share = storage.make_share_dir(state, "c1", lease.shares)
     storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
     lease_file(state, "c1").write_bytes(b"{")
     assert leases.view(state).blocked(two) == {pure.UUIDS[0]}
@@ -340,7 +340,7 @@ def test_damaged_lease_blocks_only_the_devices_of_its_limits(state: str) -> None
 
 def test_files_without_their_lease_are_in_use(state: str) -> None:
     lease = reserve(state, "c1", GIB)
-    share = storage.make_share_dir(state, "c1")
+    share = storage.make_share_dir(state, "c1", lease.shares)
     storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
     lease_file(state, "c1").unlink()
     (damage,) = leases.view(state).damaged

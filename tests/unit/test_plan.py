@@ -11,11 +11,12 @@ from gpushare.errors import RequestError
 from gpushare.model import Share
 from gpushare.ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Plan, ProcMask, TenantTmpfs, WriteLimits
 
-from tests.unit.pure import VERSION, bundle, files, image, lease, node, share
+from tests.unit.pure import UUIDS, VERSION, bundle, files, image, lease, node, share
 
 LIBDIR = "/usr/lib/x86_64-linux-gnu"
 SHIM = "/usr/lib/gpushare"
-LIMITED = (share(0, 0, 4 << 30),)
+UUID = UUIDS[0]
+LIMITED = (share(0, 0, 4 << 30)._replace(page=5),)
 
 
 def make(*env: str, shares: tuple[Share, ...] = LIMITED, host: Any = None, driver: Any = None, **facts: Any) -> Plan:
@@ -47,14 +48,17 @@ def test_private_directory() -> None:
     state = "/run/gpushare/containers/c1"
     assert made.ops[0] == WriteLimits(LIMITED, f"{state}/share/limits")
     assert made.ops[1] == TenantTmpfs(f"{state}/rw", region.USAGE_SIZE, 2)
-    first = [op for op in made.ops if isinstance(op, Mount)][:4]
+    first = [op for op in made.ops if isinstance(op, Mount)][:6]
     assert [(op.source, op.target) for op in first] == [
         (f"{state}/share", names.PRIVATE_DIR),
         (f"{state}/rw", names.RW_DIR),
+        (f"/run/gpushare/devices/{UUID}/5", f"{names.PAGES_DIR}/{UUID}"),
+        (f"/run/gpushare/devices/{UUID}", f"{names.PEERS_DIR}/{UUID}"),
         (f"{LIBDIR}/libcuda.so.{VERSION}", names.REAL_CUDA),
         (f"{LIBDIR}/libnvidia-ml.so.{VERSION}", names.REAL_NVML),
     ]
-    assert "ro" in first[0].flags and "ro" not in first[1].flags and "noexec" in first[1].flags
+    assert ["ro" in op.flags for op in first] == [True, False, False, True, True, True]
+    assert ["noexec" in op.flags for op in first] == [False, True, True, True, False, False]
 
 
 def test_usage_size_is_the_header_s() -> None:
@@ -82,7 +86,7 @@ def test_no_real_driver_outside_the_private_directory() -> None:
 
 def test_driver_files_are_read_only() -> None:
     for op in make(driver=files(firmware=("/lib/firmware/nvidia/1/gsp_tu10x.bin",))).ops:
-        if isinstance(op, Mount) and op.target != names.RW_DIR:
+        if isinstance(op, Mount) and op.target not in (names.RW_DIR, f"{names.PAGES_DIR}/{UUID}"):
             assert {"ro", "nosuid", "nodev"} <= set(op.flags), op
 
 

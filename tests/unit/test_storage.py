@@ -36,7 +36,7 @@ def page(state: str) -> Iterator[Path]:
     """A container's page, as the tenant sees it: its path on the host."""
     container = Path(storage.container_dir(state, "c1"))
     container.mkdir()
-    share = storage.make_share_dir(state, "c1")
+    share = storage.make_share_dir(state, "c1", SHARES)
     storage.execute(WriteLimits(SHARES, f"{share}/limits"))
     storage.execute(TenantTmpfs(str(container / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
     yield container / "rw" / "usage"
@@ -103,7 +103,7 @@ def test_limits_are_complete_read_only_and_leave_no_temporary(page: Path, state:
     share = Path(state, "containers", "c1", "share")
     limits = share / "limits"
     assert stat.S_IMODE(limits.stat().st_mode) == 0o444
-    assert sorted(path.name for path in share.iterdir()) == ["driver", "limits", "mps", "peers", "rw"]
+    assert sorted(path.name for path in share.iterdir()) == ["driver", "limits", "mps", "pages", "peers", "rw"]
     assert sorted(path.name for path in (share / "driver").iterdir()) == [
         "libcuda-real.so.1",
         "libnvidia-ml-real.so.1",
@@ -126,7 +126,7 @@ def test_modes_do_not_depend_on_the_umask(state: str) -> None:
     Path(storage.container_dir(state, "c2")).mkdir()
     old = os.umask(0o077)
     try:
-        share = Path(storage.make_share_dir(state, "c2"))
+        share = Path(storage.make_share_dir(state, "c2", SHARES))
         storage.execute(WriteLimits(SHARES, str(share / "limits")))
         storage.execute(TenantTmpfs(str(share.parent / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
     finally:

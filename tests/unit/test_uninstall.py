@@ -67,7 +67,7 @@ def container(root: Path) -> Iterator[Path]:
         folder = Path(storage.container_dir(state, "c1"))
         folder.mkdir()
         (folder / "lease.json").write_bytes(leasefile.to_json(lease))
-        share = storage.make_share_dir(state, "c1")
+        share = storage.make_share_dir(state, "c1", lease.shares)
         storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
         storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
         leases.hold(state, lease, init, procs.cgroup_of(init.pid))

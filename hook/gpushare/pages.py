@@ -1,0 +1,238 @@
+"""devices/<uuid>: what the containers on one device tell each other about their work (start path).
+
+    prepare(state_dir, uuid)               the directory is there, with an index that names nobody
+    take(state_dir, uuid, number)          a new page file; the caller holds the lease lock
+    settle(state_dir, uuid, used)          the index names these numbers and no others; the caller holds the lock
+    free(state_dir, uuid, number)          one number less, its file gone; the caller holds the lock
+    directory, path                        where they are on the host
+
+A container gets its own page file (struct gs_pages) writable, and the whole directory read-only: so one that started
+earlier sees those that start later, without a mount for each pair of them. Only the host makes files there. A tenant
+can make its own page file longer, but not beyond the directory's own tmpfs, and nobody else's shorter; what it took is
+cut back when somebody else needs it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+
+from . import linux, region, rootless
+from .errors import CapacityError, KernelError
+from .light import Iterable, Union
+
+FOLDER = "devices"
+INDEX = "index"  # struct gs_peers; made last, so it marks a complete directory
+PAGE_SIZE = region.packer("gs_pages").size
+_TMPFS = {
+    "size": str(region.MAX_PEERS * PAGE_SIZE + region.packer("gs_peers").size),
+    # Nobody but the host makes files here; but a page that is gone takes an inode for as long as anybody has it open
+    "nr_inodes": "16384",
+    "mode": "0755",
+}
+# A uid that no container has: the owner of a file may take a lease on it (fcntl, F_SETLEASE), and every open waits
+# then; anybody else needs CAP_LEASE for that, which containers do not have.
+OWNER = 4294967280
+_TRIES = 8  # how often what tenants took is cut back before we give up
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: not held up by a lease of a container with CAP_LEASE
+_WORDS = struct.Struct("<" + "Q" * (region.MAX_PEERS // 64))
+
+
+def directory(state_dir: str, uuid: str) -> str:
+    """devices/<uuid>; `uuid` is the driver's, as in the inventory."""
+    if not uuid or "/" in uuid or uuid.startswith(".") or "\0" in uuid:
+        raise KernelError(f"device uuid {uuid!r} cannot name a directory")
+    return f"{state_dir}/{FOLDER}/{uuid}"
+
+
+def path(state_dir: str, uuid: str, number: int) -> str:
+    """The page file with this number."""
+    return f"{directory(state_dir, uuid)}/{number}"
+
+
+def is_ready(state_dir: str, uuid: str) -> bool:
+    """Whether pages can be taken."""
+    return os.access(f"{directory(state_dir, uuid)}/{INDEX}", os.F_OK)
+
+
+def prepare(state_dir: str, uuid: str) -> None:
+    """Makes devices/<uuid>, a tmpfs of its own (for a user without rights over the host a plain directory). It appears
+    complete. Raises KernelError. Not under the lease lock: it mounts."""
+    place = directory(state_dir, uuid)
+    try:
+        for folder, mode in ((os.path.dirname(place), 0o700), (place, 0o755)):
+            os.makedirs(folder, mode, exist_ok=True)
+        below = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(below, fcntl.LOCK_EX)  # of the directory below the mount: two first starts take turns
+            if not is_ready(state_dir, uuid):
+                os.fchmod(below, 0o755)
+                _fill(below) if rootless.is_rootless() else _mount(place, below)
+        finally:
+            os.close(below)
+    except OSError as error:
+        raise KernelError(f"{place!r}: {error.strerror}", rootless.hint()) from error
+
+
+def _mount(place: str, below: int) -> None:
+    flags = linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"] | linux.ATTRIBUTES["noexec"]
+    mount = linux.detached_tmpfs({"source": place, **_TMPFS}, flags, place)
+    try:
+        linux.mount_setattr(mount, 0, linux.MS_PRIVATE, place)
+        _fill(mount)
+        linux.move_mount(mount, below, place)
+    finally:
+        os.close(mount)
+
+
+def _fill(dir_fd: int) -> None:
+    """The index of a directory without pages."""
+    words = [0] * _WORDS.size
+    data = region.packer("gs_peers").pack(
+        region.PEERS_MAGIC, region.ABI_VERSION, region.packer("gs_peers").size, 1, *words[: region.MAX_PEERS // 64]
+    )
+    temporary = INDEX + ".new"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o444, dir_fd=dir_fd)
+    try:
+        os.write(fd, data)
+        _give_away(fd, 0o444)
+    finally:
+        os.close(fd)
+    os.rename(temporary, INDEX, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+
+def _give_away(fd: int, mode: int) -> None:
+    os.fchmod(fd, mode)
+    if not rootless.is_rootless():
+        try:
+            os.fchown(fd, OWNER, OWNER)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a host in a user namespace, which does not have that uid
+                raise
+
+
+# Pages
+
+
+def take(state_dir: str, uuid: str, number: int) -> None:
+    """Page file `number` for a new owner: never the file of the one before, who may still have it open. Every block is
+    allocated, so a store in it cannot fail. Raises KernelError, CapacityError."""
+    file = path(state_dir, uuid, number)
+    try:
+        _remove(file)
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+        try:
+            _allocate(fd, directory(state_dir, uuid), uuid)
+            header = (region.PAGES_MAGIC, region.ABI_VERSION, PAGE_SIZE, region.MAX_PAGES)
+            os.pwrite(fd, struct.pack("<QIII", *header), 0)
+            _give_away(fd, 0o666)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise KernelError(f"{file!r}: {error.strerror}") from error
+
+
+def _allocate(fd: int, place: str, uuid: str) -> None:
+    for _ in range(_TRIES):
+        try:
+            os.posix_fallocate(fd, 0, PAGE_SIZE)
+            return
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        grown = _cut_back(place)
+    raise CapacityError(
+        f"no room for another container's page on device {uuid}: "
+        + (f"page {', '.join(grown)} of others keeps growing" if grown else "pages of ended containers are still open"),
+        "`gpushare inspect` shows the page of a container; stop it",
+    )
+
+
+def _cut_back(place: str) -> list[str]:
+    """Page files become as long as they were made; which were longer. Blocks behind the end count, too."""
+    grown = []
+    for name in filter(str.isdigit, os.listdir(place)):
+        try:
+            fd = os.open(f"{place}/{name}", os.O_WRONLY | _FLAGS)
+        except OSError:
+            continue
+        try:
+            status = os.fstat(fd)
+            if status.st_size > PAGE_SIZE or status.st_blocks * 512 > PAGE_SIZE:
+                os.ftruncate(fd, PAGE_SIZE)
+                grown.append(name)
+        finally:
+            os.close(fd)
+    return grown
+
+
+def _remove(file: str) -> None:
+    """A page file goes, and its memory also where somebody still has it open."""
+    try:
+        fd = os.open(file, os.O_WRONLY | _FLAGS)
+    except FileNotFoundError:
+        return
+    except OSError:
+        fd = -1  # a lease is on it
+    if fd >= 0:
+        try:
+            os.ftruncate(fd, 0)
+        finally:
+            os.close(fd)
+    os.unlink(file)
+
+
+# The index
+
+
+def settle(state_dir: str, uuid: str, used: Iterable[int]) -> None:
+    """Makes the index say what the leases say: a start or a release that was killed has left it otherwise. Page files
+    of nobody go. Raises KernelError."""
+    _change(state_dir, uuid, frozenset(used))
+
+
+def free(state_dir: str, uuid: str, number: int) -> None:
+    """Nobody has `number` any more. Raises KernelError."""
+    _change(state_dir, uuid, number)
+
+
+def _change(state_dir: str, uuid: str, to: Union[int, frozenset[int]]) -> None:
+    """`to`: the numbers that are used, or the one that is free now. Stored where it is, since containers have the index
+    mapped: first the numbers, then the generation, by which a reader knows that they changed."""
+    file = f"{directory(state_dir, uuid)}/{INDEX}"
+    at_used, at_generation = region.offset("gs_peers", "used"), region.offset("gs_peers", "generation")
+    try:
+        fd = os.open(file, os.O_RDWR | _FLAGS)
+        try:
+            before = _numbers(_WORDS.unpack(os.pread(fd, _WORDS.size, at_used)))
+            after = before - {to} if isinstance(to, int) else to
+            if after != before:
+                words = (sum(1 << (n & 63) for n in after if n >> 6 == word) for word in range(region.MAX_PEERS // 64))
+                os.pwrite(fd, _WORDS.pack(*words), at_used)
+                generation = int.from_bytes(os.pread(fd, 8, at_generation), "little")
+                os.pwrite(fd, (generation + 1).to_bytes(8, "little"), at_generation)
+        finally:
+            os.close(fd)
+        gone = (before | {to} if isinstance(to, int) else before) - after
+        for number in gone:
+            _remove(path(state_dir, uuid, number))
+    except OSError as error:
+        raise KernelError(f"{error.filename or file!r}: {error.strerror}") from error
+
+
+def _numbers(words: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(64 * at + bit for at, word in enumerate(words) if word for bit in range(64) if word >> bit & 1)
+
+
+def numbers(state_dir: str, uuid: str) -> frozenset[int]:
+    """What the index says. Raises KernelError."""
+    file = f"{directory(state_dir, uuid)}/{INDEX}"
+    try:
+        with open(file, "rb") as index:
+            data = index.read()
+        region.check(data, "index of pages", region.PEERS_MAGIC, region.packer("gs_peers").size)
+    except OSError as error:
+        raise KernelError(f"{file!r}: {error.strerror}") from error
+    return _numbers(_WORDS.unpack_from(data, region.offset("gs_peers", "used")))

@@ -1,0 +1,322 @@
+"""devices/<uuid>: whose page is whose, whatever a tenant does to its own and whenever a start is killed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from gpushare import hook, leases, pages, procs, region, storage
+from gpushare.errors import CapacityError, KernelError
+from gpushare.model import Amount, Lease, Node, Request, Selection
+
+from tests.lib import rootfs
+from tests.unit import pure
+
+GIB = 1 << 30
+NODE = pure.node(2)
+UUID = pure.UUIDS[0]
+INDEX_SIZE = region.packer("gs_peers").size
+
+
+@pytest.fixture
+def state(state_dir: Path) -> Iterator[str]:
+    storage.prepare(str(state_dir))
+    yield str(state_dir)
+
+
+def reserve(state: str, name: str, memory_bytes: int = 1 << 26, count: int = 1, node: Node = NODE) -> Lease:
+    amount = Amount(memory_bytes, None, str(memory_bytes))
+    request = Request("own", Selection("any", count), ("compute",), memory=((None, amount),))
+    return leases.reserve(state, pure.bundle(container_id=name), request, node, hook.grant)
+
+
+def index(state: str, uuid: str = UUID) -> tuple[frozenset[int], int]:
+    """(numbers, generation) as a container reads them: bit by bit."""
+    data = Path(pages.directory(state, uuid), "index").read_bytes()
+    fields = region.packer("gs_peers").unpack(data)
+    assert fields[:3] == (region.PEERS_MAGIC, region.ABI_VERSION, len(data))
+    used = int.from_bytes(b"".join(word.to_bytes(8, "little") for word in fields[4:6]), "little")
+    return frozenset(n for n in range(region.MAX_PEERS) if used >> n & 1), fields[3]
+
+
+def files(state: str, uuid: str = UUID) -> set[str]:
+    return {path.name for path in Path(pages.directory(state, uuid)).iterdir()}
+
+
+def test_first_share_makes_a_private_tmpfs_of_exact_size(state: str) -> None:
+    subprocess.run(["mount", "--make-rshared", "/"], check=True)  # as systemd leaves it; our own view only
+    try:
+        reserve(state, "c1")
+    finally:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    place = pages.directory(state, UUID)
+    (line,) = (line for line in Path("/proc/self/mountinfo").read_text().splitlines() if line.split(" ")[4] == place)
+    assert "nosuid,nodev,noexec" in line and f"- tmpfs {place} " in line
+    assert "shared:" not in line and "master:" not in line
+    space = os.statvfs(place)
+    assert space.f_blocks * space.f_frsize == region.MAX_PEERS * pages.PAGE_SIZE + INDEX_SIZE
+    modes = [stat.S_IMODE(os.stat(path).st_mode) for path in (os.path.dirname(place), place, f"{place}/index")]
+    assert modes == [0o700, 0o755, 0o444]
+    assert not os.path.exists(pages.directory(state, pure.UUIDS[1]))
+    assert files(state) == {"index", "0"}
+
+
+def test_page_is_complete_and_of_nobody(state: str) -> None:
+    lease = reserve(state, "c1")
+    path = Path(pages.path(state, UUID, lease.shares[0].page))
+    status = path.stat()
+    assert (status.st_size, status.st_blocks * 512) == (pages.PAGE_SIZE, pages.PAGE_SIZE)
+    assert (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid) == (0o666, pages.OWNER, pages.OWNER)
+    header = region.packer("gs_pages").unpack(path.read_bytes())[:5]
+    assert header == (region.PAGES_MAGIC, region.ABI_VERSION, pages.PAGE_SIZE, region.MAX_PAGES, 0)
+    assert not any(path.read_bytes()[24:])
+    assert os.stat(Path(path.parent, "index")).st_uid == pages.OWNER
+
+
+def test_numbers_are_of_leases_and_free_again_with_them(state: str) -> None:
+    first, second, third = (reserve(state, name) for name in ("c1", "c2", "c3"))
+    assert [lease.shares[0].page for lease in (first, second, third)] == [0, 1, 2]
+    assert index(state) == (frozenset({0, 1, 2}), 4)
+    leases.undo(state, "c2")
+    assert index(state) == (frozenset({0, 2}), 5) and files(state) == {"index", "0", "2"}
+    assert reserve(state, "c4").shares[0].page == 1
+    assert [lease.shares[0].page for lease in leases.view(state).live] == [0, 2, 1]  # also in lease.json
+
+
+def test_devices_count_for_themselves(state: str) -> None:
+    reserve(state, "c1")
+    lease = reserve(state, "c2", count=2)
+    assert [share.page for share in lease.shares] == [1, 0]
+    assert (index(state)[0], index(state, pure.UUIDS[1])[0]) == ({0, 1}, {0})
+    leases.undo(state, "c2")
+    assert (index(state)[0], index(state, pure.UUIDS[1])[0]) == ({0}, frozenset())
+
+
+def test_limits_name_the_page(state: str) -> None:
+    reserve(state, "c1")
+    lease = reserve(state, "c2")
+    assert region.read_limits(region.pack_limits(lease.shares, 1)).devices[0].page == 1
+
+
+def test_more_than_there_can_be_is_one_clear_refusal(state: str) -> None:
+    one = pure.node(1)
+    for number in range(region.MAX_PEERS):
+        reserve(state, f"c{number}", node=one)
+    assert index(state)[0] == frozenset(range(region.MAX_PEERS))
+    assert os.statvfs(pages.directory(state, UUID)).f_bfree == 0
+    with pytest.raises(CapacityError, match="device 0 serves 128 containers already") as refused:
+        reserve(state, "more", node=one)
+    assert refused.value.hint and not Path(state, "containers", "more").exists()
+    assert reserve(state, "more").shares[0].device.uuid == pure.UUIDS[1]  # `any`: the next one that fits
+    leases.undo(state, "c77")
+    assert reserve(state, "again", node=one).shares[0].page == 77
+
+
+def test_page_of_a_new_owner_is_another_file(state: str) -> None:
+    """Whoever still has the old one open, mapped even, sees nothing of the new one and writes nothing into it."""
+    path = Path(pages.path(state, UUID, reserve(state, "c1").shares[0].page))
+    with open(path, "r+b", buffering=0) as old:
+        old.write(b"x" * pages.PAGE_SIZE)
+        leases.undo(state, "c1")
+        assert os.fstat(old.fileno()).st_blocks == 0  # no memory is held by it
+        assert reserve(state, "c2").shares[0].page == 0
+        old.write(b"y" * 100)
+    header = region.packer("gs_pages").unpack(path.read_bytes())
+    assert header[0] == region.PAGES_MAGIC and not any(path.read_bytes()[24:])
+
+
+# What a tenant can do with its own page: it has the file writable, and the directory not at all
+def _grow(page: Path) -> None:
+    try:
+        with open(page, "ab") as file:
+            while True:
+                file.write(b"x" * 4096)
+                file.flush()
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+
+
+def _grow_behind_the_end(page: Path) -> None:
+    for length in (1 << 23, 1 << 20, 1 << 16, 1 << 12):
+        while subprocess.run(["fallocate", "-n", "-o", str(room(page)), "-l", str(length), page]).returncode == 0:
+            pass
+
+
+def room(page: Path) -> int:
+    """Where the file's allocated blocks end, when there is no hole."""
+    return page.stat().st_blocks * 512
+
+
+@pytest.mark.parametrize("grow", [_grow, _grow_behind_the_end])
+def test_what_a_tenant_took_is_cut_back_for_the_next(state: str, grow: Callable[[Path], None]) -> None:
+    first = Path(pages.path(state, UUID, reserve(state, "c1").shares[0].page))
+    second = Path(pages.path(state, UUID, reserve(state, "c2").shares[0].page))
+    with open(second, "r+b") as file:
+        file.seek(5000)
+        file.write(b"kept")
+    grow(first)
+    assert os.statvfs(first.parent).f_bfree == 0
+    third = Path(pages.path(state, UUID, reserve(state, "c3").shares[0].page))
+    assert third.name == "2"
+    for path in (first, second, third):
+        assert (path.stat().st_size, path.stat().st_blocks * 512) == (pages.PAGE_SIZE, pages.PAGE_SIZE)
+    assert second.read_bytes()[5000:5004] == b"kept"
+
+
+def test_tenant_that_takes_all_room_again_and_again_is_named(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Path(pages.path(state, UUID, reserve(state, "c1").shares[0].page))
+    cut = pages._cut_back
+
+    def cut_and_lose(place: str) -> list[str]:
+        found = cut(place)
+        _grow(first)
+        return found
+
+    monkeypatch.setattr(pages, "_cut_back", cut_and_lose)
+    _grow(first)
+    with pytest.raises(CapacityError, match="page 0 of others keeps growing") as refused:
+        reserve(state, "c2")
+    assert "gpushare inspect" in refused.value.hint
+    assert index(state)[0] == {0} and files(state) == {"index", "0"}
+    assert [lease.id for lease in leases.view(state).live] == ["c1"]
+
+
+@pytest.mark.parametrize("change", ["truncate -s 0", "truncate -s 1T", "fallocate -p -o 0 -l 40960", "chmod 0"])
+def test_page_that_its_tenant_spoiled_is_whole_for_the_next(state: str, change: str) -> None:
+    lease = reserve(state, "c1")
+    path = Path(pages.path(state, UUID, lease.shares[0].page))
+    subprocess.run([*change.split(), path], check=True)
+    assert reserve(state, "c2").shares[0].page == 1
+    leases.undo(state, "c1")
+    assert reserve(state, "c3").shares[0].page == 0
+    status = path.stat()
+    assert (status.st_size, status.st_blocks * 512, stat.S_IMODE(status.st_mode)) == (
+        pages.PAGE_SIZE,
+        pages.PAGE_SIZE,
+        0o666,
+    )
+
+
+def test_nobody_can_hold_up_a_page_or_the_index_with_a_lease(state: str) -> None:
+    """F_SETLEASE makes an open wait for 45 s; root of a container is root here, without CAP_LEASE."""
+    lease = reserve(state, "c1")
+    without = ["setpriv", "--bounding-set=-lease", "--inh-caps=-lease"]
+    for name, mode, kind in ((str(lease.shares[0].page), "r+b", "F_WRLCK"), ("index", "rb", "F_RDLCK")):
+        path = Path(pages.directory(state, UUID), name)
+        script = f"import fcntl; f = open('{path}', '{mode}'); fcntl.fcntl(f, fcntl.F_SETLEASE, fcntl.{kind})"
+        done = subprocess.run([*without, sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.returncode == 1 and "Permission denied" in done.stderr, (name, done.stderr)
+
+
+def test_lease_of_a_tenant_with_cap_lease_does_not_hold_up_a_release(state: str) -> None:
+    lease = reserve(state, "c1")
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # how the kernel asks for the lease back
+    fd = os.open(pages.path(state, UUID, lease.shares[0].page), os.O_RDWR)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        leases.undo(state, "c1")
+        assert (index(state)[0], files(state)) == (frozenset(), {"index"})
+        assert reserve(state, "c2").shares[0].page == 0
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
+
+
+# What is killed, lost or old
+
+
+def test_index_is_what_the_leases_say_after_a_start_was_killed(state: str) -> None:
+    """Killed between any two steps, a start or a release leaves numbers and files of nobody."""
+    reserve(state, "c1")
+    pages.take(state, UUID, 5)
+    pages.settle(state, UUID, {0, 5, 127})
+    pages.take(state, UUID, 127)
+    assert reserve(state, "c2").shares[0].page == 1
+    assert index(state)[0] == {0, 1} and files(state) == {"index", "0", "1"}
+
+
+def test_dead_reservation_gives_its_page_back(state: str) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            reserve(state, "dead")
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert index(state)[0] == {0}
+    assert leases.sweep(state) == ["dead"]
+    assert index(state)[0] == frozenset() and files(state) == {"index"}
+
+
+def test_first_shares_at_the_same_time_mount_once(state: str) -> None:
+    ready, go = os.pipe()
+    parent = procs.myself()
+    children = []
+    for number in range(8):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.close(go)
+                os.read(ready, 1)
+                lease = reserve(state, f"c{number}")
+                leases.hold(state, lease, procs.Process(os.getppid(), parent.start, "R"), "/")
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(pid)
+    os.close(ready)
+    os.close(go)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 8
+    assert rootfs.mount_points().count(pages.directory(state, UUID)) == 1
+    assert index(state)[0] == frozenset(range(8))
+    assert sorted(lease.shares[0].page for lease in leases.view(state).live) == list(range(8))
+
+
+def test_directory_of_an_earlier_version_gets_its_folder(state: str) -> None:
+    """An upgrade under living containers: there is no devices/, and their leases name no page."""
+    lease = reserve(state, "old")
+    path = Path(state, "containers", "old", "lease.json")
+    path.write_text(path.read_text().replace(', "page": 0', ""))
+    rootfs.unmount_below(Path(state, "devices"))
+    os.rmdir(pages.directory(state, UUID))
+    os.rmdir(Path(state, "devices"))
+    assert leases.find(state, "old") == lease
+    assert reserve(state, "new").shares[0].page == 1
+    leases.undo(state, "old")
+    assert index(state)[0] == {1}
+
+
+def test_release_does_not_need_the_devices_directory(state: str) -> None:
+    reserve(state, "c1")
+    rootfs.unmount_below(Path(state, "devices"))
+    leases.undo(state, "c1")
+    assert leases.view(state) == leases.View((), (), (), ())
+    assert reserve(state, "c2").shares[0].page == 0
+
+
+def test_reader_sees_the_change_through_its_mapping(state: str) -> None:
+    reserve(state, "c1")
+    index_path = Path(pages.directory(state, UUID), "index")
+    with open(index_path, "rb") as file, mmap.mmap(file.fileno(), INDEX_SIZE, prot=mmap.PROT_READ) as memory:
+        at = region.offset("gs_peers", "generation")
+        before = int.from_bytes(memory[at : at + 8], "little")
+        reserve(state, "c2")
+        assert int.from_bytes(memory[at : at + 8], "little") > before
+        assert memory[region.offset("gs_peers", "used")] == 0b11
+    assert pages.numbers(state, UUID) == {0, 1}
+
+
+@pytest.mark.parametrize("uuid", ["", ".", "..", "a/b", "../../etc", "a\0b"])
+def test_odd_uuids_never_become_paths(uuid: str) -> None:
+    with pytest.raises(KernelError, match="cannot name a directory"):
+        pages.directory("/state", uuid)
