@@ -22,7 +22,7 @@ NVML_INCLUDE := build/include/nvml
 CC := gcc
 PYTEST_ARGS ?=
 
-.PHONY: help setup build demo dist test test-dist lint format bench docs clean root
+.PHONY: help setup build demo dist test test-dist lint format bench gpu-check docs clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,7 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 -include tests/sim/sim.mk
 -include tests/bench/bench.mk
 -include tests/throttle/throttle.mk
+-include tests/gpu/gpu.mk
 -include hook/launcher/launcher.mk
 -include packaging/dist.mk
 
@@ -67,7 +68,7 @@ demo: root build ## two containers share one simulated 16 GiB GPU
 # With the bundle: both ways in, every engine there is, command lines and refusals.
 DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_engines.py test_cli.py test_refused.py)
 
-test: root build dist lint $(TEST_SETUP) ## every test, after the linters; installs the engines that they start
+test: root build build/gpu/latency dist lint $(TEST_SETUP) ## every test, after the linters; installs the engines that they start
 	@$(VENV_PYTHON) -m pytest -q --programs $(DIST) $(DIST_TESTS)
 	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
 
@@ -83,12 +84,18 @@ format: $(SETUP) ## rewrite Python and C files in the house format
 bench: root build shim_bench vt dist ## measure; prints a table and writes build/bench.json
 	@$(VENV_PYTHON) -m tests.bench.bench
 
+gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes build/gpu-check.json
+	@tests/gpu/start $(GPU_ARGS)
+
 dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the host, and an archive of them
 
-docs: docs/config.md ## write the generated pages of docs/
+docs: docs/config.md docs/hardware.md ## write the generated pages of docs/
 
 docs/config.md: hook/gpushare/config.py tests/tools/config_docs.py
 	$(VENV_PYTHON) tests/tools/config_docs.py >$@.new && mv $@.new $@
+
+docs/hardware.md: tests/gpu/docs.py tests/gpu/checks.py $(wildcard tests/gpu/measured/*.json)
+	PYTHONPATH=. $(VENV_PYTHON) -m tests.gpu.docs >$@.new && mv $@.new $@
 
 clean: ## remove build/
 	rm -rf build

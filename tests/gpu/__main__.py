@@ -1,0 +1,147 @@
+"""What holds on this machine's GPU, and what it costs.
+
+    python3 -m tests.gpu [--short] [--simulated] [--only NAME,...]
+
+Exit code 0 when everything that is promised held, 1 when not, 2 when nothing could be checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hook"))
+
+from tests.gpu import machine, processes, report
+from tests.gpu.checks import CHECKS, HARDWARE, TORCH, Check
+from tests.gpu.checks_product import has_torch
+from tests.gpu.place import TREE
+from tests.gpu.session import Result, Session
+
+FORMAT = 1  # of the JSON
+BUDGET_S = 480.0
+LEAST_S = 5.0  # what is not worth starting a check for
+
+
+def interrupted(number: int, _: Any) -> None:
+    """SIGTERM and SIGHUP end this as Ctrl-C does: through every cleanup."""
+    raise KeyboardInterrupt
+
+
+def perform(check: Check, session: Session) -> Result:
+    """One check; whatever it does, there is a result."""
+    began = time.monotonic()
+    try:
+        if check.needs == HARDWARE and session.machine.simhost:
+            raise processes.Absent("needs a GPU: the simulator runs no code")
+        if check.needs == TORCH and session.machine.simhost:
+            raise processes.Absent("needs a GPU: PyTorch refuses a simulated driver")
+        if check.needs == TORCH and not has_torch():
+            raise processes.Absent("no PyTorch for this python3")
+        if session.deadline - began < LEAST_S:
+            raise processes.Absent("no time was left")
+        result = check.function(session)
+    except processes.Absent as error:
+        result = Result("absent", str(error), {})
+    except processes.Failed as error:
+        result = Result("failed", str(error), {})
+    except Exception as error:  # one check that is wrong must not cost the others
+        result = Result("failed", f"{type(error).__name__}: {error}"[:300], {})
+    return result._replace(seconds=round(time.monotonic() - began, 2))
+
+
+def content(
+    found: machine.Machine, first: dict[str, Any], rows: list[tuple[str, str, Result]], took_s: float, short: bool
+) -> dict[str, Any]:
+    """What the JSON holds."""
+    return {
+        "format": FORMAT,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "simulated": found.simhost is not None,
+        "short": short,
+        "driver": found.driver_version,
+        "cuda": f"{found.cuda_version // 1000}.{found.cuda_version % 1000 // 10}",
+        "gpu": {**found.facts(), "used_before_bytes": first["used_bytes"], "used_source": first["source"]},
+        "host": machine.host_facts(found),
+        "took_s": round(took_s, 1),
+        "checks": {
+            name: {
+                "what": what,
+                "verdict": result.verdict,
+                "note": result.note,
+                "seconds": result.seconds,
+                "values": result.values,
+            }
+            for name, what, result in rows
+        },
+    }
+
+
+def check_all(options: argparse.Namespace, work: Path) -> int:
+    began = time.monotonic()
+    found = machine.find(options.shim, options.simulated, work)
+    if found.simhost:
+        print(f"gpu-check: no GPU is used ({found.why_simulated}): this is the simulator, and says nothing of hardware")
+    print(f"{found.model}, driver {found.driver_version}, {options.json}", flush=True)
+    deadline = time.monotonic() + machine.FIND_S
+    with processes.Tenant("meter", deadline, library=found.libcuda, nvml=found.libnvml, uuid=found.uuid) as meter:
+        first = meter.hear()
+        return _each(options, work, found, began, meter, first)
+
+
+def _each(
+    options: argparse.Namespace,
+    work: Path,
+    found: machine.Machine,
+    began: float,
+    meter: processes.Tenant,
+    first: dict[str, Any],
+) -> int:
+    rows: list[tuple[str, str, Result]] = []
+    only = options.only.split(",") if options.only else [check.name for check in CHECKS]
+    for check in CHECKS:
+        if check.name not in only:
+            continue
+        now = time.monotonic()
+        deadline = min(now + check.limit_s, began + options.budget)
+        result = perform(check, Session(found, deadline, options.short, work, meter))
+        rows.append((check.name, check.what, result))
+        if check.name == "context" and result.values:
+            found = found._replace(context_bytes=max(0, result.values["first_bytes"]))
+        print(f"  {check.name}: {result.verdict}", flush=True)
+        report.write(options.json, content(found, first, rows, time.monotonic() - began, options.short))
+    report.show(rows)
+    verdicts = {result.verdict for _, _, result in rows}
+    return 2 if verdicts <= {"absent"} else 1 if verdicts & {"missed", "failed"} else 0
+
+
+def main(arguments: Optional[list[str]] = None) -> int:
+    parser = argparse.ArgumentParser(prog="gpu-check", description="What holds on this machine's GPU.")
+    parser.add_argument("--short", action="store_true", help="short stretches: to see that it works")
+    parser.add_argument("--simulated", action="store_true", help="on the simulator, also where there is a GPU")
+    parser.add_argument("--only", default="", help="names of checks, with commas")
+    parser.add_argument("--json", type=Path, default=TREE / "build" / "gpu-check.json")
+    parser.add_argument("--shim", type=Path, default=TREE / "build" / "shim", help="directory of the two libraries")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all (%(default)s)")
+    options = parser.parse_args(arguments)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupted)
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
+            return check_all(options, Path(work))
+    except processes.Failed as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ngpu-check: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

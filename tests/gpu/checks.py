@@ -1,0 +1,50 @@
+"""The table of checks, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.gpu import checks_compute as compute
+from tests.gpu import checks_driver as driver
+from tests.gpu import checks_memory as memory
+from tests.gpu import checks_product as product
+from tests.gpu.session import Result, Session
+
+HARDWARE, TORCH = "hardware", "torch"
+
+
+class Check(NamedTuple):
+    """`limit_s`: its own time limit. `needs`: HARDWARE when a simulator has nothing to say, TORCH for PyTorch."""
+
+    name: str
+    what: str
+    function: Callable[[Session], Result]
+    limit_s: float
+    needs: str = ""
+
+
+CHECKS = (
+    Check("context", "memory that a context takes", memory.context, 30),
+    Check("loader", "the shim is what programs load", driver.loader, 30),
+    Check("memory.plain", "cuMemAlloc up to the limit", memory.plain, 30),
+    Check("memory.async", "cuMemAllocAsync up to the limit", memory.asynchronous, 30),
+    Check("memory.vmm", "cuMemCreate and cuMemMap up to the limit", memory.virtual, 30),
+    Check("memory.managed", "cuMemAllocManaged up to the limit", memory.managed, 30),
+    Check("memory.processes", "two processes of one share", memory.processes, 30),
+    Check("memory.torch", "PyTorch up to the limit", product.torch_limit, 60, TORCH),
+    Check("run", "gpushare run on this machine", product.run, 40),
+    Check("pool", "how a memory pool grows", memory.pool, 20),
+    Check("latency", "calls, native and under the shim", driver.latency, 60),
+    Check("slices", "time slices of two contexts", driver.slices, 20, HARDWARE),
+    Check("compute.uncapped", "speed under the shim, no limit", compute.native, 45),
+    Check("compute.30", "30 %, alone", compute.thirty, 45),
+    Check("compute.5", "5 %, alone", compute.five, 45),
+    Check("compute.graph", "30 %, alone, CUDA graphs", compute.graph, 45),
+    Check("compute.30_70", "30 % and 70 % at the same time", compute.shared, 45),
+    Check("compute.waiting", "streams that wait for each other, 5 %", compute.waiting, 30),
+    Check("torch.uncapped", "PyTorch under the shim, no limit", compute.torch_native, 60, TORCH),
+    Check("torch.30_70", "PyTorch, 30 % and 70 % at the same time", compute.torch_shared, 60, TORCH),
+    Check("torch.graph", "PyTorch, CUDA graphs, 30 %", compute.torch_graph, 60, TORCH),
+    Check("conformance", "what the simulator models", driver.conformance, 110),
+)

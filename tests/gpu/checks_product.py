@@ -1,0 +1,73 @@
+"""gpushare and PyTorch as people use them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+
+from tests.gpu import processes
+from tests.gpu.checks_memory import limit_of
+from tests.gpu.place import TREE
+from tests.gpu.session import Result, Session, size, verdict
+
+GPUSHARE = TREE / "build" / "bin" / "gpushare"
+PACKAGES = ("click", "yaml", "jsonschema")  # what gpushare's command line needs beside the standard library
+START = "from gpushare.cli import main; sys.exit(main())"
+TORCH_SLACK = 256 << 20  # PyTorch asks for 64 MiB at a time, and its libraries have code and workspaces
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _gpushare() -> list[str]:
+    """The program as it was built here, else from the source tree with what this python3 has."""
+    if (TREE / "build" / "venv").is_dir():
+        return [str(GPUSHARE)]
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise processes.Absent(f"this python3 has no {', '.join(missing)}, and there is no build/venv")
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TREE / 'hook')!r})\n{START}"]
+
+
+def torch_limit(session: Session) -> Result:
+    """torch.cuda.mem_get_info shows the limit; at the limit there is OutOfMemoryError, after which PyTorch goes on."""
+    limit = limit_of(session)
+    with session.place(limit) as place:
+        seen = processes.ask("torch_limit", session.deadline, place, most_bytes=limit + limit // 4)
+    wrong = []
+    if seen["total_bytes"] != limit:
+        wrong.append(f"mem_get_info shows {size(seen['total_bytes'])}, not the limit of {size(limit)}")
+    if not seen["refused"] or seen["got_bytes"] > limit:
+        wrong.append(f"got {size(seen['got_bytes'])} of a limit of {size(limit)}")
+    if seen["got_bytes"] < seen["free_bytes"] - TORCH_SLACK:
+        wrong.append(f"got only {size(seen['got_bytes'])} of {size(seen['free_bytes'])} free")
+    if not seen["goes_on"]:
+        wrong.append("it did not go on after OutOfMemoryError")
+    note = f"limit {size(limit)}: got {size(seen['got_bytes'])}, then OutOfMemoryError"
+    return verdict(wrong, note, {**seen, "limit_bytes": limit})
+
+
+def run(session: Session) -> Result:
+    """`gpushare run`: the product itself finds the driver and puts the shim before it."""
+    limit = limit_of(session)
+    config = session.work / "config.yaml"
+    root = str(session.machine.simhost or "/")
+    shim = str(session.machine.shim)
+    config.write_text(json.dumps({"version": 1, "driver": {"root": root}, "shim_dir": shim}))
+    state = session.work / "state"
+    program = [sys.executable, "-m", "tests.gpu.tenant", "device", json.dumps({"library": "libcuda.so.1"})]
+    command = ["unshare", "-m", *_gpushare(), "--config", str(config), "--state", str(state), "run"]
+    if os.geteuid() != 0:
+        command = command[2:]
+    code, out, err = processes.run([*command, "--memory", str(limit), "--", *program], session.deadline)
+    lines = (err.strip() or out.strip()).splitlines()
+    if code or not out.startswith("{"):
+        raise processes.Failed(f"gpushare run: {lines[-1][:200] if lines else code}")
+    seen = json.loads(out)
+    wrong = []
+    if seen.get("total_bytes") != limit:
+        wrong.append(f"the program saw {seen}, not a device of {size(limit)}")
+    return verdict(wrong, f"the program saw a device of {size(limit)}", seen)

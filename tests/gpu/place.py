@@ -1,0 +1,145 @@
+"""The shim in front of this machine's driver, for one command, in a mount namespace of its own.
+
+As in a container: /usr/lib/gpushare has the real libraries, the limits and the usage file, and the shim lies over
+every libcuda and libnvidia-ml that a loader could find. Only the simulator needs more: its library and its /dev.
+Who is not root gets a user namespace in which he is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.shim.box import MS_NOSUID, MS_REC, bind, make_devices, mount
+
+if TYPE_CHECKING:
+    from tests.gpu.machine import Machine
+
+TREE = Path(__file__).resolve().parents[2]
+PRIVATE = "/usr/lib/gpushare"
+USR_LIB = "/usr/lib"
+STEMS = ("libcuda", "libnvidia-ml")
+CLONE_NEWNS, CLONE_NEWUSER, MS_SLAVE = 0x00020000, 0x10000000, 1 << 19
+CANNOT = 97  # exit code: there is no such namespace here; one line on stderr says why
+SIM_VERSION = "535.261.03"
+SIM_LIBDIR = "x86_64-linux-gnu"
+
+
+class Limit(NamedTuple):
+    """What the processes in a place may have of the one device. None: no limit."""
+
+    memory_bytes: Optional[int] = None
+    compute_percent: Optional[int] = None
+
+
+class Place:
+    """One share. All commands that are started in it count together, as the processes of a container do."""
+
+    def __init__(self, machine: Machine, limit: Limit) -> None:
+        from gpushare import region
+        from gpushare.model import Device, Share
+
+        self._temporary = tempfile.TemporaryDirectory(prefix="gpu-check-")
+        self.directory = Path(self._temporary.name)
+        nonce = int.from_bytes(os.urandom(8), "little")
+        device = Device(
+            0, machine.uuid, 0, machine.bus_id, machine.model, machine.total_bytes, machine.context_bytes or 0
+        )
+        share = Share(0, device, limit.memory_bytes, limit.compute_percent)
+        for name in ("lower/gpushare", "rw", "dev"):
+            (self.directory / name).mkdir(parents=True)
+        (self.directory / "limits").write_bytes(region.pack_limits([share], nonce))
+        (self.directory / "limits").chmod(0o444)
+        usage = self.directory / "rw" / "usage"
+        usage.write_bytes(region.pack_usage(nonce, 1))
+        usage.chmod(0o666)
+        if machine.simhost:
+            self._sim_library(machine.shim)
+        self._inside = json.dumps(
+            {
+                "scratch": str(self.directory),
+                "shim": str(machine.shim),
+                "real": {stem: str(path) for stem, path in machine.real.items()},
+                "covers": [(stem, str(path)) for stem, path in machine.covers],
+                "simhost": str(machine.simhost or ""),
+            }
+        )
+
+    def _sim_library(self, shim: Path) -> None:
+        libdir = self.directory / "lower" / SIM_LIBDIR
+        libdir.mkdir()
+        for stem in STEMS:
+            (libdir / f"{stem}.so.{SIM_VERSION}").write_bytes((shim / f"{stem}.so").read_bytes())
+            (libdir / f"{stem}.so.1").symlink_to(f"{stem}.so.{SIM_VERSION}")
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self._temporary.cleanup()
+
+    def command(self, args: list[str]) -> list[str]:
+        """The command line that runs `args` inside."""
+        return [sys.executable, "-I", "-S", __file__, self._inside, *args]
+
+    def refused(self) -> int:
+        """How often an allocation was refused here, as the shim says."""
+        from gpushare import region
+
+        return region.read_usage((self.directory / "rw" / "usage").read_bytes()).refused[0]
+
+
+# ---- inside --------------------------------------------------------------------------------------------------------
+
+
+def own_namespace() -> None:
+    """Mounts of our own. OSError names what was refused."""
+    uid, gid, root = os.geteuid(), os.getegid(), os.geteuid() == 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS if root else CLONE_NEWNS | CLONE_NEWUSER) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), "mount namespace" if root else "user and mount namespace")
+    if not root:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+            Path("/proc/self", name).write_text(text)
+    mount("none", "/", flags=MS_SLAVE | MS_REC)
+
+
+def enter(inside: dict[str, Any]) -> None:
+    """The view of a container, around this process. Needs its own namespace."""
+    scratch, real, covers = inside["scratch"], inside["real"], inside["covers"]
+    if inside["simhost"] or not os.path.isdir(PRIVATE):
+        mount("overlay", USR_LIB, "overlay", 0, f"lowerdir={scratch}/lower:{USR_LIB}")
+    mount("tmpfs", PRIVATE, "tmpfs", MS_NOSUID, "mode=755")
+    for stem, path in real.items():
+        bind(path, f"{PRIVATE}/driver/{stem}-real.so.1")
+    bind(f"{scratch}/limits", f"{PRIVATE}/limits")
+    bind(f"{scratch}/rw", f"{PRIVATE}/rw", read_only=False)
+    for stem, path in covers:
+        bind(f"{inside['shim']}/{stem}.so", path, read_only=False)
+    if inside["simhost"]:
+        make_devices(inside["simhost"], scratch)
+
+
+def main() -> NoReturn:
+    try:
+        own_namespace()
+        enter(json.loads(sys.argv[1]))
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(CANNOT)
+    os.execvp(sys.argv[2], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

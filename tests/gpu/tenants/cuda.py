@@ -1,0 +1,148 @@
+"""The driver interface of tests/conformance, with launches that have a shape and parameters."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_int, c_uint, c_uint64, c_void_p
+from typing import Any, Union
+
+from tests.conformance import driver
+
+MULTIPROCESSORS, CC_MAJOR, CC_MINOR = 16, 75, 76  # CUdevice_attribute
+THREADS = 256
+# A kernel that does `rounds` rounds of arithmetic in each thread and then adds them to a counter, so the device itself
+# counts what it did. Its name is what the simulator goes by, which runs no code: it takes that many microseconds.
+COUNT = """
+.visible .entry {name}(.param .u64 counter, .param .u64 rounds)
+{{
+    .reg .u64 %l<6>;
+    .reg .u32 %r<4>;
+    .reg .pred %p;
+    ld.param.u64 %l1, [counter];
+    ld.param.u64 %l2, [rounds];
+    mov.u32 %r1, %tid.x;
+    mov.u64 %l3, 0;
+again:
+    mad.lo.u32 %r1, %r1, 1664525, 1013904223;
+    mad.lo.u32 %r1, %r1, 1664525, 1013904223;
+    mad.lo.u32 %r1, %r1, 1664525, 1013904223;
+    mad.lo.u32 %r1, %r1, 1664525, 1013904223;
+    add.u64 %l3, %l3, 1;
+    setp.lt.u64 %p, %l3, %l2;
+    @%p bra again;
+    cvta.to.global.u64 %l4, %l1;
+    setp.eq.u32 %p, %r1, 3735928559;
+    @%p st.global.u32 [%l4+8], %r1;
+    atom.global.add.u64 %l5, [%l4], %l3;
+    ret;
+}}
+"""
+# One thread that looks at the device's clock until `run_ns` are over, and notes [from, to) of every time in which it
+# did not run for longer than `least_ns`: out[0] = how many, then the pairs.
+GAPS = """
+.visible .entry gaps_spin_us_100000(.param .u64 out, .param .u64 room, .param .u64 run_ns, .param .u64 least_ns)
+{
+    .reg .u64 %l<16>;
+    .reg .pred %p;
+    ld.param.u64 %l1, [out];
+    ld.param.u64 %l2, [room];
+    ld.param.u64 %l3, [run_ns];
+    ld.param.u64 %l4, [least_ns];
+    cvta.to.global.u64 %l1, %l1;
+    add.u64 %l8, %l1, 8;
+    mov.u64 %l5, %globaltimer;
+    mov.u64 %l6, %l5;
+    mov.u64 %l9, 0;
+look:
+    mov.u64 %l7, %globaltimer;
+    sub.u64 %l10, %l7, %l6;
+    setp.lt.u64 %p, %l10, %l4;
+    @%p bra ran;
+    setp.ge.u64 %p, %l9, %l2;
+    @%p bra ran;
+    st.global.u64 [%l8], %l6;
+    st.global.u64 [%l8+8], %l7;
+    add.u64 %l8, %l8, 16;
+    add.u64 %l9, %l9, 1;
+ran:
+    mov.u64 %l6, %l7;
+    sub.u64 %l10, %l7, %l5;
+    setp.lt.u64 %p, %l10, %l3;
+    @%p bra look;
+    st.global.u64 [%l1], %l9;
+    ret;
+}
+"""
+HEAD = ".version 6.0\n.target sm_50\n.address_size 64\n"
+
+
+def counting(kernel_us: int) -> tuple[bytes, str]:
+    """(PTX, name) of the counting kernel."""
+    name = f"count_spin_us_{kernel_us}"
+    return (HEAD + COUNT.format(name=name)).encode(), name
+
+
+class Gpu(driver.Driver):
+    """The first device, with its primary context current."""
+
+    def __init__(self, library: str) -> None:
+        super().__init__(library)
+        self.context()
+
+    def attribute(self, number: int) -> int:
+        return self.out("cuDeviceGetAttribute", c_int(number), c_int(0), kind=c_int)
+
+    def kernel(self, ptx: bytes, name: str) -> int:
+        return self.function(self.load(ptx), name)
+
+    def start(self, function: int, parameters: Parameters, stream: int = 0, blocks: int = 1, threads: int = 1) -> None:
+        """One launch. Raises DriverError."""
+        shape = [c_uint(n) for n in (blocks, 1, 1, threads, 1, 1, 0)]
+        self.ok("cuLaunchKernel", function, *shape, stream, parameters.pointer, None)
+
+    def done(self, event: int) -> bool:
+        """Whether what was before the event is done."""
+        code = self.code("cuEventQuery", event)
+        if code not in (driver.SUCCESS, driver.NOT_READY):
+            raise driver.DriverError("cuEventQuery", code)
+        return code == driver.SUCCESS
+
+    def counter(self, size: int = 4096) -> int:
+        """Zeroed device memory."""
+        address = self.alloc(size)
+        self.ok("cuMemsetD8_v2", address, ctypes.c_ubyte(0), size)
+        return address
+
+    def count(self, address: int) -> int:
+        return int.from_bytes(self.read(address, 8), "little")
+
+
+class Parameters:
+    """Kernel parameters of 64 bits each, kept alive."""
+
+    def __init__(self, *values: int) -> None:
+        self._values = [c_uint64(value) for value in values]
+        self._array = (c_void_p * len(values))(*(ctypes.addressof(value) for value in self._values))
+        self.pointer = ctypes.cast(self._array, c_void_p)
+
+
+def name_of(cuda: Union[driver.Driver, Any], device: int = 0) -> str:
+    """cuDeviceGetName."""
+    text = ctypes.create_string_buffer(128)
+    cuda.ok("cuDeviceGetName", text, c_int(128), c_int(device))
+    return text.value.decode(errors="replace")
+
+
+def uuid_of(cuda: driver.Driver, device: int = 0) -> str:
+    """ "GPU-..." as NVML writes it."""
+    raw = (ctypes.c_ubyte * 16)()
+    function = "cuDeviceGetUuid_v2" if hasattr(cuda.library, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    cuda.ok(function, byref(raw), c_int(device))
+    digits = bytes(raw).hex()
+    return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def bus_of(cuda: driver.Driver, device: int = 0) -> str:
+    text = ctypes.create_string_buffer(32)
+    cuda.ok("cuDeviceGetPCIBusId", text, c_int(32), c_int(device))
+    return text.value.decode().lower()
