@@ -110,7 +110,7 @@ def _each(
             continue
         now = time.monotonic()
         deadline = min(now + check.limit_s, began + options.budget)
-        result = perform(check, Session(found, deadline, options.short, work, meter))
+        result = perform(check, Session(found, deadline, options.short, work, meter, first["used_bytes"]))
         rows.append((check.name, check.what, result))
         if check.name == "context" and result.values:
             found = found._replace(context_bytes=max(0, result.values["first_bytes"]))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import tempfile
+from pathlib import Path
 from typing import Any, Optional
 
 from tests.gpu import processes
 from tests.gpu.place import Place
 from tests.gpu.session import Result, Session, interval, verdict
 
-ALONE_POINTS, COMPANY_POINTS = 1.0, 3.0  # how far a share may be off, in points of 100
+ALONE_POINTS, COMPANY_POINTS = 1.0, 2.0  # how far a share may be off, in points of 100
+LEAST_TOTAL = 0.9  # of what the limits allow, in company: the device's switches between contexts do no work
 LEAST_RATIO = 0.99  # of native speed, without a limit
 KERNEL_US = 1000
 COUNTED = 0.001  # of all rounds may be missing: none is
@@ -99,19 +102,26 @@ def company(session: Session, percents: tuple[int, ...], torch: str = "") -> Res
     """Shares beside each other, all with more work than they may do."""
     with contextlib.ExitStack() as stack:
         bench = Bench(session, stack, torch)
-        places = [stack.enter_context(session.place(compute_percent=percent)) for percent in percents]
+        together = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-check-")))
+        places = [stack.enter_context(session.place(None, percent, together)) for percent in percents]
         tenants = [bench.add(place) for place in places]
         before = bench.rates(bench.native)[0]
-        together = [bench.rates(*tenants) for _ in range(1 if session.short else 2)]
+        rates = [bench.rates(*tenants) for _ in range(1 if session.short else 2)]
         native = (before + bench.rates(bench.native)[0]) / 2
         wrong = bench.miscounted()
-    got = [100 * statistics.fmean(rates) / native for rates in zip(*together)]
+    got = [100 * statistics.fmean(one) / native for one in zip(*rates)]
     note = "limits {}: got {}".format(
         " and ".join(f"{percent} %" for percent in percents), " and ".join(f"{one:.2f} %" for one in got)
     )
-    if any(abs(one - percent) > COMPANY_POINTS for one, percent in zip(got, percents)):
+    total = sum(got) / sum(percents)
+    of_work = [one / total for one in got]
+    # Too much is always wrong; too little, as far as the others do not lack the same to switches.
+    if any(one > percent + COMPANY_POINTS for one, percent in zip(got, percents)):
         wrong.append(note)
-    return verdict(wrong, note, {"limits_percent": percents, "got_percent": got, "native_per_s": native})
+    elif total < LEAST_TOTAL or any(abs(one - percent) > COMPANY_POINTS for one, percent in zip(of_work, percents)):
+        wrong.append(f"{note}, which is {100 * total:.1f} % of what they may")
+    values = {"limits_percent": percents, "got_percent": got, "of_work_percent": of_work, "native_per_s": native}
+    return verdict(wrong, note, values)
 
 
 def native(session: Session) -> Result:
@@ -138,7 +148,7 @@ def shared(session: Session) -> Result:
 
 def waiting(session: Session) -> Result:
     """Streams that wait for each other on the device, at 5 %: must come to an end."""
-    turns = 5 if session.short else 40
+    turns = 2 if session.short else 15
     shape = {"kernel_us": KERNEL_US, **session.ask("calibrate", kernel_us=KERNEL_US)}
     with session.place(compute_percent=5) as place:
         answer = session.ask("pair", place, turns=turns, **shape)

@@ -25,7 +25,7 @@ def limit_of(session: Session) -> int:
 
 def context(session: Session) -> Result:
     """What a context takes of the device."""
-    before = session.used_bytes()
+    before = session.idle_bytes()
     with session.tenant("context") as tenant:
         tenant.hear()
         initialised = session.used_bytes()
@@ -41,7 +41,7 @@ def context(session: Session) -> Result:
 def fill(session: Session, way: str) -> Result:
     """One process takes what it can get."""
     limit = limit_of(session)
-    before = session.used_bytes()
+    before = session.idle_bytes()
     with session.place(limit) as place:
         with session.tenant("fill", place, way=way, most_bytes=limit + limit // 4) as tenant:
             seen = tenant.hear()
@@ -58,6 +58,8 @@ def fill(session: Session, way: str) -> Result:
         wrong.append(f"was refused with {seen['code']}, not OUT_OF_MEMORY")
     if taken > limit and way != "managed":
         wrong.append(f"the device counts {size(taken)}, {size(taken - limit)} over the limit")
+    if taken < seen["got_bytes"] and way != "managed":
+        wrong.append(f"the device counts only {size(taken)}: something else gave memory back meanwhile")
     if seen["got_bytes"] < seen["free_bytes"] - (POOL_SLACK if way == "async" else SLACK):
         wrong.append(f"got {size(seen['got_bytes'])} of {size(seen['free_bytes'])} that were shown as free")
     values = {**seen, "limit_bytes": limit, "device_bytes": taken, "refused": refused}
@@ -84,7 +86,7 @@ def managed(session: Session) -> Result:
 def processes(session: Session) -> Result:
     """Two processes of one share at the same time."""
     limit = limit_of(session)
-    before = session.used_bytes()
+    before = session.idle_bytes()
     with session.place(limit) as place, contextlib.ExitStack() as stack:
         both = [
             stack.enter_context(session.tenant("fill", place, way="plain", most_bytes=limit + limit // 4))
@@ -102,6 +104,8 @@ def processes(session: Session) -> Result:
         wrong.append(f"together they got {size(got)} of {size(limit)}")
     if taken > limit:
         wrong.append(f"the device counts {size(taken)}, {size(taken - limit)} over the limit")
+    if taken < got:
+        wrong.append(f"the device counts only {size(taken)}: something else gave memory back meanwhile")
     # Contexts are the only other thing in the share
     if got < limit - 2 * (session.machine.context_bytes or 0) - 2 * SLACK:
         wrong.append(f"together they got only {size(got)} of {size(limit)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.shim.box import MS_NOSUID, MS_REC, bind, make_devices, mount
+from tests.shim.box import MS_BIND, MS_NOSUID, MS_REC, bind, make_devices, mount
 
 if TYPE_CHECKING:
     from tests.gpu.machine import Machine
@@ -41,11 +42,16 @@ class Limit(NamedTuple):
 
 
 class Place:
-    """One share. All commands that are started in it count together, as the processes of a container do."""
+    """One share. All commands that are started in it count together, as the processes of a container do.
 
-    def __init__(self, machine: Machine, limit: Limit) -> None:
+    `company`: a directory by which places hear of each other's compute; without one this place is alone.
+    """
+
+    def __init__(self, machine: Machine, limit: Limit, company: Optional[Path] = None) -> None:
         from gpushare import region
         from gpushare.model import Device, Share
+
+        from tests.shim.company import join
 
         self._temporary = tempfile.TemporaryDirectory(prefix="gpu-check-")
         self.directory = Path(self._temporary.name)
@@ -56,7 +62,12 @@ class Place:
         share = Share(0, device, limit.memory_bytes, limit.compute_percent)
         for name in ("lower/gpushare", "rw", "dev"):
             (self.directory / name).mkdir(parents=True)
-        (self.directory / "limits").write_bytes(region.pack_limits([share], nonce))
+        company = company or self.directory / "company"
+        number = join(company, machine.uuid)
+        limits = bytearray(region.pack_limits([share], nonce))
+        at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", "page")
+        struct.pack_into("<I", limits, at, number)
+        (self.directory / "limits").write_bytes(limits)
         (self.directory / "limits").chmod(0o444)
         usage = self.directory / "rw" / "usage"
         usage.write_bytes(region.pack_usage(nonce, 1))
@@ -70,6 +81,9 @@ class Place:
                 "real": {stem: str(path) for stem, path in machine.real.items()},
                 "covers": [(stem, str(path)) for stem, path in machine.covers],
                 "simhost": str(machine.simhost or ""),
+                "peers": str(company),
+                "pages": str(company / machine.uuid / str(number)),
+                "uuid": machine.uuid,
             }
         )
 
@@ -115,16 +129,39 @@ def own_namespace() -> None:
     mount("none", "/", flags=MS_SLAVE | MS_REC)
 
 
+def lay_over_usr_lib(scratch: str) -> None:
+    """/usr/lib with what is in `scratch`/lower beside it: an overlay; where there are none, everything bound one by
+    one."""
+    try:
+        mount("overlay", USR_LIB, "overlay", 0, f"lowerdir={scratch}/lower:{USR_LIB}")
+        return
+    except OSError as error:
+        if os.path.isdir(f"{scratch}/lower/{SIM_LIBDIR}"):
+            raise error
+    stage = os.path.join(scratch, "usr-lib")
+    os.mkdir(stage)
+    mount("tmpfs", stage, "tmpfs", 0, "mode=755")
+    os.mkdir(f"{stage}/{os.path.basename(PRIVATE)}")
+    for entry in os.scandir(USR_LIB):
+        if entry.is_symlink():
+            os.symlink(os.readlink(entry.path), f"{stage}/{entry.name}")
+        elif entry.is_dir() or entry.is_file():
+            bind(entry.path, f"{stage}/{entry.name}", read_only=False)
+    mount(stage, USR_LIB, flags=MS_BIND | MS_REC)
+
+
 def enter(inside: dict[str, Any]) -> None:
     """The view of a container, around this process. Needs its own namespace."""
     scratch, real, covers = inside["scratch"], inside["real"], inside["covers"]
     if inside["simhost"] or not os.path.isdir(PRIVATE):
-        mount("overlay", USR_LIB, "overlay", 0, f"lowerdir={scratch}/lower:{USR_LIB}")
+        lay_over_usr_lib(scratch)
     mount("tmpfs", PRIVATE, "tmpfs", MS_NOSUID, "mode=755")
     for stem, path in real.items():
         bind(path, f"{PRIVATE}/driver/{stem}-real.so.1")
     bind(f"{scratch}/limits", f"{PRIVATE}/limits")
     bind(f"{scratch}/rw", f"{PRIVATE}/rw", read_only=False)
+    bind(inside["peers"], f"{PRIVATE}/peers")
+    bind(inside["pages"], f"{PRIVATE}/pages/{inside['uuid']}", read_only=False)
     for stem, path in covers:
         bind(f"{inside['shim']}/{stem}.so", path, read_only=False)
     if inside["simhost"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -12,6 +13,7 @@ from tests.gpu import processes
 from tests.gpu.machine import Machine
 from tests.gpu.place import Limit, Place
 
+SETTLE_S = 3.0
 IN_PLACE = "libcuda.so.1"  # what a program in a place loads
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -35,9 +37,15 @@ class Session(NamedTuple):
     short: bool
     work: Path
     meter: processes.Tenant
+    idle_at_start_bytes: int
 
-    def place(self, memory_bytes: Optional[int] = None, compute_percent: Optional[int] = None) -> Place:
-        return Place(self.machine, Limit(memory_bytes, compute_percent))
+    def place(
+        self,
+        memory_bytes: Optional[int] = None,
+        compute_percent: Optional[int] = None,
+        company: Optional[Path] = None,
+    ) -> Place:
+        return Place(self.machine, Limit(memory_bytes, compute_percent), company)
 
     def tenant(self, what: str, place: Optional[Place] = None, **arguments: Any) -> processes.Tenant:
         """A program with the driver, natively or in a place."""
@@ -47,6 +55,14 @@ class Session(NamedTuple):
     def ask(self, what: str, place: Optional[Place] = None, **arguments: Any) -> Any:
         with self.tenant(what, place, **arguments) as tenant:
             return tenant.hear()
+
+    def idle_bytes(self) -> int:
+        """Used bytes before something is measured: what a process had that has just ended comes back a moment later."""
+        used, until = self.used_bytes(), time.monotonic() + SETTLE_S
+        while used > self.idle_at_start_bytes and time.monotonic() < min(until, self.deadline):
+            time.sleep(0.02)
+            used = self.used_bytes()
+        return used
 
     def used_bytes(self) -> int:
         """Of the whole device, as the driver without the shim sees it."""
