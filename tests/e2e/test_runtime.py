@@ -83,7 +83,9 @@ def test_lease_lives_as_long_as_the_container(container: MakeContainer, node: No
     one.wait()
     one.delete()
     assert node.leases() == []
-    assert not [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f"{node.state}/containers/" in line]
+    assert not [
+        line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f"{node.state}/containers/" in line
+    ]
     assert refused.run() == 0
 
 
