@@ -55,9 +55,9 @@ class Group(NamedTuple):
     current_bytes: int
     peak_bytes: int
     refused: int
-    busy_ns: int
-    work_ns: int
-    switch_ns: int
+    busy_ns: int = 0
+    work_ns: int = 0
+    switch_ns: int = 0
 
 
 class History(NamedTuple):

@@ -93,7 +93,7 @@ WATCH = """
 import time, pynvml as n
 n.nvmlInit()
 h = n.nvmlDeviceGetHandleByIndex(0)
-time.sleep(0.15)
+time.sleep(0.2)
 print(n.nvmlDeviceGetUtilizationRates(h).gpu)
 """
 
@@ -125,3 +125,21 @@ def test_smi(start: Start, simhost: Path) -> None:
     assert listed == f"GPU 0: NVIDIA Simulated A16 (UUID: {default_uuid(0)})\n"
     table = subprocess.run([smi], check=True, capture_output=True, text=True, env=env).stdout
     assert VERSION in table and "300MiB /   16384MiB" in table and f"pid {p.pid}" in table
+
+
+WATCH_PROCESSES = """
+import time, pynvml as n
+n.nvmlInit()
+h = n.nvmlDeviceGetHandleByIndex(0)
+time.sleep(0.2)
+print({s.pid: s.smUtil for s in n.nvmlDeviceGetProcessUtilization(h, 0)})
+"""
+
+
+def test_utilization_of_processes_is_what_they_held(start: Start, simhost: Path) -> None:
+    busy, idle = start(), start()
+    busy.do(BUSY)
+    idle.do("cuda.context()")
+    env = {**os.environ, "LD_LIBRARY_PATH": str(simhost / LIBDIR)}
+    done = subprocess.run([sys.executable, "-c", WATCH_PROCESSES], check=True, capture_output=True, text=True, env=env)
+    assert eval(done.stdout) == {busy.pid: 100, idle.pid: 0}

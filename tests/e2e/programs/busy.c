@@ -22,6 +22,7 @@
  *     drain 1   in the end waits for all that was launched
  *     blocks    of a kernel's grid (default: one for each multiprocessor)
  *     iterations-per-ms   of the kernels' loop; measured when it is not given
+ *     classic   limits itself to so many percent, by the law that is common in the field
  *     device, seed
  *
  * {"started_ns", "ended_ns": CLOCK_MONOTONIC, "pidns", "launches", "asked_ns": device time of what
@@ -93,6 +94,7 @@ static bool read_option(struct options *o, const char *key, const char *value) {
         {"blocks", &o->blocks, 65535},
         {"device", &o->device, 64},
         {"seed", &o->seed, UINT64_MAX / 2},
+        {"classic", &o->classic, 100},
         {"iterations-per-ms", &o->iterations_per_ms, UINT64_MAX / 2},
     };
     char *end;

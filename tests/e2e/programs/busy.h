@@ -15,7 +15,7 @@ struct options {
     uint64_t mode, shape, n_times, time_us[MAX_TIMES], jitter;
     uint64_t streams, threads, processes, nodes, blocks;
     uint64_t ahead_us, mark_us, burst_us, pause_us, iterations_per_ms;
-    uint64_t milliseconds, device, wait, drain, seed;
+    uint64_t milliseconds, device, wait, drain, seed, classic;
 };
 
 /* What one thread has done; in memory that all processes share, so that nothing it did is lost when
@@ -56,5 +56,8 @@ bool cuda_open(struct kernels *kernels, const struct options *options, struct ta
 int work(const struct options *options, struct shared *shared, unsigned process,
          void (*ready)(void));
 uint64_t now_ns(void);
+
+/* busy_classic.c: returns when the classic law lets a launch through. */
+void classic_wait(const struct options *options, const struct shared *shared);
 
 #endif

@@ -214,6 +214,8 @@ static bool one(struct thread *t, uint64_t n) {
     struct tally *tally = t->tally;
     uint64_t ns = 0, before = now_ns();
     bool ok;
+    if (t->o->classic)
+        classic_wait(t->o, t->shared);
     __atomic_store_n(&tally->calling_since_ns, before, __ATOMIC_RELAXED);
     if (t->o->mode == MODE_PAIR) {
         ok = pair(t, n, &ns);

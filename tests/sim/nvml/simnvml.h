@@ -13,6 +13,11 @@
 struct nvmlDevice_st {
     struct sim_device sim;
     uint64_t sample_ns, sample_busy_ns; /* for utilisation */
+    uint64_t client_sample_ns;          /* for that of processes */
+    struct {
+        uint64_t generation, busy_ns;
+        unsigned percent;
+    } client[SIM_MAX_CLIENTS];
     unsigned utilization_percent;
 };
 

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #define NO_INSTANCE 0xffffffffu
-#define SAMPLE_NS 100000000u
+#define SAMPLE_NS 166666667u /* documented: between 1/6 and 1 second, by product */
 
 EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory) {
     ENTER_DEVICE(device, memory);
@@ -116,7 +116,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device,
     return n > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-/* The part of the time since the last sample (100 ms or more ago) in which the device had work. */
+/* The part of the time since the last sample in which the device had work. */
 static nvmlReturn_t rates(nvmlDevice_t device, nvmlUtilization_t *utilization) {
     ENTER_DEVICE(device, utilization);
     struct sim_device *d = &device->sim;
@@ -142,22 +142,48 @@ EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
     return rates(device, utilization);
 }
 
+/* What each process held since the last sample. Call locked. */
+static void sample_clients(nvmlDevice_t device, uint64_t now_ns) {
+    const struct sim_state *s = device->sim.state;
+    uint64_t elapsed_ns = now_ns - device->client_sample_ns;
+    if (elapsed_ns < SAMPLE_NS)
+        return;
+    for (unsigned i = 0; i < s->clients_high; i++) {
+        const struct sim_client *c = &s->client[i];
+        bool known = device->client[i].generation == c->generation;
+        uint64_t busy_ns = c->busy_ns - (known ? device->client[i].busy_ns : 0);
+        device->client[i].percent =
+            (unsigned)(busy_ns >= elapsed_ns ? 100 : busy_ns * 100 / elapsed_ns);
+        device->client[i].generation = c->generation;
+        device->client[i].busy_ns = c->busy_ns;
+    }
+    device->client_sample_ns = now_ns;
+}
+
 EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
                                                     nvmlProcessUtilizationSample_t *samples,
                                                     unsigned int *count,
                                                     unsigned long long last_seen) {
     ENTER_DEVICE(device, count);
     (void)last_seen;
-    nvmlProcessInfo_t full[SIM_MAX_CLIENTS];
-    unsigned n = SIM_MAX_CLIENTS, room = *count;
-    processes(device, &n, full);
+    struct sim_device *d = &device->sim;
+    unsigned n = 0, room = samples ? *count : 0;
+    uint64_t now_ns = sim_now_ns();
+    sim_lock(d);
+    sim_advance(d, now_ns);
+    sample_clients(device, now_ns);
+    for (unsigned i = 0; i < d->state->clients_high; i++) {
+        const struct sim_client *c = &d->state->client[i];
+        if (c->state != SIM_CLIENT_LIVE || !c->contexts)
+            continue;
+        if (n < room)
+            samples[n] =
+                (nvmlProcessUtilizationSample_t){.pid = sim_client_pid(d, i),
+                                                 .timeStamp = device->client_sample_ns / 1000,
+                                                 .smUtil = device->client[i].percent};
+        n++;
+    }
+    sim_unlock(d);
     *count = n;
-    if (!samples || n > room)
-        return NVML_ERROR_INSUFFICIENT_SIZE;
-    nvmlUtilization_t whole;
-    nvmlReturn_t result = rates(device, &whole);
-    for (unsigned i = 0; i < n; i++)
-        samples[i] = (nvmlProcessUtilizationSample_t){
-            .pid = full[i].pid, .timeStamp = sim_now_ns() / 1000, .smUtil = n ? whole.gpu / n : 0};
-    return result;
+    return n > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
