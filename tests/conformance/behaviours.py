@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tests.conformance import checks_capture as capture
 from tests.conformance import checks_memory as memory
 from tests.conformance import checks_pools as pools
+from tests.conformance import checks_time as time
 from tests.conformance import checks_work as work
 from tests.conformance.driver import Driver
 
@@ -24,6 +26,14 @@ class Behaviour(NamedTuple):
     source: str
     detail: str
 
+
+MODES = (
+    capture.other_threads_may_query_during_a_thread_local_capture,
+    capture.own_query_breaks_a_thread_local_capture,
+    capture.own_query_does_not_break_a_relaxed_capture,
+    capture.capture_mode_is_the_threads_own,
+    capture.relaxed_thread_may_allocate_during_a_capture,
+)
 
 BEHAVIOURS = (
     Behaviour(memory.alloc_returns_aligned_addresses, "documented", "suitably aligned for any kind of variable"),
@@ -80,6 +90,36 @@ BEHAVIOURS = (
     Behaviour(work.relaxed_thread_may_query_during_a_capture, "documented", "cuThreadExchangeStreamCaptureMode"),
     Behaviour(work.alloc_breaks_a_global_capture, "documented", "cuMemAlloc is potentially unsafe"),
     Behaviour(work.legacy_stream_breaks_a_blocking_capture, "documented", "implicit dependency on a capturing stream"),
+    *(
+        Behaviour(check, "documented", "cuThreadExchangeStreamCaptureMode, cuStreamBeginCapture: modes")
+        for check in MODES
+    ),
+    Behaviour(capture.record_outside_of_a_capture_does_not_break_it, "documented", "cuEventRecord is asynchronous"),
+    Behaviour(capture.captured_event_has_no_state, "documented", "CAPTURED_EVENT"),
+    Behaviour(capture.capture_ends_in_the_thread_that_began_it, "documented", "STREAM_CAPTURE_WRONG_THREAD"),
+    Behaviour(capture.forked_work_must_be_joined, "documented", "STREAM_CAPTURE_UNJOINED"),
+    Behaviour(capture.capture_ends_in_the_stream_where_it_began, "documented", "STREAM_CAPTURE_UNMATCHED"),
+    Behaviour(capture.capture_cannot_wait_for_what_is_outside, "documented", "STREAM_CAPTURE_ISOLATION"),
+    Behaviour(capture.captures_do_not_merge, "documented", "STREAM_CAPTURE_MERGE"),
+    Behaviour(capture.legacy_stream_cannot_be_captured, "documented", "cuStreamBeginCapture: not CU_STREAM_LEGACY"),
+    Behaviour(capture.capture_cannot_begin_twice, "assumed", "ILLEGAL_STATE"),
+    Behaviour(time.full_queue_blocks_the_launch, "assumed", "about 1024 launches deep, then a launch blocks"),
+    Behaviour(
+        time.two_processes_halve_the_device, "documented", "time slicing between contexts; equal slices are assumed"
+    ),
+    Behaviour(time.kernel_waits_for_another_stream, "documented", "streams may run at the same time"),
+    Behaviour(
+        time.kernel_waits_for_another_process, "assumed", "a spinning kernel is preempted at the end of its slice"
+    ),
+    Behaviour(time.wide_value_holds_a_stream, "documented", "cuStreamWaitValue64"),
+    Behaviour(time.destroyed_stream_ends_its_work, "documented", "cuStreamDestroy returns at once"),
+    Behaviour(time.destroyed_event_was_recorded, "documented", "cuEventDestroy returns at once"),
+    Behaviour(time.graph_takes_the_time_of_its_chain, "documented", "edges order nodes"),
+    Behaviour(
+        time.branches_of_a_graph_take_at_least_the_longest, "documented", "branches may run at the same time, or not"
+    ),
+    Behaviour(time.cooperative_launch_must_fit, "documented", "COOPERATIVE_LAUNCH_TOO_LARGE"),
+    Behaviour(time.extended_launch_takes_attributes, "documented", "cuLaunchKernelEx"),
     Behaviour(work.proc_address_by_version, "recorded", NO_GPU),
 )
 SOURCES = ("documented", "recorded", "assumed")

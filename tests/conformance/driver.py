@@ -18,10 +18,16 @@ ILLEGAL_STATE = 401
 NOT_FOUND = 500
 NOT_READY = 600
 NOT_SUPPORTED = 801
+COOPERATIVE_TOO_LARGE = 720
 CAPTURE_UNSUPPORTED = 900
 CAPTURE_INVALIDATED = 901
+CAPTURE_MERGE = 902
+CAPTURE_UNMATCHED = 903
+CAPTURE_UNJOINED = 904
 CAPTURE_ISOLATION = 905
 CAPTURE_IMPLICIT = 906
+CAPTURED_EVENT = 907
+CAPTURE_WRONG_THREAD = 908
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -48,6 +54,65 @@ wait:
     ret;
 }}
 """.encode()
+
+# Counts, so that it takes longer when others have the device in between; about 0.2 to 2 ms.
+LOOP = "loop_us_500"
+LOOP_PTX = f"""
+.version 6.0
+.target sm_50
+.address_size 64
+.visible .entry {LOOP}()
+{{
+    .reg .u64 %t<3>;
+    .reg .u32 %n;
+    .reg .pred %p;
+    mov.u32 %n, 20000;
+    mov.u64 %t2, 0;
+again:
+    mov.u64 %t1, %clock64;
+    xor.b64 %t2, %t2, %t1;
+    sub.u32 %n, %n, 1;
+    setp.ne.u32 %p, %n, 0;
+    @%p bra again;
+    setp.eq.u64 %p, %t2, 1311768467463790320;
+    @%p trap;
+    ret;
+}}
+""".encode()
+
+# wait_flag(address, value) spins until the 32 bits there are at least value; set_flag writes them.
+FLAG_PTX = b"""
+.version 6.0
+.target sm_50
+.address_size 64
+.visible .entry wait_flag(.param .u64 flag, .param .u64 value)
+{
+    .reg .u64 %r<3>;
+    .reg .u32 %v<3>;
+    .reg .pred %p;
+    ld.param.u64 %r1, [flag];
+    ld.param.u64 %r2, [value];
+    cvta.to.global.u64 %r1, %r1;
+    cvt.u32.u64 %v2, %r2;
+again:
+    ld.volatile.global.u32 %v1, [%r1];
+    setp.lt.u32 %p, %v1, %v2;
+    @%p bra again;
+    ret;
+}
+.visible .entry set_flag(.param .u64 flag, .param .u64 value)
+{
+    .reg .u64 %r<3>;
+    .reg .u32 %v;
+    ld.param.u64 %r1, [flag];
+    ld.param.u64 %r2, [value];
+    cvta.to.global.u64 %r1, %r1;
+    cvt.u32.u64 %v, %r2;
+    st.volatile.global.u32 [%r1], %v;
+    membar.sys;
+    ret;
+}
+"""
 
 
 class DriverError(Exception):

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance import behaviours, checks_memory, checks_pools, checks_work
+from tests.conformance import behaviours, checks_capture, checks_memory, checks_pools, checks_time, checks_work
 from tests.sim.simhost import LIBDIR, make_simhost
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-HELPERS = {"begin", "captured_allocation"}
+HELPERS = {
+    *("begin", "captured_allocation", "end_code", "in_another_thread"),
+    *("Attribute", "Config", "launch_with", "launch_extended", "elapsed_us"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def test_every_check_is_in_the_table() -> None:
     assert len(listed) == len(behaviours.BEHAVIOURS)
     written = {
         name
-        for module in (checks_memory, checks_pools, checks_work)
+        for module in (checks_capture, checks_memory, checks_pools, checks_time, checks_work)
         for name, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", "") == module.__name__
     }

@@ -86,7 +86,9 @@ struct sim_client {
     uint64_t busy_ns;     /* device time held: work, switches to it, kernels that spin */
     uint64_t work_ns;
     uint64_t switch_ns;
-    uint8_t reserved[24];
+    uint32_t programmatic; /* launches that may overlap with the kernel before them */
+    uint32_t parted;       /* those of them that an event was put before */
+    uint8_t reserved[16];
 };
 
 /* All clients of one pid namespace: one container. */

@@ -21,7 +21,8 @@ COUNTERS_OFFSET = 1152
 GROUP = struct.Struct("<8Q")  # pidns current peak refused init_ticks busy work switch
 GROUPS_OFFSET = 4096
 # state pid pidns mntns generation started bytes return contexts group peak allocations busy work switch
-CLIENT = struct.Struct("<II6QII5Q24x")
+# | programmatic parted
+CLIENT = struct.Struct("<II6QII5QII16x")
 CLIENTS_OFFSET = GROUPS_OFFSET + MAX_GROUPS * GROUP.size
 HISTORY_OFFSET = 217088
 BINS = 1024

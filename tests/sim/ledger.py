@@ -46,6 +46,8 @@ class Client(NamedTuple):
     busy_ns: int  # device time held: work, switches to it, kernels that spin
     work_ns: int
     switch_ns: int
+    programmatic: int  # launches that may overlap with the kernel before them
+    parted: int  # those of them that cannot, since an event was recorded in between
 
 
 class Group(NamedTuple):

@@ -11,7 +11,8 @@ struct capture {
     CUstreamCaptureMode mode;
     cuuint64_t id;
     pthread_t thread;
-    bool invalid;
+    bool invalid, ended;
+    unsigned refs; /* of the list while it lasts, and of events recorded in it */
     struct capture *next;
 };
 
@@ -81,6 +82,19 @@ static bool prohibits(const struct capture *c) {
     }
 }
 
+static void drop(struct capture *c) {
+    if (c && --c->refs == 0)
+        free(c);
+}
+
+void capture_forget_event(struct event *e) {
+    drop(e->capture);
+    free(e->deps);
+    e->capture = NULL;
+    e->deps = NULL;
+    e->n_deps = 0;
+}
+
 bool capture_allows_wait(struct stream *s) {
     bool allowed = true;
     if (!sim.captures)
@@ -122,11 +136,12 @@ CUresult capture_record_event(struct stream *s, struct event *e, unsigned flags)
         struct work work = {.kind = WORK_RECORD, .event = e};
         return capture_work(s, &work, NULL);
     }
-    free(e->deps);
+    capture_forget_event(e);
     e->deps = copy_deps(s->deps, s->n_deps);
     CHECK(e->deps, CUDA_ERROR_OUT_OF_MEMORY);
     e->n_deps = s->n_deps;
     e->capture = s->capture;
+    e->capture->refs++;
     return CUDA_SUCCESS;
 }
 
@@ -136,6 +151,7 @@ CUresult capture_wait_event(struct stream *s, struct event *e) {
         s->capture->invalid = true;
         return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
     }
+    CHECK(!e->capture->ended, CUDA_ERROR_CAPTURED_EVENT);
     CHECK(!e->capture->invalid, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
     if (s->capture && s->capture != e->capture) {
         s->capture->invalid = e->capture->invalid = true;
@@ -162,6 +178,7 @@ EXPORT CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mo
     *c = (struct capture){.graph = graph_open(),
                           .origin = s,
                           .mode = mode,
+                          .refs = 1,
                           .id = sim.next_id++,
                           .thread = pthread_self(),
                           .next = captures};
@@ -216,7 +233,24 @@ static void close_capture(struct capture *c) {
         break;
     }
     sim.captures--;
-    free(c);
+    c->ended = true;
+    drop(c);
+}
+
+/* A stream that is destroyed takes its capture with it. */
+void capture_abandon(struct stream *s) {
+    struct capture *c = s->capture;
+    if (!c)
+        return;
+    c->invalid = true;
+    if (c->origin != s) {
+        s->capture = NULL;
+        set_deps(s, NULL, 0);
+        return;
+    }
+    leave(c);
+    graph_close(c->graph);
+    close_capture(c);
 }
 
 EXPORT CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph) {

@@ -215,17 +215,22 @@ void engine_progress(struct context *ctx) {
     uint64_t now_ns = sim_now_ns();
     sim_lock(d);
     sim_advance(d, now_ns);
+    bool closed = false;
     for (bool wrote = true; wrote;) {
-        wrote = false;
+        wrote = closed = false;
         for (bool moved = true; moved;) {
             moved = false;
             for (struct stream *s = ctx->streams; s; s = s->next)
                 moved |= pump_stream(s, q, now_ns);
         }
-        for (struct stream *s = ctx->streams; s; s = s->next)
+        for (struct stream *s = ctx->streams; s; s = s->next) {
             wrote |= retire(s, q, now_ns);
+            closed |= s->closed && !s->first;
+        }
     }
     sim_unlock(d);
+    if (closed)
+        streams_drop_closed(ctx);
 }
 
 /* Lets go of the process lock until then. */
@@ -324,6 +329,17 @@ static uint64_t first_end(const struct context *ctx, bool *submitted) {
     return end_ns;
 }
 
+/* A launch that may overlap with the kernel before it cannot when something was put between them:
+ * the ledger tells, since no time shows it. */
+static void count_programmatic(struct context *ctx, enum work_kind before) {
+    struct sim_device *d = device_of(ctx);
+    sim_lock(d);
+    struct sim_client *client = &d->state->client[d->client - 1];
+    client->programmatic++;
+    client->parted += before == WORK_RECORD;
+    sim_unlock(d);
+}
+
 /* Appends to the stream. When the context's queue is full this blocks, as a launch does. */
 CUresult engine_add(struct stream *s, const struct work *work, struct mark *mark) {
     struct context *ctx = s->ctx;
@@ -349,6 +365,9 @@ CUresult engine_add(struct stream *s, const struct work *work, struct mark *mark
     s->last = op;
     if (!s->unsubmitted)
         s->unsubmitted = op;
+    if (work->kind == WORK_KERNEL && work->kernel.programmatic)
+        count_programmatic(ctx, s->last_kind);
+    s->last_kind = work->kind;
     ctx->pending++;
     ctx->effects += has_effect(work);
     engine_progress(ctx);

@@ -22,9 +22,8 @@ EXPORT CUresult cuEventCreate(CUevent *phEvent, unsigned int flags) {
 EXPORT CUresult cuEventDestroy_v2(CUevent hEvent) {
     ENTER_EVENT(e, hEvent);
     mark_drop(e->mark);
-    free(e->deps);
-    e->magic = 0;
-    free(e);
+    capture_forget_event(e);
+    sim_bury(e, true);
     return CUDA_SUCCESS;
 }
 
@@ -50,7 +49,7 @@ static CUresult record(CUevent hEvent, CUstream hStream, unsigned int flags, uin
     CUresult result = engine_add(s, &work, m);
     mark_drop(e->mark);
     e->mark = m;
-    e->capture = NULL;
+    capture_forget_event(e);
     return result;
 }
 

@@ -60,8 +60,7 @@ EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec *out, CUgraph hGraph,
 EXPORT CUresult cuGraphExecDestroy(CUgraphExec hExec) {
     ENTER_EXEC(x, hExec);
     graph_close(x->graph);
-    x->magic = 0;
-    free(x);
+    sim_bury(x, true);
     return CUDA_SUCCESS;
 }
 

@@ -5,14 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_BLOCK 1024u
-
-#define ENTER_FUNCTION(f, handle) \
-    ENTER_CONTEXT(ctx); \
-    CUresult function_error; \
-    struct function *f = function_of(ctx, handle, &function_error); \
-    CHECK(f, function_error)
-
 EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction hfunc) {
     ENTER_FUNCTION(f, hfunc);
     CHECK_VALUE(value && attribute < CU_FUNC_ATTRIBUTE_MAX);
@@ -99,7 +91,23 @@ CUresult kernel_work(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p, stru
     return CUDA_SUCCESS;
 }
 
-static CUresult issue(const CUDA_KERNEL_NODE_PARAMS *p, CUstream hStream, uint64_t *cost_ns) {
+struct attributes {
+    bool cooperative, programmatic;
+};
+
+/* All blocks of a cooperative launch run at the same time. */
+static CUresult check_cooperative(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p) {
+    uint64_t threads = (uint64_t)p->blockDimX * p->blockDimY * p->blockDimZ;
+    uint64_t blocks = (uint64_t)p->gridDimX * p->gridDimY * p->gridDimZ;
+    CHECK_VALUE(threads && threads <= MAX_BLOCK);
+    uint64_t most = blocks_per_processor((int)threads) *
+                    (uint64_t)sim.device[ctx->device].sim.state->config.sm_count;
+    CHECK(blocks <= most, CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE);
+    return CUDA_SUCCESS;
+}
+
+static CUresult issue(const CUDA_KERNEL_NODE_PARAMS *p, CUstream hStream,
+                      const struct attributes *attributes, uint64_t *cost_ns) {
     ENTER();
     struct context *ctx = current_context();
     struct stream *s = stream_of(ctx, hStream);
@@ -108,44 +116,73 @@ static CUresult issue(const CUDA_KERNEL_NODE_PARAMS *p, CUstream hStream, uint64
           hStream > CU_STREAM_PER_THREAD ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_CONTEXT);
     *cost_ns = sim.device[s->ctx->device].sim.state->config.launch_ns;
     CUresult result = kernel_work(s->ctx, p, &work);
+    if (result == CUDA_SUCCESS && attributes->cooperative)
+        result = check_cooperative(s->ctx, p);
+    work.kernel.programmatic = attributes->programmatic;
     return result == CUDA_SUCCESS ? dispatch_on(s, &work) : result;
 }
 
-static CUresult launch(const CUDA_KERNEL_NODE_PARAMS *p, CUstream hStream) {
+static CUresult launch(const CUDA_KERNEL_NODE_PARAMS *p, CUstream hStream,
+                       const struct attributes *attributes) {
     uint64_t began_ns = sim_now_ns(), cost_ns = 0;
-    CUresult result = issue(p, hStream, &cost_ns);
+    CUresult result = issue(p, hStream, attributes, &cost_ns);
     engine_spend(began_ns + cost_ns);
     return result;
+}
+
+static CUDA_KERNEL_NODE_PARAMS shape_of(CUfunction f, unsigned gx, unsigned gy, unsigned gz,
+                                        unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                                        void **params, void **extra) {
+    return (CUDA_KERNEL_NODE_PARAMS){.func = f,
+                                     .gridDimX = gx,
+                                     .gridDimY = gy,
+                                     .gridDimZ = gz,
+                                     .blockDimX = bx,
+                                     .blockDimY = by,
+                                     .blockDimZ = bz,
+                                     .sharedMemBytes = shared,
+                                     .kernelParams = params,
+                                     .extra = extra};
 }
 
 EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz,
                                unsigned int bx, unsigned int by, unsigned int bz,
                                unsigned int shared, CUstream hStream, void **params, void **extra) {
-    CUDA_KERNEL_NODE_PARAMS p = {.func = f,
-                                 .gridDimX = gx,
-                                 .gridDimY = gy,
-                                 .gridDimZ = gz,
-                                 .blockDimX = bx,
-                                 .blockDimY = by,
-                                 .blockDimZ = bz,
-                                 .sharedMemBytes = shared,
-                                 .kernelParams = params,
-                                 .extra = extra};
-    return launch(&p, hStream);
+    CUDA_KERNEL_NODE_PARAMS p = shape_of(f, gx, gy, gz, bx, by, bz, shared, params, extra);
+    return launch(&p, hStream, &(struct attributes){0});
 }
 
 EXPORT CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned int gx, unsigned int gy,
                                           unsigned int gz, unsigned int bx, unsigned int by,
                                           unsigned int bz, unsigned int shared, CUstream hStream,
                                           void **params) {
-    return cuLaunchKernel(f, gx, gy, gz, bx, by, bz, shared, hStream, params, NULL);
+    CUDA_KERNEL_NODE_PARAMS p = shape_of(f, gx, gy, gz, bx, by, bz, shared, params, NULL);
+    return launch(&p, hStream, &(struct attributes){.cooperative = true});
+}
+
+static CUresult read_attributes(const CUlaunchConfig *c, struct attributes *a) {
+    CHECK_VALUE(c && (!c->numAttrs || c->attrs));
+    for (unsigned i = 0; i < c->numAttrs; i++) {
+        const CUlaunchAttribute *at = &c->attrs[i];
+        CHECK_VALUE((int)at->id >= 0 && at->id <= CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN);
+        if (at->id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
+            a->cooperative = at->value.cooperative;
+        if (at->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+            a->programmatic = at->value.programmaticStreamSerializationAllowed;
+    }
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params,
                                  void **extra) {
-    CHECK_VALUE(c && (!c->numAttrs || c->attrs));
-    return cuLaunchKernel(f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY,
-                          c->blockDimZ, c->sharedMemBytes, c->hStream, params, extra);
+    struct attributes attributes = {0};
+    CUresult result = read_attributes(c, &attributes);
+    if (result != CUDA_SUCCESS)
+        return result;
+    CUDA_KERNEL_NODE_PARAMS p =
+        shape_of(f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
+                 c->sharedMemBytes, params, extra);
+    return launch(&p, c->hStream, &attributes);
 }
 
 EXPORT CUresult cuLaunchKernelEx_ptsz(const CUlaunchConfig *c, CUfunction f, void **params,
@@ -162,9 +199,9 @@ EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *list, u
     CHECK_VALUE(list && n && !(flags & ~3u));
     for (unsigned i = 0; i < n; i++) {
         const CUDA_LAUNCH_PARAMS *p = &list[i];
-        CUresult result = cuLaunchKernel(p->function, p->gridDimX, p->gridDimY, p->gridDimZ,
-                                         p->blockDimX, p->blockDimY, p->blockDimZ,
-                                         p->sharedMemBytes, p->hStream, p->kernelParams, NULL);
+        CUresult result = cuLaunchCooperativeKernel(
+            p->function, p->gridDimX, p->gridDimY, p->gridDimZ, p->blockDimX, p->blockDimY,
+            p->blockDimZ, p->sharedMemBytes, p->hStream, p->kernelParams);
         if (result != CUDA_SUCCESS)
             return result;
     }
@@ -231,50 +268,4 @@ EXPORT CUresult cuStreamAddCallback(CUstream hStream, CUstreamCallback callback,
     if (result != CUDA_SUCCESS)
         free(c);
     return result;
-}
-
-EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction hfunc, int block,
-                                                            size_t shared) {
-    ENTER_FUNCTION(f, hfunc);
-    (void)f;
-    (void)shared;
-    CHECK_VALUE(n && block > 0);
-    *n = block > (int)MAX_BLOCK ? 0 : 2048 / block > 32 ? 32 : 2048 / block;
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, CUfunction f,
-                                                                     int block, size_t shared,
-                                                                     unsigned int flags) {
-    CHECK_VALUE(!(flags & ~1u));
-    return cuOccupancyMaxActiveBlocksPerMultiprocessor(n, f, block, shared);
-}
-
-EXPORT CUresult cuOccupancyMaxPotentialBlockSize(int *grid, int *block, CUfunction hfunc,
-                                                 CUoccupancyB2DSize size_of, size_t shared,
-                                                 int limit) {
-    ENTER_FUNCTION(f, hfunc);
-    (void)f;
-    (void)size_of;
-    (void)shared;
-    CHECK_VALUE(grid && block);
-    *block = limit > 0 && limit < (int)MAX_BLOCK ? limit : (int)MAX_BLOCK;
-    *grid = 2 * (int)sim.device[ctx->device].sim.state->config.sm_count;
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuOccupancyMaxPotentialBlockSizeWithFlags(int *grid, int *block, CUfunction f,
-                                                          CUoccupancyB2DSize size_of, size_t shared,
-                                                          int limit, unsigned int flags) {
-    CHECK_VALUE(!(flags & ~1u));
-    return cuOccupancyMaxPotentialBlockSize(grid, block, f, size_of, shared, limit);
-}
-
-EXPORT CUresult cuOccupancyAvailableDynamicSMemPerBlock(size_t *bytes, CUfunction hfunc, int blocks,
-                                                        int block) {
-    ENTER_FUNCTION(f, hfunc);
-    (void)f;
-    CHECK_VALUE(bytes && blocks > 0 && block > 0);
-    *bytes = 102400u / (unsigned)blocks;
-    return CUDA_SUCCESS;
 }

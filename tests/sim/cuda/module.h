@@ -40,6 +40,14 @@ struct library {
     struct library *next;
 };
 
+#define MAX_BLOCK 1024u
+
+#define ENTER_FUNCTION(f, handle) \
+    ENTER_CONTEXT(ctx); \
+    CUresult function_error; \
+    struct function *f = function_of(ctx, handle, &function_error); \
+    CHECK(f, function_error)
+
 /* The function behind a CUfunction or a CUkernel handle, in the context. NULL: none. */
 struct function *function_of(struct context *ctx, CUfunction handle, CUresult *error);
 CUresult module_open(struct context *ctx, struct image *image, struct library *library,
@@ -48,6 +56,7 @@ CUresult module_load(struct module *module);
 void module_close(struct module *module);
 CUresult module_function(struct module *module, const char *name, struct function **out);
 CUresult module_global(struct module *module, const char *name, CUdeviceptr *va, size_t *bytes);
+uint64_t blocks_per_processor(int block); /* of so many threads */
 bool image_read_file(const char *path, struct image *image);
 bool loading_is_lazy(void);
 #endif

@@ -1,8 +1,10 @@
 /* Initialisation, fork, and which context is current. */
 #include "sim.h"
 
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 struct process sim = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -81,6 +83,22 @@ void uncharge(int device, uint64_t bytes) {
     sim_uncharge(&sim.device[device].sim, bytes);
 }
 
+#define BURIED 8192u
+
+void sim_bury(void *object, bool by_program) {
+    static void *buried[BURIED];
+    static unsigned next;
+    *(uint32_t *)object = by_program ? OBJ_DESTROYED : 0;
+    free(buried[next]);
+    buried[next] = object;
+    next = (next + 1) % BURIED;
+}
+
 bool sim_is(const void *object, enum object_kind kind) {
+    if (object && *(const uint32_t *)object == OBJ_DESTROYED) {
+        static const char text[] = "simulated libcuda: a destroyed handle was used\n";
+        if (write(STDERR_FILENO, text, sizeof text - 1) > 0)
+            raise(SIGSEGV);
+    }
     return object && *(const uint32_t *)object == (uint32_t)kind;
 }

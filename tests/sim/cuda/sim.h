@@ -40,6 +40,7 @@ enum object_kind {
     OBJ_LINK = 0x4c4e4b31,
     OBJ_TEXTURE = 0x54455831,
     OBJ_USER = 0x55534531,
+    OBJ_DESTROYED = 0x44454144,
 };
 
 struct stream;
@@ -139,6 +140,9 @@ void sim_leave(int *entered);
 
 struct context *current_context(void);
 bool sim_is(const void *object, enum object_kind kind);
+/* Instead of free(): the memory is not used again for long. Later use of the handle is an error,
+ * or, when the program destroyed it itself, ends the process, as it may with the real driver. */
+void sim_bury(void *object, bool by_program);
 struct context *context_of(CUcontext handle);
 CUresult join_device(int device);
 CUresult charge(int device, uint64_t bytes);

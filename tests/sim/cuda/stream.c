@@ -59,7 +59,7 @@ bool stream_blocks_with_legacy(const struct stream *s) {
     return !(s->flags & CU_STREAM_NON_BLOCKING);
 }
 
-static void drop_stream(struct stream *s) {
+static void stream_drop(struct stream *s) {
     for (struct stream **p = &s->ctx->streams; *p; p = &(*p)->next) {
         if (*p != s)
             continue;
@@ -74,15 +74,22 @@ static void drop_stream(struct stream *s) {
         mark_drop(op->mark);
         free(op);
     }
-    s->magic = 0;
     free(s->deps);
-    free(s);
+    sim_bury(s, s->closed);
 }
 
 void streams_drop_all(struct context *ctx) {
     while (ctx->streams)
-        drop_stream(ctx->streams);
+        stream_drop(ctx->streams);
     ctx->legacy = NULL;
+}
+
+void streams_drop_closed(struct context *ctx) {
+    for (struct stream *s = ctx->streams, *next; s; s = next) {
+        next = s->next;
+        if (s->closed && !s->first)
+            stream_drop(s);
+    }
 }
 
 EXPORT CUresult cuStreamCreateWithPriority(CUstream *phStream, unsigned int flags, int priority) {
@@ -106,12 +113,16 @@ EXPORT CUresult cuStreamCreate(CUstream *phStream, unsigned int flags) {
     CHECK(s, (handle) > CU_STREAM_PER_THREAD ? CUDA_ERROR_INVALID_HANDLE \
                                              : CUDA_ERROR_INVALID_CONTEXT)
 
-/* Returns at once; the real one lets the work go on. Here what is left is waited for first. */
+/* Returns at once, and lets the work go on: engine_progress drops the stream when that is done. */
 EXPORT CUresult cuStreamDestroy_v2(CUstream hStream) {
     CHECK_HANDLE(hStream > CU_STREAM_PER_THREAD);
     ENTER_STREAM(s, hStream);
-    engine_wait_stream(s);
-    drop_stream(s);
+    capture_abandon(s);
+    s->magic = OBJ_DESTROYED;
+    s->closed = true;
+    engine_progress(s->ctx);
+    if (!s->ctx->pending)
+        streams_drop_closed(s->ctx);
     return CUDA_SUCCESS;
 }
 

@@ -41,6 +41,7 @@ struct kernel_call {
     struct function *function;
     CUDA_KERNEL_NODE_PARAMS params; /* as given; parameter memory is not kept */
     bool waits, sets;               /* spins until the flag holds; writes it when it ends */
+    bool programmatic;              /* may begin before the kernel before it has ended */
     struct value flag;
 };
 
@@ -93,6 +94,8 @@ struct stream {
     int priority;
     uint64_t id;
     bool legacy, per_thread;
+    bool closed;              /* destroyed, with work on its way */
+    enum work_kind last_kind; /* of what was added last */
     struct op *first, *last, *unsubmitted;
     uint64_t end_ns; /* end of the last submitted op */
     struct capture *capture;
@@ -132,6 +135,7 @@ void service_need(void);
 
 /* stream.c */
 struct stream *stream_of(struct context *ctx, CUstream handle);
+void streams_drop_closed(struct context *ctx); /* those whose work is done */
 bool stream_blocks_with_legacy(const struct stream *stream);
 
 /* dispatch.c: to the device, or into the graph that the stream captures */
@@ -153,6 +157,8 @@ CUdeviceptr graph_alloc_address(struct node *node);
 CUresult capture_work(struct stream *stream, const struct work *work, struct node **node);
 CUresult capture_wait_event(struct stream *stream, struct event *event);
 CUresult capture_record_event(struct stream *stream, struct event *event, unsigned flags);
+void capture_forget_event(struct event *event);
+void capture_abandon(struct stream *stream);
 /* False: a synchronising call now would break a capture, which is then invalid. NULL: any stream.
  */
 bool capture_allows_wait(struct stream *stream);

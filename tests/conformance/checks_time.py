@@ -1,0 +1,225 @@
+"""Checks of device time: who gets it, what waits for what, what a launch may ask for."""
+
+from __future__ import annotations
+
+import os
+import time
+from ctypes import Structure, byref, c_int, c_uint, c_uint64, c_void_p, cast, pointer
+from typing import Any
+
+from tests.conformance import driver as d
+from tests.conformance.driver import SPIN_US, Driver
+
+QUEUED = 1500  # launches: more than a queue holds
+NO_TIMING = 2
+COOPERATIVE, PROGRAMMATIC = 2, 6
+SHARED_KERNELS = 200
+
+
+class Attribute(Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", c_int), ("pad", c_uint), ("value", c_int), ("rest", c_uint * 15)]
+
+
+class Config(Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *(("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p)),
+        *(("attributes", c_void_p), ("count", c_uint)),
+    ]
+
+
+def launch_with(cuda: Driver, function: int, stream: int, arguments: tuple[int, ...]) -> None:
+    values = [c_uint64(a) for a in arguments]
+    pointers = (c_void_p * len(values))(*(cast(pointer(v), c_void_p) for v in values))
+    cuda.ok("cuLaunchKernel", function, *[c_uint(1)] * 6, c_uint(0), stream, pointers, None)
+
+
+def launch_extended(cuda: Driver, function: int, stream: int, blocks: int, attribute: tuple[int, int]) -> int:
+    attributes = (Attribute * 1)(Attribute(attribute[0], 0, attribute[1]))
+    config = Config((blocks, 1, 1), (32, 1, 1), 0, stream, cast(attributes, c_void_p), 1)
+    return cuda.code("cuLaunchKernelEx", byref(config), function, None, None)
+
+
+def elapsed_us(cuda: Driver, stream: int, work: Any) -> float:
+    """Device time between two events around the work."""
+    start, end = cuda.event(), cuda.event()
+    cuda.ok("cuEventRecord", start, stream)
+    work()
+    cuda.ok("cuEventRecord", end, stream)
+    cuda.ok("cuEventSynchronize", end)
+    return 1000 * cuda.milliseconds(start, end)
+
+
+def full_queue_blocks_the_launch(cuda: Driver) -> None:
+    cuda.context()
+    function, stream, began = cuda.function(cuda.load()), cuda.stream(d.NON_BLOCKING), time.monotonic()
+    for _ in range(QUEUED):
+        cuda.launch(function, stream)
+    assert time.monotonic() - began > 0.1 * QUEUED * SPIN_US * 1e-6
+    cuda.synchronize()
+
+
+def two_processes_halve_the_device(cuda: Driver) -> None:
+    """A kernel that spins by the clock ends no later than alone unless others have turns in between: so loops count."""
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    cuda.context()
+    module, stream = cuda.load(d.LOOP_PTX), cuda.stream(d.NON_BLOCKING)
+    function = cuda.function(module, d.LOOP)
+    if not child:
+        os.write(ready[1], b".")
+        os.read(go[0], 1)
+        for _ in range(1000):
+            cuda.launch(function, stream)
+        os.write(ready[1], b".")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        for _ in range(3):
+            cuda.launch(function, stream)
+        cuda.synchronize()
+        work = lambda: [cuda.launch(function, stream) for _ in range(SHARED_KERNELS)]  # noqa: E731
+        os.read(ready[0], 1)
+        alone = elapsed_us(cuda, stream, work)
+        os.write(go[1], b".")
+        os.read(ready[0], 1)
+        assert 1.6 * alone < elapsed_us(cuda, stream, work) < 3 * alone
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def kernel_waits_for_another_stream(cuda: Driver) -> None:
+    cuda.context()
+    module, flag = cuda.load(d.FLAG_PTX), cuda.alloc(4)
+    waiter, setter = cuda.stream(d.NON_BLOCKING), cuda.stream(d.NON_BLOCKING)
+    cuda.ok("cuMemsetD32_v2", flag, c_uint(0), 1)
+    cuda.synchronize()
+    launch_with(cuda, cuda.function(module, "wait_flag"), waiter, (flag, 1))
+    assert cuda.code("cuStreamQuery", waiter) == d.NOT_READY
+    time.sleep(0.02)
+    assert cuda.code("cuStreamQuery", waiter) == d.NOT_READY
+    launch_with(cuda, cuda.function(module, "set_flag"), setter, (flag, 1))
+    cuda.ok("cuStreamSynchronize", waiter)
+    assert cuda.read(flag, 4) == b"\1\0\0\0"
+
+
+def kernel_waits_for_another_process(cuda: Driver) -> None:
+    handles, done = os.pipe(), os.pipe()
+    child = os.fork()
+    cuda.context()
+    module, stream = cuda.load(d.FLAG_PTX), cuda.stream(d.NON_BLOCKING)
+    if not child:
+        flag = cuda.ipc_open(os.read(handles[0], 64))
+        launch_with(cuda, cuda.function(module, "set_flag"), stream, (flag, 7))
+        cuda.ok("cuStreamSynchronize", stream)
+        os.read(done[0], 1)
+        os._exit(0)
+    flag = cuda.alloc(d.BLOCK)
+    cuda.ok("cuMemsetD32_v2", flag, c_uint(0), 1)
+    cuda.synchronize()
+    launch_with(cuda, cuda.function(module, "wait_flag"), stream, (flag, 7))
+    assert cuda.code("cuStreamQuery", stream) == d.NOT_READY
+    os.write(handles[1], cuda.ipc_handle(flag))
+    cuda.ok("cuStreamSynchronize", stream)
+    os.write(done[1], b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def wide_value_holds_a_stream(cuda: Driver) -> None:
+    cuda.context()
+    waiter, writer = cuda.stream(d.NON_BLOCKING), cuda.stream(d.NON_BLOCKING)
+    value, flag = 5 << 32, cuda.alloc(8)
+    cuda.ok("cuMemsetD32_v2", flag, c_uint(0), 2)
+    cuda.synchronize()
+    cuda.ok("cuStreamWaitValue64_v2", waiter, flag, value, c_uint(1))
+    cuda.ok("cuStreamWriteValue64_v2", writer, flag, value - 1, c_uint(0))
+    cuda.ok("cuStreamSynchronize", writer)
+    assert cuda.code("cuStreamQuery", waiter) == d.NOT_READY
+    cuda.ok("cuStreamWriteValue64_v2", writer, flag, value, c_uint(0))
+    cuda.ok("cuStreamSynchronize", waiter)
+
+
+def destroyed_stream_ends_its_work(cuda: Driver) -> None:
+    cuda.context()
+    function, flag = cuda.function(cuda.load()), cuda.alloc(4)
+    cuda.ok("cuMemsetD32_v2", flag, c_uint(0), 1)
+    stream, began = cuda.stream(d.NON_BLOCKING), time.monotonic()
+    for _ in range(50):
+        cuda.launch(function, stream)
+    cuda.ok("cuStreamWriteValue32_v2", stream, flag, c_uint(3), c_uint(0))
+    cuda.ok("cuStreamDestroy_v2", stream)
+    assert time.monotonic() - began < 25 * SPIN_US * 1e-6
+    cuda.synchronize()
+    assert time.monotonic() - began > 40 * SPIN_US * 1e-6 and cuda.read(flag, 4) == b"\3\0\0\0"
+
+
+def destroyed_event_was_recorded(cuda: Driver) -> None:
+    cuda.context()
+    function, event, stream = cuda.function(cuda.load()), cuda.event(), cuda.stream(d.NON_BLOCKING)
+    cuda.launch(function, stream)
+    cuda.ok("cuEventRecord", event, stream)
+    cuda.ok("cuEventDestroy_v2", event)
+    cuda.ok("cuStreamSynchronize", stream)
+
+
+def graph_takes_the_time_of_its_chain(cuda: Driver) -> None:
+    cuda.context()
+    function, stream, graph = cuda.function(cuda.load()), cuda.stream(d.NON_BLOCKING), c_uint64()
+    cuda.ok("cuStreamBeginCapture_v2", stream, c_int(0))
+    for _ in range(5):
+        cuda.launch(function, stream)
+    cuda.ok("cuStreamEndCapture", stream, byref(graph))
+    exec_ = cuda.out("cuGraphInstantiateWithFlags", graph.value, 0)
+    cuda.ok("cuGraphLaunch", exec_, stream)
+    took = elapsed_us(cuda, stream, lambda: cuda.ok("cuGraphLaunch", exec_, stream))
+    assert 4.75 * SPIN_US < took < 5 * SPIN_US + 20_000
+
+
+def branches_of_a_graph_take_at_least_the_longest(cuda: Driver) -> None:
+    cuda.context()
+    function, stream, graph = cuda.function(cuda.load()), cuda.stream(d.NON_BLOCKING), c_uint64()
+    other, fork, join = cuda.stream(d.NON_BLOCKING), cuda.event(), cuda.event()
+    cuda.ok("cuStreamBeginCapture_v2", stream, c_int(0))
+    cuda.ok("cuEventRecord", fork, stream)
+    cuda.ok("cuStreamWaitEvent", other, fork, c_uint(0))
+    for _ in range(3):
+        cuda.launch(function, stream)
+    cuda.launch(function, other)
+    cuda.ok("cuEventRecord", join, other)
+    cuda.ok("cuStreamWaitEvent", stream, join, c_uint(0))
+    cuda.ok("cuStreamEndCapture", stream, byref(graph))
+    exec_ = cuda.out("cuGraphInstantiateWithFlags", graph.value, 0)
+    cuda.ok("cuGraphLaunch", exec_, stream)
+    took = elapsed_us(cuda, stream, lambda: cuda.ok("cuGraphLaunch", exec_, stream))
+    assert 2.85 * SPIN_US < took < 4 * SPIN_US + 20_000
+
+
+def cooperative_launch_must_fit(cuda: Driver) -> None:
+    cuda.context()
+    function, stream = cuda.function(cuda.load()), cuda.stream(d.NON_BLOCKING)
+
+    def code(blocks: int) -> int:
+        shape = [c_uint(1)] * 2
+        return cuda.code(
+            "cuLaunchCooperativeKernel", function, c_uint(blocks), *shape, c_uint(32), *shape, c_uint(0), stream, None
+        )
+
+    assert code(1) == d.SUCCESS and code(1 << 20) == d.COOPERATIVE_TOO_LARGE
+    assert launch_extended(cuda, function, stream, 1 << 20, (COOPERATIVE, 1)) == d.COOPERATIVE_TOO_LARGE
+    cuda.ok("cuStreamSynchronize", stream)
+
+
+def extended_launch_takes_attributes(cuda: Driver) -> None:
+    cuda.context()
+    function, stream = cuda.function(cuda.load()), cuda.stream(d.NON_BLOCKING)
+
+    def work() -> None:
+        cuda.launch(function, stream)
+        assert launch_extended(cuda, function, stream, 1, (PROGRAMMATIC, 1)) == d.SUCCESS
+        assert launch_extended(cuda, function, stream, 1, (COOPERATIVE, 1)) == d.SUCCESS
+
+    assert elapsed_us(cuda, stream, work) > 1.9 * SPIN_US
