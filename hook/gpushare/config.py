@@ -52,6 +52,10 @@ KEYS = (
     Key("memory_overcommit", 1.0, {"type": "number", "minimum": 0.1, "maximum": 16},
         "How much memory may be granted on a device, as a multiple of what it has. 1.0 means that every container "
         "can use its whole limit at any time."),
+    Key("compute_overcommit", 1.0, {"type": "number", "minimum": 0.1, "maximum": 16},
+        "How much compute may be granted on a device, as a multiple of all of its time. 1.0 means that every container "
+        "can use its whole limit at any time. Only hard limits count: what a container without a limit, or with a soft "
+        "one, takes is nobody's."),
     Key("policy.accept.env", "always", _ACCEPT,
         "From which containers requests in environment variables are taken. Images can set them too."),
     Key("policy.accept.annotations", "always", _ACCEPT,
@@ -172,6 +176,7 @@ def effective(config: Config) -> dict[str, Any]:
         "runtime.path": config.runtime,
         "placement": config.placement,
         "memory_overcommit": config.memory_overcommit,
+        "compute_overcommit": config.compute_overcommit,
         "policy.accept.env": policy.accept_env,
         "policy.accept.annotations": policy.accept_annotations,
         "policy.accept.volume_mounts": policy.accept_volume_mounts,
@@ -299,8 +304,9 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
     """The validated file as a Config: missing keys take the table's defaults."""
     given = _flat(value)
     at = {key.path: given.get(key.path, key.default) for key in KEYS}
-    if at["memory_overcommit"] != at["memory_overcommit"]:  # NaN, which is neither below nor above any bound
-        raise _error(path, lines, "memory_overcommit", '"NaN" is wrong', "expected a number")
+    for key in ("memory_overcommit", "compute_overcommit"):
+        if at[key] != at[key]:  # NaN, which is neither below nor above any bound
+            raise _error(path, lines, key, '"NaN" is wrong', "expected a number")
     maximum: Optional[str] = at["policy.max_memory"].strip()
     if maximum:
         _quantity(path, lines, "policy.max_memory", maximum, amount)
@@ -327,4 +333,5 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
         ),
         log=at["hook.log"],
         runtime=at["runtime.path"],
+        compute_overcommit=float(at["compute_overcommit"]),
     )

@@ -29,11 +29,12 @@ def _by_slot(pairs: tuple[tuple[Optional[int], str], ...]) -> str:
 
 def _facts(request: Request) -> list[tuple[str, str]]:
     """What was understood, as (label, text)."""
+    soft = f", {request.compute_mode}" if request.compute and request.compute_mode != "hard" else ""
     facts = [
         ("dialect", request.dialect),
         ("devices", selection_text(request.selection)),
         ("memory", _by_slot(tuple((slot, amount.text) for slot, amount in request.memory))),
-        ("compute", _by_slot(tuple((slot, f"{percent}%") for slot, percent in request.compute))),
+        ("compute", _by_slot(tuple((slot, f"{percent}%") for slot, percent in request.compute)) + soft),
         ("capabilities", ",".join(request.capabilities)),
     ]
     optional = (
@@ -55,6 +56,9 @@ def _gets(plan: Plan) -> list[str]:
         whole = human(device.memory_bytes) if device.memory_bytes else "an unknown size"
         much = f"all of {whole}" if limit is None else f"{human(limit)} of {whole}"
         over = f", clamped from {share.clamped}" if share.clamped else ""
+        if share.compute_percent is not None:
+            much += f", {share.compute_percent}% of compute{' (soft)' if share.soft else ''}"
+        much += ", high priority" if share.priority else ""
         lines.append(f"device {device_name(device)}, {much}, {device.model}, {device.uuid}" + over)
     nodes = [op.target for op in plan.ops if isinstance(op, DeviceNode)]  # without limits where there is no glibc
     return (

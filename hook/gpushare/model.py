@@ -67,6 +67,7 @@ class Config(NamedTuple):
     policy: Policy = Policy()
     log: str = ""  # a file that the hook appends one line to for each container; "" = none
     runtime: str = ""  # absolute path of the low-level runtime; "" = found by lowlevel.find
+    compute_overcommit: float = 1.0
 
 
 class Node(NamedTuple):

@@ -15,7 +15,7 @@ from .errors import CapacityError, DeviceError, GpushareError, PolicyError, Requ
 from .light import Iterable, NamedTuple, Optional
 from .model import Amount, Config, Device, Lease, Node, Policy, Request, Share
 from .quantity import amount, bytes_of, human, shown
-from .region import MAX_PEERS
+from .region import MAX_PEERS, NO_PERCENT
 
 
 class Ledger(NamedTuple):
@@ -26,6 +26,7 @@ class Ledger(NamedTuple):
     blocked: frozenset[str] = frozenset()  # unknown use: no new lease
     holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}  # (container id, bytes or None = whole)
     pages: dict[str, frozenset[int]] = {}  # numbers that are taken, see pages.py
+    compute: dict[str, tuple[tuple[str, int], ...]] = {}  # (container id, percent) of hard limits
 
 
 class Wanted(NamedTuple):
@@ -41,16 +42,19 @@ def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = 
     exclusive = set()
     holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}
     pages: dict[str, frozenset[int]] = {}
+    compute: dict[str, tuple[tuple[str, int], ...]] = {}
     for lease in leases:
         for share in lease.shares:
             uuid = share.device.uuid
             holders[uuid] = (*holders.get(uuid, ()), (lease.id, share.memory_limit_bytes))
             pages[uuid] = pages.get(uuid, frozenset()) | {share.page}
+            if share.compute_percent is not None and _counts(share.compute_percent, share.soft):
+                compute[uuid] = (*compute.get(uuid, ()), (lease.id, share.compute_percent))
             if share.memory_limit_bytes is not None:
                 used[uuid] = used.get(uuid, 0) + share.memory_limit_bytes
             elif policy.unlimited != "shared":
                 exclusive.add(uuid)
-    return Ledger(used, frozenset(exclusive), frozenset(blocked), holders, pages)
+    return Ledger(used, frozenset(exclusive), frozenset(blocked), holders, pages, compute)
 
 
 def capacity_bytes(device: Device, memory_overcommit: float) -> int:
@@ -59,13 +63,20 @@ def capacity_bytes(device: Device, memory_overcommit: float) -> int:
     return size - size % device.granularity_bytes
 
 
-def _held_by(device: Device, ledger: Ledger) -> str:
+def _counts(percent: int, soft: bool) -> bool:
+    """Whether a compute limit takes something from the others: a soft one is given what they leave."""
+    return percent < NO_PERCENT and not soft
+
+
+def _held(holders: list[str]) -> str:
     """`, held by a (4 GiB), b (all)`, or nothing."""
+    more = f" and {len(holders) - 4} more" if len(holders) > 4 else ""
+    return ", held by " + ", ".join(holders[:4]) + more if holders else ""
+
+
+def _held_by(device: Device, ledger: Ledger) -> str:
     held = ledger.holders.get(device.uuid, ())
-    if not held:
-        return ""
-    first = [f"{names.short(name)} ({'all' if size is None else human(size)})" for name, size in held[:4]]
-    return ", held by " + ", ".join(first) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
+    return _held([f"{names.short(name)} ({'all' if size is None else human(size)})" for name, size in held])
 
 
 def _whom(device: Device, ledger: Ledger) -> str:
@@ -176,6 +187,21 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
     return size
 
 
+def _require_compute(percent: Optional[int], soft: bool, device: Device, ledger: Ledger, config: Config) -> None:
+    """Hard limits of one device add up to all of its time at most."""
+    if percent is None or not _counts(percent, soft):
+        return
+    held = ledger.compute.get(device.uuid, ())
+    total, used = int(100 * config.compute_overcommit), sum(size for _, size in held)
+    if used + percent > total:
+        raise CapacityError(
+            f"device {device_name(device)}: {percent}% of compute asked, {max(0, total - used)}% free of {total}%"
+            + _held([f"{names.short(name)} ({size}%)" for name, size in held]),
+            (f"stop {'it' if len(held) == 1 else 'one of them'}, ask for less, " if held else "ask for less, ")
+            + f"or set {names.ENV_COMPUTE_MODE}=soft",
+        )
+
+
 def _page_of(device: Device, ledger: Ledger) -> int:
     """The lowest number that nobody has."""
     taken = ledger.pages.get(device.uuid, frozenset())
@@ -253,22 +279,12 @@ def _refuse_unnamed(device: Device) -> None:
         )
 
 
-def _refuse_unenforced(compute: Optional[int]) -> None:
-    """A limit that this version cannot hold is refused: accepted, it would be a promise to other tenants."""
-    if compute is not None and compute < 100:
-        raise RequestError(
-            f"{names.ENV_COMPUTE}: compute limits are not enforced in this version", f"leave {names.ENV_COMPUTE} out"
-        )
-
-
 def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
     """The shares of a request, slot by slot in PCI order; no device twice. `any` takes the first that fit."""
     if request.selection.kind == "none":
         return ()
-    for _, percent in request.compute:
-        _refuse_unenforced(percent)
     devices = _candidates(request, node)
-    picking = request.selection.kind == "any"
+    picking, soft = request.selection.kind == "any", request.compute_mode == "soft"
     slots = request.selection.count if picking else len(devices)
     wanted = _wanted(request, slots)
     shares: list[Share] = []
@@ -282,17 +298,16 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
             if request.requirements:
                 _require(request, device, node)
             asked, over = _within_policy(asked, device, node.config.policy)
-            _refuse_unenforced(asked.compute)
             size = _memory_of(asked, device, ledger, node.config)
+            _require_compute(asked.compute, soft, device, ledger, node.config)
             page = _page_of(device, ledger)
         except GpushareError as error:
             if not picking:
                 raise
             refusals.append(error)
             continue
-        soft, slot = request.compute_mode == "soft", len(shares)
         how = (request.priority, request.oversubscribe, over, page)
-        shares.append(Share(slot, device, size, asked.compute, soft, *how))
+        shares.append(Share(len(shares), device, size, asked.compute, soft, *how))
     if len(shares) < slots:
         raise _too_few(request, slots, len(devices), refusals)
     return tuple(shares)

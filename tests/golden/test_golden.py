@@ -47,7 +47,7 @@ def facts_of(case: Path) -> tuple[Node, Image, DriverFiles, list[Lease]]:
     plain = {key: deep_tuple(value) for key, value in files.items()}
     driver_files = DriverFiles(**{**plain, **libraries, **others, "nodes": nodes, "data": data})
     held = [
-        lease(item["id"], (Share(0, devices[item["index"]], item["memory_limit_bytes"]),))
+        lease(item["id"], (Share(0, devices[item["index"]], item["memory_limit_bytes"], item.get("compute_percent")),))
         for item in own.get("held", ())
     ]
     return node, Image(**{key: deep_tuple(value) for key, value in image.items()}), driver_files, held

@@ -61,6 +61,7 @@ driver: {root: /run/nvidia/driver/}
 shim_dir: /x/../shim
 runtime: {path: /opt/runc}
 memory_overcommit: 1.5
+compute_overcommit: 2
 policy:
   accept: {env: never, annotations: privileged, volume_mounts: never, cdi: privileged}
   annotations: scoped
@@ -83,7 +84,7 @@ def test_every_key_arrives() -> None:
     policy = policy._replace(privileged_containers=("kube-system/agent",), over_maximum="clamp")
     path = Config().state_dir
     log, runtime = "/var/log/gpushare.log", "/opt/runc"
-    expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "first-fit", policy, log, runtime)
+    expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "first-fit", policy, log, runtime, 2.0)
     assert config.parse_config(EVERYTHING, "f") == expected
     untouched = [
         name
@@ -119,6 +120,8 @@ def test_effective_says_what_the_file_would(text: str) -> None:
         ),
         ("version: 1\nshim_dir: relative", "f.yaml:2: shim_dir: "),
         ("version: 1\nmemory_overcommit: 0", "f.yaml:2: memory_overcommit: "),
+        ("version: 1\ncompute_overcommit: 17", "f.yaml:2: compute_overcommit: "),
+        ("version: 1\ncompute_overcommit: .nan", 'f.yaml:2: compute_overcommit: "NaN" is wrong; expected a number'),
         ("version: 1\nmemory_overcommit: '1'", "expected a value of type number"),
         ("version: 1\nmemory_overcommit: .nan", 'f.yaml:2: memory_overcommit: "NaN" is wrong; expected a number'),
         ("version: 1\nshim_dir: 2024-01-01", "f.yaml:2: shim_dir: "),

@@ -229,20 +229,94 @@ def test_clamped_to_the_maximum(policy: dict[str, Any], env: tuple[str, ...], go
     assert (given.memory_limit_bytes, given.clamped) == (got_bytes, asked)
 
 
-def test_clamping_replaces_neither_a_required_limit_nor_a_limit_that_nothing_holds() -> None:
+def test_clamping_does_not_replace_a_required_limit() -> None:
     clamp = {"over_maximum": "clamp", "max_memory": "4Gi"}
     with pytest.raises(PolicyError, match="policy.require_limits requires one"):
         grant("NVIDIA_VISIBLE_DEVICES=0", host=node(**clamp, require_limits=True))
     with pytest.raises(PolicyError, match="policy.max_memory requires one|policy.unlimited requires one"):
         grant("NVIDIA_VISIBLE_DEVICES=0", host=node(**clamp, unlimited="deny"))
-    with pytest.raises(RequestError, match="compute limits are not enforced"):
-        grant("GPUSHARE_MEMORY=1Gi", host=node(**clamp, max_compute_percent=50))
 
 
-def test_compute_limits_are_refused_until_they_are_enforced() -> None:
-    with pytest.raises(RequestError, match="GPUSHARE_COMPUTE: compute limits are not enforced in this version"):
-        grant("GPUSHARE_COMPUTE=30%")
-    assert grant("GPUSHARE_COMPUTE=100%")[0].compute_percent == 100
+def compute(percent: Any, index: int = 0, soft: bool = False) -> Share:
+    """A share that somebody has already."""
+    return share(0, index, GI)._replace(compute_percent=percent, soft=soft)
+
+
+def test_compute_limits_reach_the_share_slot_by_slot() -> None:
+    (one,) = grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30%")
+    assert (one.compute_percent, one.soft, one.priority) == (30, False, 0)
+    found = grant("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=0=10%,1=90%")
+    assert [share.compute_percent for share in found] == [10, 90]
+    assert grant("GPUSHARE_MEMORY=1Gi")[0].compute_percent is None
+
+
+def test_maximum_of_compute_is_what_a_container_gets_or_its_refusal() -> None:
+    env = ("GPUSHARE_MEMORY=1Gi",)
+    (given,) = grant(*env, host=node(over_maximum="clamp", max_compute_percent=50))
+    assert (given.compute_percent, given.clamped) == (50, "no compute limit")
+    (given,) = grant(*env, "GPUSHARE_COMPUTE=60%", host=node(over_maximum="clamp", max_compute_percent=50))
+    assert (given.compute_percent, given.clamped) == (50, "60% of compute")
+    limited = node(max_compute_percent=50)
+    assert grant(*env, "GPUSHARE_COMPUTE=50%", host=limited)[0].compute_percent == 50
+    for more in ((), ("GPUSHARE_COMPUTE=51%",)):
+        with pytest.raises(PolicyError, match=r"more than policy.max_compute \(50%\) allows; set GPUSHARE_COMPUTE=50%"):
+            grant(*env, *more, host=limited)
+
+
+def test_hard_compute_limits_add_up_to_the_whole_device_at_most() -> None:
+    one, env = node(devices=1), ("GPUSHARE_MEMORY=1Gi",)
+    held = ledger(lease(compute(30), container_id="a"), lease(compute(30), container_id="b"))
+    assert grant(*env, "GPUSHARE_COMPUTE=40%", host=one, held=held)[0].compute_percent == 40
+    with pytest.raises(CapacityError) as caught:
+        grant(*env, "GPUSHARE_COMPUTE=41%", host=one, held=held)
+    assert str(caught.value) == (
+        "device 0: 41% of compute asked, 40% free of 100%, held by a (30%), b (30%); "
+        "stop one of them, ask for less, or set GPUSHARE_COMPUTE_MODE=soft"
+    )
+    with pytest.raises(CapacityError, match=r"99% of compute asked, 50% free of 50%; ask for less, or set"):
+        host = one._replace(config=one.config._replace(compute_overcommit=0.5))
+        grant(*env, "GPUSHARE_COMPUTE=99%", host=host)
+
+
+def test_compute_that_is_nobody_s_does_not_count() -> None:
+    """Soft limits, and none; also those of the one that asks."""
+    one, env = node(devices=1), ("GPUSHARE_MEMORY=1Gi",)
+    held = ledger(
+        *(lease(compute(*how), container_id=f"c{at}") for at, how in enumerate(((90, 0, True), (None,), (100,), (70,))))
+    )
+    assert held.compute == {UUIDS[0]: (("c3", 70),)}
+    assert grant(*env, "GPUSHARE_COMPUTE=30%", host=one, held=held)[0].compute_percent == 30
+    for env_of_more in ((), ("GPUSHARE_COMPUTE=100%",), ("GPUSHARE_COMPUTE=80%", "GPUSHARE_COMPUTE_MODE=soft")):
+        grant(*env, *env_of_more, host=one, held=held)
+    with pytest.raises(CapacityError, match="80% of compute asked, 30% free"):
+        grant(*env, "GPUSHARE_COMPUTE=80%", host=one, held=held)
+
+
+def test_any_takes_the_device_with_enough_compute() -> None:
+    held = ledger(lease(compute(80), container_id="a"))
+    assert got(grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30%", held=held)) == [(0, 1, GI)]
+    assert got(grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=20%", held=held)) == [(0, 0, GI)]
+    with pytest.raises(CapacityError, match="20% free of 100%"):
+        grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30%", held=held)
+
+
+def test_more_compute_is_granted_than_there_is_where_the_configuration_says_so() -> None:
+    twice = node(devices=1)
+    twice = twice._replace(config=twice.config._replace(compute_overcommit=2.0))
+    held = ledger(lease(compute(90), container_id="a"), lease(compute(90), container_id="b"))
+    assert grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=20%", host=twice, held=held)[0].compute_percent == 20
+    with pytest.raises(CapacityError, match="21% of compute asked, 20% free of 200%"):
+        grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=21%", host=twice, held=held)
+
+
+def test_page_is_the_lowest_number_that_nobody_has() -> None:
+    taken = ledger(*(lease(compute(None)._replace(page=page), container_id=f"c{page}") for page in (0, 1, 3)))
+    assert grant("GPUSHARE_MEMORY=1Gi", held=taken)[0].page == 2
+    full = ledger(*(lease(share(0, 0, 1 << 21)._replace(page=page), container_id=f"c{page}") for page in range(128)))
+    assert grant("GPUSHARE_MEMORY=1Gi", held=full)[0].device.index == 1
+    with pytest.raises(CapacityError, match="device 0 serves 128 containers already") as caught:
+        grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=1Gi", held=full)
+    assert caught.value.hint
 
 
 def test_words_reach_the_share() -> None:
