@@ -24,6 +24,9 @@ MAX_DEVICES = 16
 MAX_SLOTS = 1024
 MAX_PAGES = 32  # contexts of one container on one device
 MAX_PEERS = 128  # containers on one device
+RECENT_NS = 125_000_000  # GS_RECENT_NS: length of a window
+RECENT = 10  # windows that a bucket remembers
+_LAST_SECOND = 8  # windows
 UNLIMITED = (1 << 64) - 1
 NO_PERCENT = 100
 TID_MASK = 0x3FFFFFFF
@@ -208,6 +211,14 @@ class Slot(NamedTuple):
     bytes: tuple[int, ...]  # per device of the container
 
 
+class Bucket(NamedTuple):
+    """Compute of a container on one device: nanoseconds, as the container says."""
+
+    waited_ns: int  # throttled, summed over its threads
+    busy_ns: int  # device time charged
+    recent: tuple[int, ...]  # of the last windows, see recent_percent
+
+
 class Usage(NamedTuple):
     """What a container says that it uses: information for people, never a ground for a grant."""
 
@@ -216,6 +227,7 @@ class Usage(NamedTuple):
     slots: tuple[Slot, ...]
     refused: tuple[int, ...]  # refused allocations, per device
     warnings: tuple[str, ...]
+    buckets: tuple[Bucket, ...]  # per device
 
     def used_bytes(self, device: int) -> int:
         """All that the live processes hold on one device slot."""
@@ -334,4 +346,24 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
         if owner & TID_MASK and live == owner & TID_MASK:
             slots.append(Slot(index, pid, started_ns, tuple(charged[:count])))
     texts = tuple(text for bit, text in WARNINGS if warnings & bit)
-    return Usage(nonce, count, tuple(slots), tuple(fields[8 : 8 + count]), texts)
+    buckets = tuple(_bucket(data, index) for index in range(count))
+    return Usage(nonce, count, tuple(slots), tuple(fields[8 : 8 + count]), texts, buckets)
+
+
+def _bucket(data: bytes, index: int) -> Bucket:
+    bucket = packer("gs_bucket")
+    _, _, _, waited, busy, *recent = bucket.unpack_from(data, offset("gs_usage", "bucket") + index * bucket.size)
+    return Bucket(waited, busy, tuple(recent))
+
+
+def recent_percent(bucket: Bucket, now_ns: int) -> float:
+    """The share of the device's time over the last second, 0 to 100 whatever the container wrote. `now_ns` is
+    CLOCK_MONOTONIC. Cell w % 10 is of window w = time / RECENT_NS when its upper 24 bits are those of w; the last eight
+    complete windows count."""
+    last = now_ns // RECENT_NS
+    charged_ns = 0
+    for window in range(max(0, last - _LAST_SECOND), last):
+        cell = bucket.recent[window % RECENT]
+        if cell >> 40 == window & 0xFFFFFF:
+            charged_ns += cell & ((1 << 40) - 1)
+    return min(100.0, 100 * charged_ns / (_LAST_SECOND * RECENT_NS))

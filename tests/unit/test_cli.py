@@ -92,6 +92,71 @@ def charge(page: Path, number: int, pid: int, *charged: int, refused: int = 0) -
     page.write_bytes(data)
 
 
+def compute(page: Path, device: int, percent: float, waited_ns: int = 0, busy_ns: int = 0) -> None:
+    """What the shim of a container would write that had this share of the last windows, and of those to come."""
+    window = time.monotonic_ns() // region.RECENT_NS
+    cells = [0] * region.RECENT
+    for one in range(window - 9, window + 1):
+        cells[one % region.RECENT] = ((one << 40) | int(region.RECENT_NS * percent / 100)) & ((1 << 64) - 1)
+    bucket = region.packer("gs_bucket")
+    data = bytearray(page.read_bytes())
+    at = region.offset("gs_usage", "bucket") + device * bucket.size
+    data[at : at + bucket.size] = bucket.pack(0, 0, 0, waited_ns, busy_ns, *cells)
+    page.write_bytes(data)
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CLOCK_MONOTONIC stands still."""
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 987_654_321_012_345)
+
+
+@pytest.mark.usefixtures("frozen")
+def test_list_and_inspect_show_compute(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    limited = pure.share(0, 0, GIB)._replace(compute_percent=30, page=3)
+    soft = pure.share(1, 1, GIB)._replace(compute_percent=60, soft=True, priority=1)
+    page = start("c1", limited, soft, created=time.time() - 130)
+    compute(page, 0, 27.4, waited_ns=12_340_000_000, busy_ns=5)
+    compute(page, 1, 250)
+    start("c2", pure.share(0, 0, GIB), created=time.time() - 100)
+    assert [re.split(" {2,}", line)[4] for line in cli("list")[1].splitlines()] == [
+        "COMPUTE",
+        "27% of 30%",
+        "100% of 60% soft",
+        "0%",
+    ]
+    text = cli("inspect", "c1")[1]
+    for line in (
+        rf" +0 +0 +0 B +1 GiB +0 +27% of 30% +12.3 s +3  {pure.UUIDS[0]}",
+        rf" +1 +1 +0 B +1 GiB +0  100% of 60% soft, high priority +0.0 s +0  {pure.UUIDS[1]}",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), f"{line}\n{text}"
+    first, second = json.loads(cli("inspect", "c1", "--format", "json")[1])["shares"]
+    keys = ("compute_percent", "compute_mode", "priority", "compute_used_percent", "page")
+    assert [first[key] for key in keys] == [30, "hard", 0, 27.4, 3]
+    assert [second[key] for key in keys] == [60, "soft", 1, 100.0, 0]
+    assert (first["compute_throttled_ns"], first["compute_busy_ns"]) == (12_340_000_000, 5)
+
+
+@pytest.mark.usefixtures("frozen")
+def test_compute_of_a_lying_page_is_bounded_and_of_a_damaged_one_unknown(
+    cli: Callable[..., Any], start: Callable[..., Path]
+) -> None:
+    page = start("c1", pure.share(0, 0, GIB)._replace(compute_percent=30), created=time.time() - 50)
+    data = bytearray(page.read_bytes())
+    at = region.offset("gs_usage", "bucket")
+    data[at : at + 128] = b"\xff" * 128
+    page.write_bytes(data)
+    (share,) = json.loads(cli("list", "--format", "json")[1])[0]["shares"]
+    assert 0 <= share["compute_used_percent"] <= 100
+    for key in ("compute_throttled_ns", "compute_busy_ns"):
+        assert 0 <= share[key] <= 51 * 10**9 * region.MAX_SLOTS, key
+    os.truncate(page, 0)
+    (share,) = json.loads(cli("list", "--format", "json")[1])[0]["shares"]
+    assert (share["compute_used_percent"], share["compute_throttled_ns"], share["compute_busy_ns"]) == (None,) * 3
+    assert "- of 30%" in cli("list")[1] and "- of 30%" in cli("inspect", "c1")[1]
+
+
 def test_list_in_a_pipe_is_plain_and_aligned(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     page = start(LONG, pure.share(0, 0, 4 * GIB), created=time.time() - 7200)
     charge(page, 0, 1, 1 * GIB)
@@ -100,10 +165,10 @@ def test_list_in_a_pipe_is_plain_and_aligned(cli: Callable[..., Any], start: Cal
     code, text, _ = cli("list")
     assert code == 0
     assert text.splitlines() == [
-        "CONTAINER     DEVICE  MEMORY USED      LIMIT  PROCESSES  STATE    AGE",
-        "0123456789ab       0     1.50 GiB      4 GiB          2  running   2h",
-        "web-1              0          0 B      1 GiB          0  running   2m",
-        "web-1              1          0 B  unlimited          0  running   2m",
+        "CONTAINER     DEVICE  MEMORY USED      LIMIT  COMPUTE  PROCESSES  STATE    AGE",
+        "0123456789ab       0     1.50 GiB      4 GiB       0%          2  running   2h",
+        "web-1              0          0 B      1 GiB       0%          0  running   2m",
+        "web-1              1          0 B  unlimited       0%          0  running   2m",
     ]
 
 
@@ -142,6 +207,12 @@ def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., 
             "memory_used_bytes": 1 * GIB,
             "memory_limit_bytes": 4 * GIB,
             "compute_percent": None,
+            "compute_mode": "hard",
+            "priority": 0,
+            "compute_used_percent": 0.0,
+            "compute_busy_ns": 0,
+            "compute_throttled_ns": 0,
+            "page": 0,
             "clamped_from": None,
             "refused": 7,
         }
@@ -149,7 +220,7 @@ def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., 
 
 
 def test_empty_list(cli: Callable[..., Any]) -> None:
-    assert cli("list") == (0, "CONTAINER  DEVICE  MEMORY USED  LIMIT  PROCESSES  STATE  AGE\n", "")
+    assert cli("list") == (0, "CONTAINER  DEVICE  MEMORY USED  LIMIT  COMPUTE  PROCESSES  STATE  AGE\n", "")
     assert json.loads(cli("list", "--format", "json")[1]) == []
 
 
@@ -199,7 +270,7 @@ def test_inspect_shows_processes_refusals_and_the_last_refusal(
         r"bundle +/bundle",
         rf"init pid +{init.pid}",
         r"last refusal +no room; wait",
-        rf" +0 +0 +3 GiB +4 GiB +2  {pure.UUIDS[0]}",
+        rf" +0 +0 +3 GiB +4 GiB +2 +0% +0.0 s +0  {pure.UUIDS[0]}",
         rf" *{init.pid} +{init.pid} +3 GiB",
     ):
         assert re.search(f"^{line}$", text, re.MULTILINE), f"{line}\n{text}"
@@ -239,6 +310,15 @@ def test_devices_adds_up(cli: Callable[..., Any], start: Callable[..., Path]) ->
     ]
     lines = cli("devices")[1].splitlines()
     assert lines[1].split()[0] == "0" and "6 GiB" in lines[1] and "10 GiB" in lines[1]
+
+
+def test_devices_add_up_hard_compute_limits(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    for name, percent, soft in (("c1", 30, False), ("c2", 50, False), ("c3", 90, True), ("c4", None, False)):
+        start(name, pure.share(0, 0, GIB)._replace(compute_percent=percent, soft=soft))
+    first, second = json.loads(cli("devices", "--format", "json")[1])
+    assert (first["compute_granted_percent"], first["compute_grantable_percent"]) == (80, 100)
+    assert second["compute_granted_percent"] == 0
+    assert "80%" in cli("devices")[1].splitlines()[1]
 
 
 def test_dead_and_damaged_leases_are_shown_and_pruned(

@@ -27,6 +27,8 @@ CONSTANTS = {
     "GS_MAX_SLOTS": region.MAX_SLOTS,
     "GS_UNLIMITED": region.UNLIMITED,
     "GS_NO_PERCENT": region.NO_PERCENT,
+    "GS_RECENT": region.RECENT,
+    "GS_RECENT_NS": region.RECENT_NS,
     "GS_TID_MASK": region.TID_MASK,
     "GS_OWNER_DIED": region.OWNER_DIED,
     "GS_DEVICE_COMPUTE_SOFT": region.DEVICE_COMPUTE_SOFT,
@@ -174,6 +176,44 @@ def test_refusals_and_warnings_are_named() -> None:
     assert [text for _, text in region.WARNINGS[1:]] == list(usage.warnings)
 
 
+def with_bucket(data: bytearray, device: int, *recent: int, waited_ns: int = 0, busy_ns: int = 0) -> bytearray:
+    bucket = region.packer("gs_bucket")
+    at = region.offset("gs_usage", "bucket") + device * bucket.size
+    cells = (*recent, *(0,) * (region.RECENT - len(recent)))
+    data[at : at + bucket.size] = bucket.pack(1, 2, 3, waited_ns, busy_ns, *cells)
+    return data
+
+
+def recent_of(windows: dict[int, int]) -> list[int]:
+    """Cells as the shim writes them: {window: nanoseconds charged in it}."""
+    cells = [0] * region.RECENT
+    for window, charged_ns in windows.items():
+        cells[window % region.RECENT] = ((window << 40) | charged_ns) & ((1 << 64) - 1)
+    return cells
+
+
+def percent(windows: dict[int, int], now_ns: int) -> float:
+    data = with_bucket(usage_with({}), 1, *recent_of(windows), waited_ns=77, busy_ns=88)
+    nothing, bucket = region.read_usage(bytes(data)).buckets[:2]
+    assert (bucket.waited_ns, bucket.busy_ns) == (77, 88)
+    assert (nothing.waited_ns, nothing.busy_ns, region.recent_percent(nothing, now_ns)) == (0, 0, 0.0)
+    return region.recent_percent(bucket, now_ns)
+
+
+@pytest.mark.parametrize("first", [1, 4_000, (1 << 24) - 4, 1 << 24, (1 << 30) + 5])  # 24 days of windows, and beyond
+def test_last_second_is_eight_complete_windows(first: int) -> None:
+    third = region.RECENT_NS // 4
+    now = (first + 9) * region.RECENT_NS + 1  # window first + 9 has begun
+    windows = {window: third for window in range(first, first + 10)}
+    assert percent(windows, now) == 25.0
+    assert percent({first + 9: third, first: third}, now) == 0.0  # not complete yet, or too long ago
+    assert percent({first + 1: third}, now) == percent({first + 8: third}, now) == 25.0 / 8
+    assert percent(windows, now + 4 * region.RECENT_NS) == 25.0 * 5 / 8  # idle since then
+    assert percent(windows, now + 1000 * region.RECENT_NS) == 0.0
+    assert percent({first + 8: 1 << 39}, now) == 100.0  # a long kernel is charged at its end
+    assert percent({}, 0) == 0.0
+
+
 def test_a_device_count_from_the_tenant_is_bounded_by_the_grant() -> None:
     data = usage_with({0: (1, 1, 1, (5, 6, 7))}, n_devices=2)
     struct.pack_into("<I", data, region.offset("gs_usage", "n_devices"), 0xFFFFFFFF)
@@ -197,5 +237,9 @@ def test_garbage_never_raises_anything_but_damaged() -> None:
         usage = region.read_usage(header + noise[16:])  # a right header, noise behind it
         assert usage.n_devices <= region.MAX_DEVICES
         assert all(0 <= used < 1 << 64 for slot in usage.slots for used in slot.bytes)
+        assert len(usage.buckets) == usage.n_devices
+        for bucket in usage.buckets:
+            cells = {(cell >> 40) * region.RECENT_NS + 1 for cell in bucket.recent}
+            assert all(0.0 <= region.recent_percent(bucket, now) <= 100.0 for now in (0, (1 << 63) - 1, *cells))
         with pytest.raises(region.RegionError, match="damaged"):
             region.read_limits(os.urandom(region.LIMITS_SIZE))

@@ -21,6 +21,7 @@ _LIST = (
     Column("memory used", right=True),
     Column("limit", right=True),
     Column("", only_tty=True),
+    Column("compute", right=True),
     Column("processes", right=True),
     Column("state"),
     Column("age", right=True),
@@ -66,17 +67,25 @@ def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
             human(use.used_bytes),
             _limit(use),
             bar(use.used_bytes, use.limit_bytes),
+            _compute(use),
             count,
             state,
             created,
         )
         for use in one.uses
     ]
-    return rows or [(name, "-", "-", "-", "", count, state, created)]
+    return rows or [(name, "-", "-", "-", "", "-", count, state, created)]
 
 
 def _limit(use: facts.Use) -> str:
     return "unlimited" if use.share.memory_limit_bytes is None else human(use.share.memory_limit_bytes)
+
+
+def _compute(use: facts.Use) -> str:
+    """What it had of the device's time in the last second, and its limit: "27% of 30%"."""
+    had = "-" if use.compute is None else f"{use.compute.recent_percent:.0f}%"
+    percent = use.share.compute_percent
+    return had if percent is None else f"{had} of {percent}%{' soft' if use.share.soft else ''}"
 
 
 def _plain(one: facts.Container) -> dict[str, Any]:
@@ -99,6 +108,12 @@ def _plain(one: facts.Container) -> dict[str, Any]:
                 "memory_used_bytes": use.used_bytes,
                 "memory_limit_bytes": use.share.memory_limit_bytes,
                 "compute_percent": use.share.compute_percent,
+                "compute_mode": "soft" if use.share.soft else "hard",
+                "priority": use.share.priority,
+                "compute_used_percent": round(use.compute.recent_percent, 1) if use.compute else None,
+                "compute_busy_ns": use.compute.busy_ns if use.compute else None,
+                "compute_throttled_ns": use.compute.waited_ns if use.compute else None,
+                "page": use.share.page,
                 "clamped_from": use.share.clamped or None,
                 "refused": use.refused,
             }
@@ -163,7 +178,8 @@ def _print_uses(one: facts.Container) -> None:
     write_line()
     columns = (
         *(Column("slot", True), Column("device", True), Column("memory used", True), Column("limit", True)),
-        *(Column("", only_tty=True), Column("refused", True), Column("uuid")),
+        *(Column("", only_tty=True), Column("refused", True), Column("compute", True), Column("throttled", True)),
+        *(Column("page", True), Column("uuid")),
     )
     rows = [
         (
@@ -173,6 +189,9 @@ def _print_uses(one: facts.Container) -> None:
             _limit(use),
             bar(use.used_bytes, use.limit_bytes),
             str(use.refused),
+            _compute(use) + (", high priority" if use.share.priority else ""),
+            "-" if use.compute is None else f"{use.compute.waited_ns / 1e9:.1f} s",
+            str(use.share.page),
             use.share.device.uuid,
         )
         for use in one.uses

@@ -21,6 +21,7 @@ _COLUMNS = (
     Column("granted", right=True),
     Column("", only_tty=True),
     Column("free", right=True),
+    Column("compute", right=True),
     Column("containers", right=True),
     Column("state"),
     Column("uuid"),
@@ -51,6 +52,7 @@ def devices(paths: Paths, output: str) -> None:
                 human(one["granted_bytes"]),
                 bar(one["granted_bytes"], one["grantable_bytes"]),
                 human(one["free_bytes"]),
+                f"{one['compute_granted_percent']}%",
                 str(one["containers"]),
                 one["state"],
                 one["uuid"],
@@ -61,7 +63,8 @@ def devices(paths: Paths, output: str) -> None:
 
 
 def _plain(device: Device, host: Node, ledger: placement.Ledger) -> dict[str, Any]:
-    """One device as JSON values. `grantable_bytes` is what may be granted in all (memory_overcommit)."""
+    """One device as JSON values. `grantable_bytes` is what may be granted in all (memory_overcommit); of compute
+    hard limits count."""
     grantable = placement.capacity_bytes(device, host.config.memory_overcommit)
     state = "open"
     granted = ledger.used.get(device.uuid, 0)
@@ -84,6 +87,8 @@ def _plain(device: Device, host: Node, ledger: placement.Ledger) -> dict[str, An
         "grantable_bytes": grantable,
         "granted_bytes": granted,
         "free_bytes": free,
+        "compute_granted_percent": sum(percent for _, percent in ledger.compute.get(device.uuid, ())),
+        "compute_grantable_percent": int(100 * host.config.compute_overcommit),
         "containers": len(ledger.holders.get(device.uuid, ())),
         "state": state,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import NamedTuple, Optional
 
 from .. import leases, log, names, node, procs, region, storage
@@ -13,12 +14,21 @@ from .options import Paths
 _STATES = {"reserved": "starting", "held": "running"}
 
 
+class Compute(NamedTuple):
+    """What a container says of its time on one device."""
+
+    recent_percent: float  # over the last second
+    busy_ns: int
+    waited_ns: int  # held back by its limit, summed over threads
+
+
 class Use(NamedTuple):
     """One share and what the container says that it takes of it."""
 
     share: Share
     used_bytes: int
     refused: int  # allocations refused since the start
+    compute: Optional[Compute] = None  # None: its page cannot be read
 
     @property
     def limit_bytes(self) -> int:
@@ -57,11 +67,24 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
         if used > most:
             notes.append(f"the usage page claims {used} bytes of device {share.device.index}, which has {most}")
         refused_here = usage.refused[share.slot] if usage and share.slot < len(usage.refused) else 0
-        uses.append(Use(share, min(used, most), refused_here))
+        uses.append(Use(share, min(used, most), refused_here, _compute(usage, share.slot, lease.created)))
     if usage:
         slots = usage.slots
         notes.extend(usage.warnings)
     return Container(lease.id, state, "; ".join(notes), lease, tuple(uses), slots)
+
+
+def _compute(usage: Optional[region.Usage], slot: int, created: float) -> Optional[Compute]:
+    """No number is beyond what there can be in the container's lifetime."""
+    if usage is None or slot >= len(usage.buckets):
+        return None
+    bucket = usage.buckets[slot]
+    age_ns = int(max(0.0, time.time() - created) * 1e9)
+    return Compute(
+        region.recent_percent(bucket, time.monotonic_ns()),
+        min(bucket.busy_ns, age_ns),
+        min(bucket.waited_ns, age_ns * region.MAX_SLOTS),
+    )
 
 
 def containers(state_dir: str) -> list[Container]:
