@@ -48,6 +48,11 @@ static void publish(struct gs_throttle *t, const struct gs_run *run, uint64_t no
     a->busy_until_ns = idle ? 0 : now + 2 * (t->contexts + 1) * (uint64_t)work + 10 * MS;
     t->told_until_ns = a->busy_until_ns;
     a->horizon_ns = idle ? now : t->covered_ns;
+    const struct gs_segment *next =
+        t->finished != t->marked ? &t->segment[t->finished % GS_SEGMENTS] : &t->open;
+    a->expects_ns = next->probe ? t->slice_ns
+                                : (uint64_t)gs_throttle_when_hit(
+                                      next, next == &t->open ? next->hint_ns : next->work_ns);
     a->weight = t->limit.weight;
     a->priority = t->limit.priority;
     struct gs_run *last = &a->run[a->last % GS_RUNS];
@@ -66,6 +71,12 @@ static void publish(struct gs_throttle *t, const struct gs_run *run, uint64_t no
 
 /* ---- what has finished ----------------------------------------------------------------- */
 
+/* True when the device has begun with it, or did so before. */
+static bool started(struct gs_throttle *t, struct gs_segment *segment) {
+    return segment->start_event < 0 || segment->start_ns ||
+           t->env->done(t->env->arg, segment->start_event, &segment->start_ns);
+}
+
 static bool events_done(struct gs_throttle *t, struct gs_segment *segment) {
     const struct gs_throttle_env *env = t->env;
     while (segment->n_events) {
@@ -75,12 +86,10 @@ static bool events_done(struct gs_throttle *t, struct gs_segment *segment) {
         segment->end_ns = max64(segment->end_ns, stamp);
         segment->n_events--;
     }
-    return segment->start_event < 0 ||
-           env->done(env->arg, segment->start_event, &segment->start_ns);
+    return started(t, segment);
 }
 
-static void finish(struct gs_throttle *t, struct gs_segment *segment, const struct gs_peer *peer,
-                   unsigned n, uint64_t now) {
+static void finish(struct gs_throttle *t, struct gs_segment *segment, uint64_t now) {
     segment->before_ns = t->covered_ns;
     segment->clean |= segment->start_event < 0 && t->covered_ns >= segment->marked_ns;
     segment->start_ns = max64(segment->start_ns, t->covered_ns);
@@ -88,8 +97,7 @@ static void finish(struct gs_throttle *t, struct gs_segment *segment, const stru
     t->covered_ns = segment->end_ns;
     t->in_flight_ns -= segment->work_ns;
     atomic_store(&t->bucket->done_ns, now);
-    struct gs_run run = {segment->start_ns, segment->end_ns,
-                         gs_throttle_first_guess(t, segment, peer, n)};
+    struct gs_run run = {segment->start_ns, segment->end_ns, gs_throttle_first_guess(t, segment)};
     t->finished++;
     publish(t, &run, now);
 }
@@ -104,9 +112,13 @@ static void poll(struct gs_throttle *t, uint64_t now) {
             gs_throttle_survey(t, peer, n, now);
         }
         news = true;
-        finish(t, &t->segment[t->finished % GS_SEGMENTS], peer, n, now);
+        finish(t, &t->segment[t->finished % GS_SEGMENTS], now);
     }
-    if (t->marked != t->finished && t->told_until_ns < now + EXTEND)
+    bool begun = t->marked != t->finished && started(t, &t->segment[t->finished % GS_SEGMENTS]) &&
+                 t->segment[t->finished % GS_SEGMENTS].start_ns > t->busy_from_ns;
+    if (begun) /* not when it was queued */
+        t->busy_from_ns = t->segment[t->finished % GS_SEGMENTS].start_ns;
+    if (begun || (t->marked != t->finished && t->told_until_ns < now + EXTEND))
         publish(t, NULL, now);
     if (t->charged == t->finished)
         return;
@@ -276,7 +288,8 @@ void gs_throttle_sync_begin(struct gs_throttle *t) {
     for (const struct gs_throttle_stream *s = t->dirty; s; s = s->next_dirty)
         work += atomic_load(&((struct gs_throttle_stream *)s)->work_ns);
     /* What is expected of irregular kernels wanders. */
-    if (t->capturing || work < (gs_throttle_even(&t->open) ? TAIL : TAIL / 4))
+    if (t->capturing || !work ||
+        (t->contexts == 1 && work < (gs_throttle_even(&t->open) ? TAIL : TAIL / 4)))
         return;
     uint64_t now = t->env->now(t->env->arg);
     mark(t, now);

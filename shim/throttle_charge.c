@@ -50,10 +50,10 @@ int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *s
 }
 
 /* An interrupted segment is no average one: the longer it takes, the likelier it is hit. */
-static int64_t when_hit(const struct gs_segment *segment) {
+int64_t gs_throttle_when_hit(const struct gs_segment *segment, int64_t work_ns) {
     const struct gs_predictor *f = segment->n_functions ? segment->function[0] : NULL;
-    return f && f->moment[0] > 0 ? (int64_t)((float)segment->work_ns * f->moment[1] / f->moment[0])
-                                 : segment->work_ns;
+    return f && f->moment[0] > 0 ? (int64_t)((float)work_ns * f->moment[1] / f->moment[0])
+                                 : work_ns;
 }
 
 static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64_t own,
@@ -103,63 +103,34 @@ bool gs_throttle_even(const struct gs_segment *segment) {
     return f && f->moment[1] < 1.02f * f->moment[0] * f->moment[0];
 }
 
-/* What the stretches of the others leave. */
-static int64_t remainder_of(const struct gs_throttle *t, const struct gs_segment *segment,
-                            const struct company *c) {
-    int64_t own = (int64_t)(segment->end_ns - segment->start_ns) - (int64_t)c->contained_ns -
-                  (int64_t)c->shared_ns - (int64_t)(c->open_ns / (c->open + 1));
-    bool hit = c->contained_ns + c->shared_ns > 0;
-    if (hit && segment->work_ns < (int64_t)whole(t)) /* their switches, not mine */
-        own -= (int64_t)c->contexts * t->switch_ns;
-    return own;
-}
-
 /* What of a segment's time was its own, by what everybody says. */
-static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const struct company *c) {
-    int64_t took = (int64_t)(segment->end_ns - segment->start_ns), own;
-    const struct gs_predictor *f = segment->n_functions ? segment->function[0] : NULL;
+static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const struct gs_peer *peer,
+                     unsigned n, const struct company *c) {
+    int64_t took = (int64_t)(segment->end_ns - segment->start_ns), own, most;
+    bool sure, hit = c->contexts && (c->contained_ns || took > (int64_t)whole(t));
     float weight = 1;
-    if (!c->contexts || (!c->contained_ns && took <= (int64_t)whole(t))) {
-        bool sure;
-        own = gs_throttle_busy(t, segment, &sure);
-        if (!sure)
-            doubt(t);
+    most = gs_throttle_busy(t, segment, &sure);
+    if (!sure)
+        doubt(t);
+    if (!hit) {
         if (c->contexts && gs_throttle_even(segment)) {
-            double hit = (double)took / t->slice_ns;
-            weight = (float)(1 / (1 - (hit < 0.75 ? hit : 0.75)));
+            double slice = (double)took / t->slice_ns;
+            weight = (float)(1 / (1 - (slice < 0.75 ? slice : 0.75)));
         }
         t->straddled = 0;
-        if (sure && !c->contexts && f && segment->work_ns >= (int64_t)whole(t) / 2)
-            segment->function[0]->alone += f->alone < 64;
         if (sure)
-            learn(t, segment, own, c->contexts ? weight : 2);
-        return own;
+            learn(t, segment, most, c->contexts ? weight : 2);
+        return most;
     }
     t->straddled++;
-    bool lasting = segment->work_ns >= (int64_t)whole(t);
-    if (gs_throttle_even(segment) && !segment->probe && !lasting && t->straddled < STREAK) {
-        own = when_hit(segment) + t->switch_ns;
-    } else if (gs_throttle_even(segment) && !segment->probe && f->alone > 2 &&
-               t->straddled < 4 * STREAK) {
-        own = segment->work_ns + segment->work_ns / t->slice_ns * t->switch_ns;
-    } else {
-        own = remainder_of(t, segment, c);
-        if (segment->probe || lasting) {
-            int64_t fair = in_turn(t, segment, took, c->contexts + 1);
-            own = own > fair || segment->start_event >= 0 ? own : fair;
-            if (segment->start_event >= 0 && !c->contained_ns)
-                own = fair;
-        }
-        own = own > 0 ? own : 0;
-        bool sure;
-        int64_t most = gs_throttle_busy(t, segment, &sure);
-        own = own < most ? own : most;
-        if (sure)
-            learn(t, segment, own, 1);
-        else
-            doubt(t);
-    }
-    return own < took ? own : took;
+    own = gs_throttle_split(t, peer, n, segment->start_ns, segment->end_ns,
+                            segment->probe ? took : gs_throttle_when_hit(segment, segment->work_ns),
+                            segment->start_event >= 0);
+    own = own < most ? own : most;
+    if (sure && (!gs_throttle_even(segment) || segment->probe || t->straddled >= STREAK ||
+                 segment->work_ns >= (int64_t)whole(t)))
+        learn(t, segment, own, 1);
+    return own;
 }
 
 /* Whatever the others say, over some slices it is at least busy / contexts. A single segment may be
@@ -201,9 +172,9 @@ static void record(struct gs_bucket *bucket, const struct gs_segment *segment, i
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
                         const struct gs_peer *peer, unsigned n, uint64_t now) {
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
-    if (c.wait && now < segment->end_ns + DEFER)
+    if (c.wait && now < 2 * segment->end_ns - segment->start_ns + DEFER)
         return false;
-    int64_t own = judge(t, segment, &c);
+    int64_t own = judge(t, segment, peer, n, &c);
     bool sure;
     looked(t, segment, own);
     if (c.contexts)
@@ -219,19 +190,11 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
 }
 
 /* A first word to the others, before they have had theirs. */
-uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_segment *segment,
-                                 const struct gs_peer *peer, unsigned n) {
+uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_segment *segment) {
     uint64_t took = segment->end_ns - segment->start_ns, own = took;
-    bool lasting = segment->probe || segment->work_ns >= (int64_t)whole(t), sure;
-    if (took > whole(t) && t->contexts > 1) {
-        struct company c = {0};
-        bool uneven = !lasting && !gs_throttle_even(segment);
-        if (uneven)
-            c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
-        int64_t part = lasting             ? in_turn(t, segment, (int64_t)took, t->contexts)
-                       : !uneven || c.open ? when_hit(segment)
-                                           : remainder_of(t, segment, &c);
-        own = min64(took, part > 0 ? (uint64_t)part : 0);
-    }
-    return min64(own, (uint64_t)gs_throttle_busy(t, segment, &sure));
+    if (took > whole(t) && t->contexts > 1)
+        own =
+            min64(took, segment->probe ? (uint64_t)in_turn(t, segment, (int64_t)took, t->contexts)
+                                       : (uint64_t)gs_throttle_when_hit(segment, segment->work_ns));
+    return own;
 }

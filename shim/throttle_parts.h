@@ -57,15 +57,23 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now);
 
+/* ---- throttle_split.c: whose a stretch was -------------------------------------------------- */
+
+/* The part of a context that was on the device at `start` and at `end`; `length` is what it would
+ * take alone; `fresh`: it was idle before. */
+int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
+                          uint64_t start, uint64_t end, int64_t length, bool fresh);
+
 /* ---- throttle_charge.c ------------------------------------------------------------------ */
 
+/* What a segment takes that was interrupted. */
+int64_t gs_throttle_when_hit(const struct gs_segment *segment, int64_t work_ns);
 /* Launches of its function all take the same. */
 bool gs_throttle_even(const struct gs_segment *segment);
 /* What of a segment's time was surely busy. */
 int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *segment, bool *sure);
 /* What it is to be said to have held, as soon as it is done. */
-uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_segment *segment,
-                                 const struct gs_peer *peer, unsigned n);
+uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_segment *segment);
 /* False: the others have not said yet what they did. */
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
                         const struct gs_peer *peer, unsigned n, uint64_t now);

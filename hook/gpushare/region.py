@@ -127,7 +127,9 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("priority", "I"),
         ("last", "I"),
         ("n", "I"),
-        ("run", f"{48 * 24}x"),
+        ("expects_ns", "Q"),
+        ("reserved", "16x"),
+        ("run", f"{47 * 24}x"),
     ),
     "gs_page": (
         ("index", "I"),

@@ -147,7 +147,7 @@ struct gs_run {
     uint64_t end_ns;
     uint64_t run_ns;
 };
-#define GS_RUNS 48u
+#define GS_RUNS 47u
 
 /* What a context tells everybody else. */
 struct gs_activity {
@@ -158,6 +158,8 @@ struct gs_activity {
     uint32_t priority;
     uint32_t last; /* run[last] is the newest of n */
     uint32_t n;
+    uint64_t expects_ns; /* of the device, for what comes after the horizon until the next stamp */
+    uint64_t reserved[2];
     struct gs_run run[GS_RUNS];
 };
 
@@ -286,7 +288,9 @@ GS_AT(gs_activity, weight, 24);
 GS_AT(gs_activity, priority, 28);
 GS_AT(gs_activity, last, 32);
 GS_AT(gs_activity, n, 36);
-GS_AT(gs_activity, run, 40);
+GS_AT(gs_activity, expects_ns, 40);
+GS_AT(gs_activity, reserved, 48);
+GS_AT(gs_activity, run, 64);
 _Static_assert(sizeof(struct gs_activity) == 1192, "gs_activity");
 
 GS_AT(gs_page, index, 0);

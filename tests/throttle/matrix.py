@@ -92,12 +92,14 @@ def beside(mine: float, theirs: float, kernel: str) -> list[Cell]:
 
 
 def targets(cell: Cell, seed: int) -> list[float]:
-    """What each should get: its limit, or what it can use when only the others are limited."""
+    """What each should get: its limit, or what it can use when only the others are limited. In company it is unlimited
+    there and not without the law: who publishes nothing makes the others take more than their limits."""
     if not cell.referenced:
         return [tenant.limit for tenant in cell.tenants]
     found = []
+    more = "law=none" if len(cell.tenants) == 1 else ""
     for i, tenant in enumerate(cell.tenants):
-        free = [other._replace(limit=100, more="law=none") if k == i else other for k, other in enumerate(cell.tenants)]
+        free = [other._replace(limit=100, more=more) if k == i else other for k, other in enumerate(cell.tenants)]
         found.append(min(tenant.limit, simulate(free, ms=RUN_MS, seed=seed)[i].share()))
     return found
 
