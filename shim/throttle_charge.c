@@ -107,7 +107,7 @@ bool gs_throttle_even(const struct gs_segment *segment) {
 static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const struct gs_peer *peer,
                      unsigned n, const struct company *c) {
     int64_t took = (int64_t)(segment->end_ns - segment->start_ns), own, most;
-    bool sure, hit = c->contexts && (c->contained_ns || took > (int64_t)whole(t));
+    bool sure, hit = c->contexts && (c->inside || took > (int64_t)whole(t));
     float weight = 1;
     most = gs_throttle_busy(t, segment, &sure);
     if (!sure)
@@ -169,6 +169,20 @@ static void record(struct gs_bucket *bucket, const struct gs_segment *segment, i
     }
 }
 
+/* What it took to switch to a segment that was waiting when the others had no more work: from then,
+ * or its launch, until it began. That teaches what a switch takes. */
+static int64_t switched(struct gs_throttle *t, const struct gs_segment *segment,
+                        const struct company *c) {
+    uint64_t from = max64(segment->opened_ns, c->before_ns);
+    int64_t took = (int64_t)(segment->start_ns - from), known = t->switch_ns;
+    if (!c->over || from >= segment->start_ns || took > (int64_t)MOST_SWITCH)
+        return known;
+    t->switches += t->switches < 64;
+    int64_t step = known / (8 + t->switches); /* to the median, which no outlier moves */
+    t->switch_ns = (uint32_t)(known + (took > known ? step : -step));
+    return took < 2 * known ? took : known;
+}
+
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
                         const struct gs_peer *peer, unsigned n, uint64_t now) {
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
@@ -180,7 +194,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     if (c.contexts)
         own = bound(t, own, gs_throttle_busy(t, segment, &sure), c.contexts + 1);
     if (segment->start_event >= 0 && c.before_ns > segment->before_ns)
-        own += t->switch_ns;
+        own += switched(t, segment, &c);
     record(t->bucket, segment, own);
     if (t->limit.mode == GS_THROTTLE_SOFT && !c.outranked)
         own = 0;

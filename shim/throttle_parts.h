@@ -23,6 +23,7 @@
 #define STREAK 16u
 #define LEAST (2 * (int64_t)US) /* no launch is expected to take less */
 #define MAX_PEERS 64u
+#define MOST_SWITCH (500 * US)
 #define EDGE (20 * US) /* how well clocks of different containers agree */
 
 static inline uint64_t max64(uint64_t a, uint64_t b) {
@@ -41,14 +42,12 @@ static inline uint64_t whole(const struct gs_throttle *t) {
 /* ---- throttle_peers.c: what others did meanwhile ---------------------------------------- */
 
 struct company {
-    uint64_t contained_ns; /* runs of others that lie within, all theirs */
-    uint64_t shared_ns;    /* their part of what they say was theirs only in part */
-    uint64_t open_ns;      /* they had work, and do not know yet */
-    uint64_t before_ns;    /* the last end of a run of others before the start */
-    uint32_t contexts;     /* of others, with work in between */
-    uint32_t open;
-    bool outranked; /* somebody else's container, with our priority or more */
-    bool wait;
+    uint64_t before_ns; /* the last stamp of others before the start */
+    uint32_t contexts;  /* of others, with work in between */
+    bool over;          /* whose stamp it was had no more work then */
+    bool inside;        /* somebody had some of it for himself */
+    bool outranked;     /* somebody else's container, with our priority or more */
+    bool wait;          /* they had work, and do not know yet */
 };
 
 struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_peer *peer,

@@ -2,39 +2,34 @@
  */
 #include "throttle_parts.h"
 
-static bool look(const struct gs_activity *a, uint64_t start, uint64_t end, uint64_t whole,
-                 struct company *c) {
+/* The last stamp of others before the start; `over`: it had no more work then. */
+static void last_stamp(struct company *c, uint64_t at, uint64_t start, bool over) {
+    if (at > start + EDGE || at <= c->before_ns)
+        return;
+    c->before_ns = at;
+    c->over = over;
+}
+
+static bool look(const struct gs_activity *a, uint64_t start, uint64_t end, struct company *c) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
-    bool active = false;
+    bool active = false, open = a->busy_from_ns && a->busy_until_ns > start;
+    uint64_t next = open ? max64(a->horizon_ns, a->busy_from_ns) : UINT64_MAX;
     for (uint32_t i = 0; i < n; i++) {
         const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
-        uint64_t from = max64(run->start_ns, start), to = min64(run->end_ns, end);
-        if (run->end_ns <= start + EDGE && run->end_ns > c->before_ns)
-            c->before_ns = run->end_ns;
+        last_stamp(c, run->start_ns, start, false);
+        last_stamp(c, run->end_ns, start, next > run->end_ns);
+        next = run->start_ns;
         if (run->end_ns <= start)
             break;
-        if (from >= to)
+        if (run->start_ns >= end)
             continue;
-        uint64_t length = run->end_ns - run->start_ns, own = min64(run->run_ns, length);
         active = true;
-        bool within = run->start_ns + EDGE >= start && run->end_ns <= end + EDGE;
-        if (own == length && within)
-            c->contained_ns += to - from;
-        else if (own < whole) /* interrupted, so it ran at its two ends */
-            c->shared_ns += within ? own
-                            : run->start_ns + EDGE < start && run->end_ns > end + EDGE
-                                ? 0
-                                : min64(own / 2, to - from);
-        else
-            c->shared_ns += (uint64_t)((double)(to - from) * (double)own / (double)length);
+        c->inside |= run->run_ns >= run->end_ns - run->start_ns && run->start_ns + EDGE >= start &&
+                     run->end_ns <= end + EDGE;
     }
     uint64_t known = max64(max64(a->horizon_ns, a->busy_from_ns), start);
-    if (a->busy_from_ns && known < end && a->busy_until_ns > known) {
-        c->open_ns += min64(end, a->busy_until_ns) - known;
-        c->open++;
-        c->wait = true;
-        active = true;
-    }
+    if (a->busy_from_ns && known < end && a->busy_until_ns > known)
+        active = c->wait = true;
     return active;
 }
 
@@ -42,7 +37,7 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
                                    unsigned n, uint64_t start, uint64_t end) {
     struct company c = {0};
     for (unsigned i = 0; i < n; i++)
-        if (look(peer[i].activity, start, end, whole(t), &c)) {
+        if (look(peer[i].activity, start, end, &c)) {
             c.contexts++;
             if (peer[i].container != t->container &&
                 peer[i].activity->priority >= t->limit.priority)
