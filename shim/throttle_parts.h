@@ -24,7 +24,7 @@
 #define LEAST (2 * (int64_t)US) /* no launch is expected to take less */
 #define MAX_PEERS 64u
 #define MOST_SWITCH (500 * US)
-#define EDGE (20 * US) /* how well clocks of different containers agree */
+#define EDGE (20 * US) /* how well clocks of different containers agree; less than a switch */
 
 static inline uint64_t max64(uint64_t a, uint64_t b) {
     return a > b ? a : b;
@@ -45,7 +45,7 @@ struct company {
     uint64_t before_ns; /* the last stamp of others before the start */
     uint32_t contexts;  /* of others, with work in between */
     bool over;          /* whose stamp it was had no more work then */
-    bool inside;        /* somebody had some of it for himself */
+    bool inside;        /* somebody was on the device in between */
     bool outranked;     /* somebody else's container, with our priority or more */
     bool wait;          /* they had work, and do not know yet */
 };

@@ -24,8 +24,8 @@ static bool look(const struct gs_activity *a, uint64_t start, uint64_t end, stru
         if (run->start_ns >= end)
             continue;
         active = true;
-        c->inside |= run->run_ns >= run->end_ns - run->start_ns && run->start_ns + EDGE >= start &&
-                     run->end_ns <= end + EDGE;
+        c->inside |= (run->start_ns > start + EDGE && run->start_ns + EDGE < end) ||
+                     (run->end_ns > start + EDGE && run->end_ns + EDGE < end);
     }
     uint64_t known = max64(max64(a->horizon_ns, a->busy_from_ns), start);
     if (a->busy_from_ns && known < end && a->busy_until_ns > known)

@@ -177,7 +177,7 @@ int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *pee
     struct turn turn = {.owner = ME};
     s.n = 0;
     for (unsigned i = 0; i < n; i++)
-        add_peer(&s, peer[i].activity, i, start, end);
+        add_peer(&s, peer[i].activity, i, start + EDGE, end - min64(EDGE, end));
     struct stamp last = {start, ME, 0, length, fresh}, stop = {end, ME, length, 0, false};
     for (unsigned i = 0; i <= s.n; i++) {
         const struct stamp *next = i < s.n ? &s.stamp[i] : &stop;
