@@ -50,7 +50,7 @@ static void publish(struct gs_throttle *t, const struct gs_run *run, uint64_t no
     a->horizon_ns = idle ? now : t->covered_ns;
     const struct gs_segment *next =
         t->finished != t->marked ? &t->segment[t->finished % GS_SEGMENTS] : &t->open;
-    a->expects_ns = next->probe ? t->slice_ns
+    a->expects_ns = next->probe ? 2 * (uint64_t)t->slice_ns
                                 : (uint64_t)gs_throttle_when_hit(
                                       next, next == &t->open ? next->hint_ns : next->work_ns);
     a->weight = t->limit.weight;
@@ -255,6 +255,8 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     }
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
         quantum = WINDOW;
+    else if (known && !gs_throttle_even(f)) /* more stamps, as less is known of each */
+        quantum = QUANTUM / 2;
     pay = (ns > quantum ? ns : quantum) - atomic_load(&t->allowance_ns);
     if (atomic_load(&t->allowance_ns) >= ns)
         pay = 0;
@@ -289,7 +291,7 @@ void gs_throttle_sync_begin(struct gs_throttle *t) {
         work += atomic_load(&((struct gs_throttle_stream *)s)->work_ns);
     /* What is expected of irregular kernels wanders. */
     if (t->capturing || !work ||
-        (t->contexts == 1 && work < (gs_throttle_even(&t->open) ? TAIL : TAIL / 4)))
+        (t->contexts == 1 && work < (gs_throttle_even(t->open.function[0]) ? TAIL : TAIL / 4)))
         return;
     uint64_t now = t->env->now(t->env->arg);
     mark(t, now);

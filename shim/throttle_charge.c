@@ -97,9 +97,8 @@ static int64_t in_turn(const struct gs_throttle *t, const struct gs_segment *seg
     return took / round * (slice + t->switch_ns) + (rest < slice ? rest : slice);
 }
 
-/* Launches of its function all take the same. */
-bool gs_throttle_even(const struct gs_segment *segment) {
-    const struct gs_predictor *f = segment->n_functions ? segment->function[0] : NULL;
+/* Its launches all take the same. */
+bool gs_throttle_even(const struct gs_predictor *f) {
     return f && f->moment[1] < 1.02f * f->moment[0] * f->moment[0];
 }
 
@@ -113,7 +112,7 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     if (!sure)
         doubt(t);
     if (!hit) {
-        if (c->contexts && gs_throttle_even(segment)) {
+        if (c->contexts && gs_throttle_even(segment->function[0])) {
             double slice = (double)took / t->slice_ns;
             weight = (float)(1 / (1 - (slice < 0.75 ? slice : 0.75)));
         }
@@ -127,8 +126,8 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
                             segment->probe ? took : gs_throttle_when_hit(segment, segment->work_ns),
                             segment->start_event >= 0);
     own = own < most ? own : most;
-    if (sure && (!gs_throttle_even(segment) || segment->probe || t->straddled >= STREAK ||
-                 segment->work_ns >= (int64_t)whole(t)))
+    if (sure && (!gs_throttle_even(segment->function[0]) || segment->probe ||
+                 t->straddled >= STREAK || segment->work_ns >= (int64_t)whole(t)))
         learn(t, segment, own, 1);
     return own;
 }

@@ -67,8 +67,8 @@ int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *pee
 
 /* What a segment takes that was interrupted. */
 int64_t gs_throttle_when_hit(const struct gs_segment *segment, int64_t work_ns);
-/* Launches of its function all take the same. */
-bool gs_throttle_even(const struct gs_segment *segment);
+/* Its launches all take the same. */
+bool gs_throttle_even(const struct gs_predictor *f);
 /* What of a segment's time was surely busy. */
 int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *segment, bool *sure);
 /* What it is to be said to have held, as soon as it is done. */
