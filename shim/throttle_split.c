@@ -48,7 +48,7 @@ static void add_peer(struct stamps *s, const struct gs_activity *a, unsigned pee
                      uint64_t end) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     bool open = a->busy_from_ns && a->busy_until_ns > start;
-    uint64_t next_start = open ? a->horizon_ns : 0;
+    uint64_t next_start = open ? max64(a->horizon_ns, a->busy_from_ns) : 0;
     int64_t next = open ? (int64_t)(a->expects_ns < INT64_MAX ? a->expects_ns : 0) : 0;
     if (open && a->busy_from_ns > start && a->busy_from_ns < end && a->busy_from_ns > a->horizon_ns)
         add(s, a->busy_from_ns, peer, 0, next, true);
