@@ -21,7 +21,7 @@ COUNTED = 0.001  # of all rounds may be missing: none is
 
 def times(session: Session) -> dict[str, float]:
     """Lengths of one stretch of work."""
-    return {"settle_s": 0.1, "run_s": 0.3} if session.short else {"settle_s": 0.7, "run_s": 2.5}
+    return {"settle_s": 0.1, "run_s": 0.3} if session.short else {"settle_s": 0.6, "run_s": 2.0}
 
 
 class Bench:
@@ -61,14 +61,16 @@ class Bench:
         return [f"the device counted {wrong[0]:.4f} of what was launched"] if wrong else []
 
 
-def ratios(session: Session, percent: Optional[int], torch: str = "", **shape: Any) -> tuple[dict[str, Any], list[str]]:
+def ratios(
+    session: Session, percent: Optional[int], torch: str = "", rounds: int = 2, **shape: Any
+) -> tuple[dict[str, Any], list[str]]:
     """Speed in a share relative to native speed before and after it, several times."""
     with contextlib.ExitStack() as stack:
         bench = Bench(session, stack, torch, **shape)
         inside = bench.add(stack.enter_context(session.place(compute_percent=percent)))
         (native,) = bench.rates(bench.native)
         natives, found = [native], []
-        for _ in range(2 if session.short else 4):
+        for _ in range(2 if session.short else rounds):
             (rate,) = bench.rates(inside)
             (native,) = bench.rates(bench.native)
             found.append(rate / ((natives[-1] + native) / 2))
@@ -80,7 +82,7 @@ def ratios(session: Session, percent: Optional[int], torch: str = "", **shape: A
 
 def uncapped(session: Session, torch: str = "") -> Result:
     """Native, under the shim without a limit, native, ..."""
-    values, wrong = ratios(session, None, torch)
+    values, wrong = ratios(session, None, torch, rounds=3 if torch else 5)
     low, high = values["ci95"]
     note = f"{100 * values['ratio']:.2f} % of native speed (95 %: {100 * low:.2f} to {100 * high:.2f})"
     if high < LEAST_RATIO:

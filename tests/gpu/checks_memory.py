@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from tests.gpu.processes import ask as run_tenant
 from tests.gpu.session import Result, Session, size, verdict
 
 MIB = 1 << 20
@@ -113,6 +114,19 @@ def processes(session: Session) -> Result:
         wrong.append("one was not refused")
     values = {"limit_bytes": limit, "got_bytes": [one["got_bytes"] for one in seen], "device_bytes": taken}
     return verdict(wrong, f"limit {size(limit)}: together {size(got)}, device counts {size(taken)}", values)
+
+
+def nvml(session: Session) -> Result:
+    """What NVML's clients see in a share."""
+    if not (session.machine.shim / "libnvidia-ml.so").exists():
+        return Result("absent", "there is no shim before NVML: it was compiled without nvml.h", {})
+    limit = limit_of(session)
+    with session.place(limit) as place:
+        seen = run_tenant("nvml", session.deadline, place, uuid=session.machine.uuid)
+    shown = {name: value for name, value in seen.items() if value is not None}
+    note = ", ".join(f"{name} {size(value)}" for name, value in shown.items())
+    wrong = [note] if set(shown.values()) != {limit} else []
+    return verdict(wrong, note, {**seen, "limit_bytes": limit})
 
 
 def pool(session: Session) -> Result:

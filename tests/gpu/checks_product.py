@@ -13,6 +13,7 @@ from tests.gpu.place import TREE
 from tests.gpu.session import Result, Session, size, verdict
 
 GPUSHARE = TREE / "build" / "bin" / "gpushare"
+BUNDLED = TREE / "build" / "dist" / "gpushare" / "bin" / "gpushare"
 PACKAGES = ("click", "yaml", "jsonschema")  # what gpushare's command line needs beside the standard library
 START = "from gpushare.cli import main; sys.exit(main())"
 TORCH_SLACK = 256 << 20  # PyTorch asks for 64 MiB at a time, and its libraries have code and workspaces
@@ -23,12 +24,15 @@ def has_torch() -> bool:
 
 
 def _gpushare() -> list[str]:
-    """The program as it was built here, else from the source tree with what this python3 has."""
-    if (TREE / "build" / "venv").is_dir():
+    """The program as it was built here; the bundle, which needs nothing of this machine; else the source tree with what
+    this python3 has."""
+    if (TREE / "build" / ".setup").exists() and GPUSHARE.exists():
         return [str(GPUSHARE)]
+    if BUNDLED.exists():
+        return [str(BUNDLED)]
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise processes.Absent(f"this python3 has no {', '.join(missing)}, and there is no build/venv")
+        raise processes.Absent(f"this python3 has no {', '.join(missing)}, and build/dist is not here")
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TREE / 'hook')!r})\n{START}"]
 
 

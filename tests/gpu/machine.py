@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -86,7 +85,7 @@ def choose_device() -> None:
 def _real(shim: Path) -> Machine:
     if not os.path.exists("/dev/nvidia-uvm") and shutil.which("nvidia-modprobe"):
         # Makes the nodes that a first CUDA program of root would make; loads a module that is not there yet.
-        subprocess.run(["nvidia-modprobe", "-c", "0", "-u"], check=False, capture_output=True, timeout=FIND_S)
+        _output("nvidia-modprobe", "-c", "0", "-u")
     # A shim that was compiled without nvml.h stands before libcuda alone.
     covers = tuple((stem, path) for stem, path in _files() if (shim / f"{stem}.so").exists())
     if not any(stem == "libcuda" for stem, _ in covers):
@@ -157,14 +156,17 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 def _cache() -> list[str]:
     """Paths of the driver's libraries in ld.so.cache."""
-    for program in ("ldconfig", "/sbin/ldconfig"):
-        try:
-            done = subprocess.run([program, "-p"], check=False, capture_output=True, text=True, timeout=FIND_S)
-        except OSError:
-            continue
-        paths = (line.rpartition("=> ")[2] for line in done.stdout.splitlines())
-        return [path for path in paths if os.path.basename(path).startswith(tuple(f"{s}.so" for s in STEMS))]
-    return []
+    text = _output("ldconfig", "-p") or _output("/sbin/ldconfig", "-p")
+    paths = (line.rpartition("=> ")[2] for line in text.splitlines())
+    return [path for path in paths if os.path.basename(path).startswith(tuple(f"{stem}.so" for stem in STEMS))]
+
+
+def _output(*command: str) -> str:
+    """What a program of this machine says; "" when it is not there or does not end."""
+    try:
+        return processes.run(command, time.monotonic() + FIND_S)[1]
+    except (OSError, processes.Failed):
+        return ""
 
 
 def _is_ours(file: Path) -> bool:

@@ -51,7 +51,7 @@ class Place:
         from gpushare import region
         from gpushare.model import Device, Share
 
-        from tests.shim.company import join
+        from tests.gpu.company import join
 
         self._temporary = tempfile.TemporaryDirectory(prefix="gpu-check-")
         self.directory = Path(self._temporary.name)
@@ -63,7 +63,7 @@ class Place:
         for name in ("lower/gpushare", "rw", "dev"):
             (self.directory / name).mkdir(parents=True)
         company = company or self.directory / "company"
-        number = join(company, machine.uuid)
+        number = join(company)
         limits = bytearray(region.pack_limits([share], nonce))
         at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", "page")
         struct.pack_into("<I", limits, at, number)
@@ -82,7 +82,7 @@ class Place:
                 "covers": [(stem, str(path)) for stem, path in machine.covers],
                 "simhost": str(machine.simhost or ""),
                 "peers": str(company),
-                "pages": str(company / machine.uuid / str(number)),
+                "pages": str(company / str(number)),
                 "uuid": machine.uuid,
             }
         )
@@ -160,7 +160,7 @@ def enter(inside: dict[str, Any]) -> None:
         bind(path, f"{PRIVATE}/driver/{stem}-real.so.1")
     bind(f"{scratch}/limits", f"{PRIVATE}/limits")
     bind(f"{scratch}/rw", f"{PRIVATE}/rw", read_only=False)
-    bind(inside["peers"], f"{PRIVATE}/peers")
+    bind(inside["peers"], f"{PRIVATE}/peers/{inside['uuid']}")
     bind(inside["pages"], f"{PRIVATE}/pages/{inside['uuid']}", read_only=False)
     for stem, path in covers:
         bind(f"{inside['shim']}/{stem}.so", path, read_only=False)

@@ -19,6 +19,7 @@ TENANTS = {
     "meter": ("device", "meter"),
     "context": ("device", "context"),
     "names": ("device", "names"),
+    "nvml": ("device", "nvml"),
     "fill": ("memory", "fill"),
     "pool": ("memory", "pool"),
     "calibrate": ("work", "calibrate"),

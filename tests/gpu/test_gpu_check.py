@@ -15,12 +15,13 @@ import pytest
 
 from tests.gpu import docs, processes
 from tests.gpu.checks import CHECKS
-from tests.gpu.place import TREE
+from tests.gpu.place import STEMS, TREE
 from tests.lib.host import BUILD
+from tests.sim.simhost import VERSION, make_simhost
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 VERDICTS = {"held", "missed", "measured", "absent", "failed"}
-MEMORY = ("memory.plain", "memory.async", "memory.vmm", "memory.managed", "memory.processes")
+MEMORY = ("memory.plain", "memory.async", "memory.vmm", "memory.managed", "memory.processes", "memory.nvml")
 # What a GPU is needed for
 ABSENT = {check.name for check in CHECKS if check.needs}
 
@@ -102,6 +103,31 @@ def test_a_program_is_killed_at_its_deadline(tmp_path: Path) -> None:
     with tenant, pytest.raises(processes.Failed):
         while True:
             tenant.hear()
+
+
+def test_a_driver_that_is_installed_is_found_and_stood_before(tmp_path: Path) -> None:
+    """As on hardware: no path is given, only the loader knows where the driver is."""
+    simulated = make_simhost(tmp_path / "host", gpus=1, late_return_ms=0)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    out = tmp_path / "gpu-check.json"
+    options = ["--short", "--json", str(out), "--only", ",".join(("context", "loader", *MEMORY, "slices"))]
+    inside = [sys.executable, "-m", "tests.gpu.installed", str(simulated), str(scratch)]
+    env = {**os.environ, "PYTHONPATH": f"{TREE}:{TREE}/hook"}
+    done = subprocess.run(
+        [*inside, sys.executable, "-m", "tests.gpu", *options],
+        cwd=TREE,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    content = json.loads(out.read_text())
+    assert content["simulated"] is False, done.stdout
+    assert [Path(path).name for path in content["host"]["covered"]] == [f"{stem}.so.{VERSION}" for stem in STEMS]
+    verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
+    held = dict.fromkeys(("loader", *MEMORY), "held")
+    assert verdicts == {**held, "context": "measured", "slices": "absent"}, done.stdout
 
 
 def test_without_private_mounts_it_says_so(tmp_path: Path) -> None:

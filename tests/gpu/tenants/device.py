@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import subprocess
 from collections.abc import Callable
 from ctypes import byref, c_char_p, c_int, c_uint, c_uint64, c_ulonglong, c_void_p
 from typing import Optional
@@ -100,6 +101,26 @@ def _nvml_meter(library: str, uuid: str) -> Optional[Callable[[], int]]:
         return int(memory.used)
 
     return read
+
+
+def nvml(uuid: str) -> None:
+    """The device's total memory, of NVML and of nvidia-smi (None: there is none), in a share."""
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    handle, memory = c_void_p(), Memory()
+    code = library.nvmlInit_v2()
+    code = code or library.nvmlDeviceGetHandleByUUID(c_char_p(uuid.encode()), byref(handle))
+    code = code or library.nvmlDeviceGetMemoryInfo(handle, byref(memory))
+    assert not code, f"NVML gave {code}"
+    say(nvml=memory.total, nvidia_smi=_nvidia_smi(uuid))
+
+
+def _nvidia_smi(uuid: str) -> Optional[int]:
+    command = ["nvidia-smi", f"--id={uuid}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout
+        return int(said.strip()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def _cuda_meter(library: str) -> Callable[[], int]:

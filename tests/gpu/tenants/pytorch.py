@@ -8,7 +8,7 @@ from typing import Any
 from tests.gpu.tenant import absent, listen, say
 
 MIB = 1 << 20
-MATRIX = 2048
+MATRIX = 4096
 QUEUE = 8
 
 
@@ -77,7 +77,7 @@ def work(graph: bool = False) -> None:
                 if not at_first and now >= begin:
                     first, at_first = done, now
             torch.cuda.synchronize()
-            say(per_s=(done - first) / (now - at_first))
+            say(per_s=(done - first) / (now - (at_first or begin)))
 
 
 def graph() -> None:
