@@ -3,7 +3,7 @@
 DIST := build/dist/gpushare
 DIST_VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 DIST_NAME = gpushare-$(DIST_VERSION)-linux-x86_64
-DIST_SOURCES := $(shell find hook/gpushare -name '*.py') $(wildcard config/*.*) packaging/gpushare.spec
+DIST_SOURCES := $(shell find hook/gpushare -name '*.py') $(wildcard config/*.*) packaging/gpushare.spec packaging/pack
 
 build/dist/boot: hook/launcher/boot.c hook/launcher/launcher.mk | $(SETUP)
 	@mkdir -p $(@D)

@@ -5,10 +5,11 @@ argv: -c, descriptor of the environment that boot.c was given, path of the progr
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
-from . import names
+from . import names, packed
 
 
 def main() -> None:
@@ -17,17 +18,20 @@ def main() -> None:
     os.set_inheritable(fd, False)
     folder, name = os.path.split(program)
     names.SHIM_DIR = os.path.dirname(folder) + "/shim"
+    if name in packed.PROGRAMS:
+        gc.disable()
+        packed.load(f"{os.path.dirname(os.path.dirname(__file__))}/{name}.pack")
     if name == "gpushare-hook":  # takes nothing from the environment
         from . import hook
 
-        sys.exit(hook.main())
+        os._exit(hook.main())
     from . import lowlevel
 
     lowlevel.ENVIRONMENT = f"/proc/self/fd/{fd}"
     if name == "gpushare-runtime":
         from . import runtime
 
-        sys.exit(runtime.main())
+        os._exit(runtime.main())
     os.environb.clear()
     os.environb.update(lowlevel.environment())
     from .cli import main as cli

@@ -1,0 +1,104 @@
+"""The modules of a start in one file, loaded at once: faster than so many imports (start path).
+
+    load(path) -> bool      the first half is in sys.modules, the second will be when something of it is imported
+
+packaging/pack writes the file: this Python's magic number and two marshalled tuples of modules, each behind those that
+it imports. It is a cache of code: with another Python, or when one source file is not what it was, nothing of it is
+used, and modules are imported as always; so are, also later, those that are not in it.
+"""
+
+from __future__ import annotations
+
+import _frozen_importlib_external as importer
+import marshal
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import CodeType, ModuleType
+    from typing import Optional
+
+PROGRAMS = {  # program -> what its start imports: first, also for containers that ask for nothing; then for the others
+    "gpushare-runtime": (
+        "runtime applied request",
+        "driverfiles leases node placement plan policy procmask rootfs specedit spectree storage ticket",
+    ),
+    "gpushare-hook": ("hook request", "apply driverfiles leases node placement plan policy rootfs storage"),
+}
+_new_spec = type(sys.__spec__)  # ModuleSpec, without importing importlib
+MAGIC: bytes = importer.MAGIC_NUMBER
+_MAX_BYTES = 8 << 20
+
+
+def load(path: str) -> bool:
+    """False: nothing was loaded. Whoever could write the file could write our modules."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.read(fd, _MAX_BYTES)
+        finally:
+            os.close(fd)
+        if not data.startswith(MAGIC):
+            return False
+        sources, first, names, then = marshal.loads(memoryview(data)[len(MAGIC) :])
+        for file, changed_ns, size in sources:
+            status = os.stat(file)
+            if status.st_mtime_ns != changed_ns or status.st_size != size:
+                return False
+    except (OSError, ValueError, EOFError, TypeError):
+        return False
+    folder = os.path.dirname(path)
+    _make(first, folder)
+    sys.meta_path.insert(0, _Rest(names, then, folder))
+    return True
+
+
+def _make(half: bytes, folder: str) -> None:
+    for name, is_package, file, code in marshal.loads(half):
+        if name not in sys.modules:
+            _make_module(name, is_package, os.path.join(folder, file), code)
+
+
+def _make_module(name: str, is_package: bool, file: str, code: CodeType) -> None:
+    module = type(sys)(name)
+    module.__spec__ = spec = _new_spec(name, _Loaded, origin=file, is_package=is_package)  # type: ignore[arg-type]
+    module.__package__, module.__file__ = spec.parent, file
+    if is_package:
+        module.__path__ = spec.submodule_search_locations = [os.path.dirname(file)]
+    sys.modules[name] = module
+    try:
+        exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    above, _, last = name.rpartition(".")
+    if above:
+        setattr(sys.modules[above], last, module)
+
+
+class _Loaded:
+    """The loader of what is there already."""
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        """It has run."""
+
+
+class _Rest:
+    """Finds the modules of the second half, once: then all are there."""
+
+    def __init__(self, names: tuple[str, ...], half: bytes, folder: str) -> None:
+        self._names, self._half, self._folder = names, half, folder
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Optional[ModuleSpec]:
+        if name not in self._names:
+            return None
+        sys.meta_path.remove(self)
+        _make(self._half, self._folder)
+        return sys.modules[name].__spec__
