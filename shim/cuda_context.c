@@ -1,6 +1,6 @@
 /* Contexts: each takes memory before the program asks for any (context_bytes of the limits file),
  * and takes everything that was allocated in it along when it goes. */
-#include "cuda_shim.h"
+#include "compute.h"
 
 /* context -> entry: bytes = its charge, extra = device | attached uses << 32 */
 static struct gs_map contexts;
@@ -138,6 +138,7 @@ CUresult gs_context_begin(struct gs_charge *charge, CUdevice device) {
 
 CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcontext *context,
                          CUdevice device) {
+    gs_now_current(NULL); /* a new context is current where it was made */
     if (result != CUDA_SUCCESS || !context || !learn(*context, device, charge->bytes))
         gs_charge_abort(charge);
     return result;
@@ -162,7 +163,12 @@ static CUresult destroy(CUcontext context, CUresult (*call)(CUcontext)) {
         return call(context);
     bool known = gs_map_take(&contexts, key_of(context), &entry);
     struct gs_dropped *dropped = gs_drop_begin(context);
+    struct gs_leaving leaving;
+    gs_compute_context_goes(&leaving, context);
     CUresult result = call(context);
+    gs_compute_context_gone(&leaving);
+    gs_captures_context_gone(context);
+    gs_now_current(NULL);
     gs_drop_end(dropped, result == CUDA_SUCCESS);
     if (known && result == CUDA_SUCCESS) {
         gs_release(entry.dev, entry.bytes);
@@ -230,6 +236,8 @@ static bool primary_active(CUdevice device) {
 static void primary_gone(CUdevice device) {
     struct gs_entry entry;
     CUcontext context = primary[device].context;
+    gs_compute_context_lost(context);
+    gs_captures_context_gone(context);
     if (context && gs_map_take(&contexts, key_of(context), &entry)) {
         gs_release(entry.dev, entry.bytes);
         atomic_fetch_add(&epoch, 1);
@@ -305,7 +313,11 @@ static CUresult primary_goes(CUresult (*call)(CUdevice), CUdevice device, bool r
     CUcontext context = primary[device].context;
     bool last_use = reset || primary[device].retained <= 1;
     struct gs_dropped *dropped = last_use && context ? gs_drop_begin(context) : NULL;
+    struct gs_leaving leaving = {0};
+    if (last_use)
+        gs_compute_context_goes(&leaving, context);
     CUresult result = call(device);
+    gs_compute_context_gone(&leaving);
     bool gone = result == CUDA_SUCCESS && last_use && !primary_active(device);
     gs_drop_end(dropped, gone || (reset && result == CUDA_SUCCESS));
     if (result == CUDA_SUCCESS && !reset && primary[device].retained)

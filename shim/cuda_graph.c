@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "code.h"
+#include "compute.h"
 #include "pool.h"
 
 _Static_assert(sizeof(CUgraphExec) == sizeof(uint64_t), "handles are keys");
@@ -135,6 +136,7 @@ static CUresult instantiated(CUresult result, const CUgraphExec *exec, CUgraph g
 /* An update may bring other sizes: measured again. */
 static CUresult updated(CUresult result, CUgraphExec exec, CUgraph graph) {
     struct measured sum = {0};
+    gs_compute_changed(exec);
     if (result != CUDA_SUCCESS || !gs_slot())
         return result;
     measure(graph, &sum, 0);
@@ -248,14 +250,25 @@ GS_EXPORT CUresult CUDAAPI cuGraphInstantiateWithParams_ptsz(
     return with_params(real, exec, graph, params);
 }
 
+static CUresult launch_in_turn(launch_fn real, CUgraphExec exec, CUstream stream, CUstream named) {
+    struct gs_admission admission;
+    if (!gs_compute_passes(exec, 0, 0, 0, named)) {
+        gs_compute_admit(&admission, exec, (struct gs_grid){0}, named, false, true);
+        CUresult result = launch(real, exec, stream);
+        gs_compute_launched(&admission);
+        return result;
+    }
+    return launch(real, exec, stream);
+}
+
 GS_EXPORT CUresult CUDAAPI cuGraphLaunch(CUgraphExec exec, CUstream stream) {
     GS_NEED(real, cuGraphLaunch);
-    return launch(real, exec, stream);
+    return launch_in_turn(real, exec, stream, stream);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphLaunch_ptsz(CUgraphExec exec, CUstream stream) {
     GS_NEED(real, cuGraphLaunch_ptsz);
-    return launch(real, exec, stream);
+    return launch_in_turn(real, exec, stream, gs_per_thread(stream));
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphUpload(CUgraphExec exec, CUstream stream) {
@@ -271,6 +284,7 @@ GS_EXPORT CUresult CUDAAPI cuGraphUpload_ptsz(CUgraphExec exec, CUstream stream)
 GS_EXPORT CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec exec) {
     GS_NEED(real, cuGraphExecDestroy);
     struct measured was = {0};
+    gs_compute_changed(exec);
     if (!gs_slot() || atomic_load(&with_memory) == 0)
         return real(exec);
     forget(exec, &was);
@@ -365,6 +379,7 @@ static CUresult changed(CUresult result, CUgraphExec exec, CUgraph child) {
 GS_EXPORT CUresult CUDAAPI cuGraphExecNodeSetParams(CUgraphExec exec, CUgraphNode node,
                                                     CUgraphNodeParams *params) {
     GS_NEED(real, cuGraphExecNodeSetParams);
+    gs_compute_changed(exec);
     CUgraph child = params && params->type == CU_GRAPH_NODE_TYPE_GRAPH ? params->graph.graph : NULL;
     return changed(real(exec, node, params), exec, child);
 }
@@ -372,5 +387,20 @@ GS_EXPORT CUresult CUDAAPI cuGraphExecNodeSetParams(CUgraphExec exec, CUgraphNod
 GS_EXPORT CUresult CUDAAPI cuGraphExecChildGraphNodeSetParams(CUgraphExec exec, CUgraphNode node,
                                                               CUgraph child) {
     GS_NEED(real, cuGraphExecChildGraphNodeSetParams);
+    gs_compute_changed(exec);
     return changed(real(exec, node, child), exec, child);
+}
+
+GS_EXPORT CUresult CUDAAPI cuGraphExecKernelNodeSetParams(CUgraphExec exec, CUgraphNode node,
+                                                          const CUDA_KERNEL_NODE_PARAMS_v1 *params) {
+    GS_NEED(real, cuGraphExecKernelNodeSetParams);
+    gs_compute_changed(exec);
+    return real(exec, node, params);
+}
+
+GS_EXPORT CUresult CUDAAPI cuGraphExecKernelNodeSetParams_v2(CUgraphExec exec, CUgraphNode node,
+                                                             const CUDA_KERNEL_NODE_PARAMS *params) {
+    GS_NEED(real, cuGraphExecKernelNodeSetParams_v2);
+    gs_compute_changed(exec);
+    return real(exec, node, params);
 }

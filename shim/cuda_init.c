@@ -1,6 +1,6 @@
 /* cuInit: limits first, then the driver, then a slot. Without a limits file there is no GPU:
  * "unlimited" is a value in the file, never the absence of one. */
-#include "cuda_shim.h"
+#include "compute.h"
 
 static CUresult refuse(const char *reason) {
     gs_log("cuInit refused", reason);
@@ -15,6 +15,8 @@ static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags) {
     if (result != CUDA_SUCCESS || gs_slot())
         return result;
     gs_devices_learn(); /* before there is a slot: with one, other threads may allocate */
+    if (!gs_compute_ready(view))
+        return refuse("compute is limited, and there are no pages to hold it with");
     if (!gs_slot_claim(view))
         return refuse("no slot: too many processes, or no thread can be started");
     return CUDA_SUCCESS;

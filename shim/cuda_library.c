@@ -1,5 +1,6 @@
 /* Libraries belong to no context; they are loaded into each one in which they are used. */
 #include "code.h"
+#include "compute.h"
 
 static struct gs_map libraries; /* CUlibrary -> extra = bytes | flags */
 static struct gs_map kernels;   /* CUkernel -> extra = CUlibrary */
@@ -75,6 +76,7 @@ CUresult gs_library_use_end(struct gs_use *use, CUresult result) {
         gs_map_put(&gs_loaded, use->key, &entry);
         return result;
     }
+    gs_compute_forget();
     GS_REAL(cuLibraryUnload)(library);
     gs_release(entry.dev, entry.bytes);
     forget_uses(library);
@@ -168,6 +170,7 @@ GS_EXPORT CUresult CUDAAPI cuLibraryUnload(CUlibrary library) {
     bool known = gs_slot() && gs_map_take(&libraries, key_of(library), &entry);
     if (known && entry.extra & GS_DEAD)
         return CUDA_SUCCESS;
+    gs_compute_forget(); /* its kernels' handles may be another library's next */
     CUresult result = real(library);
     if (known && result == CUDA_SUCCESS)
         forget_uses(library);

@@ -9,7 +9,7 @@
 
 /* Hash of the driver's addresses -> index into gs_wrapper, plus 1; 0 = empty. Filled once, by any
  * number of threads at a time: they all write the same. */
-#define TABLE_BITS 10u
+#define TABLE_BITS 11u
 #define TABLE_SIZE (1u << TABLE_BITS)
 static _Atomic uint16_t table[TABLE_SIZE];
 static _Atomic bool table_ready;

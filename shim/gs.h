@@ -43,6 +43,8 @@ const struct gs_view *gs_region(void);
 const char *gs_region_refusal(void);
 /* The slot of the device with this raw uuid, or GS_NO_DEV. */
 int gs_slot_of_uuid(const uint8_t uuid[16]);
+/* Map one file of exactly `size` bytes, or NULL with `*why`; the descriptor is closed. */
+void *gs_map_exact(const char *path, int flags, int prot, size_t size, const char **why);
 /* One line on stderr; silent unless GPUSHARE_LOG=1 was set when the log was opened. */
 void gs_log_open(void);
 void gs_log(const char *text, const char *detail);
@@ -60,6 +62,7 @@ struct gs_self {
     _Atomic uint32_t lock_limit;
     _Atomic uint32_t lock_vmm;
     _Atomic uint32_t lock_pool;
+    _Atomic uint32_t lock_compute[64]; /* of one context's law each: GS_MAX_COMPUTES */
 };
 
 /* The page, made at the first call; NULL when the kernel has no memory. */

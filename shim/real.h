@@ -28,6 +28,10 @@ static inline void *gs_real(unsigned symbol) {
 }
 
 #define GS_REAL(name) ((__typeof__(&name))gs_real(GS_SYMBOL_##name))
+/* Without looking it up: what it gives may be called only when it was called before. */
+#define GS_REAL_NOW(name) \
+    ((__typeof__(&name))atomic_load_explicit(&gs_real_function[GS_SYMBOL_##name], \
+                                             memory_order_relaxed))
 
 /* True for an address in the real library's code: a call that comes from the driver itself. */
 bool gs_real_contains(const void *address);

@@ -37,7 +37,7 @@ void gs_log(const char *text, const char *detail) {
 
 /* Map one file of exactly `size` bytes, or NULL with `*why`. The descriptor is closed: programs
  * close descriptors that they do not know (close_range), and may be handed its number. */
-static void *map_exact(const char *path, int flags, int prot, size_t size, const char **why) {
+void *gs_map_exact(const char *path, int flags, int prot, size_t size, const char **why) {
     int fd = open(path, flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd < 0) {
         *why = errno == ENOENT ? "file is missing" : "file cannot be opened";
@@ -82,10 +82,10 @@ const struct gs_view *gs_region(void) {
         return view;
     const char *why = NULL;
     struct gs_view fresh = {0};
-    fresh.limits = map_exact(LIMITS_PATH, O_RDONLY, PROT_READ, sizeof(struct gs_limits), &why);
+    fresh.limits = gs_map_exact(LIMITS_PATH, O_RDONLY, PROT_READ, sizeof(struct gs_limits), &why);
     if (fresh.limits && !(why = wrong_limits(fresh.limits)))
         fresh.usage =
-            map_exact(USAGE_PATH, O_RDWR, PROT_READ | PROT_WRITE, sizeof(struct gs_usage), &why);
+            gs_map_exact(USAGE_PATH, O_RDWR, PROT_READ | PROT_WRITE, sizeof(struct gs_usage), &why);
     if (fresh.usage)
         why = wrong_usage(fresh.usage, fresh.limits);
     struct gs_view *mine = why ? NULL : malloc(sizeof(*mine));

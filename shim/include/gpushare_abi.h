@@ -174,7 +174,7 @@ struct gs_page {
 /* A container's file for one device: a page for each context that works on it. A page of a process
  * that is gone can be taken by any other of the container. */
 #define GS_MAX_PAGES 32u
-#define GS_PAGE_OWNER(slot, generation) ((uint64_t)(slot) + 1 | (uint64_t)(generation) << 32)
+#define GS_PAGE_OWNER(slot, generation) (((uint64_t)(slot) + 1) | (uint64_t)(generation) << 32)
 struct gs_pages {
     uint64_t magic;
     uint32_t version;

@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import mmap
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -54,7 +56,11 @@ def host_devices(simhost: Path, memory_bytes: int, context_bytes: int) -> list[D
 
 
 class Box:
-    """`memory`: bytes per device in slot order; None = unlimited. A device without an entry is not granted."""
+    """`memory`: bytes per device in slot order; None = unlimited. A device without an entry is not granted.
+
+    `compute`: percent per device; with it the box has pages, in the directory `company` that boxes of one simulated
+    host share, or in one of its own.
+    """
 
     def __init__(
         self,
@@ -64,10 +70,13 @@ class Box:
         simhost: Optional[Path] = None,
         shim: Path = TREE / "build" / "shim",
         driver: Optional[Path] = None,
+        compute: Optional[Sequence[int]] = None,
+        company: Optional[Path] = None,
     ) -> None:
         from gpushare.model import Share
         from gpushare.region import pack_limits, pack_usage
 
+        from tests.shim.company import join
         from tests.sim.simhost import make_simhost
 
         self._temporary = tempfile.TemporaryDirectory(prefix="box-", dir=TREE / "build")
@@ -77,7 +86,11 @@ class Box:
         self.driver = driver or self.simhost / LIBDIR[1:] / f"libcuda.so.{VERSION}"
         self.devices = host_devices(self.simhost, gpu_bytes, CONTEXT_BYTES)
         self.nonce = int.from_bytes(os.urandom(8), "little")
-        shares = [Share(slot, device, limit) for slot, (device, limit) in enumerate(zip(self.devices, memory))]
+        percent = [*(compute or ()), *(100,) * len(self.devices)]
+        shares = [
+            Share(slot, device, limit, None if percent[slot] == 100 else percent[slot])
+            for slot, (device, limit) in enumerate(zip(self.devices, memory))
+        ]
         self.limits = self.directory / "limits"
         self.usage = self.directory / "rw" / "usage"
         self.usage.parent.mkdir()
@@ -86,6 +99,10 @@ class Box:
         self.usage.write_bytes(pack_usage(self.nonce, len(shares)))
         self.limits.chmod(0o444)
         self.usage.chmod(0o666)
+        self.company = company or self.directory / "company"
+        self.page = [join(self.company, share.device.uuid) for share in shares] if compute else []
+        for slot, number in enumerate(self.page):
+            self.set_limit(slot, page=number)
 
     def __enter__(self) -> Box:
         return self
@@ -94,6 +111,21 @@ class Box:
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
         self._temporary.cleanup()
+
+    def set_limit(self, slot: int = 0, **fields: int) -> None:
+        """Change words of a device's limits while processes run, as the host does: then the generation, then wake."""
+        from gpushare.region import DEVICE_SIZE, offset
+
+        with self.limits.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+            for name, value in fields.items():
+                at = offset("gs_limits", "device") + slot * DEVICE_SIZE + offset("gs_device_limit", name)
+                struct.pack_into("<I", data, at, value)
+            at = offset("gs_limits", "generation")
+            struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + 1)
+
+    def pages(self, slot: int = 0) -> Path:
+        """Its own page file of a device."""
+        return self.company / self.devices[slot].uuid / str(self.page[slot])
 
     def device(self, slot: int = 0) -> str:
         """The simulated device's file, for the ledger."""
@@ -106,6 +138,8 @@ class Box:
             "simhost": str(self.simhost),
             "shim": str(self.shim),
             "driver": str(self.driver),
+            "company": str(self.company) if self.page else "",
+            "pages": " ".join(f"{self.devices[slot].uuid}:{number}" for slot, number in enumerate(self.page)),
         }
         spread = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private", "--"]
         return [*spread, sys.executable, "-I", "-S", __file__, "--inside", json.dumps(inside), "--", *map(str, args)]
@@ -177,6 +211,11 @@ def enter(inside: dict[str, str]) -> None:
     if os.path.exists(f"{scratch}/limits"):
         bind(f"{scratch}/limits", f"{PRIVATE}/limits")
     bind(f"{scratch}/rw", f"{PRIVATE}/rw", read_only=False)
+    if inside["company"]:
+        bind(inside["company"], f"{PRIVATE}/peers")
+    for word in inside["pages"].split():
+        uuid, _, number = word.partition(":")
+        bind(f"{inside['company']}/{uuid}/{number}", f"{PRIVATE}/pages/{uuid}", read_only=False)
     make_devices(simhost, scratch)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
@@ -194,10 +233,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command with a limited, simulated GPU.")
     parser.add_argument("--memory", type=quantity, default=4 * GIB, help="of each device, like 4Gi")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--compute", type=int, help="percent of each device")
     parser.add_argument("--simhost", type=Path, help="use this simulated host instead of a fresh one")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
-    box = Box([options.memory] * options.gpus, gpus=options.gpus, simhost=options.simhost)
+    compute = [options.compute] * options.gpus if options.compute else None
+    box = Box([options.memory] * options.gpus, gpus=options.gpus, simhost=options.simhost, compute=compute)
     with box, box.popen(options.command) as process:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the command's to handle
         return process.wait()

@@ -1,0 +1,155 @@
+/* Compute limits in the process: what a launch asks before it goes to the driver. The law itself is
+ * throttle.h's; here are its contexts, streams, events, pages and waiting.
+ *
+ *   a launch      gs_compute_passes (inline), else gs_compute_admit .. gs_compute_launched
+ *   a sync        gs_compute_sync_begin .. gs_compute_sync_end
+ *   a capture     gs_compute_captures
+ *
+ * Each thread remembers its last launches: an unchanged one that is paid for costs neither a look-up
+ * nor a clock nor a call of the driver. What was remembered is void when `gs_compute_epoch` has
+ * changed (a context, a stream, a library, a capture went or came) or another context is current. */
+#ifndef GPUSHARE_COMPUTE_H
+#define GPUSHARE_COMPUTE_H
+
+#include "cuda_shim.h"
+#include "throttle.h"
+
+struct gs_compute;
+
+/* ---- the launches that a thread remembers ---------------------------------------------- */
+
+struct gs_grid {
+    uint32_t x, y, z;
+};
+
+struct gs_remembered {
+    const void *function;
+    CUstream stream; /* as it was given: NULL is the legacy stream */
+    CUcontext context;
+    struct gs_grid grid;
+    uint32_t epoch;
+    struct gs_throttle *throttle; /* NULL: compute is not limited on this device */
+    struct gs_throttle_stream *s;
+    struct gs_predictor *f;
+};
+#define GS_REMEMBERED 32u
+_Static_assert(sizeof(struct gs_remembered) == 64, "one launch, one cache line");
+
+struct gs_memory {
+    CUcontext current; /* of this thread; NULL: not known */
+    _Alignas(64) struct gs_remembered launch[GS_REMEMBERED];
+};
+
+/* One word of static TLS: there is little of it for a library that is opened at run time. Never
+ * NULL: at first it is one that matches no launch. */
+extern _Thread_local struct gs_memory *gs_memory_of_thread;
+extern struct gs_memory gs_no_memory;
+extern _Atomic uint32_t gs_compute_epoch;
+
+static inline void gs_now_current(CUcontext context) {
+    if (gs_memory_of_thread != &gs_no_memory)
+        gs_memory_of_thread->current = context;
+}
+
+static inline struct gs_remembered *gs_remembered_at(struct gs_memory *memory, const void *function,
+                                                     uint32_t x) {
+    uint64_t mixed = ((uint64_t)(uintptr_t)function + x) * UINT64_C(0x3779b97f);
+    return &memory->launch[mixed >> 20 & (GS_REMEMBERED - 1)];
+}
+
+/* True: the launch may go to the driver at once, and nothing is to be done after it. */
+static inline __attribute__((always_inline)) bool gs_compute_passes(const void *function, uint32_t x, uint32_t y, uint32_t z,
+                                     CUstream stream) {
+    struct gs_memory *memory = gs_memory_of_thread;
+    struct gs_remembered *r = gs_remembered_at(memory, function, x);
+    if (__builtin_expect(
+            r->function != function || r->grid.x != x || r->grid.y != y || r->grid.z != z ||
+                r->stream != stream || r->context != memory->current ||
+                r->epoch != atomic_load_explicit(&gs_compute_epoch, memory_order_relaxed),
+            0))
+        return false;
+    return !r->throttle || gs_throttle_try(r->throttle, r->s, r->f);
+}
+
+static inline void gs_compute_forget(void) {
+    atomic_fetch_add(&gs_compute_epoch, 1);
+}
+
+/* ---- a launch --------------------------------------------------------------------------- */
+
+struct gs_admission {
+    struct gs_compute *compute; /* NULL: nothing to do afterwards */
+    CUcontext context;
+    CUstream stream;
+    struct gs_predictor *f;
+    bool mark;
+};
+
+/* Waits until the launch may go. `function` may be an executable graph (with an empty grid).
+ * `overlaps`: it starts before what is in front of it in the stream has ended, so no marker may come
+ * between. `remember`: the next one like it needs no other look-up of the caller's. */
+void gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
+                      CUstream stream, bool overlaps, bool remember);
+void gs_compute_launched_marked(struct gs_admission *a);
+static inline void gs_compute_launched(struct gs_admission *a) {
+    if (a->mark)
+        gs_compute_launched_marked(a);
+}
+/* A stream as it was given to a function of per-thread streams. */
+static inline CUstream gs_per_thread(CUstream stream) {
+    return stream ? stream : CU_STREAM_PER_THREAD;
+}
+/* An executable graph was changed: what it takes is learned anew. */
+void gs_compute_changed(const void *function);
+
+/* ---- calls that block ------------------------------------------------------------------- */
+
+extern _Atomic uint32_t gs_computes; /* contexts in the table; 0: nobody has launched anything */
+
+/* The context of a stream; NULL: the current one. */
+static inline CUcontext gs_compute_context_of(CUstream stream) {
+    struct gs_here here;
+    return atomic_load_explicit(&gs_computes, memory_order_relaxed) &&
+                   gs_here_of_stream(stream, &here)
+               ? here.context
+               : NULL;
+}
+/* `context` NULL: the current one. Gives NULL when there is nothing to end. */
+struct gs_compute *gs_compute_sync_begin_in(CUcontext context);
+void gs_compute_sync_end_in(struct gs_compute *compute);
+static inline struct gs_compute *gs_compute_sync_begin(CUcontext context) {
+    return atomic_load_explicit(&gs_computes, memory_order_relaxed)
+               ? gs_compute_sync_begin_in(context)
+               : NULL;
+}
+static inline CUresult gs_compute_sync_end(struct gs_compute *compute, CUresult result) {
+    if (compute)
+        gs_compute_sync_end_in(compute);
+    return result;
+}
+
+/* ---- captures, streams and contexts ------------------------------------------------------- */
+
+/* Streams that began a capture which has not ended. */
+extern _Atomic uint32_t gs_captures;
+bool gs_compute_is_capturing(CUstream stream);
+void gs_captures_stream_gone(CUstream stream);
+void gs_captures_context_gone(CUcontext context);
+
+/* Before a stream goes. */
+void gs_compute_stream_goes(CUstream stream);
+/* Before a context goes; what its unfinished work is charged is known after it went. */
+struct gs_leaving {
+    struct gs_compute *compute;
+    uint64_t since_ns;
+    int64_t paid_ns;
+};
+void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context);
+void gs_compute_context_gone(struct gs_leaving *leaving);
+/* The same for one that went without being asked for. */
+void gs_compute_context_lost(CUcontext context);
+
+/* At cuInit: map the pages of every limited device. False: a limit below 100 cannot be held. */
+bool gs_compute_ready(const struct gs_view *view);
+
+#endif

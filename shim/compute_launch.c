@@ -1,0 +1,226 @@
+/* A launch that is not one of those that a thread remembers, or that is not paid for yet; and the
+ * calls that block. The lock of the context is held while the law is asked, never while waiting nor
+ * in the launch itself. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "compute_parts.h"
+
+#define OVERLAP (4 * MS) /* so long launches that overlap go without a marker */
+
+struct gs_memory gs_no_memory; /* no launch has a context of NULL and an epoch of 0 */
+_Thread_local struct gs_memory *gs_memory_of_thread = &gs_no_memory;
+
+static pthread_key_t at_exit_of_thread;
+static _Atomic int key_state; /* 0: none yet, 1: being made, 2: there, 3: cannot be made */
+
+/* ---- what a thread remembers ---------------------------------------------------------------------- */
+
+static void thread_ends(void *memory) {
+    gs_memory_of_thread = &gs_no_memory; /* destructors that run after this one may still launch */
+    free(memory);
+}
+
+static bool have_key(void) {
+    int none = 0;
+    if (atomic_compare_exchange_strong(&key_state, &none, 1))
+        atomic_store(&key_state, pthread_key_create(&at_exit_of_thread, thread_ends) == 0 ? 2 : 3);
+    return atomic_load(&key_state) == 2;
+}
+
+static struct gs_memory *memory_of_thread(void) {
+    if (gs_memory_of_thread == &gs_no_memory && have_key()) {
+        struct gs_memory *fresh = aligned_alloc(_Alignof(struct gs_memory), sizeof(*fresh));
+        if (fresh && pthread_setspecific(at_exit_of_thread, fresh) == 0)
+            gs_memory_of_thread = memset(fresh, 0, sizeof(*fresh));
+        else
+            free(fresh);
+    }
+    return gs_memory_of_thread == &gs_no_memory ? NULL : gs_memory_of_thread;
+}
+
+static void remember(const struct gs_remembered *what) {
+    struct gs_memory *memory = memory_of_thread();
+    if (!memory)
+        return;
+    memory->current = what->context;
+    *gs_remembered_at(memory, what->function, what->grid.x) = *what;
+}
+
+/* ---- around the law -------------------------------------------------------------------------------- */
+
+struct bracket {
+    CUcontext before;
+    CUstreamCaptureMode mode;
+    bool pushed, relaxed;
+};
+
+/* Our own calls are in `context`, and break no capture of the program's. */
+static void enter(struct bracket *b, struct gs_compute *c, CUcontext context) {
+    *b = (struct bracket){.mode = CU_STREAM_CAPTURE_MODE_RELAXED};
+    __typeof__(&cuThreadExchangeStreamCaptureMode) exchange =
+        GS_REAL(cuThreadExchangeStreamCaptureMode);
+    b->relaxed = exchange && exchange(&b->mode) == CUDA_SUCCESS;
+    if (GS_REAL(cuCtxGetCurrent)(&b->before) == CUDA_SUCCESS && b->before != context)
+        b->pushed = GS_REAL(cuCtxPushCurrent_v2)(context) == CUDA_SUCCESS;
+    gs_lock(c->lock);
+    c->peers_read = false;
+    c->law.capturing = atomic_load(&gs_captures) != 0;
+    gs_compute_limits(c);
+}
+
+static void leave(struct bracket *b, struct gs_compute *c) {
+    CUcontext popped;
+    gs_unlock(c->lock);
+    if (b->pushed)
+        GS_REAL(cuCtxPopCurrent_v2)(&popped);
+    if (b->relaxed)
+        GS_REAL(cuThreadExchangeStreamCaptureMode)(&b->mode);
+}
+
+/* ---- a launch ---------------------------------------------------------------------------------------- */
+
+struct wish {
+    const void *function;
+    struct gs_grid grid;
+    CUstream stream;
+    bool overlaps;
+    struct gs_known_stream *s;
+    struct gs_predictor *f;
+    uint64_t generation;
+};
+
+/* 0: go ahead, else when to ask again. */
+static uint64_t ask(struct gs_compute *c, CUcontext context, struct wish *w, bool *mark) {
+    struct bracket b;
+    enter(&b, c, context);
+    uint64_t until = 0;
+    w->generation = c->limits_seen;
+    if (atomic_load(&c->context) != context) { /* gone meanwhile: the driver will say so */
+        leave(&b, c);
+        return 0;
+    }
+    w->s = gs_compute_stream(c, w->stream);
+    w->f = gs_compute_function(c, w->function, w->grid);
+    if (c->stopped) {
+        until = gs_compute_now() + 1000 * MS;
+    } else if (w->s) {
+        if (w->overlaps && gs_compute_now() - c->marked_ns < OVERLAP)
+            c->law.capturing = true;
+        until = gs_throttle_slow(&c->law, &w->s->law, w->f);
+        *mark = w->s->law.mark;
+    }
+    leave(&b, c);
+    return until;
+}
+
+/* A launch into a stream that captures is none: its graph's will be. */
+bool gs_compute_is_capturing(CUstream stream) {
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    return stream != CU_STREAM_LEGACY && GS_REAL(cuStreamIsCapturing) &&
+           GS_REAL(cuStreamIsCapturing)(stream, &status) == CUDA_SUCCESS &&
+           status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+void gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
+                      CUstream stream, bool overlaps, bool again) {
+    struct gs_here here;
+    CUstream named = stream ? stream : CU_STREAM_LEGACY;
+    struct wish w = {function, grid, named, overlaps, NULL, NULL, 0};
+    uint64_t until;
+    *a = (struct gs_admission){0};
+    uint32_t epoch = atomic_load(&gs_compute_epoch);
+    uint32_t captures = atomic_load(&gs_captures);
+    if (!gs_slot() || (captures && gs_compute_is_capturing(named)))
+        return;
+    CUcontext current = NULL;
+    if (!gs_here_of_stream(stream, &here) ||
+        GS_REAL(cuCtxGetCurrent)(&current) != CUDA_SUCCESS)
+        return;
+    gs_now_current(current);
+    struct gs_compute *c = gs_compute_of(&here);
+    while (c && (until = ask(c, here.context, &w, &a->mark)))
+        gs_compute_wait(until, w.generation);
+    if (a->mark) {
+        a->compute = c;
+        a->context = here.context;
+        a->stream = named;
+        a->f = w.f;
+    }
+    if (again && !captures && (!c || w.s))
+        remember(&(struct gs_remembered){function, stream, current, grid, epoch,
+                                         c ? &c->law : NULL, c ? &w.s->law : NULL, w.f});
+}
+
+void gs_compute_launched_marked(struct gs_admission *a) {
+    struct gs_compute *c = a->compute;
+    struct bracket b;
+    enter(&b, c, a->context);
+    if (atomic_load(&c->context) == a->context) {
+        uint32_t marked = c->law.marked;
+        c->launching = a->stream;
+        c->just_launched = true;
+        gs_throttle_launched(&c->law);
+        c->just_launched = false;
+        if (c->law.marked == marked) /* not recorded: nothing will say what it took */
+            a->f->probing = false;
+    }
+    leave(&b, c);
+}
+
+/* ---- calls that block ---------------------------------------------------------------------------------- */
+
+struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
+    struct bracket b;
+    if (!gs_slot() || (!context && GS_REAL(cuCtxGetCurrent)(&context) != CUDA_SUCCESS))
+        return NULL;
+    struct gs_compute *c = gs_compute_find(context);
+    if (!c)
+        return NULL;
+    enter(&b, c, context);
+    gs_throttle_sync_begin(&c->law);
+    leave(&b, c);
+    return c;
+}
+
+void gs_compute_sync_end_in(struct gs_compute *c) {
+    struct bracket b;
+    CUcontext context = atomic_load(&c->context);
+    if (!context)
+        return;
+    enter(&b, c, context);
+    gs_throttle_sync_end(&c->law);
+    leave(&b, c);
+}
+
+/* ---- streams that go, functions that change ------------------------------------------------------------ */
+
+static void unlink_stream(struct gs_throttle *t, struct gs_throttle_stream *s) {
+    struct gs_throttle_stream **at = &t->dirty;
+    while (*at && *at != s)
+        at = &(*at)->next_dirty;
+    if (*at)
+        *at = s->next_dirty;
+    s->dirty = false;
+}
+
+void gs_compute_stream_goes(CUstream stream) {
+    struct gs_here here;
+    struct bracket b;
+    if (!atomic_load(&gs_computes) || !gs_slot() || !gs_here_of_stream(stream, &here))
+        return;
+    struct gs_compute *c = gs_compute_find(here.context);
+    if (!c)
+        return;
+    enter(&b, c, here.context);
+    struct gs_known_stream *s = gs_compute_stream_if_known(c, stream);
+    if (s && s->law.dirty)
+        gs_throttle_launched(&c->law);
+    if (s && s->law.dirty)
+        unlink_stream(&c->law, &s->law);
+    if (s)
+        s->handle = NULL;
+    leave(&b, c);
+    gs_compute_forget();
+}

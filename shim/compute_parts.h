@@ -1,0 +1,102 @@
+/* What the compute_*.c files share; the wrappers need compute.h only. */
+#ifndef GPUSHARE_COMPUTE_PARTS_H
+#define GPUSHARE_COMPUTE_PARTS_H
+
+#include "compute.h"
+#include "throttle_parts.h"
+
+#define GS_STREAMS_KNOWN 256u
+#define GS_PREDICTORS 512u
+#define GS_WAYS 8u
+#define GS_EVENTS 640u /* GS_SEGMENTS rounds of at most GS_STREAMS + 1, and some that are lost */
+
+struct gs_known_stream {
+    struct gs_throttle_stream law; /* `id` is its number in the table */
+    CUstream handle;               /* NULL: free */
+    uint64_t name;                 /* cuStreamGetId, or the thread of a per-thread stream; 0: none */
+    uint32_t used;
+    bool blocks; /* the legacy stream waits for it, and it for the legacy stream */
+};
+
+struct gs_known_function {
+    struct gs_predictor law;
+    const void *function;
+    struct gs_grid grid;
+    uint32_t used;
+};
+
+/* Device stamps as host time: see compute_clock.c. */
+struct gs_clock {
+    CUevent base; /* NULL: none yet */
+    uint64_t base_ns;
+    uint32_t n_free, n_made;
+    uint16_t free[GS_EVENTS];
+    CUevent event[GS_EVENTS];
+    uint64_t recorded_ns[GS_EVENTS];
+};
+
+/* One context of this process. Never unmapped: a thread may still look at it; used again. */
+struct gs_compute {
+    _Atomic(CUcontext) context; /* NULL: free */
+    _Atomic uint32_t *lock;
+    int dev;
+    struct gs_throttle law;
+    struct gs_throttle_env env;
+    uint64_t limits_seen; /* generation */
+    struct gs_page *page; /* `unshared` when there is no other */
+    struct gs_page unshared;
+    uint32_t page_index;
+    bool stopped;          /* paused: launches are held */
+    bool peers_read;       /* in this call */
+    bool just_launched;    /* the marker comes right behind the launch */
+    CUstream launching;    /* whose launch that is */
+    uint32_t tick, peers_n;
+    uint64_t marked_ns; /* host time of the last marker */
+    uint32_t streams;   /* known_stream[] in use below this */
+    struct gs_known_stream stream[GS_STREAMS_KNOWN];
+    struct gs_known_function function[GS_PREDICTORS];
+    struct gs_clock clock;
+    struct gs_peer peer[MAX_PEERS];
+    struct gs_activity told[MAX_PEERS];
+};
+#define GS_MAX_COMPUTES 64u
+
+/* ---- compute.c ---------------------------------------------------------------------------- */
+
+/* The record of a context, made when there is none; NULL when compute is not limited there, or,
+ * with `*refused`, when nothing can be recorded any more. */
+struct gs_compute *gs_compute_of(const struct gs_here *here);
+struct gs_compute *gs_compute_find(CUcontext context);
+/* Limits that changed; call locked. */
+void gs_compute_limits(struct gs_compute *c);
+extern const struct gs_limits *gs_compute_limits_file;
+uint64_t gs_compute_now(void);
+
+/* ---- compute_tables.c: both call locked --------------------------------------------------- */
+
+struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream);
+struct gs_known_stream *gs_compute_stream_if_known(struct gs_compute *c, CUstream stream);
+struct gs_predictor *gs_compute_function(struct gs_compute *c, const void *function,
+                                         struct gs_grid grid);
+
+/* ---- compute_clock.c ------------------------------------------------------------------------ */
+
+int gs_clock_mark(struct gs_compute *c, CUstream stream);
+bool gs_clock_done(struct gs_compute *c, int event, uint64_t *stamp_ns);
+void gs_clock_close(struct gs_clock *clock);
+
+/* ---- compute_pages.c ------------------------------------------------------------------------ */
+
+/* False: the device has no pages. */
+bool gs_pages_open(const struct gs_limits *limits, unsigned dev);
+bool gs_pages_are_open(int dev);
+void gs_pages_claim(struct gs_compute *c);
+void gs_pages_give(struct gs_compute *c);
+unsigned gs_pages_peers(struct gs_compute *c, struct gs_peer *out, unsigned max);
+
+/* ---- compute_wait.c --------------------------------------------------------------------------- */
+
+/* Until `until_ns`, or until limits change; at most 50 ms. */
+void gs_compute_wait(uint64_t until_ns, uint64_t generation);
+
+#endif

@@ -1,0 +1,107 @@
+/* The streams and functions that a context has launched into and from. Bounded: what was used
+ * longest ago makes room, unless the law still has it in a list. */
+#include <string.h>
+
+#include "compute_parts.h"
+
+static _Thread_local char this_thread; /* its address names the thread */
+
+static bool is_special(CUstream stream) {
+    return stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD;
+}
+
+/* Two streams may have the same handle one after the other; their names differ. */
+static uint64_t name_of(CUstream stream) {
+    unsigned long long id = 0;
+    if (stream == CU_STREAM_PER_THREAD)
+        return (uint64_t)(uintptr_t)&this_thread;
+    if (!is_special(stream) && GS_REAL(cuStreamGetId))
+        GS_REAL(cuStreamGetId)(stream, &id);
+    return id;
+}
+
+static bool does_block(CUstream stream) {
+    unsigned flags = 0;
+    if (is_special(stream) || !GS_REAL(cuStreamGetFlags) ||
+        GS_REAL(cuStreamGetFlags)(stream, &flags) != CUDA_SUCCESS)
+        return true;
+    return !(flags & CU_STREAM_NON_BLOCKING);
+}
+
+struct gs_known_stream *gs_compute_stream_if_known(struct gs_compute *c, CUstream stream) {
+    uint64_t name = stream == CU_STREAM_PER_THREAD ? name_of(stream) : 0;
+    for (uint32_t i = 0; i < c->streams; i++) {
+        struct gs_known_stream *s = &c->stream[i];
+        if (s->handle == stream && (!name || s->name == name))
+            return s;
+    }
+    return NULL;
+}
+
+/* The first free one, else the one that was used longest ago of those without work to be marked. */
+static struct gs_known_stream *room_for_stream(struct gs_compute *c) {
+    struct gs_known_stream *oldest = NULL;
+    for (uint32_t i = 0; i < c->streams; i++) {
+        struct gs_known_stream *s = &c->stream[i];
+        if (!s->handle && !s->law.dirty)
+            return s;
+        if (!s->law.dirty && (!oldest || c->tick - s->used > c->tick - oldest->used))
+            oldest = s;
+    }
+    if (c->streams < GS_STREAMS_KNOWN)
+        return &c->stream[c->streams++];
+    if (oldest)
+        gs_compute_forget();
+    return oldest;
+}
+
+struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream) {
+    struct gs_known_stream *s = gs_compute_stream_if_known(c, stream);
+    uint64_t name = name_of(stream);
+    c->tick++;
+    if (!s || s->name != name) {
+        if (!s && !(s = room_for_stream(c)))
+            return NULL;
+        if (!s->law.dirty)
+            s->law = (struct gs_throttle_stream){.id = (uint32_t)(s - c->stream)};
+        s->handle = stream;
+        s->name = name;
+        s->blocks = does_block(stream);
+    }
+    s->used = c->tick;
+    return s;
+}
+
+/* Still in the list of a segment that was not charged yet. */
+static bool is_noted(const struct gs_compute *c, const struct gs_known_function *f) {
+    return f->law.noted && c->law.number - f->law.noted <= GS_SEGMENTS;
+}
+
+struct gs_predictor *gs_compute_function(struct gs_compute *c, const void *function,
+                                         struct gs_grid grid) {
+    uint64_t mixed = ((uint64_t)(uintptr_t)function >> 4 ^ grid.x ^ (uint64_t)grid.y << 20 ^ (uint64_t)grid.z << 40) *
+                     UINT64_C(0x9e3779b97f4a7c15);
+    struct gs_known_function *set = &c->function[(mixed >> 40) % (GS_PREDICTORS / GS_WAYS) * GS_WAYS];
+    struct gs_known_function *oldest = NULL;
+    c->tick++;
+    for (unsigned i = 0; i < GS_WAYS; i++) {
+        struct gs_known_function *f = &set[i];
+        if (f->function == function && memcmp(&f->grid, &grid, sizeof(grid)) == 0) {
+            f->used = c->tick;
+            return &f->law;
+        }
+        if (!oldest || (!f->function && oldest->function) ||
+            (is_noted(c, oldest) && !is_noted(c, f)) ||
+            (is_noted(c, oldest) == is_noted(c, f) && oldest->function &&
+             c->tick - f->used > c->tick - oldest->used))
+            oldest = f;
+    }
+    if (oldest->function)
+        gs_compute_forget(); /* some thread may remember it */
+    oldest->function = function;
+    oldest->grid = grid;
+    oldest->used = c->tick;
+    gs_predictor_init(&oldest->law);
+    return &oldest->law;
+}
+

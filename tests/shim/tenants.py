@@ -1,0 +1,112 @@
+"""Tenants on one simulated device, and what the device's own ledger says that each of them got.
+
+A tenant is tests/e2e/programs/busy.c, or any other program, in a box of its own; boxes share the simulated host and the
+directory in which they hear of each other, as containers of one host do.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from tests.lib.busy import build, words
+from tests.shim.box import Box
+from tests.sim.ledger import Ledger
+
+LONG_S = 1000  # for as long as it is looked at
+READY_S = 60
+
+
+class Shares(NamedTuple):
+    """Percent of a stretch of wall time."""
+
+    of: dict[int, float]  # per pid namespace: one run in one box
+    device: float  # with switches between contexts
+
+
+def living(box: Box) -> set[int]:
+    """The pid namespaces of the device's clients."""
+    with Ledger(box.device()) as ledger:
+        return {client.pidns for client in ledger.clients() if client.alive}
+
+
+class Tenant:
+    """One busy program in a box, begun."""
+
+    def __init__(self, box: Box, **options: Any) -> None:
+        self.box = box
+        self._before = living(box)
+        words_of = words(**{"seconds": LONG_S, **options}, wait=1)
+        self.process = box.popen([str(build()), *words_of], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pidns = 0
+
+    def begin(self) -> None:
+        """Waits until it is ready, learns its namespace and lets it run."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        said = self.process.stdout.readline()
+        assert said == "ready\n", f"the tenant said {said!r}"
+        (self.pidns,) = living(self.box) - self._before
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def end(self) -> dict[str, Any]:
+        """Ends it; what it says that it got done."""
+        inner = subprocess.run(["pkill", "-TERM", "-P", str(self.process.pid)], check=False)
+        assert inner.returncode == 0
+        out, _ = self.process.communicate(timeout=READY_S)
+        report: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        return report
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def boxes(*percents: Sequence[int] | int, gpus: int = 1, **options: Any) -> Iterator[list[Box]]:
+    """Boxes with these compute limits on one simulated host."""
+    with ExitStack() as stack:
+        made: list[Box] = []
+        for percent in percents:
+            compute = [percent] * gpus if isinstance(percent, int) else percent
+            host = {"simhost": made[0].simhost, "company": made[0].company} if made else {}
+            made.append(stack.enter_context(Box([None] * gpus, gpus=gpus, compute=compute, **host, **options)))
+        yield made
+
+
+@contextmanager
+def tenants(*places: tuple[Box, dict[str, Any]]) -> Iterator[list[Tenant]]:
+    """All of them begun; killed in the end."""
+    made: list[Tenant] = []
+    try:
+        for box, options in places:
+            made.append(Tenant(box, **options))
+            made[-1].begin()
+        yield made
+    finally:
+        for tenant in made:
+            tenant.kill()
+
+
+def observe(box: Box, seconds: float, watched: Sequence[Tenant] = (), slot: int = 0) -> Shares:
+    """What everybody gets of a device for so long; ends at once, with a failure, when a watched tenant ends."""
+    poll = select.poll()
+    for tenant in watched:
+        assert tenant.process.stdout is not None
+        poll.register(tenant.process.stdout, select.POLLIN | select.POLLHUP)
+    with Ledger(box.device(slot)) as ledger:
+        begin, before = time.monotonic_ns(), ledger.snapshot()
+        ended = poll.poll(seconds * 1000)
+        after, end = ledger.snapshot(), time.monotonic_ns()
+    assert not ended, "a tenant has ended"
+    got: dict[int, int] = {}
+    was = {(c.index, c.generation): c.busy_ns for c in before.clients}
+    for client in after.clients:
+        got[client.pidns] = got.get(client.pidns, 0) + client.busy_ns - was.get((client.index, client.generation), 0)
+    took = end - begin
+    return Shares({ns: 100 * ns_busy / took for ns, ns_busy in got.items()}, 100 * (after.busy_ns - before.busy_ns) / took)
