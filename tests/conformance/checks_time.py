@@ -81,7 +81,11 @@ def two_processes_halve_the_device(cuda: Driver) -> None:
         for _ in range(3):
             cuda.launch(function, stream)
         cuda.synchronize()
-        work = lambda: [cuda.launch(function, stream) for _ in range(SHARED_KERNELS)]  # noqa: E731
+
+        def work() -> None:
+            for _ in range(SHARED_KERNELS):
+                cuda.launch(function, stream)
+
         os.read(ready[0], 1)
         alone = elapsed_us(cuda, stream, work)
         os.write(go[1], b".")
