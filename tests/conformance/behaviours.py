@@ -107,6 +107,12 @@ BEHAVIOURS = (
     Behaviour(
         time.two_processes_halve_the_device, "documented", "time slicing between contexts; equal slices are assumed"
     ),
+    Behaviour(
+        time.small_kernels_of_two_streams_overlap, "assumed", "documented as possible; blocks that fit run at once"
+    ),
+    Behaviour(time.large_kernels_run_one_after_the_other, "assumed", "the device is full: streams gain nothing"),
+    Behaviour(time.event_of_an_idle_stream_does_not_wait_for_others, "documented", "streams are independent"),
+    Behaviour(time.legacy_stream_waits_for_blocking_streams, "documented", "legacy default stream"),
     Behaviour(time.kernel_waits_for_another_stream, "documented", "streams may run at the same time"),
     Behaviour(
         time.kernel_waits_for_another_process, "assumed", "a spinning kernel is preempted at the end of its slice"

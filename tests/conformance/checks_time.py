@@ -96,6 +96,72 @@ def two_processes_halve_the_device(cuda: Driver) -> None:
         os.waitpid(child, 0)
 
 
+def small_kernels_of_two_streams_overlap(cuda: Driver) -> None:
+    cuda.context()
+    function, streams = cuda.function(cuda.load()), [cuda.stream(d.NON_BLOCKING) for _ in range(2)]
+    ends = [cuda.event() for _ in streams]
+
+    def work() -> None:
+        for _ in range(10):
+            for stream in streams:
+                cuda.launch(function, stream)
+        for stream, end in zip(streams, ends):
+            cuda.ok("cuEventRecord", end, stream)
+        cuda.ok("cuStreamWaitEvent", streams[0], ends[1], c_uint(0))
+
+    for stream in streams:
+        cuda.launch(function, stream)
+    cuda.synchronize()
+    assert 9.5 * SPIN_US < elapsed_us(cuda, streams[0], work) < 15 * SPIN_US
+
+
+def large_kernels_run_one_after_the_other(cuda: Driver) -> None:
+    cuda.context()
+    module, streams = cuda.load(d.LOOP_PTX), [cuda.stream(d.NON_BLOCKING) for _ in range(2)]
+    function, join = cuda.function(module, d.LOOP), cuda.event()
+
+    def launch(stream: int) -> None:
+        shape = [c_uint(1)] * 2
+        blocks, threads = c_uint(1 << 14), c_uint(1024)  # some waves on every device so far
+        cuda.ok("cuLaunchKernel", function, blocks, *shape, threads, *shape, c_uint(0), stream, None, None)
+
+    def in_streams(used: list[int]) -> float:
+        def work() -> None:
+            for i in range(20):
+                launch(used[i % len(used)])
+            for stream in used[1:]:
+                cuda.ok("cuEventRecord", join, stream)
+                cuda.ok("cuStreamWaitEvent", used[0], join, c_uint(0))
+
+        return elapsed_us(cuda, used[0], work)
+
+    in_streams(streams)
+    assert in_streams(streams) > 0.8 * in_streams(streams[:1])
+
+
+def event_of_an_idle_stream_does_not_wait_for_others(cuda: Driver) -> None:
+    cuda.context()
+    function, busy, idle = cuda.function(cuda.load()), cuda.stream(d.NON_BLOCKING), cuda.stream(d.NON_BLOCKING)
+    event = cuda.event()
+    for _ in range(100):
+        cuda.launch(function, busy)
+    cuda.ok("cuEventRecord", event, idle)
+    cuda.ok("cuEventSynchronize", event)
+    assert cuda.code("cuStreamQuery", busy) == d.NOT_READY
+    cuda.synchronize()
+
+
+def legacy_stream_waits_for_blocking_streams(cuda: Driver) -> None:
+    cuda.context()
+    function, blocking, event = cuda.function(cuda.load()), cuda.stream(), cuda.event()
+    for _ in range(10):
+        cuda.launch(function, blocking)
+    cuda.ok("cuEventRecord", event, 0)
+    assert cuda.code("cuEventQuery", event) == d.NOT_READY
+    cuda.ok("cuEventSynchronize", event)
+    assert cuda.code("cuStreamQuery", blocking) == d.SUCCESS
+
+
 def kernel_waits_for_another_stream(cuda: Driver) -> None:
     cuda.context()
     module, flag = cuda.load(d.FLAG_PTX), cuda.alloc(4)

@@ -20,7 +20,8 @@
  *     burst, pause   microseconds, of mode pause                                (2000 and 1000)
  *     wait 1    says "ready" and begins at the end of a line of input
  *     drain 1   in the end waits for all that was launched
- *     blocks    of a kernel's grid (default: one for each multiprocessor)
+ *     blocks    of a kernel's grid (default: one for each multiprocessor, which on the simulated
+ *               device means that kernels of several streams run one after the other)
  *     iterations-per-ms   of the kernels' loop; measured when it is not given
  *     classic   limits itself to so many percent, by the law that is common in the field
  *     device, seed

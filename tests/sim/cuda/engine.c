@@ -1,11 +1,14 @@
-/* Streams on the device. A context has one line of work; what is ready in its streams is appended
- * to it in the order in which it was issued, and is done when the device has given the context that
- * much time (scheduler.c). What waits for a value in memory, a host function or another context
- * stays in its stream until that has come. A kernel that spins until a value in memory changes is
- * beside that line: the context keeps the device in its turns, and its other streams go on. */
+/* Streams on the device. A context's work is laid out on its own time, the time that the device has
+ * given to it (scheduler.c), as it is issued: a kernel begins when what is before it in its stream
+ * has ended and enough of the device's sixteen parts are free. A kernel of at least one block for
+ * each multiprocessor takes all of them, so that such kernels run one after the other; events and
+ * copies take none. What waits for a value in memory, a host function or another context stays in
+ * its stream until that has come. A kernel that spins until a value in memory changes takes no
+ * part: the context keeps the device in its turns, and its other streams go on. */
 #include "work.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <sys/prctl.h>
 #include <time.h>
 
@@ -143,18 +146,51 @@ static void run_effect(const struct work *w) {
         run_value_write(&w->value);
 }
 
+static uint64_t later(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
+
+/* When what is before an op has ended: in its stream, where it waits for an event, and by the rules
+ * of the legacy stream. */
+static uint64_t ready_ns(const struct stream *s, const struct op *op, uint64_t attained_ns) {
+    uint64_t ns = later(s->end_ns, attained_ns);
+    if (op->work.kind == WORK_WAIT && op->mark->ctx == s->ctx)
+        ns = later(ns, op->mark->end_ns);
+    for (const struct stream *o = s->ctx->streams; o && stream_blocks_with_legacy(s); o = o->next)
+        if ((s->legacy || o->legacy) && stream_blocks_with_legacy(o))
+            ns = later(ns, o->end_ns);
+    return ns;
+}
+
+/* Takes parts of the device: those that become free last before `ns`, where there are enough of
+ * them, else also those that become free first after it. free_ns is in ascending order. Returns
+ * when the kernel begins. */
+static uint64_t place(struct context *ctx, unsigned parts, uint64_t ns, uint64_t duration_ns) {
+    uint64_t *free_ns = ctx->free_ns;
+    unsigned before = 0, at = SIM_PARTS - parts;
+    while (before < SIM_PARTS && free_ns[before] <= ns)
+        before++;
+    unsigned from = before > parts ? before - parts : 0;
+    uint64_t start_ns = later(ns, free_ns[from + parts - 1]), end_ns = start_ns + duration_ns;
+    memmove(&free_ns[from], &free_ns[from + parts], (at - from) * sizeof *free_ns);
+    for (; at > from && free_ns[at - 1] > end_ns; at--)
+        free_ns[at - 1 + parts] = free_ns[at - 1];
+    for (unsigned i = 0; i < parts; i++)
+        free_ns[at + i] = end_ns;
+    return start_ns;
+}
+
 static void submit(struct stream *s, struct op *op, struct sim_queue *q, uint64_t now_ns) {
     struct context *ctx = s->ctx;
     run_effect(&op->work);
-    if (op->work.kind == WORK_WAIT && op->mark->ctx == ctx && op->mark->end_ns > s->end_ns)
-        s->end_ns = op->mark->end_ns;
-    if (op->work.duration_ns) {
-        ctx->submitted_ns = q->submitted_ns += op->work.duration_ns;
-        s->end_ns = ctx->submitted_ns;
-    } else if (s->legacy) {
-        s->end_ns = ctx->submitted_ns;
-    }
+    s->end_ns = ready_ns(s, op, q->attained_ns);
+    if (op->work.kind == WORK_KERNEL)
+        s->end_ns = place(ctx, op->work.kernel.parts, s->end_ns, op->work.duration_ns);
+    s->end_ns += op->work.duration_ns;
     op->end_ns = s->end_ns;
+    if (op->end_ns > q->submitted_ns)
+        q->submitted_ns = op->end_ns;
+    ctx->submitted_ns = q->submitted_ns;
     op->submitted_at = now_ns;
     op->submitted = true;
     s->unsubmitted = op->next;

@@ -74,6 +74,14 @@ static uint64_t duration_of(const struct function *f, const CUDA_KERNEL_NODE_PAR
     return f->time_in_argument && argument(p, 0, &ns) ? ns : f->duration_ns;
 }
 
+static unsigned parts_of(const struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p) {
+    uint64_t blocks = (uint64_t)p->gridDimX * p->gridDimY * p->gridDimZ;
+    uint64_t processors = sim.device[ctx->device].sim.state->config.sm_count;
+    if (blocks >= processors)
+        return SIM_PARTS;
+    return (unsigned)((blocks * SIM_PARTS + processors - 1) / processors);
+}
+
 /* Fills the work of a launch. Call locked. */
 CUresult kernel_work(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p, struct work *work) {
     CUresult error;
@@ -87,6 +95,7 @@ CUresult kernel_work(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p, stru
     *work = (struct work){.kind = WORK_KERNEL,
                           .duration_ns = duration_of(f, p),
                           .kernel = {.function = f, .params = *p}};
+    work->kernel.parts = parts_of(ctx, p);
     read_flag(f, p, &work->kernel);
     return CUDA_SUCCESS;
 }

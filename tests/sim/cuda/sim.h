@@ -20,6 +20,7 @@
 #define SIM_LARGE (1ull << 20) /* from here on an allocation owns whole blocks */
 #define SIM_MAX_DEVICES 16u
 #define SIM_LEVELS 64u
+#define SIM_PARTS 16u /* of a device, that kernels of one context take at the same time */
 
 enum object_kind {
     OBJ_CONTEXT = 0x43545831,
@@ -81,10 +82,11 @@ struct context {
     struct module *modules;
     struct stream *streams; /* all of this context's, legacy stream included */
     struct stream *legacy;
-    uint32_t queue;        /* engine queue index + 1 */
-    uint64_t submitted_ns; /* end of this context's line of work, in attained time */
-    unsigned pending;      /* operations not yet known to be done */
-    unsigned effects;      /* those of them that write to memory when they end */
+    uint32_t queue;              /* engine queue index + 1 */
+    uint64_t submitted_ns;       /* end of this context's work, in attained time */
+    uint64_t free_ns[SIM_PARTS]; /* when the parts of the device are free again */
+    unsigned pending;            /* operations not yet known to be done */
+    unsigned effects;            /* those of them that write to memory when they end */
     struct context *next;
 };
 

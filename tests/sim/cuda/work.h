@@ -41,6 +41,7 @@ struct kernel_call {
     struct function *function;
     CUDA_KERNEL_NODE_PARAMS params; /* as given; parameter memory is not kept */
     bool waits, sets;               /* spins until the flag holds; writes it when it ends */
+    unsigned parts;                 /* of the device */
     bool programmatic;              /* may begin before the kernel before it has ended */
     struct value flag;
 };
