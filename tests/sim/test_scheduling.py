@@ -115,12 +115,31 @@ def test_a_spinning_kernel_holds_its_turns(simhost: Path, ledger: Ledger) -> Non
         assert group.busy_ns - group.work_ns - group.switch_ns > 150 * MS
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_kernels_that_wait_for_each_other_go_on(processes: int, simhost: Path) -> None:
-    with Busy(simhost, mode="pair", kernel=50, seconds=0.5, processes=processes) as busy:
+@pytest.mark.parametrize("where", [{}, {"processes": 2}, {"devices": 2}], ids=str)
+def test_kernels_that_wait_for_each_other_go_on(where: dict[str, int], make_host: Callable[..., Path]) -> None:
+    with Busy(make_host(gpus=2), mode="pair", kernel=50, seconds=0.5, **where) as busy:
         busy.go()
         said = busy.result()
     assert said["stuck"] == 0 and said["done"] > 500
+
+
+def test_a_wait_for_a_value_leaves_the_device_to_others(simhost: Path) -> None:
+    """Assumed: the front end waits, not a kernel."""
+    with Remote(simhost) as waiter, Busy(simhost, OWN_PIDNS, seconds=0.5) as busy:
+        waiter.do("from ctypes import c_uint; cuda.context(); stream = cuda.stream(1); flag = cuda.alloc(4096)")
+        waiter.do("cuda.ok('cuMemsetD8_v2', flag, 0, 4096)")
+        waiter.do("cuda.ok('cuStreamWaitValue32_v2', stream, flag, c_uint(1), c_uint(0))")
+        busy.go()
+        said = busy.result()
+    assert said["done_ns"] > 0.9 * (said["ended_ns"] - said["started_ns"])
+
+
+def test_small_kernels_of_several_streams_run_side_by_side(simhost: Path, ledger: Ledger) -> None:
+    with Busy(simhost, seconds=0.5, streams=8, blocks=12) as busy:  # a quarter of the device each
+        busy.go()
+        said = busy.result()
+    held_ns = ledger.groups()[0].busy_ns
+    assert 3.5 * held_ns < said["done_ns"] + 30 * MS < 4.5 * held_ns
 
 
 def test_launches_and_records_cost_what_the_host_says(make_host: Callable[..., Path]) -> None:

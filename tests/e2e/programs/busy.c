@@ -4,27 +4,31 @@
  *
  *     busy [--KEY VALUE]...
  *
- *     mode      stream   launches without end (default)      pause   bursts, with pauses of the
- * host sync     waits for each launch               graph   launches graphs pair     kernels that
- * spin until another one has run: in a second stream, or, with
- *                        --processes 2, in the other process
+ *     mode      stream   launches without end (default)
+ *               pause    bursts, with pauses of the host
+ *               sync     waits for each launch
+ *               graph    launches graphs
+ *               pair     kernels that spin until another one has run: in a second stream, with
+ *                        --devices 2 on the other device, with --processes 2 in the other process
  *     kernel    microseconds, or several to take in turn (50,1000); lognormal (median 100 us),
- *               bimodal (50 us, a tenth of them 1 ms)                              (default 1000)
- *     jitter    percent of a kernel's time                                            (default 0)
- *     streams, threads (of each process, with streams each), processes                (default 1)
- *     nodes     kernels of a graph                                                   (default 10)
- *     seconds   how long; ends earlier at SIGTERM or SIGINT, with the same line      (default 10)
- *     ahead     microseconds of work in a stream that may be on its way; 0: until the driver's
- *               queue is full                                                         (default 0)
- *     mark      microseconds of work between the events by which it learns what is done (1000)
- *     burst, pause   microseconds, of mode pause                                (2000 and 1000)
+ *               bimodal (50 us, a tenth of them 1 ms); default 1000
+ *     jitter    percent of a kernel's time, default 0
+ *     streams, threads (of each process, with streams each), processes: default 1
+ *     nodes     kernels of a graph, default 10
+ *     seconds   how long, default 10; ends earlier at SIGTERM or SIGINT, with the same line
+ *     ahead     microseconds of work in a stream that may be on its way; 0 (default): until the
+ *               driver's queue is full
+ *     mark      microseconds of work between the events by which it learns what is done, or 0;
+ *               default 1000
+ *     burst, pause   microseconds, of mode pause, default 2000 and 1000
  *     wait 1    says "ready" and begins at the end of a line of input
  *     drain 1   in the end waits for all that was launched
- *     blocks    of a kernel's grid (default: one for each multiprocessor, which on the simulated
- *               device means that kernels of several streams run one after the other)
+ *     blocks    of a kernel's grid; default one for each multiprocessor, which on the simulated
+ *               device means that kernels of several streams run one after the other
  *     iterations-per-ms   of the kernels' loop; measured when it is not given
  *     classic   limits itself to so many percent, by the law that is common in the field
- *     device, seed
+ *     device, devices   the first one, and over how many the streams are dealt out, default 1
+ *     seed
  *
  * {"started_ns", "ended_ns": CLOCK_MONOTONIC, "pidns", "launches", "asked_ns": device time of what
  * was launched, "done", "done_ns": the same of what is known to be completed, "longest_call_ns": of
@@ -94,6 +98,7 @@ static bool read_option(struct options *o, const char *key, const char *value) {
         {"drain", &o->drain, 1},
         {"blocks", &o->blocks, 65535},
         {"device", &o->device, 64},
+        {"devices", &o->devices, MAX_DEVICES},
         {"seed", &o->seed, UINT64_MAX / 2},
         {"classic", &o->classic, 100},
         {"iterations-per-ms", &o->iterations_per_ms, UINT64_MAX / 2},
@@ -201,6 +206,7 @@ int main(int argc, char **argv) {
                         .streams = 1,
                         .threads = 1,
                         .processes = 1,
+                        .devices = 1,
                         .nodes = 10,
                         .mark_us = 1000,
                         .burst_us = 2000,
@@ -210,10 +216,11 @@ int main(int argc, char **argv) {
         if (strncmp(argv[i], "--", 2) != 0 || i + 1 == argc ||
             !read_option(&o, argv[i] + 2, argv[i + 1]))
             return misused(argv[i] + (strncmp(argv[i], "--", 2) == 0 ? 2 : 0), argv[i + 1]);
-    if (!o.streams || !o.threads || !o.processes || o.processes * o.threads > MAX_WORKERS)
+    if (!o.streams || !o.threads || !o.processes || !o.devices ||
+        o.processes * o.threads > MAX_WORKERS)
         return misused("threads", "of these processes");
-    if (o.mode == MODE_PAIR && o.streams < 2)
-        o.streams = 2;
+    if (o.streams < o.devices || (o.mode == MODE_PAIR && o.streams < 2))
+        o.streams = o.devices > 2 ? o.devices : 2;
     struct shared *shared =
         mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     sigset_t signals;

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { MAX_STREAMS = 64, MAX_TIMES = 8, MAX_WORKERS = 256 };
+enum { MAX_STREAMS = 64, MAX_TIMES = 8, MAX_WORKERS = 256, MAX_DEVICES = 8 };
 
 enum mode { MODE_STREAM, MODE_GRAPH, MODE_SYNC, MODE_PAUSE, MODE_PAIR, MODES };
 enum shape { SHAPE_FIXED, SHAPE_LOGNORMAL, SHAPE_BIMODAL };
@@ -15,7 +15,7 @@ struct options {
     uint64_t mode, shape, n_times, time_us[MAX_TIMES], jitter;
     uint64_t streams, threads, processes, nodes, blocks;
     uint64_t ahead_us, mark_us, burst_us, pause_us, iterations_per_ms;
-    uint64_t milliseconds, device, wait, drain, seed, classic;
+    uint64_t milliseconds, device, devices, wait, drain, seed, classic;
 };
 
 /* What one thread has done; in memory that all processes share, so that nothing it did is lost when
@@ -44,18 +44,25 @@ int (*cuda_function(const char *name))();
 bool cuda_result(struct tally *tally, const char *name, int code);
 
 struct kernels {
+    void *context;
     void *fixed[MAX_TIMES], *argument, *wait_flag, *set_flag;
     uint64_t iterations_per_ms; /* of the loop, on real hardware */
     unsigned blocks;
 };
-/* The device's primary context is current afterwards. */
-bool cuda_open(struct kernels *kernels, const struct options *options, struct tally *tally);
+/* Of one device, counted from the first that is used. Its primary context is current afterwards. */
+bool cuda_open(struct kernels *kernels, const struct options *options, unsigned device,
+               struct tally *tally);
 
 /* busy_work.c: a process's part; returns its exit code. `ready` is called once when all its threads
  * may begin, and returns when they shall. */
 int work(const struct options *options, struct shared *shared, unsigned process,
          void (*ready)(void));
 uint64_t now_ns(void);
+
+/* busy_random.c: uniform in [0, 1), normal with deviation 1; the state may begin with any value */
+double uniform(uint64_t *state);
+double normal(uint64_t *state);
+double exponential(double x); /* e^x for |x| < 7 */
 
 /* busy_classic.c: returns when the classic law lets a launch through. */
 void classic_wait(const struct options *options, const struct shared *shared);

@@ -105,10 +105,11 @@ static bool calibrate(struct kernels *k, struct tally *tally) {
            CU(tally, "cuStreamDestroy_v2", stream);
 }
 
-bool cuda_open(struct kernels *k, const struct options *options, struct tally *tally) {
+bool cuda_open(struct kernels *k, const struct options *options, unsigned number,
+               struct tally *tally) {
     static char image[32 << 10];
     char name[MAX_TIMES][32];
-    void *context = NULL, *module = NULL;
+    void *module = NULL;
     int device = 0, processors = 0;
     strcpy(image, head);
     add(image, sizeof image, spin, "spin_ns_arg");
@@ -121,9 +122,10 @@ bool cuda_open(struct kernels *k, const struct options *options, struct tally *t
         if (!known)
             add(image, sizeof image, spin, name[i]);
     }
-    if (!CU(tally, "cuInit", 0u) || !CU(tally, "cuDeviceGet", &device, (int)options->device) ||
-        !CU(tally, "cuDevicePrimaryCtxRetain", &context, device) ||
-        !CU(tally, "cuCtxSetCurrent", context) ||
+    if (!CU(tally, "cuInit", 0u) ||
+        !CU(tally, "cuDeviceGet", &device, (int)(options->device + number)) ||
+        !CU(tally, "cuDevicePrimaryCtxRetain", &k->context, device) ||
+        !CU(tally, "cuCtxSetCurrent", k->context) ||
         !CU(tally, "cuDeviceGetAttribute", &processors, SM_COUNT, device) ||
         !CU(tally, "cuModuleLoadData", &module, image) ||
         !CU(tally, "cuModuleGetFunction", &k->argument, module, "spin_ns_arg") ||

@@ -12,7 +12,8 @@ enum {
     CAPTURE_RELAXED = 2,
     NO_TIMING = 2,
     NON_BLOCKING = 1,
-    IPC_LAZY = 1
+    IPC_LAZY = 1,
+    PORTABLE = 3 /* and mapped */
 };
 
 /* A point in a stream up to which everything is done once its event is. */
@@ -22,6 +23,7 @@ struct mark {
 };
 
 struct lane {
+    unsigned device;
     void *stream, *graph;
     struct mark *mark;
     unsigned first, last;     /* of the marks on their way */
@@ -40,7 +42,7 @@ struct thread {
     uint64_t flags; /* device address, in mode pair */
 };
 
-static struct kernels kernels;
+static struct kernels kernels[MAX_DEVICES]; /* by device */
 static pthread_barrier_t prepared, begin;
 
 uint64_t now_ns(void) {
@@ -49,55 +51,36 @@ uint64_t now_ns(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-static double uniform(struct thread *t) { /* splitmix64 */
-    uint64_t z = (t->random += UINT64_C(0x9e3779b97f4a7c15));
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return (double)((z ^ (z >> 31)) >> 11) / 9007199254740992.0;
-}
-
-/* Of twelve uniform ones: near enough, and without a library. */
-static double normal(struct thread *t) {
-    double sum = -6;
-    for (int i = 0; i < 12; i++)
-        sum += uniform(t);
-    return sum;
-}
-
-static double exponential(double x) { /* e^x for |x| < 7 */
-    double term = 1, sum = 1;
-    for (int i = 1; i < 8; i++)
-        sum += term *= x / 16 / i;
-    for (int i = 0; i < 4; i++)
-        sum *= sum;
-    return sum;
-}
-
 /* The kernel of launch `n`: its function, and how long it shall take. */
-static void *choose(struct thread *t, uint64_t n, uint64_t *ns) {
+static void *choose(struct thread *t, const struct kernels *k, uint64_t n, uint64_t *ns) {
     unsigned i = (unsigned)(n % t->o->n_times);
     double us = (double)t->o->time_us[i];
     if (t->o->shape == SHAPE_LOGNORMAL)
-        us *= exponential(normal(t));
+        us *= exponential(normal(&t->random));
     else if (t->o->shape == SHAPE_BIMODAL)
-        us = uniform(t) < 0.1 ? 20 * us : us;
+        us = uniform(&t->random) < 0.1 ? 20 * us : us;
     bool fixed = t->o->shape == SHAPE_FIXED && !t->o->jitter;
-    us *= 1 + (double)t->o->jitter / 100 * normal(t);
+    us *= 1 + (double)t->o->jitter / 100 * normal(&t->random);
     *ns = us < 0.2 ? 200 : (uint64_t)(us * 1000);
-    return fixed ? kernels.fixed[i] : kernels.argument;
+    return fixed ? k->fixed[i] : k->argument;
 }
 
-static bool launch(struct thread *t, void *function, void *stream, void **arguments) {
-    return CU(t->tally, "cuLaunchKernel", function, kernels.blocks, 1u, 1u, 32u, 1u, 1u, 0u, stream,
-              arguments, NULL);
+static bool enter(struct thread *t, const struct lane *lane) {
+    return t->o->devices == 1 || CU(t->tally, "cuCtxSetCurrent", kernels[lane->device].context);
 }
 
-static bool spin(struct thread *t, uint64_t n, void *stream, uint64_t *ns) {
-    void *function = choose(t, n, ns);
-    uint64_t iterations = (uint64_t)((double)kernels.iterations_per_ms * (double)*ns / 1e6);
+static bool launch(struct thread *t, const struct lane *lane, void *function, void **arguments) {
+    return CU(t->tally, "cuLaunchKernel", function, kernels[lane->device].blocks, 1u, 1u, 32u, 1u,
+              1u, 0u, lane->stream, arguments, NULL);
+}
+
+static bool spin(struct thread *t, uint64_t n, const struct lane *lane, uint64_t *ns) {
+    const struct kernels *k = &kernels[lane->device];
+    void *function = choose(t, k, n, ns);
+    uint64_t iterations = (uint64_t)((double)k->iterations_per_ms * (double)*ns / 1e6);
     void *arguments[] = {ns, &iterations};
     iterations += iterations == 0;
-    return launch(t, function, stream, arguments);
+    return launch(t, lane, function, arguments);
 }
 
 static bool make_graph(struct thread *t, struct lane *lane) {
@@ -106,7 +89,7 @@ static bool make_graph(struct thread *t, struct lane *lane) {
         return false;
     for (uint64_t i = 0; i < t->o->nodes; i++) {
         uint64_t ns;
-        if (!spin(t, i, lane->stream, &ns))
+        if (!spin(t, i, lane, &ns))
             return false;
         lane->graph_ns += ns;
     }
@@ -127,6 +110,8 @@ static bool open_flags(struct thread *t) {
         memcpy(&handle, t->shared->ipc, sizeof handle);
         return CU(t->tally, "cuIpcOpenMemHandle_v2", &t->flags, handle, (unsigned)IPC_LAZY);
     }
+    if (t->o->devices > 1) /* the devices meet in the host's memory */
+        return CU(t->tally, "cuMemHostAlloc", &t->flags, (size_t)4096, (unsigned)PORTABLE);
     if (!CU(t->tally, "cuMemAlloc_v2", &t->flags, (size_t)(2 << 20)) ||
         !CU(t->tally, "cuMemsetD32_v2", t->flags, 0u, (size_t)1024) ||
         !CU(t->tally, "cuCtxSynchronize"))
@@ -146,9 +131,10 @@ static bool pair(struct thread *t, uint64_t n, uint64_t *ns) {
     struct lane *lane = &t->lane[waits ? 0 : 1];
     uint64_t flag = t->flags, value = ++lane->value;
     void *arguments[] = {&flag, &value};
-    if (!waits && !spin(t, n, lane->stream, ns))
+    const struct kernels *k = &kernels[lane->device];
+    if (!enter(t, lane) || (!waits && !spin(t, n, lane, ns)))
         return false;
-    return launch(t, waits ? kernels.wait_flag : kernels.set_flag, lane->stream, arguments);
+    return launch(t, lane, waits ? k->wait_flag : k->set_flag, arguments);
 }
 
 static void nap(uint64_t ns) {
@@ -214,6 +200,8 @@ static bool one(struct thread *t, uint64_t n) {
     struct tally *tally = t->tally;
     uint64_t ns = 0, before = now_ns();
     bool ok;
+    if (!enter(t, lane))
+        return false;
     if (t->o->classic)
         classic_wait(t->o, t->shared);
     __atomic_store_n(&tally->calling_since_ns, before, __ATOMIC_RELAXED);
@@ -223,7 +211,7 @@ static bool one(struct thread *t, uint64_t n) {
         ns = lane->graph_ns;
         ok = CU(tally, "cuGraphLaunch", lane->graph, lane->stream);
     } else {
-        ok = spin(t, n, lane->stream, &ns);
+        ok = spin(t, n, lane, &ns);
     }
     uint64_t took = now_ns() - before;
     __atomic_store_n(&tally->calling_since_ns, 0, __ATOMIC_RELAXED);
@@ -238,19 +226,19 @@ static bool one(struct thread *t, uint64_t n) {
     t->burst_ns += ns;
     if (t->o->mode == MODE_PAUSE && t->burst_ns >= t->o->burst_us * 1000) {
         t->burst_ns = 0;
-        nap((uint64_t)(2 * uniform(t) * (double)t->o->pause_us * 1000));
+        nap((uint64_t)(2 * uniform(&t->random) * (double)t->o->pause_us * 1000));
     }
     return note(t, lane, ns);
 }
 
 static bool prepare(struct thread *t) {
-    void *context = NULL;
-    if (!CU(t->tally, "cuDevicePrimaryCtxRetain", &context, (int)t->o->device) ||
-        !CU(t->tally, "cuCtxSetCurrent", context))
+    if (!CU(t->tally, "cuCtxSetCurrent", kernels[0].context))
         return false;
     for (uint64_t i = 0; i < t->o->streams; i++) {
         struct lane *lane = &t->lane[i];
-        if (!CU(t->tally, "cuStreamCreate", &lane->stream, (unsigned)NON_BLOCKING))
+        lane->device = (unsigned)(i % t->o->devices);
+        if (!enter(t, lane) ||
+            !CU(t->tally, "cuStreamCreate", &lane->stream, (unsigned)NON_BLOCKING))
             return false;
         lane->mark = calloc(MARKS, sizeof *lane->mark);
         if (!lane->mark)
@@ -258,7 +246,7 @@ static bool prepare(struct thread *t) {
         if (t->o->mode == MODE_GRAPH && !make_graph(t, lane))
             return false;
     }
-    return t->o->mode != MODE_PAIR || open_flags(t);
+    return t->o->mode != MODE_PAIR || (enter(t, &t->lane[0]) && open_flags(t));
 }
 
 static void *run(void *argument) {
@@ -269,7 +257,8 @@ static void *run(void *argument) {
     for (uint64_t n = 0; ok && !__atomic_load_n(&t->shared->stop, __ATOMIC_RELAXED); n++)
         ok = one(t, n);
     for (uint64_t i = 0; ok && i < t->o->streams; i++) {
-        if (t->o->drain)
+        ok = enter(t, &t->lane[i]);
+        if (ok && t->o->drain)
             ok = synchronize(t, &t->lane[i]);
         else
             settle(t, &t->lane[i]);
@@ -283,7 +272,9 @@ int work(const struct options *o, struct shared *shared, unsigned process, void 
     pthread_t id[MAX_WORKERS];
     unsigned n = (unsigned)o->threads;
     struct tally *tally = &shared->tally[process * n];
-    bool ok = cuda_open(&kernels, o, tally);
+    bool ok = true;
+    for (unsigned i = 0; ok && i < o->devices; i++)
+        ok = cuda_open(&kernels[i], o, i, tally);
     pthread_barrier_init(&prepared, NULL, n + 1);
     pthread_barrier_init(&begin, NULL, n + 1);
     for (unsigned i = 0; ok && i < n; i++) {
