@@ -56,6 +56,11 @@ KEYS = (
         "How much compute may be granted on a device, as a multiple of all of its time. 1.0 means that every container "
         "can use its whole limit at any time. Only hard limits count: what a container without a limit, or with a soft "
         "one, takes is nobody's."),
+    Key("compute.slice_us", 0, {"type": "integer", "minimum": 0, "maximum": 1000000},
+        "How long the device lets one container run while others wait, in microseconds; 0: as usual, 2000."),
+    Key("compute.switch_us", 0, {"type": "integer", "minimum": 0, "maximum": 1000000},
+        "What it takes the device, in the mean, to go from one container to another, in microseconds; 0: as usual, "
+        "125. Compute limits come nearer where it is right."),
     Key("policy.accept.env", "always", _ACCEPT,
         "From which containers requests in environment variables are taken. Images can set them too."),
     Key("policy.accept.annotations", "always", _ACCEPT,
@@ -177,6 +182,8 @@ def effective(config: Config) -> dict[str, Any]:
         "placement": config.placement,
         "memory_overcommit": config.memory_overcommit,
         "compute_overcommit": config.compute_overcommit,
+        "compute.slice_us": config.slice_us,
+        "compute.switch_us": config.switch_us,
         "policy.accept.env": policy.accept_env,
         "policy.accept.annotations": policy.accept_annotations,
         "policy.accept.volume_mounts": policy.accept_volume_mounts,
@@ -334,4 +341,6 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
         log=at["hook.log"],
         runtime=at["runtime.path"],
         compute_overcommit=float(at["compute_overcommit"]),
+        slice_us=int(at["compute.slice_us"]),
+        switch_us=int(at["compute.switch_us"]),
     )

@@ -68,6 +68,8 @@ class Config(NamedTuple):
     log: str = ""  # a file that the hook appends one line to for each container; "" = none
     runtime: str = ""  # absolute path of the low-level runtime; "" = found by lowlevel.find
     compute_overcommit: float = 1.0
+    slice_us: int = 0  # of the devices, microseconds; 0 = what the shim takes as usual
+    switch_us: int = 0
 
 
 class Node(NamedTuple):

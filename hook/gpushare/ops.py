@@ -27,13 +27,17 @@ class WriteLimits(NamedTuple):
 
     shares: tuple[Share, ...]
     path: str  # host path
+    slice_us: int = 0  # see Config
+    switch_us: int = 0
 
     @property
     def needs(self) -> str:
         return "namespace"
 
     def describe(self) -> str:
-        return f"limits   {self.path}: " + "; ".join(_share_text(share) for share in self.shares)
+        times = (("slice", self.slice_us), ("switch", self.switch_us))
+        words = [_share_text(share) for share in self.shares] + [f"{name} {us} us" for name, us in times if us]
+        return f"limits   {self.path}: " + "; ".join(words)
 
 
 class TenantTmpfs(NamedTuple):

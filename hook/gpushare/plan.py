@@ -16,7 +16,7 @@ from .driverfiles import DriverFiles, Library
 from .drivertable import ALWAYS
 from .errors import RequestError
 from .light import NamedTuple, Optional
-from .model import Bundle, Image, LdEntry, Lease, Node, Request, Share
+from .model import Bundle, Config, Image, LdEntry, Lease, Node, Request, Share
 from .ops import (
     Cover,
     DeviceNode,
@@ -75,15 +75,15 @@ def _pages(state_dir: str, shares: tuple[Share, ...]) -> list[Op]:
     return ops
 
 
-def _limits(state_dir: str, container_id: str, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
+def _limits(config: Config, container_id: str, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
     """Limits, the tenant's own tmpfs, and the private directory with the real libraries."""
-    state = container_dir(state_dir, container_id)
+    state = container_dir(config.state_dir, container_id)
     return [
-        WriteLimits(shares, f"{state}/share/limits"),
+        WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us),
         TenantTmpfs(f"{state}/rw", USAGE_BYTES, TMPFS_INODES),
         Mount(f"{state}/share", names.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
         Mount(f"{state}/rw", names.RW_DIR, "dir", _DATA, "what this container's processes count"),
-        *_pages(state_dir, shares),
+        *_pages(config.state_dir, shares),
         _Shown(files.cuda, files.cuda.source, "the real libcuda, under a private name").at(names.REAL_CUDA),
         _Shown(files.nvml, files.nvml.source, "the real libnvidia-ml, under a private name").at(names.REAL_NVML),
     ]
@@ -243,7 +243,7 @@ def _files(
     mounts32, links32 = _place(shown32, image, image.libdir32)
     ops: list[Op] = []
     if shares:
-        ops += _limits(node.config.state_dir, bundle.id, shares, files)
+        ops += _limits(node.config, bundle.id, shares, files)
     ops += mounts
     if shares:
         taken = {op.target for op in (*ops, *mounts, *links) if isinstance(op, (Mount, ImageFile, Link))}

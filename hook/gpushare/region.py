@@ -247,8 +247,8 @@ def uuid_bytes(uuid: str) -> bytes:
     return raw
 
 
-def pack_device(share: Share) -> bytes:
-    """One gs_device_limit."""
+def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0) -> bytes:
+    """One gs_device_limit. 0 microseconds: what is usual."""
     device = share.device
     text = device.uuid.encode("ascii", "replace")
     flags = (DEVICE_COMPUTE_SOFT if share.soft else 0) | (DEVICE_OVERSUBSCRIBE if share.oversubscribe else 0)
@@ -268,12 +268,14 @@ def pack_device(share: Share) -> bytes:
         0,
         flags,
         share.page,
-        0,
-        0,
+        1000 * slice_us,
+        1000 * switch_us,
     )
 
 
-def pack_limits(shares: Sequence[Share], nonce: int, generation: int = 1) -> bytes:
+def pack_limits(
+    shares: Sequence[Share], nonce: int, generation: int = 1, slice_us: int = 0, switch_us: int = 0
+) -> bytes:
     """A complete limits file: LIMITS_SIZE bytes, devices in slot order.
 
     Raises RegionError when the shares are not the slots 0..n-1, or more than MAX_DEVICES.
@@ -287,7 +289,7 @@ def pack_limits(shares: Sequence[Share], nonce: int, generation: int = 1) -> byt
     )
     start = offset("gs_limits", "device")
     for share in ordered:
-        whole[start : start + DEVICE_SIZE] = pack_device(share)
+        whole[start : start + DEVICE_SIZE] = pack_device(share, slice_us, switch_us)
         start += DEVICE_SIZE
     return bytes(whole)
 

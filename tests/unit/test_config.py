@@ -62,6 +62,7 @@ shim_dir: /x/../shim
 runtime: {path: /opt/runc}
 memory_overcommit: 1.5
 compute_overcommit: 2
+compute: {slice_us: 1500, switch_us: 80}
 policy:
   accept: {env: never, annotations: privileged, volume_mounts: never, cdi: privileged}
   annotations: scoped
@@ -84,7 +85,7 @@ def test_every_key_arrives() -> None:
     policy = policy._replace(privileged_containers=("kube-system/agent",), over_maximum="clamp")
     path = Config().state_dir
     log, runtime = "/var/log/gpushare.log", "/opt/runc"
-    expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "first-fit", policy, log, runtime, 2.0)
+    expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "first-fit", policy, log, runtime, 2.0, 1500, 80)
     assert config.parse_config(EVERYTHING, "f") == expected
     untouched = [
         name

@@ -61,6 +61,14 @@ def test_private_directory() -> None:
     assert ["noexec" in op.flags for op in first] == [False, True, True, True, False, False]
 
 
+def test_limits_have_the_times_of_the_configuration() -> None:
+    host = node()
+    host = host._replace(config=host.config._replace(slice_us=1500, switch_us=80))
+    first = make(host=host).ops[0]
+    assert isinstance(first, WriteLimits) and (first.slice_us, first.switch_us) == (1500, 80)
+    assert first.describe().endswith("; slice 1500 us; switch 80 us")
+
+
 def test_usage_size_is_the_header_s() -> None:
     header = Path(__file__).resolve().parents[2] / "shim" / "include" / "gpushare_abi.h"
     assert f"sizeof(struct gs_usage) == {plan.USAGE_BYTES // 4096} * 4096" in header.read_text()

@@ -113,6 +113,16 @@ def test_limits_are_complete_read_only_and_leave_no_temporary(page: Path, state:
     assert read.nonce == storage.read_usage(state, "c1", 1).nonce != 0
 
 
+def test_limits_say_how_the_device_shares_its_time(state: str) -> None:
+    shares = (*SHARES, SHARES[0]._replace(slot=1))
+    storage.execute(WriteLimits(shares, f"{state}/limits", 1500, 80))
+    data = Path(state, "limits").read_bytes()
+    for slot in range(2):
+        at = region.offset("gs_limits", "device") + slot * region.DEVICE_SIZE
+        fields = region.packer("gs_device_limit").unpack_from(data, at)
+        assert fields[-2:] == (1_500_000, 80_000)  # nanoseconds
+
+
 def test_two_containers_never_have_one_nonce(state: str) -> None:
     seen = set()
     for number in range(8):
