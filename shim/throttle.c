@@ -211,13 +211,25 @@ static bool alone(struct gs_throttle *t, uint64_t now) {
     return !c.outranked;
 }
 
-static uint64_t wait_for(struct gs_throttle *t, struct gs_predictor *f, int64_t ns, bool known,
-                         int64_t pay, uint64_t now) {
+/* A launch of something unknown is not done soon: the next unknown one waits for what it was. In
+ * another stream only for a while, since the one may wait for the other on the device. */
+static bool unsure(const struct gs_throttle *t, uint32_t stream, uint64_t now) {
+    for (uint32_t i = t->charged; i != t->marked; i++) {
+        const struct gs_segment *segment = &t->segment[i % GS_SEGMENTS];
+        if (segment->probe && segment->marked_ns + PROBE < now &&
+            (segment->stream == stream || now < segment->marked_ns + STUCK / 2))
+            return true;
+    }
+    return false;
+}
+
+static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predictor *f, int64_t ns,
+                         bool known, int64_t pay, uint64_t now) {
     uint64_t until = now + POLL;
     /* While capturing nothing can be seen to finish: what is expected is paid for, no more. */
     bool room = t->capturing || t->marked - t->charged < GS_SEGMENTS - 2;
-    bool ready = t->capturing ||
-                 ((known || !f->probing) && t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1));
+    bool ready = t->capturing || ((known || (!f->probing && !unsure(t, stream, now))) &&
+                                  t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1));
     if (!room)
         return until;
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
@@ -237,11 +249,19 @@ static uint64_t wait_for(struct gs_throttle *t, struct gs_predictor *f, int64_t 
     return until;
 }
 
+/* What is paid for a launch of which nothing is known: what others took lately, so that several
+ * processes do not begin with a debt of all of them. */
+static int64_t unknown(const struct gs_throttle *t) {
+    uint64_t lately = atomic_load(&t->bucket->launch_ns);
+    return lately ? (int64_t)max64(QUANTUM, min64(lately, BURST)) : WINDOW;
+}
+
 uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
                           struct gs_predictor *f) {
     int64_t ns = atomic_load(&f->ns), quantum = QUANTUM, pay;
     bool known = ns != GS_UNKNOWN;
-    ns = known ? ns : QUANTUM;
+    if (!known)
+        ns = unknown(t);
     s->mark = false;
     if (known && t->open.launches && atomic_load(&t->allowance_ns) >= ns) {
         atomic_fetch_sub(&t->allowance_ns, ns);
@@ -260,7 +280,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     pay = (ns > quantum ? ns : quantum) - atomic_load(&t->allowance_ns);
     if (atomic_load(&t->allowance_ns) >= ns)
         pay = 0;
-    uint64_t until = wait_for(t, f, ns, known, pay, now);
+    uint64_t until = wait_for(t, s->id, f, ns, known, pay, now);
     if (until)
         return until;
     if (t->waiting_since_ns) {
@@ -276,6 +296,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     if (!t->capturing && (!known || (t->sparse && t->open.start_event >= 0))) {
         s->mark = t->open.single = true;
         t->open.probe = f->probing = !known;
+        t->open.stream = s->id;
     }
     publish(t, NULL, now);
     return 0;

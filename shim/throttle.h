@@ -90,6 +90,7 @@ struct gs_segment {
     bool clean;                    /* the device had work of ours from start to end */
     bool single;        /* one launch, marked before and after when the device was idle */
     bool probe;         /* its only function was unknown */
+    uint32_t stream;    /* of a single one */
     uint64_t before_ns; /* the end of the segment before */
 };
 

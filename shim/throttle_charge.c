@@ -195,6 +195,8 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     if (segment->start_event >= 0 && c.before_ns > segment->before_ns)
         own += switched(t, segment, &c);
     record(t->bucket, segment, own);
+    if (segment->launches && own > 0)
+        atomic_store(&t->bucket->launch_ns, (uint64_t)own / segment->launches);
     if (t->limit.mode == GS_THROTTLE_SOFT && !c.outranked)
         own = 0;
     if (t->limit.mode != GS_THROTTLE_UNLIMITED)

@@ -16,6 +16,7 @@
 #define POLL (200 * US)
 #define STUCK (100 * MS)
 #define DEFER (6 * MS) /* a charge waits as long for the others to say what they did */
+#define PROBE (2 * MS)
 #define TAIL (50 * (int64_t)US)
 #define EXTEND (8 * MS)
 #define SURPLUS (8 * (int64_t)MS)

@@ -90,7 +90,7 @@ struct gs_bucket {
     _Atomic uint64_t waited_ns;  /* throttled time, summed over processes */
     _Atomic uint64_t busy_ns;    /* device time charged so far, what was borrowed too */
     _Atomic uint64_t recent[10]; /* charged in each of the last windows: GS_RECENT_* */
-    uint64_t reserved;
+    _Atomic uint64_t launch_ns;  /* device time of a launch, lately: what a new function is paid */
 };
 /* recent[w % 10] belongs to window w = time / GS_RECENT_NS: (w << 40) | nanoseconds charged. */
 #define GS_RECENT 10u
@@ -241,7 +241,7 @@ GS_AT(gs_bucket, admitted_ns, 16);
 GS_AT(gs_bucket, waited_ns, 24);
 GS_AT(gs_bucket, busy_ns, 32);
 GS_AT(gs_bucket, recent, 40);
-GS_AT(gs_bucket, reserved, 120);
+GS_AT(gs_bucket, launch_ns, 120);
 _Static_assert(sizeof(struct gs_bucket) == 128, "gs_bucket");
 
 GS_AT(gs_slot, owner, 0);
