@@ -190,8 +190,8 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     int64_t own = judge(t, segment, peer, n, &c);
     bool sure;
     looked(t, segment, own);
-    if (c.contexts)
-        own = bound(t, own, gs_throttle_busy(t, segment, &sure), c.contexts + 1);
+    uint32_t contexts = c.contexts + 1 > t->contexts ? c.contexts + 1 : t->contexts;
+    own = bound(t, own, gs_throttle_busy(t, segment, &sure), contexts);
     if (segment->start_event >= 0 && c.before_ns > segment->before_ns)
         own += switched(t, segment, &c);
     record(t->bucket, segment, own);

@@ -19,7 +19,7 @@
 #define PROBE (2 * MS)
 #define TAIL (50 * (int64_t)US)
 #define EXTEND (8 * MS)
-#define SURPLUS (8 * (int64_t)MS)
+#define SURPLUS (32 * (int64_t)MS)
 #define SPARSE 16u /* so many launches are marked one by one */
 #define STREAK 16u
 #define LEAST (2 * (int64_t)US) /* no launch is expected to take less */
