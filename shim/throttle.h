@@ -101,7 +101,6 @@ struct gs_throttle {
     struct gs_page *page;
     uint32_t container;
     uint32_t switch_ns; /* the device's own: what it takes to switch contexts; learned */
-    uint32_t switches;
     uint32_t slice_ns;
     uint32_t marker_ns; /* device time of one event */
     bool capturing;     /* nothing is recorded or queried */

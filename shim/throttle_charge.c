@@ -81,6 +81,8 @@ static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64
         }
         ns += (int64_t)((took - (double)ns) * (double)step);
         atomic_store(&f->ns, ns > LEAST ? ns : LEAST);
+        if (weight < 1) /* what was divided is no measure of how they differ */
+            continue;
         step = step < 0.05f ? step : 0.05f;
         f->moment[0] += step * ((float)bounded - f->moment[0]);
         f->moment[1] += step * ((float)(bounded * bounded) - f->moment[1]);
@@ -112,7 +114,7 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     if (!sure)
         doubt(t);
     if (!hit) {
-        if (c->contexts && gs_throttle_even(segment->function[0])) {
+        if (c->contexts) {
             double slice = (double)took / t->slice_ns;
             weight = (float)(1 / (1 - (slice < 0.75 ? slice : 0.75)));
         }
@@ -128,7 +130,7 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     own = own < most ? own : most;
     if (sure && (!gs_throttle_even(segment->function[0]) || segment->probe ||
                  t->straddled >= STREAK || segment->work_ns >= (int64_t)whole(t)))
-        learn(t, segment, own, 1);
+        learn(t, segment, own, 0.99f);
     return own;
 }
 
@@ -176,8 +178,7 @@ static int64_t switched(struct gs_throttle *t, const struct gs_segment *segment,
     int64_t took = (int64_t)(segment->start_ns - from), known = t->switch_ns;
     if (!c->over || from >= segment->start_ns || took > (int64_t)MOST_SWITCH)
         return known;
-    t->switches += t->switches < 64;
-    int64_t step = known / (8 + t->switches); /* to the median, which no outlier moves */
+    int64_t step = known / 64; /* to the median, which no outlier moves */
     t->switch_ns = (uint32_t)(known + (took > known ? step : -step));
     return took < 2 * known ? took : known;
 }
