@@ -75,7 +75,7 @@ demo: root build ## two containers share one simulated 16 GiB GPU
 # With the bundle: both ways in, every engine there is, command lines and refusals.
 DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_engines.py test_cli.py test_refused.py)
 
-test: root build build/gpu/latency dist lint $(TEST_SETUP) ## every test, after the linters; installs the engines that they start
+test: root build gpu-programs dist lint $(TEST_SETUP) ## every test, after the linters; installs the engines that they start
 	@$(VENV_PYTHON) -m pytest -q --programs $(DIST) $(DIST_TESTS)
 	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
 

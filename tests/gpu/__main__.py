@@ -155,7 +155,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
             return check_all(options, Path(work))
-    except processes.Failed as error:
+    except (processes.Failed, processes.Absent) as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

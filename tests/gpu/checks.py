@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tests.gpu import checks_busy as busy
 from tests.gpu import checks_compute as compute
 from tests.gpu import checks_driver as driver
 from tests.gpu import checks_memory as memory
@@ -44,6 +45,8 @@ CHECKS = (
     Check("compute.graph", "30 %, alone, CUDA graphs", compute.graph, 45),
     Check("compute.30_70", "30 % and 70 % at the same time", compute.shared, 45),
     Check("compute.waiting", "streams that wait for each other, 5 %", compute.waiting, 30),
+    Check("compute.shapes", "30 %, alone, programs of several kinds", busy.shapes, 60),
+    Check("compute.pairs", "kernels that spin for each other, 5 %", busy.pairs, 40),
     Check("torch.uncapped", "PyTorch under the shim, no limit", compute.torch_native, 90, TORCH),
     Check("torch.30_70", "PyTorch, 30 % and 70 % at the same time", compute.torch_shared, 90, TORCH),
     Check("torch.graph", "PyTorch, CUDA graphs, 30 %", compute.torch_graph, 90, TORCH),

@@ -33,7 +33,7 @@ table and writes `build/gpu-check.json`. The first GPU is used, or the one that 
 
 * **What it needs.** `gcc`, `make`, `python3` 3.9 and the header `cuda.h` of CUDA 13 (of a CUDA toolkit, or of a
   Python package of NVIDIA's); with `nvml.h` also the shim before NVML. With a network it installs what is missing. Or
-  build elsewhere, on a machine whose C library is not newer: `make build build/gpu/latency`, and carry `build/shim`
+  build elsewhere, on a machine whose C library is not newer: `make build gpu-programs`, and carry `build/shim`
   and `build/gpu` over.
 * **What it does.** Programs run natively and under the shim, in a mount namespace in which the shim lies over the
   driver's files; for an ordinary user that is a user namespace. Where neither is allowed (in most containers) it says

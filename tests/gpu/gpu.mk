@@ -1,6 +1,14 @@
-# `make gpu-check`: build/gpu/latency, the only part of it that is compiled. It needs no CUDA headers.
+# What `make gpu-check` has compiled: build/gpu. None of it needs CUDA headers.
+
+GPU_BUSY := $(addprefix tests/e2e/programs/,busy.c busy_cuda.c busy_work.c)
+GPU_PROGRAMS := build/gpu/latency build/gpu/busy
 
 build/gpu/latency: tests/gpu/latency.c | $(SETUP)
+build/gpu/busy: $(GPU_BUSY) tests/e2e/programs/busy.h | $(SETUP)
+$(GPU_PROGRAMS):
 	@mkdir -p $(@D)
-	$(CC) -std=gnu11 -O2 -Wall -Wextra -Werror -o $@.new $< -ldl
+	$(CC) -std=gnu11 -O2 -Wall -Wextra -Werror -o $@.new $(filter %.c,$^) -ldl -lpthread
 	@mv $@.new $@
+
+.PHONY: gpu-programs
+gpu-programs: $(GPU_PROGRAMS)
