@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import signal
 import sys
 import tempfile
@@ -118,6 +119,8 @@ def _each(
     meter: processes.Tenant,
     first: dict[str, Any],
 ) -> int:
+    if os.geteuid() != 0:
+        print("gpu-check: as an ordinary user: shares are in user namespaces, where the host allows them")
     rows: list[tuple[str, str, Result]] = []
     only = options.only.split(",") if options.only else [check.name for check in CHECKS]
     for check in CHECKS:
@@ -129,6 +132,9 @@ def _each(
         rows.append((check.name, check.what, result))
         if check.name == "context" and result.values:
             found = found._replace(context_bytes=max(0, result.values["first_bytes"]))
+        if check.name == "slices" and "slice_ns" in result.values:
+            slice_ns, switch_ns = result.values["slice_ns"]["median"], result.values["switch_ns"]
+            found = found._replace(slices_ns=(int(slice_ns), max(0, int(switch_ns))))
         print(f"  {check.name}: {result.verdict}", flush=True)
         report.write(options.json, content(found, first, rows, time.monotonic() - began, options.short))
     report.show(rows)

@@ -44,6 +44,7 @@ CHECKS = (
     Check("compute.5", "5 %, alone", compute.five, 45),
     Check("compute.graph", "30 %, alone, CUDA graphs", compute.graph, 45),
     Check("compute.30_70", "30 % and 70 % at the same time", compute.shared, 45),
+    Check("compute.told", "the same, told this device's slices", compute.shared_told, 45, HARDWARE),
     Check("compute.waiting", "streams that wait for each other, 5 %", compute.waiting, 30),
     Check("compute.shapes", "30 %, alone, programs of several kinds", busy.shapes, 60),
     Check("compute.pairs", "kernels that spin for each other, 5 %", busy.pairs, 40),

@@ -45,7 +45,8 @@ class Machine(NamedTuple):
     driver_version: str
     cuda_version: int
     why_simulated: str = ""
-    context_bytes: Optional[int] = None  # once measured
+    context_bytes: Optional[int] = None  # these two once measured
+    slices_ns: tuple[int, int] = (0, 0)  # a time slice, a switch to another context
 
     def facts(self) -> dict[str, Any]:
         """For the JSON."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.shim.box import MS_BIND, MS_NOSUID, MS_REC, bind, make_devices, mount
+from tests.shim.box import MS_BIND, MS_NODEV, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT, bind, make_devices, mount
 
 if TYPE_CHECKING:
     from tests.gpu.machine import Machine
@@ -39,6 +39,8 @@ class Limit(NamedTuple):
 
     memory_bytes: Optional[int] = None
     compute_percent: Optional[int] = None
+    slice_ns: int = 0  # of the device, and what a switch of contexts takes; 0: as the law has it for any device
+    switch_ns: int = 0
 
 
 class Place:
@@ -65,8 +67,9 @@ class Place:
         company = company or self.directory / "company"
         number = join(company)
         limits = bytearray(region.pack_limits([share], nonce))
-        at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", "page")
-        struct.pack_into("<I", limits, at, number)
+        for name, value in (("page", number), ("slice_ns", limit.slice_ns), ("switch_ns", limit.switch_ns)):
+            at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", name)
+            struct.pack_into("<I", limits, at, value)
         (self.directory / "limits").write_bytes(limits)
         (self.directory / "limits").chmod(0o444)
         usage = self.directory / "rw" / "usage"
@@ -150,6 +153,15 @@ def lay_over_usr_lib(scratch: str) -> None:
     mount(stage, USR_LIB, flags=MS_BIND | MS_REC)
 
 
+def put_read_only(source: str, target: str) -> None:
+    """Where the kernel cannot make a mount read-only (gVisor), it is only not written to."""
+    bind(source, target, read_only=False)
+    try:
+        mount(source, target, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    except OSError:
+        pass
+
+
 def enter(inside: dict[str, Any]) -> None:
     """The view of a container, around this process. Needs its own namespace."""
     scratch, real, covers = inside["scratch"], inside["real"], inside["covers"]
@@ -157,10 +169,10 @@ def enter(inside: dict[str, Any]) -> None:
         lay_over_usr_lib(scratch)
     mount("tmpfs", PRIVATE, "tmpfs", MS_NOSUID, "mode=755")
     for stem, path in real.items():
-        bind(path, f"{PRIVATE}/driver/{stem}-real.so.1")
-    bind(f"{scratch}/limits", f"{PRIVATE}/limits")
+        put_read_only(path, f"{PRIVATE}/driver/{stem}-real.so.1")
+    put_read_only(f"{scratch}/limits", f"{PRIVATE}/limits")
     bind(f"{scratch}/rw", f"{PRIVATE}/rw", read_only=False)
-    bind(inside["peers"], f"{PRIVATE}/peers/{inside['uuid']}")
+    put_read_only(inside["peers"], f"{PRIVATE}/peers/{inside['uuid']}")
     bind(inside["pages"], f"{PRIVATE}/pages/{inside['uuid']}", read_only=False)
     for stem, path in covers:
         bind(f"{inside['shim']}/{stem}.so", path, read_only=False)

@@ -44,8 +44,9 @@ class Session(NamedTuple):
         memory_bytes: Optional[int] = None,
         compute_percent: Optional[int] = None,
         company: Optional[Path] = None,
+        told: tuple[int, int] = (0, 0),
     ) -> Place:
-        return Place(self.machine, Limit(memory_bytes, compute_percent), company)
+        return Place(self.machine, Limit(memory_bytes, compute_percent, *told), company)
 
     def tenant(self, what: str, place: Optional[Place] = None, **arguments: Any) -> processes.Tenant:
         """A program with the driver, natively or in a place."""

@@ -10,8 +10,8 @@ from tests.conformance import driver
 
 MULTIPROCESSORS, CC_MAJOR, CC_MINOR = 16, 75, 76  # CUdevice_attribute
 THREADS = 256
-# A kernel that does `rounds` rounds of arithmetic in each thread and then adds them to a counter, so the device itself
-# counts what it did. Its name is what the simulator goes by, which runs no code: it takes that many microseconds.
+# A kernel that does `rounds` rounds of arithmetic in each thread; each block then adds them to a counter, so the device
+# itself counts what it did. Its name is what the simulator goes by, which runs no code: it takes that many microseconds.
 COUNT = """
 .visible .entry {name}(.param .u64 counter, .param .u64 rounds)
 {{
@@ -20,7 +20,8 @@ COUNT = """
     .reg .pred %p;
     ld.param.u64 %l1, [counter];
     ld.param.u64 %l2, [rounds];
-    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %tid.x;
+    mov.u32 %r1, %r2;
     mov.u64 %l3, 0;
 again:
     mad.lo.u32 %r1, %r1, 1664525, 1013904223;
@@ -33,7 +34,8 @@ again:
     cvta.to.global.u64 %l4, %l1;
     setp.eq.u32 %p, %r1, 3735928559;
     @%p st.global.u32 [%l4+8], %r1;
-    atom.global.add.u64 %l5, [%l4], %l3;
+    setp.eq.u32 %p, %r2, 0;
+    @%p atom.global.add.u64 %l5, [%l4], %l3;
     ret;
 }}
 """

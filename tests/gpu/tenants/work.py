@@ -43,7 +43,7 @@ class Worker:
         self.function = gpu.kernel(*counting(kernel_us))
         self.counter = gpu.counter()
         self.parameters = Parameters(self.counter, rounds)
-        self.blocks, self.per_launch = blocks, rounds * blocks * THREADS
+        self.blocks, self.per_launch = blocks, rounds * blocks
         self.stream = gpu.stream(NON_BLOCKING)
         self.idle = [gpu.event() for _ in range(DEPTH)]
         self.going: deque[int] = deque()
