@@ -142,7 +142,7 @@ def lay_over_usr_lib(scratch: str) -> None:
         if os.path.isdir(f"{scratch}/lower/{SIM_LIBDIR}"):
             raise error
     stage = os.path.join(scratch, "usr-lib")
-    os.mkdir(stage)
+    os.makedirs(stage, exist_ok=True)
     mount("tmpfs", stage, "tmpfs", 0, "mode=755")
     os.mkdir(f"{stage}/{os.path.basename(PRIVATE)}")
     for entry in os.scandir(USR_LIB):

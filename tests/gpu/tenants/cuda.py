@@ -11,7 +11,7 @@ from tests.conformance import driver
 MULTIPROCESSORS, CC_MAJOR, CC_MINOR = 16, 75, 76  # CUdevice_attribute
 THREADS = 256
 # A kernel that does `rounds` rounds of arithmetic in each thread; each block then adds them to a counter, so the device
-# itself counts what it did. Its name is what the simulator goes by, which runs no code: it takes that many microseconds.
+# itself counts what it did. The simulator, which runs no code, goes by the name: it takes that many microseconds.
 COUNT = """
 .visible .entry {name}(.param .u64 counter, .param .u64 rounds)
 {{
