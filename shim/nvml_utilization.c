@@ -1,8 +1,60 @@
-/* Utilisation by process: the driver's samples, those of this container's processes only. The
- * driver names processes by pid as far as it can see into this pid namespace; a sample of a pid
- * that is none of ours is left out. Utilisation of the whole device (nvmlDeviceGetUtilizationRates)
- * is passed: it is true of the device, and nobody can say which part of it is this container's. */
+/* Utilisation. Of the device: the container's own part of its time in the last second, which is what
+ * its compute limit is about; what others do is theirs. By process: the driver's samples, those of
+ * this container's processes only. The driver names processes by pid as far as it can see into this
+ * pid namespace; a sample of a pid that is none of ours is left out. */
+#include <stdio.h>
+#include <time.h>
+#include <unistd.h>
+
 #include "nvml_shim.h"
+
+#define WINDOWS UINT64_C(8) /* a second */
+
+/* Its processes account for their time only where they have pages. */
+static bool is_accounted(int dev) {
+    static _Atomic uint32_t known, asked;
+    uint32_t bit = UINT32_C(1) << dev;
+    if (!(atomic_load(&asked) & bit)) {
+        const struct gs_device_limit *limit = &gs_region()->limits->device[dev];
+        char path[160];
+        snprintf(path, sizeof(path), "/usr/lib/gpushare/pages/%.*s",
+                 (int)sizeof(limit->uuid_text) - 1, limit->uuid_text);
+        if (access(path, F_OK) == 0)
+            atomic_fetch_or(&known, bit);
+        atomic_fetch_or(&asked, bit);
+    }
+    return atomic_load(&known) & bit;
+}
+
+/* Percent of the device's time in the last complete windows, of all processes together. */
+static unsigned own_percent(int dev) {
+    const struct gs_bucket *bucket = &gs_region()->usage->bucket[dev];
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    uint64_t now = (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec, charged = 0;
+    uint64_t last = now / GS_RECENT_NS;
+    for (uint64_t w = last > WINDOWS ? last - WINDOWS : 0; w < last; w++) {
+        uint64_t cell = atomic_load(&bucket->recent[w % GS_RECENT]);
+        if (cell >> 40 == (w & (UINT64_MAX >> 40)))
+            charged += cell & GS_RECENT_MASK;
+    }
+    uint64_t percent = (charged * 100 + WINDOWS * GS_RECENT_NS / 2) / (WINDOWS * GS_RECENT_NS);
+    return percent < 100 ? (unsigned)percent : 100;
+}
+
+GS_EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
+                                                     nvmlUtilization_t *utilization) {
+    GS_NVML_ENTER(real, nvmlDeviceGetUtilizationRates, device, utilization);
+    nvmlReturn_t result = GS_NVML_CALL(real, device, utilization);
+    int dev;
+    if (result != NVML_SUCCESS || !utilization ||
+        (result = gs_nvml_dev(device, &dev)) != NVML_SUCCESS || !is_accounted(dev))
+        return result;
+    utilization->gpu = own_percent(dev);
+    if (utilization->memory > utilization->gpu) /* of the time: no more than it worked */
+        utilization->memory = utilization->gpu;
+    return NVML_SUCCESS;
+}
 
 struct own {
     unsigned n;

@@ -295,3 +295,21 @@ def test_nothing_is_left_open_and_errno_is_the_programs() -> None:
 
 def test_index_and_pages_have_the_sizes_of_the_header() -> None:
     assert packer("gs_pages").size == 20 * 4096 and packer("gs_peers").size == 4096
+
+
+def test_nvml_tells_the_containers_own_utilisation() -> None:
+    """Not what its neighbours do."""
+    program = """
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    ok(nvml.nvmlInit_v2())
+    device, rates = c_void_p(), (c_uint * 2)()
+    ok(nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)))
+    ok(nvml.nvmlDeviceGetUtilizationRates(device, byref(rates)))
+    print(rates[0])
+    """
+    with boxes(30, 60) as (a, b), tenants((a, BUSY)) as (tenant,):
+        observe(a, 1.5, [tenant])
+        assert float(*run(a, program)) == pytest.approx(30, abs=POINTS)
+        assert run(b, program) == ["0"]
+    with Box() as plain:
+        assert run(plain, program) == ["0"]
