@@ -123,11 +123,14 @@ static struct gs_compute *make(const struct gs_here *here) {
         c->lock = &gs_self()->lock_compute[i];
     }
     gs_lock(c->lock);
+    if (c->used) { /* of another context; fresh memory is not touched before it is needed */
+        memset(c->stream, 0, sizeof(c->stream));
+        memset(c->function, 0, sizeof(c->function));
+        memset(&c->clock, 0, sizeof(c->clock));
+    }
+    c->used = true;
     c->dev = here->dev;
     c->streams = 0;
-    memset(c->stream, 0, sizeof(c->stream));
-    memset(c->function, 0, sizeof(c->function));
-    memset(&c->clock, 0, sizeof(c->clock));
     gs_pages_claim(c);
     c->env = (struct gs_throttle_env){c, env_now, env_mark, env_done, env_peers};
     gs_throttle_init(&c->law, &c->env, &gs_region()->usage->bucket[c->dev], c->page,

@@ -46,6 +46,7 @@ struct gs_compute {
     struct gs_page *page; /* `unshared` when there is no other */
     struct gs_page unshared;
     uint32_t page_index;
+    bool used;             /* by some context, now or before */
     bool stopped;          /* paused: launches are held */
     bool peers_read;       /* in this call */
     bool just_launched;    /* the marker comes right behind the launch */

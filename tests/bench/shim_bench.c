@@ -1,4 +1,5 @@
-/* What the shim adds to an allocation and its free, over an empty driver, in nanoseconds.
+/* What the shim adds to an allocation and its free, to a launch, to a launch that is timed, and to the
+ * start of a process, over an empty driver.
  *
  *   shim_bench              one line of JSON: {"shim.alloc_added_ns": {median, p99, n, unit}, ...}
  *
@@ -32,6 +33,8 @@
 #define BATCH 300
 #define BATCHES 2000
 #define PROCESSES 8
+#define STARTS 300
+#define UUID "GPU-5a5a5a5a-5a5a-5a5a-5a5a-5a5a5a5a5a5a"
 
 static void fail(const char *what, const char *which) {
     fprintf(stderr, "shim_bench: %s %s: %s\n", what, which, strerror(errno));
@@ -56,6 +59,15 @@ static void bind_file(const char *source, const char *target) {
 static void build_view(const char *directory) {
     static struct gs_limits limits = {
         .magic = GS_LIMITS_MAGIC, .version = GS_ABI_VERSION, .nonce = 1};
+    static struct gs_pages pages = {.magic = GS_PAGES_MAGIC,
+                                    .version = GS_ABI_VERSION,
+                                    .size = sizeof(pages),
+                                    .n_pages = GS_MAX_PAGES};
+    static struct gs_peers peers = {.magic = GS_PEERS_MAGIC,
+                                    .version = GS_ABI_VERSION,
+                                    .size = sizeof(peers),
+                                    .generation = 1,
+                                    .used = {1}};
     static struct gs_usage usage = {.magic = GS_USAGE_MAGIC, .version = GS_ABI_VERSION, .nonce = 1};
     char path[PATH_MAX];
     limits.size = sizeof(limits);
@@ -63,6 +75,8 @@ static void build_view(const char *directory) {
     memset(limits.device[0].uuid, 0x5a, sizeof(limits.device[0].uuid));
     limits.device[0].memory_limit_bytes = 64ull << 30;
     limits.device[0].granularity_bytes = 2u << 20;
+    limits.device[0].compute_percent = GS_NO_PERCENT;
+    strcpy(limits.device[0].uuid_text, UUID);
     usage.size = sizeof(usage);
     usage.n_slots = GS_MAX_SLOTS;
     usage.n_devices = 1;
@@ -78,6 +92,14 @@ static void build_view(const char *directory) {
         fail("cannot make", PRIVATE);
     write_file(PRIVATE "/limits", &limits, sizeof(limits), sizeof(limits), 0444);
     write_file(PRIVATE "/rw/usage", &usage, sizeof(usage), sizeof(usage), 0666);
+    if (mkdir(PRIVATE "/pages", 0755) || mkdir(PRIVATE "/peers", 0755) ||
+        mkdir(PRIVATE "/peers/" UUID, 0755))
+        fail("cannot make", PRIVATE "/peers/" UUID);
+    write_file(PRIVATE "/peers/" UUID "/index", &peers, sizeof(peers), sizeof(peers), 0444);
+    write_file(PRIVATE "/peers/" UUID "/0", &pages, sizeof(pages), sizeof(pages), 0666);
+    write_file(PRIVATE "/pages/" UUID, "", 0, 0, 0666);
+    if (mount(PRIVATE "/peers/" UUID "/0", PRIVATE "/pages/" UUID, NULL, MS_BIND, NULL))
+        fail("cannot mount", PRIVATE "/pages/" UUID);
     snprintf(path, sizeof(path), "%s/libcuda-stub.so", directory);
     bind_file(path, PRIVATE "/driver/libcuda-real.so.1");
     snprintf(path, sizeof(path), "%s/../shim/libcuda.so", directory);
@@ -88,6 +110,7 @@ struct functions {
     __typeof__(&cuMemAlloc_v2) allocate;
     __typeof__(&cuMemFree_v2) release;
     __typeof__(&cuDriverGetVersion) version;
+    __typeof__(&cuLaunchKernel) launch;
 };
 
 static void *symbol(void *handle, const char *name) {
@@ -99,7 +122,8 @@ static void *symbol(void *handle, const char *name) {
 
 static struct functions functions_of(void *handle) {
     return (struct functions){symbol(handle, "cuMemAlloc_v2"), symbol(handle, "cuMemFree_v2"),
-                              symbol(handle, "cuDriverGetVersion")};
+                              symbol(handle, "cuDriverGetVersion"),
+                              symbol(handle, "cuLaunchKernel")};
 }
 
 static double now_ns(void) {
@@ -128,6 +152,47 @@ static double version_ns(const struct functions *f) {
     return (now_ns() - begin) / BATCH;
 }
 
+static void launch(const struct functions *f, int function, unsigned grid) {
+    static char functions[8];
+    if (f->launch((CUfunction)&functions[function], grid, 1, 1, 32, 1, 1, 0, NULL, NULL, NULL))
+        fail("a launch was refused", "");
+}
+
+/* A few functions in turn, again and again. */
+static double launch_ns(const struct functions *f) {
+    double begin = now_ns();
+    for (int i = 0; i < BATCH; i++)
+        launch(f, i % 4, 1);
+    return (now_ns() - begin) / BATCH;
+}
+
+/* Never the same grid: what each of them takes is measured, with a marker before and one behind. */
+static double marked_ns(const struct functions *f) {
+    static unsigned grid;
+    double begin = now_ns();
+    for (int i = 0; i < BATCH; i++)
+        launch(f, 0, ++grid);
+    return (now_ns() - begin) / BATCH;
+}
+
+/* Thread time of a process from opening the library to its first launch, in microseconds. */
+static void start_process(double *took_us) {
+    struct timespec begin, end;
+    CUcontext context;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &begin);
+    void *shim = dlopen(PRIVATE "/driver/shim.so", RTLD_NOW);
+    if (!shim)
+        fail(dlerror(), "");
+    if (((__typeof__(&cuInit))symbol(shim, "cuInit"))(0) ||
+        ((__typeof__(&cuCtxCreate_v2))symbol(shim, "cuCtxCreate_v2"))(&context, 0, 0))
+        fail("the shim refused to start", "");
+    struct functions ours = functions_of(shim);
+    launch(&ours, 0, 1);
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &end);
+    *took_us = (double)(end.tv_sec - begin.tv_sec) * 1e6 +
+               (double)(end.tv_nsec - begin.tv_nsec) / 1e3;
+}
+
 /* added[i] = under the shim minus alone, for BATCHES pairs of batches. */
 static void measure(double *added, double (*batch)(const struct functions *)) {
     void *shim = dlopen(PRIVATE "/driver/shim.so", RTLD_NOW);
@@ -151,16 +216,19 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-static void print(const char *key, double *added, int n, const char *end) {
+static void print(const char *key, double *added, int n, const char *unit, const char *end) {
     qsort(added, (size_t)n, sizeof(*added), ascending);
-    printf("\"%s\": {\"median\": %.2f, \"p99\": %.2f, \"n\": %d, \"unit\": \"ns\"}%s", key,
-           added[n / 2], added[n * 99 / 100], n, end);
+    printf("\"%s\": {\"median\": %.2f, \"p99\": %.2f, \"n\": %d, \"unit\": \"%s\"}%s", key,
+           added[n / 2], added[n * 99 / 100], n, unit, end);
+    fflush(stdout);
 }
 
-/* `processes` at once, each in its own process, all started by the same event. */
+/* `processes` at once, each in its own process, all started by the same event. Without a batch each
+ * only starts. */
 static void run(const char *key, int processes, double (*batch)(const struct functions *),
                 const char *end) {
-    size_t bytes = sizeof(double) * BATCHES * (size_t)processes;
+    int each = batch ? BATCHES : 1;
+    size_t bytes = sizeof(double) * (size_t)each * (size_t)processes;
     double *added = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     int gate[2];
     if (added == MAP_FAILED || pipe(gate))
@@ -171,7 +239,10 @@ static void run(const char *key, int processes, double (*batch)(const struct fun
             close(gate[1]);
             if (read(gate[0], &go, 1) != 0)
                 _exit(1);
-            measure(added + (size_t)i * BATCHES, batch);
+            if (batch)
+                measure(added + (size_t)i * BATCHES, batch);
+            else
+                start_process(added + i);
             _exit(0);
         }
     close(gate[0]);
@@ -179,7 +250,7 @@ static void run(const char *key, int processes, double (*batch)(const struct fun
     for (int i = 0, status; i < processes; i++)
         if (wait(&status) < 0 || status)
             fail("a process of the measurement failed for", key);
-    print(key, added, BATCHES * processes, end);
+    print(key, added, each * processes, batch ? "ns" : "us", end);
     munmap(added, bytes);
 }
 
@@ -193,9 +264,10 @@ int main(void) {
     fputs("{", stdout);
     fflush(stdout);
     run("shim.alloc_added_ns", 1, pair_ns, ", ");
-    fflush(stdout);
     run("shim.alloc_added_ns_8p", PROCESSES, pair_ns, ", ");
-    fflush(stdout);
-    run("shim.passthrough_added_ns", 1, version_ns, "}\n");
+    run("shim.passthrough_added_ns", 1, version_ns, ", ");
+    run("shim.launch_added_ns", 1, launch_ns, ", ");
+    run("shim.marker_added_ns", 1, marked_ns, ", ");
+    run("shim.init_added_us", STARTS, NULL, "}\n");
     return 0;
 }
