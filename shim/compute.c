@@ -39,8 +39,6 @@ void gs_compute_limits(struct gs_compute *c) {
                                                               : GS_THROTTLE_UNLIMITED};
     c->law.limit = limit;
     c->law.rate_ppm = limit.weight ? c->law.rate_ppm : limit.ppm;
-    c->law.slice_ns = word(&l->slice_ns) ? word(&l->slice_ns) : c->law.slice_ns;
-    c->law.switch_ns = word(&l->switch_ns) ? word(&l->switch_ns) : c->law.switch_ns;
     c->stopped = flags & GS_DEVICE_PAUSED;
 }
 
@@ -62,21 +60,16 @@ static uint64_t env_now(void *arg) {
     return gs_compute_now();
 }
 
-/* A per-thread stream is marked by its own thread only. What is put into the legacy stream waits
- * for everything before it in streams that block, so a late marker there could close a circle of
- * waiting that the program does not have: it comes right behind its launch or not at all. */
+/* A per-thread stream is marked by its own thread only. What is put into the legacy stream waits for
+ * all that was launched before it into streams that block, and holds up what comes after: where both
+ * were launched into, a marker could close a circle of waiting that the program does not have. */
 static int env_mark(void *arg, uint32_t number) {
     struct gs_compute *c = arg;
     struct gs_known_stream *s = &c->stream[number];
-    bool own = c->launching == s->handle && c->just_launched;
-    if (!s->handle)
+    if (!s->handle ||
+        (s->handle == CU_STREAM_PER_THREAD && gs_compute_stream_if_known(c, s->handle) != s) ||
+        (s->handle == CU_STREAM_LEGACY && c->mixed))
         return -1;
-    if (s->handle == CU_STREAM_PER_THREAD && gs_compute_stream_if_known(c, s->handle) != s)
-        return -1;
-    if (s->handle == CU_STREAM_LEGACY && !own)
-        for (uint32_t i = 0; i < c->streams; i++)
-            if (c->stream[i].handle && c->stream[i].blocks && &c->stream[i] != s)
-                return -1;
     return gs_clock_mark(c, s->handle);
 }
 
@@ -130,11 +123,15 @@ static struct gs_compute *make(const struct gs_here *here) {
     }
     c->used = true;
     c->dev = here->dev;
-    c->streams = 0;
+    c->streams = c->per_thread = 0;
+    c->has_legacy = false;
     gs_pages_claim(c);
     c->env = (struct gs_throttle_env){c, env_now, env_mark, env_done, env_peers};
     gs_throttle_init(&c->law, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
                      word(&gs_compute_limits_file->device[c->dev].page));
+    const struct gs_device_limit *l = &gs_compute_limits_file->device[c->dev];
+    c->law.slice_ns = word(&l->slice_ns) ? word(&l->slice_ns) : c->law.slice_ns;
+    c->law.switch_ns = word(&l->switch_ns) ? word(&l->switch_ns) : c->law.switch_ns;
     c->limits_seen = 0;
     gs_compute_limits(c);
     atomic_store(&c->context, here->context);

@@ -80,7 +80,6 @@ static inline void gs_compute_forget(void) {
 struct gs_admission {
     struct gs_compute *compute; /* NULL: nothing to do afterwards */
     CUcontext context;
-    CUstream stream;
     struct gs_predictor *f;
     bool mark;
 };

@@ -67,6 +67,7 @@ static void enter(struct bracket *b, struct gs_compute *c, CUcontext context) {
     gs_lock(c->lock);
     c->peers_read = false;
     c->law.capturing = atomic_load(&gs_captures) != 0;
+    c->mixed = gs_compute_is_mixed(c);
     gs_compute_limits(c);
 }
 
@@ -109,7 +110,10 @@ static uint64_t ask(struct gs_compute *c, CUcontext context, struct wish *w, boo
         if (w->overlaps && gs_compute_now() - c->marked_ns < OVERLAP)
             c->law.capturing = true;
         until = gs_throttle_slow(&c->law, &w->s->law, w->f);
-        *mark = w->s->law.mark;
+        /* Of several threads with streams of their own each marks its launches at once: nobody else
+         * can do it later. */
+        *mark = w->s->law.mark || (w->stream == CU_STREAM_PER_THREAD && c->per_thread > 1 &&
+                                   !until && !c->law.capturing);
     }
     leave(&b, c);
     return until;
@@ -145,7 +149,6 @@ void gs_compute_admit(struct gs_admission *a, const void *function, struct gs_gr
     if (a->mark) {
         a->compute = c;
         a->context = here.context;
-        a->stream = named;
         a->f = w.f;
     }
     if (again && !captures && (!c || w.s))
@@ -159,10 +162,7 @@ void gs_compute_launched_marked(struct gs_admission *a) {
     enter(&b, c, a->context);
     if (atomic_load(&c->context) == a->context) {
         uint32_t marked = c->law.marked;
-        c->launching = a->stream;
-        c->just_launched = true;
         gs_throttle_launched(&c->law);
-        c->just_launched = false;
         if (c->law.marked == marked) /* not recorded: nothing will say what it took */
             a->f->probing = false;
     }

@@ -49,8 +49,9 @@ struct gs_compute {
     bool used;             /* by some context, now or before */
     bool stopped;          /* paused: launches are held */
     bool peers_read;       /* in this call */
-    bool just_launched;    /* the marker comes right behind the launch */
-    CUstream launching;    /* whose launch that is */
+    bool has_legacy;       /* something was launched into the legacy stream */
+    bool mixed;            /* it and others that block have launches without a marker */
+    uint32_t per_thread;   /* streams of threads, in all */
     uint32_t tick, peers_n;
     uint64_t marked_ns; /* host time of the last marker */
     uint32_t streams;   /* known_stream[] in use below this */
@@ -73,12 +74,15 @@ void gs_compute_limits(struct gs_compute *c);
 extern const struct gs_limits *gs_compute_limits_file;
 uint64_t gs_compute_now(void);
 
-/* ---- compute_tables.c: both call locked --------------------------------------------------- */
+/* ---- compute_tables.c: call locked --------------------------------------------------- */
 
 struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream);
 struct gs_known_stream *gs_compute_stream_if_known(struct gs_compute *c, CUstream stream);
 struct gs_predictor *gs_compute_function(struct gs_compute *c, const void *function,
                                          struct gs_grid grid);
+
+/* See env_mark. */
+bool gs_compute_is_mixed(struct gs_compute *c);
 
 /* ---- compute_clock.c ------------------------------------------------------------------------ */
 

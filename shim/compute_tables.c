@@ -67,6 +67,8 @@ struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream)
         s->handle = stream;
         s->name = name;
         s->blocks = does_block(stream);
+        c->per_thread += stream == CU_STREAM_PER_THREAD;
+        c->has_legacy |= stream == CU_STREAM_LEGACY;
     }
     s->used = c->tick;
     return s;
@@ -105,3 +107,13 @@ struct gs_predictor *gs_compute_function(struct gs_compute *c, const void *funct
     return &oldest->law;
 }
 
+
+bool gs_compute_is_mixed(struct gs_compute *c) {
+    bool legacy = false, others = false;
+    for (uint32_t i = 0; c->has_legacy && i < c->streams; i++) {
+        const struct gs_known_stream *s = &c->stream[i];
+        if (s->law.dirty && s->blocks)
+            *(s->handle == CU_STREAM_LEGACY ? &legacy : &others) = true;
+    }
+    return legacy && others;
+}

@@ -20,6 +20,7 @@ from tests.sim.ledger import Ledger
 
 LONG_S = 1000  # for as long as it is looked at
 READY_S = 60
+TRIES = 5
 
 
 class Shares(NamedTuple):
@@ -29,9 +30,9 @@ class Shares(NamedTuple):
     device: float  # with switches between contexts
 
 
-def living(box: Box) -> set[int]:
-    """The pid namespaces of the device's clients."""
-    with Ledger(box.device()) as ledger:
+def living(box: Box, slot: int) -> set[int]:
+    """The pid namespaces of a device's clients."""
+    with Ledger(box.device(slot)) as ledger:
         return {client.pidns for client in ledger.clients() if client.alive}
 
 
@@ -40,7 +41,8 @@ class Tenant:
 
     def __init__(self, box: Box, **options: Any) -> None:
         self.box = box
-        self._before = living(box)
+        self.slot = int(options.get("device", 0))
+        self._before = living(box, self.slot)
         words_of = words(**{"seconds": LONG_S, **options}, wait=1)
         self.process = box.popen([str(build()), *words_of], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.pidns = 0
@@ -50,7 +52,7 @@ class Tenant:
         assert self.process.stdin is not None and self.process.stdout is not None
         said = self.process.stdout.readline()
         assert said == "ready\n", f"the tenant said {said!r}"
-        (self.pidns,) = living(self.box) - self._before
+        (self.pidns,) = living(self.box, self.slot) - self._before
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
@@ -109,6 +111,15 @@ def observe(box: Box, seconds: float, watched: Sequence[Tenant] = (), slot: int 
     for client in after.clients:
         got[client.pidns] = got.get(client.pidns, 0) + client.busy_ns - was.get((client.index, client.generation), 0)
     took = end - begin
-    return Shares(
-        {ns: 100 * ns_busy / took for ns, ns_busy in got.items()}, 100 * (after.busy_ns - before.busy_ns) / took
-    )
+    return Shares({ns: 100 * ns_busy / took for ns, ns_busy in got.items()}, 100 * (after.busy_ns - before.busy_ns) / took)
+
+
+def holds(tenant: Tenant, percent: float, points: float, seconds: float = 1.0, least: float | None = None) -> None:
+    """It never gets more than its share, and gets it (or `least`) as soon as the machine lets the programs run."""
+    least = percent - points if least is None else least
+    for _ in range(TRIES):
+        got = observe(tenant.box, seconds, [tenant], tenant.slot).of[tenant.pidns]
+        assert got < percent + points, f"{got:.1f} % instead of {percent} %"
+        if got > least:
+            return
+    raise AssertionError(f"{got:.1f} % instead of {percent} %, {TRIES} times")

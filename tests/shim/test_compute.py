@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from tests.lib.busy import build, words
-from tests.shim.tenants import boxes, observe, tenants
+from tests.shim.tenants import boxes, holds, observe, tenants
 
 POINTS = 5.0  # on a machine that others use as well; exact figures come from make bench
 SETTLED_S = 0.5  # the first launches are looked at one by one
 WINDOW_S = 1.5
 
+BUSY = {"kernel": 1000}
 ALONE: dict[str, tuple[int, dict[str, Any]]] = {
     "stream": (50, {"kernel": 1000}),
     "tiny": (30, {"kernel": 20}),
@@ -32,15 +33,13 @@ def test_alone(name: str) -> None:
     percent, options = ALONE[name]
     with boxes(percent) as (box,), tenants((box, options)) as (tenant,):
         observe(box, SETTLED_S, [tenant])
-        got = observe(box, WINDOW_S, [tenant])
-    assert got.of[tenant.pidns] == pytest.approx(percent, abs=POINTS)
+        holds(tenant, percent, POINTS, WINDOW_S)
 
 
 def test_no_limit_is_none() -> None:
     with boxes(100) as (box,), tenants((box, {"kernel": 1000})) as (tenant,):
         observe(box, SETTLED_S, [tenant])
-        got = observe(box, WINDOW_S, [tenant])
-    assert got.of[tenant.pidns] > 90
+        holds(tenant, 100, POINTS, WINDOW_S, least=90)
 
 
 COMPANY: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
@@ -53,17 +52,19 @@ COMPANY: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]
 
 @pytest.mark.parametrize("name", COMPANY)
 def test_in_company(name: str) -> None:
-    """Nobody gets more than its share (where a ledger has switches, they are in it)."""
+    """Each gets its share, switches to it included, or what is left by who is unlimited."""
     (first, first_does), (second, second_does) = COMPANY[name]
     with boxes(first, second) as (a, b), tenants((a, first_does), (b, second_does)) as (one, two):
         observe(a, SETTLED_S, [one, two])
-        got = observe(a, 2 * WINDOW_S, [one, two])
-    switches = got.device - got.of[one.pidns] - got.of[two.pidns]
-    assert first - POINTS - switches < got.of[one.pidns] < first + POINTS
-    if second < 100:
-        assert second - POINTS - switches < got.of[two.pidns] < second + POINTS
-    else:
-        assert got.of[two.pidns] > 100 - first - POINTS - switches
+        holds(one, first, POINTS, 2 * WINDOW_S)
+        holds(two, second, POINTS, 2 * WINDOW_S, least=None if second < 100 else 100 - first - 2 * POINTS)
+
+
+def test_each_device_has_its_own_limit() -> None:
+    with boxes([30, 60], gpus=2) as (box,), tenants((box, BUSY), (box, {**BUSY, "device": 1})) as (one, two):
+        observe(box, SETTLED_S, [one, two])
+        holds(one, 30, POINTS)
+        holds(two, 60, POINTS)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
