@@ -90,7 +90,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("waited_ns", "Q"),
         ("busy_ns", "Q"),
         ("recent", "10Q"),
-        ("reserved", "8x"),
+        ("launch_ns", "Q"),
     ),
     "gs_share": (
         ("id", "Q"),
@@ -356,7 +356,7 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
 
 def _bucket(data: bytes, index: int) -> Bucket:
     bucket = packer("gs_bucket")
-    _, _, _, waited, busy, *recent = bucket.unpack_from(data, offset("gs_usage", "bucket") + index * bucket.size)
+    _, _, _, waited, busy, *recent, _ = bucket.unpack_from(data, offset("gs_usage", "bucket") + index * bucket.size)
     return Bucket(waited, busy, tuple(recent))
 
 
