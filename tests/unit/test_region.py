@@ -180,7 +180,7 @@ def with_bucket(data: bytearray, device: int, *recent: int, waited_ns: int = 0, 
     bucket = region.packer("gs_bucket")
     at = region.offset("gs_usage", "bucket") + device * bucket.size
     cells = (*recent, *(0,) * (region.RECENT - len(recent)))
-    data[at : at + bucket.size] = bucket.pack(1, 2, 3, waited_ns, busy_ns, *cells)
+    data[at : at + bucket.size] = bucket.pack(1, 2, 3, waited_ns, busy_ns, *cells, 4)
     return data
 
 
