@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import start
+from tests.bench import compute, start
 from tests.lib import host, judge
 from tests.lib.runc import Container
 from tests.sim.simhost import make_simhost
@@ -95,6 +95,19 @@ def compute_shares(_directory: Path) -> dict[str, Figure]:
     return {**figures, "compute.jain": unfair._replace(median=-unfair.median, p99=-unfair.p99)}
 
 
+def compute_in_containers(_directory: Path) -> dict[str, Figure]:
+    """Real containers, five runs of five seconds of each scenario: the worst tenant's distance from its limit."""
+    figures: dict[str, Figure] = {}
+    steals = []
+    for scenario in compute.SCENARIOS:
+        runs = list(compute.runs(scenario))
+        figures[f"compute.real_error_pp.{scenario.name}"] = figure(
+            [compute.wrong_by(scenario, run) for run in runs], "points"
+        )
+        steals += [run.steal for run in runs]
+    return {**figures, "compute.real_steal": figure(steals, "percent")}
+
+
 def show(figures: dict[str, Figure]) -> None:
     table = Table(box=box.SIMPLE, show_edge=False)
     table.add_column("what")
@@ -102,7 +115,7 @@ def show(figures: dict[str, Figure]) -> None:
         table.add_column(heading, justify="right")
     table.add_column("unit")
     for key, value in sorted(figures.items()):
-        digits = 3 if value.unit in ("points", "index") else 1
+        digits = 3 if value.unit in ("points", "percent", "index") else 1
         table.add_row(key, f"{value.median:,.{digits}f}", f"{value.p99:,.{digits}f}", f"{value.n:,}", value.unit)
     Console(highlight=False).print(table)
 
@@ -110,7 +123,7 @@ def show(figures: dict[str, Figure]) -> None:
 def main() -> int:
     host.enter_private_mounts()
     figures: dict[str, Figure] = {}
-    for measure in (shim_cost, compute_shares, overshoot, start_cost):
+    for measure in (shim_cost, compute_shares, compute_in_containers, overshoot, start_cost):
         with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
             figures.update(measure(Path(work)))
     content: dict[str, Any] = {key: value._asdict() for key, value in sorted(figures.items())}

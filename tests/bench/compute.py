@@ -26,7 +26,6 @@ from tests.sim.simhost import make_simhost
 RUNS = 5
 RUN_S = 5.0
 WARM_S = 1.0
-SETTLED_S = 0.5
 START_S = 20.0
 GIB = 1 << 30
 NS = 1_000_000_000
@@ -75,12 +74,12 @@ def cpu_ticks() -> tuple[int, int]:
     return ticks[7], sum(ticks)
 
 
-def start(directory: Path, node: host.Node, number: int, tenant: Tenant) -> Container:
-    """One tenant's container, running."""
+def container_of(tenant: Tenant, number: int, directory: Path, node: host.Node, way: str) -> Container:
+    """One tenant's container, not made yet."""
     arguments = [PROGRAM, *busy.words(seconds=120, seed=number, **{"kernel": 50, **tenant.options})]
     env = {"GPUSHARE_MEMORY": "2Gi", "GPUSHARE_COMPUTE": f"{tenant.limit}%"}
     mounts = [Mount(busy.build(), PROGRAM)]
-    return Container(directory, arguments, env=env, mounts=mounts, runtime=node.runtime(), name=f"t{number}")
+    return Container(directory, arguments, env=env, mounts=mounts, name=f"t{number}", **node.way(way))
 
 
 def wait_for_work(ledger: Ledger, container: Container, namespace: int) -> None:
@@ -92,8 +91,8 @@ def wait_for_work(ledger: Ledger, container: Container, namespace: int) -> None:
         time.sleep(0.01)
 
 
-def measure(scenario: Scenario, directory: Path, run_s: float = RUN_S) -> Run:
-    """One run."""
+def measure(scenario: Scenario, directory: Path, run_s: float = RUN_S, way: str = "runtime") -> Run:
+    """One run, of `run_s` seconds. `way`: how the containers get their share, "hook" or "runtime"."""
     simulated = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB)
     node = host.Node(directory / "node", simulated)
     with ExitStack() as stack:
@@ -101,7 +100,7 @@ def measure(scenario: Scenario, directory: Path, run_s: float = RUN_S) -> Run:
         ledger = stack.enter_context(Ledger(str(simulated / "dev" / "nvidia0")))
         containers = []
         for number, tenant in enumerate(scenario.tenants):
-            container = stack.enter_context(start(directory, node, number, tenant))
+            container = stack.enter_context(container_of(tenant, number, directory, node, way))
             container.create()
             containers.append(container)
         namespaces = [Path(f"/proc/{one.pid}/ns/pid").stat().st_ino for one in containers]
@@ -122,10 +121,11 @@ def measure(scenario: Scenario, directory: Path, run_s: float = RUN_S) -> Run:
         return Run(tuple(shares), 100 * (stolen_then - stolen) / max(1, ticks_then - ticks))
 
 
-def runs(scenario: Scenario, times: int = RUNS, run_s: float = RUN_S) -> Iterator[Run]:
+def runs(scenario: Scenario, times: int = RUNS) -> Iterator[Run]:
+    """So many, each on a new device."""
     for _ in range(times):
         with tempfile.TemporaryDirectory(prefix="compute-", dir=host.BUILD) as directory:
-            yield measure(scenario, Path(directory), run_s)
+            yield measure(scenario, Path(directory))
 
 
 def main(names: Sequence[str]) -> int:
