@@ -135,8 +135,8 @@ def _each(
         if check.name == "slices" and "slice_ns" in result.values:
             slice_ns, switch_ns = result.values["slice_ns"]["median"], result.values["switch_ns"]
             found = found._replace(slices_ns=(int(slice_ns), max(0, int(switch_ns))))
-        print(f"  {check.name}: {result.verdict}", flush=True)
         report.write(options.json, content(found, first, rows, time.monotonic() - began, options.short))
+        print(f"  {check.name}: {result.verdict}", flush=True)
     report.show(rows)
     verdicts = {result.verdict for _, _, result in rows}
     return 2 if verdicts <= {"absent"} else 1 if verdicts & {"missed", "failed"} else 0

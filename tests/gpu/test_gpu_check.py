@@ -66,7 +66,9 @@ def test_what_holds_is_held(whole: tuple[int, dict[str, Any], str]) -> None:
 
 def test_the_exit_code_says_whether_all_held(whole: tuple[int, dict[str, Any], str]) -> None:
     code, content, _ = whole
-    missed = [name for name, check in content["checks"].items() if check["verdict"] in ("missed", "failed")]
+    verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
+    assert "failed" not in verdicts.values(), whole[2]
+    missed = [name for name, verdict in verdicts.items() if verdict == "missed"]
     assert code == (1 if missed else 0)
     assert all(name.startswith("compute.") for name in missed), missed
 
@@ -132,6 +134,20 @@ def test_a_driver_that_is_installed_is_found_and_stood_before(tmp_path: Path, ov
     verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
     held = dict.fromkeys(("loader", *MEMORY), "held")
     assert verdicts == {**held, "context": "measured", "slices": "absent"}, done.stdout
+
+
+def test_stopped_it_leaves_nothing_and_what_was_found_is_in_the_json(tmp_path: Path) -> None:
+    """`no_leaks` looks for programs and mounts."""
+    out = tmp_path / "gpu-check.json"
+    command = [sys.executable, "-m", "tests.gpu", "--simulated", "--json", str(out), "--only", "context,compute.30"]
+    with subprocess.Popen(command, cwd=TREE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("  context:"):
+                break
+        process.terminate()
+        assert process.wait(30) == 130
+    assert list(json.loads(out.read_text())["checks"]) == ["context"]
 
 
 def test_without_private_mounts_it_says_so(tmp_path: Path) -> None:
