@@ -8,6 +8,7 @@ Exit code 0 when everything that is promised held, 1 when not, 2 when nothing co
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime
 import os
 import signal
@@ -138,7 +139,10 @@ def _each(
         report.write(options.json, content(found, first, rows, time.monotonic() - began, options.short))
         print(f"  {check.name}: {result.verdict}", flush=True)
     report.show(rows)
-    verdicts = {result.verdict for _, _, result in rows}
+    tally = collections.Counter(result.verdict for _, _, result in rows)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(tally.items()))
+    print(f"gpu-check: {counts}, in {time.monotonic() - began:.0f} s; all figures are in {options.json}")
+    verdicts = set(tally)
     return 2 if verdicts <= {"absent"} else 1 if verdicts & {"missed", "failed"} else 0
 
 
