@@ -1,13 +1,13 @@
 # What `make gpu-check` has compiled: build/gpu. None of it needs CUDA headers.
 
-GPU_BUSY := $(addprefix tests/e2e/programs/,busy.c busy_cuda.c busy_work.c)
+GPU_BUSY := $(wildcard tests/e2e/programs/busy*.c)
 GPU_PROGRAMS := build/gpu/latency build/gpu/busy
 
 build/gpu/latency: tests/gpu/latency.c | $(SETUP)
 build/gpu/busy: $(GPU_BUSY) tests/e2e/programs/busy.h | $(SETUP)
 $(GPU_PROGRAMS):
 	@mkdir -p $(@D)
-	$(CC) -std=gnu11 -O2 -Wall -Wextra -Werror -o $@.new $(filter %.c,$^) -ldl -lpthread
+	$(CC) -std=gnu11 -O2 -Wall -Wextra -Werror -o $@.new $(filter %.c,$^) -ldl -lpthread -lm
 	@mv $@.new $@
 
 .PHONY: gpu-programs
