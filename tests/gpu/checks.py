@@ -36,6 +36,7 @@ CHECKS = (
     Check("memory.nvml", "NVML and nvidia-smi show the limit", memory.nvml, 20),
     Check("memory.torch", "PyTorch up to the limit", product.torch_limit, 60, TORCH),
     Check("run", "gpushare run on this machine", product.run, 40),
+    Check("run.compute", "gpushare run with 30 % of compute", product.run_compute, 40),
     Check("pool", "how a memory pool grows", memory.pool, 20),
     Check("latency", "calls, native and under the shim", driver.latency, 60),
     Check("slices", "time slices of two contexts", driver.slices, 20, HARDWARE),

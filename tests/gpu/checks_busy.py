@@ -33,14 +33,26 @@ PAIRS: dict[str, dict[str, Any]] = {
 LEAST_DONE = 2  # launches: at 5 % a debt of seconds is as it should be, an end is not
 
 
-def busy(session: Session, place: Optional[Place], **options: Any) -> dict[str, Any]:
-    """What one run says; `share`: device time per time. Raises Absent or Failed."""
+def program(session: Session) -> str:
+    """Where it is. Raises Absent."""
     if not BUSY.exists():
         raise processes.Absent("build/gpu/busy was not compiled: no C compiler")
-    program = session.work / "busy"
-    if not program.exists():
-        shutil.copy(BUSY, program)
-    command = [str(program), *(f"{word}" for key, value in options.items() for word in (f"--{key}", value))]
+    copy = session.work / "busy"
+    if not copy.exists():
+        shutil.copy(BUSY, copy)
+    return str(copy)
+
+
+def share_of(said: dict[str, Any]) -> float:
+    """Device time per time. Raises Failed when a call of the driver failed."""
+    if said["code"]:
+        raise processes.Failed(f"busy: {said['failed']} gave {said['code']}")
+    return float(said["done_ns"] / max(1, said["ended_ns"] - said["started_ns"]))
+
+
+def busy(session: Session, place: Optional[Place], **options: Any) -> dict[str, Any]:
+    """What one run says; `share`: device time per time. Raises Absent or Failed."""
+    command = [program(session), *(f"{word}" for key, value in options.items() for word in (f"--{key}", value))]
     env = dict(os.environ)
     if session.machine.simhost and not place:
         env["LD_LIBRARY_PATH"] = str(session.machine.real["libcuda"].parent)
@@ -50,9 +62,7 @@ def busy(session: Session, place: Optional[Place], **options: Any) -> dict[str, 
     if not out.startswith("{"):
         raise processes.Failed(f"busy: ended with {code} {err.strip()[-200:]}")
     said: dict[str, Any] = json.loads(out)
-    if said["code"]:
-        raise processes.Failed(f"busy: {said['failed']} gave {said['code']}")
-    said["share"] = said["done_ns"] / max(1, said["ended_ns"] - said["started_ns"])
+    said["share"] = share_of(said)
     return said
 
 

@@ -6,7 +6,9 @@ import importlib.util
 import json
 import os
 import sys
+from typing import Any
 
+from tests.gpu import checks_busy as busy
 from tests.gpu import processes
 from tests.gpu.checks_memory import limit_of
 from tests.gpu.place import TREE
@@ -54,24 +56,38 @@ def torch_limit(session: Session) -> Result:
     return verdict(wrong, note, {**seen, "limit_bytes": limit})
 
 
-def run(session: Session) -> Result:
-    """`gpushare run`: the product itself finds the driver and puts the shim before it."""
-    limit = limit_of(session)
+def under_run(session: Session, flags: list[str], program: list[str]) -> dict[str, Any]:
+    """The line of JSON that a program says which `gpushare run` starts. Raises Absent or Failed."""
     config = session.work / "config.yaml"
     root = str(session.machine.simhost or "/")
-    shim = str(session.machine.shim)
-    config.write_text(json.dumps({"version": 1, "driver": {"root": root}, "shim_dir": shim}))
-    state = session.work / "state"
-    program = [sys.executable, "-m", "tests.gpu.tenant", "device", json.dumps({"library": "libcuda.so.1"})]
-    command = ["unshare", "-m", *_gpushare(), "--config", str(config), "--state", str(state), "run"]
-    if os.geteuid() != 0:
-        command = command[2:]
-    code, out, err = processes.run([*command, "--memory", str(limit), "--", *program], session.deadline)
+    config.write_text(json.dumps({"version": 1, "driver": {"root": root}, "shim_dir": str(session.machine.shim)}))
+    command = [*_gpushare(), "--config", str(config), "--state", str(session.work / "state"), "run"]
+    if os.geteuid() == 0:
+        command = ["unshare", "-m", *command]  # the state's mounts go with it
+    code, out, err = processes.run([*command, *flags, "--", *program], session.deadline)
     lines = (err.strip() or out.strip()).splitlines()
     if code or not out.startswith("{"):
         raise processes.Failed(f"gpushare run: {lines[-1][:200] if lines else code}")
-    seen = json.loads(out)
+    said: dict[str, Any] = json.loads(out)
+    return said
+
+
+def run(session: Session) -> Result:
+    """`gpushare run`: the product itself finds the driver and puts the shim before it."""
+    limit = limit_of(session)
+    program = [sys.executable, "-m", "tests.gpu.tenant", "device", json.dumps({"library": "libcuda.so.1"})]
+    seen = under_run(session, ["--memory", str(limit)], program)
     wrong = []
     if seen.get("total_bytes") != limit:
         wrong.append(f"the program saw {seen}, not a device of {size(limit)}")
     return verdict(wrong, f"the program saw a device of {size(limit)}", seen)
+
+
+def run_compute(session: Session) -> Result:
+    """The same with a limit on compute."""
+    program = busy.program(session)
+    options = ["--kernel", "1000", "--seconds", "1" if session.short else "3"]
+    said = under_run(session, ["--compute", str(busy.LIMIT)], [program, *options])
+    got = 100 * busy.share_of(said)
+    note = f"limit {busy.LIMIT} %: got {got:.2f} %"
+    return verdict([note] if abs(got - busy.LIMIT) > busy.POINTS else [], note, said)

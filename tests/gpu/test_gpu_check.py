@@ -79,7 +79,7 @@ def test_the_exit_code_says_whether_all_held(whole: tuple[int, dict[str, Any], s
     assert "failed" not in verdicts.values(), whole[2]
     missed = [name for name, verdict in verdicts.items() if verdict == "missed"]
     assert code == (1 if missed else 0)
-    assert all(name.startswith("compute.") for name in missed), missed
+    assert all("compute" in name for name in missed), missed
 
 
 def test_a_check_that_does_not_exist_is_named(tmp_path: Path) -> None:
