@@ -122,7 +122,9 @@ BEHAVIOURS = (
     Behaviour(time.destroyed_event_was_recorded, "documented", "cuEventDestroy returns at once"),
     Behaviour(time.graph_takes_the_time_of_its_chain, "documented", "edges order nodes"),
     Behaviour(
-        time.branches_of_a_graph_take_at_least_the_longest, "documented", "branches may run at the same time, or not"
+        time.branches_of_a_graph_take_the_time_of_the_longest,
+        "assumed",
+        "documented as possible; blocks that fit run at once",
     ),
     Behaviour(time.cooperative_launch_must_fit, "documented", "COOPERATIVE_LAUNCH_TOO_LARGE"),
     Behaviour(time.extended_launch_takes_attributes, "documented", "cuLaunchKernelEx"),

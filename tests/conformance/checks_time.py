@@ -249,23 +249,23 @@ def graph_takes_the_time_of_its_chain(cuda: Driver) -> None:
     assert 4.75 * SPIN_US < took < 5 * SPIN_US + 20_000
 
 
-def branches_of_a_graph_take_at_least_the_longest(cuda: Driver) -> None:
+def branches_of_a_graph_take_the_time_of_the_longest(cuda: Driver) -> None:
     cuda.context()
     function, stream, graph = cuda.function(cuda.load()), cuda.stream(d.NON_BLOCKING), c_uint64()
     other, fork, join = cuda.stream(d.NON_BLOCKING), cuda.event(), cuda.event()
     cuda.ok("cuStreamBeginCapture_v2", stream, c_int(0))
     cuda.ok("cuEventRecord", fork, stream)
     cuda.ok("cuStreamWaitEvent", other, fork, c_uint(0))
-    for _ in range(3):
+    for _ in range(10):
         cuda.launch(function, stream)
-    cuda.launch(function, other)
+        cuda.launch(function, other)
     cuda.ok("cuEventRecord", join, other)
     cuda.ok("cuStreamWaitEvent", stream, join, c_uint(0))
     cuda.ok("cuStreamEndCapture", stream, byref(graph))
     exec_ = cuda.out("cuGraphInstantiateWithFlags", graph.value, 0)
     cuda.ok("cuGraphLaunch", exec_, stream)
     took = elapsed_us(cuda, stream, lambda: cuda.ok("cuGraphLaunch", exec_, stream))
-    assert 2.85 * SPIN_US < took < 4 * SPIN_US + 20_000
+    assert 9.5 * SPIN_US < took < 15 * SPIN_US
 
 
 def cooperative_launch_must_fit(cuda: Driver) -> None:

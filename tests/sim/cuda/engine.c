@@ -9,18 +9,10 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <time.h>
 
 #define QUEUE_DEPTH 1024u
-#define SPUN_WAIT_NS 25000u /* the end of a wait is spun through: a sleep overshoots */
-#define BLOCKED_WAIT_NS 100000u
 
-static uint64_t sequence;
-
-static struct sim_device *device_of(const struct context *ctx) {
-    return &sim.device[ctx->device].sim;
-}
+uint64_t engine_sequence;
 
 static struct sim_queue *queue_of(const struct context *ctx) {
     return &device_of(ctx)->state->queue[ctx->queue - 1];
@@ -146,14 +138,11 @@ static void run_effect(const struct work *w) {
         run_value_write(&w->value);
 }
 
-static uint64_t later(uint64_t a, uint64_t b) {
-    return a > b ? a : b;
-}
-
-/* When what is before an op has ended: in its stream, where it waits for an event, and by the rules
- * of the legacy stream. */
+/* When what is before an op has ended: in its stream or graph, where it waits for an event, and by
+ * the rules of the legacy stream. */
 static uint64_t ready_ns(const struct stream *s, const struct op *op, uint64_t attained_ns) {
-    uint64_t ns = later(s->end_ns, attained_ns);
+    uint64_t ns = op->run ? graph_run_ready(op->run, op->node, s->end_ns) : s->end_ns;
+    ns = later(ns, attained_ns);
     if (op->work.kind == WORK_WAIT && op->mark->ctx == s->ctx)
         ns = later(ns, op->mark->end_ns);
     for (const struct stream *o = s->ctx->streams; o && stream_blocks_with_legacy(s); o = o->next)
@@ -183,11 +172,13 @@ static uint64_t place(struct context *ctx, unsigned parts, uint64_t ns, uint64_t
 static void submit(struct stream *s, struct op *op, struct sim_queue *q, uint64_t now_ns) {
     struct context *ctx = s->ctx;
     run_effect(&op->work);
-    s->end_ns = ready_ns(s, op, q->attained_ns);
+    uint64_t start_ns = ready_ns(s, op, q->attained_ns);
     if (op->work.kind == WORK_KERNEL)
-        s->end_ns = place(ctx, op->work.kernel.parts, s->end_ns, op->work.duration_ns);
-    s->end_ns += op->work.duration_ns;
-    op->end_ns = s->end_ns;
+        start_ns = place(ctx, op->work.kernel.parts, start_ns, op->work.duration_ns);
+    op->end_ns = start_ns + op->work.duration_ns;
+    s->end_ns = later(s->end_ns, op->end_ns);
+    if (op->run)
+        graph_run_end(op->run, op->node, op->end_ns);
     if (op->end_ns > q->submitted_ns)
         q->submitted_ns = op->end_ns;
     ctx->submitted_ns = q->submitted_ns;
@@ -233,6 +224,7 @@ static bool retire(struct stream *s, const struct sim_queue *q, uint64_t now_ns)
             wrote = true;
         }
         mark_drop(op->mark);
+        graph_run_drop(op->run);
         s->first = op->next;
         if (!s->first)
             s->last = NULL;
@@ -269,92 +261,6 @@ void engine_progress(struct context *ctx) {
         streams_drop_closed(ctx);
 }
 
-/* Lets go of the process lock until then. */
-static void nap_until(uint64_t until_ns) {
-    uint64_t sleep_ns = until_ns - SPUN_WAIT_NS;
-    struct timespec t = {.tv_sec = (time_t)(sleep_ns / 1000000000u),
-                         .tv_nsec = (long)(sleep_ns % 1000000000u)};
-    pthread_mutex_unlock(&sim.lock);
-    if (until_ns > sim_now_ns() + 2 * SPUN_WAIT_NS) {
-        int slack_ns = prctl(PR_GET_TIMERSLACK); /* the thread is the program's */
-        prctl(PR_SET_TIMERSLACK, 1);
-        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL);
-        prctl(PR_SET_TIMERSLACK, slack_ns);
-    }
-    engine_spend(until_ns);
-    pthread_mutex_lock(&sim.lock);
-}
-
-void engine_spend(uint64_t until_ns) {
-    while (sim_now_ns() < until_ns)
-        __builtin_ia32_pause();
-}
-
-/* Until the context has attained end_ns, if nothing else comes. */
-static void nap_for(struct context *ctx, uint64_t end_ns, bool submitted) {
-    uint64_t until_ns = sim_now_ns() + BLOCKED_WAIT_NS;
-    if (submitted) {
-        struct sim_device *d = device_of(ctx);
-        sim_lock(d);
-        until_ns = sim_foresee(d, ctx->queue - 1, end_ns);
-        sim_unlock(d);
-    }
-    nap_until(until_ns);
-}
-
-CUresult engine_wait_stream(struct stream *s) {
-    struct context *ctx = s->ctx;
-    uint64_t last = s->last ? s->last->sequence : 0;
-    for (;;) {
-        engine_progress(ctx);
-        if (!s->first || s->first->sequence > last)
-            break;
-        nap_for(ctx, s->end_ns, !s->unsubmitted);
-    }
-    return CUDA_SUCCESS;
-}
-
-CUresult engine_wait_streams(struct context *ctx, bool blocking_only) {
-    uint64_t last = sequence;
-    while (ctx->pending) {
-        bool busy = false, blocked = false;
-        engine_progress(ctx);
-        for (struct stream *s = ctx->streams; s; s = s->next) {
-            if (blocking_only && !stream_blocks_with_legacy(s))
-                continue;
-            busy |= s->first && s->first->sequence <= last;
-            blocked |= s->unsubmitted != NULL;
-        }
-        if (!busy)
-            break;
-        nap_for(ctx, ctx->submitted_ns, !blocked);
-    }
-    return CUDA_SUCCESS;
-}
-
-CUresult engine_wait_context(struct context *ctx) {
-    return ctx->pending ? engine_wait_streams(ctx, false) : CUDA_SUCCESS;
-}
-
-bool engine_mark_done(struct mark *m) {
-    if (!m->done)
-        engine_progress(m->ctx);
-    return m->done;
-}
-
-CUresult engine_wait_mark(struct mark *m) {
-    m->refs++;
-    while (!engine_mark_done(m))
-        nap_for(m->ctx, m->end_ns, m->submitted);
-    mark_drop(m);
-    return CUDA_SUCCESS;
-}
-
-bool engine_stream_idle(struct stream *s) {
-    engine_progress(s->ctx);
-    return !s->first;
-}
-
 /* The end of what will be done first. */
 static uint64_t first_end(const struct context *ctx, bool *submitted) {
     uint64_t end_ns = UINT64_MAX;
@@ -378,6 +284,11 @@ static void count_programmatic(struct context *ctx, enum work_kind before) {
 
 /* Appends to the stream. When the context's queue is full this blocks, as a launch does. */
 CUresult engine_add(struct stream *s, const struct work *work, struct mark *mark) {
+    return engine_add_node(s, work, mark, NULL, 0);
+}
+
+CUresult engine_add_node(struct stream *s, const struct work *work, struct mark *mark,
+                         struct graph_run *run, unsigned node) {
     struct context *ctx = s->ctx;
     while (ctx->pending >= QUEUE_DEPTH) {
         engine_progress(ctx);
@@ -385,13 +296,15 @@ CUresult engine_add(struct stream *s, const struct work *work, struct mark *mark
             break;
         bool submitted;
         uint64_t end_ns = first_end(ctx, &submitted);
-        nap_for(ctx, end_ns, submitted);
+        engine_nap(ctx, end_ns, submitted);
     }
     struct op *op = calloc(1, sizeof *op);
     CHECK(op, CUDA_ERROR_OUT_OF_MEMORY);
     op->work = *work;
     op->mark = mark;
-    op->sequence = ++sequence;
+    op->run = run;
+    op->node = node;
+    op->sequence = ++engine_sequence;
     if (mark)
         mark->refs++;
     if (s->last)

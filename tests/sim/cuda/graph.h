@@ -23,6 +23,7 @@ struct node {
     struct graph_mem *mem;
     struct node *original; /* in a clone: the node that it was made from */
     unsigned visit;
+    unsigned index; /* in the launch that is being made */
     struct node *next;
 };
 
@@ -47,6 +48,9 @@ struct node *graph_add(struct graph *graph, const struct work *work, struct node
 bool graph_depend(struct node *node, struct node *on);
 /* All nodes, each after those that it depends on. NULL when there is a cycle. Free with free(). */
 struct node **graph_order(const struct graph *graph);
+
+/* graphrun.c */
+CUresult graph_run(const struct graph *graph, struct stream *stream, unsigned long long flags);
 
 /* graphmem.c */
 CUresult graph_mem_open(struct node *node);

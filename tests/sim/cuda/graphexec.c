@@ -1,4 +1,4 @@
-/* Executable graphs: a launch puts the nodes, in their order, into the stream. */
+/* Executable graphs. */
 #include "graph.h"
 
 #include <stdlib.h>
@@ -77,53 +77,6 @@ EXPORT CUresult cuGraphUpload(CUgraphExec hExec, CUstream hStream) {
     return graph_mem_reserve(x->graph);
 }
 
-static CUresult run_graph(const struct graph *g, struct stream *s, unsigned long long flags);
-
-static CUresult run_event(struct event *e, struct stream *s, enum work_kind kind) {
-    struct work work = {.kind = kind};
-    if (kind == WORK_WAIT)
-        return e->mark ? engine_add(s, &work, e->mark) : CUDA_SUCCESS;
-    work.duration_ns = sim.device[s->ctx->device].sim.state->config.bubble_ns;
-    struct mark *m = calloc(1, sizeof *m);
-    CHECK(m, CUDA_ERROR_OUT_OF_MEMORY);
-    *m = (struct mark){.refs = 1, .ctx = s->ctx};
-    CUresult result = engine_add(s, &work, m);
-    mark_drop(e->mark);
-    e->mark = m;
-    return result;
-}
-
-static CUresult run_node(struct node *n, struct stream *s, unsigned long long flags) {
-    struct mem *m;
-    switch (n->work.kind) {
-    case WORK_CHILD:
-        return run_graph(n->work.child, s, flags);
-    case WORK_RECORD:
-    case WORK_WAIT:
-        return run_event(n->work.event, s, n->work.kind);
-    case WORK_ALLOC:
-        if (n->mem->live && (flags & CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH))
-            graph_free_address(n->mem->span, n->mem->span->va);
-        return graph_mem_take(n->mem);
-    case WORK_FREE:
-        m = space_find(n->work.free);
-        CHECK_VALUE(m && m->kind == MEM_GRAPH);
-        return graph_free_address(m, n->work.free);
-    default:
-        return engine_add(s, &n->work, NULL);
-    }
-}
-
-static CUresult run_graph(const struct graph *g, struct stream *s, unsigned long long flags) {
-    struct node **order = graph_order(g);
-    CUresult result = order ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-    for (size_t i = 0; result == CUDA_SUCCESS && i < g->n_nodes; i++)
-        if (!order[i]->disabled)
-            result = run_node(order[i], s, flags);
-    free(order);
-    return result;
-}
-
 static CUresult launch(CUgraphExec hExec, CUstream hStream, uint64_t *cost_ns) {
     ENTER_EXEC(x, hExec);
     struct stream *s = stream_of(current_context(), hStream);
@@ -138,7 +91,7 @@ static CUresult launch(CUgraphExec hExec, CUstream hStream, uint64_t *cost_ns) {
         return capture_work(s, &work, NULL);
     }
     CUresult result = graph_mem_reserve(x->graph);
-    return result == CUDA_SUCCESS ? run_graph(x->graph, s, x->flags) : result;
+    return result == CUDA_SUCCESS ? graph_run(x->graph, s, x->flags) : result;
 }
 
 EXPORT CUresult cuGraphLaunch(CUgraphExec hExec, CUstream hStream) {

@@ -72,6 +72,7 @@ static void stream_drop(struct stream *s) {
         s->ctx->pending--;
         engine_forget(op, s->ctx);
         mark_drop(op->mark);
+        graph_run_drop(op->run);
         free(op);
     }
     free(s->deps);

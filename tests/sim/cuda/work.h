@@ -78,6 +78,8 @@ struct work {
 /* One piece of work in a stream. */
 struct op {
     struct work work;
+    struct graph_run *run; /* NULL: not of a graph */
+    unsigned node;
     struct mark *mark; /* RECORD: to be set. WAIT: to be waited for */
     uint64_t sequence;
     bool submitted;
@@ -115,8 +117,28 @@ struct event {
     size_t n_deps;
 };
 
+static inline struct sim_device *device_of(const struct context *ctx) {
+    return &sim.device[ctx->device].sim;
+}
+static inline uint64_t later(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
+
 /* engine.c */
+extern uint64_t engine_sequence; /* of what was added last */
 CUresult engine_add(struct stream *stream, const struct work *work, struct mark *mark);
+/* The same for a node of a graph, whose place is told by its run. */
+CUresult engine_add_node(struct stream *stream, const struct work *work, struct mark *mark,
+                         struct graph_run *run, unsigned node);
+/* An op that is dropped before it is done. */
+void engine_forget(struct op *op, struct context *ctx);
+void engine_progress(struct context *ctx);
+void mark_drop(struct mark *mark);
+
+/* wait.c */
+/* Lets go of the process lock until the context can have attained end_ns (if what is waited for is
+ * submitted), or for a while. */
+void engine_nap(struct context *ctx, uint64_t end_ns, bool submitted);
 CUresult engine_wait_stream(struct stream *stream);
 /* All work issued so far in the context's streams, or in those that synchronise with the legacy
  * one. */
@@ -124,12 +146,14 @@ CUresult engine_wait_streams(struct context *ctx, bool blocking_only);
 CUresult engine_wait_mark(struct mark *mark);
 bool engine_stream_idle(struct stream *stream);
 bool engine_mark_done(struct mark *mark);
-void engine_progress(struct context *ctx);
-/* An op that is dropped before it is done. */
-void engine_forget(struct op *op, struct context *ctx);
 /* Uses the processor until then: what a call costs, or a very short wait. */
 void engine_spend(uint64_t until_ns);
-void mark_drop(struct mark *mark);
+
+/* graphrun.c: when a node of a launched graph may begin, and that it will have ended. Times are the
+ * context's; `stream_ns` is the end of what was in the stream before the graph. */
+uint64_t graph_run_ready(struct graph_run *run, unsigned node, uint64_t stream_ns);
+void graph_run_end(struct graph_run *run, unsigned node, uint64_t end_ns);
+void graph_run_drop(struct graph_run *run);
 
 /* service.c: the thread that finishes what needs a processor: host functions, values */
 void service_need(void);
