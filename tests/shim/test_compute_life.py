@@ -308,7 +308,7 @@ def test_the_legacy_stream_beside_streams_that_wait_for_it() -> None:
     function, blocking, free = kernel("spin_us_500"), [new_stream(0), new_stream(0)], new_stream()
     until, n = time.monotonic() + 2, 0
     while time.monotonic() < until:
-        ok(launch(function, (None, *blocking, free)[n % 4]))
+        ok(launch(function, (None, *blocking, free)[n % 4], grid=48))  # of all the device: they take turns
         n += 1
     print(n)
     """
