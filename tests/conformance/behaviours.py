@@ -107,6 +107,9 @@ BEHAVIOURS = (
     Behaviour(
         time.two_processes_halve_the_device, "documented", "time slicing between contexts; equal slices are assumed"
     ),
+    Behaviour(time.a_neighbour_has_slices_of_milliseconds, "assumed", "about 2 ms, more or less"),
+    Behaviour(time.launch_takes_microseconds_of_the_host, "assumed", "2 to 5 us"),
+    Behaviour(time.event_takes_a_moment_of_the_device, "assumed", "about 1 us"),
     Behaviour(
         time.small_kernels_of_two_streams_overlap, "assumed", "documented as possible; blocks that fit run at once"
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from ctypes import Structure, byref, c_int, c_uint, c_uint64, c_void_p, cast, pointer
 from typing import Any
 
@@ -62,38 +63,80 @@ def full_queue_blocks_the_launch(cuda: Driver) -> None:
     cuda.synchronize()
 
 
-def two_processes_halve_the_device(cuda: Driver) -> None:
-    """A kernel that spins by the clock ends no later than alone unless others have turns in between: so loops count."""
+def beside_another_process(cuda: Driver, measure: Callable[[int, int], float]) -> tuple[float, float]:
+    """What measure(function, stream) gives alone, and while another process launches the same kernel without end.
+
+    The kernel counts: one that spins by the clock would end no later for what others have of the device.
+    """
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
     cuda.context()
-    module, stream = cuda.load(d.LOOP_PTX), cuda.stream(d.NON_BLOCKING)
-    function = cuda.function(module, d.LOOP)
+    function, stream = cuda.function(cuda.load(d.LOOP_PTX), d.LOOP), cuda.stream(d.NON_BLOCKING)
     if not child:
         os.write(ready[1], b".")
         os.read(go[0], 1)
-        for _ in range(1000):
+        for _ in range(500):
             cuda.launch(function, stream)
         os.write(ready[1], b".")
-        time.sleep(60)
-        os._exit(0)
-    try:
-        for _ in range(3):
+        while True:
             cuda.launch(function, stream)
-        cuda.synchronize()
-
-        def work() -> None:
-            for _ in range(SHARED_KERNELS):
-                cuda.launch(function, stream)
-
+    try:
+        measure(function, stream)  # loads it
         os.read(ready[0], 1)
-        alone = elapsed_us(cuda, stream, work)
+        alone = measure(function, stream)
         os.write(go[1], b".")
         os.read(ready[0], 1)
-        assert 1.6 * alone < elapsed_us(cuda, stream, work) < 3 * alone
+        return alone, measure(function, stream)
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
+
+
+def two_processes_halve_the_device(cuda: Driver) -> None:
+    def time_of_many(function: int, stream: int) -> float:
+        return elapsed_us(cuda, stream, lambda: [cuda.launch_code(function, stream) for _ in range(SHARED_KERNELS)])
+
+    alone, together = beside_another_process(cuda, time_of_many)
+    assert 1.6 * alone < together < 3 * alone
+
+
+def a_neighbour_has_slices_of_milliseconds(cuda: Driver) -> None:
+    def longest(function: int, stream: int) -> float:
+        events = [cuda.event() for _ in range(SHARED_KERNELS)]
+        for event in events:
+            cuda.launch(function, stream)
+            cuda.ok("cuEventRecord", event, stream)
+        cuda.ok("cuEventSynchronize", events[-1])
+        return max(cuda.milliseconds(a, b) for a, b in zip(events, events[1:]))
+
+    alone, together = beside_another_process(cuda, longest)
+    assert 0.3 < together - alone < 50
+
+
+def launch_takes_microseconds_of_the_host(cuda: Driver) -> None:
+    cuda.context()
+    function, stream, best = cuda.function(cuda.load()), cuda.stream(d.NON_BLOCKING), 1.0
+    for _ in range(10):
+        began = time.perf_counter()
+        for _ in range(50):
+            cuda.launch(function, stream)
+        best = min(best, (time.perf_counter() - began) / 50)
+    assert 0.5e-6 < best < 50e-6
+
+
+def event_takes_a_moment_of_the_device(cuda: Driver) -> None:
+    cuda.context()
+    function, stream, events = (
+        cuda.function(cuda.load()),
+        cuda.stream(d.NON_BLOCKING),
+        [cuda.event() for _ in range(100)],
+    )
+    for _ in range(20):
+        cuda.launch(function, stream)  # so that all are in the queue before the first is due
+    for event in events:
+        cuda.ok("cuEventRecord", event, stream)
+    cuda.ok("cuEventSynchronize", events[-1])
+    assert 0.1 < 1000 * cuda.milliseconds(events[0], events[-1]) / len(events) < 20
 
 
 def small_kernels_of_two_streams_overlap(cuda: Driver) -> None:

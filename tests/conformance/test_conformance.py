@@ -18,7 +18,7 @@ from tests.sim.simhost import LIBDIR, make_simhost
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELPERS = {
     *("begin", "captured_allocation", "end_code", "in_another_thread"),
-    *("Attribute", "Config", "launch_with", "launch_extended", "elapsed_us"),
+    *("Attribute", "Config", "launch_with", "launch_extended", "elapsed_us", "beside_another_process"),
 }
 
 
