@@ -115,6 +115,7 @@ BEHAVIOURS = (
     ),
     Behaviour(time.large_kernels_run_one_after_the_other, "assumed", "the device is full: streams gain nothing"),
     Behaviour(time.event_of_an_idle_stream_does_not_wait_for_others, "documented", "streams are independent"),
+    Behaviour(time.event_orders_streams_of_two_contexts, "documented", "cuStreamWaitEvent: also across contexts"),
     Behaviour(time.legacy_stream_waits_for_blocking_streams, "documented", "legacy default stream"),
     Behaviour(time.kernel_waits_for_another_stream, "documented", "streams may run at the same time"),
     Behaviour(

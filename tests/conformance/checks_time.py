@@ -194,6 +194,23 @@ def event_of_an_idle_stream_does_not_wait_for_others(cuda: Driver) -> None:
     cuda.synchronize()
 
 
+def event_orders_streams_of_two_contexts(cuda: Driver) -> None:
+    first = cuda.context()
+    function, stream, event = cuda.function(cuda.load()), cuda.stream(d.NON_BLOCKING), cuda.event()
+    second = cuda.out("cuCtxCreate_v2", c_uint(0), c_int(0))
+    waiter = cuda.stream(d.NON_BLOCKING)
+    cuda.ok("cuCtxSetCurrent", first)
+    began = time.monotonic()
+    for _ in range(20):
+        cuda.launch(function, stream)
+    cuda.ok("cuEventRecord", event, stream)
+    cuda.ok("cuCtxSetCurrent", second)
+    cuda.ok("cuStreamWaitEvent", waiter, event, c_uint(0))
+    assert cuda.code("cuStreamQuery", waiter) == d.NOT_READY
+    cuda.ok("cuStreamSynchronize", waiter)
+    assert time.monotonic() - began > 19 * SPIN_US * 1e-6
+
+
 def legacy_stream_waits_for_blocking_streams(cuda: Driver) -> None:
     cuda.context()
     function, blocking, event = cuda.function(cuda.load()), cuda.stream(), cuda.event()

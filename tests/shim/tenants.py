@@ -111,7 +111,9 @@ def observe(box: Box, seconds: float, watched: Sequence[Tenant] = (), slot: int 
     for client in after.clients:
         got[client.pidns] = got.get(client.pidns, 0) + client.busy_ns - was.get((client.index, client.generation), 0)
     took = end - begin
-    return Shares({ns: 100 * ns_busy / took for ns, ns_busy in got.items()}, 100 * (after.busy_ns - before.busy_ns) / took)
+    return Shares(
+        {ns: 100 * ns_busy / took for ns, ns_busy in got.items()}, 100 * (after.busy_ns - before.busy_ns) / took
+    )
 
 
 def holds(tenant: Tenant, percent: float, points: float, seconds: float = 1.0, least: float | None = None) -> None:

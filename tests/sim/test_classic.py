@@ -1,4 +1,4 @@
-"""The simulator is hard enough: the compute law that is common in the field misses its shares on it, as on hardware."""
+"""The simulator is hard enough: the compute law that is common in the field misses its shares on it."""
 
 from __future__ import annotations
 

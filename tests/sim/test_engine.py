@@ -95,6 +95,38 @@ def test_host_writes_the_value(start: Start) -> None:
     assert p.get("took") > 0.03
 
 
+def test_event_orders_two_devices_both_ways(make_host: Callable[..., Path]) -> None:
+    with Remote(make_host(gpus=2)) as p:
+        p.do("import time; from ctypes import c_uint; cuda.init()")
+        p.do("contexts = [cuda.out('cuDevicePrimaryCtxRetain', n) for n in (0, 1)]")
+        p.do("enter = lambda n: cuda.ok('cuCtxSetCurrent', contexts[n])")
+        p.do("image, kernels, streams, events = b'SIMMOD globals=0 code=4096\\n\\0', [], [], []")
+        for n in (0, 1):
+            p.do(f"enter({n}); kernels.append(cuda.function(cuda.load(image), 'spin_us_5000'))")
+            p.do("streams.append(cuda.stream(1)); events.append(cuda.event())")
+        p.do("began = time.monotonic()")
+        for turn in range(10):
+            n = turn % 2
+            p.do(f"enter({n}); cuda.launch(kernels[{n}], streams[{n}])")
+            p.do(f"cuda.ok('cuEventRecord', events[{n}], streams[{n}]); enter({1 - n})")
+            p.do(f"cuda.ok('cuStreamWaitEvent', streams[{1 - n}], events[{n}], c_uint(0))")
+        p.do("cuda.ok('cuStreamSynchronize', streams[0]); took = time.monotonic() - began")
+        assert p.get("took") > 0.0499
+
+
+def test_stamps_do_not_depend_on_when_they_are_asked_for(start: Start) -> None:
+    """Also when the context's turns came and went unseen."""
+    a, b = start(), start()
+    for p in (a, b):
+        p.do(PREPARE)
+    b.do("[cuda.launch(slow, stream) for _ in range(300)]; brief = cuda.function(module, 'spin_us_1000')")
+    a.do("brief, events = cuda.function(module, 'spin_us_1000'), [cuda.event() for _ in range(300)]")
+    a.do("[(cuda.launch(brief, stream), cuda.ok('cuEventRecord', e, stream)) for e in events]")
+    b.do("cuda.ok('cuStreamSynchronize', stream)")
+    gaps = a.get("[cuda.milliseconds(x, y) for x, y in zip(events, events[1:])]")
+    assert min(gaps) >= 1 and max(gaps) < 6 and sum(gap > 2 for gap in gaps) > 100
+
+
 def test_graph_runs_its_nodes_each_time(start: Start) -> None:
     p = start()
     p.do(PREPARE)

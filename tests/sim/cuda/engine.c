@@ -83,13 +83,7 @@ static bool is_ready(struct stream *s, struct op *op, struct sim_queue *q) {
     uint64_t attained_ns = q->attained_ns;
     switch (op->work.kind) {
     case WORK_WAIT:
-        if (op->mark->done)
-            return true;
-        if (op->mark->ctx != s->ctx) {
-            engine_progress(op->mark->ctx);
-            return op->mark->done;
-        }
-        return op->mark->submitted;
+        return op->mark->done || (op->mark->ctx == s->ctx && op->mark->submitted);
     case WORK_VALUE:
         if (s->end_ns > attained_ns)
             return false;
@@ -234,10 +228,26 @@ static bool retire(struct stream *s, const struct sim_queue *q, uint64_t now_ns)
     return wrote;
 }
 
+/* Brings the contexts up to date whose events a context waits for. One device is locked at a time:
+ * it may be the same one. */
+static void progress_others(struct context *ctx) {
+    static bool inside; /* they may wait for each other, too: the service thread looks again */
+    if (inside)
+        return;
+    inside = true;
+    for (struct stream *s = ctx->streams; s; s = s->next) {
+        const struct op *op = s->unsubmitted;
+        if (op && op->work.kind == WORK_WAIT && op->mark->ctx != ctx && !op->mark->done)
+            engine_progress(op->mark->ctx);
+    }
+    inside = false;
+}
+
 /* Brings one context up to date: the device to now, then everything that became ready or done. */
 void engine_progress(struct context *ctx) {
     if (!ctx || !ctx->pending || !ctx->queue)
         return;
+    progress_others(ctx);
     struct sim_device *d = device_of(ctx);
     struct sim_queue *q = queue_of(ctx);
     uint64_t now_ns = sim_now_ns();
