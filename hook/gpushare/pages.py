@@ -1,6 +1,6 @@
 """devices/<uuid>: what the containers on one device tell each other about their work (start path).
 
-    prepare(state_dir, uuid)               the directory is there, with an index that names nobody
+    prepare(state_dir, uuid, before)       the directory is there, with an index that names nobody
     take(state_dir, uuid, number)          a new page file; the caller holds the lease lock
     settle(state_dir, uuid, used)          the index names these numbers and no others; the caller holds the lock
     free(state_dir, uuid, number)          one number less, its file gone; the caller holds the lock
@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import struct
 
 from . import linux, region, rootless
@@ -36,6 +37,8 @@ _TMPFS = {
 # then; anybody else needs CAP_LEASE for that, which containers do not have.
 OWNER = 4294967280
 _TRIES = 8  # how often what tenants took is cut back before we give up
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ATTRIBUTES = sum(linux.ATTRIBUTES[name] for name in ("nosuid", "nodev", "noexec"))
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: not held up by a lease of a container with CAP_LEASE
 _WORDS = struct.Struct("<" + "Q" * (region.MAX_PEERS // 64))
 
@@ -57,34 +60,64 @@ def is_ready(state_dir: str, uuid: str) -> bool:
     return os.access(f"{directory(state_dir, uuid)}/{INDEX}", os.F_OK)
 
 
-def prepare(state_dir: str, uuid: str) -> None:
+def prepare(state_dir: str, uuid: str, before: int = -1) -> None:
     """Makes devices/<uuid>, a tmpfs of its own (for a user without rights over the host a plain directory). It appears
-    complete. Raises KernelError. Not under the lease lock: it mounts."""
+    complete. `before`: a detached mount of the one of a state directory that was lost, which is taken instead if that
+    is what it is. Raises KernelError. Not under the lease lock, but for that rare case: it mounts."""
     place = directory(state_dir, uuid)
+    above = os.path.dirname(place)
     try:
-        for folder, mode in ((os.path.dirname(place), 0o700), (place, 0o755)):
-            os.makedirs(folder, mode, exist_ok=True)
-        below = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        os.makedirs(above, 0o700, exist_ok=True)
+        lock = os.open(above, _DIRECTORY)  # which no container sees: two first starts take turns
         try:
-            fcntl.flock(below, fcntl.LOCK_EX)  # of the directory below the mount: two first starts take turns
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_ready(state_dir, uuid):
-                os.fchmod(below, 0o755)
-                _fill(below) if rootless.is_rootless() else _mount(place, below)
+                os.makedirs(place, 0o755, exist_ok=True)
+                _make(place, os.fstat(lock).st_dev, before)
         finally:
-            os.close(below)
+            os.close(lock)
     except OSError as error:
         raise KernelError(f"{place!r}: {error.strerror}", rootless.hint()) from error
 
 
-def _mount(place: str, below: int) -> None:
-    flags = linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"] | linux.ATTRIBUTES["noexec"]
-    mount = linux.detached_tmpfs({"source": place, **_TMPFS}, flags, place)
+def _make(place: str, outside: int, before: int) -> None:
+    """`outside`: the device number of the file system that `place` is in."""
+    below = os.open(place, _DIRECTORY)
     try:
-        linux.mount_setattr(mount, 0, linux.MS_PRIVATE, place)
-        _fill(mount)
+        if rootless.is_rootless() or os.fstat(below).st_dev != outside:  # somebody has emptied ours
+            os.fchmod(below, 0o755)
+            _fill(below)
+        else:
+            _mount(place, below, before)
+    finally:
+        os.close(below)
+
+
+def _mount(place: str, below: int, before: int) -> None:
+    old = before >= 0 and _is_ours(before)
+    mount = os.dup(before) if old else linux.detached_tmpfs({"source": place, **_TMPFS}, 0, place)
+    try:
+        linux.mount_setattr(mount, _ATTRIBUTES, linux.MS_PRIVATE, place, clear=linux.ATTRIBUTES["ro"])
+        if not old:
+            _fill(mount)
         linux.move_mount(mount, below, place)
     finally:
         os.close(mount)
+
+
+def _is_ours(mount: int) -> bool:
+    """Whether this is such a directory. (Who made it, its mount namespace has said.)"""
+    status = os.fstat(mount)
+    if (status.st_uid, stat.S_IMODE(status.st_mode)) != (0, 0o755) or linux.filesystem_magic(
+        mount
+    ) != linux.TMPFS_MAGIC:
+        return False
+    try:
+        index = os.stat(INDEX, dir_fd=mount, follow_symlinks=False)
+    except OSError:
+        return False
+    whose = (index.st_uid, index.st_gid, index.st_size)
+    return stat.S_ISREG(index.st_mode) and whose == (OWNER, OWNER, region.packer("gs_peers").size)
 
 
 def _fill(dir_fd: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 
-from . import inroot, leasefile, linux, log, names, procs, region, storage
+from . import inroot, leasefile, linux, log, mountns, names, pages, procs, region, rootless, storage
 from .errors import KernelError
 from .light import NamedTuple, Optional
 from .model import Device, Lease, Node, Share
@@ -49,6 +49,8 @@ def run(state_dir: str, node: Node) -> tuple[str, ...]:
             os.makedirs(folder, 0o700, exist_ok=True)
             lease = _lease(found, node)
             storage.write_lease(state_dir, found.id, leasefile.to_json(lease) if lease else _UNREADABLE)
+            for share in lease.shares if lease else ():
+                _keep_pages(state_dir, found, share.device.uuid)
             written.append(found.id)
         os.unlink(marker)
     except OSError as error:
@@ -127,6 +129,33 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
         dialect="rebuilt",
         driver_version=node.inventory.driver_version,
     )
+
+
+def _keep_pages(state_dir: str, found: Found, uuid: str) -> None:
+    """The pages of a device where this container has them, so that it and those to come see each other. Where that
+    cannot be, they do not, and its page's number stays its own."""
+    if rootless.is_rootless() or pages.is_ready(state_dir, uuid):
+        return
+    try:
+        namespace = mountns.Namespace(found.init.pid)
+        try:
+            if not namespace.is_ours():
+                return
+            with namespace:
+                resolve = linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
+                peers = linux.openat2(linux.AT_FDCWD, f"{names.PEERS_DIR}/{uuid}", os.O_PATH, resolve=resolve)
+                try:
+                    tree = linux.open_tree("", dir_fd=peers)
+                finally:
+                    os.close(peers)
+        finally:
+            namespace.close()
+        try:
+            pages.prepare(state_dir, uuid, tree)
+        finally:
+            os.close(tree)
+    except (OSError, KernelError):
+        pass  # the first start on this device makes new ones
 
 
 def _share(slot: int, limit: region.Limit, device: Device) -> Share:

@@ -22,7 +22,6 @@ from .errors import KernelError
 from .light import NamedTuple, Optional, TracebackType
 from .model import Bundle
 
-RESOLVE_NO_SYMLINKS = 0x04  # openat2(2)
 _MAX_LINKS = 40
 _Parts = list[str]
 
@@ -134,7 +133,9 @@ class SpecTree(inroot.View):
         elif not stat.S_ISDIR(os.fstat(base).st_mode):
             raise _error(path, errno.ENOTDIR)
         else:
-            fd = inroot.open_below(base, below, flags, 0, RESOLVE_NO_SYMLINKS)  # O_PATH | O_NOFOLLOW: the link itself
+            fd = inroot.open_below(
+                base, below, flags, 0, linux.RESOLVE_NO_SYMLINKS
+            )  # with O_PATH | O_NOFOLLOW: the link
         self._found[fd] = (path, mount)
         return fd
 

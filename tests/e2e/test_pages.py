@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -199,16 +200,60 @@ def test_programs_without_a_container_have_pages_too(container: MakeContainer, n
     assert used(one, uuid) == 1 and not (node.state / "devices" / uuid / "1").exists()
 
 
-def test_number_of_a_container_that_outlived_the_state_directory_stays_its_own(
-    container: MakeContainer, node: Node
+def test_containers_before_and_after_a_lost_state_directory_see_each_other(
+    container: MakeContainer, node: Node, way: str
 ) -> None:
-    first, second = (container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start() for _ in range(2))
+    first, second = (container(["sleep", "inf"], env=ONE_GIB, **node.way(way)).start() for _ in range(2))
     uuid, _ = own_page(node, first)
+    say(second, uuid, "old")
     first.kill()
     first.wait()
     first.delete()
     subprocess.run(["umount", "-l", node.state], check=True)
-    third, fourth = (container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start() for _ in range(2))
+    third, fourth = (container(["sleep", "inf"], env=ONE_GIB, **node.way(way)).start() for _ in range(2))
     assert [own_page(node, one)[1] for one in (third, fourth)] == [0, 2]
-    assert used(third, uuid) == 0b111
     assert share_of(node, second)["page"] == 1
+    say(fourth, uuid, "new")
+    for one in (second, third, fourth):
+        assert (used(one, uuid), hear(one, uuid, 1), hear(one, uuid, 2)) == (0b111, "old", "new")
+    assert fails(third, f"touch {PEERS}/{uuid}/more")
+    place = f"{node.state}/devices/{uuid}"
+    (line,) = (line for line in Path("/proc/self/mountinfo").read_text().splitlines() if line.split(" ")[4] == place)
+    assert {"rw", "nosuid", "nodev", "noexec"} <= set(line.split(" ")[5].split(",")) and "shared:" not in line
+    for one in (second, third, fourth):
+        one.delete()
+    assert node.left() == []
+
+
+def test_pages_that_a_tenant_forged_are_not_taken_up(container: MakeContainer, node: Node) -> None:
+    """In a user namespace he can mount a tmpfs over his peers; the index in it would be his to truncate."""
+    forge = "read uuid </go && mount -t tmpfs none /usr/lib/gpushare/peers && mkdir /usr/lib/gpushare/peers/$uuid && "
+    forge += "mount -t tmpfs -o mode=755 none /usr/lib/gpushare/peers/$uuid && "
+    forge += "cat /old >/usr/lib/gpushare/peers/$uuid/index && chown {0}:{0} /usr/lib/gpushare/peers/$uuid/index && "
+    forge += "echo >/done && exec sleep inf"
+
+    def may_gain_rights(spec: dict[str, Any]) -> None:
+        spec["process"]["noNewPrivileges"] = False
+
+    command = ["unshare", "-Um", "sh", "-c", forge.format(pages.OWNER)]
+    one = container(command, env=ONE_GIB, hook=node.hook(), edit=may_gain_rights)
+    for name in ("go", "done"):
+        os.mkfifo(one.rootfs / name)
+    one.start()
+    uuid, _ = own_page(node, one)
+    (one.rootfs / "old").write_bytes((node.state / "devices" / uuid / "index").read_bytes())
+    with open(one.rootfs / "go", "w") as go:  # opened by both: it is in its user namespace
+        for kind in ("uid", "gid"):
+            Path(f"/proc/{one.pid}/{kind}_map").write_text("0 0 4294967295")
+        go.write(f"{uuid}\n")
+    done = os.open(one.rootfs / "done", os.O_RDONLY | os.O_NONBLOCK)
+    poll = select.poll()
+    poll.register(done, select.POLLIN)
+    assert poll.poll(30_000), one.stderr
+    os.close(done)
+    forged = os.stat(f"/proc/{one.pid}/root{PEERS}/{uuid}/index")
+    assert (forged.st_uid, forged.st_size) == (pages.OWNER, 4096)
+    subprocess.run(["umount", "-l", node.state], check=True)
+    second = container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start()
+    assert own_page(node, second) == (uuid, 1)
+    assert not os.path.samestat(os.stat(node.state / "devices" / uuid / "index"), forged) and used(second, uuid) == 0b11
