@@ -101,7 +101,7 @@ def compute(page: Path, device: int, percent: float, waited_ns: int = 0, busy_ns
     bucket = region.packer("gs_bucket")
     data = bytearray(page.read_bytes())
     at = region.offset("gs_usage", "bucket") + device * bucket.size
-    data[at : at + bucket.size] = bucket.pack(0, 0, 0, waited_ns, busy_ns, *cells)
+    data[at : at + bucket.size] = bucket.pack(0, 0, 0, waited_ns, busy_ns, *cells, 0)
     page.write_bytes(data)
 
 
