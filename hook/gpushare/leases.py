@@ -243,9 +243,11 @@ def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
         _write(state_dir, lease)
         for share in lease.shares:
             uuid = share.device.uuid
-            pages.take(state_dir, uuid, share.page)
-            used = (one.page for other in (*others, lease) for one in other.shares if one.device.uuid == uuid)
-            pages.settle(state_dir, uuid, used)
+            holders = {
+                one.page: other.id for other in (*others, lease) for one in other.shares if one.device.uuid == uuid
+            }
+            pages.take(state_dir, uuid, share.page, holders)
+            pages.settle(state_dir, uuid, holders)
     except (OSError, GpushareError) as error:
         _drop(state_dir, lease.id, lease.shares)
         if isinstance(error, OSError):

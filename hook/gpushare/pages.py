@@ -1,7 +1,7 @@
 """devices/<uuid>: what the containers on one device tell each other about their work (start path).
 
     prepare(state_dir, uuid, before)       the directory is there, with an index that names nobody
-    take(state_dir, uuid, number)          a new page file; the caller holds the lease lock
+    take(state_dir, uuid, number, holders) a new page file; the caller holds the lease lock
     settle(state_dir, uuid, used)          the index names these numbers and no others; the caller holds the lock
     free(state_dir, uuid, number)          one number less, its file gone; the caller holds the lock
     directory, path                        where they are on the host
@@ -20,7 +20,7 @@ import os
 import stat
 import struct
 
-from . import linux, region, rootless
+from . import linux, names, region, rootless
 from .errors import CapacityError, KernelError
 from .light import Iterable, Union
 
@@ -149,15 +149,16 @@ def _give_away(fd: int, mode: int) -> None:
 # Pages
 
 
-def take(state_dir: str, uuid: str, number: int) -> None:
+def take(state_dir: str, uuid: str, number: int, holders: dict[int, str]) -> None:
     """Page file `number` for a new owner: never the file of the one before, who may still have it open. Every block is
-    allocated, so a store in it cannot fail. Raises KernelError, CapacityError."""
+    allocated, so a store in it cannot fail. Raises KernelError, and CapacityError with the one of `holders` (container
+    ids) whose page takes all the room."""
     file = path(state_dir, uuid, number)
     try:
         _remove(file)
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
         try:
-            _allocate(fd, directory(state_dir, uuid), uuid)
+            _allocate(fd, directory(state_dir, uuid), holders)
             header = (region.PAGES_MAGIC, region.ABI_VERSION, PAGE_SIZE, region.MAX_PAGES)
             os.pwrite(fd, struct.pack("<QIII", *header), 0)
             _give_away(fd, 0o666)
@@ -167,7 +168,7 @@ def take(state_dir: str, uuid: str, number: int) -> None:
         raise KernelError(f"{file!r}: {error.strerror}") from error
 
 
-def _allocate(fd: int, place: str, uuid: str) -> None:
+def _allocate(fd: int, place: str, holders: dict[int, str]) -> None:
     for _ in range(_TRIES):
         try:
             os.posix_fallocate(fd, 0, PAGE_SIZE)
@@ -176,14 +177,13 @@ def _allocate(fd: int, place: str, uuid: str) -> None:
             if error.errno != errno.ENOSPC:
                 raise
         grown = _cut_back(place)
-    raise CapacityError(
-        f"no room for another container's page on device {uuid}: "
-        + (f"page {', '.join(grown)} of others keeps growing" if grown else "pages of ended containers are still open"),
-        "`gpushare inspect` shows the page of a container; stop it",
-    )
+    if not grown:
+        raise CapacityError(f"{place!r} is full: pages of ended containers are still open", "stop who has them open")
+    who = ", ".join(names.short(holders.get(number, f"page {number}")) for number in grown)
+    raise CapacityError(f"{place!r} is full, and {who} fills it again and again", f"stop {who}")
 
 
-def _cut_back(place: str) -> list[str]:
+def _cut_back(place: str) -> list[int]:
     """Page files become as long as they were made; which were longer. Blocks behind the end count, too."""
     grown = []
     for name in filter(str.isdigit, os.listdir(place)):
@@ -195,7 +195,7 @@ def _cut_back(place: str) -> list[str]:
             status = os.fstat(fd)
             if status.st_size > PAGE_SIZE or status.st_blocks * 512 > PAGE_SIZE:
                 os.ftruncate(fd, PAGE_SIZE)
-                grown.append(name)
+                grown.append(int(name))
         finally:
             os.close(fd)
     return grown

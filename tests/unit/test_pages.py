@@ -176,16 +176,15 @@ def test_tenant_that_takes_all_room_again_and_again_is_named(state: str, monkeyp
     first = Path(pages.path(state, UUID, reserve(state, "c1").shares[0].page))
     cut = pages._cut_back
 
-    def cut_and_lose(place: str) -> list[str]:
+    def cut_and_lose(place: str) -> list[int]:
         found = cut(place)
         _grow(first)
         return found
 
     monkeypatch.setattr(pages, "_cut_back", cut_and_lose)
     _grow(first)
-    with pytest.raises(CapacityError, match="page 0 of others keeps growing") as refused:
+    with pytest.raises(CapacityError, match="is full, and c1 fills it again and again; stop c1"):
         reserve(state, "c2")
-    assert "gpushare inspect" in refused.value.hint
     assert index(state)[0] == {0} and files(state) == {"index", "0"}
     assert [lease.id for lease in leases.view(state).live] == ["c1"]
 
@@ -237,9 +236,9 @@ def test_lease_of_a_tenant_with_cap_lease_does_not_hold_up_a_release(state: str)
 def test_index_is_what_the_leases_say_after_a_start_was_killed(state: str) -> None:
     """Killed between any two steps, a start or a release leaves numbers and files of nobody."""
     reserve(state, "c1")
-    pages.take(state, UUID, 5)
+    pages.take(state, UUID, 5, {})
     pages.settle(state, UUID, {0, 5, 127})
-    pages.take(state, UUID, 127)
+    pages.take(state, UUID, 127, {})
     assert reserve(state, "c2").shares[0].page == 1
     assert index(state)[0] == {0, 1} and files(state) == {"index", "0", "1"}
 
