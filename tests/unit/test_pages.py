@@ -256,6 +256,80 @@ def test_dead_reservation_gives_its_page_back(state: str) -> None:
     assert index(state)[0] == frozenset() and files(state) == {"index"}
 
 
+def killed_at(call: int, work: Callable[[], object]) -> bool:
+    """Runs `work` in a process that kills itself before the system call with this number; False when it ended first."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    left = call
+
+    def count(_frame: object, event: str, called: object) -> None:
+        nonlocal left
+        if event == "c_call" and getattr(called, "__module__", "") in ("posix", "fcntl"):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        sys.setprofile(count)
+        work()
+    finally:
+        sys.setprofile(None)
+        os._exit(0)
+
+
+def consistent(state: str) -> None:
+    """The index, the files and the leases say the same."""
+    held = {lease.shares[0].page for lease in leases.view(state).live}
+    assert index(state)[0] == held
+    assert files(state) == {"index", *map(str, held)}
+    for number in held:
+        status = os.stat(pages.path(state, UUID, number))
+        assert (status.st_size, stat.S_IMODE(status.st_mode)) == (pages.PAGE_SIZE, 0o666)
+
+
+def test_start_killed_at_any_call_takes_no_page_with_it(state: str) -> None:
+    reserve(state, "c1")
+    for call in range(200):
+        if not killed_at(call, lambda: reserve(state, "dead")):
+            break
+        lease = reserve(state, "next")
+        assert lease.shares[0].page == 1, f"call {call}"
+        consistent(state)
+        leases.undo(state, "next")
+        consistent(state)
+    assert 30 < call < 199
+
+
+def test_release_killed_at_any_call_is_finished_by_the_next(state: str) -> None:
+    reserve(state, "c1")
+
+    def release() -> None:
+        with leases.locked(state):
+            leases._drop(state, "c2", shares)
+
+    for call in range(200):
+        shares = reserve(state, "c2").shares
+        if not killed_at(call, release):
+            break
+        leases.undo(state, "c2")
+        consistent(state)
+    assert 5 < call < 199
+
+
+def test_first_share_of_a_device_killed_at_any_call_blocks_nothing(state: str) -> None:
+    for call in range(200):
+        again = killed_at(call, lambda: pages.prepare(state, UUID))
+        reserve(state, "next")
+        assert rootfs.mount_points().count(pages.directory(state, UUID)) == 1, f"call {call}"
+        consistent(state)
+        leases.undo(state, "next")
+        rootfs.unmount_below(Path(state, "devices"))
+        if not again:
+            break
+    assert 5 < call < 199
+
+
 def test_first_shares_at_the_same_time_mount_once(state: str) -> None:
     ready, go = os.pipe()
     parent = procs.myself()

@@ -19,8 +19,8 @@ import os, sys
 sys.path[:0] = [{hook!r}]
 sys.path.append({site!r})
 CALLS = frozenset((
-    "chmod", "chown", "fchmod", "flock", "link", "mkdir", "mknod", "open", "posix_fallocate", "rename", "rmdir",
-    "symlink", "truncate", "unlink", "write",
+    "chmod", "chown", "fchmod", "fchown", "flock", "ftruncate", "link", "mkdir", "mknod", "open", "posix_fallocate",
+    "pwrite", "rename", "rmdir", "symlink", "truncate", "unlink", "write",
 ))
 LINUX = frozenset(("bpf", "detached_tmpfs", "mount_setattr", "move_mount", "setns", "umount"))
 passed = 0
