@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _FLAGS = {
     "memory": names.ENV_MEMORY,
     "compute": names.ENV_COMPUTE,
+    "compute_mode": names.ENV_COMPUTE_MODE,
+    "priority": names.ENV_PRIORITY,
     "devices": names.ENV_DEVICES,
     "backend": names.ENV_BACKEND,
 }
@@ -27,7 +29,9 @@ _NO_ID = (1 << 32) - 1
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--memory", metavar="SIZE", help="Memory limit: 4Gi, 25%, or 0=4Gi,1=8Gi. Without: the whole device.")
-@click.option("--compute", metavar="PERCENT", help="Compute limit.")
+@click.option("--compute", metavar="PERCENT", help="Compute limit: 30%, or 0=30%,1=50%. Without: none.")
+@click.option("--compute-mode", metavar="MODE", help="hard, or soft: more while nobody else wants it.  [default: hard]")
+@click.option("--priority", metavar="WORD", help="normal or high, of a soft limit.  [default: normal]")
 @click.option("--devices", metavar="LIST", help="any, any:2, all, indices or uuids.  [default: any]")
 @click.option("--backend", metavar="NAME", help="What holds the limits.")
 @click.option("--oversubscribe", is_flag=True, help="Let allocations go beyond the limit into host memory.")
