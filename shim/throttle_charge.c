@@ -175,12 +175,12 @@ static void record(struct gs_bucket *bucket, const struct gs_segment *segment, i
 static int64_t switched(struct gs_throttle *t, const struct gs_segment *segment,
                         const struct company *c) {
     uint64_t from = max64(segment->opened_ns, c->before_ns);
-    int64_t took = (int64_t)(segment->start_ns - from), known = t->switch_ns;
-    if (!c->over || from >= segment->start_ns || took > (int64_t)MOST_SWITCH)
-        return known;
-    int64_t step = known / 64; /* to the median, which no outlier moves */
-    t->switch_ns = (uint32_t)(known + (took > known ? step : -step));
-    return took < 2 * known ? took : known;
+    int64_t took = (int64_t)(segment->start_ns - from), found = t->found_ns;
+    if (c->over && from < segment->start_ns && took < (int64_t)MOST_SWITCH) {
+        found = found ? found : t->switch_ns; /* to the median, which no outlier moves */
+        t->found_ns = (uint32_t)(took > found ? found + found / 64 : found - found / 64);
+    }
+    return t->switch_ns;
 }
 
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,

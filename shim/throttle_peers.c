@@ -50,7 +50,8 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now) {
     uint64_t weights = t->limit.weight;
-    uint32_t counted[MAX_PEERS], containers = 0;
+    uint32_t counted[MAX_PEERS], containers = 0, finders = t->found_ns > 0;
+    uint64_t found_ns = t->found_ns;
     t->contexts = 1;
     for (unsigned i = 0; i < n; i++) {
         const struct gs_activity *a = peer[i].activity;
@@ -58,6 +59,11 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
         if (a->busy_until_ns < now && (!a->n || a->run[a->last % GS_RUNS].end_ns + BURST < now))
             continue;
         t->contexts++;
+        if (a->switch_ns &&
+            a->switch_ns < MOST_SWITCH) { /* clocks differ: one's more is another's less */
+            found_ns += a->switch_ns;
+            finders++;
+        }
         for (uint32_t k = 0; k < containers && !seen; k++)
             seen = counted[k] == peer[i].container;
         if (!seen) {
@@ -65,6 +71,8 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
             weights += a->weight < 1000000 ? a->weight : 0;
         }
     }
+    if (finders)
+        t->switch_ns = (uint32_t)(found_ns / finders);
     t->rate_ppm = t->limit.weight
                       ? (uint32_t)(UINT64_C(1000000) * t->limit.weight / (weights ? weights : 1))
                       : t->limit.ppm;

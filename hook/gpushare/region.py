@@ -128,7 +128,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("last", "I"),
         ("n", "I"),
         ("expects_ns", "Q"),
-        ("reserved", "16x"),
+        ("switch_ns", "Q"),
+        ("reserved", "8x"),
         ("run", f"{47 * 24}x"),
     ),
     "gs_page": (

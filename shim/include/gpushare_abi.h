@@ -159,7 +159,8 @@ struct gs_activity {
     uint32_t last; /* run[last] is the newest of n */
     uint32_t n;
     uint64_t expects_ns; /* of the device, for what comes after the horizon until the next stamp */
-    uint64_t reserved[2];
+    uint64_t switch_ns; /* what it found a switch to take */
+    uint64_t reserved;
     struct gs_run run[GS_RUNS];
 };
 
@@ -289,7 +290,8 @@ GS_AT(gs_activity, priority, 28);
 GS_AT(gs_activity, last, 32);
 GS_AT(gs_activity, n, 36);
 GS_AT(gs_activity, expects_ns, 40);
-GS_AT(gs_activity, reserved, 48);
+GS_AT(gs_activity, switch_ns, 48);
+GS_AT(gs_activity, reserved, 56);
 GS_AT(gs_activity, run, 64);
 _Static_assert(sizeof(struct gs_activity) == 1192, "gs_activity");
 
