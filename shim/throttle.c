@@ -53,7 +53,7 @@ static void publish(struct gs_throttle *t, const struct gs_run *run, uint64_t no
     a->expects_ns = next->probe ? 2 * (uint64_t)t->slice_ns
                                 : (uint64_t)gs_throttle_when_hit(
                                       next, next == &t->open ? next->hint_ns : next->work_ns);
-    a->switch_ns = t->found_ns;
+    a->switch_ns = t->finds < FINDS ? 0 : t->found_ns;
     a->weight = t->limit.weight;
     a->priority = t->limit.priority;
     struct gs_run *last = &a->run[a->last % GS_RUNS];

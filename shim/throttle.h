@@ -101,7 +101,8 @@ struct gs_throttle {
     struct gs_page *page;
     uint32_t container;
     uint32_t switch_ns; /* what it takes to switch contexts: as told, then as all have found */
-    uint32_t found_ns;  /* by this one; 0: nothing yet */
+    uint32_t found_ns;  /* by this one, in so many looks */
+    uint32_t finds;
     uint32_t slice_ns;
     uint32_t marker_ns; /* device time of one event */
     bool capturing;     /* nothing is recorded or queried */

@@ -177,8 +177,9 @@ static int64_t switched(struct gs_throttle *t, const struct gs_segment *segment,
     uint64_t from = max64(segment->opened_ns, c->before_ns);
     int64_t took = (int64_t)(segment->start_ns - from), found = t->found_ns;
     if (c->over && from < segment->start_ns && took < (int64_t)MOST_SWITCH) {
-        found = found ? found : t->switch_ns; /* to the median, which no outlier moves */
-        t->found_ns = (uint32_t)(took > found ? found + found / 64 : found - found / 64);
+        int64_t step = (found = found ? found : t->switch_ns) / (t->finds < FINDS ? 16 : 64);
+        t->found_ns = (uint32_t)(found + (took > found ? step : -step)); /* the median */
+        t->finds += t->finds < FINDS;
     }
     return t->switch_ns;
 }

@@ -24,6 +24,7 @@
 #define STREAK 16u
 #define LEAST (2 * (int64_t)US) /* no launch is expected to take less */
 #define MAX_PEERS 64u
+#define FINDS 64u /* looks until a cost of switches is believed */
 #define MOST_SWITCH (500 * US)
 #define EDGE (20 * US) /* how well clocks of different containers agree; less than a switch */
 

@@ -50,8 +50,8 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now) {
     uint64_t weights = t->limit.weight;
-    uint32_t counted[MAX_PEERS], containers = 0, finders = t->found_ns > 0;
-    uint64_t found_ns = t->found_ns;
+    uint32_t counted[MAX_PEERS], containers = 0, finders = t->finds == FINDS;
+    uint64_t found_ns = finders ? t->found_ns : 0;
     t->contexts = 1;
     for (unsigned i = 0; i < n; i++) {
         const struct gs_activity *a = peer[i].activity;
