@@ -214,7 +214,7 @@ void gs_compute_changed(const void *function) {
         gs_lock(c->lock);
         for (unsigned k = 0; k < GS_PREDICTORS; k++)
             if (c->function[k].function == function)
-                c->function[k].law.samples = c->function[k].law.alone = 0;
+                c->function[k].law.samples = 0;
         gs_unlock(c->lock);
     }
 }

@@ -290,8 +290,10 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     }
     if (t->marked == t->finished && !t->open.launches && !t->capturing) {
         t->open.start_event = t->env->mark(t->env->arg, s->id);
-        t->open.opened_ns = t->busy_from_ns = now;
+        t->busy_from_ns = now;
     }
+    if (!t->open.launches)
+        t->open.opened_ns = now;
     atomic_fetch_add(&t->allowance_ns, (pay > 0 ? pay : 0) - ns);
     note(t, s, f, ns);
     if (!t->capturing && (!known || (t->sparse && t->open.start_event >= 0))) {

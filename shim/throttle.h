@@ -59,7 +59,8 @@ struct gs_throttle_limit {
 struct gs_predictor {
     _Atomic int64_t ns; /* GS_UNKNOWN before the first was measured */
     uint32_t noted;     /* the segment that has it in its list */
-    uint32_t samples, alone;
+    uint32_t samples;
+    int64_t single_ns; /* one that was looked at alone */
     bool probing;
     float moment[2]; /* weighted, of taken/expected and of its square */
 };

@@ -35,6 +35,16 @@ static void looked(struct gs_throttle *t, const struct gs_segment *segment, int6
     }
 }
 
+/* Launches came faster than one of them takes alone, so that the device had always one: they take
+ * less than that since several run at once. */
+static bool gapless(const struct gs_segment *segment, int64_t took) {
+    double alone = 0; /* of what it is expected to take with others beside it */
+    for (uint32_t i = 0; i < segment->n_functions; i++)
+        alone += (double)segment->function[i]->single_ns / (double)segment->expected_ns[i];
+    alone *= (double)segment->work_ns / (segment->n_functions ? segment->n_functions : 1);
+    return took < alone && (double)(segment->marked_ns - segment->opened_ns) < alone;
+}
+
 /* What of a segment's time was surely busy. Until its marker was recorded the device may have been
  * idle in between; if that is more than a little, only what was expected counts of that time. */
 int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *segment,
@@ -42,8 +52,8 @@ int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *s
     uint64_t known = min64(max64(segment->start_ns, segment->marked_ns), segment->end_ns);
     int64_t took = (int64_t)(segment->end_ns - segment->start_ns), work = expected(t, segment);
     int64_t least = (int64_t)(segment->end_ns - known);
-    *sure =
-        segment->clean || segment->probe || took - least <= took / 16 || took <= work + work / 64;
+    *sure = segment->clean || segment->probe || took - least <= took / 16 ||
+            took <= work + work / 64 || gapless(segment, took);
     if (*sure)
         return took;
     return work > least ? work : least;
@@ -72,6 +82,8 @@ static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64
         step = step > first ? step : first;
         step = step < 0.5f ? step : 0.5f;
         f->samples++;
+        if (segment->single)
+            f->single_ns += (own - f->single_ns) / (f->single_ns ? 8 : 1);
         double bounded = ratio < 8 ? ratio : 8, took = (double)segment->expected_ns[i] * ratio;
         if (segment->probe || ns == GS_UNKNOWN) {
             int64_t first = segment->probe ? own : (int64_t)took;
