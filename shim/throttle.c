@@ -38,6 +38,31 @@ static uint64_t take(struct gs_throttle *t, int64_t device_ns, int64_t longest_n
 
 /* ---- the page -------------------------------------------------------------------------- */
 
+/* Two that follow each other and were all its own say as much as one. */
+static bool join(const struct gs_run *a, struct gs_run *b) {
+    if (a->end_ns != b->start_ns || a->run_ns != a->end_ns - a->start_ns ||
+        b->run_ns != b->end_ns - b->start_ns)
+        return false;
+    b->start_ns = a->start_ns;
+    b->run_ns += a->run_ns;
+    return true;
+}
+
+/* Where there is no more room, the oldest two become one: the stamps of the last slices stay. */
+static void append(struct gs_activity *a, const struct gs_run *run) {
+    uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS, i = 1;
+    if (n == GS_RUNS) {
+        while (i < n && !join(&a->run[i - 1], &a->run[i]))
+            i++;
+        i = i < n ? i : 1; /* or the oldest goes */
+        memmove(&a->run[i - 1], &a->run[i], (n - i) * sizeof(a->run[0]));
+        n--;
+    }
+    a->run[n] = *run;
+    a->last = n;
+    a->n = n + 1;
+}
+
 static void publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now) {
     uint32_t index = atomic_load(&t->page->index) & 1;
     struct gs_activity *a = &t->page->buffer[index ^ 1];
@@ -56,17 +81,8 @@ static void publish(struct gs_throttle *t, const struct gs_run *run, uint64_t no
     a->switch_ns = t->finds < FINDS ? 0 : t->found_ns;
     a->weight = t->limit.weight;
     a->priority = t->limit.priority;
-    struct gs_run *last = &a->run[a->last % GS_RUNS];
-    if (run && a->n && last->end_ns == run->start_ns && run->end_ns > run->start_ns &&
-        last->run_ns == last->end_ns - last->start_ns &&
-        run->run_ns == run->end_ns - run->start_ns) { /* all its own, like the one before */
-        last->end_ns = run->end_ns;
-        last->run_ns += run->run_ns;
-    } else if (run && run->end_ns > run->start_ns) {
-        a->last = (a->last + 1) % GS_RUNS;
-        a->n = a->n < GS_RUNS ? a->n + 1 : GS_RUNS;
-        a->run[a->last] = *run;
-    }
+    if (run && run->end_ns > run->start_ns)
+        append(a, run);
     atomic_store(&t->page->index, index ^ 1);
 }
 
