@@ -199,9 +199,12 @@ static void note(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_
 }
 
 /* True when a launch that waits must be let through: it may be what the device waits for. */
-static bool stuck(struct gs_throttle *t, uint64_t now, uint64_t *until) {
+static bool stuck(struct gs_throttle *t, uint32_t stream, uint64_t now, uint64_t *until) {
     uint64_t admitted = atomic_load(&t->bucket->admitted_ns);
     uint64_t since = max64(max64(atomic_load(&t->bucket->done_ns), admitted), t->waiting_since_ns);
+    for (uint32_t i = t->finished; i != t->marked; i++) /* behind that it would wait anyway */
+        if (t->segment[i % GS_SEGMENTS].single && t->segment[i % GS_SEGMENTS].stream == stream)
+            return false;
     if (t->in_flight_ns <= 0) {
         struct gs_peer peer[MAX_PEERS];
         unsigned n = t->env->peers(t->env->arg, peer, MAX_PEERS), i = 0;
@@ -261,7 +264,7 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
         t->waiting_since_ns = now;
     if (t->in_flight_ns > 0) /* the others wait to hear what it was */
         until = min64(until, now + max64(POLL, (uint64_t)t->in_flight_ns / 2));
-    if (stuck(t, now, &until))
+    if (stuck(t, stream, now, &until))
         return take(t, pay, ns, now, true);
     return until;
 }
