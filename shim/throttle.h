@@ -122,6 +122,7 @@ struct gs_throttle {
     int64_t surplus_ns; /* charged in excess of busy / contexts, bounded */
     uint32_t straddled; /* segments in a row that others interrupted */
     uint32_t sparse;    /* launches that will be marked one by one */
+    uint32_t markers;   /* of the last segment */
     uint32_t ignore, backoff;
     int64_t looked_ns[2]; /* of those: what they took, what was expected */
     uint64_t waiting_since_ns;

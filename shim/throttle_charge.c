@@ -206,7 +206,9 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     looked(t, segment, own);
     uint32_t contexts = c.contexts + 1 > t->contexts ? c.contexts + 1 : t->contexts;
     own = bound(t, own, gs_throttle_busy(t, segment, &sure), contexts);
-    if (segment->start_event >= 0 && c.before_ns > segment->before_ns)
+    if (segment->start_event >= 0 &&
+        (c.before_ns > segment->before_ns || /* or somebody ran whose next stamp is yet to come */
+         gs_throttle_company(t, peer, n, segment->before_ns, segment->start_ns).ran))
         own += switched(t, segment, &c);
     record(t->bucket, segment, own);
     if (segment->launches && own > 0)

@@ -47,6 +47,7 @@ struct company {
     uint64_t before_ns; /* the last stamp of others before the start */
     uint32_t contexts;  /* of others, with work in between */
     bool over;          /* whose stamp it was had no more work then */
+    bool ran;           /* somebody is known to have been at work */
     bool inside;        /* somebody was on the device in between */
     bool outranked;     /* somebody else's container, with our priority or more */
     bool wait;          /* they had work, and do not know yet */
@@ -60,6 +61,8 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
 
 /* ---- throttle_split.c: whose a stretch was -------------------------------------------------- */
 
+/* What takes that long can hold a slice and leave no stamp. */
+bool gs_throttle_lasts(const struct gs_throttle *t, int64_t length_ns);
 /* The part of a context that was on the device at `start` and at `end`; `length` is what it would
  * take alone; `fresh`: it was idle before. */
 int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,

@@ -10,7 +10,8 @@ static void last_stamp(struct company *c, uint64_t at, uint64_t start, bool over
     c->over = over;
 }
 
-static bool look(const struct gs_activity *a, uint64_t start, uint64_t end, struct company *c) {
+static bool look(const struct gs_throttle *t, const struct gs_activity *a, uint64_t start,
+                 uint64_t end, struct company *c) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     bool active = false, open = a->busy_from_ns && a->busy_until_ns > start;
     uint64_t next = open ? max64(a->horizon_ns, a->busy_from_ns) : UINT64_MAX;
@@ -23,13 +24,14 @@ static bool look(const struct gs_activity *a, uint64_t start, uint64_t end, stru
             break;
         if (run->start_ns >= end)
             continue;
-        active = true;
+        active = c->ran = true;
         c->inside |= (run->start_ns > start + EDGE && run->start_ns + EDGE < end) ||
                      (run->end_ns > start + EDGE && run->end_ns + EDGE < end);
     }
     uint64_t known = max64(max64(a->horizon_ns, a->busy_from_ns), start);
     if (a->busy_from_ns && known < end && a->busy_until_ns > known)
         active = c->wait = true;
+    c->ran |= active && gs_throttle_lasts(t, (int64_t)a->expects_ns);
     return active;
 }
 
@@ -37,7 +39,7 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
                                    unsigned n, uint64_t start, uint64_t end) {
     struct company c = {0};
     for (unsigned i = 0; i < n; i++)
-        if (look(peer[i].activity, start, end, &c)) {
+        if (look(t, peer[i].activity, start, end, &c)) {
             c.contexts++;
             if (peer[i].container != t->container &&
                 peer[i].activity->priority >= t->limit.priority)

@@ -66,9 +66,9 @@ static void add_peer(struct stamps *s, const struct gs_activity *a, unsigned pee
     }
 }
 
-/* It can hold a slice and leave no stamp. What is irregular may now and then, but is not taken for
- * it: whoever thinks so learns longer times from it. */
-static bool lasts(const struct gs_throttle *t, int64_t length) {
+/* Irregular work may do so now and then, but is not taken for it: whoever thinks so learns longer
+ * times from it. */
+bool gs_throttle_lasts(const struct gs_throttle *t, int64_t length) {
     return length >= (int64_t)t->slice_ns * 5 / 4;
 }
 
@@ -79,11 +79,11 @@ static enum stance stance(const struct gs_throttle *t, const struct gs_activity 
                           uint64_t to) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     if (a->busy_from_ns && max64(a->horizon_ns, a->busy_from_ns) <= from && a->busy_until_ns > to)
-        return lasts(t, (int64_t)a->expects_ns) ? LASTING : WAITING;
+        return gs_throttle_lasts(t, (int64_t)a->expects_ns) ? LASTING : WAITING;
     for (uint32_t i = 0; i < n; i++) {
         const struct gs_run *run = newest(a, i);
         if (run->start_ns <= from && run->end_ns >= to)
-            return solid(run) ? HOLDING : lasts(t, own_of(run)) ? LASTING : WAITING;
+            return solid(run) ? HOLDING : gs_throttle_lasts(t, own_of(run)) ? LASTING : WAITING;
         if (run->end_ns <= from)
             break;
     }
@@ -135,7 +135,7 @@ static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsi
         return gap;
     struct side first = side(t, a->after, a->fresh), last = side(t, b->before, false);
     double rest = gap - switch_ns - first.ns - last.ns, own = 0;
-    bool again = lasts(t, a->after), before = lasts(t, b->before);
+    bool again = gs_throttle_lasts(t, a->after), before = gs_throttle_lasts(t, b->before);
     unsigned lasts = same ? again : again + before;
     if (rest < 0 || (turns == 0 && (!lasts || rest < t->slice_ns))) { /* one switch, somewhere */
         double both = first.variance + last.variance;
@@ -187,7 +187,7 @@ int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *pee
     struct stamp last = {start, ME, 0, length, fresh}, stop = {end, ME, length, 0, false};
     for (unsigned i = 0; i <= s.n; i++) {
         const struct stamp *next = i < s.n ? &s.stamp[i] : &stop;
-        own += part(t, peer, n, &last, next, lasts(t, length), &turn);
+        own += part(t, peer, n, &last, next, gs_throttle_lasts(t, length), &turn);
         last = *next;
     }
     return (int64_t)own;
