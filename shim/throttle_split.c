@@ -116,19 +116,24 @@ static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsi
     double gap = (double)(b->at - a->at), switch_ns = t->switch_ns;
     bool mine = a->owner == ME || b->owner == ME, same = a->owner == b->owner;
     struct turn seen = *turn;
+    unsigned present = 0;
     double turns = 0; /* of contexts that can hold a slice without a stamp */
     if (!same)
         turn->owner = ME;
-    if (b->at - a->at > whole(t)) {
+    bool free = !mine && a->after == 0 && b->fresh; /* nobody else is known to have it */
+    if (b->at - a->at > whole(t) || free) {
         for (unsigned i = 0; i < n; i++) {
             enum stance s =
                 i == a->owner || i == b->owner ? AWAY : stance(t, peer[i].activity, a->at, b->at);
             if (s == HOLDING && !mine)
                 return 0;
             turns += s == LASTING;
+            present += s != AWAY;
         }
         turns += !mine && lasting;
     }
+    if (free && !present)
+        return gap > switch_ns ? gap - switch_ns : 0;
     if (!mine && (!lasting || turns == 0))
         return 0;
     if (same && turns == 0)
