@@ -22,7 +22,7 @@ from tests.bench import compute, start
 from tests.lib import host, judge
 from tests.lib.runc import Container
 from tests.sim.simhost import make_simhost
-from tests.throttle import matrix
+from tests.throttle import matrix, reaction
 
 GIB = 1 << 30
 STRESS_PROCESSES = 8
@@ -86,13 +86,24 @@ def shim_cost(directory: Path) -> dict[str, Figure]:
     return {key: Figure(**value) for key, value in json.loads(done.stdout).items()}
 
 
+COMPUTE_UNITS = {
+    "compute.mae_pp_1s": "points",
+    "compute.mae_pp_100ms": "points",
+    "compute.jain": "index",
+    "compute.settling_ms": "ms",
+    "compute.throughput_ratio": "ratio",
+    "compute.unlimited_loss": "percent",
+}
+
+
 def compute_shares(_directory: Path) -> dict[str, Figure]:
     """How near the compute law keeps shares, over the whole matrix in virtual time; misses are in it."""
-    found = matrix.figures(matrix.measure())
-    figures = {key: figure(values, "points") for key, values in found.items()}
-    # Here the bad end is the low one.
-    unfair = figure([-value for value in found["compute.jain"]], "index")
-    return {**figures, "compute.jain": unfair._replace(median=-unfair.median, p99=-unfair.p99)}
+    found = {**matrix.figures(matrix.measure()), **reaction.figures()}
+    figures = {key: figure(values, COMPUTE_UNITS[key]) for key, values in found.items()}
+    for key in ("compute.jain", "compute.throughput_ratio"):  # the bad end is the low one
+        low = figure([-value for value in found[key]], COMPUTE_UNITS[key])
+        figures[key] = low._replace(median=-low.median, p99=-low.p99)
+    return figures
 
 
 def compute_in_containers(_directory: Path) -> dict[str, Figure]:
@@ -115,7 +126,7 @@ def show(figures: dict[str, Figure]) -> None:
         table.add_column(heading, justify="right")
     table.add_column("unit")
     for key, value in sorted(figures.items()):
-        digits = 3 if value.unit in ("points", "percent", "index") else 1
+        digits = 3 if value.unit in ("points", "index", "ratio", "percent") else 1
         table.add_row(key, f"{value.median:,.{digits}f}", f"{value.p99:,.{digits}f}", f"{value.n:,}", value.unit)
     Console(highlight=False).print(table)
 
