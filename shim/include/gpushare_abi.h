@@ -159,7 +159,7 @@ struct gs_activity {
     uint32_t last; /* run[last] is the newest of n */
     uint32_t n;
     uint64_t expects_ns; /* of the device, for what comes after the horizon until the next stamp */
-    uint64_t switch_ns; /* what it found a switch to take */
+    uint64_t switch_ns;  /* what it found a switch to take */
     uint64_t reserved;
     struct gs_run run[GS_RUNS];
 };
