@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 
-from . import cgroup, inroot, linux, mountns, mountpoint, rootfs, rootless
+from . import cgroup, inroot, linux, mountns, mountpoint, mountrules, rootfs, rootless
 from .errors import DeviceError, GpushareError, KernelError
 from .light import Any, Callable, Union
 from .model import Bundle
@@ -210,10 +210,10 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode]) -> int:
 def _check_source(op: Union[Mount, Cover, DeviceNode], status: os.stat_result) -> None:
     if not isinstance(op, DeviceNode):
         if not _KINDS[op.kind](status.st_mode):
-            raise DeviceError(f"{op.source!r} is {mountpoint.type_name(status.st_mode)}, not a {op.kind}")
+            raise DeviceError(f"{op.source!r} is {mountrules.type_name(status.st_mode)}, not a {op.kind}")
     elif op.simulated:
         if not stat.S_ISREG(status.st_mode):
-            raise DeviceError(f"{op.source!r} is {mountpoint.type_name(status.st_mode)}, not a simulated device")
+            raise DeviceError(f"{op.source!r} is {mountrules.type_name(status.st_mode)}, not a simulated device")
     elif not stat.S_ISCHR(status.st_mode) or status.st_rdev != os.makedev(op.major, op.minor):
         raise DeviceError(f"{op.source!r} is not the character device {op.major}:{op.minor}", "run gpushare refresh")
 
@@ -227,7 +227,7 @@ def _image_file(root: mountpoint.Root, op: ImageFile, _: int) -> None:
     source = root.lookup(op.source, os.O_PATH | os.O_NOFOLLOW)
     mode = os.fstat(source).st_mode if source >= 0 else 0
     if source < 0 or not stat.S_ISREG(mode) or inroot.path_of(root.fd, source) != op.source:
-        what = mountpoint.type_name(mode) if source >= 0 and not stat.S_ISREG(mode) else "not where it was"
+        what = mountrules.type_name(mode) if source >= 0 and not stat.S_ISREG(mode) else "not where it was"
         raise KernelError(
             f"{op.source!r} of the image is {what}: it was changed while the container was being started",
             "stop what is writing to the container's file system",
@@ -308,7 +308,7 @@ def _cover(root: mountpoint.Root, op: Link) -> None:
     covered by what our link would have led to, so that the name means the same."""
     existing = root.library_behind(op.target)
     if not stat.S_ISREG(os.fstat(existing).st_mode):
-        kind = mountpoint.type_name(os.fstat(existing).st_mode)
+        kind = mountrules.type_name(os.fstat(existing).st_mode)
         raise KernelError(f"{op.target!r} is {kind} where a link must be", "remove it from the image")
     meant_path = os.path.join(os.path.dirname(op.target), op.text)
     meant = root.lookup(meant_path)

@@ -1,7 +1,7 @@
 """The driver libraries that CUDA images bring for forward compatibility, in /usr/local/cuda*/compat (start path).
 
-    directories(root)      -> tuple[str, ...]              every such directory, and lib* below it (NGC: lib.real)
-    newest(root, machine)  -> (version, ((stem, path), ...))   ("", ()) when there is none
+    directories(root)                   -> tuple[str, ...]   every such directory, and lib* below it (NGC: lib.real)
+    newest(root, machine, directories)  -> (version, ((stem, path), ...))   ("", ()) when there is none
 
 Only regular files in the directory itself count: a versioned name that is a link could lead anywhere.
 """
@@ -21,6 +21,8 @@ def directories(root: inroot.Root) -> tuple[str, ...]:
         if name.startswith("cuda"):
             base = f"/usr/local/{name}/compat"
             below = imagefiles.names_in(root, base)
+            if not below and not imagefiles.directory(root, base):
+                continue
             found += [base, *(f"{base}/{one}" for one in below if one.startswith("lib") and ".so" not in one)]
     return tuple(found[:_MAX_DIRECTORIES])
 
@@ -38,10 +40,12 @@ def _is_library(root: inroot.Root, path: str, machine: str) -> bool:
     return real == path and library is not None and library.machine == machine
 
 
-def newest(root: inroot.Root, machine: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """The highest version of libcuda, and all libraries of that version beside it."""
+def newest(
+    root: inroot.Root, machine: str, named_directories: tuple[str, ...]
+) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The highest version of libcuda in `directories(root)`, and all libraries of that version beside it."""
     best: tuple[tuple[int, ...], str, str] = ((), "", "")
-    for named in directories(root):
+    for named in named_directories:
         directory = imagefiles.directory(root, named)
         for name in imagefiles.names_in(root, directory) if directory else ():
             version = name[len("libcuda.so.") :] if name.startswith("libcuda.so.") else ""

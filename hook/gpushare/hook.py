@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
 UNDO_DEADLINE_S = 5
-_POSTSTOP_WAIT_MS = 2000
+POSTSTOP_WAIT_MS = 2000
 _SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop|adopt"
 _USAGE = f"use {_SYNOPSIS}"
 
@@ -264,7 +264,7 @@ def _wait_gone(pid: int, start: int) -> None:
         if procs.alive(pid, start):
             poll = select.poll()
             poll.register(fd, select.POLLIN)
-            poll.poll(_POSTSTOP_WAIT_MS)
+            poll.poll(POSTSTOP_WAIT_MS)
     finally:
         os.close(fd)
 

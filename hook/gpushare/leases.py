@@ -166,8 +166,8 @@ def _write(state_dir: str, lease: Lease) -> None:
 
 
 def _drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
-    """Takes a lease away, its pages first: whoever is killed in between leaves a dead lease that still names them.
-    False when there is none. The caller holds the lock."""
+    """Takes a lease away (as release.c does), its pages first: whoever is killed in between leaves a dead lease that
+    still names them. False when there is none. The caller holds the lock."""
     for share in shares:
         try:
             pages.free(state_dir, share.device.uuid, share.page)

@@ -108,10 +108,19 @@ class SyscallError(KernelError):
     """A system call failed. `errno` lets a caller accept one reason and pass on the others."""
 
     def __init__(self, call: str, path: str, errno: int, hint: str = "") -> None:
-        super().__init__(f"{call} {path!r}: {os.strerror(errno)}", hint)
+        super().__init__("", hint)
         self.call = call
         self.path = path
         self.errno = errno
+
+    @property
+    def message(self) -> str:
+        """Put together when somebody wants to read it: most of these only say that a path is not there."""
+        return self._message or f"{self.call} {self.path!r}: {os.strerror(self.errno)}"
+
+    @message.setter
+    def message(self, text: str) -> None:
+        self._message = text
 
 
 def from_os_error(error: OSError, call: str, path: str) -> SyscallError:
@@ -137,14 +146,26 @@ def _libc_call(name: str, path: str, *arguments: Arg) -> int:
     return result
 
 
+_OPENAT2_LONG, _HOW_SIZE = _Long(_OPENAT2), _Long(24)  # the call of which a start makes a hundred
+
+
 def _u64s(*values: int) -> bytes:
     return b"".join(v.to_bytes(8, "little") for v in values)
 
 
+_hows: dict[tuple[int, int, int], bytes] = {}  # struct open_how of the few kinds of look-up that there are
+
+
 def openat2(dir_fd: int, path: str, flags: int, mode: int = 0, resolve: int = 0) -> int:
     """A new close-on-exec descriptor; raises with ENOSYS before Linux 5.6."""
-    how = _u64s(flags | os.O_CLOEXEC, mode, resolve)
-    return _call("openat2", path, _OPENAT2, dir_fd, os.fsencode(path), how, len(how))
+    kind = flags, mode, resolve
+    how = _hows.get(kind)
+    if how is None:
+        how = _hows[kind] = _u64s(flags | os.O_CLOEXEC, mode, resolve)
+    fd = int(_syscall(_OPENAT2_LONG, _Long(dir_fd), os.fsencode(path), how, _HOW_SIZE))
+    if fd < 0:
+        raise SyscallError("openat2", path, _get_errno())
+    return fd
 
 
 def open_tree(path: str, recursive: bool = False, dir_fd: int = AT_FDCWD) -> int:

@@ -2,9 +2,10 @@
 
     load(path) -> bool      the first half is in sys.modules, the second will be when something of it is imported
 
-packaging/pack writes the file: this Python's magic number and two marshalled tuples of modules, each behind those that
-it imports. It is a cache of code: with another Python, or when one source file is not what it was, nothing of it is
-used, and modules are imported as always; so are, also later, those that are not in it.
+packaging/pack writes the file: this Python's magic number, then three marshalled values, each behind its size: the
+sources with the names of the second half, and each half, a tuple of modules, each behind those that it imports. It is a
+cache of code: with another Python, or when one source file is not what it was, nothing of it is used, and modules are
+imported as always; so are, also later, those that are not in it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def load(path: str) -> bool:
             os.close(fd)
         if not data.startswith(MAGIC):
             return False
-        sources, first, names, then = marshal.loads(memoryview(data)[len(MAGIC) :])
+        head, first, then = _parts(memoryview(data)[len(MAGIC) :])
+        sources, names = marshal.loads(head)
         for file, changed_ns, size in sources:
             status = os.stat(file)
             if status.st_mtime_ns != changed_ns or status.st_size != size:
@@ -55,7 +57,19 @@ def load(path: str) -> bool:
     return True
 
 
-def _make(half: bytes, folder: str) -> None:
+def _parts(data: memoryview) -> list[memoryview]:
+    """Raises ValueError when it is cut off: code is not looked at again, so it must be all there."""
+    found = []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        if size > len(data) - 8:
+            raise ValueError("cut off")
+        found.append(data[8 : 8 + size])
+        data = data[8 + size :]
+    return found
+
+
+def _make(half: memoryview, folder: str) -> None:
     for name, is_package, file, code in marshal.loads(half):
         if name not in sys.modules:
             _make_module(name, is_package, os.path.join(folder, file), code)
@@ -93,7 +107,7 @@ class _Loaded:
 class _Rest:
     """Finds the modules of the second half, once: then all are there."""
 
-    def __init__(self, names: tuple[str, ...], half: bytes, folder: str) -> None:
+    def __init__(self, names: tuple[str, ...], half: memoryview, folder: str) -> None:
         self._names, self._half, self._folder = names, half, folder
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Optional[ModuleSpec]:

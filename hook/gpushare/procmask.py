@@ -11,8 +11,11 @@ from __future__ import annotations
 import os
 import stat
 
-from . import imagefiles, linux, mountpoint
-from .light import Iterator
+from . import imagefiles, linux
+from .light import TYPE_CHECKING, Iterator
+
+if TYPE_CHECKING:
+    from . import mountpoint
 
 PROC_DIR = "/proc/driver/nvidia"
 _FILES = ("version", "registry", "params")  # not the switches for the host's power states

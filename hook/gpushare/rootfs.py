@@ -87,15 +87,17 @@ def _probe(root: inroot.Root, env: dict[str, str]) -> Image:
     if not libdir:
         libdir, machine = _find_in_store(root, env)
     names = imagefiles.names_in(root, libdir) if libdir else []
-    directories = list(_preferred_directories(root, libdir, names, env))
+    compat = compatdir.directories(root)
+    directories = [*compat, *_preferred_directories(root, libdir, names, env)]
+    drivers = [name for name in names if name.startswith(_PREFIXES)]
     found: dict[str, str] = {}
-    for path, soname in _candidates(libdir, names, directories, cached):
+    for path, soname in _candidates(libdir, drivers, directories, cached):
         _add_driver(root, path, soname, found)
-    links = tuple(_links(root, libdir, names))
+    links = tuple(_links(root, libdir, drivers))
     image = Image(libdir, machine, cache is not None, note, tuple(sorted(found.items())), links)
     if not libdir:
         return image
-    version, files = compatdir.newest(root, machine)
+    version, files = compatdir.newest(root, machine, compat)
     libdir32 = _find_libc32(root) if machine == "x86_64" else ""
     return image._replace(libdir32=libdir32, compat_version=version, compat_files=files)
 
@@ -207,8 +209,7 @@ def _find_in_store(root: inroot.Root, env: dict[str, str]) -> tuple[str, str]:
 
 
 def _preferred_directories(root: inroot.Root, libdir: str, names: list[str], env: dict[str, str]) -> Iterator[str]:
-    """Directories that a loader can look in before, or instead of, the cache's entry for the libdir."""
-    yield from compatdir.directories(root)
+    """Further directories that a loader can look in before, or instead of, the cache's entry for the libdir."""
     for directory in _library_path(env.get("LD_LIBRARY_PATH", ""), libdir):
         if imagefiles.directory(root, directory):  # NVIDIA's images name two that they do not have
             yield directory
@@ -249,17 +250,15 @@ def _is_file_name(text: str) -> bool:
 
 
 def _candidates(
-    libdir: str, names: list[str], directories: list[str], cached: dict[str, list[tuple[str, int]]]
+    libdir: str, drivers: list[str], directories: list[str], cached: dict[str, list[tuple[str, int]]]
 ) -> Iterator[tuple[str, str]]:
     """(path, soname) of every place where a driver library may be."""
     for name, soname in SONAMES.items():
         yield from ((path, soname) for path, _ in cached.get(name, ()))
     for directory in directories:
         yield from ((f"{directory}/{name}", soname) for name, soname in SONAMES.items())
-    for name in names:
-        for prefix in _PREFIXES:
-            if name.startswith(prefix):
-                yield f"{libdir}/{name}", f"{prefix}.1"
+    for name in drivers:
+        yield from ((f"{libdir}/{name}", f"{prefix}.1") for prefix in _PREFIXES if name.startswith(prefix))
 
 
 def _add_driver(root: inroot.Root, path: str, soname: str, found: dict[str, str]) -> None:
@@ -272,11 +271,9 @@ def _add_driver(root: inroot.Root, path: str, soname: str, found: dict[str, str]
         found.setdefault(real, soname)
 
 
-def _links(root: inroot.Root, libdir: str, names: list[str]) -> Iterator[tuple[str, str]]:
+def _links(root: inroot.Root, libdir: str, drivers: list[str]) -> Iterator[tuple[str, str]]:
     """(path, text) of the libdir's own links with a driver library's name."""
-    for name in names:
-        if not name.startswith(_PREFIXES):
-            continue
+    for name in drivers:
         path = f"{libdir}/{name}"
         try:
             fd = inroot.open_in(root, path, os.O_PATH | os.O_NOFOLLOW)

@@ -268,7 +268,8 @@ def _restore(call: Call, paths: Paths) -> int:
 
 
 def _delete(call: Call, paths: Paths) -> int:
-    """The lease of a container that is gone is released even where the low-level runtime calls no poststop."""
+    """The lease of a container that is gone is released even where the low-level runtime calls no poststop. The
+    launcher does the same (launcher.c, release.c), and leaves to us what it does not know."""
     from . import leases, storage
 
     try:

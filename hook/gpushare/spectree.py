@@ -17,7 +17,7 @@ import errno
 import os
 import stat
 
-from . import inroot, linux, mountpoint, oci, rootfs
+from . import inroot, linux, mountrules, oci, rootfs
 from .errors import KernelError
 from .light import NamedTuple, Optional, TracebackType
 from .model import Bundle
@@ -61,7 +61,9 @@ class SpecTree(inroot.View):
     def __init__(self, bundle: Bundle) -> None:
         self._root_fd = rootfs.open_root(bundle)
         self._mounts: list[Covering] = []
+        self._last: dict[str, int] = {}  # target -> number of the last mount at it
         self._parents: dict[str, str] = {}  # a directory on the way to what was asked for -> the text of its link
+        self._directories: set[str] = set()  # where a mount point can be made
         self._fds: dict[str, int] = {}  # of sources
         self._found: dict[int, tuple[str, Optional[Covering]]] = {}  # open descriptor -> (path, mount that it is on)
         for mount in oci.items(bundle.spec, "mounts"):
@@ -92,18 +94,24 @@ class SpecTree(inroot.View):
         self._mount(Covering(target, source, _below(target), True))
 
     def _mount(self, mount: Covering) -> None:
+        self._last[mount.target] = len(self._mounts)
         self._mounts.append(mount)
         for path in [path for path in self._parents if path == mount.target or path.startswith(mount.below)]:
             del self._parents[path]
+        self._directories -= {
+            path for path in self._directories if path == mount.target or path.startswith(mount.below)
+        }
 
     # What is at a path
 
     def _covering(self, path: str) -> Optional[Covering]:
         """The mount that a resolved path is on: the last one that covers it."""
-        for mount in reversed(self._mounts):
-            if path.startswith(mount.below) or path == mount.target:
-                return mount
-        return None
+        last, number = self._last, -1
+        while path:
+            number = max(number, last.get(path, -1))
+            path = path.rpartition("/")[0]
+        number = max(number, last.get("/", -1))
+        return self._mounts[number] if number >= 0 else None
 
     def _source_fd(self, mount: Optional[Covering]) -> int:
         """O_PATH descriptor of what is mounted; -1 when there is nothing to look at."""
@@ -167,7 +175,8 @@ class SpecTree(inroot.View):
 
     def _leads_to_mount(self, path: str) -> bool:
         """A directory that is not there yet, but that the runtime makes for a mount."""
-        return any(m.target == path or m.target.startswith(path.rstrip("/") + "/") for m in self._mounts)
+        below = _below(path)
+        return path in self._last or any(target.startswith(below) for target in self._last)
 
     def _resolve(self, path: str, follow_last: bool) -> tuple[str, bool]:
         """(`path` with its links followed, whether it is there). What is not there is appended as it is written."""
@@ -214,7 +223,7 @@ class SpecTree(inroot.View):
 
     def place(self, path: str, kind: str) -> str:
         """The path at which config.json has to mount something of `kind` for it to be at `path`. The rules of
-        mountpoint.py; nothing is made here, the runtime makes missing mount points. Raises KernelError."""
+        mountrules.py; nothing is made here, the runtime makes missing mount points. Raises KernelError."""
         try:
             resolved, there = self._resolve(path, follow_last=False)
             mode = self._mode(resolved) if there else 0
@@ -226,11 +235,11 @@ class SpecTree(inroot.View):
             raise
         if not mode:
             self._require_creatable(path, resolved)
-        elif not mountpoint.accepts(kind, mode):
-            raise mountpoint.wrong_type(path, kind, mode)
+        elif not mountrules.accepts(kind, mode):
+            raise mountrules.wrong_type(path, kind, mode)
         covering = self._covering(resolved)
         if covering is not None and covering.shared:
-            raise mountpoint.in_shared_volume(path, covering.target, covering.source)
+            raise mountrules.in_shared_volume(path, covering.target, covering.source)
         return resolved
 
     def require_place(self, path: str) -> None:
@@ -257,17 +266,22 @@ class SpecTree(inroot.View):
         mode = self._mode(resolved) if there else 0
         if not mode:
             raise KernelError(f"{path!r} is a link to nothing", "remove it from the image")
-        if not mountpoint.is_library_path(resolved):
-            raise mountpoint.not_a_library(path, resolved)
+        if not mountrules.is_library_path(resolved):
+            raise mountrules.not_a_library(path, resolved)
         return resolved, mode
 
     def _require_creatable(self, path: str, resolved: str) -> None:
         """The runtime would make our mount point inside a user's volume, that is on the host."""
         mount = self._covering(resolved)
         parent = resolved.rpartition("/")[0]
-        while parent and not self._mode(parent):
+        mode = 0
+        while parent and parent not in self._directories:
+            mode = self._mode(parent)
+            if mode:
+                break
             parent = parent.rpartition("/")[0]
-        if parent and not stat.S_ISDIR(self._mode(parent)):
+        if mode and not stat.S_ISDIR(mode):
             raise KernelError(f"a parent of {path!r} is not a directory", "remove it from the image")
+        self._directories.add(parent)
         if mount is not None and mount.source and not mount.ours:
-            raise mountpoint.in_volume(path, mount.target, mount.source)
+            raise mountrules.in_volume(path, mount.target, mount.source)

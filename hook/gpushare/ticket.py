@@ -6,6 +6,7 @@
 The file is words, each ended by a NUL:
 
     version, bundle, root.path, "<creator pid> <its start time>"
+    "page" uuid number                 its page file, which goes when the lease does (release.c)
     "mount" device inode target        once for each mount of ours: what must be at `target` by now
     "mask"                             containers/<id>/proc stands over /proc/driver/nvidia, where there is one
     "then"                             the lease is held from here on
@@ -30,7 +31,7 @@ from .model import Bundle, LdEntry, Lease
 FILE = "adopt"
 CACHE = "ld.so.cache"
 PROC = "proc"
-VERSION = "gpushare-adopt-2"
+VERSION = "gpushare-adopt-3"
 
 
 def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: inroot.View) -> None:
@@ -45,6 +46,8 @@ def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: in
 def _words(bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, folder: str) -> Optional[list[str]]:
     """None: not for the launcher."""
     before = [VERSION, bundle.path, bundle.rootfs, f"{lease.creator_pid} {lease.creator_start}"]
+    for share in lease.shares:  # first, where the launcher looks for them at the end
+        before += ["page", share.device.uuid, str(share.page)]
     after = ["then"]
     for kind, *fields in record.ops:
         if kind == "Mount":

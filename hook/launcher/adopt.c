@@ -24,7 +24,6 @@
 #include "launcher.h"
 #include "launcher_tables.h"
 
-#define MAX_TICKET (256 << 10)
 #define MAX_LINKS 256
 
 struct adoption {
@@ -43,7 +42,7 @@ struct adoption {
     struct mask mask;
 };
 
-static ssize_t read_at(int directory, const char *name, char *text, size_t size) {
+ssize_t read_at(int directory, const char *name, char *text, size_t size) {
     int fd = openat(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0)
         return -1;
@@ -100,7 +99,7 @@ bool mount_of(int fd, unsigned long long *mount) {
 }
 
 /* Start time of the process, which must be one that runs: fields 3, 20 and 22 of its stat line. */
-static bool start_time(int process, unsigned long long *start) {
+bool start_time(int process, unsigned long long *start) {
     char text[4096], state;
     long threads;
     ssize_t size = read_at(process, "stat", text, sizeof text);
@@ -377,9 +376,13 @@ bool adopt(const struct state *state, const char *state_dir) {
         !(creator = word(&a)) || !open_container(&a, rootfs, state->pid))
         return false;
     const char *kind;
-    while ((kind = word(&a)) && strcmp(kind, "then") != 0)
-        if (strcmp(kind, "mount") == 0 ? !check_mount(&a) : !prepare_mask(&a, kind))
+    while ((kind = word(&a)) && strcmp(kind, "then") != 0) {
+        bool right = strcmp(kind, "mount") == 0  ? check_mount(&a)
+                     : strcmp(kind, "page") == 0 ? word(&a) && word(&a)
+                                                 : prepare_mask(&a, kind);
+        if (!right)
             return false;
+    }
     if (!kind || !hold(&a, state->pid, creator))
         return false;
     if (!put_in(&a) || !mask_attach(&a.mask)) {

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "launcher.h"
@@ -54,19 +55,110 @@ static bool may_ask(const struct call *call) {
     return length >= (int)sizeof path || scan_may_ask(path);
 }
 
+static void wake_up(int number) {
+    (void)number;
+}
+
+/* What hangs (the lease lock) ends after a while, and Python then says what it was. */
+static bool take_time(void) {
+    struct sigaction action = {.sa_handler = wake_up};
+    alarm(ADOPT_S);
+    return sigaction(SIGALRM, &action, NULL) == 0;
+}
+
+/* Python's hook, for what `release` leaves to it. */
+static void poststop(const struct call *call) {
+    char state[512];
+    char *argv[] = {
+        "gpushare-hook", "--config", (char *)call->config, "--state", (char *)call->state_dir,
+        "poststop",      NULL};
+    int file = memfd_create("state", 0);
+    int size =
+        snprintf(state, sizeof state,
+                 "{\"ociVersion\":\"1.0.2\",\"id\":\"%s\",\"status\":\"stopped\",\"bundle\":\"/\"}",
+                 call->id);
+    if (file < 0 || write(file, state, (size_t)size) != size || lseek(file, 0, SEEK_SET) != 0)
+        return; /* the next start does it */
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(file, 0);
+        _exit(python("gpushare-hook", argv));
+    }
+    close(file);
+    while (child > 0 && waitpid(child, NULL, 0) < 0 && errno == EINTR)
+        ;
+}
+
+/* Whether this container has a lease that `release` may know how to end. */
+static bool may_release(const struct call *call) {
+    char path[PATH_MAX];
+    return call->id && state_is_id(call->id) &&
+           snprintf(path, sizeof path, "%s/containers/%s/" HELD_FILE, call->state_dir, call->id) <
+               (int)sizeof path &&
+           access(path, F_OK) == 0;
+}
+
+static pid_t forwarded_to;
+
+static void forward(int number) {
+    kill(forwarded_to, number);
+}
+
+/* As runtime._delete: the low-level runtime is a child and gets our signals; its exit is ours. */
+static int delete_container(const struct call *call, char **words) {
+    static const int signals[] = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
+    sigset_t blocked, before;
+    int status = 0;
+    sigemptyset(&blocked);
+    for (size_t i = 0; i < sizeof signals / sizeof *signals; i++)
+        sigaddset(&blocked, signals[i]);
+    sigprocmask(SIG_BLOCK, &blocked, &before);
+    forwarded_to = fork();
+    if (forwarded_to < 0)
+        return fail("fork");
+    if (forwarded_to == 0) {
+        sigprocmask(SIG_SETMASK, &before, NULL);
+        execv(words[0], words);
+        _exit(fail(words[0]));
+    }
+    for (size_t i = 0; i < sizeof signals / sizeof *signals; i++)
+        sigaction(signals[i], &(struct sigaction){.sa_handler = forward, .sa_flags = SA_RESTART},
+                  NULL);
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    while (waitpid(forwarded_to, &status, 0) < 0 && errno == EINTR)
+        ;
+    sigprocmask(SIG_BLOCK, &blocked, NULL); /* there is nobody to forward to */
+    if (take_time() && release(call->state_dir, call->id, NULL) == RELEASE_UNCLEAR) {
+        alarm(0);
+        poststop(call);
+    }
+    if (WIFSIGNALED(status)) {
+        signal(WTERMSIG(status), SIG_DFL);
+        sigprocmask(SIG_SETMASK, &before, NULL);
+        raise(WTERMSIG(status));
+    }
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
 static int runtime(char **argv) {
     char low[PATH_MAX];
     struct call call = args_parse((const char *const *)argv + 1);
     const char *command = call.command ? call.command : "";
     bool ours = call.unknown || call.config[0] != '/' || call.state_dir[0] != '/';
-    if (!ours && args_listed(STARTING, command, strlen(command)))
+    bool starts = args_listed(STARTING, command, strlen(command));
+    if (!ours && starts)
         ours = may_ask(&call);
     else if (!ours && strcmp(command, "delete") == 0)
         ours = is_known_container(&call);
-    if (!ours && known_runtime(call.state_dir, call.config, low)) {
-        char **words = (char **)call.rest - 1; /* there is at least our own name before it */
+    bool known = call.config[0] == '/' && call.state_dir[0] == '/' && !call.unknown &&
+                 known_runtime(call.state_dir, call.config, starts, low);
+    char **words = (char **)call.rest - 1; /* there is at least our own name before it */
+    if (known && !ours) {
         words[0] = low;
         execv(low, words);
+    } else if (known && strcmp(command, "delete") == 0 && may_release(&call)) {
+        words[0] = low;
+        return delete_container(&call, words);
     }
     return python("gpushare-runtime", argv);
 }
@@ -99,19 +191,9 @@ static char *read_state(size_t *size) {
     return got == 0 ? text : NULL;
 }
 
-static void wake_up(int number) {
-    (void)number;
-}
-
-/* What hangs (the lease lock) ends after a while, and Python then says what it was. */
-static bool take_time(void) {
-    struct sigaction action = {.sa_handler = wake_up};
-    alarm(ADOPT_S);
-    return sigaction(SIGALRM, &action, NULL) == 0;
-}
-
 static int hook(char **argv) {
-    const char *config = DEFAULT_CONFIG, *state_dir = DEFAULT_STATE;
+    static const char DEFAULT[] = DEFAULT_STATE;
+    const char *config = DEFAULT_CONFIG, *state_dir = DEFAULT;
     static struct state state;
     char path[PATH_MAX + 16], low[PATH_MAX];
     char **word = argv + 1;
@@ -124,6 +206,7 @@ static int hook(char **argv) {
             return python("gpushare-hook", argv);
         *field = word[1];
     }
+    bool state_dir_given = state_dir != DEFAULT; /* a user's own is elsewhere */
     bool quick = *word && !word[1] &&
                  (strcmp(*word, "prestart") == 0 || strcmp(*word, "createRuntime") == 0 ||
                   strcmp(*word, "poststop") == 0);
@@ -134,9 +217,13 @@ static int hook(char **argv) {
         return python("gpushare-hook", argv);
     if (adopts && *state.id && take_time() && adopt(&state, state_dir))
         return 0;
+    bool ends = quick && strcmp(*word, "poststop") == 0 && state_dir_given;
+    if (ends && *state.id && take_time() &&
+        release(state_dir, state.id, state.bundle) == RELEASE_DONE)
+        return 0;
     snprintf(path, sizeof path, "%s/config.json", state.bundle);
     if (quick && !scan_may_ask(path) &&
-        (!known_config_exists(config) || known_runtime(state_dir, config, low)))
+        (!known_config_exists(config) || known_runtime(state_dir, config, true, low)))
         return 0;
     alarm(0);
     return python("gpushare-hook", argv);

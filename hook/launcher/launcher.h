@@ -39,14 +39,20 @@ struct state {
     long pid;
 };
 bool state_read(const char *json, size_t size, struct state *state);
+bool state_is_id(const char *id);
 
 /* adopt.c: the container whose init this is takes its lease over. False: Python does it. */
 bool adopt(const struct state *state, const char *state_dir);
 
+/* release.c: the lease of a container that has ended, given back with its files. `bundle`: the
+ * runtime has just ended it, so its init gets a moment to be gone. */
+enum release { RELEASE_DONE, RELEASE_IN_USE, RELEASE_UNCLEAR }; /* unclear: Python does it */
+enum release release(const char *state_dir, const char *id, const char *bundle);
+
 /* known.c: the low-level runtime from STATE_DIR/launcher, which gpushare/lowlevel.py writes. False
- * when the file is missing or stale, or says that policy concerns every container: Python decides.
- */
-bool known_runtime(const char *state_dir, const char *config, char runtime[PATH_MAX]);
+ * when the file is missing or stale, or when a container starts and the file says that policy
+ * concerns every one: Python decides. */
+bool known_runtime(const char *state_dir, const char *config, bool starts, char runtime[PATH_MAX]);
 bool known_config_exists(const char *config);
 
 #endif

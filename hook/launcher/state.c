@@ -83,7 +83,7 @@ static bool plain_text(struct text *t, char *field, size_t room) {
 }
 
 /* As oci.check_id. */
-static bool is_id(const char *id) {
+bool state_is_id(const char *id) {
     static const char letters[] =
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+-.";
     size_t length = strlen(id);
@@ -113,7 +113,7 @@ static bool take(struct text *t, const char *name, size_t length, struct state *
                *state->bundle == '/';
     if (is(name, length, "id")) {
         const char *begin = t->at;
-        if (!plain_text(t, state->id, sizeof state->id) || !is_id(state->id))
+        if (!plain_text(t, state->id, sizeof state->id) || !state_is_id(state->id))
             *state->id = '\0'; /* the last one counts, and only adopt needs it */
         t->at = begin;
         return skip(t);

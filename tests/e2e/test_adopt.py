@@ -282,9 +282,9 @@ def test_delete_killed_at_any_call_is_finished_by_the_next(
     one = started("probe")
     delete(one, "strace", "-qq", "-o", str(log)).communicate(timeout=60)
     total = len(log.read_text().splitlines())
-    assert left(node) == [] and total > 100
+    assert left(node) == [] and 30 < total < 120  # the launcher alone: Python makes hundreds
     unfinished = 0
-    for at in [*range(40, total, 97), *range(total - 60, total, 9)]:
+    for at in range(2, total, 3):
         one = started(f"at{at}")
         killer = ("strace", "-qq", "-o", str(log), f"--inject=all:signal=KILL:when={at}")
         delete(one, *killer).communicate(timeout=60)  # a run may be some calls shorter than the first

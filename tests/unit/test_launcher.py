@@ -327,7 +327,6 @@ def test_stale_or_foreign_knowledge_is_not_used(installed: Installed, tmp_path: 
     good = file.read_text()
     for bad in (
         good.replace("version 1", "version 2"),
-        good.replace("always 0", "always 1"),
         good[:-12],
         "",
         good * 200,
@@ -346,6 +345,25 @@ def test_stale_or_foreign_knowledge_is_not_used(installed: Installed, tmp_path: 
     assert ran() == PYTHON_RAN
     config.unlink()
     assert ran() == PYTHON_RAN
+
+
+def test_policy_for_everybody_starts_python_for_whoever_starts(installed: Installed, tmp_path: Path) -> None:
+    """And not for what is done with a container afterwards, many times."""
+    state, bundle = tmp_path / "state", tmp_path / "bundle"
+    state.mkdir()
+    bundle.mkdir()
+    (bundle / "config.json").write_bytes(PLAIN)
+    lowlevel.remember(
+        "/none.yaml",
+        str(state),
+        Config(runtime=str(installed.directory / "low-level"), policy=Policy(privileged_containers=())),
+    )
+    assert "always 1\n" in (state / lowlevel.FILE).read_text()
+    own = ("--gpushare-config=/none.yaml", f"--gpushare-state={state}")
+    for words in (["create", "c"], ["--log", "/l", "run", "c"], ["restore", "c"]):
+        assert installed.run("gpushare-runtime", *own, *words, cwd=bundle)[0] == PYTHON_RAN
+    for words in (["state", "c"], ["start", "c"], ["kill", "c", "9"], ["delete", "c"], ["exec", "c", "ls"]):
+        assert installed.run("gpushare-runtime", *own, *words, cwd=bundle)[0] == LOW_LEVEL_RAN
 
 
 def test_policy_for_everybody_starts_python_for_everybody(installed: Installed, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpushare import oci, packed
+from gpushare import oci, packed, ticket
 
 TREE = Path(oci.__file__).resolve().parents[2]
 LOAD = "import sys; sys.path.insert(0, {hook!r}); from gpushare import packed; loaded = packed.load({pack!r})\n"
@@ -105,7 +105,7 @@ def test_stale_pack_is_not_used(tmp_path: Path, change: object) -> None:
     assert copy.run(f"print(loaded, len({OURS}), packed.load.__module__)") == ["False", "0", "gpushare.packed"]
     if change in (edit, edit_in_place):
         assert copy.run("from gpushare import ticket; print(ticket.VERSION, hasattr(ticket, 'EDITED'))") == (
-            ["gpushare-adopt-2", "True"] if change is edit else ["gpushare-edite-2", "False"]
+            [ticket.VERSION, "True"] if change is edit else [ticket.VERSION.replace("-adopt-", "-edite-"), "False"]
         )
 
 

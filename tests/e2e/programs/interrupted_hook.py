@@ -104,22 +104,22 @@ def write_runtime(directory: Path, at: int = 0, number: int = signal.SIGKILL, ho
 _ADOPT = """#!/bin/sh
 launcher={launcher}
 for last; do :; done
-[ "$last" = adopt ] || exec $launcher "$@"
+[ "$last" = {stage} ] || exec $launcher "$@"
 exec strace -f -qq -o {log} {inject} $launcher "$@"
 """
 
 
-def write_adopt(directory: Path, at: int = 0) -> Path:
-    """The launcher, killed at its system call number `at` (from 1) when it adopts a container; with 0 its calls are
-    logged in `directory`/calls, which must be there for any other."""
+def write_adopt(directory: Path, at: int = 0, stage: str = "adopt") -> Path:
+    """The launcher, killed at its system call number `at` (from 1) when it adopts a container, or in another stage;
+    with 0 its calls are logged in `directory`/calls, which must be there for any other."""
     launcher = TREE / "build" / "bin" / "gpushare-hook"
     inject = ""
     if at:  # strace counts each call by its name
         names = [line.split()[1].partition("(")[0] for line in (directory / "calls").read_text().splitlines()]
         inject = f"-e inject={names[at - 1]}:signal=KILL:when={names[:at].count(names[at - 1])}"
-    program = directory / f"adopt-{at}"
+    program = directory / f"{stage}-{at}"
     log = directory / "calls" if not at else "/dev/null"
-    program.write_text(_ADOPT.format(launcher=launcher, log=log, inject=inject))
+    program.write_text(_ADOPT.format(launcher=launcher, stage=stage, log=log, inject=inject))
     program.chmod(0o755)
     return program
 

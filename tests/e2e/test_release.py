@@ -1,0 +1,183 @@
+"""The launcher at the end of a container, as poststop hook and as `delete`: what it gives back alone, when it asks
+Python, what is left when it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gpushare import leases, pages
+
+from tests.e2e.programs.interrupted_hook import write_adopt, write_runtime
+from tests.e2e.test_adopt import ALL, asked_python, calls, through
+from tests.lib.host import Node
+from tests.lib.runc import Container, RuntimeFailed
+
+MakeContainer = Callable[..., Container]
+
+
+def lease_dir(node: Node, one: Container) -> Path:
+    return node.state / "containers" / one.id
+
+
+def page_numbers(node: Node) -> list[int]:
+    """The pages that other containers look at, of all devices."""
+    devices = os.listdir(node.state / "devices")
+    files = [name for device in devices for name in os.listdir(node.state / "devices" / device) if name.isdigit()]
+    numbers = sorted(n for device in devices for n in pages.numbers(str(node.state), device))
+    assert sorted(map(int, files)) == numbers
+    return numbers
+
+
+def nothing(node: Node, one: Container) -> None:
+    pass
+
+
+def foreign_name(node: Node, one: Container) -> None:
+    """What a later version may keep there."""
+    (lease_dir(node, one) / "later").write_text("")
+
+
+def no_ticket(node: Node, one: Container) -> None:
+    (lease_dir(node, one) / "adopt").unlink()
+
+
+def other_ticket(node: Node, one: Container) -> None:
+    ticket = lease_dir(node, one) / "adopt"
+    ticket.write_bytes(ticket.read_bytes().replace(str(one.bundle).encode(), b"/elsewhere"))
+
+
+def no_lease(node: Node, one: Container) -> None:
+    (lease_dir(node, one) / "lease.json").unlink()
+
+
+def odd_page(node: Node, one: Container) -> None:
+    ticket = lease_dir(node, one) / "adopt"
+    ticket.write_bytes(ticket.read_bytes().replace(b"page\0", b"page\0../"))
+
+
+def mounted_over(node: Node, one: Container) -> None:
+    """Twice at the page: both go."""
+    rw = lease_dir(node, one) / "rw"
+    subprocess.run(["mount", "--bind", rw, rw], check=True)
+
+
+def leftover(node: Node, one: Container) -> None:
+    """Of somebody who was killed before he had removed it."""
+    (node.state / "trash" / "1f-4194399" / "share").mkdir(parents=True)
+
+
+CASES = {
+    nothing: False,
+    mounted_over: False,
+    foreign_name: True,
+    no_ticket: True,
+    other_ticket: True,
+    no_lease: True,
+    odd_page: True,
+    leftover: True,
+}
+
+
+@pytest.mark.parametrize("change", CASES)
+def test_who_releases(
+    container: MakeContainer, node: Node, tmp_path: Path, change: Callable[[Node, Container], None]
+) -> None:
+    """And whoever it is: nothing is left, and the page is free."""
+    program = write_runtime(tmp_path, hook=write_adopt(tmp_path, stage="poststop"))
+    one = container(["true"], env=ALL, runtime=through(node, program))
+    assert one.run() == 0, one.stderr
+    assert page_numbers(node) == [0]
+    change(node, one)
+    one.delete()
+    assert asked_python(tmp_path) == CASES[change]
+    assert node.leases() == []
+    if change is not no_lease:  # nobody knows its page then: the next start does
+        assert node.left() == [] and page_numbers(node) == []
+
+
+def test_delete_by_the_launcher_alone(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    """The exit code and the words are the runtime's."""
+    assert container(["true"], env=ALL, runtime=node.runtime()).run() == 0
+    one = container(["sleep", "inf"], env=ALL, runtime=node.runtime()).start()
+    log = tmp_path / "calls"
+    command = ["strace", "-f", "-qq", "-e", "trace=execve", "-o", str(log), *node.runtime(), *one._runtime[-2:]]
+
+    def delete(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, "delete", *words, one.id], capture_output=True, text=True, timeout=60)
+
+    refused = delete()
+    assert refused.returncode != 0 and refused.stderr and "gpushare" not in refused.stderr.replace(one.id, "")
+    assert node.leases() == [one.id]  # it runs
+    done = delete("--force")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert node.left() == [] and page_numbers(node) == []
+    assert not [line for line in log.read_text().splitlines() if "libexec" in line]
+
+
+def test_delete_without_poststop_hook_releases(container: MakeContainer, node: Node) -> None:
+    """runc calls none for what it does not know any more."""
+    one = container(["sleep", "inf"], env=ALL, runtime=node.runtime()).start()
+    lease = leases.find(str(node.state), one.id)
+    assert lease is not None
+    subprocess.run(["runc", *one._runtime[-2:], "kill", one.id, "KILL"], check=True)
+    one.wait()
+    (one.bundle / "runtime" / one.id / "state.json").unlink()
+    with pytest.raises(RuntimeFailed):
+        one.command("delete", one.id)
+    assert node.left() == [] and page_numbers(node) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_signals_of_a_delete_reach_the_runtime(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, number: int
+) -> None:
+    """And its end by one is ours."""
+    program = tmp_path / "low"
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *" delete "*) touch {tmp_path}/there; exec sleep 30;; esac\nexec runc "$@"\n'
+    )
+    program.chmod(0o755)
+    node = make_node(simhost, runtime={"path": str(program)})
+    one = container(["true"], env=ALL, runtime=node.runtime())
+    assert one.run() == 0, one.stderr
+    done = subprocess.Popen([*node.runtime(), *one._runtime[-2:], "delete", one.id])
+    while not (tmp_path / "there").exists():
+        assert done.poll() is None
+    done.send_signal(number)
+    assert done.wait(timeout=60) == -number
+    assert node.left() == []  # its program has ended, so its share is free whatever the runtime does
+    one._runtime = ("runc", *one._runtime[-2:])
+
+
+def test_poststop_killed_at_any_call_is_finished_by_the_next(
+    container: MakeContainer, node: Node, tmp_path: Path
+) -> None:
+    """kill -9 of the launcher at each system call: the next start gets the whole device, and all goes in the end."""
+    program = write_runtime(tmp_path, hook=write_adopt(tmp_path, stage="poststop"))
+    for _ in range(2):  # the first start on a host has more to do
+        probe = container(["true"], env=ALL, runtime=through(node, program))
+        assert probe.run() == 0, probe.stderr
+        probe.delete()
+    total = len(calls(tmp_path))
+    assert total > 60 and not asked_python(tmp_path)
+    first = next(number for number, call in enumerate(calls(tmp_path)) if call.startswith("flock("))
+    kept = 0
+    for at in [*range(3, first, 23), *range(first - 1, total, 3)]:
+        hook = write_adopt(tmp_path, at, "poststop")
+        one = container(["true"], env=ALL, name=f"at{at}", runtime=through(node, write_runtime(tmp_path, hook=hook)))
+        assert one.run() == 0, f"call {at} of {total}: {one.stderr}"
+        subprocess.run(["runc", *one._runtime[-2:], "delete", one.id], capture_output=True)
+        kept += len(node.left())
+        again = container(["true"], env=ALL, name=f"next{at}", runtime=node.runtime())
+        assert again.run() == 0, f"call {at} of {total}: {again.stderr}"
+        assert node.leases() == [again.id] and page_numbers(node) == [0]
+        again.delete()
+        assert node.left() == [] and page_numbers(node) == [], f"call {at} of {total}"
+        for each in (one, again):
+            each.close()
+    assert kept > 0
