@@ -17,7 +17,8 @@ uint64_t gs_compute_now(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* ---- limits ----------------------------------------------------------------------------------- */
+/* ---- limits -----------------------------------------------------------------------------------
+ */
 
 static uint32_t word(const uint32_t *of) {
     return __atomic_load_n(of, __ATOMIC_RELAXED);
@@ -35,7 +36,7 @@ void gs_compute_limits(struct gs_compute *c) {
                                       .weight = word(&l->weight),
                                       .priority = word(&l->priority),
                                       .mode = flags & GS_DEVICE_COMPUTE_SOFT ? GS_THROTTLE_SOFT
-                                              : percent < 100 ? GS_THROTTLE_HARD
+                                              : percent < 100                ? GS_THROTTLE_HARD
                                                               : GS_THROTTLE_UNLIMITED};
     c->law.limit = limit;
     c->law.rate_ppm = limit.weight ? c->law.rate_ppm : limit.ppm;
@@ -53,16 +54,18 @@ bool gs_compute_ready(const struct gs_view *view) {
     return true;
 }
 
-/* ---- what the law is given ---------------------------------------------------------------------- */
+/* ---- what the law is given ----------------------------------------------------------------------
+ */
 
 static uint64_t env_now(void *arg) {
     (void)arg;
     return gs_compute_now();
 }
 
-/* A per-thread stream is marked by its own thread only. What is put into the legacy stream waits for
- * all that was launched before it into streams that block, and holds up what comes after: where both
- * were launched into, a marker could close a circle of waiting that the program does not have. */
+/* A per-thread stream is marked by its own thread only. What is put into the legacy stream waits
+ * for all that was launched before it into streams that block, and holds up what comes after: where
+ * both were launched into, a marker could close a circle of waiting that the program does not have.
+ */
 static int env_mark(void *arg, uint32_t number) {
     struct gs_compute *c = arg;
     struct gs_known_stream *s = &c->stream[number];
@@ -88,7 +91,8 @@ static unsigned env_peers(void *arg, struct gs_peer *out, unsigned max) {
     return n;
 }
 
-/* ---- the table ------------------------------------------------------------------------------------ */
+/* ---- the table
+ * ------------------------------------------------------------------------------------ */
 
 struct gs_compute *gs_compute_find(CUcontext context) {
     for (unsigned i = 0; context && i < GS_MAX_COMPUTES; i++) {
@@ -153,7 +157,8 @@ struct gs_compute *gs_compute_of(const struct gs_here *here) {
     return c;
 }
 
-/* ---- contexts that go ----------------------------------------------------------------------------- */
+/* ---- contexts that go
+ * ----------------------------------------------------------------------------- */
 
 /* What it has on the device cannot be timed by events that go with it. It is charged from the last
  * known stamp until the context has gone, less what was paid. */
@@ -203,7 +208,8 @@ void gs_compute_context_lost(CUcontext context) {
     gs_compute_context_gone(&leaving);
 }
 
-/* ---- functions that change ------------------------------------------------------------------------ */
+/* ---- functions that change
+ * ------------------------------------------------------------------------ */
 
 /* What it took so far stays the expectation until the first new measurement, which counts fully. */
 void gs_compute_changed(const void *function) {

@@ -5,9 +5,10 @@
  *   a sync        gs_compute_sync_begin .. gs_compute_sync_end
  *   a capture     gs_compute_captures
  *
- * Each thread remembers its last launches: an unchanged one that is paid for costs neither a look-up
- * nor a clock nor a call of the driver. What was remembered is void when `gs_compute_epoch` has
- * changed (a context, a stream, a library, a capture went or came) or another context is current. */
+ * Each thread remembers its last launches: an unchanged one that is paid for costs neither a
+ * look-up nor a clock nor a call of the driver. What was remembered is void when `gs_compute_epoch`
+ * has changed (a context, a stream, a library, a capture went or came) or another context is
+ * current. */
 #ifndef GPUSHARE_COMPUTE_H
 #define GPUSHARE_COMPUTE_H
 
@@ -58,8 +59,8 @@ static inline struct gs_remembered *gs_remembered_at(struct gs_memory *memory, c
 }
 
 /* True: the launch may go to the driver at once, and nothing is to be done after it. */
-static inline __attribute__((always_inline)) bool gs_compute_passes(const void *function, uint32_t x, uint32_t y, uint32_t z,
-                                     CUstream stream) {
+static inline __attribute__((always_inline)) bool
+gs_compute_passes(const void *function, uint32_t x, uint32_t y, uint32_t z, CUstream stream) {
     struct gs_memory *memory = gs_memory_of_thread;
     struct gs_remembered *r = gs_remembered_at(memory, function, x);
     if (__builtin_expect(
@@ -85,8 +86,8 @@ struct gs_admission {
 };
 
 /* Waits until the launch may go. `function` may be an executable graph (with an empty grid).
- * `overlaps`: it starts before what is in front of it in the stream has ended, so no marker may come
- * between. `remember`: the next one like it needs no other look-up of the caller's. */
+ * `overlaps`: it starts before what is in front of it in the stream has ended, so no marker may
+ * come between. `remember`: the next one like it needs no other look-up of the caller's. */
 void gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
                       CUstream stream, bool overlaps, bool remember);
 void gs_compute_launched_marked(struct gs_admission *a);

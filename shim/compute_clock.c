@@ -1,11 +1,11 @@
 /* Markers: timing events of one context, and their stamps as host time.
  *
  * A stamp is known relative to another event, the base. When the base was is not known, but it lies
- * between what causes allow: no event is done before it was recorded, none later than it was seen to
- * be. An event that was recorded when nothing was running is done at once, so that these bounds get
- * narrow by themselves; the base is moved when one of them is broken, which also follows two clocks
- * that drift apart. The difference comes as float milliseconds, so now and then a later event
- * becomes the base. */
+ * between what causes allow: no event is done before it was recorded, none later than it was seen
+ * to be. An event that was recorded when nothing was running is done at once, so that these bounds
+ * get narrow by themselves; the base is moved when one of them is broken, which also follows two
+ * clocks that drift apart. The difference comes as float milliseconds, so now and then a later
+ * event becomes the base. */
 #include "compute_parts.h"
 
 #define REBASE (1000 * MS)
@@ -88,9 +88,8 @@ static bool stamp_of(struct gs_clock *clock, int event, uint64_t now, uint64_t *
 bool gs_clock_done(struct gs_compute *c, int event, uint64_t *stamp_ns) {
     struct gs_clock *clock = &c->clock;
     CUresult result = GS_REAL(cuEventQuery)(clock->event[event]);
-    if (result == CUDA_ERROR_NOT_READY ||
-        (result >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED &&
-         result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD))
+    if (result == CUDA_ERROR_NOT_READY || (result >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED &&
+                                           result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD))
         return false;
     uint64_t now = gs_compute_now();
     if (result != CUDA_SUCCESS || !stamp_of(clock, event, now, stamp_ns)) {

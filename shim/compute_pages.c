@@ -116,7 +116,8 @@ void gs_pages_give(struct gs_compute *c) {
     c->page = &c->unshared;
 }
 
-/* ---- the pages of others ---------------------------------------------------------------------- */
+/* ---- the pages of others ----------------------------------------------------------------------
+ */
 
 struct reading {
     struct gs_compute *c;
@@ -175,8 +176,8 @@ static void read_page(struct reading *r, int fd, uint32_t i, uint32_t container)
     }
 }
 
-/* No descriptor is kept. A page that nobody owns is not looked at; whether its owner lives, only its
- * own container knows: what a dead one said expires. */
+/* No descriptor is kept. A page that nobody owns is not looked at; whether its owner lives, only
+ * its own container knows: what a dead one said expires. */
 static void read_file(struct reading *r, const char *uuid, uint32_t number) {
     char path[PATH_MOST];
     struct head head;
@@ -202,8 +203,8 @@ unsigned gs_pages_peers(struct gs_compute *c, struct gs_peer *out, unsigned max)
         return 0;
     read_own(&r, mine);
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++) {
-        uint64_t used = atomic_load_explicit(&device[c->dev].index->used[i / 64],
-                                             memory_order_relaxed);
+        uint64_t used =
+            atomic_load_explicit(&device[c->dev].index->used[i / 64], memory_order_relaxed);
         if (used >> i % 64 & 1 && i != mine)
             read_file(&r, limit->uuid_text, i);
     }

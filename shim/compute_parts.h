@@ -13,7 +13,7 @@
 struct gs_known_stream {
     struct gs_throttle_stream law; /* `id` is its number in the table */
     CUstream handle;               /* NULL: free */
-    uint64_t name;                 /* cuStreamGetId, or the thread of a per-thread stream; 0: none */
+    uint64_t name; /* cuStreamGetId, or the thread of a per-thread stream; 0: none */
     uint32_t used;
     bool blocks; /* the legacy stream waits for it, and it for the legacy stream */
 };
@@ -46,12 +46,12 @@ struct gs_compute {
     struct gs_page *page; /* `unshared` when there is no other */
     struct gs_page unshared;
     uint32_t page_index;
-    bool used;             /* by some context, now or before */
-    bool stopped;          /* paused: launches are held */
-    bool peers_read;       /* in this call */
-    bool has_legacy;       /* something was launched into the legacy stream */
-    bool mixed;            /* it and others that block have launches without a marker */
-    uint32_t per_thread;   /* streams of threads, in all */
+    bool used;           /* by some context, now or before */
+    bool stopped;        /* paused: launches are held */
+    bool peers_read;     /* in this call */
+    bool has_legacy;     /* something was launched into the legacy stream */
+    bool mixed;          /* it and others that block have launches without a marker */
+    uint32_t per_thread; /* streams of threads, in all */
     uint32_t tick, peers_n;
     uint64_t marked_ns; /* host time of the last marker */
     uint32_t streams;   /* known_stream[] in use below this */
@@ -99,7 +99,8 @@ void gs_pages_claim(struct gs_compute *c);
 void gs_pages_give(struct gs_compute *c);
 unsigned gs_pages_peers(struct gs_compute *c, struct gs_peer *out, unsigned max);
 
-/* ---- compute_wait.c --------------------------------------------------------------------------- */
+/* ---- compute_wait.c ---------------------------------------------------------------------------
+ */
 
 /* Until `until_ns`, or until limits change; at most 50 ms. */
 void gs_compute_wait(uint64_t until_ns, uint64_t generation);

@@ -81,9 +81,11 @@ static bool is_noted(const struct gs_compute *c, const struct gs_known_function 
 
 struct gs_predictor *gs_compute_function(struct gs_compute *c, const void *function,
                                          struct gs_grid grid) {
-    uint64_t mixed = ((uint64_t)(uintptr_t)function >> 4 ^ grid.x ^ (uint64_t)grid.y << 20 ^ (uint64_t)grid.z << 40) *
+    uint64_t mixed = ((uint64_t)(uintptr_t)function >> 4 ^ grid.x ^ (uint64_t)grid.y << 20 ^
+                      (uint64_t)grid.z << 40) *
                      UINT64_C(0x9e3779b97f4a7c15);
-    struct gs_known_function *set = &c->function[(mixed >> 40) % (GS_PREDICTORS / GS_WAYS) * GS_WAYS];
+    struct gs_known_function *set =
+        &c->function[(mixed >> 40) % (GS_PREDICTORS / GS_WAYS) * GS_WAYS];
     struct gs_known_function *oldest = NULL;
     c->tick++;
     for (unsigned i = 0; i < GS_WAYS; i++) {
@@ -106,7 +108,6 @@ struct gs_predictor *gs_compute_function(struct gs_compute *c, const void *funct
     gs_predictor_init(&oldest->law);
     return &oldest->law;
 }
-
 
 bool gs_compute_is_mixed(struct gs_compute *c) {
     bool legacy = false, others = false;

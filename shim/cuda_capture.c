@@ -1,5 +1,5 @@
-/* Captures: while one is open nothing is recorded or asked, since even a query in another thread can
- * break it. One ends when its first stream does not capture any more, however that came. */
+/* Captures: while one is open nothing is recorded or asked, since even a query in another thread
+ * can break it. One ends when its first stream does not capture any more, however that came. */
 #include "compute.h"
 
 _Atomic uint32_t gs_captures;

@@ -391,15 +391,15 @@ GS_EXPORT CUresult CUDAAPI cuGraphExecChildGraphNodeSetParams(CUgraphExec exec, 
     return changed(real(exec, node, child), exec, child);
 }
 
-GS_EXPORT CUresult CUDAAPI cuGraphExecKernelNodeSetParams(CUgraphExec exec, CUgraphNode node,
-                                                          const CUDA_KERNEL_NODE_PARAMS_v1 *params) {
+GS_EXPORT CUresult CUDAAPI cuGraphExecKernelNodeSetParams(
+    CUgraphExec exec, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS_v1 *params) {
     GS_NEED(real, cuGraphExecKernelNodeSetParams);
     gs_compute_changed(exec);
     return real(exec, node, params);
 }
 
-GS_EXPORT CUresult CUDAAPI cuGraphExecKernelNodeSetParams_v2(CUgraphExec exec, CUgraphNode node,
-                                                             const CUDA_KERNEL_NODE_PARAMS *params) {
+GS_EXPORT CUresult CUDAAPI cuGraphExecKernelNodeSetParams_v2(
+    CUgraphExec exec, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS *params) {
     GS_NEED(real, cuGraphExecKernelNodeSetParams_v2);
     gs_compute_changed(exec);
     return real(exec, node, params);

@@ -1,6 +1,6 @@
-/* Launches: a kernel of a library is loaded by its first launch in a context, and a launch waits for
- * its turn where compute is limited. A launch like those before it costs a comparison with what its
- * thread remembers (compute.h), and goes on to the driver with nothing on the stack. */
+/* Launches: a kernel of a library is loaded by its first launch in a context, and a launch waits
+ * for its turn where compute is limited. A launch like those before it costs a comparison with what
+ * its thread remembers (compute.h), and goes on to the driver with nothing on the stack. */
 #include "code.h"
 #include "compute.h"
 
@@ -20,7 +20,8 @@
 
 #define GRID ((struct gs_grid){gx, gy, gz})
 
-/* ---- cuLaunchKernel ----------------------------------------------------------------------------- */
+/* ---- cuLaunchKernel -----------------------------------------------------------------------------
+ */
 
 #define GS_KERNEL_ARGUMENTS \
     CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx, \
@@ -50,7 +51,8 @@ GS_EXPORT CUresult CUDAAPI cuLaunchKernel_ptsz(GS_KERNEL_ARGUMENTS, void **extra
                                             extra);
 }
 
-/* ---- cuLaunchKernelEx ----------------------------------------------------------------------------- */
+/* ---- cuLaunchKernelEx
+ * ----------------------------------------------------------------------------- */
 
 /* It may start before what is in front of it in its stream has ended. */
 static bool overlaps(const CUlaunchConfig *c) {
@@ -64,8 +66,7 @@ static bool overlaps(const CUlaunchConfig *c) {
 
 #define GS_EX_ARGUMENTS const CUlaunchConfig *config, CUfunction f, void **params, void **extra
 #define GS_PASSES_EX(stream) \
-    (config && \
-     gs_compute_passes(f, config->gridDimX, config->gridDimY, config->gridDimZ, stream))
+    (config && gs_compute_passes(f, config->gridDimX, config->gridDimY, config->gridDimZ, stream))
 #define GS_EX_GRID ((struct gs_grid){config->gridDimX, config->gridDimY, config->gridDimZ})
 
 GS_SLOW ex_slow(GS_EX_ARGUMENTS) {
@@ -95,18 +96,18 @@ GS_EXPORT CUresult CUDAAPI cuLaunchKernelEx_ptsz(GS_EX_ARGUMENTS) {
     return GS_REAL_NOW(cuLaunchKernelEx_ptsz)(config, f, params, extra);
 }
 
-/* ---- cooperative launches ------------------------------------------------------------------------- */
+/* ---- cooperative launches
+ * ------------------------------------------------------------------------- */
 
 GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernel(GS_KERNEL_ARGUMENTS) {
     GS_NEED(real, cuLaunchCooperativeKernel);
-    GS_ADMITTED(f, GRID, stream, false, f, gx, gy, gz, bx, by, bz, shared,
-                stream, params);
+    GS_ADMITTED(f, GRID, stream, false, f, gx, gy, gz, bx, by, bz, shared, stream, params);
 }
 
 GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernel_ptsz(GS_KERNEL_ARGUMENTS) {
     GS_NEED(real, cuLaunchCooperativeKernel_ptsz);
-    GS_ADMITTED(f, GRID, gs_per_thread(stream), false, f, gx, gy, gz, bx, by, bz, shared,
-                stream, params);
+    GS_ADMITTED(f, GRID, gs_per_thread(stream), false, f, gx, gy, gz, bx, by, bz, shared, stream,
+                params);
 }
 
 /* One launch on several devices, which run together: each part is admitted, then all go. */
@@ -121,8 +122,8 @@ GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARA
     for (unsigned i = 0; i < admitted; i++) {
         const CUDA_LAUNCH_PARAMS *p = &list[i];
         gs_compute_admit(&admission[i], p->function,
-                         (struct gs_grid){p->gridDimX, p->gridDimY, p->gridDimZ},
-                         p->hStream, false, false);
+                         (struct gs_grid){p->gridDimX, p->gridDimY, p->gridDimZ}, p->hStream, false,
+                         false);
     }
     CUresult result = real(list, n, flags);
     for (unsigned i = 0; i < admitted; i++)
@@ -130,11 +131,11 @@ GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARA
     return result;
 }
 
-/* ---- the launches of CUDA 1 ------------------------------------------------------------------------ */
+/* ---- the launches of CUDA 1
+ * ------------------------------------------------------------------------ */
 
 #define GS_LAUNCH_OLD(x, y, stream, ...) \
-    GS_ADMITTED(f, ((struct gs_grid){(unsigned)(x), (unsigned)(y), 1}), stream, false, \
-                __VA_ARGS__)
+    GS_ADMITTED(f, ((struct gs_grid){(unsigned)(x), (unsigned)(y), 1}), stream, false, __VA_ARGS__)
 
 GS_EXPORT CUresult CUDAAPI cuLaunch(CUfunction f) {
     GS_NEED(real, cuLaunch);
@@ -151,7 +152,8 @@ GS_EXPORT CUresult CUDAAPI cuLaunchGridAsync(CUfunction f, int width, int height
     GS_LAUNCH_OLD(width, height, stream, f, width, height, stream);
 }
 
-/* ---- other users of a library's kernel -------------------------------------------------------------- */
+/* ---- other users of a library's kernel
+ * -------------------------------------------------------------- */
 
 #define GS_WITH(function, ...) \
     struct gs_use use; \

@@ -1,7 +1,7 @@
-/* Calls that block until work is done. A pool gives freed memory back to the driver when the program
- * synchronises, so that is when its charge goes down: otherwise the container's other processes would
- * be refused memory that is free. And what the work took is known then. Only after a free out of a
- * pool, or a launch where compute is limited: otherwise a call pays two loads. */
+/* Calls that block until work is done. A pool gives freed memory back to the driver when the
+ * program synchronises, so that is when its charge goes down: otherwise the container's other
+ * processes would be refused memory that is free. And what the work took is known then. Only after
+ * a free out of a pool, or a launch where compute is limited: otherwise a call pays two loads. */
 #include "compute.h"
 
 static CUresult synced(CUresult result) {

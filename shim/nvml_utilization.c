@@ -1,7 +1,7 @@
-/* Utilisation. Of the device: the container's own part of its time in the last second, which is what
- * its compute limit is about; what others do is theirs. By process: the driver's samples, those of
- * this container's processes only. The driver names processes by pid as far as it can see into this
- * pid namespace; a sample of a pid that is none of ours is left out. */
+/* Utilisation. Of the device: the container's own part of its time in the last second, which is
+ * what its compute limit is about; what others do is theirs. By process: the driver's samples,
+ * those of this container's processes only. The driver names processes by pid as far as it can see
+ * into this pid namespace; a sample of a pid that is none of ours is left out. */
 #include <stdio.h>
 #include <time.h>
 #include <unistd.h>

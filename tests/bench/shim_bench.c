@@ -1,5 +1,5 @@
-/* What the shim adds to an allocation and its free, to a launch, to a launch that is timed, and to the
- * start of a process, over an empty driver.
+/* What the shim adds to an allocation and its free, to a launch, to a launch that is timed, and to
+ * the start of a process, over an empty driver.
  *
  *   shim_bench              one line of JSON: {"shim.alloc_added_ns": {median, p99, n, unit}, ...}
  *
@@ -189,8 +189,8 @@ static void start_process(double *took_us) {
     struct functions ours = functions_of(shim);
     launch(&ours, 0, 1);
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &end);
-    *took_us = (double)(end.tv_sec - begin.tv_sec) * 1e6 +
-               (double)(end.tv_nsec - begin.tv_nsec) / 1e3;
+    *took_us =
+        (double)(end.tv_sec - begin.tv_sec) * 1e6 + (double)(end.tv_nsec - begin.tv_nsec) / 1e3;
 }
 
 /* added[i] = under the shim minus alone, for BATCHES pairs of batches. */

@@ -64,7 +64,8 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
     return address ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* ---- launches: the device has done them at once ------------------------------------------------ */
+/* ---- launches: the device has done them at once ------------------------------------------------
+ */
 
 CUresult cuLaunchKernel(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz,
                         unsigned int bx, unsigned int by, unsigned int bz, unsigned int shared,
@@ -85,9 +86,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext *context) {
 }
 
 #define EVENTS 1024
-static struct {
-    struct timespec at;
-} events[EVENTS];
+static struct { struct timespec at; } events[EVENTS];
 static unsigned next_event;
 
 CUresult cuEventCreate(CUevent *event, unsigned int flags) {
