@@ -91,8 +91,7 @@ static unsigned env_peers(void *arg, struct gs_peer *out, unsigned max) {
     return n;
 }
 
-/* ---- the table
- * ------------------------------------------------------------------------------------ */
+/* ---- the table ------------------------------------------------------------------------------ */
 
 struct gs_compute *gs_compute_find(CUcontext context) {
     for (unsigned i = 0; context && i < GS_MAX_COMPUTES; i++) {
@@ -157,8 +156,7 @@ struct gs_compute *gs_compute_of(const struct gs_here *here) {
     return c;
 }
 
-/* ---- contexts that go
- * ----------------------------------------------------------------------------- */
+/* ---- contexts that go ----------------------------------------------------------------------- */
 
 /* What it has on the device cannot be timed by events that go with it. It is charged from the last
  * known stamp until the context has gone, less what was paid. */
@@ -208,8 +206,7 @@ void gs_compute_context_lost(CUcontext context) {
     gs_compute_context_gone(&leaving);
 }
 
-/* ---- functions that change
- * ------------------------------------------------------------------------ */
+/* ---- functions that change ------------------------------------------------------------------ */
 
 /* What it took so far stays the expectation until the first new measurement, which counts fully. */
 void gs_compute_changed(const void *function) {

@@ -17,7 +17,7 @@
 
 struct gs_compute;
 
-/* ---- the launches that a thread remembers ---------------------------------------------- */
+/* ---- the launches that a thread remembers --------------------------------------------------- */
 
 struct gs_grid {
     uint32_t x, y, z;
@@ -76,7 +76,7 @@ static inline void gs_compute_forget(void) {
     atomic_fetch_add(&gs_compute_epoch, 1);
 }
 
-/* ---- a launch --------------------------------------------------------------------------- */
+/* ---- a launch ------------------------------------------------------------------------------- */
 
 struct gs_admission {
     struct gs_compute *compute; /* NULL: nothing to do afterwards */
@@ -102,7 +102,7 @@ static inline CUstream gs_per_thread(CUstream stream) {
 /* An executable graph was changed: what it takes is learned anew. */
 void gs_compute_changed(const void *function);
 
-/* ---- calls that block ------------------------------------------------------------------- */
+/* ---- calls that block ----------------------------------------------------------------------- */
 
 extern _Atomic uint32_t gs_computes; /* contexts in the table; 0: nobody has launched anything */
 
@@ -128,7 +128,7 @@ static inline CUresult gs_compute_sync_end(struct gs_compute *compute, CUresult 
     return result;
 }
 
-/* ---- captures, streams and contexts ------------------------------------------------------- */
+/* ---- captures, streams and contexts --------------------------------------------------------- */
 
 /* Streams that began a capture which has not ended. */
 extern _Atomic uint32_t gs_captures;

@@ -15,8 +15,7 @@ _Thread_local struct gs_memory *gs_memory_of_thread = &gs_no_memory;
 static pthread_key_t at_exit_of_thread;
 static _Atomic int key_state; /* 0: none yet, 1: being made, 2: there, 3: cannot be made */
 
-/* ---- what a thread remembers
- * ---------------------------------------------------------------------- */
+/* ---- what a thread remembers ---------------------------------------------------------------- */
 
 static void thread_ends(void *memory) {
     gs_memory_of_thread = &gs_no_memory; /* destructors that run after this one may still launch */
@@ -49,8 +48,7 @@ static void remember(const struct gs_remembered *what) {
     *gs_remembered_at(memory, what->function, what->grid.x) = *what;
 }
 
-/* ---- around the law
- * -------------------------------------------------------------------------------- */
+/* ---- around the law ------------------------------------------------------------------------- */
 
 struct bracket {
     CUcontext before;
@@ -82,8 +80,7 @@ static void leave(struct bracket *b, struct gs_compute *c) {
         GS_REAL(cuThreadExchangeStreamCaptureMode)(&b->mode);
 }
 
-/* ---- a launch
- * ---------------------------------------------------------------------------------------- */
+/* ---- a launch ------------------------------------------------------------------------------- */
 
 struct wish {
     const void *function;
@@ -171,8 +168,7 @@ void gs_compute_launched_marked(struct gs_admission *a) {
     leave(&b, c);
 }
 
-/* ---- calls that block
- * ---------------------------------------------------------------------------------- */
+/* ---- calls that block ----------------------------------------------------------------------- */
 
 struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
     struct bracket b;
@@ -197,8 +193,7 @@ void gs_compute_sync_end_in(struct gs_compute *c) {
     leave(&b, c);
 }
 
-/* ---- streams that go, functions that change
- * ------------------------------------------------------------ */
+/* ---- streams that go, functions that change ------------------------------------------------- */
 
 static void unlink_stream(struct gs_throttle *t, struct gs_throttle_stream *s) {
     struct gs_throttle_stream **at = &t->dirty;

@@ -63,7 +63,7 @@ struct gs_compute {
 };
 #define GS_MAX_COMPUTES 64u
 
-/* ---- compute.c ---------------------------------------------------------------------------- */
+/* ---- compute.c ------------------------------------------------------------------------------ */
 
 /* The record of a context, made when there is none; NULL when compute is not limited there, or,
  * with `*refused`, when nothing can be recorded any more. */
@@ -74,7 +74,7 @@ void gs_compute_limits(struct gs_compute *c);
 extern const struct gs_limits *gs_compute_limits_file;
 uint64_t gs_compute_now(void);
 
-/* ---- compute_tables.c: call locked --------------------------------------------------- */
+/* ---- compute_tables.c: call locked ---------------------------------------------------------- */
 
 struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream);
 struct gs_known_stream *gs_compute_stream_if_known(struct gs_compute *c, CUstream stream);

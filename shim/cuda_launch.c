@@ -4,7 +4,7 @@
 #include "code.h"
 #include "compute.h"
 
-#define GS_SLOW static __attribute__((noinline)) CUresult
+#define GS_SLOW static __attribute__((noinline, noipa)) CUresult
 
 /* `real` after it was admitted. */
 #define GS_ADMITTED(function, grid, stream, overlaps, ...) \
@@ -27,32 +27,49 @@
     CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx, \
         unsigned int by, unsigned int bz, unsigned int shared, CUstream stream, void **params
 
-GS_SLOW kernel_slow(GS_KERNEL_ARGUMENTS, void **extra) {
-    GS_NEED(real, cuLaunchKernel);
-    GS_ADMITTED(f, GRID, stream, false, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
-}
+/* What follows `by` is on the stack already, and stays there for the driver: as separate
+ * parameters, gcc would load and store each of them again. On x86-64 a structure that is passed by
+ * value lies just as they do. */
+#ifdef __x86_64__
+struct gs_on_stack {
+    unsigned int bz, unused, shared, unused2;
+    CUstream stream;
+    void **params, **extra;
+};
+#define GS_REST struct gs_on_stack rest
+#define GS_REST_GIVEN rest
+#define GS_FROM_REST(name) rest.name
+#else
+#define GS_REST unsigned int bz, unsigned int shared, CUstream stream, void **params, void **extra
+#define GS_REST_GIVEN bz, shared, stream, params, extra
+#define GS_FROM_REST(name) name
+#endif
 
-GS_EXPORT CUresult CUDAAPI cuLaunchKernel(GS_KERNEL_ARGUMENTS, void **extra) {
-    if (!gs_compute_passes(f, gx, gy, gz, stream))
-        return kernel_slow(f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
-    return GS_REAL_NOW(cuLaunchKernel)(f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
-}
+typedef CUresult kernel_fn(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz,
+                           unsigned int bx, unsigned int by, GS_REST);
 
-GS_SLOW kernel_ptsz_slow(GS_KERNEL_ARGUMENTS, void **extra) {
-    GS_NEED(real, cuLaunchKernel_ptsz);
-    GS_ADMITTED(f, GRID, gs_per_thread(stream), false, f, gx, gy, gz, bx, by, bz, shared, stream,
-                params, extra);
-}
+/* Exported as `name`; `key` is the stream as compute.h wants it. */
+#define GS_KERNEL_WRAPPER(name, key) \
+    GS_SLOW name##_slow(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz, \
+                        unsigned int bx, unsigned int by, GS_REST) { \
+        GS_NEED(real, name); \
+        GS_ADMITTED(f, GRID, key(GS_FROM_REST(stream)), false, f, gx, gy, gz, bx, by, \
+                    GS_FROM_REST(bz), GS_FROM_REST(shared), GS_FROM_REST(stream), \
+                    GS_FROM_REST(params), GS_FROM_REST(extra)); \
+    } \
+    GS_EXPORT kernel_fn name##_wrapper __asm__(#name); \
+    CUresult name##_wrapper(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz, \
+                            unsigned int bx, unsigned int by, GS_REST) { \
+        if (!gs_compute_passes(f, gx, gy, gz, key(GS_FROM_REST(stream)))) \
+            return name##_slow(f, gx, gy, gz, bx, by, GS_REST_GIVEN); \
+        return ((kernel_fn *)(void *)GS_REAL_NOW(name))(f, gx, gy, gz, bx, by, GS_REST_GIVEN); \
+    }
 
-GS_EXPORT CUresult CUDAAPI cuLaunchKernel_ptsz(GS_KERNEL_ARGUMENTS, void **extra) {
-    if (!gs_compute_passes(f, gx, gy, gz, gs_per_thread(stream)))
-        return kernel_ptsz_slow(f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
-    return GS_REAL_NOW(cuLaunchKernel_ptsz)(f, gx, gy, gz, bx, by, bz, shared, stream, params,
-                                            extra);
-}
+#define GS_AS_IT_IS(stream) (stream)
+GS_KERNEL_WRAPPER(cuLaunchKernel, GS_AS_IT_IS)
+GS_KERNEL_WRAPPER(cuLaunchKernel_ptsz, gs_per_thread)
 
-/* ---- cuLaunchKernelEx
- * ----------------------------------------------------------------------------- */
+/* ---- cuLaunchKernelEx ----------------------------------------------------------------------- */
 
 /* It may start before what is in front of it in its stream has ended. */
 static bool overlaps(const CUlaunchConfig *c) {
@@ -96,8 +113,7 @@ GS_EXPORT CUresult CUDAAPI cuLaunchKernelEx_ptsz(GS_EX_ARGUMENTS) {
     return GS_REAL_NOW(cuLaunchKernelEx_ptsz)(config, f, params, extra);
 }
 
-/* ---- cooperative launches
- * ------------------------------------------------------------------------- */
+/* ---- cooperative launches ------------------------------------------------------------------- */
 
 GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernel(GS_KERNEL_ARGUMENTS) {
     GS_NEED(real, cuLaunchCooperativeKernel);
@@ -131,8 +147,7 @@ GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARA
     return result;
 }
 
-/* ---- the launches of CUDA 1
- * ------------------------------------------------------------------------ */
+/* ---- the launches of CUDA 1 ----------------------------------------------------------------- */
 
 #define GS_LAUNCH_OLD(x, y, stream, ...) \
     GS_ADMITTED(f, ((struct gs_grid){(unsigned)(x), (unsigned)(y), 1}), stream, false, __VA_ARGS__)
@@ -152,8 +167,7 @@ GS_EXPORT CUresult CUDAAPI cuLaunchGridAsync(CUfunction f, int width, int height
     GS_LAUNCH_OLD(width, height, stream, f, width, height, stream);
 }
 
-/* ---- other users of a library's kernel
- * -------------------------------------------------------------- */
+/* ---- other users of a library's kernel ------------------------------------------------------ */
 
 #define GS_WITH(function, ...) \
     struct gs_use use; \

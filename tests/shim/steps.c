@@ -1,0 +1,114 @@
+/* What launches execute in the shim, counted one instruction at a time.
+ *
+ *   steps N      after a warm-up, N launches: one line "INSTRUCTIONS EXITS" each
+ *
+ * EXITS is how often control left the shim: one for the driver's own function, more for a clock, a
+ * lock's system call or another call of the driver. x86-64. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ptrace.h>
+#include <sys/user.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static void *cuda;
+
+#define CALL(name, ...) \
+    do { \
+        int code_ = ((int (*)())dlsym(cuda, name))(__VA_ARGS__); \
+        if (code_) { \
+            fprintf(stderr, "steps: %s gives %d\n", name, code_); \
+            _exit(1); \
+        } \
+    } while (0)
+
+__attribute__((noinline)) static void before(void) {
+    __asm__ volatile("int3");
+}
+
+__attribute__((noinline)) static void after(void) {
+    __asm__ volatile("");
+}
+
+static void launches(int n) {
+    void *context, *module, *function, *stream;
+    cuda = dlopen("libcuda.so.1", RTLD_NOW);
+    CALL("cuInit", 0);
+    CALL("cuDevicePrimaryCtxRetain", &context, 0);
+    CALL("cuCtxSetCurrent", context);
+    CALL("cuModuleLoadData", &module, "SIMMOD globals=0 code=1\n");
+    CALL("cuModuleGetFunction", &function, module, "spin_us_10");
+    CALL("cuStreamCreate", &stream, 1);
+    int (*launch)() = (int (*)())dlsym(cuda, "cuLaunchKernel");
+    for (int i = -200; i < n; i++) {
+        if (i >= 0)
+            before();
+        int code = launch(function, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+        after();
+        if (code)
+            _exit(1);
+    }
+    _exit(0);
+}
+
+/* The executable part of the shim in another process. */
+static void find_shim(pid_t pid, uint64_t *start, uint64_t *end) {
+    char path[64], line[512];
+    snprintf(path, sizeof path, "/proc/%d/maps", (int)pid);
+    FILE *maps = fopen(path, "r");
+    while (maps && fgets(line, sizeof line, maps)) {
+        unsigned long from, to;
+        char rights[8];
+        if (strstr(line, "/libcuda.so.") && sscanf(line, "%lx-%lx %7s", &from, &to, rights) == 3 &&
+            rights[2] == 'x')
+            *start = from, *end = to;
+    }
+    if (maps)
+        fclose(maps);
+}
+
+static uint64_t where(pid_t pid) {
+    struct user_regs_struct registers;
+    if (ptrace(PTRACE_GETREGS, pid, NULL, &registers))
+        exit(1);
+    return registers.rip;
+}
+
+int main(int argc, char **argv) {
+    int n = argc > 1 ? atoi(argv[1]) : 20, status;
+    pid_t pid = fork();
+    if (pid == 0) {
+        ptrace(PTRACE_TRACEME, 0, NULL, NULL);
+        launches(n);
+    }
+    uint64_t start = 0, end = 0;
+    for (int signal = 0;;) { /* to the next launch */
+        if (waitpid(pid, &status, 0) < 0 || WIFEXITED(status) || WIFSIGNALED(status))
+            break;
+        signal = WSTOPSIG(status) == SIGTRAP ? 0 : WSTOPSIG(status);
+        if (!signal) {
+            unsigned steps = 0, exits = 0;
+            bool inside = false;
+            if (!start)
+                find_shim(pid, &start, &end);
+            for (uint64_t at = where(pid); at != (uint64_t)(uintptr_t)after; at = where(pid)) {
+                bool was = inside;
+                inside = at >= start && at < end;
+                steps += inside;
+                exits += was && !inside;
+                if (ptrace(PTRACE_SINGLESTEP, pid, NULL, NULL) || waitpid(pid, &status, 0) < 0)
+                    return 1;
+            }
+            printf("%u %u\n", steps, exits);
+        }
+        if (ptrace(PTRACE_CONT, pid, NULL, (void *)(intptr_t)signal))
+            return 1;
+    }
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+}

@@ -1,0 +1,29 @@
+"""What a launch costs that does not have to wait: instructions in the shim, and nothing but the driver's launch behind."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.shim.box import TREE, Box
+
+LAUNCHES = 30
+INSTRUCTIONS = 60  # comparisons with what the thread remembers, two atomic additions
+
+
+@pytest.mark.parametrize("percent", [100, 90])
+def test_a_launch_that_is_paid_for(percent: int, tmp_path: Path) -> None:
+    """No clock, no lock, no other call of the driver; all that is in the launches that are looked at in between."""
+    program = tmp_path / "steps"
+    source = TREE / "tests" / "shim" / "steps.c"
+    subprocess.run(["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", program, source, "-ldl"], check=True)
+    with Box(compute=[percent]) as box:
+        done = box.run([str(program), str(LAUNCHES)])
+    assert done.returncode == 0, done.stderr
+    counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(counts) == LAUNCHES
+    paid = [steps for steps, exits in counts if exits == 1]
+    assert len(paid) > LAUNCHES * 2 // 3
+    assert max(paid) <= INSTRUCTIONS
