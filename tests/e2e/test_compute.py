@@ -10,7 +10,7 @@ import pytest
 from tests.bench.compute import SCENARIOS, Scenario, measure, wrong_by
 
 RUN_S = 2.0
-TRIES = 3
+TRIES = 6
 POINTS = 5.0
 
 
