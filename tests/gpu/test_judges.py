@@ -38,7 +38,7 @@ class Told:
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
-    where = ("libcuda.so.1", "libnvidia-ml.so.1", tmp_path, {}, (), None)
+    where: tuple[Any, ...] = ("libcuda.so.1", "libnvidia-ml.so.1", tmp_path, {}, (), None)
     what = ("some GPU", "GPU-0", "0000:01:00.0", 1 << 34, (9, 0), 132, "580.0", 13000)
     machine = Machine._make([*where, *what, "", None, (0, 0)])
     return Session(machine, time.monotonic() + 60, False, tmp_path, None, 0)  # type: ignore[arg-type]
