@@ -88,12 +88,6 @@ def test_a_check_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no check is called 'memory'" in done.stderr
 
 
-def test_a_check_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.gpu", "--simulated", "--only", "loader,memory"]
-    done = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and "no check is called 'memory'" in done.stderr
-
-
 def no_limit(directory: Path) -> Path:
     """Shims that are nothing but a name for the real libraries."""
     directory.mkdir()
