@@ -1,4 +1,5 @@
-"""Compute limits in real containers, judged by the simulated device's own ledger of its time."""
+"""Compute limits of real containers beside test_compute.py: soft ones, several processes, no container, what people
+see. Judged by the simulated device's own ledger of its time."""
 
 from __future__ import annotations
 
@@ -74,19 +75,6 @@ def hold(simhost: Path, *wanted: tuple[Container, float]) -> None:
         if all(had > percent - POINTS for had, percent in both):
             return
     raise AssertionError(f"{seen} instead of {[percent for _, percent in wanted]}")
-
-
-def test_alone_it_gets_its_limit_and_no_more(busy: Callable[..., Container], simhost: Path, way: str) -> None:
-    one = busy(way, "30%")
-    hold(simhost, (one, 30))
-
-
-def test_two_containers_share_a_device_as_they_were_told(
-    busy: Callable[..., Container], simhost: Path, way: str
-) -> None:
-    """The first one hears of the second, which starts later."""
-    small, large = busy(way, "30%"), busy(way, "60%")
-    hold(simhost, (small, 30), (large, 60))
 
 
 def test_list_shows_what_the_ledger_says(busy: Callable[..., Container], node: Node, simhost: Path) -> None:
