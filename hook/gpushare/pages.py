@@ -1,7 +1,7 @@
 """devices/<uuid>: what the containers on one device tell each other about their work (start path).
 
     prepare(state_dir, uuid, before)       the directory is there, with an index that names nobody
-    take(state_dir, uuid, number)          a new page file; the caller holds the lease lock
+    take(state_dir, uuid, number, holders) a new page file; the caller holds the lease lock
     settle(state_dir, uuid, used)          the index names these numbers and no others; the caller holds the lock
     free(state_dir, uuid, number)          one number less, its file gone; the caller holds the lock
     directory, path                        where they are on the host
