@@ -94,7 +94,18 @@ def test_program_without_a_container_has_its_limit(start: Callable[..., Containe
     start("hook", COMPUTE="60%")
     refused = programs.run(node, "--memory", "1Gi", "--compute", "50%", "--", "true")
     assert refused.returncode == 75 and "40% free of 100%" in refused.stderr
-    script = "od -An -tu4 -j184 -N4 /usr/lib/gpushare/limits"
-    done = programs.run(node, "--memory", "1Gi", "--compute", "40%", "--", "sh", "-c", script)
-    assert region.offset("gs_limits", "device") + region.offset("gs_device_limit", "compute_percent") == 184
-    assert (done.returncode, done.stdout.strip()) == (0, "40"), done.stderr
+    at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", "compute_percent")
+    look = (
+        "--",
+        "od",
+        "-An",
+        "-tu4",
+        f"-j{at}",
+        "-N16",
+        "/usr/lib/gpushare/limits",
+    )  # percent, priority, weight, flags
+    done = programs.run(node, "--memory", "1Gi", "--compute", "40%", *look)
+    assert (done.returncode, done.stdout.split()) == (0, ["40", "0", "0", "0"]), done.stderr
+    soft = ("--compute", "90%", "--compute-mode", "soft", "--priority", "high")
+    done = programs.run(node, "--memory", "1Gi", *soft, *look)
+    assert (done.returncode, done.stdout.split()) == (0, ["90", "1", "0", "1"]), done.stderr
