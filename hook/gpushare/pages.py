@@ -156,9 +156,8 @@ def take(state_dir: str, uuid: str, number: int, holders: dict[int, str]) -> Non
     file = path(state_dir, uuid, number)
     try:
         _remove(file)
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+        fd = _create(file, directory(state_dir, uuid), holders)
         try:
-            _allocate(fd, directory(state_dir, uuid), holders)
             header = (region.PAGES_MAGIC, region.ABI_VERSION, PAGE_SIZE, region.MAX_PAGES)
             os.pwrite(fd, struct.pack("<QIII", *header), 0)
             _give_away(fd, 0o666)
@@ -168,11 +167,11 @@ def take(state_dir: str, uuid: str, number: int, holders: dict[int, str]) -> Non
         raise KernelError(f"{file!r}: {error.strerror}") from error
 
 
-def _allocate(fd: int, place: str, holders: dict[int, str]) -> None:
+def _create(file: str, place: str, holders: dict[int, str]) -> int:
+    grown: list[int] = []
     for _ in range(_TRIES):
         try:
-            os.posix_fallocate(fd, 0, PAGE_SIZE)
-            return
+            return _allocated(file)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -183,8 +182,21 @@ def _allocate(fd: int, place: str, holders: dict[int, str]) -> None:
     raise CapacityError(f"{place!r} is full, and {who} fills it again and again", f"stop {who}")
 
 
+def _allocated(file: str) -> int:
+    """A new file with all its blocks, or none. Raises OSError."""
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, PAGE_SIZE)
+    except BaseException:
+        os.close(fd)
+        os.unlink(file)
+        raise
+    return fd
+
+
 def _cut_back(place: str) -> list[int]:
-    """Page files become as long as they were made; which were longer. Blocks behind the end count, too."""
+    """Page files become as they were made; which were more. Blocks behind the end count, and extended attributes, which
+    take the room of inodes (tmpfs since Linux 6.6)."""
     grown = []
     for name in filter(str.isdigit, os.listdir(place)):
         try:
@@ -193,12 +205,29 @@ def _cut_back(place: str) -> list[int]:
             continue
         try:
             status = os.fstat(fd)
-            if status.st_size > PAGE_SIZE or status.st_blocks * 512 > PAGE_SIZE:
+            more = status.st_size > PAGE_SIZE or status.st_blocks * 512 > PAGE_SIZE
+            if more:
                 os.ftruncate(fd, PAGE_SIZE)
+            if _strip(fd) or more:
                 grown.append(int(name))
         finally:
             os.close(fd)
     return grown
+
+
+def _strip(fd: int) -> bool:
+    """Whether there were extended attributes of users. More than 64 KiB of names can be neither listed nor removed:
+    then only the end of the container helps, and it is named."""
+    try:
+        found = [name for name in os.listxattr(fd) if name.startswith("user.")]
+    except OSError as error:
+        return error.errno == errno.E2BIG
+    for name in found:
+        try:
+            os.removexattr(fd, name)
+        except OSError:
+            pass  # its tenant was faster
+    return bool(found)
 
 
 def _remove(file: str) -> None:
