@@ -138,8 +138,9 @@ print({s.pid: s.smUtil for s in n.nvmlDeviceGetProcessUtilization(h, 0)})
 
 def test_utilization_of_processes_is_what_they_held(start: Start, simhost: Path) -> None:
     busy, idle = start(), start()
+    idle.do(BUSY.replace("900", "20"))
+    idle.do("cuda.synchronize()")  # what it held before NVML began to look is not told
     busy.do(BUSY)
-    idle.do("cuda.context()")
     env = {**os.environ, "LD_LIBRARY_PATH": str(simhost / LIBDIR)}
     done = subprocess.run([sys.executable, "-c", WATCH_PROCESSES], check=True, capture_output=True, text=True, env=env)
     assert eval(done.stdout) == {busy.pid: 100, idle.pid: 0}

@@ -24,6 +24,7 @@ struct nvmlDevice_st {
 nvmlReturn_t nvml_enter(void);
 unsigned nvml_count(void);
 struct nvmlDevice_st *nvml_device(unsigned index);
+void nvml_begin_samples(nvmlDevice_t device); /* of utilisation */
 bool nvml_is_device(nvmlDevice_t device);
 void nvml_uuid_text(const struct sim_config *config, char text[41]);
 nvmlReturn_t nvml_put_text(char *buffer, unsigned length, const char *text);

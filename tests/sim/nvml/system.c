@@ -41,11 +41,8 @@ static void open_devices(void) {
         return;
     n_devices = sim_open_devices(found, SIM_NVML_MAX);
     for (unsigned i = 0; i < n_devices; i++) {
-        struct sim_state *s = found[i].state;
-        devices[i] = (struct nvmlDevice_st){.sim = found[i],
-                                            .sample_ns = sim_now_ns(),
-                                            .client_sample_ns = sim_now_ns(),
-                                            .sample_busy_ns = s->busy_ns};
+        devices[i] = (struct nvmlDevice_st){.sim = found[i]};
+        nvml_begin_samples(&devices[i]);
     }
     opened_by = getpid();
 }

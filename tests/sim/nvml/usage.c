@@ -116,6 +116,26 @@ EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device,
     return n > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
+static void remember_clients(nvmlDevice_t device, uint64_t now_ns) {
+    const struct sim_state *s = device->sim.state;
+    for (unsigned i = 0; i < s->clients_high; i++) {
+        device->client[i].generation = s->client[i].generation;
+        device->client[i].busy_ns = s->client[i].busy_ns;
+    }
+    device->client_sample_ns = now_ns;
+}
+
+/* What was before is of no sample. */
+void nvml_begin_samples(nvmlDevice_t device) {
+    uint64_t now_ns = sim_now_ns();
+    sim_lock(&device->sim);
+    sim_advance(&device->sim, now_ns);
+    device->sample_ns = now_ns;
+    device->sample_busy_ns = device->sim.state->busy_ns;
+    remember_clients(device, now_ns);
+    sim_unlock(&device->sim);
+}
+
 /* The part of the time since the last sample in which the device had work. */
 static nvmlReturn_t rates(nvmlDevice_t device, nvmlUtilization_t *utilization) {
     ENTER_DEVICE(device, utilization);
@@ -154,10 +174,8 @@ static void sample_clients(nvmlDevice_t device, uint64_t now_ns) {
         uint64_t busy_ns = c->busy_ns - (known ? device->client[i].busy_ns : 0);
         device->client[i].percent =
             (unsigned)(busy_ns >= elapsed_ns ? 100 : busy_ns * 100 / elapsed_ns);
-        device->client[i].generation = c->generation;
-        device->client[i].busy_ns = c->busy_ns;
     }
-    device->client_sample_ns = now_ns;
+    remember_clients(device, now_ns);
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
