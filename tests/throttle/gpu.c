@@ -18,7 +18,7 @@ void gpu_push(struct gpu *gpu, int index, uint32_t id, double ns, int event) {
     struct context *c = gpu->context[index];
     struct stream *s = &c->stream[id];
     s->ring[s->tail++ % RING] = (struct item){event == WAITER ? 1e18 : ns, event};
-    gpu->waiters[c->tenant] += event == WAITER;
+    gpu->signals->waiters[c->tenant] += event == WAITER;
     c->items++;
     c->kernels += event < 0;
 }
@@ -86,7 +86,7 @@ static void pop(struct gpu *gpu, struct context *c, struct stream *s) {
         c->stamp[item->event] = stamp / 500 * 500;
     } else {
         c->kernels--;
-        gpu->released[c->tenant] += item->event == RELEASER;
+        gpu->signals->released[c->tenant] += item->event == RELEASER;
         gpu->done[c->tenant]++;
         if (c->waits_room) {
             c->waits_room = false;
@@ -110,9 +110,9 @@ static void run(struct gpu *gpu, uint64_t limit_ns) {
         if (s->head == s->tail)
             continue;
         struct item *item = &s->ring[s->head % RING];
-        if (item->event == WAITER && gpu->released[c->tenant]) {
-            gpu->released[c->tenant]--;
-            gpu->waiters[c->tenant]--;
+        if (item->event == WAITER && gpu->signals->released[c->tenant]) {
+            gpu->signals->released[c->tenant]--;
+            gpu->signals->waiters[c->tenant]--;
             item->left_ns = 1;
         }
         active++;

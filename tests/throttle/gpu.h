@@ -49,6 +49,11 @@ struct context {
     bool dead;
 };
 
+/* Waiters on a device and releasers that are done and not used up, of all devices. */
+struct signals {
+    uint64_t waiters[MAX_TENANTS], released[MAX_TENANTS];
+};
+
 struct gpu {
     uint64_t now_ns, slice_ns, switch_low_ns, switch_high_ns, bubble_ns;
     double slice_noise;
@@ -58,7 +63,7 @@ struct gpu {
     uint64_t slice_end_ns, switch_end_ns, switches;
     uint64_t held_ns[MAX_TENANTS], work_ns[MAX_TENANTS], switch_ns[MAX_TENANTS];
     uint64_t done[MAX_TENANTS]; /* kernels */
-    uint64_t waiters[MAX_TENANTS], released[MAX_TENANTS];
+    struct signals *signals;
     uint64_t *bin[MAX_TENANTS]; /* held in each BIN */
     uint64_t bins;
     int woken; /* the context whose host may go on; -1: none */

@@ -13,7 +13,7 @@ static uint64_t env_now(void *arg) {
 
 static int env_mark(void *arg, uint32_t stream) {
     struct host *host = arg;
-    struct gpu *gpu = &host->world->gpu;
+    struct gpu *gpu = host->gpu;
     struct context *c = gpu->context[host->context];
     int event = (int)(c->next_event++ % EVENTS);
     c->stamp[event] = 0;
@@ -27,14 +27,14 @@ static int env_mark(void *arg, uint32_t stream) {
 static bool env_done(void *arg, int event, uint64_t *stamp_ns) {
     struct host *host = arg;
     host->forbidden += host->throttle.capturing;
-    *stamp_ns = host->world->gpu.context[host->context]->stamp[event];
+    *stamp_ns = host->gpu->context[host->context]->stamp[event];
     return *stamp_ns != 0;
 }
 
 static const struct gs_activity *told(struct world *world, int context) {
     struct gs_activity *lie = &world->lie[context];
     struct gs_page *page = world->page[context];
-    uint64_t now = world->gpu.now_ns;
+    uint64_t now = world->host[context]->gpu->now_ns;
     enum lie kind = world->tenant[world->host[context]->tenant].lie;
     if (kind == LIE_NONE)
         return &page->buffer[atomic_load(&page->index) & 1];
@@ -54,7 +54,7 @@ static unsigned env_peers(void *arg, struct gs_peer *out, unsigned max) {
     struct world *world = host->world;
     unsigned n = 0;
     for (int i = 0; i < world->hosts && n < max; i++)
-        if (i != host->context)
+        if (i != host->context && world->host[i]->gpu == host->gpu)
             out[n++] = (struct gs_peer){told(world, i), (uint32_t)world->host[i]->tenant};
     return n;
 }
@@ -65,7 +65,7 @@ void set_env(struct world *world) {
 
 void classic_tick(struct host *host) {
     struct classic *classic = &host->classic;
-    const struct gpu *gpu = &host->world->gpu;
+    const struct gpu *gpu = host->gpu;
     double share = host->world->tenant[host->tenant].limit.ppm / 1e6;
     while (host->clock_ns >= classic->tick_ns) {
         double used = (double)(gpu->held_ns[host->tenant] - classic->held_ns) / (double)TICK;

@@ -20,11 +20,11 @@ static double kernel_ns(struct host *host, enum kernel kernel, int function) {
 /* A kernel that waits on the device for another one: from the other stream, or the other process.
  */
 static bool choose_of_pair(struct host *host) {
-    const struct gpu *gpu = &host->world->gpu;
+    const struct signals *signals = &host->world->signals;
     bool waiter = host->launches % 2 == 0;
     if (host->world->tenant[host->tenant].processes > 1)
         waiter = host->context % 2 == 0;
-    if (waiter == (gpu->waiters[host->tenant] > 0))
+    if (waiter == (signals->waiters[host->tenant] > 0))
         return false;
     host->kind = waiter ? WAITER : RELEASER;
     host->function = host->stream = waiter ? 0 : 1;

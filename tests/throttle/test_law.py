@@ -96,10 +96,10 @@ def test_a_higher_priority_borrows_first() -> None:
     assert high.share() >= 60
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_kernel_that_waits_for_another_one_is_no_deadlock(processes: int) -> None:
-    """Waiter and releaser in two streams and in two processes, at 5 %."""
-    (ledger,) = simulate([Tenant(5, program="pair", processes=processes)], ms=20_000)
+@pytest.mark.parametrize(("processes", "devices"), [(1, 1), (2, 1), (2, 2)])
+def test_a_kernel_that_waits_for_another_one_is_no_deadlock(processes: int, devices: int) -> None:
+    """Waiter and releaser in two streams, in two processes, and on two devices, at 5 %."""
+    (ledger,) = simulate([Tenant(5, program="pair", processes=processes)], ms=20_000, devices=devices)
     assert ledger.done >= 10
 
 
@@ -175,3 +175,31 @@ def test_an_unblocked_launch_is_some_instructions_and_no_clock(tmp_path: Path) -
     code = re.findall(r"^ +[0-9a-f]+:\t(?:[0-9a-f]{2} )+ *\t?(.*)$", text, re.MULTILINE)
     assert 5 < len(code) <= 40
     assert not [line for line in code if re.match(r"call|rdtsc|syscall|bl\b", line)]
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        {"jitter_us": 500},  # of the host's waking
+        {"bubble_ns": 4000},  # what a marker costs the device
+        {"switch_us": 200},
+        {"switch_us": 50},
+        {"told_switch_us": 60},
+        {"slice_us": 1800},
+        {"slice_us": 2200},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", ["5us", "1ms", "lognormal"])
+def test_a_limit_holds_on_another_device_than_told(kernel: str, conditions: dict[str, float]) -> None:
+    for ledger, limit in zip(simulate([Tenant(30, kernel), Tenant(50, kernel)], ms=4500, **conditions), (30, 50)):
+        assert ledger.mae(limit, 1000) <= 1.0
+        assert ledger.mae(limit, 100) <= 2.0
+
+
+@pytest.mark.parametrize("kernel", ["5us", "50us", "1ms", "lognormal"])
+@pytest.mark.parametrize("program", ["stream", "graph"])
+@pytest.mark.parametrize("other", [Tenant(100, "lognormal"), Tenant(100, "20ms", "graph")], ids=Tenant.word)
+def test_a_limit_holds_beside_an_unlimited_container(kernel: str, program: str, other: Tenant) -> None:
+    limited, _ = simulate([Tenant(30, kernel, program), other], ms=4500)
+    assert limited.mae(30, 1000) <= (2.0 if kernel == "lognormal" else 1.0)

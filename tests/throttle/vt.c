@@ -5,7 +5,8 @@
  * Words of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
  * (ours|none|classic) mode (hard|soft) weight priority lie (busy|idle|garbage) join leave kill (ms)
  * change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns jitter_us
- * told_switch_us
+ * told_switch_us devices (process i of a container is on device i % devices; the ledger is of the
+ * first, but `done` of all)
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -127,14 +128,18 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
     c->width = t->program == P_STREAMS ? 4 : 1;
     c->waits_stream = -1;
     c->skew_ns = (int64_t)(uniform(&host->rng) * 20000) - 10000;
-    world->gpu.context[k] = c;
-    world->gpu.n = world->hosts;
+    int device = process % (int)world->devices;
+    host->gpu = &world->gpu[device];
+    for (int i = 0; i < DEVICES; i++) {
+        world->gpu[i].context[k] = c; /* has work on one of them only */
+        world->gpu[i].n = world->hosts;
+    }
     world->host[k] = host;
     world->page[k] = zeroed(sizeof(struct gs_page));
     struct gs_throttle_env *env = zeroed(sizeof(*env));
     *env = world->env;
     env->arg = host;
-    gs_throttle_init(&host->throttle, env, &world->bucket[tenant], world->page[k],
+    gs_throttle_init(&host->throttle, env, &world->bucket[device][tenant], world->page[k],
                      (uint32_t)tenant);
     host->throttle.limit = t->limit;
     for (uint32_t i = 0; i < STREAMS; i++)
@@ -144,7 +149,7 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
 }
 
 static void step(struct world *world, struct host *host) {
-    struct gpu *gpu = &world->gpu;
+    struct gpu *gpu = host->gpu;
     struct tenant *t = &world->tenant[host->tenant];
     struct context *c = gpu->context[host->context];
     bool ours = t->law == LAW_OURS;
@@ -191,28 +196,40 @@ static void step(struct world *world, struct host *host) {
     }
 }
 
+/* Forward to what happens next: to `until`, or until a host is woken. */
+static void advance(struct world *world, uint64_t until) {
+    for (int i = 0; i < (int)world->devices; i++) {
+        struct gpu *gpu = &world->gpu[i];
+        gpu_advance(gpu, until);
+        if (gpu->woken < 0)
+            continue;
+        struct host *host = world->host[gpu->woken];
+        host->clock_ns = gpu->now_ns + 5000 + (uint64_t)(uniform(&host->rng) * 10000);
+        until = until < gpu->now_ns ? until : gpu->now_ns;
+    }
+}
+
 static void simulate(struct world *world) {
-    struct gpu *gpu = &world->gpu;
-    while (gpu->now_ns < world->end_ns) {
+    uint64_t now = 0;
+    while (now < world->end_ns) {
         struct host *next = world->host[0];
         for (int i = 1; i < world->hosts; i++)
             if (world->host[i]->clock_ns < next->clock_ns)
                 next = world->host[i];
         for (int i = 0; i < world->tenants; i++)
-            if (world->tenant[i].kill_ns <= gpu->now_ns) { /* its first process */
+            if (world->tenant[i].kill_ns <= now) { /* its first process */
                 int k = 0;
                 while (world->host[k]->tenant != i)
                     k++;
-                gpu_kill(gpu, k);
+                gpu_kill(world->host[k]->gpu, k);
                 world->tenant[i].kill_ns = UINT64_MAX;
             }
-        gpu_advance(gpu, next->clock_ns < world->end_ns ? next->clock_ns : world->end_ns);
-        if (gpu->woken >= 0) {
-            struct host *host = world->host[gpu->woken];
-            host->clock_ns = gpu->now_ns + 5000 + (uint64_t)(uniform(&host->rng) * 10000);
-        } else if (next->clock_ns <= gpu->now_ns) {
+        advance(world, next->clock_ns < world->end_ns ? next->clock_ns : world->end_ns);
+        now = world->gpu[0].now_ns;
+        for (int i = 1; i < (int)world->devices; i++)
+            now = now < world->gpu[i].now_ns ? now : world->gpu[i].now_ns;
+        if (next->clock_ns <= now)
             step(world, next);
-        }
     }
 }
 
@@ -220,7 +237,7 @@ static void simulate(struct world *world) {
 static uint64_t recent_ns(const struct world *world, int tenant) {
     uint64_t window = world->end_ns / GS_RECENT_NS, sum = 0;
     for (uint32_t i = 0; i < GS_RECENT; i++) {
-        uint64_t cell = atomic_load(&((struct world *)world)->bucket[tenant].recent[i]);
+        uint64_t cell = atomic_load(&((struct world *)world)->bucket[0][tenant].recent[i]);
         if (cell >> 40 < window && cell >> 40 >= window - 8)
             sum += cell & GS_RECENT_MASK;
     }
@@ -228,10 +245,10 @@ static uint64_t recent_ns(const struct world *world, int tenant) {
 }
 
 static void print(const struct world *world) {
-    const struct gpu *gpu = &world->gpu;
+    const struct gpu *gpu = &world->gpu[0];
     printf("{\"switches\": %llu, \"tenants\": [", (unsigned long long)gpu->switches);
     for (int i = 0; i < world->tenants; i++) {
-        uint64_t marks = 0, slow = 0, launches = 0, forbidden = 0;
+        uint64_t marks = 0, slow = 0, launches = 0, forbidden = 0, done = 0;
         for (int k = 0; k < world->hosts; k++)
             if (world->host[k]->tenant == i) {
                 marks += world->host[k]->marks;
@@ -239,15 +256,17 @@ static void print(const struct world *world) {
                 slow += world->host[k]->slow;
                 launches += world->host[k]->launches;
             }
+        for (int k = 0; k < (int)world->devices; k++)
+            done += world->gpu[k].done[i];
         printf("%s\n{\"held_ns\": %llu, \"work_ns\": %llu, \"switch_ns\": %llu, \"done\": %llu, "
                "\"launches\": %llu, \"marks\": %llu, \"slow\": %llu, \"forbidden\": %llu, "
                "\"waited_ns\": %llu, \"charged_ns\": %llu, \"recent_ns\": %llu, \"bins\": [",
                i ? "," : "", (unsigned long long)gpu->held_ns[i],
                (unsigned long long)gpu->work_ns[i], (unsigned long long)gpu->switch_ns[i],
-               (unsigned long long)gpu->done[i], (unsigned long long)launches,
-               (unsigned long long)marks, (unsigned long long)slow, (unsigned long long)forbidden,
-               (unsigned long long)atomic_load(&world->bucket[i].waited_ns),
-               (unsigned long long)atomic_load(&world->bucket[i].busy_ns),
+               (unsigned long long)done, (unsigned long long)launches, (unsigned long long)marks,
+               (unsigned long long)slow, (unsigned long long)forbidden,
+               (unsigned long long)atomic_load(&world->bucket[0][i].waited_ns),
+               (unsigned long long)atomic_load(&world->bucket[0][i].busy_ns),
                (unsigned long long)recent_ns(world, i));
         for (uint64_t k = 0; k < gpu->bins; k++)
             printf("%s%llu", k ? "," : "", (unsigned long long)gpu->bin[i][k]);
@@ -258,16 +277,16 @@ static void print(const struct world *world) {
 
 int main(int argc, char **argv) {
     struct world *world = zeroed(sizeof(*world));
-    struct gpu *gpu = &world->gpu;
     double seed = 1, ms = 2500, slice_us = 2000, switch_us = 125, bubble_ns = 1000, told = 125;
     world->jitter_us = 60;
+    world->devices = 1;
     struct {
         const char *name;
         double *value;
     } words[] = {{"seed", &seed},           {"ms", &ms},
                  {"slice_us", &slice_us},   {"switch_us", &switch_us},
                  {"bubble_ns", &bubble_ns}, {"jitter_us", &world->jitter_us},
-                 {"told_switch_us", &told}};
+                 {"told_switch_us", &told}, {"devices", &world->devices}};
     for (int i = 1; i < argc; i++) {
         size_t k = 0, n = sizeof(words) / sizeof(*words);
         char *equals = strchr(argv[i], '=');
@@ -280,19 +299,23 @@ int main(int argc, char **argv) {
         else if (world->tenants < MAX_TENANTS)
             parse_tenant(world, argv[i]);
     }
-    gpu->slice_ns = (uint64_t)(slice_us * 1000);
-    gpu->switch_low_ns = (uint64_t)(switch_us * 400);
-    gpu->switch_high_ns = (uint64_t)(switch_us * 1600);
-    gpu->bubble_ns = (uint64_t)bubble_ns;
-    gpu->slice_noise = 0.2;
-    gpu->rng.state = (uint64_t)seed;
-    gpu->current = gpu->woken = -1;
-    gpu->now_ns = 1 * MS;
     world->end_ns = (uint64_t)ms * MS;
-    gpu->bins = world->end_ns / BIN;
+    for (struct gpu *gpu = world->gpu; gpu < world->gpu + DEVICES; gpu++) {
+        gpu->signals = &world->signals;
+        gpu->slice_ns = (uint64_t)(slice_us * 1000);
+        gpu->switch_low_ns = (uint64_t)(switch_us * 400);
+        gpu->switch_high_ns = (uint64_t)(switch_us * 1600);
+        gpu->bubble_ns = (uint64_t)bubble_ns;
+        gpu->slice_noise = 0.2;
+        gpu->rng.state = (uint64_t)seed;
+        gpu->current = gpu->woken = -1;
+        gpu->now_ns = 1 * MS;
+        gpu->bins = world->end_ns / BIN;
+        for (int i = 0; i < world->tenants; i++)
+            gpu->bin[i] = zeroed((gpu->bins + 1) * sizeof(uint64_t));
+    }
     set_env(world);
     for (int i = 0; i < world->tenants; i++) {
-        gpu->bin[i] = zeroed((gpu->bins + 1) * sizeof(uint64_t));
         for (int k = 0; k < world->tenant[i].processes; k++)
             add_host(world, i, k, (uint64_t)seed);
     }

@@ -38,6 +38,7 @@ struct classic {
 struct host {
     struct world *world;
     int tenant, context;
+    struct gpu *gpu;
     bool pauses;
     struct rng rng;
     uint64_t clock_ns; /* when it goes on; UINT64_MAX while it waits for the device */
@@ -54,14 +55,18 @@ struct host {
     uint64_t marks, slow, forbidden; /* recorded or queried while capturing */
 };
 
+#define DEVICES 2
+
 struct world {
-    struct gpu gpu;
+    struct gpu gpu[DEVICES]; /* process i of a container is on device i % devices */
+    struct signals signals;
+    double devices;
     struct gs_throttle_env env;
     struct tenant tenant[MAX_TENANTS];
     struct host *host[MAX_CONTEXTS];
     struct gs_page *page[MAX_CONTEXTS];
     struct gs_activity lie[MAX_CONTEXTS];
-    struct gs_bucket bucket[MAX_TENANTS];
+    struct gs_bucket bucket[DEVICES][MAX_TENANTS];
     int tenants, hosts;
     double jitter_us;
     uint64_t end_ns;
