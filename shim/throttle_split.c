@@ -132,6 +132,8 @@ static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsi
         }
         turns += !mine && lasting;
     }
+    if (same && turns == 0 && gap > (double)a->after + (double)whole(t))
+        turns = present; /* they need not last: the time is too long for one alone */
     if (free && !present)
         return gap > switch_ns ? gap - switch_ns : 0;
     if (!mine && (!lasting || turns == 0))
