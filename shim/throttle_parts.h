@@ -17,7 +17,7 @@
 #define STUCK (100 * MS)
 #define DEFER (6 * MS) /* a charge waits as long for the others to say what they did */
 #define PROBE (2 * MS)
-#define TAIL (50 * (int64_t)US)
+#define TAIL (100 * (int64_t)US)
 #define EXTEND (8 * MS)
 #define SURPLUS (32 * (int64_t)MS)
 #define SPARSE 16u /* so many launches are marked one by one */
