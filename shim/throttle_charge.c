@@ -139,6 +139,8 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     own = gs_throttle_split(t, peer, n, segment->start_ns, segment->end_ns,
                             segment->probe ? took : gs_throttle_when_hit(segment, segment->work_ns),
                             segment->start_event >= 0);
+    if (!sure) /* a late marker has waited for the others, and what was done long before has not */
+        most = expected(t, segment) + t->switch_ns;
     own = own < most ? own : most;
     if (sure && (!gs_throttle_even(segment->function[0]) || segment->probe ||
                  t->straddled >= STREAK || segment->work_ns >= (int64_t)whole(t)))
