@@ -43,12 +43,19 @@ void gs_compute_limits(struct gs_compute *c) {
     c->stopped = flags & GS_DEVICE_PAUSED;
 }
 
+bool gs_compute_is_limited(int dev) {
+    if (dev < 0)
+        return false; /* not granted: there is no memory on it either */
+    const struct gs_device_limit *l = &gs_compute_limits_file->device[dev];
+    return word(&l->compute_percent) < GS_NO_PERCENT ||
+           word(&l->flags) & (GS_DEVICE_COMPUTE_SOFT | GS_DEVICE_PAUSED);
+}
+
 bool gs_compute_ready(const struct gs_view *view) {
     gs_compute_limits_file = view->limits;
     for (uint32_t i = 0; i < view->limits->n_devices; i++) {
-        const struct gs_device_limit *l = &view->limits->device[i];
-        bool limited = l->compute_percent < GS_NO_PERCENT || l->flags & GS_DEVICE_COMPUTE_SOFT;
-        if (!gs_pages_are_open((int)i) && !gs_pages_open(view->limits, i) && limited)
+        if (!gs_pages_are_open((int)i) && !gs_pages_open(view->limits, i) &&
+            gs_compute_is_limited((int)i))
             return false;
     }
     return true;
@@ -73,7 +80,9 @@ static int env_mark(void *arg, uint32_t number) {
         (s->handle == CU_STREAM_PER_THREAD && gs_compute_stream_if_known(c, s->handle) != s) ||
         (s->handle == CU_STREAM_LEGACY && c->mixed))
         return -1;
-    return gs_clock_mark(c, s->handle);
+    int event = gs_clock_mark(c, s->handle);
+    s->unmarked = event < 0 ? s->unmarked + 1 : 0;
+    return event;
 }
 
 static bool env_done(void *arg, int event, uint64_t *stamp_ns) {

@@ -29,7 +29,7 @@ struct gs_remembered {
     CUcontext context;
     struct gs_grid grid;
     uint32_t epoch;
-    struct gs_throttle *throttle; /* NULL: compute is not limited on this device */
+    struct gs_throttle *throttle;
     struct gs_throttle_stream *s;
     struct gs_predictor *f;
 };
@@ -69,7 +69,7 @@ gs_compute_passes(const void *function, uint32_t x, uint32_t y, uint32_t z, CUst
                 r->epoch != atomic_load_explicit(&gs_compute_epoch, memory_order_relaxed),
             0))
         return false;
-    return !r->throttle || gs_throttle_try(r->throttle, r->s, r->f);
+    return gs_throttle_try(r->throttle, r->s, r->f);
 }
 
 static inline void gs_compute_forget(void) {
@@ -85,11 +85,12 @@ struct gs_admission {
     bool mark;
 };
 
-/* Waits until the launch may go. `function` may be an executable graph (with an empty grid).
- * `overlaps`: it starts before what is in front of it in the stream has ended, so no marker may
- * come between. `remember`: the next one like it needs no other look-up of the caller's. */
-void gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
-                      CUstream stream, bool overlaps, bool remember);
+/* Waits until the launch may go. Not CUDA_SUCCESS: it must not, since it could not be held.
+ * `function` may be an executable graph (with an empty grid). `overlaps`: it starts before what is
+ * in front of it in the stream has ended, so no marker may come between. `remember`: the next one
+ * like it needs no other look-up of the caller's. */
+CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
+                          CUstream stream, bool overlaps, bool remember);
 void gs_compute_launched_marked(struct gs_admission *a);
 static inline void gs_compute_launched(struct gs_admission *a) {
     if (a->mark)

@@ -8,6 +8,7 @@
 #include "compute_parts.h"
 
 #define OVERLAP (4 * MS) /* so long launches that overlap go without a marker */
+#define UNMARKED 64u     /* a stream in which so many markers fail cannot be limited */
 
 struct gs_memory gs_no_memory; /* no launch has a context of NULL and an epoch of 0 */
 _Thread_local struct gs_memory *gs_memory_of_thread = &gs_no_memory;
@@ -90,6 +91,7 @@ struct wish {
     struct gs_known_stream *s;
     struct gs_predictor *f;
     uint64_t generation;
+    CUresult refused;
 };
 
 /* 0: go ahead, else when to ask again. */
@@ -103,10 +105,17 @@ static uint64_t ask(struct gs_compute *c, CUcontext context, struct wish *w, boo
         return 0;
     }
     w->s = gs_compute_stream(c, w->stream);
+    if (!w->s) { /* all that are known have launches without a marker */
+        gs_throttle_launched(&c->law);
+        w->s = gs_compute_stream(c, w->stream);
+    }
     w->f = gs_compute_function(c, w->function, w->grid);
     if (c->stopped) {
         until = gs_compute_now() + 1000 * MS;
-    } else if (w->s) {
+    } else if (!w->s || (w->s->unmarked > UNMARKED && c->law.limit.mode != GS_THROTTLE_UNLIMITED)) {
+        w->refused = CUDA_ERROR_NOT_SUPPORTED;
+        gs_log("launch refused", "nothing can be timed in its stream, so its limit cannot be held");
+    } else {
         if (w->overlaps && gs_compute_now() - c->marked_ns < OVERLAP)
             c->law.capturing = true;
         until = gs_throttle_slow(&c->law, &w->s->law, w->f);
@@ -127,32 +136,37 @@ bool gs_compute_is_capturing(CUstream stream) {
            status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-void gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
-                      CUstream stream, bool overlaps, bool again) {
+CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
+                          CUstream stream, bool overlaps, bool again) {
     struct gs_here here;
     CUstream named = stream ? stream : CU_STREAM_LEGACY;
-    struct wish w = {function, grid, named, overlaps, NULL, NULL, 0};
+    struct wish w = {function, grid, named, overlaps, NULL, NULL, 0, CUDA_SUCCESS};
     uint64_t until;
     *a = (struct gs_admission){0};
     uint32_t epoch = atomic_load(&gs_compute_epoch);
     uint32_t captures = atomic_load(&gs_captures);
     if (!gs_slot() || (captures && gs_compute_is_capturing(named)))
-        return;
+        return CUDA_SUCCESS;
     CUcontext current = NULL;
     if (!gs_here_of_stream(stream, &here) || GS_REAL(cuCtxGetCurrent)(&current) != CUDA_SUCCESS)
-        return;
+        return CUDA_SUCCESS; /* the driver refuses it */
     gs_now_current(current);
     struct gs_compute *c = gs_compute_of(&here);
+    if (!c && gs_compute_is_limited(here.dev))
+        return CUDA_ERROR_NOT_SUPPORTED; /* more contexts than can be kept apart */
     while (c && (until = ask(c, here.context, &w, &a->mark)))
         gs_compute_wait(until, w.generation);
+    if (!c || w.refused != CUDA_SUCCESS)
+        return w.refused;
     if (a->mark) {
         a->compute = c;
         a->context = here.context;
         a->f = w.f;
     }
-    if (again && !captures && (!c || w.s))
-        remember(&(struct gs_remembered){function, stream, current, grid, epoch, c ? &c->law : NULL,
-                                         c ? &w.s->law : NULL, w.f});
+    if (again && !captures && w.s)
+        remember(&(struct gs_remembered){function, stream, current, grid, epoch, &c->law, &w.s->law,
+                                         w.f});
+    return CUDA_SUCCESS;
 }
 
 void gs_compute_launched_marked(struct gs_admission *a) {

@@ -8,14 +8,14 @@
 #define GS_STREAMS_KNOWN 256u
 #define GS_PREDICTORS 512u
 #define GS_WAYS 8u
-#define GS_EVENTS 640u /* GS_SEGMENTS rounds of at most GS_STREAMS + 1, and some that are lost */
+#define GS_EVENTS (GS_SEGMENTS * (GS_STREAMS + 2)) /* all that can be on their way, and some */
 
 struct gs_known_stream {
     struct gs_throttle_stream law; /* `id` is its number in the table */
     CUstream handle;               /* NULL: free */
-    uint64_t name; /* cuStreamGetId, or the thread of a per-thread stream; 0: none */
-    uint32_t used;
-    bool blocks; /* the legacy stream waits for it, and it for the legacy stream */
+    uint64_t name;           /* cuStreamGetId, or the thread of a per-thread stream; 0: none */
+    uint32_t used, unmarked; /* `unmarked`: so many markers in a row could not be recorded */
+    bool blocks;             /* the legacy stream waits for it, and it for the legacy stream */
 };
 
 struct gs_known_function {
@@ -65,9 +65,11 @@ struct gs_compute {
 
 /* ---- compute.c ------------------------------------------------------------------------------ */
 
-/* The record of a context, made when there is none; NULL when compute is not limited there, or,
- * with `*refused`, when nothing can be recorded any more. */
+/* The record of a context, made when there is none; NULL: its device has no pages, or no more can
+ * be kept. */
 struct gs_compute *gs_compute_of(const struct gs_here *here);
+/* By the limits file as it is now. */
+bool gs_compute_is_limited(int dev);
 struct gs_compute *gs_compute_find(CUcontext context);
 /* Limits that changed; call locked. */
 void gs_compute_limits(struct gs_compute *c);

@@ -253,8 +253,10 @@ GS_EXPORT CUresult CUDAAPI cuGraphInstantiateWithParams_ptsz(
 static CUresult launch_in_turn(launch_fn real, CUgraphExec exec, CUstream stream, CUstream named) {
     struct gs_admission admission;
     if (!gs_compute_passes(exec, 0, 0, 0, named)) {
-        gs_compute_admit(&admission, exec, (struct gs_grid){0}, named, false, true);
-        CUresult result = launch(real, exec, stream);
+        CUresult result =
+            gs_compute_admit(&admission, exec, (struct gs_grid){0}, named, false, true);
+        if (result == CUDA_SUCCESS)
+            result = launch(real, exec, stream);
         gs_compute_launched(&admission);
         return result;
     }

@@ -13,8 +13,8 @@
     CUresult result = gs_kernel_use_begin(&use, function); \
     if (result != CUDA_SUCCESS) \
         return result; \
-    gs_compute_admit(&admission, function, grid, stream, overlaps, !use.measure); \
-    result = gs_library_use_end(&use, real(__VA_ARGS__)); \
+    result = gs_compute_admit(&admission, function, grid, stream, overlaps, !use.measure); \
+    result = gs_library_use_end(&use, result == CUDA_SUCCESS ? real(__VA_ARGS__) : result); \
     gs_compute_launched(&admission); \
     return result
 
@@ -132,16 +132,16 @@ GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARA
                                                                 unsigned int flags) {
     GS_NEED(real, cuLaunchCooperativeKernelMultiDevice);
     struct gs_admission admission[GS_MAX_ORDINALS];
-    unsigned admitted = list && n <= GS_MAX_ORDINALS ? n : 0;
-    if (list && n > GS_MAX_ORDINALS)
-        return CUDA_ERROR_INVALID_VALUE; /* more devices than there are */
-    for (unsigned i = 0; i < admitted; i++) {
-        const CUDA_LAUNCH_PARAMS *p = &list[i];
-        gs_compute_admit(&admission[i], p->function,
-                         (struct gs_grid){p->gridDimX, p->gridDimY, p->gridDimZ}, p->hStream, false,
-                         false);
+    CUresult result = list && n > GS_MAX_ORDINALS ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    unsigned admitted = 0;
+    for (; list && admitted < n && result == CUDA_SUCCESS; admitted++) {
+        const CUDA_LAUNCH_PARAMS *p = &list[admitted];
+        result = gs_compute_admit(&admission[admitted], p->function,
+                                  (struct gs_grid){p->gridDimX, p->gridDimY, p->gridDimZ},
+                                  p->hStream, false, false);
     }
-    CUresult result = real(list, n, flags);
+    if (result == CUDA_SUCCESS)
+        result = real(list, n, flags);
     for (unsigned i = 0; i < admitted; i++)
         gs_compute_launched(&admission[i]);
     return result;

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 from gpushare.region import DEVICE_PAUSED, MAX_PAGES, offset, packer
 
-from tests.shim.box import Box
+from tests.shim.box import TREE, Box
 from tests.shim.inside import run
 from tests.shim.tenants import boxes, holds, observe, tenants
 from tests.sim.ledger import Ledger
@@ -391,3 +392,41 @@ def test_nvml_tells_the_containers_own_utilisation() -> None:
         assert run(b, program) == ["0"]
     with Box() as plain:
         assert run(plain, program) == ["0"]
+
+
+def test_more_contexts_than_are_kept_apart_are_refused() -> None:
+    program = """
+    ok(cuda.cuInit(0))
+    results = []
+    for _ in range(66):
+        context = c_void_p()
+        ok(cuda.cuCtxCreate_v2(byref(context), 0, 0))
+        results.append(launch(kernel("spin_us_10")))
+        ok(cuda.cuCtxPopCurrent_v2(byref(context)))
+    print(*results)
+    """
+    with boxes(50, gpu_bytes=64 << 30) as (box,):
+        assert run(box, program, helpers=HELPERS) == ["0"] * 64 + ["801"] * 2
+
+
+@pytest.mark.parametrize("percent", [50, 100])
+def test_launches_that_nothing_can_time_are_refused_where_there_is_a_limit(percent: int, tmp_path: Path) -> None:
+    """A driver without events: the first launches go ahead on what is expected of them."""
+    driver = tmp_path / "driver.so"
+    flags = ("-shared", "-fPIC", "-O2", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-DSTUB_RECORDS=0")
+    include = TREE / "build" / "include" / "cuda"
+    source = TREE / "tests" / "bench" / "stub_driver.c"
+    subprocess.run(["gcc", *flags, "-isystem", include, "-o", driver, source], check=True)
+    program = """
+    context = c_void_p()
+    ok(cuda.cuInit(0))
+    ok(cuda.cuCtxCreate_v2(byref(context), 0, 0))
+    results = [cuda.cuLaunchKernel(c_void_p(64), 1 + i, 1, 1, 1, 1, 1, 0, None, None, None) for i in range(200)]
+    print(results[0], results[-1])
+    """
+    with boxes(percent, driver=driver) as (box,):
+        limits = bytearray(box.limits.read_bytes())
+        at = offset("gs_limits", "device") + offset("gs_device_limit", "uuid")
+        limits[at : at + 16] = b"\x5a" * 16  # the device that this driver has
+        box.limits.write_bytes(limits)
+        assert run(box, program) == ["0", "801" if percent < 100 else "0"]
