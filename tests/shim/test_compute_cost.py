@@ -1,4 +1,4 @@
-"""What a launch costs that does not have to wait: instructions in the shim, and nothing but the driver's launch behind."""
+"""What a launch costs that need not wait: instructions in the shim, and nothing behind it but the driver's launch."""
 
 from __future__ import annotations
 
