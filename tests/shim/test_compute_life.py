@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from gpushare.region import DEVICE_PAUSED, MAX_PAGES, offset, packer
 
+from tests.lib.busy import build, words
+from tests.lib.host import BUILD
 from tests.shim.box import TREE, Box
 from tests.shim.inside import run
 from tests.shim.tenants import boxes, holds, observe, tenants
@@ -430,3 +433,26 @@ def test_launches_that_nothing_can_time_are_refused_where_there_is_a_limit(perce
         limits[at : at + 16] = b"\x5a" * 16  # the device that this driver has
         box.limits.write_bytes(limits)
         assert run(box, program) == ["0", "801" if percent < 100 else "0"]
+
+
+def test_sanitizers_find_nothing() -> None:
+    """Threads, streams and processes at once, while limits change and a neighbour is killed."""
+    subprocess.run(["make", "-s", "shim-asan"], cwd=TREE, check=True)
+    names = ("libasan.so", "libubsan.so")
+    preload = [subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip() for name in names]
+    environment = ["env", f"LD_PRELOAD={' '.join(preload)}", "ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0"]
+    options = words(kernel="bimodal", threads=3, streams=3, processes=2, seconds=2.5)
+    with boxes(50, 40) as (box, other), tenants((other, BUSY)) as (neighbour,):
+        box.shim = BUILD / "shim-asan"
+        busy = box.popen([*environment, str(build()), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            for percent in (20, 70):
+                observe(box, 0.5, [neighbour])
+                box.set_limit(compute_percent=percent)
+            neighbour.kill()
+            out, err = busy.communicate(timeout=60)
+        finally:
+            busy.kill()
+    assert err == ""
+    said = json.loads(out)
+    assert said["failed"] == "" and said["stuck"] == 0 and said["done"] > 100
