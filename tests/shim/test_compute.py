@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.lib.busy import build, words
+from tests.shim.inside import run
 from tests.shim.tenants import boxes, holds, observe, tenants
+from tests.sim.ledger import Ledger
 
 POINTS = 5.0  # on a machine that others use as well; exact figures come from make bench
 SETTLED_S = 0.5  # the first launches are looked at one by one
@@ -67,13 +69,95 @@ def test_each_device_has_its_own_limit() -> None:
         holds(two, 60, POINTS)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_waiter_and_releaser_both_go_on(processes: int) -> None:
-    """Kernels that spin until another one has run, which the limit holds back: in a stream, or in another process.
+@pytest.mark.parametrize(("processes", "devices"), [(1, 1), (2, 1), (1, 2)])
+def test_waiter_and_releaser_both_go_on(processes: int, devices: int) -> None:
+    """Kernels that spin until another one has run, which the limit holds back: in a stream, in another process, or on
+    another device.
 
     Spinning is charged, so there are few of them.
     """
-    with boxes(10) as (box,):
-        words_of = words(mode="pair", kernel=1000, processes=processes, seconds=8)
+    with boxes([10] * devices, gpus=devices) as (box,):
+        words_of = words(mode="pair", kernel=1000, processes=processes, devices=devices, seconds=8)
         said = json.loads(box.run([str(build()), *words_of]).stdout)
     assert said["failed"] == "" and said["done"] >= 2
+
+
+WAYS = """
+class Config(ctypes.Structure):
+    _fields_ = [("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p),
+                ("attributes", c_void_p), ("n", c_uint)]
+
+class Attribute(ctypes.Structure):
+    _fields_ = [("id", c_uint), ("pad", c_uint), ("value", c_uint * 16)]
+
+class Launch(ctypes.Structure):
+    _fields_ = [("function", c_void_p), ("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint),
+                ("stream", c_void_p), ("parameters", c_void_p)]
+
+ONE = (c_uint * 3)(1, 1, 1)
+context, stream, module, function = start(), c_void_p(), c_void_p(), c_void_p()
+ok(cuda.cuStreamCreate(byref(stream), 1))
+ok(cuda.cuModuleLoadData(byref(module), b"SIMMOD globals=0 code=1\\n"))
+ok(cuda.cuModuleGetFunction(byref(function), module, b"spin_us_1000"))
+
+def ex(name, *attributes):
+    array = (Attribute * len(attributes))(*(Attribute(id=number, value=(c_uint * 16)(1)) for number in attributes))
+    config = Config(ONE, ONE, 0, stream, ctypes.addressof(array) if attributes else None, len(attributes))
+    return lambda: (getattr(cuda, name)(byref(config), function, None, None), array)[0]
+
+def plain(name, where, *extra):
+    return lambda: getattr(cuda, name)(function, 1, 1, 1, 1, 1, 1, 0, where, *extra)
+
+def found(name):
+    "What cuGetProcAddress gives out."
+    pointer = c_void_p()
+    ok(cuda.cuGetProcAddress(name.encode(), byref(pointer), 12000, c_uint64(0)))
+    call = ctypes.CFUNCTYPE(c_int, c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p)(pointer.value)
+    return lambda: call(function, 1, 1, 1, 1, 1, 1, 0, stream, None, None)
+
+def graph(name, where):
+    made, executable = c_void_p(), c_void_p()
+    ok(cuda.cuStreamBeginCapture_v2(stream, 2))
+    ok(plain("cuLaunchKernel", stream, None, None)())
+    ok(cuda.cuStreamEndCapture(stream, byref(made)))
+    ok(cuda.cuGraphInstantiateWithFlags(byref(executable), made, c_uint64(0)))
+    return lambda: getattr(cuda, name)(executable, where)
+
+def multi():
+    launches = (Launch * 1)(Launch(function, ONE, ONE, 0, stream, None))
+    return lambda: cuda.cuLaunchCooperativeKernelMultiDevice(launches, 1, 0)
+
+def run(launch):
+    began = time.monotonic()
+    while time.monotonic() - began < 1:
+        ok(launch())
+    ok(cuda.cuCtxSynchronize())
+    print(time.monotonic() - began)
+"""
+LAUNCHES = {
+    "default stream": 'plain("cuLaunchKernel", None, None, None)',
+    "legacy handle": 'plain("cuLaunchKernel", c_void_p(1), None, None)',
+    "per-thread handle": 'plain("cuLaunchKernel", c_void_p(2), None, None)',
+    "per-thread function": 'plain("cuLaunchKernel_ptsz", None, None, None)',
+    "cooperative": 'plain("cuLaunchCooperativeKernel", stream, None)',
+    "cooperative per thread": 'plain("cuLaunchCooperativeKernel_ptsz", None, None)',
+    "several devices": "multi()",
+    "configured": 'ex("cuLaunchKernelEx")',
+    "configured per thread": 'ex("cuLaunchKernelEx_ptsz")',
+    "overlapping": 'ex("cuLaunchKernelEx", 6)',
+    "of CUDA 1": "lambda: cuda.cuLaunch(function)",
+    "of CUDA 1, a grid": "lambda: cuda.cuLaunchGrid(function, 1, 1)",
+    "of CUDA 1, in a stream": "lambda: cuda.cuLaunchGridAsync(function, 1, 1, stream)",
+    "looked up": 'found("cuLaunchKernel")',
+    "graph": 'graph("cuGraphLaunch", stream)',
+    "graph per thread": 'graph("cuGraphLaunch_ptsz", None)',
+}
+
+
+@pytest.mark.parametrize("way", LAUNCHES)
+def test_every_way_to_launch_waits_for_its_turn(way: str) -> None:
+    with boxes(30) as (box,):
+        (took,) = run(box, f"run({LAUNCHES[way]})", helpers=WAYS)
+        with Ledger(box.device()) as ledger:
+            held = 100 * sum(group.busy_ns for group in ledger.groups()) / float(took) / 1e9
+    assert 15 < held < 30 + POINTS
