@@ -181,6 +181,8 @@ def main(arguments: Optional[list[str]] = None) -> int:
     except KeyboardInterrupt:
         print("\ngpu-check: stopped", file=sys.stderr)
         return 130
+    finally:
+        processes.end_all()
 
 
 if __name__ == "__main__":

@@ -130,6 +130,17 @@ def end(process: subprocess.Popen[Any]) -> None:
         pass
 
 
+def end_all() -> None:
+    """Kills what this process has started and still runs: one may have been started just as a signal came."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in path.read_text().split():
+            try:
+                os.killpg(int(pid), signal.SIGKILL)
+            except ProcessLookupError:  # not the leader of its session yet
+                os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(int(pid), 0)
+
+
 def run(command: Sequence[str | Path], deadline: float, env: Optional[dict[str, str]] = None) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a command. Raises Failed when it takes too long."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
