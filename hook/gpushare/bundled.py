@@ -6,21 +6,24 @@ argv: -c, descriptor of the environment that boot.c was given, path of the progr
 from __future__ import annotations
 
 import gc
-import os
 import sys
-
-from . import names, packed
 
 
 def main() -> None:
     fd, program = int(sys.argv[1]), sys.argv[2]
     sys.argv[:3] = [program]
-    os.set_inheritable(fd, False)
-    folder, name = os.path.split(program)
-    names.SHIM_DIR = os.path.dirname(folder) + "/shim"
-    if name in packed.PROGRAMS:
+    folder, _, name = program.rpartition("/")
+    if name != "gpushare":
         gc.disable()
-        packed.load(f"{os.path.dirname(os.path.dirname(__file__))}/{name}.pack")
+        from . import packed  # before os, which it imports in less time
+
+        packed.load(f"{__file__.rpartition('/gpushare/')[0]}/{name}.pack")
+    import os
+
+    from . import names
+
+    os.set_inheritable(fd, False)
+    names.SHIM_DIR = folder.rpartition("/")[0] + "/shim"
     if name == "gpushare-hook":  # takes nothing from the environment
         from . import hook
 

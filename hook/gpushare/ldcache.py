@@ -105,11 +105,12 @@ def _parsed(data: bytes) -> Cache:
     last = strings.rfind(b"\0")  # every string that starts at or before this ends inside the table
     shift = start - base
     entries: list[Entry] = []
+    new = tuple.__new__  # Entry(...) for a thousand of them takes as long as reading the file
     for raw in _ENTRY.iter_unpack(data[base + _HEADER.size : start]):
         key, value = raw[1] - shift, raw[2] - shift
         if not (0 <= key <= last and 0 <= value <= last):
             raise MalformedCache(f"entry {len(entries)} points outside the strings")
-        entries.append(Entry(raw[0], key, value, raw[3], raw[4]))
+        entries.append(new(Entry, (raw[0], key, value, raw[3], raw[4])))
     return Cache(tuple(entries), strings, _sections(data, extension, shift, last) if extension else ())
 
 

@@ -23,6 +23,7 @@ from .light import Callable, NamedTuple, Optional, Sequence, TracebackType, Unio
 from .model import Bundle, Lease, Node, Request, Share
 
 _MAX_BYTES = 1 << 20
+_USUAL_BYTES = 16 << 10
 # (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
 GrantFn = Callable[[Request, Node, tuple[Lease, ...], frozenset[str]], tuple[Share, ...]]
 
@@ -95,7 +96,8 @@ def _read_file(state_dir: str, container_id: str, name: str) -> bytes:
         os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
     )
     try:
-        return os.read(fd, _MAX_BYTES)
+        data = os.read(fd, _USUAL_BYTES)  # memory for a whole megabyte takes longer than all else here
+        return data if len(data) < _USUAL_BYTES else data + os.read(fd, _MAX_BYTES)
     finally:
         os.close(fd)
 

@@ -12,21 +12,56 @@ from __future__ import annotations
 
 import _frozen_importlib_external as importer
 import marshal
-import os
 import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import os
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
     from typing import Optional
+else:
+    _ABC = "_collections_abc"
+
+    class _Kind(type):
+        def __instancecheck__(cls, value):
+            from collections.abc import Mapping
+
+            return type.__instancecheck__(cls, value) or isinstance(value, Mapping)
+
+    class _Mapping(metaclass=_Kind):
+        """What os.environ is made of. Its methods are the real ones, when somebody wants one."""
+
+        def __getattr__(self, name):
+            from collections.abc import MutableMapping
+
+            return getattr(MutableMapping, name).__get__(self)
+
+    def _check_methods(kind, *methods):
+        from _collections_abc import _check_methods as check
+
+        return check(kind, *methods)
+
+    if not {"os", _ABC} & sys.modules.keys():
+        # All of os but its two mappings: the classes of collections.abc, which a start needs for nothing else, take
+        # as long to make as the rest of os together
+        sys.modules[_ABC] = _stand_in = type(sys)(_ABC)
+        _stand_in.Mapping = _stand_in.MutableMapping = _Mapping
+        _stand_in.GenericAlias = type(list[int])
+        _stand_in._check_methods = _check_methods
+        try:
+            import os
+        except ImportError:  # a Python whose os wants more
+            pass
+        del sys.modules[_ABC]
+    import os
 
 PROGRAMS = {  # program -> what its start imports: first, also for containers that ask for nothing; then for the others
     "gpushare-runtime": (
         "runtime applied request",
         "driverfiles leases node placement plan policy procmask rootfs specedit spectree storage ticket",
     ),
-    "gpushare-hook": ("hook request", "apply driverfiles leases node placement plan policy rootfs storage"),
+    "gpushare-hook": ("hook request", "apply cachefile driverfiles leases node placement plan policy procmask rootfs storage"),
 }
 _new_spec = type(sys.__spec__)  # ModuleSpec, without importing importlib
 MAGIC: bytes = importer.MAGIC_NUMBER

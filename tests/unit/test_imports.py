@@ -12,7 +12,7 @@ from gpushare import oci
 
 HOOK = str(Path(oci.__file__).resolve().parents[1])
 # All that a start may load of the standard library, with what these load themselves
-LISTED = "import __future__, _collections, _json, _signal, _ctypes, errno, fcntl, os, select, stat, struct"
+LISTED = "import __future__, _collections, _json, _signal, _ctypes, errno, fcntl, gc, os, select, stat, struct"
 # What others import without a thought, and what takes longer than all else that a start does
 SLOW = {
     "typing",

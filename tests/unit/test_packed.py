@@ -123,6 +123,41 @@ for size in {sizes}:
     assert set(copy.run(text)) == {"False"}
 
 
+STAND_IN = """
+import os, sys
+assert "collections.abc" not in sys.modules and "_collections_abc" not in sys.modules
+import pathlib
+os.environ["ONE"] = "1"
+print(os.environ.get("ONE"), os.environ.get("NONE", "no"), "ONE" in os.environ, "NONE" in os.environ)
+os.environ.update(TWO="2")
+print(os.environ.pop("TWO"), os.environ.setdefault("ONE", "x"), (os.environ | {"TWO": "2"})["TWO"], len(os.environ))
+print(sorted(os.environ.items()), [*os.environ.keys()], [*os.environb.values()], dict(os.environ) == os.environ.copy())
+print(isinstance(pathlib.Path("/"), os.PathLike), isinstance("/", os.PathLike))
+import collections.abc, json, subprocess, typing
+class Mine(collections.abc.Mapping):
+    __getitem__ = __iter__ = __len__ = None
+print(isinstance(Mine(), collections.abc.Mapping), isinstance([], collections.abc.Sequence))
+print(subprocess.run(["printenv", "ONE"], env=os.environ, capture_output=True).stdout)
+os.environ.clear()
+print(len(os.environ))
+"""
+
+
+def test_os_is_as_any_other() -> None:
+    """The part of it that is left out at first is there when somebody wants it."""
+
+    def said(first: str) -> str:
+        text = f"import sys; sys.path.insert(0, {str(TREE / 'hook')!r}); {first}\n{STAND_IN}"
+        done = subprocess.run([sys.executable, "-ISc", text], capture_output=True, text=True, env={"PATH": "/bin"})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    ordinary = (
+        "import os; [sys.modules.pop(name) for name in ('collections.abc', '_collections_abc') if name in sys.modules]"
+    )
+    assert said("from gpushare import packed") == said(ordinary)
+
+
 def test_program_starts_without_a_pack(tmp_path: Path) -> None:
     """The pack lies beside the program; a copy of the program alone has none."""
     program = shutil.copy(TREE / "build" / "libexec" / "gpushare-hook", tmp_path)

@@ -1,0 +1,36 @@
+"""What a start of a container reads of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.e2e.programs.interrupted_hook import write_adopt
+from tests.lib.host import Node
+from tests.lib.runc import Container
+
+SHARE = {"GPUSHARE_MEMORY": "1Gi"}
+MakeContainer = Callable[..., Container]
+
+
+def check(log: Path) -> None:
+    """A module that a start imports and that is not in the pack is found by its file, and costs five times as much."""
+    lines = log.read_text().splitlines()
+    opened = [line.split('"')[1] for line in lines if "openat(" in line and '"' in line and "ENOENT" not in line]
+    ours = {Path(path).name.partition(".")[0] for path in opened if "/gpushare/" in path and ".py" in path}
+    assert ours - {"bundled"} == {"__init__", "packed"}
+    assert len([path for path in opened if path.endswith(".pack")]) == 1
+
+
+def test_runtime_reads_no_code_but_its_pack(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    assert container(["true"], env=SHARE, runtime=node.runtime()).run() == 0  # compiles node.json
+    strace = ("strace", "-qq", "-e", "trace=openat", "-o", str(tmp_path / "calls"))  # also after it has become runc
+    container(["true"], env=SHARE, prefix=strace, runtime=node.runtime()).create()
+    check(tmp_path / "calls")
+
+
+def test_hook_reads_no_code_but_its_pack(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    assert container(["true"], env=SHARE, hook=node.hook()).run() == 0
+    hook = node.hook()._replace(program=write_adopt(tmp_path, stage="prestart"))
+    container(["true"], env=SHARE, hook=hook).create()
+    check(tmp_path / "calls")
