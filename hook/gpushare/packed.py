@@ -61,7 +61,10 @@ PROGRAMS = {  # program -> what its start imports: first, also for containers th
         "runtime applied request",
         "driverfiles leases node placement plan policy procmask rootfs specedit spectree storage ticket",
     ),
-    "gpushare-hook": ("hook request", "apply cachefile driverfiles leases node placement plan policy procmask rootfs storage"),
+    "gpushare-hook": (
+        "hook request",
+        "apply cachefile driverfiles leases node placement plan policy procmask rootfs storage",
+    ),
 }
 _new_spec = type(sys.__spec__)  # ModuleSpec, without importing importlib
 MAGIC: bytes = importer.MAGIC_NUMBER
