@@ -175,13 +175,28 @@ def _machine(path: str) -> str:
 
 
 def _programs(root: str, capabilities: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Each where the first directory has it. Most are in none, so the directories are resolved once."""
+    directories = [(directory, in_root(root, directory)) for directory in PROGRAM_DIRS]
+    present = [(directory, path) for directory, path in directories if path]
     found = []
     for name in (name for word in capabilities for name in CAPABILITIES[word].programs):
-        paths = (in_root(root, f"{directory}/{name}") for directory in PROGRAM_DIRS)
-        source = next((path for path in paths if path and os.path.isfile(path)), None)
+        sources = (_program(root, directory, path, name) for directory, path in present)
+        source = next((source for source in sources if source), None)
         if source:
             found.append((name, source))
     return tuple(found)
+
+
+def _program(root: str, directory: str, path: str, name: str) -> Optional[str]:
+    """The regular file `name` of a directory of programs, which is really at `path`."""
+    try:
+        mode = os.lstat(f"{path}/{name}").st_mode
+    except OSError:
+        return None
+    if stat.S_ISREG(mode):
+        return f"{path}/{name}"
+    source = in_root(root, f"{directory}/{name}") if stat.S_ISLNK(mode) else None
+    return source if source and os.path.isfile(source) else None
 
 
 def _firmware(root: str, version: str) -> tuple[str, ...]:
