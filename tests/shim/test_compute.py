@@ -58,8 +58,8 @@ def test_in_company(name: str) -> None:
     (first, first_does), (second, second_does) = COMPANY[name]
     with boxes(first, second) as (a, b), tenants((a, first_does), (b, second_does)) as (one, two):
         observe(a, SETTLED_S, [one, two])
-        holds(one, first, POINTS, 2 * WINDOW_S)
-        holds(two, second, POINTS, 2 * WINDOW_S, least=None if second < 100 else 100 - first - 2 * POINTS)
+        holds(one, first, POINTS, 2 * WINDOW_S, least=first - 2 * POINTS)
+        holds(two, second, POINTS, 2 * WINDOW_S, least=min(second, 100 - first) - 2 * POINTS)
 
 
 def test_each_device_has_its_own_limit() -> None:
