@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.lib.busy import build, words
 from tests.shim.box import TREE, Box
 
 LAUNCHES = 30
@@ -27,3 +29,13 @@ def test_a_launch_that_is_paid_for(percent: int, tmp_path: Path) -> None:
     paid = [steps for steps, exits in counts if exits == 1]
     assert len(paid) > LAUNCHES * 2 // 3
     assert max(paid) <= INSTRUCTIONS
+
+
+def test_waiting_takes_no_processor() -> None:
+    """Three seconds, of which nearly all are spent waiting: a poll would take most of a processor."""
+    with Box([None], compute=[5]) as box:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = box.run([str(build()), *words(kernel=1000, seconds=3)])
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
