@@ -189,8 +189,10 @@ struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
     if (!gs_slot() || (!context && GS_REAL(cuCtxGetCurrent)(&context) != CUDA_SUCCESS))
         return NULL;
     struct gs_compute *c = gs_compute_find(context);
-    if (!c)
-        return NULL;
+    /* Without launches since the last marker there is nothing to do: most of a program's many
+     * synchronisations pay a look for it. */
+    if (!c || !__atomic_load_n(&c->law.dirty, __ATOMIC_RELAXED))
+        return c;
     enter(&b, c, context);
     gs_throttle_sync_begin(&c->law);
     leave(&b, c);
@@ -200,7 +202,8 @@ struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
 void gs_compute_sync_end_in(struct gs_compute *c) {
     struct bracket b;
     CUcontext context = atomic_load(&c->context);
-    if (!context)
+    if (!context || __atomic_load_n(&c->law.marked, __ATOMIC_RELAXED) ==
+                        __atomic_load_n(&c->law.finished, __ATOMIC_RELAXED))
         return;
     enter(&b, c, context);
     gs_throttle_sync_end(&c->law);
