@@ -101,16 +101,6 @@ static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64
     }
 }
 
-/* Its own part when `contexts` take turns: from its first stamp on, it has the first slice. */
-static int64_t in_turn(const struct gs_throttle *t, const struct gs_segment *segment, int64_t took,
-                       uint32_t contexts) {
-    int64_t slice = t->slice_ns, round = (slice + t->switch_ns) * (int64_t)contexts, rest;
-    if (segment->start_event < 0)
-        return took / (int64_t)contexts;
-    rest = took % round;
-    return took / round * (slice + t->switch_ns) + (rest < slice ? rest : slice);
-}
-
 /* Its launches all take the same. */
 bool gs_throttle_even(const struct gs_predictor *f) {
     return f && f->moment[1] < 1.02f * f->moment[0] * f->moment[0];
@@ -224,10 +214,9 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
 
 /* A first word to the others, before they have had theirs. */
 uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_segment *segment) {
-    uint64_t took = segment->end_ns - segment->start_ns, own = took;
-    if (took > whole(t) && t->contexts > 1)
-        own =
-            min64(took, segment->probe ? (uint64_t)in_turn(t, segment, (int64_t)took, t->contexts)
-                                       : (uint64_t)gs_throttle_when_hit(segment, segment->work_ns));
-    return own;
+    uint64_t took = segment->end_ns - segment->start_ns;
+    if (took <= whole(t) || t->contexts == 1)
+        return took;
+    return segment->probe ? took / t->contexts
+                          : min64(took, (uint64_t)gs_throttle_when_hit(segment, segment->work_ns));
 }

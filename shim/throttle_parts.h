@@ -1,4 +1,4 @@
-/* What throttle.c, throttle_peers.c and throttle_charge.c share; nobody else includes it. */
+/* What the files of the law share. */
 #ifndef GPUSHARE_THROTTLE_PARTS_H
 #define GPUSHARE_THROTTLE_PARTS_H
 
@@ -13,19 +13,19 @@
 #define WINDOW (4 * (int64_t)MS)    /* expected work in flight: two slices */
 #define BURST (20 * MS)             /* credit of one that was idle */
 #define DEBT (10000 * MS)           /* a container is never locked out for longer */
-#define POLL (200 * US)
-#define STUCK (100 * MS)
-#define DEFER (6 * MS) /* a charge waits as long for the others to say what they did */
-#define PROBE (2 * MS)
-#define TAIL (100 * (int64_t)US)
-#define EXTEND (8 * MS)
-#define SURPLUS (32 * (int64_t)MS)
-#define SPARSE 16u /* so many launches are marked one by one */
-#define STREAK 16u
-#define LEAST (2 * (int64_t)US) /* no launch is expected to take less */
+#define POLL (200 * US)             /* between two looks of one that waits */
+#define STUCK (100 * MS)            /* nothing completes for so long: a deadlock? */
+#define DEFER (6 * MS)              /* a charge waits as long for the others to say what they did */
+#define PROBE (2 * MS)              /* an unknown launch that takes longer is waited for */
+#define TAIL (100 * (int64_t)US)    /* synchronised with less than this, alone: no marker */
+#define EXTEND (8 * MS)             /* before it expires, what is published is said again */
+#define SURPLUS (32 * (int64_t)MS)  /* less than busy / contexts, for so long */
+#define SPARSE 16u                  /* so many launches are marked one by one */
+#define STREAK 16u                  /* interrupted ones in a row, until they are learned from */
+#define LEAST (2 * (int64_t)US)     /* no launch is expected to take less */
 #define MAX_PEERS 64u
-#define FINDS 64u /* looks until a cost of switches is believed */
-#define MOST_SWITCH (500 * US)
+#define FINDS 64u              /* looks until a cost of switches is believed */
+#define MOST_SWITCH (500 * US) /* what took longer was more than a switch */
 #define EDGE (20 * US) /* how well clocks of different containers agree; less than a switch */
 
 static inline uint64_t max64(uint64_t a, uint64_t b) {
