@@ -43,6 +43,7 @@ static const struct gs_activity *told(struct world *world, int context) {
         lie->busy_from_ns = 1;
         lie->busy_until_ns = UINT64_MAX;
         lie->horizon_ns = now;
+        lie->switch_ns = 490 * US;
         lie->n = lie->last = 1;
         lie->run[1] = (struct gs_run){now > 100 * MS ? now - 100 * MS : 1, now, 100 * MS};
     }
