@@ -47,6 +47,16 @@ static const struct gs_activity *told(struct world *world, int context) {
         lie->n = lie->last = 1;
         lie->run[1] = (struct gs_run){now > 100 * MS ? now - 100 * MS : 1, now, 100 * MS};
     }
+    if (kind == LIE_RUNS) { /* short ones all the time, for a friend who is charged less */
+        lie->horizon_ns = now;
+        lie->busy_until_ns = now + MS;
+        lie->n = GS_RUNS;
+        lie->last = GS_RUNS - 1;
+        for (uint64_t i = 0; i < GS_RUNS && now > 100 * MS; i++) {
+            uint64_t start = (now / (100 * US) - GS_RUNS + i) * 100 * US;
+            lie->run[i] = (struct gs_run){start, start + 60 * US, 60 * US};
+        }
+    }
     return lie;
 }
 

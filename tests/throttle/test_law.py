@@ -68,6 +68,14 @@ def test_a_lie_is_bounded(lie: str) -> None:
     assert liar.mae(40, 1000) <= 2.0  # and wins nothing by it
 
 
+def test_a_friend_who_lies_at_most_doubles_a_share() -> None:
+    """He says that he works all the time, in short runs. With two contexts at least half is charged, and soon."""
+    friend, _ = simulate([Tenant(30, "50us"), Tenant(5, "50us", more="lie=runs")], ms=2500)
+    first, *later = friend.shares(500, 0)
+    assert first <= 70
+    assert all(share <= 61 for share in later)
+
+
 def test_a_killed_process_takes_no_credit_with_it() -> None:
     """Its credit is at most a quantum; what it had published expires."""
     killed, other = simulate([Tenant(40, "50us", processes=2, more="kill=1500"), Tenant(40, "50us")], ms=4500)

@@ -3,10 +3,10 @@
  *     vt seed=1 ms=2500 limit=30,kernel=5us,program=stream limit=70,processes=4
  *
  * Words of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
- * (ours|none|classic) mode (hard|soft) weight priority lie (busy|idle|garbage) join leave kill (ms)
- * change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns jitter_us
- * told_switch_us devices (process i of a container is on device i % devices; the ledger is of the
- * first, but `done` of all)
+ * (ours|none|classic) mode (hard|soft) weight priority lie (busy|idle|garbage|runs) join leave kill
+ * (ms) change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns
+ * jitter_us told_switch_us devices (process i of a container is on device i % devices; the ledger
+ * is of the first, but `done` of all)
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,7 +24,7 @@ static int find(const char *const *names, int n, const char *name) {
 
 static void tenant_word(struct tenant *t, const char *key, const char *value) {
     static const char *const laws[] = {"none", "ours", "classic"};
-    static const char *const lies[] = {"none", "busy", "idle", "garbage"};
+    static const char *const lies[] = {"none", "busy", "idle", "garbage", "runs"};
     static const char *const modes[] = {"hard", "soft", "unlimited"};
     static const char *const keys[] = {
         "limit", "ppm",  "kernel", "program", "processes", "law", "mode",    "weight", "priority",
@@ -62,7 +62,7 @@ static void tenant_word(struct tenant *t, const char *key, const char *value) {
         t->limit.priority = (uint32_t)number;
         break;
     case 9:
-        t->lie = (enum lie)find(lies, 4, value);
+        t->lie = (enum lie)find(lies, 5, value);
         break;
     case 10:
         t->join_ns = ms;

@@ -12,7 +12,7 @@
 enum law { LAW_NONE, LAW_OURS, LAW_CLASSIC };
 enum kernel { K_5US, K_50US, K_1MS, K_20MS, K_LOGNORMAL, K_BIMODAL, KERNELS };
 enum program { P_STREAM, P_STREAMS, P_GRAPH, P_SYNC, P_PAUSE, P_PAIR, PROGRAMS };
-enum lie { LIE_NONE, LIE_BUSY, LIE_IDLE, LIE_GARBAGE };
+enum lie { LIE_NONE, LIE_BUSY, LIE_IDLE, LIE_GARBAGE, LIE_RUNS };
 
 extern const char *const kernel_name[KERNELS];
 extern const char *const program_name[PROGRAMS];
