@@ -62,7 +62,8 @@ def prepare(state_dir: str) -> None:
 
     Also where the directory is on a tmpfs already: /run is shared between mount namespaces on a systemd host, so a
     tenant's page mounted below it would be copied into every other namespace and outlive its container.
-    The flock on the directory below the mount makes two first starts take turns.
+    The flock on the directory below the mount makes two first starts take turns; one that comes between the mount and
+    the marker finds the directory on top, and does what is left, as the other does.
     """
     if is_ready(state_dir):
         return
@@ -112,8 +113,10 @@ def _mount_state(state_dir: str) -> None:
 def _make_folders(state_dir: str) -> None:
     for name, mode in _FOLDERS:
         path = os.path.join(state_dir, name)
-        if not os.path.isdir(path):
+        try:
             os.mkdir(path)
+        except FileExistsError:  # of a start that was killed, or of one that does the same just now
+            pass
         os.chmod(path, mode)
     for name in (REBUILD, _MARKER):
         os.close(os.open(os.path.join(state_dir, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

@@ -93,6 +93,19 @@ def test_prepare_finishes_what_a_killed_start_began(state_dir: Path) -> None:
     assert (state_dir / "trash").is_dir()
 
 
+def test_prepare_beside_one_that_does_the_same(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one came after our mount, so it did not wait for us: it makes each folder just before we do."""
+    made = os.mkdir
+
+    def mkdir(path: str, *mode: int) -> None:
+        made(path, *mode)
+        made(path, *mode)
+
+    monkeypatch.setattr(storage.os, "mkdir", mkdir)
+    storage.prepare(str(state_dir))
+    assert storage.is_ready(str(state_dir))
+
+
 def test_prepare_says_what_to_do_when_it_cannot(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KernelError, match=r"state directory '.*file/state'"):
