@@ -156,29 +156,39 @@ static void renew(struct gs_throttle *t) {
     t->number = t->number + 1 ? t->number + 1 : 1;
 }
 
-static void mark(struct gs_throttle *t, uint64_t now) {
+static bool has_room(const struct gs_throttle *t) {
+    return t->marked - t->charged < GS_SEGMENTS - 2;
+}
+
+/* Of at most GS_STREAMS streams; the others are left. False: nothing could be recorded, so that the
+ * next marker is to say what the launches took. */
+static bool mark_some(struct gs_throttle *t, uint64_t now) {
     struct gs_segment *open = &t->open;
     struct gs_throttle_stream *s;
-    if (!open->launches || t->capturing)
-        return;
-    while ((s = t->dirty)) {
+    while ((s = t->dirty) && open->n_events < GS_STREAMS) {
         open->work_ns += atomic_exchange(&s->work_ns, 0);
-        if (open->n_events < GS_STREAMS) {
-            int event = t->env->mark(t->env->arg, s->id);
-            if (event >= 0)
-                open->event[open->n_events++] = event;
-        }
+        int event = t->env->mark(t->env->arg, s->id);
+        if (event >= 0)
+            open->event[open->n_events++] = event;
         t->dirty = s->next_dirty;
         s->dirty = false;
     }
+    if (!open->n_events)
+        return open->single = open->probe = false;
     open->marked_ns = now;
     t->markers = open->n_marked = open->n_events;
     open->clean = open->single && open->start_event >= 0;
-    if (open->n_events) {
-        t->segment[t->marked++ % GS_SEGMENTS] = *open;
-        t->in_flight_ns += open->work_ns;
-    }
+    t->segment[t->marked++ % GS_SEGMENTS] = *open;
+    t->in_flight_ns += open->work_ns;
     renew(t);
+    t->open.launches = t->dirty != NULL;
+    return true;
+}
+
+/* Without room for another segment the open one goes on. */
+static void mark(struct gs_throttle *t, uint64_t now) {
+    while (t->open.launches && !t->capturing && has_room(t) && mark_some(t, now))
+        ;
 }
 
 static void note(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_predictor *f,
@@ -202,9 +212,12 @@ static void note(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_
 static bool stuck(struct gs_throttle *t, uint32_t stream, uint64_t now, uint64_t *until) {
     uint64_t admitted = atomic_load(&t->bucket->admitted_ns);
     uint64_t since = max64(max64(atomic_load(&t->bucket->done_ns), admitted), t->waiting_since_ns);
-    for (uint32_t i = t->finished; i != t->marked; i++) /* behind that it would wait anyway */
-        if (t->segment[i % GS_SEGMENTS].single && t->segment[i % GS_SEGMENTS].stream == stream)
+    for (uint32_t i = t->finished; i != t->marked; i++) { /* behind that it would wait anyway */
+        struct gs_segment *segment = &t->segment[i % GS_SEGMENTS];
+        if (segment->single && segment->stream == stream &&
+            (t->capturing || !events_done(t, segment)))
             return false;
+    }
     if (t->in_flight_ns <= 0) {
         struct gs_peer peer[MAX_PEERS];
         unsigned n = t->env->peers(t->env->arg, peer, MAX_PEERS), i = 0;
@@ -247,11 +260,9 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
                          bool known, int64_t pay, uint64_t now) {
     uint64_t until = now + POLL;
     /* While capturing nothing can be seen to finish: what is expected is paid for, no more. */
-    bool room = t->capturing || t->marked - t->charged < GS_SEGMENTS - 2;
-    bool ready = t->capturing || ((known || (!f->probing && !unsure(t, stream, now))) &&
-                                  t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1));
-    if (!room)
-        return until;
+    bool sure = known || (!f->probing && !unsure(t, stream, now));
+    bool ready = t->capturing ||
+                 (has_room(t) && sure && t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1));
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
         return 0;
     if (ready)
@@ -315,7 +326,8 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         t->open.opened_ns = now;
     atomic_fetch_add(&t->allowance_ns, (pay > 0 ? pay : 0) - ns);
     note(t, s, f, ns);
-    if (!t->capturing && (!known || (t->sparse && t->open.start_event >= 0))) {
+    bool single = t->open.launches == 1 && t->dirty == s && !s->next_dirty && has_room(t);
+    if (single && !t->capturing && (!known || (t->sparse && t->open.start_event >= 0))) {
         s->mark = t->open.single = true;
         t->open.probe = f->probing = !known;
         t->open.stream = s->id;
