@@ -91,10 +91,11 @@ struct gs_admission {
  * like it needs no other look-up of the caller's. */
 CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
                           CUstream stream, bool overlaps, bool remember);
-void gs_compute_launched_marked(struct gs_admission *a);
-static inline void gs_compute_launched(struct gs_admission *a) {
+/* `result`: what the driver said. */
+void gs_compute_launched_marked(struct gs_admission *a, CUresult result);
+static inline void gs_compute_launched(struct gs_admission *a, CUresult result) {
     if (a->mark)
-        gs_compute_launched_marked(a);
+        gs_compute_launched_marked(a, result);
 }
 /* A stream as it was given to a function of per-thread streams. */
 static inline CUstream gs_per_thread(CUstream stream) {

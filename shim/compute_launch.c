@@ -169,12 +169,14 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
     return CUDA_SUCCESS;
 }
 
-void gs_compute_launched_marked(struct gs_admission *a) {
+void gs_compute_launched_marked(struct gs_admission *a, CUresult result) {
     struct gs_compute *c = a->compute;
     struct bracket b;
     enter(&b, c, a->context);
     if (atomic_load(&c->context) == a->context) {
         uint32_t marked = c->law.marked;
+        if (result != CUDA_SUCCESS)
+            gs_throttle_refused(&c->law, a->f);
         gs_throttle_launched(&c->law);
         if (c->law.marked == marked) /* not recorded: nothing will say what it took */
             a->f->probing = false;

@@ -257,7 +257,7 @@ static CUresult launch_in_turn(launch_fn real, CUgraphExec exec, CUstream stream
             gs_compute_admit(&admission, exec, (struct gs_grid){0}, named, false, true);
         if (result == CUDA_SUCCESS)
             result = launch(real, exec, stream);
-        gs_compute_launched(&admission);
+        gs_compute_launched(&admission, result);
         return result;
     }
     return launch(real, exec, stream);

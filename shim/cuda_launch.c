@@ -15,7 +15,7 @@
         return result; \
     result = gs_compute_admit(&admission, function, grid, stream, overlaps, !use.measure); \
     result = gs_library_use_end(&use, result == CUDA_SUCCESS ? real(__VA_ARGS__) : result); \
-    gs_compute_launched(&admission); \
+    gs_compute_launched(&admission, result); \
     return result
 
 #define GRID ((struct gs_grid){gx, gy, gz})
@@ -143,7 +143,7 @@ GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARA
     if (result == CUDA_SUCCESS)
         result = real(list, n, flags);
     for (unsigned i = 0; i < admitted; i++)
-        gs_compute_launched(&admission[i]);
+        gs_compute_launched(&admission[i], result);
     return result;
 }
 

@@ -336,6 +336,19 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     return 0;
 }
 
+/* What was to be looked at alone says nothing of its function. Another thread may have marked it. */
+void gs_throttle_refused(struct gs_throttle *t, struct gs_predictor *f) {
+    struct gs_segment *segment = &t->open;
+    for (uint32_t i = t->marked; i != t->charged && !(segment->single && segment->function[0] == f);)
+        segment = &t->segment[--i % GS_SEGMENTS];
+    f->probing = false;
+    if (!segment->single || segment->function[0] != f)
+        return;
+    segment->single = segment->probe = false;
+    segment->function[0] = NULL;
+    segment->n_functions = 0;
+}
+
 void gs_throttle_launched(struct gs_throttle *t) {
     mark(t, t->env->now(t->env->arg));
 }

@@ -135,6 +135,8 @@ void gs_predictor_init(struct gs_predictor *f);
 uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
                           struct gs_predictor *f);
 void gs_throttle_launched(struct gs_throttle *t);
+/* Before that: the device refused the launch. */
+void gs_throttle_refused(struct gs_throttle *t, struct gs_predictor *f);
 void gs_throttle_sync_begin(struct gs_throttle *t);
 void gs_throttle_sync_end(struct gs_throttle *t);
 
