@@ -261,8 +261,8 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
     uint64_t until = now + POLL;
     /* While capturing nothing can be seen to finish: what is expected is paid for, no more. */
     bool sure = known || (!f->probing && !unsure(t, stream, now));
-    bool ready = t->capturing ||
-                 (has_room(t) && sure && t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1));
+    bool ready =
+        t->capturing || (has_room(t) && sure && t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1));
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
         return 0;
     if (ready)
@@ -336,10 +336,12 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     return 0;
 }
 
-/* What was to be looked at alone says nothing of its function. Another thread may have marked it. */
+/* What was to be looked at alone says nothing of its function. Another thread may have marked it.
+ */
 void gs_throttle_refused(struct gs_throttle *t, struct gs_predictor *f) {
     struct gs_segment *segment = &t->open;
-    for (uint32_t i = t->marked; i != t->charged && !(segment->single && segment->function[0] == f);)
+    for (uint32_t i = t->marked;
+         i != t->charged && !(segment->single && segment->function[0] == f);)
         segment = &t->segment[--i % GS_SEGMENTS];
     f->probing = false;
     if (!segment->single || segment->function[0] != f)

@@ -351,7 +351,9 @@ def test_a_stream_that_is_held_up_until_others_have_run(by: str, n: int, grid: s
 
 # ---- held up though the limit is far -------------------------------------------------------------------------------------
 
-IDLE_COUNTS = "time between a marker's record and its stamp counts as busy, also when the stream waited for somebody else"
+IDLE_COUNTS = (
+    "time between a marker's record and its stamp counts as busy, also when the stream waited for somebody else"
+)
 
 
 @known(IDLE_COUNTS)
