@@ -185,7 +185,11 @@ static int64_t switched(struct gs_throttle *t, const struct gs_segment *segment,
         t->found_ns = (uint32_t)(found + (took > found ? step : -step)); /* the median */
         t->finds += t->finds < FINDS;
     }
-    return t->switch_ns;
+    /* The device began to switch when there was a launch, whatever others say that it takes. Four
+     * times that, so that a quick switch is still charged the mean. */
+    uint64_t since = max64(segment->opened_ns, segment->before_ns);
+    uint64_t most = segment->start_ns > since ? 4 * (segment->start_ns - since) : 0;
+    return (int64_t)min64(t->switch_ns, most);
 }
 
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,

@@ -6,18 +6,22 @@ soon as it holds.
 
 from __future__ import annotations
 
+import os
 import select
+import struct
 import subprocess
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from gpushare.region import MAX_PAGES, offset, packer
 
 from tests.shim.box import Box
 from tests.shim.inside import PRELUDE, run
-from tests.shim.tenants import boxes
+from tests.shim.tenants import boxes, observe, tenants
 from tests.shim.test_compute_life import HELPERS
 from tests.sim.ledger import Ledger
 
@@ -308,6 +312,45 @@ def test_nonsense_in_its_own_files_breaks_nothing(where: str) -> None:
     with boxes(LIMIT) as (box,):
         (n,) = run(box, NOISE, where, helpers=HELPERS)
     assert int(n) * 500e-6 / 1.5 > 0.1
+
+
+# ---- what a neighbour says ---------------------------------------------------------------------------------------------
+
+RUNS, RUN_NS, SWITCH_NS = 47, 20_000, 499_000  # GS_RUNS
+
+
+def visits(now: int) -> bytes:
+    """The page of a context that was on the device every 100 us until now, and says that switches are slow."""
+    ends = [now - 100_000 * i for i in reversed(range(RUNS))]
+    runs = [word for end in ends for word in (end - RUN_NS, end, RUN_NS)]
+    head = packer("gs_activity").pack(0, 0, now, 0, 0, RUNS - 1, RUNS, 2 * RUN_NS, SWITCH_NS)
+    activity = head[: offset("gs_activity", "run")] + struct.pack(f"<{3 * RUNS}Q", *runs)
+    return (bytes(offset("gs_page", "buffer")) + 2 * activity).ljust(packer("gs_page").size, b"\0")
+
+
+def test_a_neighbour_cannot_make_launches_dear() -> None:
+    """A program that waits for each kernel pays for a switch to each; not for what others say that one takes."""
+    with boxes(40, 40) as (box, liar), tenants((box, {"mode": "sync", "kernel": 100})) as (tenant,):
+        stop = threading.Event()
+        at = offset("gs_pages", "page")
+
+        def lie() -> None:
+            with liar.pages().open("r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), struct.pack("<I", MAX_PAGES), offset("gs_pages", "high"))
+                os.pwrite(file.fileno(), struct.pack(f"<{MAX_PAGES}Q", *[1] * MAX_PAGES), offset("gs_pages", "owner"))
+                while not stop.wait(0.0002):
+                    os.pwrite(file.fileno(), visits(time.monotonic_ns()) * MAX_PAGES, at)
+
+        liar_thread = threading.Thread(target=lie)
+        observe(box, 0.5, [tenant])
+        liar_thread.start()
+        try:
+            observe(box, 0.5, [tenant])
+            got = observe(box, 1.5, [tenant]).of[tenant.pidns]
+        finally:
+            stop.set()
+            liar_thread.join()
+    assert got > 14, got
 
 
 # ---- hangs --------------------------------------------------------------------------------------------------------------
