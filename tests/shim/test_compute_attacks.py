@@ -94,7 +94,7 @@ def known(why: str) -> pytest.MarkDecorator:
     return pytest.mark.xfail(strict=True, reason=why, raises=AssertionError)
 
 
-# ---- more than the limit ----------------------------------------------------------------------------------------------
+# ---- more than the limit ------------------------------------------------------------------
 
 MORE = {
     "a new grid for every launch, in many streams": """
@@ -275,7 +275,7 @@ def test_nothing_should_be_won_by(what: str) -> None:
         assert gets(box, WON[what][1], 3) < LIMIT + 2 * POINTS
 
 
-# ---- what a container writes into its own files ------------------------------------------------------------------------
+# ---- what a container writes into its own files ------------------------------------------------------------------
 
 NOISE = """
 import mmap, random
@@ -314,7 +314,7 @@ def test_nonsense_in_its_own_files_breaks_nothing(where: str) -> None:
     assert int(n) * 500e-6 / 1.5 > 0.1
 
 
-# ---- what a neighbour says ---------------------------------------------------------------------------------------------
+# ---- what a neighbour says ------------------------------------------------------------------
 
 RUNS, RUN_NS, SWITCH_NS = 47, 20_000, 499_000  # GS_RUNS
 
@@ -353,7 +353,7 @@ def test_a_neighbour_cannot_make_launches_dear() -> None:
     assert got > 14, got
 
 
-# ---- hangs --------------------------------------------------------------------------------------------------------------
+# ---- hangs ------------------------------------------------------------------
 
 HELD_S = 9
 HELD = f"""
@@ -392,7 +392,7 @@ def test_a_stream_that_is_held_up_until_others_have_run(by: str, n: int, grid: s
         assert run(box, program, helpers=HELPERS + TOOLS) == ["through"]
 
 
-# ---- held up though the limit is far -------------------------------------------------------------------------------------
+# ---- held up though the limit is far ------------------------------------------------------------------
 
 IDLE_COUNTS = (
     "time between a marker's record and its stamp counts as busy, also when the stream waited for somebody else"
