@@ -43,6 +43,7 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 -include tests/bench/bench.mk
 -include tests/throttle/throttle.mk
 -include tests/gpu/gpu.mk
+-include tests/soak/soak.mk
 -include hook/launcher/launcher.mk
 -include packaging/dist.mk
 

@@ -115,6 +115,13 @@ class Container:
 
     def create(self) -> None:
         """`runc create`: the hooks have run, the program has not. Raises RuntimeFailed when a hook refuses."""
+        code = self.begin_create().wait()
+        if code:
+            raise RuntimeFailed("create", code, self.stderr)
+        self.pid = int((self.bundle / "pid").read_text())
+
+    def begin_create(self) -> subprocess.Popen[bytes]:
+        """`runc create` while it runs. Afterwards the pid is in the bundle's file `pid`, unless it failed."""
         pid_file = self.bundle / "pid"
         command = [*self._runtime, "create", "--bundle", str(self.bundle), "--pid-file", str(pid_file), self.id]
         self._created = True
@@ -122,10 +129,7 @@ class Container:
             (self.bundle / name).write_bytes(b"")
         # For appending, as with a pipe: whoever opens it again by name overwrites nothing.
         with open(self.bundle / "stdout", "ab") as out, open(self.bundle / "stderr", "ab") as err:
-            code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err).returncode
-        if code:
-            raise RuntimeFailed("create", code, self.stderr)
-        self.pid = int(pid_file.read_text())
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
 
     def start(self) -> Container:
         """Create if need be, and start the program."""

@@ -1,0 +1,197 @@
+"""Starts and ends of containers while somebody kills: the hook, the launcher, the runtime, the container, a delete.
+
+Whoever is killed, an engine that knows nothing of us then does what engines do (delete --force, or nothing at all when
+it was killed as well), and the next start, or `gpushare prune` in the end, finds and removes what was left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.lib.rootfs import unmount_below
+from tests.lib.runc import Container, RuntimeFailed
+
+from .stage import GIB, MEMORY_BYTES, MILL, Stage
+
+WORKERS = 6
+LIMIT_BYTES = GIB
+ENGINE_DIES = 0.2  # then nobody deletes
+LET_LIVE = 0.3
+
+
+def kind_of(pid: int) -> str:
+    """Who this process is for a start: hook, launcher, runtime or container; "" for somebody else."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    line = b" ".join(words)
+    if words[:2] == [b"runc", b"init"]:
+        return "container"
+    if b"gpushare-hook" in line.partition(b"--")[0]:
+        return "hook"
+    if b"gpushare-runtime" in line.partition(b"--")[0]:
+        return "launcher"
+    return "runtime" if os.path.basename(words[0]) == b"runc" else ""
+
+
+def family(pid: int) -> dict[int, str]:
+    """`pid` and its descendants, by kind."""
+    found, look_at = {}, [pid]
+    while look_at:
+        one = look_at.pop()
+        if kind := kind_of(one):
+            found[one] = kind
+        try:
+            for task in Path(f"/proc/{one}/task").iterdir():
+                look_at += [int(word) for word in (task / "children").read_text().split()]
+        except OSError:
+            continue  # gone meanwhile
+    return found
+
+
+class Churn:
+    """All workers' counts; `once` is one container's life."""
+
+    def __init__(self, stage: Stage, until: float) -> None:
+        self.stage, self.until = stage, until
+        self.counts: Counter[str] = Counter()
+        self.create_s = 0.3  # how long a create takes, roughly: kills fall all over it
+        self._lock = threading.Lock()
+
+    def worker(self, number: int) -> None:
+        dice = random.Random(f"{self.stage.seed} {number}")
+        while time.monotonic() < self.until and not self.stage.stopped.is_set():
+            self.once(dice)
+            with self._lock:
+                self.counts["containers"] += 1
+                left_s = max(0.0, self.until - time.monotonic())
+                self.stage.show.advance(f"{self.counts['containers']} containers, {left_s:.0f} s to go", 0)
+
+    def once(self, dice: random.Random) -> None:
+        way = dice.choice(("hook", "runtime"))
+        command = ["sh", "-c", f"sleep inf | {MILL} 1 2 {dice.randrange(1 << 30)}"]  # until somebody ends it
+        with self.stage.container(command, memory=str(LIMIT_BYTES), way=way) as one:
+            killed = "" if dice.random() < LET_LIVE else self.killed_create(one, dice)
+            try:
+                if not killed:
+                    one.start()
+            except RuntimeFailed as error:  # the kill came too late to be seen, or the container is dead
+                killed = killed or f"failed start: {error.last_line}"
+                self.stage.say_wrong(f"{one.id}: nobody killed it: {error}")
+            if not killed:
+                self.live(one, dice)
+            self.finish(one, dice)
+
+    def killed_create(self, one: Container, dice: random.Random) -> str:
+        """A create with a kill somewhere in it: who it was; "" when it is there nevertheless."""
+        begin = time.monotonic()
+        create = one.begin_create()
+        try:
+            create.wait(dice.uniform(0, 1.2 * self.create_s))
+        except subprocess.TimeoutExpired:
+            pass
+        victims = family(create.pid) if create.poll() is None else {}
+        wanted = dice.choice(sorted(set(victims.values()))) if victims else ""
+        for pid in [pid for pid, kind in victims.items() if kind == wanted][:1]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                wanted = ""
+        code = create.wait(120)
+        if code == 0 and not wanted:
+            self.create_s += 0.1 * (time.monotonic() - begin - self.create_s)
+        if wanted:
+            self.count(f"killed {wanted}")
+        if code == 0:
+            one.pid = int((one.bundle / "pid").read_text())
+            return "container" if wanted == "container" else ""
+        if not wanted:
+            self.stage.say_wrong(f"{one.id}: create ended with {code}, and nobody was killed: {one.stderr}")
+        return wanted or "nobody"
+
+    def live(self, one: Container, dice: random.Random) -> None:
+        """It runs, so it has a lease; for a moment, and then it is killed, or told to end."""
+        if one.id not in self.stage.node.leases():
+            self.stage.say_wrong(f"{one.id} runs without a lease")
+        self.stage.stopped.wait(dice.uniform(0, 0.3))
+        if dice.random() < 0.5:
+            os.kill(one.pid, signal.SIGKILL)
+            one.wait()
+            self.count("killed container")
+
+    def finish(self, one: Container, dice: random.Random) -> None:
+        """Deleted by an engine; or that delete is killed, or there is no engine any more."""
+        if dice.random() < ENGINE_DIES:
+            self.count("never deleted")
+            self.dead_engine(one)
+            return
+        delete = subprocess.Popen(
+            [*one._runtime, "delete", "--force", one.id],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        if dice.random() < 0.3:
+            try:
+                delete.wait(dice.uniform(0, 0.1))
+            except subprocess.TimeoutExpired:
+                delete.kill()
+                self.count("killed delete")
+        delete.wait(120)
+        if delete.returncode == 0 and one.id in self.stage.node.leases():
+            self.stage.say_wrong(f"{one.id} was deleted and has a lease")
+        self.dead_engine(one)
+
+    def dead_engine(self, one: Container) -> None:
+        """No process of the container and no cgroup is left, as after an engine's restart; poststop never ran. A runc
+        that is killed leaves the mount of its own copy in its state directory."""
+        self.stage.sweep(one.id)
+        unmount_below(one.bundle / "runtime")
+        one._created = False
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
+
+
+def look_on(stage: Stage, until: float) -> int:
+    """As a monitor would, all the time: no look fails, and no more is granted than there is. How often it looked."""
+    looks = 0
+    while time.monotonic() < until and not stage.stopped.is_set():
+        stage.cli("list")
+        for device in json.loads(stage.cli("devices", "--format", "json") or "[]"):
+            if device["granted_bytes"] > MEMORY_BYTES:
+                stage.say_wrong(f"more is granted than there is: {device}")
+        looks += 1
+        stage.stopped.wait(0.5)
+    return looks
+
+
+def run(stage: Stage, seconds: float) -> dict[str, Any]:
+    stage.show.phase("churn with kills", seconds)
+    until = time.monotonic() + seconds
+    churn = Churn(stage, until)
+    with ThreadPoolExecutor(WORKERS + 1) as pool:
+        working = [pool.submit(churn.worker, number) for number in range(WORKERS)]
+        looks = pool.submit(look_on, stage, until)
+        for one in working:
+            one.result()
+        churn.counts["looks"] = looks.result()
+    stage.check_stopped()
+    stage.sweep()
+    stage.cli("prune")
+    if left := stage.node.left():
+        stage.say_wrong(f"prune left {left}")
+    stage.show.end(", ".join(f"{number} {what}" for what, number in sorted(churn.counts.items())))
+    return dict(churn.counts)

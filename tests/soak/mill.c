@@ -1,0 +1,279 @@
+/* Processes of many threads that take and give memory, launch, fork and die, all at one limit.
+ *
+ *   mill PROCESSES THREADS SEED
+ *
+ * Each process has a context and THREADS threads at random work; one of them is killed every 50 ms,
+ * and another takes its place. A byte on standard input ends that: nobody dies or changes anything
+ * any more, all look at what the container uses, and one line of JSON says what was done. They hold
+ * what they have until standard input ends. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "../shim/families.h"
+
+#define MAX_PROCESSES 128
+#define MAX_THREADS 64
+#define LIVE 8
+#define MAX_BYTES (64 * MIB)
+#define KILL_EVERY_MS 50
+#define QUIET_MS 120000
+
+struct board {
+    _Atomic int stop;
+    _Atomic unsigned long granted, refused, launched, forks, killed, starts, no_room;
+    _Atomic int wrong; /* a result that nothing here explains */
+    char where[64];
+    _Atomic unsigned long used[MAX_PROCESSES];
+};
+static struct board *board;
+enum gate { LOOK, LOOK_AGAIN, END, GATES };
+static int gate[GATES][2]; /* from the parent, to all: closed when it opens */
+static int done[2];        /* to the parent: one byte for each step of each process */
+static CUcontext context;
+static CUfunction kernel;
+static uint64_t seed;
+
+static void wrong(CUresult result, const char *what, const char *which) {
+    int none = 0;
+    if (atomic_compare_exchange_strong(&board->wrong, &none, (int)result))
+        snprintf(board->where, sizeof(board->where), "%s %s", what, which);
+}
+
+struct thread {
+    pthread_t id;
+    uint64_t state;
+    struct held live[LIVE];
+    unsigned n;
+};
+
+static uint64_t chance(struct thread *t) {
+    t->state ^= t->state << 13, t->state ^= t->state >> 7, t->state ^= t->state << 17;
+    return t->state;
+}
+
+static void give_one(struct thread *t) {
+    unsigned at = (unsigned)(chance(t) % t->n);
+    struct held held = t->live[at];
+    t->live[at] = t->live[--t->n];
+    CUresult result = held.family->give(&held);
+    if (result)
+        wrong(result, "give", held.family->name);
+}
+
+static void take_one(struct thread *t) {
+    static const char *const names[] = {"plain", "pitch", "managed", "array", "mipmap", "vmm"};
+    const struct family *family = family_of(names[chance(t) % (sizeof names / sizeof *names)]);
+    size_t top = 1ull << (chance(t) % 27), bytes = top + chance(t) % top;
+    CUresult result = take(family, bytes > MAX_BYTES ? MAX_BYTES : bytes, &t->live[t->n]);
+    if (result == CUDA_SUCCESS)
+        t->n++, board->granted++;
+    else if (result == CUDA_ERROR_OUT_OF_MEMORY)
+        board->refused++;
+    else
+        wrong(result, "take", family->name);
+}
+
+static void launch(struct thread *t) {
+    CUresult result = cuLaunchKernel(kernel, 64, 1, 1, 64, 1, 1, 0, work_stream, NULL, NULL);
+    board->launched++;
+    if (!result && chance(t) % 4 == 0)
+        result = cuStreamSynchronize(work_stream);
+    if (result)
+        wrong(result, "launch", "");
+}
+
+/* A forked child has no context and no share of its own; it ends, and its parent's stays. */
+static void fork_once(void) {
+    int status = -1;
+    pid_t child = fork();
+    if (child == 0) {
+        CUdeviceptr address;
+        _exit(cuMemAlloc(&address, BLOCK) == CUDA_ERROR_NOT_INITIALIZED ? 0 : 1);
+    }
+    while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR)
+        ;
+    board->forks++;
+    if (status != 0)
+        wrong((CUresult)(status ? status : -1), "fork", "");
+}
+
+static void *turn(void *argument) {
+    struct thread *t = argument;
+    CUresult result = cuCtxSetCurrent(context);
+    if (result)
+        wrong(result, "cuCtxSetCurrent", "");
+    while (!board->stop && !board->wrong) {
+        unsigned what = (unsigned)(chance(t) % 1000);
+        if (what < 3)
+            fork_once();
+        else if (what < 150)
+            launch(t);
+        else if (t->n == LIVE || (t->n && what < 550))
+            give_one(t);
+        else
+            take_one(t);
+    }
+    return NULL;
+}
+
+static void step(enum gate which) {
+    char byte;
+    while (write(done[1], "", 1) < 0 && errno == EINTR)
+        ;
+    while (read(gate[which][0], &byte, 1) < 0 && errno == EINTR)
+        ;
+}
+
+static void look(unsigned index) {
+    size_t free = 0, total = 0;
+    CUresult result = cuMemGetInfo(&free, &total);
+    if (result)
+        wrong(result, "cuMemGetInfo", "");
+    board->used[index] = total - free;
+}
+
+static void work(unsigned index, unsigned threads, uint64_t number) {
+    static struct thread all[MAX_THREADS];
+    CUmodule module;
+    CUresult result = start(0);
+    if (!result)
+        result = cuModuleLoadData(&module, "SIMMOD globals=0 code=4096\n");
+    if (!result)
+        result = cuModuleGetFunction(&kernel, module, "spin_us_500");
+    if (result == CUDA_ERROR_OUT_OF_MEMORY) { /* the others have all of it: the next one tries */
+        board->no_room++;
+        _exit(1);
+    }
+    if (!result)
+        result = cuCtxGetCurrent(&context);
+    if (result)
+        wrong(result, "start", "");
+    board->starts++;
+    for (unsigned i = 0; i < threads; i++) {
+        all[i].state = (seed + number * MAX_THREADS + i + 1) * 0x9e3779b97f4a7c15ull;
+        if (pthread_create(&all[i].id, NULL, turn, &all[i]))
+            wrong((CUresult)-1, "pthread_create", "");
+    }
+    for (unsigned i = 0; i < threads; i++)
+        pthread_join(all[i].id, NULL);
+    cuCtxSynchronize();
+    step(LOOK);
+    look(index);
+    step(LOOK_AGAIN);
+    look(index);
+    step(END);
+    _exit(0);
+}
+
+static pid_t pids[MAX_PROCESSES];
+
+static void begin(unsigned index, unsigned threads) {
+    static uint64_t number;
+    number++;
+    if ((pids[index] = fork()) != 0)
+        return;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    for (unsigned g = 0; g < GATES; g++)
+        close(gate[g][1]);
+    work(index, threads, number);
+}
+
+/* Whoever has ended: replaced. In a container orphans come here too. */
+static void replace(unsigned processes, unsigned threads, int again) {
+    int status;
+    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
+        for (unsigned i = 0; i < processes; i++)
+            if (pids[i] == pid) {
+                if (WIFSIGNALED(status) && WTERMSIG(status) != SIGKILL)
+                    wrong((CUresult)WTERMSIG(status), "signal", "");
+                pids[i] = 0;
+                if (again)
+                    begin(i, threads);
+            }
+}
+
+static void churn(unsigned processes, unsigned threads, struct thread *dice) {
+    struct pollfd input = {.fd = 0, .events = POLLIN};
+    while (poll(&input, 1, KILL_EVERY_MS) == 0 && !board->wrong) {
+        pid_t victim = pids[chance(dice) % processes];
+        if (victim > 0 && !kill(victim, SIGKILL))
+            board->killed++;
+        replace(processes, threads, 1);
+    }
+}
+
+/* One step of each process that lives; those that found no room never come so far. */
+static void wait_for_all(unsigned processes, unsigned threads) {
+    unsigned told = 0;
+    struct pollfd some = {.fd = done[0], .events = POLLIN};
+    char byte;
+    for (int waited = 0; waited < QUIET_MS;) {
+        unsigned alive = 0;
+        replace(processes, threads, 0);
+        for (unsigned i = 0; i < processes; i++)
+            alive += pids[i] > 0;
+        if (told >= alive)
+            return;
+        if (poll(&some, 1, 10) == 1)
+            told += read(done[0], &byte, 1) == 1;
+        else
+            waited += 10;
+    }
+    wrong((CUresult)-1, "stuck", "");
+}
+
+static void say(unsigned processes) {
+    const char *comma = "";
+    printf("{\"granted\": %lu, \"refused\": %lu, \"launched\": %lu, \"forks\": %lu, ",
+           board->granted, board->refused, board->launched, board->forks);
+    printf("\"killed\": %lu, \"starts\": %lu, \"no_room\": %lu, \"wrong\": ", board->killed,
+           board->starts, board->no_room);
+    printf(board->wrong ? "\"%s: %d\"" : "\"\"", board->where, board->wrong);
+    printf(", \"used\": [");
+    for (unsigned i = 0; i < processes; i++)
+        if (pids[i] > 0)
+            printf("%s%lu", comma, board->used[i]), comma = ", ";
+    puts("]}");
+    fflush(stdout);
+}
+
+int main(int argc, char **argv) {
+    unsigned processes = argc == 4 ? (unsigned)atoi(argv[1]) : 0;
+    unsigned threads = processes ? (unsigned)atoi(argv[2]) : 0;
+    char byte;
+    if (threads < 1 || processes > MAX_PROCESSES || threads > MAX_THREADS)
+        return 2;
+    seed = strtoull(argv[3], NULL, 10);
+    struct thread dice = {.state = (seed + 1) * 0x9e3779b97f4a7c15ull};
+    board = mmap(NULL, sizeof(*board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    for (unsigned g = 0; g < GATES; g++)
+        if (pipe(gate[g]))
+            return 2;
+    if (board == MAP_FAILED || pipe(done))
+        return 2;
+    for (unsigned i = 0; i < processes; i++)
+        begin(i, threads);
+    churn(processes, threads, &dice);
+    board->stop = 1;
+    for (unsigned g = 0; g < GATES; g++) {
+        wait_for_all(processes, threads);
+        if (g < END)
+            close(gate[g][1]);
+    }
+    say(processes);
+    while (read(0, &byte, 1) > 0)
+        ;
+    close(gate[END][1]);
+    while (wait(NULL) > 0 || errno == EINTR)
+        ;
+    return 0;
+}

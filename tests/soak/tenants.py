@@ -1,0 +1,125 @@
+"""One container with 64 processes of 16 threads that allocate, free, launch, fork and are killed, at a memory limit and
+a compute limit; judged by the simulated device's own books."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from tests.lib.host import TREE
+from tests.lib.runc import Container
+from tests.lib.spec import Mount
+
+from .stage import GIB, MILL, Stage
+
+PROCESSES, THREADS = 64, 16
+LIMIT_BYTES = 28 * GIB  # their contexts take 19
+COMPUTE_PERCENT = 30
+DEVICE = 1  # not where the containers of the other phases are
+REPORT_S = 240
+LOOK_S = 5.0
+# What a process has on the device when it is killed is not charged, and one is killed every 50 ms.
+COMPUTE_POINTS = 15.0
+
+
+def books(stage: Stage) -> dict[str, Any]:
+    """The ledger of the device, read by a process of its own."""
+    program, device = TREE / "tests/sim/ledger.py", stage.node.driver_root / f"dev/nvidia{DEVICE}"
+    command = [sys.executable, str(program), str(device), "--format", "json"]
+    said: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return said
+
+
+def run(stage: Stage, seconds: float) -> dict[str, Any]:
+    """Lets them work for `seconds`, ends it, and compares who says what."""
+    stage.show.phase(f"{PROCESSES} x {THREADS} threads", seconds)
+    channel = stage.directory / "channel"
+    channel.mkdir()
+    with ExitStack() as stack:
+        ends = {}
+        for name in ("in", "out"):
+            os.mkfifo(channel / name)
+            ends[name] = os.open(channel / name, os.O_RDWR)
+            stack.callback(os.close, ends[name])
+        one = stack.enter_context(
+            stage.container(
+                ["sh", "-c", f"exec {MILL} {PROCESSES} {THREADS} {stage.seed} </opt/channel/in >/opt/channel/out"],
+                memory=str(LIMIT_BYTES),
+                way="runtime",
+                device=DEVICE,
+                env={"GPUSHARE_COMPUTE": f"{COMPUTE_PERCENT}%"},
+                mounts=[Mount(channel, "/opt/channel", ("rw",))],
+            )
+        )
+        one.start()
+        shares = work(stage, seconds, one)
+        os.write(ends["in"], b"\n")
+        report = hear(ends["out"], one)
+        judge(stage, report, shares)
+        one.kill()
+        one.wait()
+        one.delete()
+    for line in books(stage)["clients"]:
+        if line["alive"]:
+            stage.say_wrong(f"the device still has a client: {line}")
+    result = {**{key: value for key, value in report.items() if key != "used"}, "compute_percent": shares}
+    stage.show.end(", ".join(f"{value} {key}" for key, value in result.items() if key != "wrong"))
+    return result
+
+
+def work(stage: Stage, seconds: float, one: Container) -> list[float]:
+    """The container's part of the device's time in each look."""
+    shares = []
+    until = time.monotonic() + seconds
+    pidfd = os.pidfd_open(one.pid)
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        while (rest_s := until - time.monotonic()) > 0:
+            stage.check_stopped()
+            begin, before = time.monotonic(), books(stage)["busy_ns"]
+            if poll.poll(1000 * min(LOOK_S, rest_s)):
+                raise RuntimeError(f"the program has ended: {one.stdout}{one.stderr}")
+            took_s = time.monotonic() - begin
+            shares.append(round((books(stage)["busy_ns"] - before) / took_s / 1e7, 1))
+            stage.show.advance(f"{shares[-1]} % of the device's time, limit {COMPUTE_PERCENT} %", took_s)
+    finally:
+        os.close(pidfd)
+    return shares
+
+
+def hear(fd: int, one: Container) -> dict[str, Any]:
+    text = b""
+    while not text.endswith(b"\n"):
+        if not select.select([fd], [], [], REPORT_S)[0]:
+            raise RuntimeError(f"no report after {REPORT_S} s: {text!r} {one.stderr}")
+        text += os.read(fd, 1 << 16)
+    said: dict[str, Any] = json.loads(text)
+    return said
+
+
+def judge(stage: Stage, report: dict[str, Any], shares: list[float]) -> None:
+    """While all hold what they have: the container, the host's list and the device say the same, byte for byte."""
+    seen = books(stage)
+    listed = json.loads(stage.cli("list", "--format", "json"))
+    used = seen["used_bytes"]
+    peak = max(group["peak_bytes"] for group in seen["groups"])
+    if report["wrong"]:
+        stage.say_wrong(f"a call failed: {report['wrong']}")
+    if set(report["used"]) != {used}:
+        stage.say_wrong(f"processes say {sorted(set(report['used']))} bytes, the device {used}")
+    if [row["shares"][0]["memory_used_bytes"] for row in listed] != [used]:
+        stage.say_wrong(f"`gpushare list` says {listed}, the device {used} bytes")
+    if peak > LIMIT_BYTES:
+        stage.say_wrong(f"the container had {peak} bytes, its limit is {LIMIT_BYTES}")
+    for what in ("granted", "refused", "launched", "killed", "forks"):
+        if not report[what]:
+            stage.say_wrong(f"nothing was {what}, so this shows nothing")
+    if shares and sum(shares) / len(shares) > COMPUTE_PERCENT + COMPUTE_POINTS:
+        stage.say_wrong(f"{shares} % of the device's time, limit {COMPUTE_PERCENT} %")

@@ -1,0 +1,117 @@
+"""What containers could leave behind on a host: looked at before and after, and compared.
+
+look(node, prefix) -> Traces          `prefix`: how the ids of our containers begin
+left(before, after) -> lines          empty when everything is back where it was
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from gpushare import pages
+
+from tests.lib import processes
+from tests.lib.host import Node
+from tests.lib.rootfs import mount_points
+from tests.sim.ledger import Ledger
+
+CGROUPS = Path("/sys/fs/cgroup")
+ERRORS_KEPT = 256 + 1  # hook/gpushare/log.py keeps that many, and the one that is being written
+
+
+class Traces(NamedTuple):
+    """Everything countable; a name that occurs more often afterwards was left behind."""
+
+    mounts: Counter[str]
+    files: Counter[str]  # open ones of this process
+    state: Counter[str]  # leases, trash, pages of the state directory
+    tmpfs: Counter[str]  # "<mount> blocks" and "<mount> inodes" in use
+    cgroups: Counter[str]
+    processes: Counter[str]
+    device: Counter[str]  # "nvidia0 bytes": what the simulated device holds, for the dead as well
+
+
+def look(node: Node, prefix: str) -> Traces:
+    """The host as it is now. What refusals are remembered is bounded, and forgotten first: it is no leak."""
+    remembered = list((node.state / "errors").glob("*"))
+    for path in remembered:
+        path.unlink()
+    state = Counter(_state(node))
+    if len(remembered) > ERRORS_KEPT:
+        state["errors beyond what is kept"] = len(remembered) - ERRORS_KEPT
+    return Traces(
+        mounts=Counter(mount_points()),
+        files=Counter(_files()),
+        state=state,
+        tmpfs=_tmpfs(node),
+        cgroups=Counter(str(path) for path in cgroups(f"{prefix}*")),
+        processes=Counter(_processes(str(node.state), prefix)),
+        device=_device(node.driver_root),
+    )
+
+
+def left(before: Traces, after: Traces) -> list[str]:
+    """One line for each thing of which there is more than before."""
+    lines = []
+    for kind in Traces._fields:
+        more = getattr(after, kind) - getattr(before, kind)
+        lines += [f"{kind}: {name} (+{number})" for name, number in sorted(more.items())]
+    return lines
+
+
+def cgroups(name: str) -> list[Path]:
+    """Cgroups of that name (which may have wildcards), in every hierarchy, and those below, the deepest first."""
+    found = [path for pattern in (name, f"*/{name}") for path in CGROUPS.glob(pattern)]
+    below = [Path(folder) for path in found for folder, _, _ in os.walk(path)]  # which passes over what goes meanwhile
+    return sorted(below, key=lambda path: -len(path.parts))
+
+
+def _files() -> Iterable[str]:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the listing itself
+        # An anonymous one is known by its kind: numbers of pipes and sockets differ, their count must not.
+        yield target.partition(":[")[0]
+
+
+def _state(node: Node) -> Iterable[str]:
+    yield from node.left()
+    for device in (node.state / "devices").glob("*"):
+        for number in pages.numbers(str(node.state), device.name):
+            yield f"devices/{device.name}: number {number} is taken"
+
+
+def _tmpfs(node: Node) -> Counter[str]:
+    used: Counter[str] = Counter()
+    for path in (node.state, *(node.state / "devices").glob("*")):
+        status = os.statvfs(path)
+        used[f"{path} blocks"] = status.f_blocks - status.f_bfree
+        used[f"{path} inodes"] = status.f_files - status.f_ffree
+    return used
+
+
+def _processes(*words: str) -> Iterable[str]:
+    """Of anybody who names our state directory or a container, and our own children."""
+    found = set(processes.children().values())
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue  # gone meanwhile
+        if int(path.parent.name) != os.getpid() and any(word in command for word in words):
+            found.add(command)
+    return found
+
+
+def _device(driver_root: Path) -> Counter[str]:
+    held: Counter[str] = Counter()
+    for path in driver_root.glob("dev/nvidia[0-9]*"):
+        with Ledger(str(path)) as ledger:
+            held[f"{path.name} bytes"] = ledger.snapshot().used_bytes
+    return held
