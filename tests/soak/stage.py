@@ -120,7 +120,6 @@ def remove(group: Path, within_s: float = 10) -> None:
         except OSError:
             if time.monotonic() > deadline:
                 raise
-            processes.reap_zombies()
             time.sleep(0.01)
 
 
