@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .ops import Plan
 
 DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
-UNDO_DEADLINE_S = 5
+UNDO_DEADLINE_S = 2  # for each step; all of it within the 30 s that hooks have from an engine's configuration
 POSTSTOP_WAIT_MS = 2000
 _SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop|adopt"
 _USAGE = f"use {_SYNOPSIS}"
@@ -87,13 +87,17 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
 
 
 def keep(state_dir: str, container_id: str, line: str, error: BaseException) -> None:
+    """The line for `inspect`, unless the state directory is what hangs."""
     from . import storage
 
     try:
+        _give_up_later()
         storage.prepare(state_dir)
-    except KernelError:
-        return
-    log.record(state_dir, container_id, line, error)
+        log.record(state_dir, container_id, line, error)
+    except (KernelError, Interrupted):
+        pass
+    finally:
+        signal.alarm(0)
 
 
 def _read_stdin(fd: int) -> bytes:
@@ -122,6 +126,11 @@ def _interrupt(number: int, _: object) -> None:
 
 def _interrupt_undo(number: int, _: object) -> None:
     raise Interrupted(f"undoing took longer than {UNDO_DEADLINE_S} s")
+
+
+def _give_up_later() -> None:
+    signal.signal(signal.SIGALRM, _interrupt_undo)
+    signal.alarm(UNDO_DEADLINE_S)
 
 
 def watch() -> None:
@@ -219,14 +228,13 @@ def undo(state_dir: str, container_id: str, undo_applied: Optional[Callable[[], 
     with us. The error that led here is the one that counts."""
     from . import leases, storage
 
-    signal.signal(signal.SIGALRM, _interrupt_undo)
-    signal.alarm(UNDO_DEADLINE_S)
     for step in (
         undo_applied or (lambda: None),
         lambda: leases.undo(state_dir, container_id),
         lambda: storage.empty_trash(state_dir),
     ):
         try:
+            _give_up_later()  # one that hangs must not leave the others without a deadline
             step()
         except (OSError, GpushareError):
             pass

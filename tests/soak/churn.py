@@ -85,19 +85,13 @@ class Churn:
         way = dice.choice(("hook", "runtime"))
         command = ["sh", "-c", f"sleep inf | {MILL} 1 2 {dice.randrange(1 << 30)}"]  # until somebody ends it
         with self.stage.container(command, memory=str(LIMIT_BYTES), way=way) as one:
-            killed = "" if dice.random() < LET_LIVE else self.killed_create(one, dice)
-            try:
-                if not killed:
-                    one.start()
-            except RuntimeFailed as error:  # the kill came too late to be seen, or the container is dead
-                killed = killed or f"failed start: {error.last_line}"
-                self.stage.say_wrong(f"{one.id}: nobody killed it: {error}")
-            if not killed:
-                self.live(one, dice)
+            victim = "" if dice.random() < LET_LIVE else self.killed_create(one, dice)
+            if one.pid or not victim:
+                self.live(one, dice, victim)
             self.finish(one, dice)
 
     def killed_create(self, one: Container, dice: random.Random) -> str:
-        """A create with a kill somewhere in it: who it was; "" when it is there nevertheless."""
+        """A create with a kill somewhere in it: who it was; "" when nobody was. It can be there nevertheless."""
         begin = time.monotonic()
         create = one.begin_create()
         try:
@@ -118,18 +112,27 @@ class Churn:
             self.count(f"killed {wanted}")
         if code == 0:
             one.pid = int((one.bundle / "pid").read_text())
-            return "container" if wanted == "container" else ""
-        if not wanted:
+        elif not wanted:
             self.stage.say_wrong(f"{one.id}: create ended with {code}, and nobody was killed: {one.stderr}")
-        return wanted or "nobody"
+            return "nobody"
+        return wanted
 
-    def live(self, one: Container, dice: random.Random) -> None:
-        """It runs, so it has a lease; for a moment, and then it is killed, or told to end."""
-        if one.id not in self.stage.node.leases():
+    def live(self, one: Container, dice: random.Random, victim: str) -> None:
+        """It runs, so it has a lease; for a moment, and then it is killed, or left to its delete."""
+        try:
+            one.start()
+        except RuntimeFailed as error:
+            if not victim:
+                self.stage.say_wrong(f"{one.id}: nobody killed it: {error}")
+            return
+        if not victim and one.id not in self.stage.node.leases():
             self.stage.say_wrong(f"{one.id} runs without a lease")
         self.stage.stopped.wait(dice.uniform(0, 0.3))
         if dice.random() < 0.5:
-            os.kill(one.pid, signal.SIGKILL)
+            try:
+                os.kill(one.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return  # with its victim
             one.wait()
             self.count("killed container")
 

@@ -204,6 +204,42 @@ def test_runtime_that_never_sends_the_state_meets_the_deadline(
     assert "took longer than 1 s" in capfd.readouterr().err
 
 
+def test_everything_after_the_deadline_has_a_deadline_too(
+    state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several steps of the undoing hang, and then the directory in which the line is kept."""
+    from gpushare import leases, storage
+
+    reader, writer = os.pipe()
+    hung: list[str] = []
+
+    def hang(name: str) -> Callable[..., None]:
+        def step(*_: object) -> None:
+            hung.append(name)
+            os.read(reader, 1)
+
+        return step
+
+    def start(*_: object) -> int:
+        hook.undo(str(state_dir), "c1", hang("applied"))
+        raise RuntimeError("the error that counts")
+
+    monkeypatch.setattr(hook, "UNDO_DEADLINE_S", 1)
+    monkeypatch.setitem(hook._STAGES, "prestart", start)
+    monkeypatch.setattr(leases, "undo", hang("lease"))
+    monkeypatch.setattr(storage, "empty_trash", hang("trash"))
+    monkeypatch.setattr(storage, "prepare", hang("state directory"))
+    try:
+        assert (
+            call(b'{"ociVersion":"1.0.2","id":"c1","pid":1,"bundle":"/"}', "--state", str(state_dir), "prestart") != 0
+        )
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert hung == ["applied", "lease", "trash", "state directory"]
+    assert "the error that counts" in capfd.readouterr().err
+
+
 def test_state_without_a_process_is_refused(
     bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
