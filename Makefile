@@ -22,7 +22,7 @@ NVML_INCLUDE := build/include/nvml
 CC := gcc
 PYTEST_ARGS ?=
 
-.PHONY: help setup build demo dist test test-dist lint format bench gpu-check docs clean root
+.PHONY: help setup build demo dist test test-dist lint format bench soak gpu-check docs clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,7 +43,6 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 -include tests/bench/bench.mk
 -include tests/throttle/throttle.mk
 -include tests/gpu/gpu.mk
--include tests/soak/soak.mk
 -include hook/launcher/launcher.mk
 -include packaging/dist.mk
 
@@ -91,6 +90,10 @@ format: $(SETUP) ## rewrite Python and C files in the house format
 
 bench: root build shim_bench vt dist ## measure; prints a table and writes build/bench.json
 	@$(VENV_PYTHON) -m tests.bench.bench
+
+MINUTES ?= 10
+soak: root build ## starts, kills and crowds for MINUTES, then nothing may be left; writes build/soak.json
+	@$(VENV_PYTHON) -m tests.soak --minutes $(MINUTES)
 
 gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes build/gpu-check.json
 	@tests/gpu/start $(GPU_ARGS)
