@@ -1,17 +1,20 @@
 """`make soak`: what days of use would bring, in MINUTES (10). Exit code 1 on any leak or mismatch, 130 after Ctrl-C.
 
-python -m tests.soak [--minutes N] [--json FILE] [--seed N]
+python -m tests.soak [--minutes N] [--json FILE] [--seed N] [--only PHASE]...
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +27,50 @@ from .traces import left, look
 
 STARTS, AT_ONCE = 1000, 100  # in FULL_MINUTES, and as much less in fewer
 FULL_MINUTES = 10.0
+
+
+def scaled(number: int, minutes: float) -> int:
+    return max(8, round(number * min(1.0, minutes / FULL_MINUTES)))
+
+
 # Parts of the time. Starts are a number; their part is where they end when the machine is slow.
-STARTS_PART, CHURN_PART, TENANTS_PART = 0.4, 0.25, 0.2
+PHASES: dict[str, Callable[[Stage, float], dict[str, Any]]] = {
+    "starts": lambda stage, minutes: starts.in_a_row(stage, scaled(STARTS, minutes), 0.4 * 60 * minutes),
+    "at_once": lambda stage, minutes: starts.at_once(stage, scaled(AT_ONCE, minutes)),
+    "churn": lambda stage, minutes: churn.run(stage, 0.25 * 60 * minutes),
+    "tenants": lambda stage, minutes: tenants.run(stage, 0.2 * 60 * minutes),
+}
 
 
-def soak(stage: Stage, minutes: float) -> dict[str, Any]:
-    """All phases; what was left behind and what was wrong is in the result."""
-    scale = min(1.0, minutes / FULL_MINUTES)
-    seconds = 60 * minutes
+def soak(stage: Stage, minutes: float, phases: Iterable[str]) -> dict[str, Any]:
+    """Those phases; what was left behind and what was wrong is in the result."""
     for device in range(DEVICES):  # the first start on a device makes what stays
         with stage.container(["true"], memory="1Gi", way="runtime", device=device) as one:
             one.run()
     stage.cli("list")
     before = look(stage.node, stage.prefix)
-    result: dict[str, Any] = {
-        "starts": starts.in_a_row(stage, round(STARTS * scale), STARTS_PART * seconds),
-        "at_once": starts.at_once(stage, max(8, round(AT_ONCE * scale))),
-        "churn": churn.run(stage, CHURN_PART * seconds),
-        "tenants": tenants.run(stage, TENANTS_PART * seconds),
-    }
+    result: dict[str, Any] = {name: PHASES[name](stage, minutes) for name in phases}
     processes.reap_zombies()
     result["left"] = left(before, look(stage.node, stage.prefix))
     result["wrong"] = stage.wrong
     return result
+
+
+def end_once(stopped: threading.Event) -> None:
+    """Ctrl-C, or a SIGTERM, ends the soak; a second one does not end the cleaning up."""
+
+    def interrupt(*_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        stopped.set()
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+
+
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix=f"soak-{os.getpid()}-", dir=host.BUILD)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,15 +78,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=FULL_MINUTES)
     parser.add_argument("--json", type=Path, default=host.BUILD / "soak.json")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--only", choices=PHASES, action="append", help="this phase (may be repeated)")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     host.enter_private_mounts()
     processes.become_subreaper()
     begin = time.monotonic()
-    with Show() as show, tempfile.TemporaryDirectory(prefix="soak-", dir=host.BUILD) as work:
+    with Show() as show, _directory() as work:
         try:
             with Stage(Path(work), show, options.seed) as stage:
-                result = soak(stage, options.minutes)
+                end_once(stage.stopped)
+                result = soak(stage, options.minutes, options.only or PHASES)
         except (KeyboardInterrupt, Stopped):
             show.note("ended; what ran is removed")
             return 130
