@@ -35,7 +35,7 @@ def scaled(number: int, minutes: float) -> int:
 
 # Parts of the time. Starts are a number; their part is where they end when the machine is slow.
 PHASES: dict[str, Callable[[Stage, float], dict[str, Any]]] = {
-    "starts": lambda stage, minutes: starts.in_a_row(stage, scaled(STARTS, minutes), 0.4 * 60 * minutes),
+    "starts": lambda stage, minutes: starts.in_a_row(stage, scaled(STARTS, minutes), 0.5 * 60 * minutes),
     "at_once": lambda stage, minutes: starts.at_once(stage, scaled(AT_ONCE, minutes)),
     "churn": lambda stage, minutes: churn.run(stage, 0.25 * 60 * minutes),
     "tenants": lambda stage, minutes: tenants.run(stage, 0.2 * 60 * minutes),

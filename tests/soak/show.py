@@ -8,6 +8,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 PLAIN_EVERY_S = 10.0
 
@@ -17,7 +18,8 @@ class Show:
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.fields[said]}"))
+        name = TextColumn("{task.description}", table_column=Column(min_width=16, no_wrap=True))
+        columns = (name, BarColumn(bar_width=10), TextColumn("{task.fields[said]}"))
         self._bars = Progress(*columns, TimeElapsedColumn(), console=self._console)
         self._plain = not self._console.is_terminal
         self._name, self._done, self._next = "", 0.0, 0.0

@@ -53,7 +53,8 @@ def in_a_row(stage: Stage, count: int, seconds: float) -> dict[str, Any]:
                     stage.say_wrong(f"{one.id} ({way}) left {left}")
             stage.show.advance(f"{number + 1} of {count}")
     result: dict[str, Any] = {"wanted": count, **{way: figures(values) for way, values in took.items()}}
-    stage.show.end(", ".join(f"{way} {result[way]}" for way in WAYS))
+    done = sum(len(values) for values in took.values())
+    stage.show.end(f"{done} of {count}, " + ", ".join(f"{way} {result[way]}" for way in WAYS))
     return result
 
 
