@@ -22,6 +22,19 @@ static int fail(const char *what) {
     return 127;
 }
 
+/* An engine may hand a hook the variables of an image (CVE-2025-23266), and loader and interpreter
+ * know too many of them. What is kept says where a user without rights has his state, and is
+ * checked there (rootless.py). */
+static char **environment_of_hook(void) {
+    static const char kept[] = "XDG_RUNTIME_DIR=";
+    static char *variables[] = {"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+                                NULL, NULL};
+    for (char **variable = environ; *variable && !variables[1]; variable++)
+        if (strncmp(*variable, kept, sizeof kept - 1) == 0)
+            variables[1] = *variable;
+    return variables;
+}
+
 /* The Python program of the same name. */
 static int python(const char *name, char **argv) {
     char self[PATH_MAX], path[2 * PATH_MAX];
@@ -31,7 +44,7 @@ static int python(const char *name, char **argv) {
     self[length] = '\0';
     *strrchr(self, '/') = '\0';
     snprintf(path, sizeof path, "%s/" LIBEXEC "/%s", self, name);
-    execv(path, argv);
+    execve(path, argv, strcmp(name, "gpushare-hook") == 0 ? environment_of_hook() : environ);
     return fail(path);
 }
 
