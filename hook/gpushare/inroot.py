@@ -137,7 +137,7 @@ def _open_at(dir_fd: int, name: str, flags: int, mode: int, path: str) -> int:
         raise linux.from_os_error(error, "openat", path) from None
 
 
-def _link_text(link_fd: int, name: str, path: str) -> str:
+def link_text(link_fd: int, name: str, path: str) -> str:
     """What an already opened link holds. In procfs only the few plain links are followed: the others are magic."""
     if name not in _PLAIN_PROC_LINKS and linux.filesystem_magic(link_fd) == linux.PROC_SUPER_MAGIC:
         raise linux.SyscallError("openat", path, errno.ELOOP)
@@ -167,7 +167,7 @@ def _walk(root_fd: int, path: str, flags: int, mode: int) -> int:
             kind = os.fstat(fd).st_mode
             if stat.S_ISLNK(kind) and (not last or follow_last or must_be_dir):
                 try:
-                    text = _link_text(fd, name, path)
+                    text = link_text(fd, name, path)
                 finally:
                     os.close(fd)
                 links += 1

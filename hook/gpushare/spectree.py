@@ -169,7 +169,9 @@ class SpecTree(inroot.View):
                 return self._leads_to_mount(path), ""
             raise
         try:
-            return True, os.readlink("", dir_fd=fd) if stat.S_ISLNK(os.fstat(fd).st_mode) else ""
+            return True, inroot.link_text(fd, path.rpartition("/")[2], path) if stat.S_ISLNK(
+                os.fstat(fd).st_mode
+            ) else ""
         finally:
             os.close(fd)
 
