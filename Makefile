@@ -22,10 +22,10 @@ NVML_INCLUDE := build/include/nvml
 CC := gcc
 PYTEST_ARGS ?=
 
-.PHONY: help setup build demo dist test test-dist lint format bench soak gpu-check docs clean root
+.PHONY: help setup build demo dist test test-attacks test-dist lint format bench gpu-check docs clean root
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(SETUP) ## install missing system packages, make build/venv
 
@@ -82,6 +82,9 @@ test: root build gpu-programs dist lint $(TEST_SETUP) ## every test, after the l
 test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the programs of the bundle
 	@$(VENV_PYTHON) -m pytest --programs $(DIST) tests/e2e $(PYTEST_ARGS)
 
+test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both ways in: table and build/attacks.json
+	@$(VENV_PYTHON) -m tests.attacks $(ATTACK_ARGS)
+
 lint: $(SETUP) ## ruff, mypy --strict, clang-format, names that must not be committed
 	@tests/tools/lint
 
@@ -100,7 +103,7 @@ gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes b
 
 dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the host, and an archive of them
 
-docs: docs/config.md docs/hardware.md docs/compute.md ## write the generated pages of docs/
+docs: docs/config.md docs/hardware.md docs/compute.md docs/attacks.md ## write the generated pages of docs/
 
 docs/config.md: hook/gpushare/config.py tests/tools/config_docs.py
 	$(VENV_PYTHON) tests/tools/config_docs.py >$@.new && mv $@.new $@
@@ -110,6 +113,9 @@ docs/hardware.md: tests/gpu/docs.py tests/gpu/checks.py $(wildcard tests/gpu/mea
 
 docs/compute.md: tests/throttle/docs.py tests/throttle/matrix.py tests/throttle/misses.json
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.throttle.docs
+
+docs/attacks.md: tests/attacks/docs.py tests/attacks/table.py
+	PYTHONPATH=. $(VENV_PYTHON) -m tests.attacks.docs >$@.new && mv $@.new $@
 
 clean: ## remove build/
 	rm -rf build

@@ -1,0 +1,127 @@
+"""make test-attacks: runs every attack of the table, prints what came of each, writes build/attacks.json.
+
+python -m tests.attacks [--format table|json] [pytest's arguments]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from tests.lib.host import BUILD, TREE
+
+from . import table
+
+
+class Row(NamedTuple):
+    """One attack as it is reported. `outcome`: share, refused, a count of both, held (elsewhere), failed, not run."""
+
+    kind: str
+    name: str
+    way: str
+    outcome: str
+    words: str
+    seconds: float
+    facts: tuple[str, ...]
+    cves: tuple[str, ...]
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome in ("failed", "not run")
+
+
+class Recorder:
+    """A pytest plugin: what became of each test, by its node id."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.failures: dict[str, str] = {}
+        self.words: dict[str, str] = {}
+        self.passed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        node = report.nodeid
+        self.seconds[node] = self.seconds.get(node, 0.0) + report.duration
+        self.words.update((node, str(value)) for key, value in report.user_properties if key == "outcome")
+        if report.failed or (report.skipped and not hasattr(report, "wasxfail")):
+            self.failures[node] = str(report.longrepr).strip().splitlines()[-1]
+        elif report.when == "call":
+            self.passed.add(node)
+
+    def outcome(self, node: str) -> str:
+        if node in self.failures:
+            return "failed"
+        if node not in self.passed:
+            return "not run"
+        words = self.words.get(node, "held")
+        whole = words in ("share", "held", table.NO_GPU.words, table.ENDS.words) or "shares, " in words
+        return words if whole else "refused"
+
+    def row(self, kind: str, one: Any, way: str, nodes: list[str]) -> Row:
+        outcomes = [self.outcome(node) for node in nodes] or ["not run"]
+        bad = [outcome for outcome in ("failed", "not run") if outcome in outcomes]
+        outcome = bad[0] if bad else (f"{len(nodes)} tests" if kind == "elsewhere" else outcomes[0])
+        said = [self.failures.get(node) or self.words.get(node, "") for node in nodes]
+        words = "" if kind == "elsewhere" and not bad else next((text for text in said if text), "")
+        seconds = sum(self.seconds.get(node, 0.0) for node in nodes)
+        return Row(kind, one.name, way, outcome, words, round(seconds, 2), one.facts, one.cves)
+
+
+def collected(recorder: Recorder) -> list[Row]:
+    """A row for each attack and way; one for each attack that is tried elsewhere."""
+    here = "tests/attacks/test_attacks.py::"
+    found: list[Row] = []
+    for kind, test, some in (("attack", "test_attack", table.ATTACKS), ("race", "test_race", table.RACES)):
+        for one in some:
+            for way in ("hook", "runtime"):
+                node = f"{here}{test}[{way}-{one.name.replace('/', '|')}]"
+                found.append(recorder.row(kind, one, way, [node]))
+    for row in table.ELSEWHERE:
+        nodes = [node for node in recorder.seconds if node.partition("[")[0] in {f"tests/{test}" for test in row.tests}]
+        missing = [test for test in row.tests if not any(node.startswith(f"tests/{test}") for node in nodes)]
+        found.append(recorder.row("elsewhere", row, "", [*nodes, *missing]))
+    return found
+
+
+def show(rows: list[Row]) -> None:
+    shown = Table(title="Attacks on the host", title_justify="left")
+    for column in ("attack", "way", "outcome", "CVEs and words"):
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        style = "red" if row.failed else ""
+        about = row.words if row.failed else ", ".join(row.cves or row.facts)
+        shown.add_row(row.name, row.way, row.outcome, about, style=style)
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
+    console.print(shown)
+    bad = sum(row.failed for row in rows)
+    console.print(f"{len(rows)} attacks, {bad} of them not held; build/attacks.json has the words of each refusal")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make test-attacks")
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+    options, others = parser.parse_known_args(argv)
+    recorder = Recorder()
+    tests = [str(Path(__file__).parent), *(f"{TREE}/tests/{test}" for row in table.ELSEWHERE for test in row.tests)]
+    quiet = ["-q", "--no-header"]
+    stdout = sys.stdout
+    if options.format == "json":
+        sys.stdout = sys.stderr  # only the JSON goes there
+    code = pytest.main([*quiet, "--rootdir", str(TREE), *others, *dict.fromkeys(tests)], plugins=[recorder])
+    sys.stdout = stdout
+    rows = collected(recorder)
+    text = json.dumps([row._asdict() for row in rows], indent=1)
+    (BUILD / "attacks.json").write_text(text + "\n")
+    print(text) if options.format == "json" else show(rows)
+    return int(bool(code) or any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

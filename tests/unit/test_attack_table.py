@@ -1,0 +1,37 @@
+"""The table of attacks: every word of the field and every known CVE has a row, and every test it names exists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.attacks import docs, table
+from tests.lib.host import TREE
+
+ROWS: list[Any] = [*table.ATTACKS, *table.RACES, *table.ELSEWHERE]
+
+
+def test_every_fact_has_a_row_and_every_row_a_fact() -> None:
+    named = {word for row in ROWS for word in row.facts}
+    assert named == set(table.FACTS)
+
+
+def test_every_cve_has_an_attack_or_a_race_of_our_own() -> None:
+    assert {cve for row in ROWS if not isinstance(row, table.Elsewhere) for cve in row.cves} == set(table.CVES)
+    assert len(table.CVES) == 16
+
+
+def test_no_name_is_used_twice() -> None:
+    names = [row.name for row in ROWS]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("test", sorted({test for row in table.ELSEWHERE for test in row.tests}))
+def test_a_test_that_the_table_names_exists(test: str) -> None:
+    file, _, function = test.partition("::")
+    assert f"\ndef {function}(" in (TREE / "tests" / file).read_text()
+
+
+def test_docs_are_generated() -> None:
+    assert (TREE / "docs" / "attacks.md").read_text() == docs.text(), "run `make docs`"
