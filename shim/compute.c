@@ -6,7 +6,7 @@
 #include "compute_parts.h"
 
 _Atomic uint32_t gs_computes;
-_Atomic uint32_t gs_compute_epoch = 1;
+_Atomic uint64_t gs_compute_epoch = 1;
 const struct gs_limits *gs_compute_limits_file;
 
 static _Atomic(struct gs_compute *) table[GS_MAX_COMPUTES];

@@ -5,10 +5,10 @@
  *   a sync        gs_compute_sync_begin .. gs_compute_sync_end
  *   a capture     gs_compute_captures
  *
- * Each thread remembers its last launches: an unchanged one that is paid for costs neither a
- * look-up nor a clock nor a call of the driver. What was remembered is void when `gs_compute_epoch`
- * has changed (a context, a stream, a library, a capture went or came) or another context is
- * current. */
+ * Each thread remembers its last launches in each context: an unchanged one that is paid for costs
+ * neither a look-up nor a clock nor a call of the driver. What was remembered is void when
+ * `gs_compute_epoch` has changed (a context, a stream, a library, a capture went or came) or the
+ * law has begun a new segment. */
 #ifndef GPUSHARE_COMPUTE_H
 #define GPUSHARE_COMPUTE_H
 
@@ -26,9 +26,9 @@ struct gs_grid {
 struct gs_remembered {
     const void *function;
     CUstream stream; /* as it was given: NULL is the legacy stream */
-    CUcontext context;
     struct gs_grid grid;
-    uint32_t epoch;
+    uint32_t turn; /* of the law, in which it counts; 0: it does not */
+    uint64_t epoch;
     struct gs_throttle *throttle;
     struct gs_throttle_stream *s;
     struct gs_predictor *f;
@@ -37,19 +37,23 @@ struct gs_remembered {
 _Static_assert(sizeof(struct gs_remembered) == 64, "one launch, one cache line");
 
 struct gs_memory {
-    CUcontext current; /* of this thread; NULL: not known */
     _Alignas(64) struct gs_remembered launch[GS_REMEMBERED];
+    CUcontext context;      /* they were launched while this one was current */
+    struct gs_memory *next; /* of the same thread */
 };
 
-/* One word of static TLS: there is little of it for a library that is opened at run time. Never
- * NULL: at first it is one that matches no launch. */
-extern _Thread_local struct gs_memory *gs_memory_of_thread;
-extern struct gs_memory gs_no_memory;
-extern _Atomic uint32_t gs_compute_epoch;
+/* That of the current context. One word of static TLS: there is little of it for a library that is
+ * opened at run time. Never NULL: where nothing is known it is one that matches no launch. */
+#define GS_HIDDEN __attribute__((visibility("hidden")))
+extern _Thread_local struct gs_memory *gs_memory_of_thread GS_HIDDEN;
+extern struct gs_memory gs_no_memory GS_HIDDEN;
+extern _Atomic uint64_t gs_compute_epoch GS_HIDDEN; /* never 0 */
 
+/* NULL: not known. */
+void gs_other_current(CUcontext context);
 static inline void gs_now_current(CUcontext context) {
-    if (gs_memory_of_thread != &gs_no_memory)
-        gs_memory_of_thread->current = context;
+    if (gs_memory_of_thread->context != context)
+        gs_other_current(context);
 }
 
 static inline struct gs_remembered *gs_remembered_at(struct gs_memory *memory, const void *function,
@@ -65,11 +69,21 @@ gs_compute_passes(const void *function, uint32_t x, uint32_t y, uint32_t z, CUst
     struct gs_remembered *r = gs_remembered_at(memory, function, x);
     if (__builtin_expect(
             r->function != function || r->grid.x != x || r->grid.y != y || r->grid.z != z ||
-                r->stream != stream || r->context != memory->current ||
-                r->epoch != atomic_load_explicit(&gs_compute_epoch, memory_order_relaxed),
+                r->stream != stream ||
+                r->epoch != atomic_load_explicit(&gs_compute_epoch, memory_order_relaxed) ||
+                r->turn != atomic_load_explicit(&r->throttle->turn, memory_order_relaxed),
             0))
         return false;
-    return gs_throttle_try(r->throttle, r->s, r->f);
+    /* Besides its arguments a launch has three registers. To keep the law in one of them takes a
+     * fourth, and to save that is more than to read it again, so the compiler is told that `r` is
+     * another pointer from here on. */
+    int64_t had = gs_throttle_allowance(r->throttle), ns;
+    __asm__("" : "+r"(r), "+r"(had));
+    ns = gs_throttle_expects(r->f);
+    if (!gs_throttle_covers(had, ns))
+        return false;
+    __asm__ volatile("" : "+r"(r));
+    return gs_throttle_pay(r->throttle, r->s, ns);
 }
 
 static inline void gs_compute_forget(void) {

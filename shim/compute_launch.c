@@ -9,8 +9,9 @@
 
 #define OVERLAP (4 * MS) /* so long launches that overlap go without a marker */
 #define UNMARKED 64u     /* a stream in which so many markers fail cannot be limited */
+#define MEMORIES 8u      /* contexts of which a thread remembers launches */
 
-struct gs_memory gs_no_memory; /* no launch has a context of NULL and an epoch of 0 */
+struct gs_memory gs_no_memory; /* no launch has an epoch of 0; never written to */
 _Thread_local struct gs_memory *gs_memory_of_thread = &gs_no_memory;
 
 static pthread_key_t at_exit_of_thread;
@@ -18,9 +19,12 @@ static _Atomic int key_state; /* 0: none yet, 1: being made, 2: there, 3: cannot
 
 /* ---- what a thread remembers ---------------------------------------------------------------- */
 
-static void thread_ends(void *memory) {
+static void thread_ends(void *first) {
     gs_memory_of_thread = &gs_no_memory; /* destructors that run after this one may still launch */
-    free(memory);
+    for (struct gs_memory *memory = first, *next; memory; memory = next) {
+        next = memory->next;
+        free(memory);
+    }
 }
 
 static bool have_key(void) {
@@ -30,23 +34,46 @@ static bool have_key(void) {
     return atomic_load(&key_state) == 2;
 }
 
-static struct gs_memory *memory_of_thread(void) {
-    if (gs_memory_of_thread == &gs_no_memory && have_key()) {
-        struct gs_memory *fresh = aligned_alloc(_Alignof(struct gs_memory), sizeof(*fresh));
-        if (fresh && pthread_setspecific(at_exit_of_thread, fresh) == 0)
-            gs_memory_of_thread = memset(fresh, 0, sizeof(*fresh));
-        else
-            free(fresh);
-    }
-    return gs_memory_of_thread == &gs_no_memory ? NULL : gs_memory_of_thread;
+void gs_other_current(CUcontext context) {
+    struct gs_memory *memory = context && atomic_load(&key_state) == 2
+                                   ? pthread_getspecific(at_exit_of_thread)
+                                   : NULL;
+    while (memory && memory->context != context)
+        memory = memory->next;
+    gs_memory_of_thread = memory ? memory : &gs_no_memory;
 }
 
-static void remember(const struct gs_remembered *what) {
-    struct gs_memory *memory = memory_of_thread();
-    if (!memory)
-        return;
-    memory->current = what->context;
-    *gs_remembered_at(memory, what->function, what->grid.x) = *what;
+/* Makes one for `context`, which has none. Of many contexts, the oldest is forgotten. */
+static bool make_memory(CUcontext context) {
+    if (!have_key())
+        return false;
+    struct gs_memory *first = pthread_getspecific(at_exit_of_thread), *fresh = NULL;
+    unsigned n = 0;
+    for (struct gs_memory **at = &first; *at; at = &(*at)->next)
+        if (++n == MEMORIES) {
+            fresh = *at;
+            *at = NULL;
+            break;
+        }
+    if (!fresh)
+        fresh = aligned_alloc(_Alignof(struct gs_memory), sizeof(*fresh));
+    if (!fresh)
+        return false;
+    memset(fresh, 0, sizeof(*fresh));
+    fresh->context = context;
+    fresh->next = first;
+    if (pthread_setspecific(at_exit_of_thread, fresh) != 0) {
+        free(fresh);
+        return false;
+    }
+    gs_memory_of_thread = fresh;
+    return true;
+}
+
+static void remember(CUcontext context, const struct gs_remembered *what) {
+    gs_now_current(context);
+    if (context && (gs_memory_of_thread != &gs_no_memory || make_memory(context)))
+        *gs_remembered_at(gs_memory_of_thread, what->function, what->grid.x) = *what;
 }
 
 /* ---- around the law ------------------------------------------------------------------------- */
@@ -92,6 +119,7 @@ struct wish {
     struct gs_predictor *f;
     uint64_t generation;
     CUresult refused;
+    uint32_t turn; /* of the law, in which launches like this one count; 0: they do not */
 };
 
 /* 0: go ahead, else when to ask again. */
@@ -123,6 +151,8 @@ static uint64_t ask(struct gs_compute *c, CUcontext context, struct wish *w, boo
          * can do it later. */
         *mark = w->s->law.mark || (w->stream == CU_STREAM_PER_THREAD && c->per_thread > 1 &&
                                    !until && !c->law.capturing);
+        if (gs_throttle_counts(&c->law, &w->s->law, w->f))
+            w->turn = atomic_load(&c->law.turn);
     }
     leave(&b, c);
     return until;
@@ -140,10 +170,10 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
                           CUstream stream, bool overlaps, bool again) {
     struct gs_here here;
     CUstream named = stream ? stream : CU_STREAM_LEGACY;
-    struct wish w = {function, grid, named, overlaps, NULL, NULL, 0, CUDA_SUCCESS};
+    struct wish w = {function, grid, named, overlaps, NULL, NULL, 0, CUDA_SUCCESS, 0};
     uint64_t until;
     *a = (struct gs_admission){0};
-    uint32_t epoch = atomic_load(&gs_compute_epoch);
+    uint64_t epoch = atomic_load(&gs_compute_epoch);
     uint32_t captures = atomic_load(&gs_captures);
     if (!gs_slot() || (captures && gs_compute_is_capturing(named)))
         return CUDA_SUCCESS;
@@ -164,8 +194,8 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
         a->f = w.f;
     }
     if (again && !captures && w.s)
-        remember(&(struct gs_remembered){function, stream, current, grid, epoch, &c->law, &w.s->law,
-                                         w.f});
+        remember(current, &(struct gs_remembered){function, stream, grid, w.turn, epoch, &c->law,
+                                                  &w.s->law, w.f});
     return CUDA_SUCCESS;
 }
 

@@ -252,26 +252,30 @@ GS_EXPORT CUresult CUDAAPI cuGraphInstantiateWithParams_ptsz(
 
 static CUresult launch_in_turn(launch_fn real, CUgraphExec exec, CUstream stream, CUstream named) {
     struct gs_admission admission;
-    if (!gs_compute_passes(exec, 0, 0, 0, named)) {
-        CUresult result =
-            gs_compute_admit(&admission, exec, (struct gs_grid){0}, named, false, true);
-        if (result == CUDA_SUCCESS)
-            result = launch(real, exec, stream);
-        gs_compute_launched(&admission, result);
-        return result;
+    CUresult result = gs_compute_admit(&admission, exec, (struct gs_grid){0}, named, false, true);
+    if (result == CUDA_SUCCESS)
+        result = launch(real, exec, stream);
+    gs_compute_launched(&admission, result);
+    return result;
+}
+
+/* Exported as `name`. Like that of a kernel where no graph of this process has memory. */
+#define GS_GRAPH_WRAPPER(name, key) \
+    static __attribute__((noinline, noipa)) CUresult name##_slow(CUgraphExec exec, \
+                                                                 CUstream stream) { \
+        GS_NEED(real, name); \
+        return launch_in_turn(real, exec, stream, key(stream)); \
+    } \
+    GS_EXPORT CUresult CUDAAPI name(CUgraphExec exec, CUstream stream) { \
+        if (atomic_load_explicit(&with_memory, memory_order_relaxed) != 0 || \
+            !gs_compute_passes(exec, 0, 0, 0, key(stream))) \
+            return name##_slow(exec, stream); \
+        return GS_REAL_NOW(name)(exec, stream); \
     }
-    return launch(real, exec, stream);
-}
 
-GS_EXPORT CUresult CUDAAPI cuGraphLaunch(CUgraphExec exec, CUstream stream) {
-    GS_NEED(real, cuGraphLaunch);
-    return launch_in_turn(real, exec, stream, stream);
-}
-
-GS_EXPORT CUresult CUDAAPI cuGraphLaunch_ptsz(CUgraphExec exec, CUstream stream) {
-    GS_NEED(real, cuGraphLaunch_ptsz);
-    return launch_in_turn(real, exec, stream, gs_per_thread(stream));
-}
+#define GS_AS_IT_IS(stream) (stream)
+GS_GRAPH_WRAPPER(cuGraphLaunch, GS_AS_IT_IS)
+GS_GRAPH_WRAPPER(cuGraphLaunch_ptsz, gs_per_thread)
 
 GS_EXPORT CUresult CUDAAPI cuGraphUpload(CUgraphExec exec, CUstream stream) {
     GS_NEED(real, cuGraphUpload);

@@ -14,7 +14,8 @@
 #include "symbols.h"
 
 /* NULL: not looked up yet. GS_MISSING: looked up, the driver has none. */
-extern _Atomic(void *) gs_real_function[GS_SYMBOL_COUNT];
+/* Hidden where it is declared: a launch reads it without a look at the global offset table. */
+extern _Atomic(void *) gs_real_function[GS_SYMBOL_COUNT] __attribute__((visibility("hidden")));
 #define GS_MISSING ((void *)1)
 
 /* Look a function up and remember it; NULL when the driver lacks it. errno stays what it was. */

@@ -156,6 +156,12 @@ static void renew(struct gs_throttle *t) {
     t->number = t->number + 1 ? t->number + 1 : 1;
 }
 
+/* No launch counts any more without asking. */
+static void next_turn(struct gs_throttle *t) {
+    uint32_t next = atomic_load(&t->turn) + 1;
+    atomic_store(&t->turn, next ? next : 1);
+}
+
 static bool has_room(const struct gs_throttle *t) {
     return t->marked - t->charged < GS_SEGMENTS - 2;
 }
@@ -165,6 +171,7 @@ static bool has_room(const struct gs_throttle *t) {
 static bool mark_some(struct gs_throttle *t, uint64_t now) {
     struct gs_segment *open = &t->open;
     struct gs_throttle_stream *s;
+    next_turn(t);
     while ((s = t->dirty) && open->n_events < GS_STREAMS) {
         open->work_ns += atomic_exchange(&s->work_ns, 0);
         int event = t->env->mark(t->env->arg, s->id);
@@ -388,6 +395,7 @@ void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,
     t->marker_ns = (uint32_t)US;
     t->limit.ppm = t->rate_ppm = 1000000;
     t->contexts = 1;
+    next_turn(t);
     renew(t);
 }
 

@@ -69,7 +69,7 @@ struct gs_predictor {
 struct gs_throttle_stream {
     uint32_t id;
     bool mark; /* call gs_throttle_launched after this launch */
-    bool dirty;
+    bool dirty; /* has launches of the open segment */
     _Atomic int64_t work_ns; /* expected, launched since the last marker */
     struct gs_throttle_stream *next_dirty;
 };
@@ -96,6 +96,10 @@ struct gs_segment {
 };
 
 struct gs_throttle {
+    /* What each launch looks at; at the start, so that its address needs no register of its own. */
+    _Atomic int64_t allowance_ns; /* expected work that is paid for and not launched */
+    _Atomic uint32_t turn; /* another one when streams were marked, never 0 */
+
     const struct gs_throttle_env *env;
     struct gs_throttle_limit limit; /* may change at any time, through gs_throttle_set_limit */
     struct gs_bucket *bucket;
@@ -108,7 +112,6 @@ struct gs_throttle {
     uint32_t marker_ns; /* device time of one event */
     bool capturing;     /* nothing is recorded or queried */
 
-    _Atomic int64_t allowance_ns; /* expected work that is paid for and not launched */
     struct gs_throttle_stream *dirty;
     struct gs_segment open;                 /* being launched; marked at the next slow path */
     struct gs_segment segment[GS_SEGMENTS]; /* marked: [charged, marked) */
@@ -140,20 +143,44 @@ void gs_throttle_refused(struct gs_throttle *t, struct gs_predictor *f);
 void gs_throttle_sync_begin(struct gs_throttle *t);
 void gs_throttle_sync_end(struct gs_throttle *t);
 
-/* Goes ahead on what is paid for. Unknown functions are never within an allowance. */
-static inline bool gs_throttle_try(struct gs_throttle *t, struct gs_throttle_stream *s,
-                                   struct gs_predictor *f) {
-    int64_t ns = atomic_load_explicit(&f->ns, memory_order_relaxed);
-    int64_t had = atomic_load_explicit(&t->allowance_ns, memory_order_relaxed);
-    if (__builtin_expect(had < ns || !s->dirty || f->noted != t->number, 0))
-        return false;
-    if (__builtin_expect(atomic_fetch_sub_explicit(&t->allowance_ns, ns, memory_order_relaxed) < ns,
-                         0)) {
+/* Whether the open segment counts the launches of `f` in `s`. It does until `t->turn` changes:
+ * who has asked under the caller's lock compares that from then on. */
+static inline bool gs_throttle_counts(const struct gs_throttle *t,
+                                      const struct gs_throttle_stream *s,
+                                      const struct gs_predictor *f) {
+    return s->dirty && f->noted == t->number;
+}
+
+/* Whether a launch is within what is paid for; unknown functions never are. */
+static inline bool gs_throttle_covers(int64_t had_ns, int64_t ns) {
+    return __builtin_expect(had_ns >= ns, 1);
+}
+static inline int64_t gs_throttle_allowance(const struct gs_throttle *t) {
+    return atomic_load_explicit(&t->allowance_ns, memory_order_relaxed);
+}
+static inline int64_t gs_throttle_expects(const struct gs_predictor *f) {
+    return atomic_load_explicit(&f->ns, memory_order_relaxed);
+}
+
+/* What is left is compared with 0, not what was there with `ns`: on x86-64 that is a flag of the
+ * subtraction. */
+static inline bool gs_throttle_pay(struct gs_throttle *t, struct gs_throttle_stream *s,
+                                   int64_t ns) {
+    if (__builtin_expect(
+            atomic_fetch_sub_explicit(&t->allowance_ns, ns, memory_order_relaxed) - ns < 0, 0)) {
         atomic_fetch_add_explicit(&t->allowance_ns, ns, memory_order_relaxed);
         return false; /* another thread was first */
     }
     atomic_fetch_add_explicit(&s->work_ns, ns, memory_order_relaxed);
     return true;
+}
+
+/* Goes ahead on what is paid for. compute.h does the same with what a thread remembers. */
+static inline bool gs_throttle_try(struct gs_throttle *t, struct gs_throttle_stream *s,
+                                   struct gs_predictor *f) {
+    int64_t ns = gs_throttle_expects(f);
+    return gs_throttle_counts(t, s, f) && gs_throttle_covers(gs_throttle_allowance(t), ns) &&
+           gs_throttle_pay(t, s, ns);
 }
 
 #endif
