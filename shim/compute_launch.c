@@ -35,9 +35,8 @@ static bool have_key(void) {
 }
 
 void gs_other_current(CUcontext context) {
-    struct gs_memory *memory = context && atomic_load(&key_state) == 2
-                                   ? pthread_getspecific(at_exit_of_thread)
-                                   : NULL;
+    struct gs_memory *memory =
+        context && atomic_load(&key_state) == 2 ? pthread_getspecific(at_exit_of_thread) : NULL;
     while (memory && memory->context != context)
         memory = memory->next;
     gs_memory_of_thread = memory ? memory : &gs_no_memory;

@@ -68,8 +68,8 @@ struct gs_predictor {
 
 struct gs_throttle_stream {
     uint32_t id;
-    bool mark; /* call gs_throttle_launched after this launch */
-    bool dirty; /* has launches of the open segment */
+    bool mark;               /* call gs_throttle_launched after this launch */
+    bool dirty;              /* has launches of the open segment */
     _Atomic int64_t work_ns; /* expected, launched since the last marker */
     struct gs_throttle_stream *next_dirty;
 };
@@ -98,7 +98,7 @@ struct gs_segment {
 struct gs_throttle {
     /* What each launch looks at; at the start, so that its address needs no register of its own. */
     _Atomic int64_t allowance_ns; /* expected work that is paid for and not launched */
-    _Atomic uint32_t turn; /* another one when streams were marked, never 0 */
+    _Atomic uint32_t turn;        /* another one when streams were marked, never 0 */
 
     const struct gs_throttle_env *env;
     struct gs_throttle_limit limit; /* may change at any time, through gs_throttle_set_limit */
