@@ -1,5 +1,5 @@
-/* The law of docs/compute.md: who may go, and what has finished. What it is charged is in
- * throttle_charge.c, what others say they did in throttle_peers.c. */
+/* The law of docs/compute.md: who may go. What has finished is in throttle_done.c, what it is
+ * charged in throttle_charge.c, what others say they did in throttle_peers.c. */
 #include <string.h>
 
 #include "throttle_parts.h"
@@ -34,118 +34,6 @@ static uint64_t take(struct gs_throttle *t, int64_t device_ns, int64_t longest_n
         next = min64(next, now + DEBT);
     } while (!atomic_compare_exchange_weak(&t->bucket->tat_ns, &tat, next));
     return 0;
-}
-
-/* ---- the page -------------------------------------------------------------------------- */
-
-/* Two that follow each other and were all its own say as much as one. */
-static bool join(const struct gs_run *a, struct gs_run *b) {
-    if (a->end_ns != b->start_ns || a->run_ns != a->end_ns - a->start_ns ||
-        b->run_ns != b->end_ns - b->start_ns)
-        return false;
-    b->start_ns = a->start_ns;
-    b->run_ns += a->run_ns;
-    return true;
-}
-
-/* Where there is no more room, the oldest two become one: the stamps of the last slices stay. */
-static void append(struct gs_activity *a, const struct gs_run *run) {
-    uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS, i = 1;
-    if (n == GS_RUNS) {
-        while (i < n && !join(&a->run[i - 1], &a->run[i]))
-            i++;
-        i = i < n ? i : 1; /* or the oldest goes */
-        memmove(&a->run[i - 1], &a->run[i], (n - i) * sizeof(a->run[0]));
-        n--;
-    }
-    a->run[n] = *run;
-    a->last = n;
-    a->n = n + 1;
-}
-
-static void publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now) {
-    uint32_t index = atomic_load(&t->page->index) & 1;
-    struct gs_activity *a = &t->page->buffer[index ^ 1];
-    bool idle = t->marked == t->finished && !t->open.launches;
-    int64_t work = t->in_flight_ns + (t->open.launches ? QUANTUM + t->open.hint_ns : 0);
-    *a = t->page->buffer[index];
-    a->busy_from_ns = idle ? 0 : t->busy_from_ns;
-    a->busy_until_ns = idle ? 0 : now + 2 * (t->contexts + 1) * (uint64_t)work + 10 * MS;
-    t->told_until_ns = a->busy_until_ns;
-    a->horizon_ns = idle ? now : t->covered_ns;
-    const struct gs_segment *next =
-        t->finished != t->marked ? &t->segment[t->finished % GS_SEGMENTS] : &t->open;
-    a->expects_ns = next->probe ? 2 * (uint64_t)t->slice_ns
-                                : (uint64_t)gs_throttle_when_hit(
-                                      next, next == &t->open ? next->hint_ns : next->work_ns);
-    a->switch_ns = t->finds < FINDS ? 0 : t->found_ns;
-    a->weight = t->limit.weight;
-    a->priority = t->limit.priority;
-    if (run && run->end_ns > run->start_ns)
-        append(a, run);
-    atomic_store(&t->page->index, index ^ 1);
-}
-
-/* ---- what has finished ----------------------------------------------------------------- */
-
-/* True when the device has begun with it, or did so before. */
-static bool started(struct gs_throttle *t, struct gs_segment *segment) {
-    return segment->start_event < 0 || segment->start_ns ||
-           t->env->done(t->env->arg, segment->start_event, &segment->start_ns);
-}
-
-static bool events_done(struct gs_throttle *t, struct gs_segment *segment) {
-    const struct gs_throttle_env *env = t->env;
-    while (segment->n_events) {
-        uint64_t stamp;
-        if (!env->done(env->arg, segment->event[segment->n_events - 1], &stamp))
-            return false;
-        segment->end_ns = max64(segment->end_ns, stamp);
-        segment->n_events--;
-    }
-    return started(t, segment);
-}
-
-static void finish(struct gs_throttle *t, struct gs_segment *segment, uint64_t now) {
-    segment->before_ns = t->covered_ns;
-    segment->clean |= segment->start_event < 0 && t->covered_ns >= segment->marked_ns;
-    segment->start_ns = max64(segment->start_ns, t->covered_ns);
-    segment->end_ns = max64(segment->start_ns, segment->end_ns);
-    t->covered_ns = segment->end_ns;
-    t->in_flight_ns -= segment->work_ns;
-    atomic_store(&t->bucket->done_ns, now);
-    struct gs_run run = {segment->start_ns, segment->end_ns, gs_throttle_first_guess(t, segment)};
-    t->finished++;
-    publish(t, &run, now);
-}
-
-static void poll(struct gs_throttle *t, uint64_t now) {
-    struct gs_peer peer[MAX_PEERS];
-    unsigned n = 0;
-    bool news = false;
-    while (t->finished != t->marked && events_done(t, &t->segment[t->finished % GS_SEGMENTS])) {
-        if (!news) {
-            n = t->env->peers(t->env->arg, peer, MAX_PEERS);
-            gs_throttle_survey(t, peer, n, now);
-        }
-        news = true;
-        finish(t, &t->segment[t->finished % GS_SEGMENTS], now);
-    }
-    bool begun = t->marked != t->finished && started(t, &t->segment[t->finished % GS_SEGMENTS]) &&
-                 t->segment[t->finished % GS_SEGMENTS].start_ns > t->busy_from_ns;
-    if (begun) /* not when it was queued */
-        t->busy_from_ns = t->segment[t->finished % GS_SEGMENTS].start_ns;
-    if (begun || (t->marked != t->finished && t->told_until_ns < now + EXTEND))
-        publish(t, NULL, now);
-    if (t->charged == t->finished)
-        return;
-    if (!news)
-        n = t->env->peers(t->env->arg, peer, MAX_PEERS);
-    while (t->charged != t->finished &&
-           gs_throttle_charge(t, &t->segment[t->charged % GS_SEGMENTS], peer, n, now))
-        t->charged++;
-    if (news && t->finished == t->marked)
-        publish(t, NULL, now);
 }
 
 /* ---- launches -------------------------------------------------------------------------- */
@@ -308,7 +196,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     }
     uint64_t now = t->env->now(t->env->arg);
     if (!t->capturing) {
-        poll(t, now);
+        gs_throttle_poll(t, now);
         mark(t, now);
     }
     if (t->limit.mode == GS_THROTTLE_UNLIMITED) /* its markers take a thousandth of its time */
@@ -339,7 +227,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         t->open.probe = f->probing = !known;
         t->open.stream = s->id;
     }
-    publish(t, NULL, now);
+    gs_throttle_publish(t, NULL, now);
     return 0;
 }
 
@@ -375,12 +263,12 @@ void gs_throttle_sync_begin(struct gs_throttle *t) {
     int64_t rest = atomic_exchange(&t->allowance_ns, 0);
     if (rest > 0 && t->limit.mode != GS_THROTTLE_UNLIMITED)
         gs_throttle_adjust(t, -rest, now);
-    publish(t, NULL, now);
+    gs_throttle_publish(t, NULL, now);
 }
 
 void gs_throttle_sync_end(struct gs_throttle *t) {
     if (!t->capturing && t->marked != t->finished)
-        poll(t, t->env->now(t->env->arg));
+        gs_throttle_poll(t, t->env->now(t->env->arg));
 }
 
 void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,

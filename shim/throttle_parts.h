@@ -82,6 +82,13 @@ uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_se
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
                         const struct gs_peer *peer, unsigned n, uint64_t now);
 
+/* ---- throttle_done.c -------------------------------------------------------------------- */
+
+/* Tell the others what we have on the device, with the `run` that is over, if any. */
+void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now);
+/* See what has finished, and charge what can be judged. */
+void gs_throttle_poll(struct gs_throttle *t, uint64_t now);
+
 /* ---- throttle.c -------------------------------------------------------------------------- */
 
 /* Correct what was paid by `device_ns`. */
