@@ -206,6 +206,8 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
         (c.before_ns > segment->before_ns || /* or somebody ran whose next stamp is yet to come */
          gs_throttle_company(t, peer, n, segment->before_ns, segment->start_ns).ran))
         own += switched(t, segment, &c);
+    else if (segment->start_event >= 0 && contexts == 1) /* that marker ended with its stamp */
+        own += t->marker_ns;
     record(t->bucket, segment, own);
     if (segment->launches && own > 0)
         atomic_store(&t->bucket->launch_ns, (uint64_t)own / segment->launches);
