@@ -54,6 +54,27 @@ def test_what_a_bucket_tells_is_what_the_device_gave(tenants: list[Tenant]) -> N
         assert ledger.charged_ns / 4e7 == pytest.approx(ledger.held_ns / 4e7, abs=2)
 
 
+@pytest.mark.parametrize("limit", [30, 90])
+@pytest.mark.parametrize("kernel", ["5us", "50us"])
+def test_what_markers_take_of_the_device_is_charged(kernel: str, limit: float) -> None:
+    """Synchronous launches have one before and one behind; the first is over when its own stamp is taken."""
+    (ledger,) = simulate([Tenant(limit, kernel, "sync")], ms=2500)
+    assert ledger.charged_ns == pytest.approx(ledger.held_ns, rel=0.004)
+
+
+@pytest.mark.parametrize("told_us", [20, 400])
+def test_what_a_switch_costs_is_found_soon(told_us: int) -> None:
+    """It is 125 us in the mean, and up to 200; what is charged until that is known is wrong by little."""
+    for ledger in simulate([Tenant(30, "5us"), Tenant(50, "5us")], ms=2500, told_switch_us=told_us):
+        assert ledger.charged_ns / 25e6 == pytest.approx(ledger.held_ns / 25e6, abs=1.3)
+
+
+def test_short_synchronous_launches_are_seldom_marked() -> None:
+    """One in ten: where they are looked at one by one that is soon over, and less than 100 us of work is no reason."""
+    (ledger,) = simulate([Tenant(30, "5us", "sync")], ms=2500)
+    assert ledger.marks <= 0.12 * ledger.launches
+
+
 def test_who_leaves_has_left_and_who_stays_keeps_its_share() -> None:
     stays, joins = simulate([Tenant(30, "50us"), Tenant(50, "50us", more="join=1500,leave=3000")], ms=5000)
     assert stays.mae(30, 1000, 1000) <= 1.0
