@@ -75,6 +75,12 @@ def test_short_synchronous_launches_are_seldom_marked() -> None:
     assert ledger.marks <= 0.12 * ledger.launches
 
 
+def test_launches_that_overlap_are_charged_little_too_much() -> None:
+    """Two of them run in the time of one, between switches: the known miss of the matrix, which must not grow."""
+    for ledger in simulate([Tenant(50, "5us", "streams")] * 2, ms=2500):
+        assert (ledger.charged_ns - ledger.held_ns) / 25e6 <= 1.7
+
+
 def test_who_leaves_has_left_and_who_stays_keeps_its_share() -> None:
     stays, joins = simulate([Tenant(30, "50us"), Tenant(50, "50us", more="join=1500,leave=3000")], ms=5000)
     assert stays.mae(30, 1000, 1000) <= 1.0
@@ -137,6 +143,12 @@ def test_spinning_is_charged() -> None:
     """In one process; what spins for another process and is never synchronised with is a known miss."""
     (ledger,) = simulate([Tenant(5, program="pair")], ms=20_000)
     assert ledger.share() <= 8
+
+
+def test_a_second_unknown_launch_waits_for_what_the_first_is() -> None:
+    """Each spins for 100 ms and more; only what is launched as nothing is known of it yet is in excess of 5 %."""
+    (ledger,) = simulate([Tenant(5, program="pair")], ms=2500)
+    assert ledger.share(0) <= 12
 
 
 def test_a_debt_is_at_most_ten_seconds() -> None:
