@@ -110,7 +110,7 @@ static bool stuck(struct gs_throttle *t, uint32_t stream, uint64_t now, uint64_t
     for (uint32_t i = t->finished; i != t->marked; i++) { /* behind that it would wait anyway */
         struct gs_segment *segment = &t->segment[i % GS_SEGMENTS];
         if (segment->single && segment->stream == stream &&
-            (t->capturing || !events_done(t, segment)))
+            (t->capturing || !gs_throttle_events_done(t, segment)))
             return false;
     }
     if (t->in_flight_ns <= 0) {

@@ -61,7 +61,7 @@ static bool started(struct gs_throttle *t, struct gs_segment *segment) {
            t->env->done(t->env->arg, segment->start_event, &segment->start_ns);
 }
 
-static bool events_done(struct gs_throttle *t, struct gs_segment *segment) {
+bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment) {
     const struct gs_throttle_env *env = t->env;
     while (segment->n_events) {
         uint64_t stamp;
@@ -90,7 +90,8 @@ void gs_throttle_poll(struct gs_throttle *t, uint64_t now) {
     struct gs_peer peer[MAX_PEERS];
     unsigned n = 0;
     bool news = false;
-    while (t->finished != t->marked && events_done(t, &t->segment[t->finished % GS_SEGMENTS])) {
+    while (t->finished != t->marked &&
+           gs_throttle_events_done(t, &t->segment[t->finished % GS_SEGMENTS])) {
         if (!news) {
             n = t->env->peers(t->env->arg, peer, MAX_PEERS);
             gs_throttle_survey(t, peer, n, now);

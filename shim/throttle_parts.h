@@ -84,6 +84,8 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
 
 /* ---- throttle_done.c -------------------------------------------------------------------- */
 
+/* All of its markers are done, and it has begun. */
+bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment);
 /* Tell the others what we have on the device, with the `run` that is over, if any. */
 void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now);
 /* See what has finished, and charge what can be judged. */
