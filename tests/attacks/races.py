@@ -21,7 +21,7 @@ from tests.lib.runc import Container, RuntimeFailed
 from . import proof
 from .scene import LIBCUDA, VERSION, Scene
 
-RACE_S = 6.0  # seconds for one race and way in `make test`
+RACE_S = 2.0  # seconds for one race and way in `make test`
 AT_LEAST = 3  # starts, however slow the machine is
 SHOWN = f"{proof.LIMIT >> 20}MiB"
 
