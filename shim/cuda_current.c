@@ -10,19 +10,28 @@ static CUresult learned(CUresult result) {
     return result;
 }
 
+/* Without asking the driver, where the call itself says it. NULL uncovers what was below. */
+static CUresult made(CUresult result, CUcontext ctx) {
+    if (!ctx)
+        return learned(result);
+    if (result == CUDA_SUCCESS)
+        gs_now_current(ctx);
+    return result;
+}
+
 GS_EXPORT CUresult CUDAAPI cuCtxSetCurrent(CUcontext ctx) {
     GS_NEED(real, cuCtxSetCurrent);
-    return learned(real(ctx));
+    return made(real(ctx), ctx);
 }
 
 GS_EXPORT CUresult CUDAAPI cuCtxPushCurrent(CUcontext ctx) {
     GS_NEED(real, cuCtxPushCurrent);
-    return learned(real(ctx));
+    return made(real(ctx), ctx);
 }
 
 GS_EXPORT CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext ctx) {
     GS_NEED(real, cuCtxPushCurrent_v2);
-    return learned(real(ctx));
+    return made(real(ctx), ctx);
 }
 
 GS_EXPORT CUresult CUDAAPI cuCtxPopCurrent(CUcontext *pctx) {
