@@ -97,8 +97,9 @@ KEYS = (
         "How limits may be enforced."),
     Key("policy.unlimited", "exclusive", {"enum": ["exclusive", "shared", "deny"]},
         "What a container without a memory limit gets: the device for itself, the device beside others, or nothing."),
-    Key("hook.log", "", {"type": "string", "pattern": "^(/[^\\u0000]*)?$"},
-        "File to which the hook appends one line for each container that asks for something; empty: none."),
+    Key("log.decisions", "syslog", {"type": "string", "pattern": "^(syslog|none|/[^\\u0000]*)$"},
+        "Where one line goes for each share that is granted, refused or released: syslog, which is the journal where "
+        "systemd runs; none; or the absolute path of a file, or of a socket that takes what /dev/log does."),
 )  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def effective(config: Config) -> dict[str, Any]:
         "policy.allowed_devices": list(policy.allowed_devices),
         "policy.allowed_backends": list(policy.allowed_backends),
         "policy.unlimited": policy.unlimited,
-        "hook.log": config.log,
+        "log.decisions": config.log,
     }
 
 
@@ -338,7 +339,7 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
             privileged_containers=tuple(at["policy.privileged_containers"]),
             over_maximum=at["policy.over_maximum"],
         ),
-        log=at["hook.log"],
+        log=at["log.decisions"],
         runtime=at["runtime.path"],
         compute_overcommit=float(at["compute_overcommit"]),
         slice_us=int(at["compute.slice_us"]),

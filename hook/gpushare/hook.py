@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import log, names, oci, rootless
+from . import decision, log, names, oci, rootless
 from .errors import GpushareError, KernelError, RequestError
 from .light import TYPE_CHECKING, Callable, NamedTuple, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request, Share
@@ -60,7 +60,8 @@ def parse(argv: Sequence[str]) -> Options:
 
 def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
     """Returns the exit code. `stdin` is a descriptor."""
-    container_id, state_dir = "", ""
+    container_id = ""
+    options = Options("", "", "")
     words = list(sys.argv[1:] if argv is None else argv)
     if words in (["-h"], ["--help"]):
         os.write(
@@ -69,7 +70,6 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
         return 0
     try:
         options = parse(words)
-        state_dir = options.state_dir
         os.umask(0o022)
         os.chdir("/")
         watch()
@@ -79,15 +79,16 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
     except BaseException as error:
         ignore_signals()
         line, code = log.line_of(error)
-        if container_id and state_dir:
-            keep(state_dir, container_id, line, error)
+        if container_id:
+            way = "" if options.stage == "poststop" else "runtime" if options.stage == "adopt" else "hook"
+            keep(options.config, options.state_dir, container_id, way, line, error)
         log.to_stderr(line)
         # A poststop hook that fails helps nobody: its container is gone, and its line is on stderr.
         return 0 if words[-1:] == ["poststop"] else code
 
 
-def keep(state_dir: str, container_id: str, line: str, error: BaseException) -> None:
-    """The line for `inspect`, unless the state directory is what hangs."""
+def keep(config: str, state_dir: str, container_id: str, way: str, line: str, error: BaseException) -> None:
+    """The line for `inspect`, unless the state directory is what hangs; and one that says that it was refused."""
     from . import storage
 
     try:
@@ -95,6 +96,12 @@ def keep(state_dir: str, container_id: str, line: str, error: BaseException) -> 
         storage.prepare(state_dir)
         log.record(state_dir, container_id, line, error)
     except (KernelError, Interrupted):
+        pass
+    try:
+        _give_up_later()
+        if way:
+            decision.refused(decision.configured(config, state_dir), container_id, way, error)
+    except Interrupted:
         pass
     finally:
         signal.alarm(0)
@@ -191,7 +198,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
     applied: Optional[apply.Applied] = None
     try:
         if asked.selection.kind != "none":  # driver files alone hold no part of a device
-            lease = leases.reserve(state_dir, bundle, asked, host, grant)
+            lease = leases.reserve(state_dir, bundle, asked, host, grant, decision.ending(host.config.log, "start"))
             storage.make_share_dir(state_dir, bundle.id, lease.shares)
         files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
         root = rootfs.open_root(bundle, init.pid)
@@ -212,15 +219,25 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
         raise
     applied.close()
     storage.empty_trash(state_dir)
-    tell(host, steps)
+    tell(decision.open_sink(host.config.log), "hook", asked, lease, steps)
 
 
-def tell(host: Node, steps: Plan, more: Sequence[str] = ()) -> None:
-    """The configured log: what the container got, and each thing that is not as its words say."""
-    if host.config.log:
-        lines = (steps.ops[0].describe() if steps.ops else "nothing", *steps.notes, *more)
-        for line in lines:
-            log.append(host.config.log, f"{steps.container_id}: {line}")
+def tell(
+    sink: decision.Sink, way: str, asked: Request, lease: Optional[Lease], steps: Plan, taken: Sequence[str] = ()
+) -> None:
+    """What the container got, and each thing that is not as its words say. `taken`: out of config.json."""
+    clamped = [f"slot {share.slot}: {share.clamped}" for share in lease.shares if share.clamped] if lease else []
+    said = steps.notes[len(asked.ignored) + len(clamped) :]  # plan.py has these first; those ignored have values
+    decision.granted(
+        sink,
+        steps.container_id,
+        lease,
+        asked,
+        way,
+        *decision.details("clamped", clamped),
+        *decision.details("notes", said),
+        *decision.details("taken_out", taken),
+    )
 
 
 def undo(state_dir: str, container_id: str, undo_applied: Optional[Callable[[], None]]) -> None:
@@ -250,8 +267,9 @@ def _poststop(options: Options, state: oci.State) -> int:
     lease = leases.find(options.state_dir, state.id)
     if lease is not None and lease.state == "held" and lease.bundle == state.bundle:
         _wait_gone(lease.init_pid, lease.init_start)
-    if not leases.release_reserved_by(options.state_dir, state.id, state.bundle, os.getppid()):
-        kept = leases.release(options.state_dir, state.id)
+    ended = decision.ending(decision.configured(options.config, options.state_dir) if lease else "", "poststop")
+    if not leases.release_reserved_by(options.state_dir, state.id, state.bundle, os.getppid(), ended):
+        kept = leases.release(options.state_dir, state.id, ended)
         if kept:
             log.to_stderr(f"gpushare: {kept}")
     storage.empty_trash(options.state_dir)

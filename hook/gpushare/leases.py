@@ -25,6 +25,7 @@ from .model import Bundle, Lease, Node, Request, Share
 _MAX_BYTES = 1 << 20
 _USUAL_BYTES = 16 << 10
 # (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
+Ended = Callable[[Lease], None]  # told, without the lock, of a lease that was given back
 GrantFn = Callable[[Request, Node, tuple[Lease, ...], frozenset[str]], tuple[Share, ...]]
 
 
@@ -178,10 +179,10 @@ def _drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
     return storage.discard(state_dir, container_id)
 
 
-def _sweep(state_dir: str, seen: View) -> list[str]:
-    """Discards what is dead or was never finished. The caller holds the lock."""
-    gone = [(lease.id, lease.shares) for lease, _ in seen.dead] + [(name, ()) for name in seen.partial]
-    return [container_id for container_id, shares in gone if _drop(state_dir, container_id, shares)]
+def _sweep(state_dir: str, seen: View) -> tuple[list[Lease], list[str]]:
+    """Discards what is dead or was never finished; those leases, and these ids. The caller holds the lock."""
+    dead = [lease for lease, _ in seen.dead if _drop(state_dir, lease.id, lease.shares)]
+    return dead, [name for name in seen.partial if _drop(state_dir, name, ())]
 
 
 def _refuse_taken(container_id: str, seen: View) -> None:
@@ -200,12 +201,32 @@ def _refuse_taken(container_id: str, seen: View) -> None:
             )
 
 
-def reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, grant_fn: GrantFn) -> Lease:
+def reserve(
+    state_dir: str,
+    bundle: Bundle,
+    request: Request,
+    node: Node,
+    grant_fn: GrantFn,
+    ended: Optional[Ended] = None,
+) -> Lease:
     """A "reserved" lease owned by this process; `grant_fn` decides against all live leases, under the lock.
+    `ended` is told of the dead ones that made room.
 
     Raises CapacityError when the id has a live lease, KernelError, and whatever `grant_fn` raises, leaving nothing.
     Returns with containers/<id> made and holding the lease. The caller calls `storage.empty_trash` afterwards.
     """
+    dead: list[Lease] = []
+    try:
+        return _reserve(state_dir, bundle, request, node, grant_fn, dead)
+    finally:
+        if ended:
+            for lease in dead:
+                ended(lease)
+
+
+def _reserve(
+    state_dir: str, bundle: Bundle, request: Request, node: Node, grant_fn: GrantFn, dead: list[Lease]
+) -> Lease:
     from . import policy  # not for adopt, which makes no lease
 
     me = procs.myself()
@@ -213,7 +234,7 @@ def reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, grant_
         with locked(state_dir):
             _rebuild(state_dir, node)
             seen = view(state_dir)
-            _sweep(state_dir, seen)
+            dead += _sweep(state_dir, seen)[0]
             _refuse_taken(bundle.id, seen)
             policy.refuse_second(request, bundle, seen.live)
             shares = grant_fn(request, node, seen.live, seen.blocked(node))
@@ -298,8 +319,8 @@ def is_held_by(state_dir: str, container_id: str, init: procs.Process) -> bool:
     return lease is not None and lease.state == "held" and (lease.init_pid, lease.init_start) == (init.pid, init.start)
 
 
-def release(state_dir: str, container_id: str) -> str:
-    """Releases `container_id` unless a living process holds it; "" or why it was left.
+def release(state_dir: str, container_id: str, ended: Optional[Ended] = None) -> str:
+    """Releases `container_id` unless a living process holds it; "" or why it was left. `ended` is told when it did.
 
     Not even poststop may free what is in use: runc calls it for a failed create too, also when the id is one that
     another container (of another runc root) holds. Where the lease cannot be read, whoever sees the container's page
@@ -316,11 +337,15 @@ def release(state_dir: str, container_id: str) -> str:
         elif lease is not None and not why_dead(state_dir, lease, procs.boot_id()):
             pid = lease.init_pid or lease.creator_pid
             return f"lease of {container_id!r} is kept: pid {pid} or one that it left is alive"
-        _drop(state_dir, container_id, lease.shares if isinstance(lease, Lease) else ())
+        gone = _drop(state_dir, container_id, lease.shares if isinstance(lease, Lease) else ())
+    if gone and ended and isinstance(lease, Lease):
+        ended(lease)
     return ""
 
 
-def release_reserved_by(state_dir: str, container_id: str, bundle: str, creator_pid: int) -> bool:
+def release_reserved_by(
+    state_dir: str, container_id: str, bundle: str, creator_pid: int, ended: Optional[Ended] = None
+) -> bool:
     """Releases a lease that is only reserved, when its living creator itself says that nothing came of it: runc calls
     poststop after a create that failed, and gpushare-runtime has become that runc."""
     if not storage.is_ready(state_dir):
@@ -329,7 +354,10 @@ def release_reserved_by(state_dir: str, container_id: str, bundle: str, creator_
         lease = find(state_dir, container_id)
         if lease is None or (lease.state, lease.bundle, lease.creator_pid) != ("reserved", bundle, creator_pid):
             return False
-        return _drop(state_dir, container_id, lease.shares)
+        gone = _drop(state_dir, container_id, lease.shares)
+    if gone and ended:
+        ended(lease)
+    return gone
 
 
 def undo(state_dir: str, container_id: str) -> None:
@@ -341,11 +369,15 @@ def undo(state_dir: str, container_id: str) -> None:
             _drop(state_dir, container_id, lease.shares)
 
 
-def sweep(state_dir: str, assume_free: bool = False) -> list[str]:
+def sweep(state_dir: str, assume_free: bool = False, ended: Optional[Ended] = None) -> list[str]:
     """Discards all dead and partial leases, with `assume_free` also damaged ones; returns their ids."""
     with locked(state_dir):
         seen = view(state_dir)
-        gone = _sweep(state_dir, seen)
+        dead, partial = _sweep(state_dir, seen)
+        gone = [lease.id for lease in dead] + partial
         if assume_free:
             gone += [damage.id for damage in seen.damaged if storage.discard(state_dir, damage.id)]
+    if ended:
+        for lease in dead:
+            ended(lease)
     return gone

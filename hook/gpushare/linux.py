@@ -8,7 +8,9 @@ kernel's tables.
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 
 from .errors import KernelError
 from .light import TYPE_CHECKING, Any, Union
@@ -203,6 +205,21 @@ def setns(fd: int, what: str, kind: int = CLONE_NEWNS) -> None:
 def pidfd_open(pid: int) -> int:
     """A descriptor that stands for this very process, whoever has the number later."""
     return _call("pidfd_open", f"pid {pid}", _PIDFD_OPEN, pid, 0)
+
+
+def connect_datagram(path: str) -> int:
+    """A close-on-exec descriptor for datagrams to the Unix socket at `path`; writing to it never waits."""
+    flags = 2 | os.O_CLOEXEC | os.O_NONBLOCK  # SOCK_DGRAM; SOCK_CLOEXEC and SOCK_NONBLOCK are these flags of open
+    fd = _libc_call("socket", path, 1, flags, 0)  # 1: AF_UNIX
+    address = (1).to_bytes(2, sys.byteorder) + os.fsencode(path) + b"\0"
+    try:
+        if len(address) > 110:  # sizeof(struct sockaddr_un)
+            raise SyscallError("connect", path, errno.ENAMETOOLONG)
+        _libc_call("connect", path, fd, address, len(address))
+    except SyscallError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def detached_tmpfs(options: dict[str, str], attributes: int, what: str) -> int:

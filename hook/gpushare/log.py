@@ -71,21 +71,6 @@ def _forget_oldest(folder: str) -> None:
         os.unlink(path)
 
 
-def append(path: str, line: str) -> None:
-    """One line, with the time, at the end of the log file that the configuration names. Never raises."""
-    import time
-
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o640)
-        try:
-            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            os.write(fd, f"{stamp} {line}\n".encode("utf-8", "backslashreplace"))
-        finally:
-            os.close(fd)
-    except OSError:
-        pass
-
-
 def to_runtime_log(path: str, log_format: str, line: str) -> None:
     """One error in the file that the engine gave the runtime with --log: docker and containerd read only that. As runc
     writes it (logrus): JSON, or text. Never raises."""

@@ -65,7 +65,7 @@ class Config(NamedTuple):
     memory_overcommit: float = 1.0
     placement: str = "first-fit"
     policy: Policy = Policy()
-    log: str = ""  # a file that the hook appends one line to for each container; "" = none
+    log: str = "syslog"  # where decisions are written: syslog, none, or the path of a file or socket
     runtime: str = ""  # absolute path of the low-level runtime; "" = found by lowlevel.find
     compute_overcommit: float = 1.0
     slice_us: int = 0  # of the devices, microseconds; 0 = what the shim takes as usual

@@ -23,7 +23,7 @@ from .errors import DeviceError, GpushareError
 from .light import Any, Optional, dumps, loads
 from .model import Config, Device, Inventory, Node, Policy
 
-SCHEMA = 2  # grows when the meaning of node.json changes
+SCHEMA = 3  # grows when the meaning of node.json changes
 FILE = "node.json"
 _DEVICES = ("devices", "mig")  # fields of Inventory that hold devices
 MAX_NODE_BYTES = 4 << 20

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 
-from . import inroot, leasefile, linux, log, mountns, names, pages, procs, region, rootless, storage
+from . import decision, inroot, leasefile, linux, mountns, names, pages, procs, region, rootless, storage
 from .errors import KernelError
 from .light import NamedTuple, Optional
 from .model import Device, Lease, Node, Share
@@ -52,11 +52,10 @@ def run(state_dir: str, node: Node) -> tuple[str, ...]:
             for share in lease.shares if lease else ():
                 _keep_pages(state_dir, found, share.device.uuid)
             written.append(found.id)
+            decision.rebuilt(node.config.log, found.id, lease)
         os.unlink(marker)
     except OSError as error:
         raise KernelError(f"leases in {state_dir!r} cannot be rebuilt: {error.strerror}", "run as root") from error
-    if written and node.config.log:
-        log.append(node.config.log, f"{state_dir} was lost; leases of live containers again: {', '.join(written)}")
     return tuple(written)
 
 

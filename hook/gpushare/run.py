@@ -16,6 +16,7 @@ import shlex
 
 from . import (
     apply,
+    decision,
     driverfiles,
     hook,
     hostroot,
@@ -163,7 +164,9 @@ def _enter_user_namespace() -> str:
 def _give(bundle: Bundle, asked: Request, host: Node, cgroup: list[str]) -> str:
     """Reserve, put, hold. Returns what the user must be told, "" when all is as it should be."""
     state_dir = host.config.state_dir
-    lease = leases.reserve(state_dir, bundle, asked, host, hook.grant)
+    sink = decision.open_sink(host.config.log)  # while the host's files are there
+    ended = decision.ending(host.config.log, "start")
+    lease = leases.reserve(state_dir, bundle, asked, host, hook.grant, ended)
     storage.empty_trash(state_dir)
     storage.make_share_dir(state_dir, bundle.id, lease.shares)
     steps = _plan(bundle, asked, host, lease)
@@ -179,6 +182,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, cgroup: list[str]) -> str:
         say = _enter_cgroup(state_dir, bundle.id, denied, cgroup)
     me = procs.myself()
     leases.hold(state_dir, lease, me, procs.cgroup_of(me.pid))
+    hook.tell(sink, "run", asked, lease, steps)
     return say
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import commandline, hook, log, lowlevel, names, oci, rootless
+from . import commandline, decision, hook, log, lowlevel, names, oci, rootless
 from .commandline import Call
 from .errors import GpushareError, RequestError
 from .light import TYPE_CHECKING, Callable, NamedTuple, NoReturn, Optional, Sequence, signal
@@ -62,9 +62,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _keep(call: Call, line: str, error: BaseException) -> None:
     """For `gpushare inspect`."""
     try:
-        hook.keep(paths_of(call).state_dir, oci.check_id(call.container_id), line, error)
-    except RequestError:
-        pass  # no name to keep it under
+        hook.keep(*paths_of(call), oci.check_id(call.container_id), "runtime", line, error)
+    except RequestError:  # no name to keep it under
+        decision.refused(decision.SYSLOG, call.container_id, "runtime", error)
 
 
 def _main(call: Call, paths: Paths) -> int:
@@ -168,10 +168,7 @@ def _withheld(bundle: Bundle, paths: Paths) -> Optional[dict[str, object]]:
     taken = editor.take_out_foreign()
     editor.narrow(config.driver_root)
     editor.deny(withhold.numbers(config.driver_root, ()))
-    if config.log:
-        lines = ["all NVIDIA devices", *taken]
-        for line in lines:
-            log.append(config.log, f"{bundle.id}: not in policy.privileged_containers: withheld {line}")
+    decision.withheld(config.log, bundle.id, taken)
     return editor.finish(_hook_words(paths))
 
 
@@ -209,7 +206,8 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
     inventory = host.inventory
     lease: Optional[Lease] = None
     if asked.selection.kind != "none":  # driver files alone hold no part of a device
-        lease = leases.reserve(paths.state_dir, bundle, asked, host, hook.grant)
+        ended = decision.ending(host.config.log, "start")
+        lease = leases.reserve(paths.state_dir, bundle, asked, host, hook.grant, ended)
         storage.make_share_dir(paths.state_dir, bundle.id, lease.shares)
     files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
     editor = specedit.Editor(bundle.spec, leased=lease is not None)
@@ -225,10 +223,10 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
             editor.deny(_denied(steps, host))
         spec = editor.put_in(steps, tree, _hook_words(paths), _hook_stderr())
         if lease is not None:
-            ticket.write(paths.state_dir, bundle, lease, editor.record, tree)
+            ticket.write(paths.state_dir, bundle, lease, editor.record, tree, host.config.log)
         specedit.write(path, spec)
     storage.empty_trash(paths.state_dir)
-    hook.tell(host, steps, [f"taken out of config.json: {line}" for line in removed])
+    hook.tell(decision.open_sink(host.config.log), "runtime", asked, lease, steps, removed)
 
 
 def _hook_program() -> str:
@@ -280,7 +278,8 @@ def _delete(call: Call, paths: Paths) -> int:
         _become(call, paths)
     code = _child(lowlevel.runtime_of(paths.config, paths.state_dir), call.rest)
     try:
-        leases.release(paths.state_dir, call.container_id)
+        ended = decision.ending(decision.configured(*paths), "delete")
+        leases.release(paths.state_dir, call.container_id, ended)
         storage.empty_trash(paths.state_dir)
     except GpushareError as error:
         log.to_stderr(f"gpushare: {error}")  # the next start finishes it; the container is gone

@@ -6,6 +6,7 @@
 The file is words, each ended by a NUL:
 
     version, bundle, root.path, "<creator pid> <its start time>"
+    where, facts                       of the line that release.c writes: decision.py
     "page" uuid number                 its page file, which goes when the lease does (release.c)
     "mount" device inode target        once for each mount of ours: what must be at `target` by now
     "mask"                             containers/<id>/proc stands over /proc/driver/nvidia, where there is one
@@ -23,7 +24,7 @@ from __future__ import annotations
 import os
 import stat
 
-from . import imagefiles, inroot, ldcache, linux, procmask, rootfs, storage
+from . import decision, imagefiles, inroot, ldcache, linux, procmask, rootfs, storage
 from .applied import Record
 from .light import Optional
 from .model import Bundle, LdEntry, Lease
@@ -31,21 +32,24 @@ from .model import Bundle, LdEntry, Lease
 FILE = "adopt"
 CACHE = "ld.so.cache"
 PROC = "proc"
-VERSION = "gpushare-adopt-3"
+VERSION = "gpushare-adopt-4"
 
 
-def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: inroot.View) -> None:
+def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, log: str) -> None:
     """Never raises for what only costs time. The caller owns containers/<id>."""
     folder = storage.container_dir(state_dir, bundle.id)
-    words = _words(bundle, lease, record, tree, folder)
+    words = _words(bundle, lease, record, tree, folder, log)
     if words is not None and not any("\0" in word for word in words):
         data = b"".join(os.fsencode(word) + b"\0" for word in words)
         _create(os.path.join(folder, FILE), data)
 
 
-def _words(bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, folder: str) -> Optional[list[str]]:
+def _words(
+    bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, folder: str, log: str
+) -> Optional[list[str]]:
     """None: not for the launcher."""
     before = [VERSION, bundle.path, bundle.rootfs, f"{lease.creator_pid} {lease.creator_start}"]
+    before += [log, decision.facts(lease)]
     for share in lease.shares:  # first, where the launcher looks for them at the end
         before += ["page", share.device.uuid, str(share.page)]
     after = ["then"]

@@ -373,7 +373,8 @@ bool adopt(const struct state *state, const char *state_dir) {
     a.end = ticket + size;
     const char *rootfs, *creator;
     if (!is_word(&a, TICKET_VERSION) || !is_word(&a, state->bundle) || !(rootfs = word(&a)) ||
-        !(creator = word(&a)) || !open_container(&a, rootfs, state->pid))
+        !(creator = word(&a)) || !word(&a) || !word(&a) /* of the line at the end: release.c */
+        || !open_container(&a, rootfs, state->pid))
         return false;
     const char *kind;
     while ((kind = word(&a)) && strcmp(kind, "then") != 0) {

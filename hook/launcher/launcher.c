@@ -245,5 +245,6 @@ static int hook(char **argv) {
 int main(int argc, char **argv) {
     if (argc < 1)
         return 127;
+    decision_begin();
     return IS_HOOK ? hook(argv) : runtime(argv);
 }

@@ -49,6 +49,12 @@ bool adopt(const struct state *state, const char *state_dir);
 enum release { RELEASE_DONE, RELEASE_IN_USE, RELEASE_UNCLEAR }; /* unclear: Python does it */
 enum release release(const char *state_dir, const char *id, const char *bundle);
 
+/* decision.c: the line for a lease that was given back. `where` and `facts` as the ticket has them,
+ * `by`: poststop or delete. */
+#define MAX_FACTS (16 << 10)
+void decision_begin(void);
+void decision_released(const char *where, const char *facts, const char *by);
+
 /* known.c: the low-level runtime from STATE_DIR/launcher, which gpushare/lowlevel.py writes. False
  * when the file is missing or stale, or when a container starts and the file says that policy
  * concerns every one: Python decides. */

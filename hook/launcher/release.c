@@ -38,8 +38,9 @@ struct lease {
     int directory;
     char path[PATH_MAX];
     long pid;
-    unsigned long long start; /* of init */
-    const char *next, *end;   /* of the ticket */
+    unsigned long long start;  /* of init */
+    const char *where, *facts; /* of the line that says so: decision.c */
+    const char *next, *end;    /* of the ticket */
 };
 
 /* The line at `*at`, which moves behind it; NULL when there is none. */
@@ -76,10 +77,12 @@ static bool read_held(struct lease *lease, const char *bundle) {
         return false;
     lease->next = ticket;
     lease->end = ticket + ticket_size;
-    const char *words[4]; /* version, bundle, root, creator */
-    for (size_t i = 0; i < 4; i++)
+    const char *words[6]; /* version, bundle, root, creator, where, facts */
+    for (size_t i = 0; i < 6; i++)
         if (!(words[i] = word(lease)))
             return false;
+    lease->where = words[4];
+    lease->facts = words[5];
     return strcmp(words[0], TICKET_VERSION) == 0 && strcmp(words[3], creator) == 0 &&
            (!bundle || strcmp(words[1], bundle) == 0) &&
            faccessat(lease->directory, LEASE_FILE, F_OK, 0) == 0;
@@ -322,7 +325,8 @@ enum release release(const char *state_dir, const char *id, const char *bundle) 
         wait_gone(&lease);
     if (lives(&lease) || in_use(&lease))
         return RELEASE_IN_USE;
-    return discard(&lease, state_dir) && remove_files(&lease) && !has_leftovers(state_dir)
-               ? RELEASE_DONE
-               : RELEASE_UNCLEAR;
+    if (!discard(&lease, state_dir))
+        return RELEASE_UNCLEAR;
+    decision_released(lease.where, lease.facts, bundle ? "poststop" : "delete");
+    return remove_files(&lease) && !has_leftovers(state_dir) ? RELEASE_DONE : RELEASE_UNCLEAR;
 }

@@ -205,18 +205,6 @@ def test_poststop_never_fails(node: Node) -> None:
         assert done.returncode == 0 and "Traceback" not in done.stderr
 
 
-def test_configured_log_gets_a_line_for_each_container(
-    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "hook.log"
-    node = make_node(simhost, hook={"log": str(path)})
-    several = [container(["true"], env=env, hook=node.hook()) for env in (SHARE, {}, SHARE)]
-    for one in several:
-        assert one.run() == 0
-    lines = path.read_text().splitlines()
-    assert len(lines) == 2 and several[0].id in lines[0] and "4 GiB" in lines[0] and several[2].id in lines[1]
-
-
 def test_no_state_to_read_is_one_clear_line(node: Node, tmp_path: Path) -> None:
     words = f"{HOOK} --config {node.config} --state {node.state} prestart"
     for redirection in ("<&-", f"<{tmp_path}"):

@@ -43,14 +43,14 @@ def test_clamped_and_said_in_explain_inspect_and_log(
 ) -> None:
     log = tmp_path / "log"
     policy = {"max_memory": "2Gi", "over_maximum": "clamp"}
-    node = make_node(simhost, policy=policy, hook={"log": str(log)})
+    node = make_node(simhost, policy=policy, log={"decisions": str(log)})
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "3Gi"}, **node.way(way)).start()
     (listed,) = json.loads(node.cli("list", "--format", "json").stdout)
     (share,) = listed["shares"]
     assert (share["memory_limit_bytes"], share["clamped_from"]) == (2 << 30, "3Gi of memory")
     said = "3Gi of memory was asked, policy allows less"
     assert said in node.cli("inspect", one.id).stdout
-    assert said in log.read_text()
+    assert 'clamped="slot 0: 3Gi of memory"' in log.read_text()
     assert f"note: slot 0: {said}" in node.cli("explain", str(one.bundle)).stdout
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import stat
 import subprocess
 import tempfile
@@ -90,6 +91,11 @@ class Node:
             env={"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"},
         )
 
+    def decisions(self) -> list[dict[str, str]]:
+        """What the log of decisions says, as another program reads it: the fields of each line."""
+        path = self.config.parent / "decisions"
+        return [logfmt(line) for line in path.read_text().splitlines()] if path.exists() else []
+
     def leases(self) -> list[str]:
         """Ids of the containers that the state directory knows."""
         containers = self.state / "containers"
@@ -115,9 +121,28 @@ class Node:
         unmount_below(self.state)
 
 
+_FIELD = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^ "=]*)(?: |$)')
+
+
+def logfmt(line: str) -> dict[str, str]:
+    """The fields of one line; anything else in it, or a field twice, is an error."""
+    fields: dict[str, str] = {}
+    at = 0
+    while at < len(line):
+        match = _FIELD.match(line, at)
+        assert match, f"no field at {line[at:]!r}"
+        key, value = match.groups()
+        assert key not in fields, f"{key} twice in {line!r}"
+        fields[key] = value
+        at = match.end()
+    return fields
+
+
 def write_config(path: Path, driver_root: Path, **config: Any) -> Path:
     """A configuration file; every JSON text is YAML. `config` holds further keys of config.schema.json."""
-    content = {"version": 1, "driver": {"root": str(driver_root)}, "shim_dir": str(SHIM), **config}
+    content = {"version": 1, "driver": {"root": str(driver_root)}, "shim_dir": str(SHIM)}
+    content["log"] = {"decisions": str(path.parent / "decisions")}  # not the journal of this machine
+    content.update(config)
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 

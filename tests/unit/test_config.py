@@ -75,7 +75,7 @@ policy:
   allowed_devices: ["0", GPU-x]
   allowed_backends: [mps]
   unlimited: deny
-hook: {log: /var/log/gpushare.log}
+log: {decisions: /var/log/gpushare.log}
 """
 
 
@@ -140,7 +140,7 @@ def test_effective_says_what_the_file_would(text: str) -> None:
         ("version: 1\nshim_dir: 2024-13-01", "f.yaml: not valid YAML: month must be"),
         ("version: 1\0", "f.yaml: not valid YAML: special characters are not allowed"),
         ("version: 1\nversion: 1", "f.yaml:2: version is given twice (first in line 1)"),
-        ("version: 1\nhook: {log: a, log: b}", "f.yaml:2: hook.log is given twice"),
+        ("version: 1\nlog: {decisions: none, decisions: none}", "f.yaml:2: log.decisions is given twice"),
         ("version: 1\n  x: [", "f.yaml:2: not valid YAML"),
         ("version: 1\n? [a, b]\n: c", "f.yaml"),
         ("version: !!python/object:os.system {}", "f.yaml:1: not valid YAML"),

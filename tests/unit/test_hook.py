@@ -271,13 +271,3 @@ def test_refusals_do_not_pile_up(state_dir: Path) -> None:
         os.utime(state_dir / "errors" / f"c{number}", ns=(number, number))
     kept = log.known(str(state_dir))
     assert 200 < len(kept) <= 257 and "c299" in kept and "c0" not in kept
-
-
-def test_log_line_per_container(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    log.append(str(path), "c1: limits")
-    log.append(str(path), "c2: limits")
-    lines = path.read_text().splitlines()
-    assert [line.split("Z ")[1] for line in lines] == ["c1: limits", "c2: limits"]
-    os.mkfifo(tmp_path / "fifo")
-    log.append(str(tmp_path / "fifo"), "nobody reads")  # neither waits nor raises

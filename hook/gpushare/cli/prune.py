@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import click
 
-from .. import leases, log, names, storage
+from .. import decision, leases, log, names, storage
 from .options import Paths, with_format
 from .output import Column, write_json, write_line, write_table
 
@@ -35,7 +35,8 @@ def prune(paths: Paths, dry_run: bool, assume_free: bool, output: str) -> None:
     if storage.is_ready(paths.state_dir):
         found = items(paths.state_dir, assume_free)
         if not dry_run:
-            problems = remove(paths.state_dir, found, assume_free)
+            ended = decision.ending(decision.configured(paths.config, paths.state_dir), "prune")
+            problems = remove(paths.state_dir, found, assume_free, ended)
     if output == "json":
         write_json(
             {"dry_run": dry_run, "items": [item._asdict() for item in found], "problems": problems},
@@ -60,9 +61,9 @@ def items(state_dir: str, assume_free: bool) -> list[Item]:
     return found
 
 
-def remove(state_dir: str, found: list[Item], assume_free: bool) -> list[str]:
+def remove(state_dir: str, found: list[Item], assume_free: bool, ended: Optional[leases.Ended] = None) -> list[str]:
     """Removes them. Leases are judged again under the lock, so that one which came to life meanwhile stays."""
-    leases.sweep(state_dir, assume_free)
+    leases.sweep(state_dir, assume_free, ended)
     for item in found:
         if item.kind == "refusal":
             log.forget(state_dir, item.id)

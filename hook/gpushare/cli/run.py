@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Optional
 
 import click
 
-from .. import names
+from .. import decision, names
 from ..errors import GpushareError, RequestError
 from .options import Paths
 
@@ -63,6 +63,9 @@ def run(
     try:
         programs.start(job, RunPaths(paths.config, paths.state_dir))
     except GpushareError as error:
+        if not isinstance(error, programs.CannotExecute):
+            where = decision.configured(paths.config, paths.state_dir)
+            decision.refused(where, job.name, "run", error)
         given = {**flags, "oversubscribe": "1" if oversubscribe else None}
         for flag, variable in {**_FLAGS, "oversubscribe": names.ENV_OVERSUBSCRIBE}.items():
             if given[flag] is not None:  # in the words of whoever typed it
