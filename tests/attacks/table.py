@@ -252,6 +252,7 @@ ELSEWHERE = (
     Elsewhere("a record of ours that is forged", ("id or annotation with ../",), (T + "test_runtime.py::test_forged_record_is_not_believed",)),
     Elsewhere("a process that has gone, or is the host's", ("pid reused",), (T + "test_apply.py::test_a_process_that_has_exited_is_refused", T + "test_hook_errors.py::test_process_without_a_mount_namespace_is_refused")),
     Elsewhere("mounts that would reach the host", ("shared propagation",), (T + "test_apply.py::test_mounts_never_reach_a_host_that_shares_the_rootfs", T + "test_apply.py::test_mounts_below_a_shared_source_do_not_reach_it")),
+    Elsewhere("rootfsPropagation shared, rshared, slave", ("shared propagation",), (T + "test_propagation.py::test_nothing_of_a_share_shows_on_the_host",)),
     Elsewhere("a container of a user namespace", ("user namespace",), (T + "test_pages.py::test_containers_see_each_other_whoever_was_first",)),
     Elsewhere("images without a shell, without glibc", ("no /etc, distroless, musl",), (T + "test_images.py::test_the_limit_is_seen_in_every_layout", T + "test_images.py::test_musl_gets_devices_and_no_promise")),
     Elsewhere("a start killed at any point", ("killed hook",), (T + "test_lifecycle.py::test_start_killed_at_any_point_leaves_nothing", T + "test_adopt.py::test_adoption_killed_at_any_call_leaves_nothing")),
