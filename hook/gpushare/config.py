@@ -16,9 +16,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from . import names
+from . import configsharing, names
 from .errors import ConfigError, RequestError
-from .model import Config, Policy
+from .model import Config, Policy, SharingRule
 from .quantity import amount, shown, whole_percent
 
 VERSION = 1
@@ -46,9 +46,30 @@ KEYS = (
     Key("shim_dir", names.SHIM_DIR, _PATH, "Directory with our libcuda.so and libnvidia-ml.so."),
     Key("runtime.path", "", {"type": "string", "pattern": "^(/[^\\u0000]*)?$"},
         "The low-level runtime that gpushare-runtime executes; empty: runc if this host has it, else crun."),
-    Key("placement", "first-fit", {"enum": ["first-fit"]},
-        "How a device is picked when a container names none: first-fit takes the first, in PCI order, on which the "
-        "share fits."),
+    Key("placement.strategy", "binpack", {"enum": ["binpack", "spread"]},
+        "Which of the devices that have room a container gets that asks for any: binpack takes the one that is then "
+        "the fullest, so that others stay free; spread the one that is then the emptiest. Memory and compute count "
+        "alike."),
+    Key("sharing.split_count", 0, configsharing.SPLIT,
+        "Into how many equal shares a device is divided for containers that ask for a device and for no limit of "
+        "memory, and how many containers it serves at most; 0: there are no equal shares, and such a container is what "
+        "policy.unlimited says."),
+    Key("sharing.memory_scaling", 1.0, configsharing.SCALING,
+        "How much memory the equal shares have together, as a multiple of the device's: each gets this much divided by "
+        "split_count. More than 1.0 is refused in this version."),
+    Key("sharing.cores_scaling", 1.0, configsharing.SCALING,
+        "How much compute the equal shares have together, as a multiple of all of the device's time. More than 1.0 "
+        "counts as compute_overcommit."),
+    Key("sharing.overrides", [], configsharing.overrides(_DEVICE),
+        "The same for some devices: entries with model (A100, L40*) or devices (index or uuid), split_count, and where "
+        "they are not 1.0 memory_scaling and cores_scaling. The first that names a device counts."),
+    Key("sharing.timeSlicing.renameByDefault", False, {"type": "boolean"},
+        "As in the configuration of NVIDIA's device plugin; of no effect here."),
+    Key("sharing.timeSlicing.failRequestsGreaterThanOne", False, {"type": "boolean"},
+        "As in the configuration of NVIDIA's device plugin; of no effect here."),
+    Key(configsharing.TIME_SLICING, [], configsharing.RESOURCES,
+        "As in the configuration of NVIDIA's device plugin: replicas of nvidia.com/gpu is another name for "
+        "split_count, and counts for MIG devices too."),
     Key("memory_overcommit", 1.0, {"type": "number", "minimum": 0.1, "maximum": 16},
         "How much memory may be granted on a device, as a multiple of what it has. 1.0 means that every container "
         "can use its whole limit at any time."),
@@ -180,7 +201,8 @@ def effective(config: Config) -> dict[str, Any]:
         "driver.root": config.driver_root,
         "shim_dir": config.shim_dir,
         "runtime.path": config.runtime,
-        "placement": config.placement,
+        "placement.strategy": config.placement,
+        **configsharing.plain(config.sharing),
         "memory_overcommit": config.memory_overcommit,
         "compute_overcommit": config.compute_overcommit,
         "compute.slice_us": config.slice_us,
@@ -278,6 +300,9 @@ def _validate(value: Any, lines: dict[str, int], path: str) -> None:
         known = error.schema["properties"]
         unknown = next(str(name) for name in error.instance if name not in known)
         raise _error(path, lines, ".".join([*parts, unknown]), "unknown key", f"known here: {', '.join(known)}")
+    if error.validator == "required" and parts:
+        missing = next(name for name in error.validator_value if name not in error.instance)
+        raise _error(path, lines, ".".join(parts), f"no {missing} in {shown(_yaml_value(error.instance))}", "add it")
     if error.validator == "required":
         raise _error(path, lines, "", f"no version in {shown(path)}", f"begin the file with version: {VERSION}")
     wanted = error.validator_value
@@ -322,7 +347,7 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
         driver_root=os.path.normpath(at["driver.root"]),
         shim_dir=os.path.normpath(at["shim_dir"]),
         memory_overcommit=float(at["memory_overcommit"]),
-        placement=at["placement"],
+        placement=at["placement.strategy"],
         policy=Policy(
             accept_env=at["policy.accept.env"],
             accept_annotations=at["policy.accept.annotations"],
@@ -344,4 +369,12 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
         compute_overcommit=float(at["compute_overcommit"]),
         slice_us=int(at["compute.slice_us"]),
         switch_us=int(at["compute.switch_us"]),
+        sharing=_sharing(at, lines, path),
     )
+
+
+def _sharing(at: dict[str, Any], lines: dict[str, int], path: str) -> tuple[SharingRule, ...]:
+    try:
+        return configsharing.rules(at)
+    except configsharing.Wrong as error:
+        raise _error(path, lines, error.key, error.problem, error.hint) from None

@@ -11,14 +11,16 @@ GpushareError              1   anything else that a person must act on
 
 
 class GpushareError(Exception):
-    """One line for the person who must act: what failed, and what to do (`hint`)."""
+    """One line for the person who must act: what failed, and what to do (`hint`). `brief`: the reason in a few words,
+    where it stands beside others."""
 
     exit_code = 1
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", brief: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.brief = brief or message
 
     def __str__(self) -> str:
         """The line as it is printed: control characters never reach a terminal or a log."""

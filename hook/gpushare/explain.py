@@ -1,25 +1,29 @@
 """What `gpushare explain` prints: the request, the plan and the notes. Stable text, compared by golden tests.
 
-explain_text(request, plan) -> str     lines, each ended by a newline
-explain_json(request, plan) -> dict    the same as plain JSON values
+explain_text(request, plan, placed) -> str     lines, each ended by a newline
+explain_json(request, plan, placed) -> dict    the same as plain JSON values
+
+`placed` is of why.placed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from .dialects import device_name
 from .model import Request, Selection
 from .ops import DeviceNode, Op, Plan, WriteLimits
 from .quantity import human, shown
+from .why import Reason
 
 NOTHING = "nothing asked: this container is left alone\n"
 
 
 def selection_text(selection: Selection) -> str:
-    """`any:2`, `all`, `none`, or the list as written."""
+    """`any:2`, also with its conditions, `all`, `none`, or the list as written."""
     if selection.kind == "any":
-        return f"any:{selection.count}"
+        return ",".join([f"any:{selection.count}", *(condition.text for condition in selection.conditions)])
     return ",".join(selection.names) if selection.kind == "list" else selection.kind
 
 
@@ -66,7 +70,7 @@ def _gets(plan: Plan) -> list[str]:
     )
 
 
-def explain_text(request: Optional[Request], plan: Optional[Plan]) -> str:
+def explain_text(request: Optional[Request], plan: Optional[Plan], placed: Sequence[Reason] = ()) -> str:
     """The whole explanation; control characters of the container's words never reach a terminal."""
     if request is None or plan is None:
         return NOTHING
@@ -74,6 +78,8 @@ def explain_text(request: Optional[Request], plan: Optional[Plan]) -> str:
     lines += [f"{'from':<12} {name}={shown(value)}" for name, value in request.sources]
     lines += [f"{'requires':<12} {name}={shown(value)}" for name, value in request.requirements]
     lines += [f"{'gets':<12} {text}" for text in _gets(plan)]
+    for reason in placed:
+        lines.append(f"{'placed' if reason.chosen else 'not':<12} {reason.device}: {reason.text}")
     lines += ["", f"plan for {plan.container_id}:"]
     lines += [f"{number:>3} {op.describe()}" for number, op in enumerate(plan.ops, 1)]
     lines += ["", *(f"note: {note}" for note in plan.notes)] if plan.notes else []
@@ -93,11 +99,12 @@ def _op(op: Op) -> dict[str, Any]:
     return {"op": type(op).__name__, "needs": op.needs, **_plain(op), "text": op.describe()}
 
 
-def explain_json(request: Optional[Request], plan: Optional[Plan]) -> dict[str, Any]:
+def explain_json(request: Optional[Request], plan: Optional[Plan], placed: Sequence[Reason] = ()) -> dict[str, Any]:
     """The same, for programs: {"request": null} when nothing was asked."""
     if request is None or plan is None:
-        return {"request": None, "plan": None}
+        return {"request": None, "placed": [], "plan": None}
     return {
         "request": {**_plain(request), "selection": selection_text(request.selection)},
+        "placed": [_plain(reason) for reason in placed],
         "plan": {"container_id": plan.container_id, "ops": [_op(op) for op in plan.ops], "notes": list(plan.notes)},
     }

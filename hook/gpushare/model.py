@@ -56,6 +56,17 @@ class Policy(NamedTuple):
     over_maximum: str = "refuse"  # refuse | clamp
 
 
+class SharingRule(NamedTuple):
+    """Equal shares of the devices that `model` and `devices` name (empty: all): what a container gets that asks for a
+    device and for no limit. split_count 0: none there."""
+
+    split_count: int
+    memory_scaling: float = 1.0  # all shares together, as a multiple of the device's memory
+    cores_scaling: float = 1.0  # ... of its time
+    model: str = ""
+    devices: tuple[str, ...] = ()  # index, <gpu>:<mig> or uuid
+
+
 class Config(NamedTuple):
     """The effective configuration, as compiled into node.json."""
 
@@ -63,13 +74,14 @@ class Config(NamedTuple):
     state_dir: str = "/run/gpushare"  # from --state: it is where node.json is found, so it cannot be a key of the file
     shim_dir: str = names.SHIM_DIR  # holds libcuda.so and libnvidia-ml.so (our shim)
     memory_overcommit: float = 1.0
-    placement: str = "first-fit"
+    placement: str = "binpack"  # binpack | spread
     policy: Policy = Policy()
     log: str = "syslog"  # where decisions are written: syslog, none, or the path of a file or socket
     runtime: str = ""  # absolute path of the low-level runtime; "" = found by lowlevel.find
     compute_overcommit: float = 1.0
     slice_us: int = 0  # of the devices, microseconds; 0 = what the shim takes as usual
     switch_us: int = 0
+    sharing: tuple[SharingRule, ...] = ()  # the first that names a device counts
 
 
 class Node(NamedTuple):
@@ -95,6 +107,14 @@ class Bundle(NamedTuple):
     spec: dict[str, Any]
 
 
+class Condition(NamedTuple):
+    """One condition of `any,model=A100,free>=20Gi`."""
+
+    name: str  # model | memory | free | mig
+    text: str  # as written, for messages
+    value: Any  # what dialects/conditions.py made of it
+
+
 class Selection(NamedTuple):
     """Which devices: kind is all | none | any | list. `none` means driver files, no GPU. (Inside dialects/own.py
     there are also `void`, and `any` with count 0 = no device named; request.resolve leaves neither.)"""
@@ -102,6 +122,7 @@ class Selection(NamedTuple):
     kind: str
     count: int = 0  # type: ignore[assignment]  # for any; shadows tuple.count
     names: tuple[str, ...] = ()  # for list: as written (index, uuid)
+    conditions: tuple[Condition, ...] = ()  # for any: what the device must be
 
 
 class Amount(NamedTuple):

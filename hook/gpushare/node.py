@@ -21,7 +21,7 @@ import time
 from . import inventory, lowlevel, names
 from .errors import DeviceError, GpushareError
 from .light import Any, Optional, dumps, loads
-from .model import Config, Device, Inventory, Node, Policy
+from .model import Config, Device, Inventory, Node, Policy, SharingRule
 
 SCHEMA = 3  # grows when the meaning of node.json changes
 FILE = "node.json"
@@ -67,8 +67,9 @@ def node_of(value: dict[str, Any]) -> Node:
     policy: dict[str, Any] = {
         key: tuple(item) if isinstance(item, list) else item for key, item in config["policy"].items()
     }
+    sharing = tuple(SharingRule(*rule)._replace(devices=tuple(rule[-1])) for rule in config["sharing"])
     return Node(
-        Config(**{**config, "policy": Policy(**policy)}),
+        Config(**{**config, "policy": Policy(**policy), "sharing": sharing}),
         Inventory(**{**host, **{key: tuple(Device(**device) for device in host[key]) for key in _DEVICES}}),
     )
 

@@ -1,87 +1,38 @@
 """Which devices a request gets, and how much of each: a pure function of what is granted already.
 
-    ledger_of(leases, policy, blocked)  -> Ledger
+    ledger_of(leases, policy, blocked)  -> Ledger                  ledger.py
     grant(request, node, ledger)        -> tuple[Share, ...]      () for `none`: driver files, no GPU
+    survey(request, node, ledger)       -> tuple[Verdict, ...]    of each device, what speaks for it or against it
 
 The caller holds the lease lock around both, so that two requests never see the same free bytes. `grant` raises
-CapacityError (with the numbers and the holders), PolicyError, RequestError or DeviceError. Start path.
+CapacityError (with the numbers and the holders), PolicyError, RequestError or DeviceError. The same leases give the
+same answer: nothing is left to chance, nor to the order in which leases are found. Start path.
 """
 
 from __future__ import annotations
 
-from . import names
+from . import fitting, names
 from .dialects import device_name, find_devices, usable_devices
 from .errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
-from .light import Iterable, NamedTuple, Optional
-from .model import Amount, Config, Device, Lease, Node, Policy, Request, Share
-from .quantity import amount, bytes_of, human, shown
-from .region import MAX_PEERS, NO_PERCENT
+from .fitting import Offer, Wanted
+from .ledger import Ledger, capacity_bytes, capacity_percent, counts, ledger_of
+from .light import NamedTuple, Optional
+from .model import Config, Device, Node, Policy, Request, Share
+from .quantity import shown
+
+__all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "survey"]
+_ALL = 1_000_000  # parts of a device, for comparing how full they are
+_MANY = 1_000  # more than the containers of a device
+_SHOWN = 8  # devices that a refusal tells of
 
 
-class Ledger(NamedTuple):
-    """What is granted, per device uuid."""
+class Verdict(NamedTuple):
+    """One device for one slot: an offer, or why not. `fullness`: how much of it would be granted, for comparing."""
 
-    used: dict[str, int]  # bytes granted to limited shares
-    exclusive: frozenset[str] = frozenset()  # taken as a whole
-    blocked: frozenset[str] = frozenset()  # unknown use: no new lease
-    holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}  # (container id, bytes or None = whole)
-    pages: dict[str, frozenset[int]] = {}  # numbers that are taken, see pages.py
-    compute: dict[str, tuple[tuple[str, int], ...]] = {}  # (container id, percent) of hard limits
-
-
-class Wanted(NamedTuple):
-    """What one slot asks for."""
-
-    memory: Optional[Amount]
-    compute: Optional[int]
-
-
-def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = ()) -> Ledger:
-    """The ledger of live leases. An unlimited share takes the whole device unless policy shares it."""
-    used: dict[str, int] = {}
-    exclusive = set()
-    holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}
-    pages: dict[str, frozenset[int]] = {}
-    compute: dict[str, tuple[tuple[str, int], ...]] = {}
-    for lease in leases:
-        for share in lease.shares:
-            uuid = share.device.uuid
-            holders[uuid] = (*holders.get(uuid, ()), (lease.id, share.memory_limit_bytes))
-            pages[uuid] = pages.get(uuid, frozenset()) | {share.page}
-            if share.compute_percent is not None and _counts(share.compute_percent, share.soft):
-                compute[uuid] = (*compute.get(uuid, ()), (lease.id, share.compute_percent))
-            if share.memory_limit_bytes is not None:
-                used[uuid] = used.get(uuid, 0) + share.memory_limit_bytes
-            elif policy.unlimited != "shared":
-                exclusive.add(uuid)
-    return Ledger(used, frozenset(exclusive), frozenset(blocked), holders, pages, compute)
-
-
-def capacity_bytes(device: Device, memory_overcommit: float) -> int:
-    """What may be granted in all; 0 when the device's size is not known."""
-    size = int(device.memory_bytes * memory_overcommit)
-    return size - size % device.granularity_bytes
-
-
-def _counts(percent: int, soft: bool) -> bool:
-    """Whether a compute limit takes something from the others: a soft one is given what they leave."""
-    return percent < NO_PERCENT and not soft
-
-
-def _held(holders: list[str]) -> str:
-    """`, held by a (4 GiB), b (all)`, or nothing."""
-    more = f" and {len(holders) - 4} more" if len(holders) > 4 else ""
-    return ", held by " + ", ".join(holders[:4]) + more if holders else ""
-
-
-def _held_by(device: Device, ledger: Ledger) -> str:
-    held = ledger.holders.get(device.uuid, ())
-    return _held([f"{names.short(name)} ({'all' if size is None else human(size)})" for name, size in held])
-
-
-def _whom(device: Device, ledger: Ledger) -> str:
-    """Whom to stop, for a hint."""
-    return "it" if len(ledger.holders.get(device.uuid, ())) == 1 else "one of them"
+    device: Device
+    offer: Optional[Offer]
+    refusal: Optional[GpushareError]
+    fullness: int
 
 
 def _devices(count: int) -> str:
@@ -95,123 +46,16 @@ def _said(request: Request, variable: str, otherwise: str) -> str:
     return f"{found[0]}={shown(found[1])}" if found else otherwise
 
 
-def _denied_by_policy(device: Device, policy: Policy) -> bool:
+def _denied_by_policy(device: Device, policy: Policy) -> Optional[PolicyError]:
     allowed = policy.allowed_devices
     own_names = {name.lower() for name in (device.uuid, str(device.index), device.parent, device_name(device)) if name}
-    return bool(allowed) and own_names.isdisjoint(name.lower() for name in allowed)
-
-
-def _most(device: Device, policy: Policy) -> int:
-    """policy.max_memory of this device, in bytes."""
-    return bytes_of(amount("policy.max_memory", policy.max_memory), device.memory_bytes, device.granularity_bytes)
-
-
-def _within_policy(wanted: Wanted, device: Device, policy: Policy) -> tuple[Wanted, str]:
-    """(what may be granted, what was asked where that was more). Maxima and required limits, per container and
-    device."""
-    clamps, over = policy.over_maximum == "clamp", []
-    memory, compute = wanted
-    if memory is None and (policy.require_limits or policy.unlimited == "deny" or (policy.max_memory and not clamps)):
-        key = "require_limits" if policy.require_limits else "unlimited" if policy.unlimited == "deny" else "max_memory"
-        raise PolicyError(f"no memory limit was asked for, and policy.{key} requires one", f"set {names.ENV_MEMORY}")
-    if policy.max_memory:
-        most = _most(device, policy)
-        asked = None if memory is None else bytes_of(memory, device.memory_bytes, device.granularity_bytes)
-        if memory is None or asked is None or asked > most:
-            if not clamps and memory is not None and asked is not None:
-                raise PolicyError(
-                    f"{memory.text} of device {device_name(device)} is {human(asked)}, more than policy.max_memory "
-                    f"allows ({policy.max_memory} = {human(most)})",
-                    f"ask for at most {human(most)}",
-                )
-            over.append("no memory limit" if memory is None else f"{memory.text} of memory")
-            memory = Amount(most, None, policy.max_memory)
-    if (100 if compute is None else compute) > policy.max_compute_percent:
-        said = "no compute limit" if compute is None else f"{compute}% of compute"
-        if not clamps:
-            raise PolicyError(
-                f"{said} was asked for, more than policy.max_compute ({policy.max_compute_percent}%) allows",
-                f"set {names.ENV_COMPUTE}={policy.max_compute_percent}% or less",
-            )
-        over.append(said)
-        compute = policy.max_compute_percent
-    return Wanted(memory, compute), " and ".join(over)
-
-
-def _memory_of(wanted: Wanted, device: Device, ledger: Ledger, config: Config) -> Optional[int]:
-    """The bytes that this device can grant now; None = the whole device. Raises why not."""
-    if device.uuid in ledger.blocked:
-        raise CapacityError(
-            f"device {device_name(device)} is in use by containers that gpushare does not know",
-            "stop them and run `gpushare prune --assume-free`",
-        )
-    used, held = ledger.used.get(device.uuid, 0), _held_by(device, ledger)
-    if device.uuid in ledger.exclusive:
-        raise CapacityError(
-            f"device {device_name(device)} is taken as a whole{held}", "stop that container, or give it a limit"
-        )
-    if wanted.memory is None:
-        if used and config.policy.unlimited != "shared":
-            raise CapacityError(
-                f"no limit was asked for, so all of device {device_name(device)}, "
-                f"of which {human(used)} is granted{held}",
-                f"set {names.ENV_MEMORY}, or stop them",
-            )
+    if not allowed or not own_names.isdisjoint(name.lower() for name in allowed):
         return None
-    return _limited_bytes(wanted.memory, device, ledger, config)
-
-
-def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Config) -> int:
-    """`memory` of the device if it is free. A device of unknown size serves one share: alone it cannot be
-    oversold, and the driver itself says when it is full."""
-    total, used = capacity_bytes(device, config.memory_overcommit), ledger.used.get(device.uuid, 0)
-    if total == 0 and (memory.percent is not None or used):
-        raise DeviceError(
-            f"{memory.text} of device {device_name(device)}: its memory size is not known",
-            "run `gpushare refresh` when nvidia-smi works",
-        )
-    size = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
-    if size == 0:
-        raise RequestError(
-            f"{memory.text} of device {device_name(device)} is less than one block "
-            f"of {human(device.granularity_bytes)}",
-            "ask for more",
-        )
-    if total and used + size > total:
-        asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
-        free = f"{human(max(0, total - used))} free of {human(total)}"
-        raise CapacityError(
-            f"device {device_name(device)}: {asked} asked, {free}{_held_by(device, ledger)}",
-            f"stop {_whom(device, ledger)}, or ask for less" if used else "ask for less",
-        )
-    return size
-
-
-def _require_compute(percent: Optional[int], soft: bool, device: Device, ledger: Ledger, config: Config) -> None:
-    """Hard limits of one device add up to all of its time at most."""
-    if percent is None or not _counts(percent, soft):
-        return
-    held = ledger.compute.get(device.uuid, ())
-    total, used = int(100 * config.compute_overcommit), sum(size for _, size in held)
-    if used + percent > total:
-        raise CapacityError(
-            f"device {device_name(device)}: {percent}% of compute asked, {max(0, total - used)}% free of {total}%"
-            + _held([f"{names.short(name)} ({size}%)" for name, size in held]),
-            (f"stop {'it' if len(held) == 1 else 'one of them'}, ask for less, " if held else "ask for less, ")
-            + f"or set {names.ENV_COMPUTE_MODE}=soft",
-        )
-
-
-def _page_of(device: Device, ledger: Ledger) -> int:
-    """The lowest number that nobody has."""
-    taken = ledger.pages.get(device.uuid, frozenset())
-    free = next((number for number in range(MAX_PEERS) if number not in taken), None)
-    if free is None:
-        raise CapacityError(
-            f"device {device_name(device)} serves {len(taken)} containers already, the most there can be",
-            "stop one of them, or ask for another device",
-        )
-    return free
+    return PolicyError(
+        f"device {device_name(device)} ({device.uuid}) is not among policy.allowed_devices",
+        f"use {', '.join(allowed)}",
+        "not among policy.allowed_devices",
+    )
 
 
 def _wanted(request: Request, slots: int) -> tuple[Wanted, ...]:
@@ -238,90 +82,135 @@ def _wanted(request: Request, slots: int) -> tuple[Wanted, ...]:
     )
 
 
-def _candidates(request: Request, node: Node) -> tuple[Device, ...]:
-    """The devices to choose from, in PCI order, which is the order in which the container counts them."""
+def _named(request: Request, node: Node) -> tuple[Device, ...]:
+    """The devices that are named, in PCI order, which is the order in which the container counts them; for `any` all.
+    Of `all` those that policy allows; one that was named and is not allowed is refused."""
     inventory, policy = node.inventory, node.config.policy
     selection = request.selection
     if not inventory.devices:
         raise DeviceError(f"no NVIDIA device on this host (driver root {inventory.root})", "load the driver")
     devices = usable_devices(inventory)
+    if selection.kind == "any":
+        return devices
     if selection.kind == "list":
         text = ",".join(selection.names)
         found = (find_devices(names.ENV_DEVICES, text, name, inventory) for name in selection.names)
         named = {device.uuid for some in found for device in some}
         devices = tuple(device for device in devices if device.uuid in named)
-        denied = next((device for device in devices if _denied_by_policy(device, policy)), None)
-    else:
-        denied = devices[0]
-        devices = tuple(device for device in devices if not _denied_by_policy(device, policy))
-        denied = None if devices else denied
-    if denied is not None:
-        raise PolicyError(
-            f"device {device_name(denied)} ({denied.uuid}) is not among policy.allowed_devices",
-            f"use {', '.join(policy.allowed_devices)}",
-        )
-    return devices
-
-
-def _require(request: Request, device: Device, node: Node) -> None:
-    """What the image needs of driver and device."""
-    from . import constraints
-
-    constraints.require(request.requirements, node.inventory, device)
-
-
-def _refuse_unnamed(device: Device) -> None:
-    """A MIG device is known to its limit by its uuid, which only NVML tells."""
-    if device.uuid.startswith("MIG-GPU-"):
-        raise DeviceError(
-            f"the uuid of MIG device {device_name(device)} is not known (no answer from NVML)",
-            "run gpushare refresh",
-        )
+    denied = [error for error in (_denied_by_policy(device, policy) for device in devices) if error]
+    if denied and (selection.kind == "list" or len(denied) == len(devices)):
+        raise denied[0]
+    return tuple(device for device in devices if not _denied_by_policy(device, policy))
 
 
 def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
-    """The shares of a request, slot by slot in PCI order; no device twice. `any` takes the first that fit."""
+    """The shares of a request, slot by slot in PCI order; no device twice."""
     if request.selection.kind == "none":
         return ()
-    devices = _candidates(request, node)
-    picking, soft = request.selection.kind == "any", request.compute_mode == "soft"
-    slots = request.selection.count if picking else len(devices)
+    devices = _named(request, node)
+    if request.selection.kind == "any":
+        chosen = _choose(request, node, ledger, devices)
+    else:
+        wanted = _wanted(request, len(devices))
+        chosen = [
+            (device, fitting.offer(wanted[at], request, device, node, ledger)) for at, device in enumerate(devices)
+        ]
+    soft = request.compute_mode == "soft"
+    return tuple(
+        Share(
+            *(slot, device, offer.memory_limit_bytes, offer.compute_percent, soft, request.priority),
+            *(request.oversubscribe, offer.clamped, offer.page),
+        )
+        for slot, (device, offer) in enumerate(chosen)
+    )
+
+
+# `any`
+
+
+def _fullness(offer: Offer, device: Device, soft: bool, ledger: Ledger, config: Config) -> int:
+    """How much of the device is granted once it gives this: memory and compute each for a half, then how many
+    containers it has, which tells apart those that are limited in neither."""
+    total, used = capacity_bytes(device, config.memory_overcommit), ledger.used.get(device.uuid, 0)
+    memory = _ALL
+    if offer.memory_limit_bytes is not None and total:
+        memory = (used + offer.memory_limit_bytes) * _ALL // total
+    elif config.policy.unlimited == "shared" and total:
+        memory = used * _ALL // total
+    percent = sum(size for _, size in ledger.compute.get(device.uuid, ()))
+    if counts(offer.compute_percent, soft):
+        percent += offer.compute_percent or 0
+    compute = percent * _ALL // max(1, capacity_percent(device, config))
+    return (memory + compute) * _MANY + len(ledger.holders.get(device.uuid, ()))
+
+
+def _verdict(wanted: Wanted, request: Request, device: Device, node: Node, ledger: Ledger) -> Verdict:
+    denied = _denied_by_policy(device, node.config.policy)
+    if denied:
+        return Verdict(device, None, denied, 0)
+    try:
+        offer = fitting.offer(wanted, request, device, node, ledger)
+    except GpushareError as error:
+        return Verdict(device, None, error, 0)
+    full = _fullness(offer, device, request.compute_mode == "soft", ledger, node.config)
+    return Verdict(device, offer, None, full)
+
+
+def survey(request: Request, node: Node, ledger: Ledger) -> tuple[Verdict, ...]:
+    """All devices for the first slot of `any`, for people (`gpushare explain`)."""
+    wanted = _wanted(request, request.selection.count)[0]
+    return tuple(_verdict(wanted, request, device, node, ledger) for device in _named(request, node))
+
+
+def _choose(request: Request, node: Node, ledger: Ledger, devices: tuple[Device, ...]) -> list[tuple[Device, Offer]]:
+    """As many devices as slots, in PCI order, that are together the fullest (binpack) or the emptiest (spread); of
+    equals the first. Slots may ask for different amounts, so for each number of slots the best way to fill them with
+    the devices so far is kept."""
+    slots = request.selection.count
     wanted = _wanted(request, slots)
-    shares: list[Share] = []
-    refusals: list[GpushareError] = []
-    for device in devices:
-        if len(shares) == slots:
-            break
-        asked = wanted[len(shares)]
-        try:
-            _refuse_unnamed(device)
-            if request.requirements:
-                _require(request, device, node)
-            asked, over = _within_policy(asked, device, node.config.policy)
-            size = _memory_of(asked, device, ledger, node.config)
-            _require_compute(asked.compute, soft, device, ledger, node.config)
-            page = _page_of(device, ledger)
-        except GpushareError as error:
-            if not picking:
-                raise
-            refusals.append(error)
-            continue
-        how = (request.priority, request.oversubscribe, over, page)
-        shares.append(Share(len(shares), device, size, asked.compute, soft, *how))
-    if len(shares) < slots:
-        raise _too_few(request, slots, len(devices), refusals)
-    return tuple(shares)
-
-
-def _too_few(request: Request, slots: int, devices: int, refusals: list[GpushareError]) -> GpushareError:
-    """Why `any` found too few. The only reason is told as it is, several are put into one line."""
-    if devices < slots:
+    allowed = sum(not _denied_by_policy(device, node.config.policy) for device in devices)
+    if 0 < allowed < slots:
         asked = _said(request, names.ENV_DEVICES, f"any:{slots}")
-        return CapacityError(f"{asked}: this container may use {_devices(devices)}", "ask for fewer")
-    if len({error.message for error in refusals}) == 1:
-        return refusals[0]
-    kind = CapacityError if any(isinstance(error, CapacityError) for error in refusals) else type(refusals[0])
-    reasons = " | ".join(error.message for error in refusals[:4])
-    more = f" | and {len(refusals) - 4} more" if len(refusals) > 4 else ""
-    hint = refusals[0].hint.replace("stop it,", "stop one of them,")  # of several devices' holders
-    return kind(f"no device fits: {reasons}{more}", hint)
+        raise CapacityError(f"{asked}: this container may use {_devices(allowed)}", "ask for fewer")
+    sign = 1 if node.config.placement == "spread" else -1
+    best: dict[int, tuple[int, list[tuple[Device, Offer]]]] = {0: (0, [])}  # slots filled -> (cost, how)
+    refused: list[Verdict] = []
+    for device in devices:
+        verdicts: dict[Wanted, Verdict] = {}
+        for slot in range(slots - 1, -1, -1):
+            if slot not in best:
+                continue
+            asked_here = wanted[slot]
+            if asked_here not in verdicts:
+                verdicts[asked_here] = _verdict(asked_here, request, device, node, ledger)
+            offer = verdicts[asked_here].offer
+            if offer is None:
+                continue
+            cost, how = best[slot]
+            cost += sign * verdicts[asked_here].fullness
+            if slot + 1 not in best or cost < best[slot + 1][0]:
+                best[slot + 1] = (cost, [*how, (device, offer)])
+        refused += [one for one in verdicts.values() if one.offer is None][:1]
+    if slots not in best:
+        raise _too_few(request, max(best), refused)
+    return best[slots][1]
+
+
+def short_name(device: Device) -> str:
+    """`GPU 0`, or `MIG 0:1`."""
+    return f"{'MIG' if device.parent else 'GPU'} {device_name(device)}"
+
+
+def _too_few(request: Request, fit: int, refused: list[Verdict]) -> GpushareError:
+    """Why `any` found too few. The only reason is told as it is, several are put into one line, for each device."""
+    errors = [verdict.refusal for verdict in refused if verdict.refusal]
+    if not fit and len({error.message for error in errors}) == 1:
+        return errors[0]
+    asked = [_said(request, name, "") for name in (names.ENV_DEVICES, names.ENV_MEMORY, names.ENV_COMPUTE)]
+    reasons = [f"{short_name(one.device)}: {one.refusal.brief}" for one in refused[:_SHOWN] if one.refusal]
+    reasons += [f"{len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else []
+    full = any(isinstance(error, CapacityError) for error in errors)
+    kind = CapacityError if full else type(errors[0])
+    found = f"{_devices(fit)} of {request.selection.count} fit" if fit else "no device fits"
+    hint = "ask for less, or stop a container (`gpushare list`)" if full else errors[0].hint
+    return kind(f"{found} {' and '.join(filter(None, asked)) or 'any'}: {'; '.join(reasons)}", hint)

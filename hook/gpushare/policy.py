@@ -3,7 +3,7 @@
     accepted(who, bundle)             -> bool    who: always | privileged | never
     refuse_unaccepted(mine, bundle, policy)      our own words, where the node does not listen to them
     refuse_injected(bundle, policy)              devices that other software put into config.json
-    refuse_unlimited(bundle, policy)             the same from a hook, where limits are required
+    refuse_unlimited(bundle, config)             the same from a hook, where limits are required
     refuse_unlisted(request, bundle, policy)     a privileged container without an entry
     listed(bundle, policy)            -> bool    whether a privileged container has an entry
     pod_wide(request, bundle)         -> str     the sandbox, when an annotation without a container's name was used
@@ -19,7 +19,7 @@ from . import names, oci
 from .dialects import Env, injected, nvidia
 from .errors import PolicyError, RequestError
 from .light import Any, Iterable
-from .model import Bundle, Lease, Policy, Request
+from .model import Bundle, Config, Lease, Policy, Request
 from .quantity import shown
 
 
@@ -55,14 +55,20 @@ def refuse_injected(bundle: Bundle, policy: Policy) -> None:
         )
 
 
-def refuse_unlimited(bundle: Bundle, policy: Policy) -> None:
+def refuse_unlimited(bundle: Bundle, config: Config) -> None:
     """The same where nobody is there to take them out again, and a limit is required."""
     minors = injected.minors(bundle.spec)
-    required = {"require_limits": policy.require_limits, "max_memory": policy.max_memory}
-    key = next((key for key, value in required.items() if value), "unlimited" if policy.unlimited == "deny" else "")
+    policy = config.policy
+    required = {
+        "policy.require_limits": policy.require_limits,
+        "policy.max_memory": policy.max_memory,
+        "policy.unlimited": policy.unlimited == "deny",
+        "sharing": config.sharing,
+    }
+    key = next((key for key, value in required.items() if value), "")
     if minors and key:
         raise PolicyError(
-            f"config.json has {nvidia.DEVICE_PREFIX}{minors[0]} without a memory limit, and policy.{key} requires one",
+            f"config.json has {nvidia.DEVICE_PREFIX}{minors[0]} without a memory limit, and {key} requires one",
             f"start the container through gpushare-runtime, with {names.ENV_MEMORY}",
         )
 

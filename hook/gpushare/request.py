@@ -194,7 +194,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
         if with_injected:
             _refuse_void(mine, bundle)
         elif not on_host:
-            policy.refuse_unlimited(bundle, rules)
+            policy.refuse_unlimited(bundle, node.config)
         return None
     request = _with_replaced(request, bundle) if with_injected else request
     _refuse_unknown(bundle.env, bundle.annotations)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import explain, oci, placement, plan, request
+from gpushare import explain, oci, placement, plan, request, why
 from gpushare.driverfiles import DataFile, DriverFiles, Library
 from gpushare.driverroot import HostNode
 from gpushare.errors import GpushareError
-from gpushare.model import Config, Device, Image, Inventory, Lease, Node, Policy, Share
+from gpushare.model import Config, Device, Image, Inventory, Lease, Node, Policy, Share, SharingRule
 
 HERE = Path(__file__).parent
 CASES = sorted(path.name for path in (HERE / "cases").iterdir())
@@ -36,7 +36,9 @@ def facts_of(case: Path) -> tuple[Node, Image, DriverFiles, list[Lease]]:
     host, image, files = ({**usual[key], **own.get(key, {})} for key in ("inventory", "image", "driver_files"))
     devices = tuple(Device(**device) for device in host["devices"])
     mig = tuple(devices[item["index"]]._replace(**item, parent=devices[item["index"]].uuid) for item in host["mig"])
-    node = Node(Config(policy=Policy(**own.get("policy", {}))), Inventory(**{**host, "devices": devices, "mig": mig}))
+    sharing = tuple(SharingRule(**rule) for rule in own.get("sharing", ()))
+    config = Config(policy=Policy(**own.get("policy", {})), sharing=sharing, placement=own.get("placement", "binpack"))
+    node = Node(config, Inventory(**{**host, "devices": devices, "mig": mig}))
     libraries = {key: Library(**{**files[key], "links": deep_tuple(files[key]["links"])}) for key in ("cuda", "nvml")}
     others = {
         key: tuple(Library(**{**item, "links": deep_tuple(item["links"])}) for item in files[key])
@@ -66,12 +68,13 @@ def explained(case: Path) -> str:
         if asked is None:
             return explain.explain_text(None, None)
         request.refuse_conflicts(bundle, asked)
-        shares = placement.grant(asked, node, placement.ledger_of(held, node.config.policy))
+        ledger = placement.ledger_of(held, node.config.policy)
+        shares = placement.grant(asked, node, ledger)
         mine = lease(bundle.id, shares) if shares else None
         made = plan.make_plan(bundle, asked, node, mine, image, driver_files)
     except GpushareError as error:
         return f"refused ({type(error).__name__}, exit {error.exit_code}): {error}\n"
-    return explain.explain_text(asked, made)
+    return explain.explain_text(asked, made, why.placed(asked, node, ledger, shares))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -53,6 +53,8 @@ def values(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
+    if schema["type"] == "object":
+        return "entries with " + ", ".join(f"`{name}`" for name in schema["properties"])
     if schema["type"] == "array":
         return f"list of {values(schema['items'])}"
     if "minimum" in schema:

@@ -318,6 +318,7 @@ def test_devices_add_up_hard_compute_limits(cli: Callable[..., Any], start: Call
     first, second = json.loads(cli("devices", "--format", "json")[1])
     assert (first["compute_granted_percent"], first["compute_grantable_percent"]) == (80, 100)
     assert second["compute_granted_percent"] == 0
+    assert (first["compute_free_percent"], second["compute_free_percent"]) == (20, 100)
     assert "80%" in cli("devices")[1].splitlines()[1]
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from gpushare import config, names
 from gpushare.errors import ConfigError
-from gpushare.model import Config, Policy
+from gpushare.model import Config, Policy, SharingRule
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 
@@ -52,7 +52,7 @@ def test_schema_is_closed_and_documented() -> None:
         for key, value in item["properties"].items():
             assert value["description"].endswith("."), key
             assert "default" in value, key
-            assert key == key.lower()
+            assert key == key.lower() or "NVIDIA's device plugin" in str(value)  # whose spelling is kept
 
 
 EVERYTHING = """
@@ -63,6 +63,12 @@ runtime: {path: /opt/runc}
 memory_overcommit: 1.5
 compute_overcommit: 2
 compute: {slice_us: 1500, switch_us: 80}
+placement: {strategy: spread}
+sharing:
+  split_count: 10
+  memory_scaling: 0.5
+  cores_scaling: 2
+  overrides: [{model: A100|H100*, split_count: 7}, {devices: ["0:1", GPU-x], split_count: 0, cores_scaling: 1.5}]
 policy:
   accept: {env: never, annotations: privileged, volume_mounts: never, cdi: privileged}
   annotations: scoped
@@ -85,7 +91,12 @@ def test_every_key_arrives() -> None:
     policy = policy._replace(privileged_containers=("kube-system/agent",), over_maximum="clamp")
     path = Config().state_dir
     log, runtime = "/var/log/gpushare.log", "/opt/runc"
-    expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "first-fit", policy, log, runtime, 2.0, 1500, 80)
+    sharing = (
+        SharingRule(7, 1.0, 1.0, "A100|H100*"),
+        SharingRule(0, 1.0, 1.5, "", ("0:1", "GPU-x")),
+        SharingRule(10, 0.5, 2.0),
+    )
+    expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "spread", policy, log, runtime, 2.0, 1500, 80, sharing)
     assert config.parse_config(EVERYTHING, "f") == expected
     untouched = [
         name
@@ -93,8 +104,7 @@ def test_every_key_arrives() -> None:
         for name, value, other in zip(one._fields, one, default)
         if value == other
     ]
-    # --state says where the first is, and the second has one value so far; every other key has an effect
-    assert untouched == ["state_dir", "placement"]
+    assert untouched == ["state_dir"]  # --state says where it is; every other key has an effect
 
 
 @pytest.mark.parametrize("text", ["version: 1", EVERYTHING])
@@ -119,6 +129,8 @@ def test_effective_says_what_the_file_would(text: str) -> None:
             "version: 1\npolicy:\n  unlimited: maybe",
             'policy.unlimited: "\\"maybe\\"" is wrong; expected one of exclusive',
         ),
+        ("version: 1\nplacement: first-fit", "f.yaml:2: placement: "),
+        ("version: 1\nplacement: {strategy: random}", "is wrong; expected one of binpack, spread"),
         ("version: 1\nshim_dir: relative", "f.yaml:2: shim_dir: "),
         ("version: 1\nmemory_overcommit: 0", "f.yaml:2: memory_overcommit: "),
         ("version: 1\ncompute_overcommit: 17", "f.yaml:2: compute_overcommit: "),
@@ -165,6 +177,53 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"#" * (config.MAX_CONFIG_BYTES + 1))
     with pytest.raises(ConfigError, match="larger than"):
         config.load_config(str(tmp_path / "b"))
+
+
+def test_time_slicing_is_read_as_nvidia_s_device_plugin_spells_it() -> None:
+    """The block of its own documentation, pasted."""
+    pasted = """
+version: 1
+sharing:
+  timeSlicing:
+    renameByDefault: true
+    failRequestsGreaterThanOne: true
+    resources:
+    - name: nvidia.com/gpu
+      replicas: 4
+"""
+    loaded = config.parse_config(pasted, "f")
+    assert loaded.sharing == (SharingRule(4),)
+    assert config.effective(loaded)["sharing.split_count"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{memory_scaling: 1.5}", "f.yaml:2: sharing.memory_scaling: 1.5 shares out more memory than a device has"),
+        ("{split_count: 2, memory_scaling: 2}", "needs virtual device memory, and this version has none; write 1.0"),
+        ("{memory_scaling: 0}", "f.yaml:2: sharing.memory_scaling: "),
+        ("{memory_scaling: .nan}", 'f.yaml:2: sharing.memory_scaling: "NaN" is wrong'),
+        ("{split_count: 101}", "f.yaml:2: sharing.split_count: "),
+        ("{split_count: 50, cores_scaling: 0.4}", "0.4 divided by a split_count of 50 is less than 1% of compute"),
+        ("{overrides: [{split_count: 2}]}", "f.yaml:2: sharing.overrides: an entry without model and devices"),
+        ("{overrides: [{model: '|', split_count: 2}]}", 'f.yaml:2: sharing.overrides: model="|": '),
+        ("{overrides: [{model: a, split_count: 2, memory_scaling: 2}]}", "sharing.overrides.memory_scaling: 2 shares"),
+        ("{overrides: [{model: a}]}", "f.yaml:2: sharing.overrides: no split_count"),
+        ("{overrides: [{devices: [all], split_count: 2}]}", "expected an index such as 0 or a whole uuid"),
+        ("{overrides: [{model: a, split_count: 2, x: 1}]}", "sharing.overrides.x: unknown key; known here: model, dev"),
+        (
+            "{split_count: 2, timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}",
+            "f.yaml:2: sharing.split_count: and the replicas of timeSlicing say how many shares there are; keep one",
+        ),
+        ("{timeSlicing: {resources: [{name: nvidia.com/mig-1g.5gb, replicas: 2}]}}", "expected one of nvidia.com/gpu"),
+        ("{timeSlicing: {resources: [{name: gpu, replicas: 2}, {name: gpu, replicas: 3}]}}", "gpu is given twice"),
+        ("{timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [0]}]}}", "expected one of all"),
+    ],
+)
+def test_equal_shares_that_make_no_sense_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse_config(f"version: 1\nsharing: {text}", "f.yaml")
+    assert message in str(caught.value).replace('\\"', '"')
 
 
 def test_the_sample_says_every_key() -> None:

@@ -87,7 +87,8 @@ def test_an_annotation_is_quoted_as_it_was_written() -> None:
 def test_no_device_fits_says_why_for_each() -> None:
     held = ledger(lease(share(0, 0, 15 * GI)), lease(share(0, 1, None), container_id="b"))
     with pytest.raises(
-        CapacityError, match=r"no device fits: device 0: .* 1 GiB free .* \| device 1 is taken as a whole"
+        CapacityError,
+        match=r'^no device fits GPUSHARE_MEMORY="2Gi": GPU 0: 1 GiB of 16 GiB free; GPU 1: held whole by b; ask for l',
     ):
         grant("GPUSHARE_MEMORY=2Gi", held=held)
 
@@ -185,8 +186,13 @@ def test_no_device_on_the_host() -> None:
     [
         ({"require_limits": True}, ("NVIDIA_VISIBLE_DEVICES=all",), "policy.require_limits requires one"),
         ({"max_memory": "8Gi"}, ("NVIDIA_VISIBLE_DEVICES=all",), "policy.max_memory requires one"),
-        ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=5Gi",), r"5Gi of device 0 is 5 GiB, .* \(4Gi = 4 GiB\)"),
-        ({"max_memory": "25%"}, ("GPUSHARE_MEMORY=26%",), "more than policy.max_memory allows"),
+        (
+            {"max_memory": "4Gi"},
+            ("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=5Gi"),
+            r"5Gi of device 0 is 5 .* \(4Gi = 4 GiB\)",
+        ),
+        ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=5Gi",), r"5Gi.: GPU 0: policy.max_memory is 4 GiB; .* at most 4 GiB"),
+        ({"max_memory": "25%"}, ("GPUSHARE_DEVICES=1", "GPUSHARE_MEMORY=26%"), "more than policy.max_memory allows"),
         ({"max_compute_percent": 50}, ("GPUSHARE_MEMORY=1Gi",), r"no compute limit was asked for, .*\(50%\)"),
         (
             {"allowed_devices": ("1",)},

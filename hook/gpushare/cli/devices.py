@@ -8,6 +8,7 @@ import click
 
 from .. import leases, placement
 from ..dialects import device_name
+from ..ledger import capacity_percent
 from ..model import Device, Node
 from ..quantity import human
 from . import facts
@@ -22,6 +23,7 @@ _COLUMNS = (
     Column("", only_tty=True),
     Column("free", right=True),
     Column("compute", right=True),
+    Column("compute free", right=True),
     Column("containers", right=True),
     Column("state"),
     Column("uuid"),
@@ -53,6 +55,7 @@ def devices(paths: Paths, output: str) -> None:
                 bar(one["granted_bytes"], one["grantable_bytes"]),
                 human(one["free_bytes"]),
                 f"{one['compute_granted_percent']}%",
+                f"{one['compute_free_percent']}%",
                 str(one["containers"]),
                 one["state"],
                 one["uuid"],
@@ -66,6 +69,8 @@ def _plain(device: Device, host: Node, ledger: placement.Ledger) -> dict[str, An
     """One device as JSON values. `grantable_bytes` is what may be granted in all (memory_overcommit); of compute
     hard limits count."""
     grantable = placement.capacity_bytes(device, host.config.memory_overcommit)
+    compute = sum(percent for _, percent in ledger.compute.get(device.uuid, ()))
+    grantable_percent = capacity_percent(device, host.config)
     state = "open"
     granted = ledger.used.get(device.uuid, 0)
     if device.uuid in ledger.blocked:
@@ -87,8 +92,9 @@ def _plain(device: Device, host: Node, ledger: placement.Ledger) -> dict[str, An
         "grantable_bytes": grantable,
         "granted_bytes": granted,
         "free_bytes": free,
-        "compute_granted_percent": sum(percent for _, percent in ledger.compute.get(device.uuid, ())),
-        "compute_grantable_percent": int(100 * host.config.compute_overcommit),
+        "compute_granted_percent": compute,
+        "compute_grantable_percent": grantable_percent,
+        "compute_free_percent": max(0, grantable_percent - compute) if state == "open" else 0,
         "containers": len(ledger.holders.get(device.uuid, ())),
         "state": state,
     }

@@ -12,17 +12,18 @@ import click
 from .. import (
     applied,
     driverfiles,
-    hook,
     leases,
     names,
     node,
     oci,
+    placement,
     plan,
     policy,
     procs,
     request,
     rootfs,
     specedit,
+    why,
     withhold,
 )
 from ..dialects import injected
@@ -63,15 +64,15 @@ def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> 
     found = oci.load_bundle(bundle)
     way = way_of(found) if way == "auto" else way
     found = clean(found)
-    asked, steps = of_bundle(paths, found, way)
+    asked, steps, placed = of_bundle(paths, found, way)
     withheld = asked is None and way == "runtime" and withhold.may_apply(found)
     withheld = withheld and withhold.applies(found, node.load_config_only(paths.config, paths.state_dir))
     if output == "json":
-        write_json({**explain_json(asked, steps), "withheld": withheld})
+        write_json({**explain_json(asked, steps, placed), "withheld": withheld})
     elif withheld:
         click.echo(WITHHELD)
     else:
-        click.echo(explain_text(asked, steps), nl=False)
+        click.echo(explain_text(asked, steps, placed), nl=False)
 
 
 def way_of(bundle: Bundle) -> str:
@@ -97,26 +98,28 @@ def _restore(directory: str, output: str) -> None:
         click.echo(f"{path}: {'as it was' if before is not spec else 'nothing of gpushare is in it'}")
 
 
-def of_bundle(paths: Paths, bundle: Bundle, way: str) -> tuple[Optional[Request], Optional[Plan]]:
-    """The steps of hook._start or runtime._create without their effects."""
+def of_bundle(
+    paths: Paths, bundle: Bundle, way: str
+) -> tuple[Optional[Request], Optional[Plan], tuple[why.Reason, ...]]:
+    """The steps of hook._start or runtime._create without their effects, and why these devices."""
     if not request.mentions(bundle):
-        return None, None
+        return None, None, ()
     host = facts.host(paths)
     asked = request.resolve(bundle, host, with_injected=way == "runtime")
     if asked is None:
-        return None, None
+        return None, None, ()
     if way == "hook":
         request.refuse_conflicts(bundle, asked)
-    lease = _lease(paths.state_dir, bundle, asked, host)
+    lease, placed = _lease(paths.state_dir, bundle, asked, host)
     files = driverfiles.for_request(host.inventory, asked, lease.shares if lease else ())
     if way == "runtime":
-        return asked, _by_runtime(bundle, asked, host, lease, files)
+        return asked, _by_runtime(bundle, asked, host, lease, files), placed
     root = rootfs.open_root(bundle)
     try:
         image = rootfs.probe(root, bundle.env)
     finally:
         os.close(root)
-    return asked, plan.make_plan(bundle, asked, host, lease, image, files)
+    return asked, plan.make_plan(bundle, asked, host, lease, image, files), placed
 
 
 def _by_runtime(
@@ -134,12 +137,16 @@ def _by_runtime(
     return steps._replace(notes=(*steps.notes, *(f"taken out of config.json: {line}" for line in taken)))
 
 
-def _lease(state_dir: str, bundle: Bundle, asked: Request, host: Node) -> Optional[Lease]:
-    """The lease that a start would get now; a running container's own one does not stand in its way."""
+def _lease(
+    state_dir: str, bundle: Bundle, asked: Request, host: Node
+) -> tuple[Optional[Lease], tuple[why.Reason, ...]]:
+    """The lease that a start would get now, and why; a running container's own one does not stand in its way."""
     if asked.selection.kind == "none":
-        return None
+        return None, ()
     seen = leases.view(state_dir)
     others = tuple(lease for lease in seen.live if lease.bundle != bundle.path)
     policy.refuse_second(asked, bundle, others)
-    shares = hook.grant(asked, host, others, seen.blocked(host))
-    return Lease(bundle.id, "reserved", procs.boot_id(), bundle.path, shares, 0, 0, created=time.time())
+    ledger = placement.ledger_of(others, host.config.policy, seen.blocked(host))
+    shares = placement.grant(asked, host, ledger)
+    lease = Lease(bundle.id, "reserved", procs.boot_id(), bundle.path, shares, 0, 0, created=time.time())
+    return lease, why.placed(asked, host, ledger, shares)

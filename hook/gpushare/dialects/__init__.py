@@ -125,16 +125,33 @@ def find_devices(name: str, value: str, token: str, inventory: Inventory) -> tup
     return tuple(device for device in inventory.mig if device.parent == found[0].uuid) or (found[0],)
 
 
-def _parse_any(name: str, value: str, token: str) -> Selection:
-    """`any` or `any:2`."""
-    count = token[4:] if token.startswith("any:") else "1"
+def _parse_any(name: str, value: str, tokens: list[str]) -> Selection:
+    """`any`, `any:2`, `any:2,model=A100,free>=20Gi`."""
+    first, *words = tokens
+    count = first[4:] if first.startswith("any:") else "1"
+    if "=" in count:
+        raise wrong(name, value, f"{shown(first)} is not a number of devices", f"write any,{first[4:]}")
     if not _is_number(count) or len(count) > 3 or not 1 <= int(count) <= MAX_SLOTS:
-        raise wrong(name, value, f"{shown(token)} is not a number of devices", f"write any:1 to any:{MAX_SLOTS}")
-    return Selection("any", count=int(count))
+        raise wrong(name, value, f"{shown(first)} is not a number of devices", f"write any:1 to any:{MAX_SLOTS}")
+    if not words:
+        return Selection("any", count=int(count))
+    if not all("=" in word for word in words):
+        raise wrong(name, value, "any cannot be combined with other devices", "write any, or any:2 for two")
+    from . import conditions
+
+    return Selection("any", count=int(count), conditions=conditions.parse(name, value, words))
+
+
+def _unreplicated(token: str) -> str:
+    """`GPU-<uuid>::3` without the number of a replica, which NVIDIA's device plugin adds where it shares a device by
+    time-slicing (AnnotatedID in its source). All replicas are one device."""
+    device, sign, replica = token.partition("::")
+    return device if sign and _is_number(replica) and device else token
 
 
 def parse_devices(name: str, value: str, inventory: Inventory, any_allowed: bool) -> Optional[Selection]:
-    """The grammar of NVIDIA_VISIBLE_DEVICES, and `any[:N]` where it is ours. None: empty or void, nothing asked.
+    """The grammar of NVIDIA_VISIBLE_DEVICES, and `any[:N][,conditions]` where it is ours. None: empty or void, nothing
+    asked.
 
     `void` anywhere wins, `all` next; duplicates collapse. Source: NVIDIA container toolkit, "Environment
     variables (OCI spec)"; `no-gpu-has-...` is what a scheduler writes when it found no room.
@@ -146,9 +163,9 @@ def parse_devices(name: str, value: str, inventory: Inventory, any_allowed: bool
     if value.strip() == "" or "void" in tokens:
         return None
     if any(token == "any" or token.startswith("any:") for token in tokens) and any_allowed:
-        if len(tokens) > 1:
+        if tokens[0] != "any" and not tokens[0].startswith("any:"):
             raise wrong(name, value, "any cannot be combined with other devices", "write any, or any:2 for two")
-        return _parse_any(name, value, tokens[0])
+        return _parse_any(name, value, tokens)
     if "all" in tokens and "none" not in tokens:
         return Selection("all")
     if tokens == ["none"]:
@@ -158,7 +175,7 @@ def parse_devices(name: str, value: str, inventory: Inventory, any_allowed: bool
     if "" in tokens:
         raise wrong(name, value, "an empty device name", _DEVICES_HINT)
     chosen: dict[str, str] = {}
-    for token in dict.fromkeys(tokens):
+    for token in dict.fromkeys(map(_unreplicated, tokens)):
         for device in find_devices(name, value, token, inventory):
             chosen.setdefault(device.uuid, token)
     if len(chosen) > MAX_SLOTS:

@@ -1,0 +1,72 @@
+"""What is granted on each device, and what there is to grant: sums over leases. Pure, on the start path.
+
+ledger_of(leases, policy, blocked)         -> Ledger
+capacity_bytes(device, memory_overcommit)  -> int     memory that may be granted in all
+rule_of(device, config)                    -> SharingRule | None     equal shares, for those that name no limit
+capacity_percent(device, config)           -> int     compute that hard limits may add up to
+counts(percent, soft)                      -> bool    whether a compute limit takes something from the others
+"""
+
+from __future__ import annotations
+
+from .light import Iterable, NamedTuple, Optional
+from .model import Config, Device, Lease, Policy, SharingRule
+from .region import NO_PERCENT
+
+
+class Ledger(NamedTuple):
+    """What is granted, per device uuid."""
+
+    used: dict[str, int]  # bytes granted to limited shares
+    exclusive: frozenset[str] = frozenset()  # taken as a whole
+    blocked: frozenset[str] = frozenset()  # unknown use: no new lease
+    holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}  # (container id, bytes or None = whole)
+    pages: dict[str, frozenset[int]] = {}  # numbers that are taken, see pages.py
+    compute: dict[str, tuple[tuple[str, int], ...]] = {}  # (container id, percent) of hard limits
+
+
+def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = ()) -> Ledger:
+    """The ledger of live leases. An unlimited share takes the whole device unless policy shares it."""
+    used: dict[str, int] = {}
+    exclusive = set()
+    holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}
+    pages: dict[str, frozenset[int]] = {}
+    compute: dict[str, tuple[tuple[str, int], ...]] = {}
+    for lease in leases:
+        for share in lease.shares:
+            uuid = share.device.uuid
+            holders[uuid] = (*holders.get(uuid, ()), (lease.id, share.memory_limit_bytes))
+            pages[uuid] = pages.get(uuid, frozenset()) | {share.page}
+            if share.compute_percent is not None and counts(share.compute_percent, share.soft):
+                compute[uuid] = (*compute.get(uuid, ()), (lease.id, share.compute_percent))
+            if share.memory_limit_bytes is not None:
+                used[uuid] = used.get(uuid, 0) + share.memory_limit_bytes
+            elif policy.unlimited != "shared":
+                exclusive.add(uuid)
+    return Ledger(used, frozenset(exclusive), frozenset(blocked), holders, pages, compute)
+
+
+def counts(percent: Optional[int], soft: bool) -> bool:
+    """Whether a compute limit takes something from the others: a soft one is given what they leave."""
+    return percent is not None and percent < NO_PERCENT and not soft
+
+
+def capacity_bytes(device: Device, memory_overcommit: float) -> int:
+    """What may be granted in all; 0 when the device's size is not known."""
+    size = int(device.memory_bytes * memory_overcommit)
+    return size - size % device.granularity_bytes
+
+
+def rule_of(device: Device, config: Config) -> Optional[SharingRule]:
+    """How `device` is divided into equal shares; None where it is not."""
+    if not config.sharing:
+        return None
+    from . import sharing
+
+    return sharing.rule_of(device, config.sharing)
+
+
+def capacity_percent(device: Device, config: Config) -> int:
+    """What hard compute limits may add up to: all of the device's time, times whichever of the two is more."""
+    rule = rule_of(device, config)
+    return int(100 * max(config.compute_overcommit, rule.cores_scaling if rule else 0))
