@@ -103,10 +103,13 @@ gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes b
 
 dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the host, and an archive of them
 
-docs: docs/config.md docs/hardware.md docs/compute.md docs/attacks.md ## write the generated pages of docs/
+docs: docs/config.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md ## write the generated pages of docs/
 
 docs/config.md: hook/gpushare/config.py tests/tools/config_docs.py
 	$(VENV_PYTHON) tests/tools/config_docs.py >$@.new && mv $@.new $@
+
+docs/dialects.md: hook/gpushare/dialects/table.py tests/tools/dialect_docs.py
+	$(VENV_PYTHON) tests/tools/dialect_docs.py >$@.new && mv $@.new $@
 
 docs/hardware.md: tests/gpu/docs.py tests/gpu/checks.py $(wildcard tests/gpu/measured/*.json)
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.gpu.docs >$@.new && mv $@.new $@

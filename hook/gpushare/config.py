@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from . import configsharing, names
+from .dialects import table
 from .errors import ConfigError, RequestError
 from .model import Config, Policy, SharingRule
 from .quantity import amount, shown, whole_percent
@@ -91,13 +92,19 @@ KEYS = (
     Key("policy.accept.cdi", "always", _ACCEPT,
         "From which containers devices that CDI, DRA or NVIDIA's tools have put into config.json are taken for a "
         "request. From others they are refused, or taken out where a request of ours says what the container gets."),
+    Key("policy.accept.switches", "never", _ACCEPT,
+        "From which containers words of other schedulers that switch their own limits off are taken: "
+        "CUDA_DISABLE_CONTROL, CGPU_DISABLE and the like. never: limits that are asked for stay."),
+    Key("policy.disabled_dialects", [],
+        {"type": "array", "items": {"enum": [row.name for row in table.SCHEDULERS]}},
+        "Other schedulers whose words mean nothing here (docs/dialects.md)."),
     Key("policy.annotations", "any", {"enum": ["any", "scoped"]},
         "Which annotations count: any, or scoped, that is only those that name one container of a pod: "
         "<container>.gpushare.io/memory."),
     Key("policy.nvidia_visible_devices", "alone", {"enum": ["alone", "with_limit"]},
         "What the variable NVIDIA_VISIBLE_DEVICES does, which most CUDA images set themselves. alone: it grants "
-        "the devices that it names. with_limit: it names the devices of a container that asks for a limit in our "
-        "words, and alone grants nothing."),
+        "the devices that it names. with_limit: it names the devices of a container that asks for a limit, in our "
+        "words or another scheduler's, and alone grants nothing."),
     Key("policy.privileged_containers", ["*"], {"type": "array", "items": {"type": "string", "minLength": 1}},
         "Privileged containers that may use a GPU: <namespace>/<container> in a pod, where either may be *, else the "
         "container's id; * means all. From any other, gpushare-runtime takes the NVIDIA devices that the engine "
@@ -211,6 +218,8 @@ def effective(config: Config) -> dict[str, Any]:
         "policy.accept.annotations": policy.accept_annotations,
         "policy.accept.volume_mounts": policy.accept_volume_mounts,
         "policy.accept.cdi": policy.accept_cdi,
+        "policy.accept.switches": policy.accept_switches,
+        "policy.disabled_dialects": list(policy.disabled_dialects),
         "policy.annotations": policy.annotations,
         "policy.nvidia_visible_devices": policy.nvidia_visible_devices,
         "policy.privileged_containers": list(policy.privileged_containers),
@@ -363,6 +372,8 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
             nvidia_visible_devices=at["policy.nvidia_visible_devices"],
             privileged_containers=tuple(at["policy.privileged_containers"]),
             over_maximum=at["policy.over_maximum"],
+            accept_switches=at["policy.accept.switches"],
+            disabled_dialects=tuple(at["policy.disabled_dialects"]),
         ),
         log=at["log.decisions"],
         runtime=at["runtime.path"],

@@ -77,12 +77,14 @@ def explain_text(request: Optional[Request], plan: Optional[Plan], placed: Seque
     lines = [f"{label:<12} {text}" for label, text in _facts(request)]
     lines += [f"{'from':<12} {name}={shown(value)}" for name, value in request.sources]
     lines += [f"{'requires':<12} {name}={shown(value)}" for name, value in request.requirements]
+    lines += [f"{'ignored':<12} {text}" for text in request.ignored]
     lines += [f"{'gets':<12} {text}" for text in _gets(plan)]
     for reason in placed:
         lines.append(f"{'placed' if reason.chosen else 'not':<12} {reason.device}: {reason.text}")
     lines += ["", f"plan for {plan.container_id}:"]
     lines += [f"{number:>3} {op.describe()}" for number, op in enumerate(plan.ops, 1)]
-    lines += ["", *(f"note: {note}" for note in plan.notes)] if plan.notes else []
+    notes = [f"note: {note}" for note in plan.notes if note not in request.ignored]
+    lines += ["", *notes] if notes else []
     return "".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) + "\n" for line in lines)
 
 

@@ -54,6 +54,8 @@ class Policy(NamedTuple):
     nvidia_visible_devices: str = "alone"  # alone | with_limit
     privileged_containers: tuple[str, ...] = ("*",)  # <namespace>/<container> or an id; * = all, () = none
     over_maximum: str = "refuse"  # refuse | clamp
+    accept_switches: str = "never"  # words of other schedulers that switch their limits off
+    disabled_dialects: tuple[str, ...] = ()  # names of dialects.table.SCHEDULERS
 
 
 class SharingRule(NamedTuple):

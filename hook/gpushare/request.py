@@ -14,20 +14,21 @@ Start path.
 from __future__ import annotations
 
 from . import names, policy
-from .dialects import Env, driverwords, injected, nvidia, own
+from .dialects import Env, driverwords, injected, nvidia, own, table
 from .errors import DeviceError, PolicyError, RequestError
 from .light import Any, Callable, Optional
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
 from .quantity import shown, wrong
 
-# name -> (env, annotations, spec, inventory) -> Request | None, the most specific language first
+# name -> (env, annotations, spec, inventory) -> Request | None, the most specific language first.
+# Other schedulers' words are in dialects/table.py, and foreign.py says what they add.
 DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], Optional[Request]]] = {
     "own": own.read,
     "injected": injected.read,
     "nvidia": nvidia.read,
 }
-# Beginnings of variables without which nothing is asked: ours, also as people misspell them, and NVIDIA's
-TRIGGERS = (*own.PREFIXES, nvidia.ENV_DEVICES)
+# Beginnings of variables without which nothing is asked: ours, also as people misspell them, NVIDIA's, and others'
+TRIGGERS = (*own.PREFIXES, nvidia.ENV_DEVICES, *table.BEGINNINGS)
 # What the launcher looks for in the text of a config.json, in any case of letters: without one of these there is
 # nothing that `mentions` could find. ASCII letters, digits and . _ - / only, which it knows in every JSON spelling.
 RAW_TRIGGERS = (
@@ -36,6 +37,7 @@ RAW_TRIGGERS = (
     nvidia.VOLUME_ROOT.rpartition("/")[2],
     "/dev/nvidia",
     "cdi.k8s.io",
+    *table.KEY_BEGINNINGS,
 )
 _IMPLEMENTED_BACKENDS = ("auto", "shim")
 
@@ -56,6 +58,7 @@ def mentions(bundle: Bundle) -> bool:
     return (
         any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
         or any(names.ANNOTATION_PREFIX in key for key in bundle.annotations)
+        or not table.KEYS.isdisjoint(bundle.annotations)
         or bool(nvidia.volume_requests(bundle.spec))
         or bool(injected.minors(bundle.spec))
     )
@@ -83,6 +86,32 @@ def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> 
     if said is None:
         return found
     return found._replace(ignored=(*found.ignored, f"{name}={shown(value)}: config.json has {found.sources[0][1]}"))
+
+
+def _without(mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool) -> Optional[Request]:
+    """Our own words, and NVIDIA's."""
+    if mine is not None and mine.selection != own.UNNAMED:
+        return _combine(mine, None)  # foreign words do not matter, so they cannot be wrong either
+    foreign = _foreign(bundle, node, with_injected, limited=mine is not None and bool(_limits(mine)))
+    return foreign if mine is None else _combine(mine, foreign)
+
+
+def _with_schedulers(
+    spoken: tuple[table.Spoken, ...], mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool
+) -> Optional[Request]:
+    """The same, with other schedulers' words."""
+    from . import foreign, hearing
+
+    heard = hearing.listen(spoken, mine, bundle, node, with_injected)
+    if mine is not None and mine.selection != own.UNNAMED:
+        request = _combine(mine, None)
+    else:
+        limited = heard.limited or (mine is not None and bool(_limits(mine)))
+        base = _foreign(hearing.without_alias(bundle, heard), node, with_injected, limited)
+        if limited or node.config.policy.nvidia_visible_devices != "with_limit":
+            base = foreign.with_devices(base, heard, node)
+        request = base if mine is None else _combine(mine, base)
+    return request if request is None else foreign.with_limits(request, heard, node)
 
 
 def _limits(request: Request) -> list[tuple[str, str]]:
@@ -183,11 +212,12 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
     if mine is not None:
         policy.refuse_unaccepted(mine, bundle, rules)
-    if mine is not None and mine.selection != own.UNNAMED:
-        request = _combine(mine, None)  # foreign words do not matter, so they cannot be wrong either
-    else:
-        foreign = _foreign(bundle, node, with_injected, limited=mine is not None and bool(_limits(mine)))
-        request = foreign if mine is None else _combine(mine, foreign)
+    spoken = table.spoken(bundle.env, bundle.annotations)
+    request = (
+        _with_schedulers(spoken, mine, bundle, node, with_injected)
+        if spoken
+        else _without(mine, bundle, node, with_injected)
+    )
     if mine is None or request is None:
         policy.refuse_injected(bundle, rules)
     if request is None:

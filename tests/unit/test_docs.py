@@ -10,11 +10,15 @@ from gpushare.cli import containers, devices
 from gpushare.dialects import driverwords
 
 from tests.lib.host import TREE
-from tests.tools import config_docs
+from tests.tools import config_docs, dialect_docs
 
 
 def test_config_docs_are_generated() -> None:
     assert (TREE / "docs" / "config.md").read_text() == config_docs.text(), "run `make docs`"
+
+
+def test_dialect_docs_are_generated() -> None:
+    assert (TREE / "docs" / "dialects.md").read_text() == dialect_docs.text(), "run `make docs`"
 
 
 def test_every_error_is_described() -> None:

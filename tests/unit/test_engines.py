@@ -91,8 +91,8 @@ def test_before_2_1_the_entry_goes_into_the_file_and_runc_stays() -> None:
     assert handler(after)["runc"] == {"runtime_type": "io.containerd.runc.v2"}
     assert handler(after)["gpushare"] == {
         "runtime_type": "io.containerd.runc.v2",
-        "pod_annotations": ["gpushare.io/*", "*.gpushare.io/*"],
-        "container_annotations": ["gpushare.io/*", "*.gpushare.io/*"],
+        "pod_annotations": list(containerd.ANNOTATIONS),
+        "container_annotations": list(containerd.ANNOTATIONS),
         "options": {"BinaryName": "/usr/bin/gpushare-runtime"},
     }
     assert withdrawn(containerd, after, files) == files
@@ -115,7 +115,10 @@ def test_the_default_handlers_options_are_ours_too() -> None:
     table = handler(after, containerd.DROP_IN, CRI3)["gpushare"]
     assert table["options"] == {"BinaryName": "/usr/bin/gpushare-runtime", "SystemdCgroup": True}
     assert table["snapshotter"] == "zfs"
-    assert table["pod_annotations"] == ["a.io/*", "gpushare.io/*", "*.gpushare.io/*"]
+    assert table["pod_annotations"] == ["a.io/*", *containerd.ANNOTATIONS]
+    assert {"gpushare.io/*", "*.gpushare.io/*", "scheduling.koordinator.sh/device-allocated"} <= {
+        *containerd.ANNOTATIONS
+    }
     assert withdrawn(containerd, after, files) == files
 
 

@@ -118,7 +118,7 @@ def test_injected_devices_before_nvidia_s_words_is_said() -> None:
     assert found.selection.names == (UUIDS[1],)
     assert found.ignored == ('NVIDIA_VISIBLE_DEVICES="all": config.json has /dev/nvidia1',)
     text = explain.explain_text(found, plan.make_plan(bundle(), found, node(), lease(), image(), files()))
-    assert 'note: NVIDIA_VISIBLE_DEVICES="all": config.json has /dev/nvidia1' in text
+    assert 'ignored      NVIDIA_VISIBLE_DEVICES="all": config.json has /dev/nvidia1' in text
 
 
 @pytest.mark.parametrize("name", ["1", UUIDS[1], UUIDS[1].lower(), UUIDS[1][:14], "nvidia.com/gpu=1", "/var/run/x"])

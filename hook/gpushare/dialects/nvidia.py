@@ -36,6 +36,7 @@ _HOOK_PROGRAMS = frozenset(
     )
 )
 _DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so", "libcudadebugger.so", "libnvidia-ptxjitcompiler.so")
+_CDI_GPU = "nvidia.com/gpu="
 MAJOR = 195
 DEVICE_PREFIX = "/dev/nvidia"
 
@@ -91,7 +92,16 @@ def asked(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
 def selection(env: Env, spec: dict[str, Any], inventory: Inventory) -> Optional[Selection]:
     """The devices, None when none are named."""
     name, value = asked(env, spec)
-    return parse_devices(name, value, inventory, any_allowed=False)
+    return parse_devices(name, _unqualified(value), inventory, any_allowed=False)
+
+
+def _unqualified(value: str) -> str:
+    """CDI's names of GPUs as their last part, an index or a uuid: nvidia.com/gpu=0, or a device plugin's with its own
+    vendor, k8s.device-plugin.nvidia.com/gpu=GPU-<uuid>."""
+    if _CDI_GPU not in value:
+        return value
+    tokens = (token.strip().rpartition("=") for token in value.split(","))
+    return ",".join(name if kind.endswith(_CDI_GPU[:-1]) else kind + equals + name for kind, equals, name in tokens)
 
 
 def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:

@@ -1,0 +1,265 @@
+"""The table of dialects: what each system writes into a container's description, with its units and its traps.
+
+    ROWS                            every dialect; docs/dialects.md and the launcher's triggers are written from it
+    SCHEDULERS                      those of other schedulers: read when one of their words occurs, see foreign.py
+    BEGINNINGS, KEYS                of variables, and whole annotations, without which these ask for nothing; and
+    KEY_BEGINNINGS                  what such an annotation begins with
+    spoken(env, annotations)        -> tuple[Spoken, ...]    which of them occur in a container, and with which words
+    reader(row)                     -> the function that reads them: `read` of the module with the row's name
+
+A new system is a row here and a file beside this one. Start path: the table is loaded always, a reader only when a
+word of its row occurs.
+"""
+
+from __future__ import annotations
+
+from ..light import Any, Callable, NamedTuple, Optional
+from . import Env
+
+# What a word is about
+MEMORY, COMPUTE, DEVICES, PRIORITY, SWITCH, EVERYTHING, OTHER = (
+    "memory", "compute", "devices", "priority", "switch", "everything", "other",
+)  # fmt: skip
+_ASKS = (MEMORY, COMPUTE, DEVICES, EVERYTHING)
+
+
+class Word(NamedTuple):
+    """One variable or annotation. `number`: what the n of NAME_n counts, slot or index; "" where none follows."""
+
+    name: str
+    about: str
+    number: str = ""
+
+
+class Row(NamedTuple):
+    """One dialect. `memory`, `compute`: how amounts are written. `gate`: a variable without which the others are
+    somebody else's. `asks` False: its words say how much of a device that others name."""
+
+    name: str
+    system: str
+    variables: tuple[Word, ...]
+    annotations: tuple[Word, ...] = ()
+    memory: str = ""
+    compute: str = ""
+    trap: str = ""
+    gate: str = ""
+    asks: bool = True
+
+
+class Said(NamedTuple):
+    """A word as it occurs. `number` is the n of NAME_n."""
+
+    word: Word
+    name: str
+    value: str
+    number: Optional[int] = None
+
+
+class Spoken(NamedTuple):
+    """A row with those of its words that occur and are not empty."""
+
+    row: Row
+    said: tuple[Said, ...]
+
+
+SCHEDULERS = (
+    Row(
+        "hami",
+        "HAMi, Volcano vGPU; also what KAI and Koordinator write for HAMi-core",
+        (
+            Word("CUDA_DEVICE_MEMORY_LIMIT", MEMORY, "slot"),
+            Word("CUDA_DEVICE_SM_LIMIT", COMPUTE, "slot"),
+            Word("CUDA_TASK_PRIORITY", PRIORITY),
+            Word("CUDA_OVERSUBSCRIBE", OTHER),
+            Word("GPU_CORE_UTILIZATION_POLICY", SWITCH),
+            Word("CUDA_DISABLE_CONTROL", SWITCH),
+        ),
+        memory="`3000m`: k, m, g are 1024-based; without a letter bytes",
+        compute="percent; 0 and 100 are no limit",
+        trap="The number counts devices inside the container, not on the host. Priority 0 is the high one. "
+        "`CUDA_OVERSUBSCRIBE=true` is refused: its limits may be more than the device has.",
+    ),
+    Row(
+        "vgpu-manager",
+        "vgpu-manager",
+        (
+            Word("CUDA_MEM_LIMIT", MEMORY, "index"),
+            Word("CUDA_CORE_LIMIT", COMPUTE, "index"),
+            Word("CUDA_CORE_SOFT_LIMIT", COMPUTE, "index"),
+            Word("CUDA_MEM_RATIO", OTHER, "index"),
+            Word("CUDA_MEM_OVERSOLD", OTHER, "index"),
+            Word("GPU_DEVICES_UUID", DEVICES),
+            Word("MANAGER_VISIBLE_DEVICES", DEVICES),
+            Word("MANAGER_VISIBLE_DEVICE", DEVICES, "index"),
+            Word("DISABLE_VGPU_CONTROL", SWITCH),
+        ),
+        memory="`1.5g`: k, m, g, t are 1024-based, with decimals; without a letter bytes",
+        compute="percent; 0 and 100 are no limit; with a soft limit above it the limit is soft",
+        trap="The number is the device's index on the host, so `CUDA_MEM_LIMIT_3` also names device 3. Empty values "
+        "are no limit. Oversold memory (a ratio above 1) is refused.",
+    ),
+    Row(
+        "volcano",
+        "Volcano GPU share",
+        (Word("VOLCANO_GPU_ALLOCATED", MEMORY), Word("VOLCANO_GPU_MEMORY_TOTAL", MEMORY)),
+        memory="integers in one unit, usually MiB: the share is allocated / total",
+        trap="Without `VOLCANO_GPU_MEMORY_TOTAL` the number allocated is one of whole devices, which are no limit.",
+    ),
+    Row(
+        "aliyun",
+        "Aliyun gpushare, cGPU",
+        (
+            Word("ALIYUN_COM_GPU_MEM_CONTAINER", MEMORY),
+            Word("ALIYUN_COM_GPU_MEM_DEV", MEMORY),
+            Word("ALIYUN_COM_GPU_MEM_POD", OTHER),
+            Word("ALIYUN_COM_GPU_MEM_IDX", DEVICES),
+            Word("ALIYUN_COM_GPU_VISIBLE_DEVICES", DEVICES),
+            Word("CGPU_DISABLE", SWITCH),
+        ),
+        memory="integers in GiB or MiB, nobody says which: the share is container / dev of the device",
+        trap="`ALIYUN_COM_GPU_MEM_IDX=-1` and `NVIDIA_VISIBLE_DEVICES=no-gpu-has-...` mean that there was no room, and "
+        "are refused. What the pod has in all (`_POD`) is not what the container has.",
+    ),
+    Row(
+        "pai",
+        "Aliyun PAI",
+        (
+            Word("AMP_VGPU_ENABLE", SWITCH),
+            Word("GPU_MEM_PER_DEVICE", MEMORY),
+            Word("GPU_UTIL_PER_DEVICE", COMPUTE),
+        ),
+        memory="bytes, for each device",
+        compute="percent, for each device; 0 and 100 are no limit",
+        gate="AMP_VGPU_ENABLE",
+        trap="Without `AMP_VGPU_ENABLE` the other two are variables of somebody's program, and mean nothing.",
+    ),
+    Row(
+        "runai",
+        "Run:ai, KAI scheduler",
+        (Word("GPU_PORTION", MEMORY), Word("RUNAI_NUM_OF_GPUS", MEMORY)),
+        (Word("gpu-fraction", MEMORY), Word("gpu-memory", MEMORY)),
+        memory="fraction of the device, `0.5`; the annotation `gpu-memory` is in MiB",
+        trap="1 and above are whole devices, which are no limit. Portions are rounded to two decimals, so one that "
+        "differs from an exact amount by less than 1 % of the device says the same; the smaller one counts.",
+    ),
+    Row(
+        "koordinator",
+        "Koordinator",
+        (),
+        (Word("scheduling.koordinator.sh/device-allocated", EVERYTHING),),
+        memory="JSON: `koordinator.sh/gpu-memory`, a Kubernetes quantity, else `gpu-memory-ratio`, percent",
+        compute="`koordinator.sh/gpu-core`, percent; 100 is no limit",
+        trap="Devices are named by minor, not by index; so are those that Koordinator itself puts into "
+        "`NVIDIA_VISIBLE_DEVICES`.",
+    ),
+    Row(
+        "tencent",
+        "Tencent gpu-manager",
+        (),
+        (
+            Word("tencent.com/vcuda-core", EVERYTHING),
+            Word("tencent.com/vcuda-core-limit", COMPUTE),
+            Word("tencent.com/vcuda-memory", MEMORY),
+            Word("tencent.com/vcuda-device", DEVICES),
+        ),
+        memory="blocks of 256 MiB",
+        compute="hundredths of a device; 100 and its multiples are whole devices, without limits",
+        trap="`vcuda-device` names device nodes, `/dev/nvidia1`, so minors. Time above `vcuda-core` up to "
+        "`vcuda-core-limit` is not granted.",
+    ),
+    Row(
+        "mps",
+        "NVIDIA MPS, a client's variables",
+        (
+            Word("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", MEMORY),
+            Word("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", COMPUTE),
+            Word("CUDA_MPS_CLIENT_PRIORITY", PRIORITY),
+            Word("CUDA_MPS_PIPE_DIRECTORY", OTHER),
+            Word("CUDA_MPS_LOG_DIRECTORY", OTHER),
+        ),
+        memory="`0=1G,1=512MB`: by slot, 1024-based",
+        compute="percent; 100 is no limit",
+        asks=False,
+        trap="There they are for each process, here for all processes of the container together. They ask for no "
+        "device. The shim keeps the limits, no MPS daemon.",
+    ),
+)
+ROWS = (
+    Row(
+        "own",
+        "gpushare",
+        (Word("GPUSHARE_...", EVERYTHING),),
+        (Word("gpushare.io/...", EVERYTHING), Word("<container>.gpushare.io/...", EVERYTHING)),
+        memory="`4Gi`, `25%`, `0=4Gi,1=8Gi`",
+        compute="`30%`, `0=30%,1=50%`",
+        trap="Own names win, each over what others say about the same.",
+    ),
+    Row(
+        "injected",
+        "CDI, DRA, NVIDIA's container runtime, device plugins",
+        (),
+        trap="Devices that are in `config.json` already: only gpushare-runtime takes them for a request, since only it "
+        "can take them out again.",
+    ),
+    Row(
+        "nvidia",
+        "NVIDIA container toolkit",
+        (Word("NVIDIA_VISIBLE_DEVICES", DEVICES), Word("NVIDIA_DRIVER_CAPABILITIES", OTHER)),
+        trap="Most CUDA images set it themselves. Mounts of `/dev/null` at `/var/run/nvidia-container-devices/<id>` "
+        "count before it. It names devices; how much of each others say. See [driver.md](driver.md) for the rest.",
+    ),
+    *SCHEDULERS,
+)
+
+_WORDS = {word.name: (row, word) for row in SCHEDULERS for word in (*row.variables, *row.annotations)}
+_ANY = tuple(word.name for row in SCHEDULERS for word in row.variables)
+KEYS = frozenset(word.name for row in SCHEDULERS for word in row.annotations)
+
+
+def _beginnings(row: Row) -> tuple[str, ...]:
+    if not row.asks:
+        return ()
+    return (row.gate,) if row.gate else tuple(word.name for word in row.variables if word.about in _ASKS)
+
+
+def _shortest(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Without those that begin with another: a text without the shorter one is without both."""
+    return tuple(name for name in names if not any(name != other and name.startswith(other) for other in names))
+
+
+BEGINNINGS = _shortest(tuple(name for row in SCHEDULERS for name in _beginnings(row)))
+KEY_BEGINNINGS = _shortest(tuple(sorted(KEYS)))
+
+
+def _said(name: str, value: str) -> Optional[tuple[Row, Said]]:
+    """A variable as a word: NAME, or NAME_n where it can be numbered."""
+    if name in _WORDS:
+        row, word = _WORDS[name]
+        return row, Said(word, name, value)
+    stem, _, digits = name.rpartition("_")
+    if stem not in _WORDS or not (digits.isascii() and digits.isdigit()) or len(digits) > 3:
+        return None
+    row, word = _WORDS[stem]
+    return (row, Said(word, name, value, int(digits))) if word.number else None
+
+
+def spoken(env: Env, annotations: dict[str, str]) -> tuple[Spoken, ...]:
+    """The rows of which a word occurs. Empty values are as good as none, but for those that are numbered by index: to
+    vgpu-manager they say that a device has no limit."""
+    words = [(name, value) for name, value in env if name.startswith(_ANY) and name not in KEYS]
+    words += [(key, value) for key, value in annotations.items() if key in KEYS]
+    if not words:
+        return ()
+    found: dict[str, list[Said]] = {}
+    for pair in map(_said, *zip(*words)):
+        if pair is not None and (pair[1].value.strip() or pair[1].word.number == "index"):
+            found.setdefault(pair[0].name, []).append(pair[1])
+    rows = [Spoken(row, tuple(found[row.name])) for row in SCHEDULERS if row.name in found]
+    return tuple(one for one in rows if not one.row.gate or any(said.name == one.row.gate for said in one.said))
+
+
+def reader(row: Row) -> Callable[..., Any]:
+    """`read` of dialects/<name>.py: (said, inventory) -> Demand."""
+    module = __import__(f"{__package__}.{row.name.replace('-', '_')}", fromlist=["read"])
+    found: Callable[..., Any] = module.read
+    return found
