@@ -13,17 +13,17 @@ from ..dialects import device_name
 from ..quantity import human
 from . import facts
 from .options import Paths, with_format
-from .output import Column, age, bar, is_tty, write_json, write_line, write_table
+from .output import BAR, Column, age, bar, is_tty, state_style, write_json, write_line, write_table
 
 _LIST = (
     Column("container"),
     Column("device", right=True),
     Column("memory used", right=True),
     Column("limit", right=True),
-    Column("", only_tty=True),
+    BAR,
     Column("compute", right=True),
     Column("processes", right=True),
-    Column("state"),
+    Column("state", style=state_style),
     Column("age", right=True),
 )
 _COMMAND = Column("command")  # of programs that `gpushare run` started, when there are any
@@ -39,7 +39,7 @@ def list_(paths: Paths, output: str) -> None:
     """
     found = facts.containers(paths.state_dir)
     if output == "json":
-        write_json([_plain(one) for one in found])
+        write_json([plain(one) for one in found])
         return
     if not found and is_tty():
         write_line("no container has a share of a GPU")
@@ -65,9 +65,9 @@ def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
             name,
             device_name(use.share.device),
             human(use.used_bytes),
-            _limit(use),
+            limit_text(use),
             bar(use.used_bytes, use.limit_bytes),
-            _compute(use),
+            compute_text(use),
             count,
             state,
             created,
@@ -77,18 +77,18 @@ def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
     return rows or [(name, "-", "-", "-", "", "-", count, state, created)]
 
 
-def _limit(use: facts.Use) -> str:
+def limit_text(use: facts.Use) -> str:
     return "unlimited" if use.share.memory_limit_bytes is None else human(use.share.memory_limit_bytes)
 
 
-def _compute(use: facts.Use) -> str:
+def compute_text(use: facts.Use) -> str:
     """What it had of the device's time in the last second, and its limit: "27% of 30%"."""
     had = "-" if use.compute is None else f"{use.compute.recent_percent:.0f}%"
     percent = use.share.compute_percent
     return had if percent is None else f"{had} of {percent}%{' soft' if use.share.soft else ''}"
 
 
-def _plain(one: facts.Container) -> dict[str, Any]:
+def plain(one: facts.Container) -> dict[str, Any]:
     """A container as JSON values; bytes are numbers, no limit is null."""
     return {
         "id": one.id,
@@ -142,7 +142,7 @@ def inspect(paths: Paths, id: str, output: str) -> None:
 
 
 def _details(container_id: str, one: Optional[facts.Container], refusal: str) -> dict[str, Any]:
-    value: dict[str, Any] = {"id": container_id, "state": "refused", "shares": []} if one is None else _plain(one)
+    value: dict[str, Any] = {"id": container_id, "state": "refused", "shares": []} if one is None else plain(one)
     value["last_refusal"] = refusal or None
     if one is not None and one.lease is not None:
         lease = one.lease
@@ -178,7 +178,7 @@ def _print_uses(one: facts.Container) -> None:
     write_line()
     columns = (
         *(Column("slot", True), Column("device", True), Column("memory used", True), Column("limit", True)),
-        *(Column("", only_tty=True), Column("refused", True), Column("compute", True), Column("throttled", True)),
+        *(BAR, Column("refused", True), Column("compute", True), Column("throttled", True)),
         *(Column("page", True), Column("uuid")),
     )
     rows = [
@@ -186,10 +186,10 @@ def _print_uses(one: facts.Container) -> None:
             str(use.share.slot),
             device_name(use.share.device),
             human(use.used_bytes),
-            _limit(use),
+            limit_text(use),
             bar(use.used_bytes, use.limit_bytes),
             str(use.refused),
-            _compute(use) + (", high priority" if use.share.priority else ""),
+            compute_text(use) + (", high priority" if use.share.priority else ""),
             "-" if use.compute is None else f"{use.compute.waited_ns / 1e9:.1f} s",
             str(use.share.page),
             use.share.device.uuid,

@@ -13,19 +13,19 @@ from ..model import Device, Node
 from ..quantity import human
 from . import facts
 from .options import Paths, with_format
-from .output import Column, bar, write_json, write_table
+from .output import BAR, Column, bar, state_style, write_json, write_table
 
 _COLUMNS = (
     Column("device", right=True),
     Column("model"),
     Column("memory", right=True),
     Column("granted", right=True),
-    Column("", only_tty=True),
+    BAR,
     Column("free", right=True),
     Column("compute", right=True),
     Column("compute free", right=True),
     Column("containers", right=True),
-    Column("state"),
+    Column("state", style=state_style),
     Column("uuid"),
 )
 
@@ -38,9 +38,7 @@ def devices(paths: Paths, output: str) -> None:
     host = facts.host(paths)
     seen = leases.view(paths.state_dir)
     ledger = placement.ledger_of(seen.live, host.config.policy, seen.blocked(host))
-    everything = (*host.inventory.devices, *host.inventory.mig)
-    in_order = sorted(everything, key=lambda device: (device.index, device.mig_index))
-    found = [_plain(device, host, ledger) for device in in_order]
+    found = listed(host, ledger)
     if output == "json":
         write_json(found)
         return
@@ -63,6 +61,13 @@ def devices(paths: Paths, output: str) -> None:
             for one in found
         ],
     )
+
+
+def listed(host: Node, ledger: placement.Ledger) -> list[dict[str, Any]]:
+    """All of them as JSON values, a GPU before its MIG devices."""
+    everything = (*host.inventory.devices, *host.inventory.mig)
+    in_order = sorted(everything, key=lambda device: (device.index, device.mig_index))
+    return [_plain(device, host, ledger) for device in in_order]
 
 
 def _plain(device: Device, host: Node, ledger: placement.Ledger) -> dict[str, Any]:

@@ -12,12 +12,17 @@ import click
 
 from .. import log, names, rootless
 from ..errors import GpushareError
-from .options import Paths
+from .options import Paths, with_no_color
+
+PROGRAM = "gpushare"
+COMPLETE = "_GPUSHARE_COMPLETE"  # the variable by which a shell asks for completions; see completion.py
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 # command -> module of this package, and its name there. Only the one that is asked for is loaded: `gpushare run` is
 # how programs start.
 COMMANDS = {
     "list": ("containers", "list_"),
+    "top": ("top", "top"),
     "inspect": ("containers", "inspect"),
     "devices": ("devices", "devices"),
     "explain": ("explain", "explain"),
@@ -63,6 +68,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", default=names.CONFIG_PATH, show_default=True, metavar="FILE", help="Configuration file.")
 @click.option("--state", metavar="DIR", help=f"State directory.  [default: {names.STATE_DIR}]")
+@with_no_color
 @click.option(
     "--version",
     is_flag=True,
@@ -78,26 +84,84 @@ def group(context: click.Context, config: str, state: Optional[str]) -> None:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Runs one command; returns its exit code. 2 = wrong usage, else as in errors.py."""
+    """Runs one command; returns its exit code, which docs/cli.md explains. Whatever happens, no traceback."""
+    _open_standard_files()
     try:
-        result: Any = group.main(args=argv, prog_name="gpushare", standalone_mode=False)
+        code = _run(argv)
         sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        code = 0
+        _forget_output()
+    except OSError as error:  # a full disk
+        code = _fail(GpushareError(f"standard output: {error.strerror}"))
+        _forget_output()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        _forget_output()
+    return code
+
+
+def _run(argv: Optional[Sequence[str]]) -> int:
+    """Raises BrokenPipeError. click's own `main` is not used: it makes an exit code of 1 of that."""
+    try:
+        wanted = os.environ.get(COMPLETE)
+        if wanted:
+            from click.shell_completion import shell_complete
+
+            return shell_complete(group, {}, PROGRAM, COMPLETE, wanted)
+        with group.make_context(PROGRAM, list(sys.argv[1:] if argv is None else argv)) as context:
+            result: Any = group.invoke(context)
         return result if isinstance(result, int) else 0
-    except click.ClickException as error:
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
+    except click.UsageError as error:
+        return _fail(_usage(error))
+    except click.ClickException as error:
+        return _fail(GpushareError(error.format_message()))
     except (click.Abort, KeyboardInterrupt):
-        return 130
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+        return INTERRUPTED
+    except BrokenPipeError:
+        raise
     except PermissionError as error:
         return _fail(GpushareError(f"{error.filename!r}: {error.strerror}", "run as root"))
+    except OSError as error:
+        return _fail(GpushareError(f"{error.filename!r}: {error.strerror}") if error.filename else error)
     except Exception as error:
         return _fail(error)
+
+
+def _usage(error: click.UsageError) -> GpushareError:
+    """As one line, like all that goes wrong. click begins its sentences with a capital letter."""
+    text = " ".join(error.format_message().split()).replace(". Did you mean", ", did you mean").rstrip(".?")
+    command = error.ctx.command_path if error.ctx else PROGRAM
+    wrong = GpushareError(text[:1].lower() + text[1:], f"see `{command} --help`")
+    wrong.exit_code = error.exit_code
+    return wrong
 
 
 def _fail(error: Exception) -> int:
     line, code = log.line_of(error)
     log.to_stderr(line)
     return code
+
+
+def _open_standard_files() -> None:
+    """`gpushare list >&-`: what we open must not become a standard file, and Python has None for those."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
+
+def _forget_output() -> None:
+    """What is still buffered goes nowhere, so that the interpreter's end has nothing to complain of."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)

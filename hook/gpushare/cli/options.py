@@ -16,10 +16,24 @@ class Paths(NamedTuple):
     state_dir: str
 
 
+def _no_color(_: click.Context, __: click.Parameter, value: bool) -> None:
+    if value:
+        from . import output  # not for `gpushare run`, which shows nothing
+
+        output.no_color()
+
+
+def with_no_color(command: Command) -> Command:
+    """Adds --no-color, which needs no argument."""
+    return click.option(
+        "--no-color", is_flag=True, expose_value=False, callback=_no_color, help="No colour, as with NO_COLOR=1."
+    )(command)
+
+
 def with_format(command: Command) -> Command:
-    """Adds --format table|json as the argument `output`."""
+    """Adds --format table|json as the argument `output`, and --no-color."""
     choice = click.Choice(["table", "json"])
     option = click.option(
         "--format", "output", type=choice, default="table", show_default=True, help="For people, or for programs."
     )
-    return option(command)
+    return option(with_no_color(command))

@@ -1,26 +1,85 @@
-"""Tables and values on standard output: plain aligned text, with bars on a terminal, and JSON for programs."""
+"""Tables and values on standard output: plain aligned text in a pipe, colour and bars on a terminal, JSON for programs.
+
+Whether there is colour is decided here and nowhere else: on a terminal that has it, unless --no-color or NO_COLOR
+(https://no-color.org) says otherwise. rich is loaded for a terminal only.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import shutil
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
+
+from ..errors import GpushareError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 _BAR_CELLS = 10
+_FULL, _HIGH = 90, 75  # percent from which a bar is red, or yellow
+_STATES = {
+    **dict.fromkeys(("running", "open", "ok", "configured", "valid"), "green"),
+    **dict.fromkeys(("starting", "paused", "exclusive", "divided", "warn", "not configured", "kept"), "yellow"),
+    **dict.fromkeys(("dead", "damaged", "unknown use", "fail", "refused"), "bold red"),
+}
+_TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # spaces at the end of a line, with what ends their colour
+_colour_wanted = True
+
+
+def _no_style(_: str) -> str:
+    return ""
 
 
 class Column(NamedTuple):
-    """`only_tty`: on a terminal only, if it is wide enough (a bar means nothing to awk)."""
+    """`only_tty`: on a terminal only, if it is wide enough (a bar means nothing to awk). `folds`: may take several
+    lines on a terminal that is too narrow. `style`: of a cell, by its text."""
 
     title: str
     right: bool = False
     only_tty: bool = False
+    folds: bool = False
+    style: Callable[[str], str] = _no_style
+
+
+def state_style(text: str) -> str:
+    """Of what comes before the colon in "dead: its init is gone"."""
+    return _STATES.get(text.partition(":")[0], "")
+
+
+def bar_style(text: str) -> str:
+    """By the percentage at the end of a bar."""
+    digits = text.rstrip("%").rpartition(" ")[2]
+    percent = int(digits) if digits.isdigit() else 0
+    return "red" if percent >= _FULL else "yellow" if percent >= _HIGH else "green"
+
+
+BAR = Column("", only_tty=True, style=bar_style)
+
+
+def no_color() -> None:
+    """--no-color was given."""
+    global _colour_wanted
+    _colour_wanted = False
 
 
 def is_tty() -> bool:
     return sys.stdout.isatty()
+
+
+def is_capable() -> bool:
+    """Whether the terminal knows escape sequences at all."""
+    return os.environ.get("TERM", "dumb") not in ("", "dumb")
+
+
+def has_colour() -> bool:
+    """Whether escape sequences may be written to the terminal."""
+    return _colour_wanted and is_tty() and is_capable() and not os.environ.get("NO_COLOR")
 
 
 def printable(text: str) -> str:
@@ -28,24 +87,41 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def write(text: str, now: bool = False) -> None:
+    """Text as it is; `now`: whoever reads gets it at once. Raises BrokenPipeError when nobody reads on, GpushareError
+    when it cannot be written."""
+    try:
+        encoding = sys.stdout.encoding
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        if now:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise GpushareError(f"standard output: {error.strerror}") from None
+
+
 def write_json(value: Any) -> None:
     """One JSON document."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    write(json.dumps(value, indent=2) + "\n")
 
 
 def write_line(text: str = "") -> None:
-    sys.stdout.write(printable(text) + "\n")
+    write(printable(text) + "\n")
 
 
 def write_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """`rows` hold a text for each column, also for those that are not shown. Two spaces between columns and nothing at
-    the end of a line; no cell is ever folded or cut, so that what is shown can be copied and searched for."""
+    """`rows` hold a text for each column, also for those that are not shown. Two spaces between columns; but for those
+    that fold on a terminal, no cell is ever folded or cut, so that what is shown can be copied and searched for."""
     lines = [[column.title.upper() for column in columns], *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[n]) for line in lines) for n in range(len(columns))]
     shown = _shown(columns, widths)
+    if is_tty() and is_capable():
+        _write_to_terminal([columns[n] for n in shown], [[line[n] for n in shown] for line in lines[1:]])
+        return
     for line in lines:
         cells = (line[n].rjust(widths[n]) if columns[n].right else line[n].ljust(widths[n]) for n in shown)
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+        write("  ".join(cells).rstrip() + "\n")
 
 
 def _shown(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
@@ -56,12 +132,77 @@ def _shown(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
     return [n for n in everything if not columns[n].only_tty]
 
 
-def bar(used: int, limit: int) -> str:
+def _write_to_terminal(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    width = shutil.get_terminal_size().columns
+    if not any(column.folds for column in columns):
+        lines = [[column.title for column in columns], *rows]
+        width = max(width, sum(max(len(line[n]) for line in lines) + 2 for n in range(len(columns))))
+    screen = console(width)
+    with screen.capture() as captured:
+        screen.print(table(columns, rows))
+    write("".join(_TRAILING.sub(r"\1", line) + "\n" for line in captured.get().splitlines()))
+
+
+def console(width: Optional[int] = None) -> Console:
+    """Standard output as rich sees it; it decides nothing about colour or size by itself."""
+    from rich.console import Console
+
+    colours: Any = "auto" if has_colour() else None
+    return Console(
+        file=sys.stdout,
+        width=width,
+        force_terminal=True,
+        color_system=colours,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Table:
+    """For a terminal: without lines, since alignment is enough."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        justify: Any = "right" if column.right else "left"
+        made.add_column(column.title.upper(), justify=justify, no_wrap=not column.folds, overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(cell, column.style(cell)) for column, cell in zip(columns, row)))
+    return made
+
+
+def bar(used: int, limit: int, cells: int = _BAR_CELLS) -> str:
     """A bar and a percentage; the bar is full only when nothing is left."""
     if limit <= 0:
         return ""
-    filled = min(_BAR_CELLS, used * _BAR_CELLS // limit)
-    return "█" * filled + "░" * (_BAR_CELLS - filled) + f" {used * 100 // limit:3d}%"
+    filled = min(cells, used * cells // limit)
+    full, empty = _bar_cells()
+    return full * filled + empty * (cells - filled) + f" {used * 100 // limit:3d}%"
+
+
+def _bar_cells() -> tuple[str, str]:
+    try:
+        "█░".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return "#", "."
+    return "█", "░"
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Says on the terminal what takes long, and takes that away again. No thread: what is waited for can fork."""
+    if not sys.stderr.isatty() or not is_capable():
+        yield
+        return
+    try:
+        sys.stderr.write(f"\r{text} ...\x1b[K")
+        sys.stderr.flush()
+        yield
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
 
 
 def age(seconds: float) -> str:

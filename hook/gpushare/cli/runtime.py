@@ -17,7 +17,7 @@ from ..engines.configure import ENGINES, Outcome, State
 from ..engines.host import Host, check_program, foreign_owners
 from ..errors import ConfigError
 from .options import Paths, with_format
-from .output import Column, write_json, write_line, write_table
+from .output import Column, state_style, write_json, write_line, write_table
 
 
 @click.group()
@@ -144,7 +144,7 @@ def _status(settings: Settings, host: Host, output: str) -> None:
     if output == "json":
         write_json([one._asdict() for one in found])
         return
-    columns = (Column("engine"), Column("found"), Column("gpushare"), Column("files"))
+    columns = (Column("engine"), Column("found"), Column("gpushare", style=state_style), Column("files"))
     write_table(columns, [(one.engine, one.found or "no", _word(one), ", ".join(one.files) or "-") for one in found])
     for one in found:
         if one.problem:

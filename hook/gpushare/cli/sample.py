@@ -1,0 +1,113 @@
+"""What `gpushare top` shows: all containers and devices at one moment, with what changed since the moment before.
+
+Read from leases, the containers' own pages and node.json: the driver is not asked.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple, Optional
+
+from .. import leases, node, placement, region
+from ..errors import GpushareError
+from ..model import Node
+from . import containers, devices, facts
+from .options import Paths
+
+_MOST_PERCENT = 100.0 * region.MAX_SLOTS  # of threads held back, whatever a container writes
+
+
+class Line(NamedTuple):
+    """A container on one of its devices (`use` None: it has none that is known)."""
+
+    container: facts.Container
+    use: Optional[facts.Use]
+    throttled_percent: Optional[float]  # of the time since the sample before, summed over threads
+
+
+class Sample(NamedTuple):
+    """`devices` are JSON values; empty where this host's driver cannot be read, then `note` says why."""
+
+    taken: float  # unix seconds
+    lines: tuple[Line, ...]
+    devices: tuple[dict[str, Any], ...]
+    note: str
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values: the objects of `gpushare list` and `gpushare devices`, with what is measured added."""
+        found: dict[str, dict[str, Any]] = {}
+        for line in self.lines:
+            one = found.setdefault(line.container.id, containers.plain(line.container))
+            if line.use is not None:
+                percent = line.throttled_percent
+                share = next(share for share in one["shares"] if share["slot"] == line.use.share.slot)
+                share["compute_throttled_percent"] = None if percent is None else round(percent, 1)
+        return {
+            "time": round(self.taken, 3),
+            "note": self.note or None,
+            "devices": list(self.devices),
+            "containers": list(found.values()),
+        }
+
+
+class Sampler:
+    """take() -> Sample, again and again."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self._host: Optional[Node] = None
+        self._note = ""
+        self._before: dict[tuple[str, float, int], tuple[int, int]] = {}
+        try:
+            self._host = facts.host(paths)
+        except GpushareError as error:
+            self._note = str(error)
+
+    def take(self) -> Sample:
+        """Raises GpushareError when the state directory cannot be read."""
+        found = facts.containers(self._paths.state_dir)
+        now, lines = {}, []
+        for one in found:
+            if not one.uses:
+                lines.append(Line(one, None, None))
+            for use in one.uses:
+                key = (one.id, one.lease.created if one.lease else 0.0, use.share.slot)
+                if use.compute is not None:
+                    now[key] = time.monotonic_ns(), use.compute.waited_ns
+                lines.append(Line(one, use, self._throttled(key, now.get(key))))
+        self._before = now
+        return Sample(time.time(), tuple(lines), self._devices(found), self._note)
+
+    def _throttled(self, key: tuple[str, float, int], now: Optional[tuple[int, int]]) -> Optional[float]:
+        """Since the sample before; in the first one since the container's start, as vmstat(8) does."""
+        if now is None:
+            return None
+        if key in self._before:
+            then_ns, waited_ns = self._before[key]
+        else:
+            then_ns, waited_ns = now[0] - int(max(1.0, time.time() - key[1]) * 1e9), 0
+        return min(_MOST_PERCENT, max(0.0, 100 * (now[1] - waited_ns) / max(1, now[0] - then_ns)))
+
+    def _devices(self, found: list[facts.Container]) -> tuple[dict[str, Any], ...]:
+        """node.json is read anew, so a change shows; while it is stale, what was last known."""
+        fresh = node.read_node(self._paths.config, self._paths.state_dir)
+        if fresh is not None:
+            self._host, self._note = fresh, ""
+        if self._host is None:
+            return ()
+        seen = leases.view(self._paths.state_dir)
+        ledger = placement.ledger_of(seen.live, self._host.config.policy, seen.blocked(self._host))
+        uses = [use for one in found if one.state != "dead" for use in one.uses]
+        return tuple(
+            {**one, **_used([use for use in uses if use.share.device.uuid == one["uuid"]])}
+            for one in devices.listed(self._host, ledger)
+        )
+
+
+def _used(uses: list[facts.Use]) -> dict[str, Any]:
+    """What the containers on one device say that they use of it."""
+    compute = sum(use.compute.recent_percent for use in uses if use.compute)
+    return {
+        "memory_used_bytes": sum(use.used_bytes for use in uses),
+        "compute_used_percent": round(min(100.0, compute), 1),
+    }

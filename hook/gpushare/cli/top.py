@@ -1,0 +1,107 @@
+"""gpushare top."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+
+import click
+
+from . import output, topscreen
+from .options import Paths, with_format
+from .sample import Sample, Sampler
+from .topscreen import CONTAINERS, SORTS, View
+
+_KEYS = {key: word for word, (key, _) in SORTS.items()}
+_SCROLL = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -(1 << 30), "end": 1 << 30}
+_TURN = {"left": -1, "right": 1}
+
+
+@click.command()
+@click.option("--once", is_flag=True, help="One look, then end.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two looks.",
+)
+@click.option("--sort", type=click.Choice(list(SORTS)), default="memory", show_default=True, help="What comes first.")
+@with_format
+@click.pass_obj
+def top(paths: Paths, once: bool, interval: float, sort: str, output: str) -> int:
+    """Watch what containers use of their shares.
+
+    Keys: q ends it, m c t a n sort, r turns the order round, arrows scroll and choose what to sort by. THROTTLED is how
+    long threads were held back by the compute limit since the look before, as a share of that time: 200% are two
+    threads all of the time. The first look has the share since the container's start. In a pipe each look is printed
+    below the other; as JSON each is one object in a line of its own.
+    """
+    sampler = Sampler(paths)
+    if output == "table" and not once and _has_screen():
+        return _watch(sampler, View(sort), interval)
+    show = _print_json if output == "json" else _print
+    while True:
+        began = time.monotonic()
+        show(sampler.take(), View(sort))
+        if once:
+            return 0
+        time.sleep(max(0.0, began + interval - time.monotonic()))
+
+
+def _has_screen() -> bool:
+    return output.is_tty() and output.is_capable()
+
+
+def _print_json(sample: Sample, _: View) -> None:
+    output.write(json.dumps(sample.plain()) + "\n", now=True)
+
+
+def _print(sample: Sample, view: View) -> None:
+    """The same columns as on a screen; bars only on a terminal."""
+    lines = topscreen.in_order(sample, view)
+    if not lines and output.is_tty():
+        output.write_line("no container has a share of a GPU")
+        return
+    output.write_table([cell.column for cell in CONTAINERS], topscreen.rows_of(CONTAINERS, lines))
+    output.write("", now=True)
+
+
+def _watch(sampler: Sampler, view: View, interval: float) -> int:
+    """Until q, or a signal. Returns the exit code."""
+    from .terminal import RESIZED, Ended, Screen
+
+    sample = sampler.take()  # what cannot be read at all is said before the screen is taken
+    due = time.monotonic() + interval
+    try:
+        with Screen() as screen:
+            while True:
+                size = shutil.get_terminal_size()
+                view = topscreen.scrolled(view, sample, size.lines)
+                screen.show(topscreen.draw(sample, view, interval, size.columns, size.lines))
+                for key in screen.wait(due - time.monotonic()):
+                    if key == "q":
+                        return 0
+                    if key == " ":
+                        due = 0
+                    elif key != RESIZED:
+                        view = pressed(view, key)
+                if time.monotonic() >= due:
+                    sample = sampler.take()
+                    due = time.monotonic() + interval
+    except Ended as end:
+        return 128 + end.number
+
+
+def pressed(view: View, key: str) -> View:
+    """What a key changes; one that means nothing changes nothing."""
+    if key in _KEYS:
+        return view._replace(sort=_KEYS[key], first=0)
+    if key in _SCROLL:
+        return view._replace(first=view.first + _SCROLL[key])
+    if key in _TURN:
+        words = list(SORTS)
+        return view._replace(sort=words[(words.index(view.sort) + _TURN[key]) % len(words)], first=0)
+    return view._replace(reverse=not view.reverse) if key == "r" else view

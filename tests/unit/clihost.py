@@ -1,0 +1,105 @@
+"""A state directory with known content, for tests of the command line; devices are values, everything else is real."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import leasefile, leases, node, procs, region, storage
+from gpushare.cli import main
+from gpushare.model import Share
+from gpushare.ops import TenantTmpfs, WriteLimits
+
+from tests.unit import pure
+
+GIB = 1 << 30
+MIB = 1 << 20
+LONG = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def state(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    storage.prepare(str(state_dir))
+    monkeypatch.setattr(node, "read_node", lambda config, directory: pure.node())
+    return state_dir
+
+
+@pytest.fixture
+def init() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "inf"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def cli(state: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """cli(*args) -> (exit code, standard output, standard error)."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        code = main(["--config", "/none.yaml", "--state", str(state), *args])
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def start(state: Path, init: subprocess.Popen[bytes]) -> Callable[..., Path]:
+    """start(id, shares) -> the usage file of a "container" whose init is a sleeping process."""
+
+    def make(container_id: str, *shares: Share, created: float = 0.0) -> Path:
+        me = procs.myself()
+        lease = pure.lease(*shares, container_id=container_id)._replace(
+            boot_id=procs.boot_id(),
+            creator_pid=me.pid,
+            creator_start=me.start,
+            created=created or time.time(),
+            dialect="own",
+            driver_version="535.261.03",
+        )
+        folder = Path(storage.container_dir(str(state), container_id))
+        folder.mkdir()
+        (folder / "lease.json").write_bytes(leasefile.to_json(lease))
+        share = storage.make_share_dir(str(state), container_id, lease.shares)
+        storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
+        storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
+        found = procs.find(init.pid)
+        assert found is not None
+        leases.hold(str(state), lease, found, procs.cgroup_of(init.pid))
+        return folder / "rw" / "usage"
+
+    return make
+
+
+def charge(page: Path, number: int, pid: int, *charged: int, refused: int = 0) -> None:
+    """What a process of the container would write."""
+    data = bytearray(page.read_bytes())
+    at = region.offset("gs_usage", "slot") + number * region.SLOT_SIZE
+    tid = 1000 + number
+    padded = (*charged, *(0,) * (region.MAX_DEVICES - len(charged)))
+    data[at : at + region.SLOT_SIZE] = region.packer("gs_slot").pack(tid, tid, 1, pid, 1, *padded)
+    at = region.offset("gs_usage", "refused")
+    data[at : at + 8] = refused.to_bytes(8, "little")
+    page.write_bytes(data)
+
+
+def compute(page: Path, device: int, percent: float, waited_ns: int = 0, busy_ns: int = 0) -> None:
+    """What the shim of a container would write that had this share of the last windows, and of those to come."""
+    window = time.monotonic_ns() // region.RECENT_NS
+    cells = [0] * region.RECENT
+    for one in range(window - 9, window + 1):
+        cells[one % region.RECENT] = ((one << 40) | int(region.RECENT_NS * percent / 100)) & ((1 << 64) - 1)
+    bucket = region.packer("gs_bucket")
+    data = bytearray(page.read_bytes())
+    at = region.offset("gs_usage", "bucket") + device * bucket.size
+    data[at : at + bucket.size] = bucket.pack(0, 0, 0, waited_ns, busy_ns, *cells, 0)
+    page.write_bytes(data)
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CLOCK_MONOTONIC stands still."""
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 987_654_321_012_345)

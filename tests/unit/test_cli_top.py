@@ -1,0 +1,281 @@
+"""gpushare top: numbers over a known state directory, what is drawn at each size, keys and signals on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import leases, node
+from gpushare.cli import sample, terminal, top, topscreen
+from gpushare.cli.options import Paths
+from gpushare.cli.topscreen import View
+
+from tests.lib.terminal import Terminal
+from tests.unit import pure
+from tests.unit.clihost import GIB, charge, compute
+
+SOURCE = str(Path(leases.__file__).resolve().parents[1])
+# The program over a state directory, with the host as a value: what makes a person's terminal is all real
+PROGRAM = f"""
+import sys
+sys.path[:0] = [{SOURCE!r}, {os.getcwd()!r}]
+from gpushare import node
+from tests.unit import pure
+node.read_node = lambda config, directory: pure.node()
+from gpushare.cli import main
+sys.exit(main())
+"""
+
+
+def program(state: Path, *args: str) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, "--config", "/none.yaml", "--state", str(state), *args]
+
+
+@pytest.fixture
+def three(start: Callable[..., Path], state: Path) -> Path:
+    """A state directory: big uses most memory, hungry most compute, old is the oldest."""
+    now = time.time()
+    charge(start("big", pure.share(0, 0, 4 * GIB), created=now - 60), 0, 1, 3 * GIB)
+    page = start("hungry", pure.share(0, 0, 2 * GIB)._replace(compute_percent=60, page=1), created=now - 100)
+    charge(page, 0, 1, GIB)
+    compute(page, 0, 45, waited_ns=50 * 10**9)
+    charge(start("old", pure.share(0, 1, GIB), created=now - 7200), 0, 1, GIB // 2)
+    return state
+
+
+def names_in(text: str) -> list[str]:
+    """The containers in the order of their rows."""
+    return re.findall(r"^(big|hungry|old) ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("sort", "order"),
+    [
+        ("memory", ["big", "hungry", "old"]),
+        ("compute", ["hungry", "old", "big"]),
+        ("throttled", ["hungry", "old", "big"]),
+        ("age", ["old", "hungry", "big"]),
+        ("name", ["big", "hungry", "old"]),
+    ],
+)
+def test_once_is_plain_and_in_the_order_asked_for(
+    cli: Callable[..., Any], three: Path, sort: str, order: list[str]
+) -> None:
+    code, text, error = cli("top", "--once", "--sort", sort)
+    assert (code, error) == (0, "")
+    assert names_in(text) == order
+    assert "\x1b" not in text and "█" not in text
+    assert text.splitlines()[0].split() == "CONTAINER DEVICE MEMORY USED LIMIT COMPUTE THROTTLED REFUSED".split() + [
+        *("PROCESSES", "STATE", "AGE")
+    ]
+    (line,) = (line for line in text.splitlines() if line.startswith("hungry"))
+    assert "1 GiB  " in line and "% of 60%" in line and " 50%  " in line  # 50 s of the 100 s since its start
+
+
+def test_json_is_an_object_in_a_line_with_what_list_and_devices_say(cli: Callable[..., Any], three: Path) -> None:
+    code, text, error = cli("top", "--once", "--format", "json")
+    assert (code, error, text.count("\n")) == (0, "", 1)
+    value = json.loads(text)
+    assert {one["id"] for one in value["containers"]} == {"big", "hungry", "old"}
+    listed = {one["id"]: one for one in json.loads(cli("list", "--format", "json")[1])}
+    for one in value["containers"]:
+        (share,) = one["shares"]
+        assert 0 <= share.pop("compute_throttled_percent") <= 51
+        assert share.keys() == listed[one["id"]]["shares"][0].keys()
+    first, second = value["devices"]
+    assert (first["memory_used_bytes"], second["memory_used_bytes"]) == (4 * GIB, GIB // 2)
+    assert first["granted_bytes"] == 6 * GIB and abs(value["time"] - time.time()) < 60
+
+
+def test_throttled_is_since_the_look_before(
+    start: Callable[..., Path], state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = start("c1", pure.share(0, 0, GIB)._replace(compute_percent=30), created=time.time() - 1000)
+    now = 10**15
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now)
+    sampler = sample.Sampler(Paths("/none.yaml", str(state)))
+    waited = [0, 100, 350, 350, 90]  # seconds held back, at looks 100 s apart; then the container lies
+    seen = []
+    for seconds in waited:
+        compute(page, 0, 30, waited_ns=seconds * 10**9)
+        seen.append(sampler.take().lines[0].throttled_percent)
+        now += 100 * 10**9
+    assert seen == [0.0, 100.0, 250.0, 0.0, 0.0]
+
+
+def test_without_a_driver_containers_are_shown(
+    cli: Callable[..., Any], three: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(node, "read_node", lambda config, directory: None)
+    (tmp_path / "none.yaml").write_text(f"version: 1\ndriver: {{root: {tmp_path}}}\n")
+    value = json.loads(cli("--config", str(tmp_path / "none.yaml"), "top", "--once", "--format", "json")[1])
+    assert value["devices"] == [] and "no NVIDIA driver" in value["note"] and len(value["containers"]) == 3
+
+
+def test_it_says_what_it_cannot_read(cli: Callable[..., Any], state: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, text, error = cli("--state", str(tmp_path / "file"), "top", "--once")
+    assert (code, text) == (71, "") and error.count("\n") == 1 and "Not a directory" in error
+    assert cli("top", "--interval", "0")[0] == 2
+    assert cli("top", "--sort", "colour")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "view"),
+    [
+        ("c", View("compute")),
+        ("r", View("memory", True, 5)),
+        ("up", View("memory", False, 4)),
+        ("page down", View("memory", False, 15)),
+        ("right", View("compute")),
+        ("left", View("name")),
+        ("x", View("memory", False, 5)),
+        ("", View("memory", False, 5)),
+    ],
+)
+def test_keys(key: str, view: View) -> None:
+    assert top.pressed(View("memory", False, 5), key) == view
+
+
+@pytest.mark.parametrize(
+    ("data", "keys"),
+    [
+        (b"q", ["q"]),
+        (b"M\x1b[A\x1bOBc", ["m", "up", "down", "c"]),
+        (b"\x1b[5~\x1b[1;5C", ["page up", ""]),
+        (b"\x1b", ["\x1b"]),
+        ("é".encode(), ["", ""]),
+    ],
+)
+def test_key_sequences(data: bytes, keys: list[str]) -> None:
+    assert [terminal._name(key) for key in terminal._KEY.findall(data)] == keys
+
+
+def many(state: Path, count: int) -> sample.Sample:
+    """`count` containers on one device, without any file."""
+    from gpushare.cli import facts
+
+    lines = []
+    for number in range(count):
+        share = pure.share(0, 0, GIB)
+        use = facts.Use(share, number << 20, 0, facts.Compute(number, 0, 0))
+        one = facts.Container(f"container-{number:03}", "running", "", pure.lease(share), (use,), ())
+        lines.append(sample.Line(one, use, 0.0))
+    return sample.Sample(0.0, tuple(lines), (), "")
+
+
+@pytest.mark.parametrize("height", [1, 5, 8, 24, 100])
+@pytest.mark.parametrize("width", [10, 40, 80, 132, 250])
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_every_size_shows_whole_lines_and_no_more_than_fit(state: Path, width: int, height: int, count: int) -> None:
+    from rich.console import Console
+
+    taken = many(state, count)
+    view = topscreen.scrolled(View("name", False, 1 << 30), taken, height)
+    console = Console(width=width, height=height, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(topscreen.draw(taken, view, 2, width, height))
+    lines = captured.get().splitlines()
+    assert len(lines) == max(height, 4 + min(count, 3) if count else 4) and max(map(len, lines)) <= width
+    shown = re.findall(r"container-(\d+)", captured.get())
+    if count == 40 and width >= 80:
+        room = max(3, height - 5)
+        assert shown == [f"{number:03}" for number in range(max(0, 40 - room), 40)]  # scrolled to the end
+        assert ("of 40" in lines[-1]) == (room < 40)
+
+
+def test_columns_leave_in_their_order_where_it_is_narrow() -> None:
+    cells = topscreen.CONTAINERS
+    rows = [["x" * 9] * len(cells)]
+    titles = [[cells[n].column.title for n in topscreen.fitting(cells, rows, width)] for width in (200, 110, 20)]
+    assert titles[0] == [cell.column.title for cell in cells]
+    assert "memory used" in titles[1] and "refused" not in titles[1] and titles[1].count("") == 1
+    assert titles[2] == ["container", "device", "memory used", "limit", "compute", "throttled", "state"]
+
+
+def test_screen_follows_keys_and_size_and_is_given_back(three: Path) -> None:
+    with Terminal(program(three, "top", "--interval", "60"), 100, 24) as one:
+        before = one.modes
+        text = one.expect("q quit")
+        assert names_in(text) == ["big", "hungry", "old"] and "by memory" in text
+        assert len(text.splitlines()) == 24 and "░" in text
+        assert one.modes_now() != before  # keys arrive one at a time
+        one.press("n", "r")
+        assert names_in(one.expect("by name, reversed")) == ["old", "hungry", "big"]
+        one.press("right")
+        one.expect("by memory, reversed")
+        one.resize(70, 12)
+        assert len(one.expect(lambda text: len(text.splitlines()) == 12).splitlines()) == 12
+        one.press("q")
+        assert one.end() == 0
+        assert one.modes_now() == before
+        assert one.raw.endswith(b"\x1b[?1049l\x1b[?25h") or b"\x1b[?1049l" in one.raw[-40:]
+
+
+def test_space_looks_at_once(three: Path, start: Callable[..., Path]) -> None:
+    with Terminal(program(three, "top", "--interval", "3600")) as one:
+        one.expect("3 containers")
+        start("late", pure.share(0, 0, GIB))
+        one.press(" ")
+        one.expect("4 containers")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=str
+)
+def test_signals_give_the_terminal_back(three: Path, number: signal.Signals, code: int) -> None:
+    with Terminal(program(three, "top")) as one:
+        one.expect("q quit")
+        one.process.send_signal(number)
+        assert one.end() == code
+        assert one.modes_now() == one.modes and b"\x1b[?1049l" in one.raw and b"Traceback" not in one.raw
+
+
+def test_it_stops_and_goes_on_like_any_program(three: Path) -> None:
+    """Ctrl-Z: while it is stopped the terminal is the shell's."""
+    with Terminal(program(three, "top", "--interval", "60")) as one:
+        one.expect("q quit")
+        one.process.send_signal(signal.SIGTSTP)
+        _, status = os.waitpid(one.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status) and one.modes_now() == one.modes
+        one._read(5)
+        one.screen.reset()
+        one.process.send_signal(signal.SIGCONT)
+        one.expect("q quit")
+        one.press("q")
+        assert one.end() == 0
+
+
+def test_colour_only_where_it_is_wanted(three: Path) -> None:
+    for env, args, coloured in (({}, (), True), ({"NO_COLOR": "1"}, (), False), ({}, ("--no-color",), False)):
+        with Terminal(program(three, "top", *args), env=env) as one:
+            one.expect("q quit")
+            assert (re.search(rb"\x1b\[[0-9;]*m", one.raw) is not None) == coloured, (env, args)
+
+
+def test_dumb_terminal_gets_plain_looks(three: Path) -> None:
+    with Terminal(program(three, "top", "--interval", "0.1"), 160, 50, env={"TERM": "dumb"}) as one:
+        text = one.expect(lambda text: text.count("CONTAINER") >= 2)
+        assert "\x1b" not in text and b"\x1b" not in one.raw
+        one.press("\x03")
+        assert one.end() == 130
+        assert b"Traceback" not in one.raw
+
+
+def test_in_a_pipe_it_goes_on_until_nobody_reads(three: Path) -> None:
+    command = program(three, "top", "--interval", "0.1", "--format", "json")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        times = [json.loads(process.stdout.readline())["time"] for _ in range(3)]
+        assert times == sorted(times) and 0.1 <= times[2] - times[0] < 20
+        process.stdout.close()
+        assert (process.wait(20), process.stderr.read()) == (0, "")
