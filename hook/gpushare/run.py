@@ -165,6 +165,22 @@ def _give(bundle: Bundle, asked: Request, host: Node, cgroup: list[str]) -> str:
     """Reserve, put, hold. Returns what the user must be told, "" when all is as it should be."""
     state_dir = host.config.state_dir
     sink = decision.open_sink(host.config.log)  # while the host's files are there
+    lease, steps, hidden = put_share(bundle, asked, host)
+    denied = sorted({*hidden.values(), *_others(host, lease)})
+    say = ""
+    if not rootless.is_rootless():
+        _let_go_of_others(state_dir)
+        say = _enter_cgroup(state_dir, bundle.id, denied, cgroup)
+    me = procs.myself()
+    leases.hold(state_dir, lease, me, procs.cgroup_of(me.pid))
+    hook.tell(sink, "run", asked, lease, steps)
+    return say
+
+
+def put_share(bundle: Bundle, asked: Request, host: Node) -> tuple[Lease, Plan, dict[str, tuple[int, int]]]:
+    """A new lease, and its share on "/" in a mount namespace of this process's own: (lease, what was put there, nodes
+    that are hidden)."""
+    state_dir = host.config.state_dir
     ended = decision.ending(host.config.log, "start")
     lease = leases.reserve(state_dir, bundle, asked, host, hook.grant, ended)
     storage.empty_trash(state_dir)
@@ -175,15 +191,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, cgroup: list[str]) -> str:
         linux.unshare(linux.CLONE_NEWNS, "mount namespace")
     hidden = hostroot.hidden_nodes(steps.ops)
     _put(steps, storage.container_dir(state_dir, bundle.id), hidden)
-    denied = sorted({*hidden.values(), *_others(host, lease)})
-    say = ""
-    if not rootless.is_rootless():
-        _let_go_of_others(state_dir)
-        say = _enter_cgroup(state_dir, bundle.id, denied, cgroup)
-    me = procs.myself()
-    leases.hold(state_dir, lease, me, procs.cgroup_of(me.pid))
-    hook.tell(sink, "run", asked, lease, steps)
-    return say
+    return lease, steps, hidden
 
 
 def _plan(bundle: Bundle, asked: Request, host: Node, lease: Lease) -> Plan:

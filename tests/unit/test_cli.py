@@ -139,7 +139,7 @@ def test_terminal_gets_a_bar_and_a_pipe_does_not(
     cli: Callable[..., Any], start: Callable[..., Path], state: Path
 ) -> None:
     """The same command on a pseudo terminal."""
-    charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, 1, 3 * GIB)
+    charge(start("c1", pure.share(0, 0, 4 * GIB), created=time.time() - 7200), 0, 1, 3 * GIB)
     piped = cli("list")[1]
     assert "█" not in piped
     source = str(Path(leases.__file__).resolve().parents[1])

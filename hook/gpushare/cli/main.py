@@ -33,6 +33,7 @@ COMMANDS = {
     "labels": ("labels", "labels"),
     "uninstall": ("uninstall", "uninstall"),
     "refresh": ("node", "refresh"),
+    "doctor": ("doctor", "doctor"),
     "version": ("node", "version"),
 }
 

@@ -6,13 +6,12 @@ Whether there is colour is decided here and nowhere else: on a terminal that has
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 from ..errors import GpushareError
@@ -190,19 +189,23 @@ def _bar_cells() -> tuple[str, str]:
     return "█", "░"
 
 
-@contextlib.contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Says on the terminal what takes long, and takes that away again. No thread: what is waited for can fork."""
-    if not sys.stderr.isatty() or not is_capable():
-        yield
-        return
-    try:
-        sys.stderr.write(f"\r{text} ...\x1b[K")
-        sys.stderr.flush()
-        yield
-    finally:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+class Progress:
+    """A `with` block that says on the terminal what takes long, and takes that away again. No thread: what is waited
+    for may fork."""
+
+    def __enter__(self) -> Progress:
+        self._shown = sys.stderr.isatty() and is_capable()
+        return self
+
+    def say(self, text: str) -> None:
+        if self._shown:
+            sys.stderr.write(f"\r{text} ...\x1b[K")
+            sys.stderr.flush()
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 def age(seconds: float) -> str:

@@ -1,0 +1,61 @@
+"""gpushare doctor."""
+
+from __future__ import annotations
+
+import click
+
+from .. import doctor as checks
+from . import output
+from .options import Paths, with_format
+from .output import Column, is_tty, state_style, write_json, write_line, write_table
+from .runtime import settings_of
+
+_COLUMNS = (
+    Column("check"),
+    Column("result", style=state_style),
+    Column("detail", folds=True),
+    Column("what to do"),
+)
+
+
+@click.command()
+@with_format
+@click.pass_obj
+def doctor(paths: Paths, output: str) -> int:
+    """Find out what is wrong with this host.
+
+    Checks the driver, devices, kernel, cgroups, engines, leases, and whether the library loads over the driver. Nothing
+    is changed. Ends with 1 when any check fails; a warning is something that you should know.
+    """
+    found = _examined(paths)
+    failures = sum(result.result == checks.FAIL for _, result in found)
+    warnings = sum(result.result == checks.WARN for _, result in found)
+    if output == "json":
+        rows = [{"name": check.name, **result._asdict()} for check, result in found]
+        write_json({"checks": rows, "failures": failures, "warnings": warnings})
+        return int(failures > 0)
+    if is_tty():
+        write_table(_COLUMNS[:3], [row for check, result in found for row in _rows(check, result)])
+    else:
+        write_table(_COLUMNS, [(check.name, *result) for check, result in found])
+    write_line()
+    write_line(f"{_count(failures, 'failure')}, {_count(warnings, 'warning')}, {len(found)} checks")
+    return int(failures > 0)
+
+
+def _rows(check: checks.Check, result: checks.Result) -> list[tuple[str, str, str]]:
+    """For a person: what to do is below what is wrong, where there is room for it."""
+    rows = [(check.name, result.result, result.detail)]
+    return [*rows, ("", "", f"what to do: {result.hint}")] if result.hint else rows
+
+
+def _examined(paths: Paths) -> list[tuple[checks.Check, checks.Result]]:
+    settings = settings_of(paths, "")
+    with output.Progress() as progress:
+        progress.say("asking the driver")
+        machine = checks.look(paths.config, paths.state_dir, settings)
+        return list(checks.examine(machine, lambda name: progress.say(f"checking {name}")))
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number or 'no'} {word}{'' if number == 1 else 's'}"

@@ -1,0 +1,83 @@
+"""Checks of the driver and its devices."""
+
+from __future__ import annotations
+
+import os
+
+from .. import driverfiles, driverroot
+from ..dialects import device_name
+from ..drivertable import CAPABILITIES
+from ..quantity import human
+from .base import FAIL, OK, SKIP, WARN, Machine, Result, failed, no_driver
+
+_USUAL = ("compute", "utility")  # what a container gets that names no capability
+_UVM = "load them with `nvidia-modprobe -u -c 0`, or install nvidia-persistenced"
+
+
+def driver(machine: Machine) -> Result:
+    if machine.driver_error is not None:
+        return failed(machine.driver_error)
+    if machine.inventory is None:
+        return no_driver(machine)
+    one = machine.inventory
+    cuda = f", CUDA {one.cuda_version}" if one.cuda_version else ""
+    return Result(OK, f"{one.driver_version}{cuda} in {one.root}{', simulated' if one.simulated else ''}")
+
+
+def files(machine: Machine) -> Result:
+    if machine.inventory is None:
+        return no_driver(machine)
+    one = machine.inventory
+    found = driverfiles.find(one.root, one.driver_version, _USUAL, one.simulated)
+    count = 2 + len(found.libraries)
+    nvml_tool = [name for name, _ in found.programs if name == "nvidia-smi"]
+    detail = f"{count} libraries in {os.path.dirname(found.cuda.source)}, {len(found.programs)} programs"
+    if not nvml_tool:
+        return Result(
+            WARN, f"{detail}; no nvidia-smi", "install the driver's utilities: images have no nvidia-smi of their own"
+        )
+    jit = "libnvidia-ptxjitcompiler"
+    if jit in CAPABILITIES["compute"].libraries and jit not in {library.stem for library in found.libraries}:
+        return Result(WARN, f"{detail}; no {jit}", "install the whole driver: programs with PTX code will not run")
+    return Result(OK, detail)
+
+
+def devices(machine: Machine) -> Result:
+    if machine.inventory is None:
+        return no_driver(machine)
+    one = machine.inventory
+    if not one.devices:
+        return Result(FAIL, "the driver shows no GPU", "look for the reason in the kernel's log: dmesg | grep -i nvrm")
+    unknown = [device_name(device) for device in (*one.devices, *one.mig) if not device.memory_bytes]
+    shown = [f"{device_name(one)} {one.model} {human(one.memory_bytes)}" for one in one.devices if one.memory_bytes]
+    mig = f", {len(one.mig)} MIG devices" if one.mig else ""
+    if unknown:
+        return Result(
+            WARN,
+            f"NVML says nothing of device {', '.join(unknown)}: percentages of their memory are refused",
+            "run nvidia-smi, which says why",
+        )
+    return Result(OK, ", ".join(shown) + mig)
+
+
+def nodes(machine: Machine) -> Result:
+    if machine.inventory is None:
+        return no_driver(machine)
+    one = machine.inventory
+    names = ["nvidiactl", *CAPABILITIES["compute"].nodes, *(f"nvidia{device.minor}" for device in one.devices)]
+    found = {name: driverroot.node(one.root, name, one.simulated) for name in dict.fromkeys(names)}
+    missing = [f"/dev/{name}" for name, node in found.items() if node is None]
+    if missing:
+        return Result(FAIL, f"missing: {', '.join(missing)}", _UVM)
+    return Result(OK, f"{len(found)} in {os.path.join(one.root, 'dev')}")
+
+
+def rights(machine: Machine) -> Result:
+    """Who asks is part of every answer."""
+    from .. import rootless
+
+    if rootless.is_rootless():
+        return Result(WARN, rootless.COOPERATIVE, "run as root to see what root's containers have")
+    if os.geteuid() != 0:
+        return Result(SKIP, f"uid {os.geteuid()}: some checks need root", "run as root")
+    return Result(OK, "root")

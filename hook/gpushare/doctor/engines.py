@@ -1,0 +1,162 @@
+"""Checks of what starts containers: our programs, the low-level runtime, engines, and NVIDIA's own hooks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+from .. import lowlevel
+from ..engines import base, configure
+from ..engines.configure import ENGINES, State
+from ..engines.host import check_program, foreign_owners
+from ..errors import ConfigError
+from .base import FAIL, OK, WARN, Machine, Result, failed
+
+_ASK_SECONDS = 10
+# Files in which engines say which cgroup driver they use; daemon.json, config.toml v2 and v3, crio.conf(5),
+# containers.conf(5). Without a word of it docker and podman take systemd where that runs, CRI-O always, containerd not.
+_CGROUPFS = re.compile(r'native\.cgroupdriver=cgroupfs|^\s*cgroup_manager\s*=\s*"cgroupfs"', re.MULTILINE)
+_SYSTEMD = re.compile(
+    r'native\.cgroupdriver=systemd|^\s*(SystemdCgroup\s*=\s*true|cgroup_manager\s*=\s*"systemd")', re.MULTILINE
+)
+_FILES = {
+    "docker": ("/etc/docker/daemon.json",),
+    "containerd": ("/etc/containerd/config.toml", "/etc/containerd/conf.d/*.toml"),
+    "crio": ("/etc/crio/crio.conf", "/etc/crio/crio.conf.d/*.conf"),
+    "podman": (
+        "/usr/share/containers/containers.conf",
+        "/etc/containers/containers.conf",
+        "/etc/containers/containers.conf.d/*.conf",
+    ),
+}
+_HOOK_DIRS = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d", "/etc/crio/hooks.d")
+_NVIDIA_HOOK = re.compile(r"nvidia-(container-runtime-hook|container-toolkit|ctk|cdi-hook)")
+_NVIDIA_DEFAULT = re.compile(r'"default-runtime"\s*:\s*"nvidia|^\s*default_runtime(_name)?\s*=\s*"nvidia', re.MULTILINE)
+
+
+def programs(machine: Machine) -> Result:
+    """What root will run for each container must be root's."""
+    settings = machine.settings
+    paths = [check_program(path) for path in (settings.program, settings.hook)]
+    owners = foreign_owners(paths)
+    if owners:
+        return Result(WARN, "; ".join(owners), "install gpushare from its archive, as root")
+    return Result(OK, f"{base.RUNTIME_PROGRAM} and {base.HOOK_PROGRAM} in {os.path.dirname(paths[0])}")
+
+
+def runtime(machine: Machine) -> Result:
+    """The low-level runtime that gpushare-runtime becomes."""
+    if machine.config is None:
+        return Result("skip", "not without a configuration")
+    path = lowlevel.find(machine.config)
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
+        return Result(FAIL, f"{path} --version: {error}", "install runc, or set runtime.path in the configuration file")
+    return Result(OK, f"{path}, {done.stdout.partition(chr(10))[0].strip() or 'of unknown version'}")
+
+
+def _states(machine: Machine) -> list[State]:
+    return [configure.state(ENGINES[name], machine.settings, machine.files) for name in ENGINES]
+
+
+def _has_hook(one: State) -> bool:
+    """Whether containers of this engine get their share by the hook, not by gpushare-runtime."""
+    return one.engine != "docker" and any(path.endswith(".json") for path in one.files)
+
+
+def _word(one: State) -> str:
+    return f"{one.engine} ({'hook' if _has_hook(one) else 'runtime'})"
+
+
+def engines(machine: Machine) -> Result:
+    states = _states(machine)
+    problems = [f"{one.engine}: {one.problem}" for one in states if one.problem]
+    if problems:
+        return Result(FAIL, "; ".join(problems), "gpushare runtime configure ENGINE writes it anew")
+    configured = [_word(one) for one in states if one.configured]
+    others = [one.engine for one in states if one.found and not one.configured]
+    if configured:
+        rest = f"; not {', '.join(others)}" if others else ""
+        return Result(OK, ", ".join(configured) + rest)
+    if others:
+        return Result(WARN, f"{', '.join(others)}: not configured", f"gpushare runtime configure {others[0]}")
+    return Result(OK, "none is installed; `gpushare run` needs none")
+
+
+def cgroup_driver(machine: Machine, engine: str) -> str:
+    """systemd or cgroupfs, as far as its files tell."""
+    texts = [machine.files.read(path) or "" for name in _FILES[engine] for path in machine.files.glob(name)]
+    said = [
+        word for text in texts for word, rule in (("systemd", _SYSTEMD), ("cgroupfs", _CGROUPFS)) if rule.search(text)
+    ]
+    if said:
+        return said[-1]
+    booted = os.path.isdir("/run/systemd/system")
+    return "systemd" if engine == "crio" or (booted and engine != "containerd") else "cgroupfs"
+
+
+def cgroup_drivers(machine: Machine) -> Result:
+    """Rules that a hook adds to a cgroup are lost when systemd is reloaded, which writes its own anew."""
+    found = [one for one in _states(machine) if one.found]
+    if not found:
+        return Result(OK, "no engine is installed")
+    drivers = {one.engine: cgroup_driver(machine, one.engine) for one in found}
+    at_risk = [one.engine for one in found if _has_hook(one) and drivers[one.engine] == "systemd"]
+    detail = ", ".join(f"{engine} {driver}" for engine, driver in drivers.items())
+    if at_risk:
+        return Result(
+            WARN,
+            f"{detail}: with the hook alone a container loses its devices at `systemctl daemon-reload`",
+            f"start them with the runtime gpushare, or use cgroupfs in {', '.join(at_risk)}",
+        )
+    return Result(OK, detail)
+
+
+def nvidia_hooks(machine: Machine) -> Result:
+    """NVIDIA's hook and runtime put the whole driver into containers, beside or instead of us."""
+    files = machine.files
+    paths = [path for folder in _HOOK_DIRS for path in files.glob(f"{folder}/*.json")]
+    hooks = [path for path in paths if _NVIDIA_HOOK.search(_text(machine, path))]
+    names = [path for paths_ in _FILES.values() for name in paths_ for path in files.glob(name)]
+    defaults = [path for path in names if _NVIDIA_DEFAULT.search(_text(machine, path))]
+    if hooks and any(_has_hook(one) for one in _states(machine)):
+        return Result(
+            FAIL,
+            f"{', '.join(hooks)}: a container that both hooks serve is refused",
+            "remove that file, or start containers with the runtime gpushare, which leaves it out",
+        )
+    found = [f"{path} (hook)" for path in hooks] + [f"{path} (default runtime)" for path in defaults]
+    if found:
+        return Result(
+            WARN,
+            f"{', '.join(found)}: containers without gpushare's runtime get whole GPUs",
+            "start them with the runtime gpushare, or make it the default",
+        )
+    return Result(OK, "none")
+
+
+def _text(machine: Machine, path: str) -> str:
+    try:
+        return machine.files.read(path) or ""
+    except (ConfigError, OSError):  # a link, usual for packaged hooks: it is looked through, never written
+        try:
+            with open(machine.files.at(path), encoding="utf-8", errors="replace") as file:
+                return file.read(1 << 20)
+        except OSError:
+            return ""
+
+
+def configuration(machine: Machine) -> Result:
+    if machine.config_error is not None:
+        return failed(machine.config_error)
+    there = os.path.exists(machine.config_path)
+    return Result(OK, f"{machine.config_path}: valid" if there else f"no {machine.config_path}, so the defaults hold")

@@ -1,0 +1,85 @@
+"""Checks of the kernel: system calls are tried, each in a way that changes nothing; versions say little, since
+distributions add and security modules take away."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Callable, NamedTuple
+
+from .. import bpf, linux, mountns
+from ..errors import KernelError
+from .base import FAIL, OK, SKIP, WARN, Machine, Result
+
+_NO_FD = -1
+_IN_USE = (errno.EBADF, errno.EINVAL)  # what a call that exists says to a descriptor that does not
+
+
+class Feature(NamedTuple):
+    """`use` raises KernelError; one of `allowed` only says that the call is there."""
+
+    name: str
+    since: str
+    use: Callable[[], object]
+    allowed: tuple[int, ...] = ()
+
+
+def _and_close(fd: int) -> None:
+    os.close(fd)
+
+
+FEATURES = (
+    Feature("move_mount", "5.2", lambda: linux.move_mount(_NO_FD, _NO_FD, "/"), _IN_USE),
+    Feature("open_tree", "5.2", lambda: _and_close(linux.open_tree("/"))),
+    Feature("fsopen", "5.2", lambda: _and_close(linux.detached_tmpfs({}, 0, "tmpfs"))),
+    Feature("pidfd_open", "5.3", lambda: _and_close(linux.pidfd_open(os.getpid()))),
+    Feature(
+        "openat2", "5.6", lambda: _and_close(linux.openat2(linux.AT_FDCWD, "/", os.O_PATH, 0, linux.RESOLVE_IN_ROOT))
+    ),
+    Feature("mount_setattr", "5.12", lambda: linux.mount_setattr(_NO_FD, 0, linux.MS_PRIVATE, "/"), _IN_USE),
+)
+
+
+def features(_: Machine) -> Result:
+    release = os.uname().release
+    missing, refused = [], []
+    for one in FEATURES:
+        try:
+            one.use()
+        except linux.SyscallError as error:
+            if error.errno == errno.ENOSYS:
+                missing.append(f"{one.name} (Linux {one.since})")
+            elif error.errno not in one.allowed:
+                refused.append(f"{one.name}: {os.strerror(error.errno)}")
+    if missing:
+        return Result(FAIL, f"Linux {release} lacks {', '.join(missing)}", "use a kernel of version 5.12 or newer")
+    if refused:
+        if os.geteuid() != 0:
+            return Result(SKIP, f"Linux {release}; mounts need root")
+        return Result(FAIL, "; ".join(refused), "let this system have mounts (CAP_SYS_ADMIN, seccomp, AppArmor)")
+    return Result(OK, f"Linux {release} has all {len(FEATURES)} system calls")
+
+
+def cgroups(_: Machine) -> Result:
+    """Which hierarchy decides on devices, and whether its rules can be changed."""
+    kinds = [mount for mount in mountns.read_mounts() if mount.fstype in ("cgroup", "cgroup2")]
+    v1 = any(mount.fstype == "cgroup" and "devices" in mount.super_options.split(",") for mount in kinds)
+    v2 = any(mount.fstype == "cgroup2" for mount in kinds)
+    detail = "v1 and v2 (hybrid)" if v1 and v2 else "v1" if v1 else "v2" if v2 else ""
+    if not detail:
+        return Result(FAIL, "no cgroup hierarchy decides on devices", "mount /sys/fs/cgroup")
+    manager = "systemd" if os.path.isdir("/run/systemd/system") else "no systemd"
+    detail = f"{detail}, {manager}"
+    if not v2 or v1:
+        return Result(OK, detail)
+    if os.geteuid() != 0:
+        return Result(SKIP, f"{detail}; its device programs need root")
+    try:
+        os.close(bpf.load(bpf.denying([]), "gpushare doctor"))
+    except KernelError as error:
+        return Result(
+            WARN,
+            f"{detail}; device programs cannot be loaded: {error.message}",
+            "use gpushare-runtime, not the hook alone; `gpushare run` has no device cgroup here",
+        )
+    return Result(OK, f"{detail}; device programs load")

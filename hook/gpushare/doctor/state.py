@@ -1,0 +1,86 @@
+"""Checks of the state directory: what containers hold, what is left of others, what was refused."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from .. import leases, log, names, node, storage
+from .base import FAIL, OK, WARN, Machine, Result
+
+_RECENT_S = 24 * 3600
+_FULL_PERCENT = 80
+_SHOWN = 3  # names in one line
+
+
+def directory(machine: Machine) -> Result:
+    path = machine.state_dir
+    if not os.path.isdir(path):
+        return Result(OK, f"no {path} yet; the first start makes it")
+    if not storage.is_ready(path):
+        if os.listdir(path):
+            return Result(WARN, f"{path} has files but is no mount of ours", "the next start mounts over them")
+        return Result(OK, f"{path} is empty; the first start mounts it")
+    space = os.statvfs(path)
+    used = 100 - 100 * space.f_bavail // max(1, space.f_blocks)
+    files = 100 - 100 * space.f_favail // max(1, space.f_files) if space.f_files else 0
+    if max(used, files) >= _FULL_PERCENT:
+        return Result(WARN, f"{path} is {max(used, files)}% full", "gpushare prune")
+    fresh = node.read_node(machine.config_path, path) is not None
+    return Result(OK, f"{path}, {used}% full, node.json {'is fresh' if fresh else 'is compiled by the next start'}")
+
+
+def stale_leases(machine: Machine) -> Result:
+    seen = leases.view(machine.state_dir)
+    if seen.damaged:
+        what = _some([f"{names.short(one.id)}: {one.reason}" for one in seen.damaged])
+        return Result(
+            FAIL, f"{what}; its devices get no new leases", "if these containers are gone: gpushare prune --assume-free"
+        )
+    left = [names.short(lease.id) for lease, _ in seen.dead] + list(map(names.short, seen.partial))
+    trash = storage.trash(machine.state_dir)
+    held = f"{len(seen.live)} {'container holds' if len(seen.live) == 1 else 'containers hold'} a share"
+    if left or trash:
+        what = f"left behind: {_some(left)}" if left else f"{len(trash)} released shares are not removed"
+        return Result(WARN, f"{held}; {what}", "gpushare prune")
+    return Result(OK, held)
+
+
+def versions(machine: Machine) -> Result:
+    """Containers that run keep the driver's libraries of their start, which a newly loaded driver refuses."""
+    live = leases.view(machine.state_dir).live
+    if machine.inventory is None:
+        return Result("skip", "not without a driver")
+    now = machine.inventory.driver_version
+    old = [f"{names.short(one.id)} ({one.driver_version})" for one in live if one.driver_version not in ("", now)]
+    if old:
+        return Result(WARN, f"started with another driver than {now}: {_some(old)}", "start these containers again")
+    known = {device.uuid for device in (*machine.inventory.devices, *machine.inventory.mig)}
+    gone = [names.short(one.id) for one in live if any(share.device.uuid not in known for share in one.shares)]
+    if gone:
+        return Result(WARN, f"hold a device that this host does not have any more: {_some(gone)}", "stop them")
+    return Result(OK, f"all use {now}" if live else "no container runs")
+
+
+def refusals(machine: Machine) -> Result:
+    folder = os.path.join(machine.state_dir, "errors")
+    found = []
+    for name in log.known(machine.state_dir):
+        try:
+            found.append((os.stat(os.path.join(folder, name)).st_mtime, name))
+        except OSError:  # released meanwhile
+            pass
+    recent = sorted(one for one in found if time.time() - one[0] < _RECENT_S)
+    if not recent:
+        return Result(OK, "none in the last day")
+    name = recent[-1][1]
+    many = "1 container was" if len(recent) == 1 else f"{len(recent)} containers were"
+    ours = any(os.path.exists(os.path.join(folder, one + log.TRACE)) for _, one in recent)
+    last = f"{names.short(name)}: {log.read(machine.state_dir, name)}"
+    hint = f"see {folder}/*{log.TRACE}, and report it" if ours else f"gpushare inspect {names.short(name)}"
+    return Result(WARN, f"{many} refused in the last day; {'' if len(recent) == 1 else 'the last, '}{last}", hint)
+
+
+def _some(texts: list[str]) -> str:
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more
