@@ -3,6 +3,7 @@
     load_node(config_path, state_dir)           -> Node     fast; compiles when missing or stale
     compile_node(config_path, state_dir, write) -> Node     always anew: yaml, jsonschema, NVML
     read_node(config_path, state_dir)           -> Node | None   only if fresh
+    last(state_dir)                             -> Node | None   what was compiled last, fresh or not
     load_config_only(config_path, state_dir)    -> Config   also on a host without a driver
     node_json(node, inputs), node_of(value)     -> to and from plain JSON values
 
@@ -109,6 +110,15 @@ def read_node(config_path: str, state_dir: str) -> Optional[Node]:
     if value.get("driver_identity") != _driver_identity(node.config.driver_root):
         return None
     return node._replace(config=node.config._replace(state_dir=state_dir))
+
+
+def last(state_dir: str) -> Optional[Node]:
+    """For telling what has changed."""
+    value = _read(os.path.join(state_dir, FILE))
+    try:
+        return None if value is None or value.get("schema") != SCHEMA else node_of(value)
+    except (KeyError, TypeError, AttributeError):
+        return None
 
 
 def load_node(config_path: str, state_dir: str) -> Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,11 +128,33 @@ def test_refresh_makes_the_next_start_read_one_file(container: MakeContainer, no
     assert (node.state / "node.json").stat().st_mtime_ns == written
 
 
+def test_refresh_after_a_driver_update_with_a_container_alive(
+    container: MakeContainer, node: Node, simhost: Path
+) -> None:
+    """The container keeps what it has; the next one gets the new driver, and refresh says who is left behind."""
+    newer = "535.300.01"
+    one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).start()
+    for path in list(simhost.rglob("*.so.535.261.03")):
+        shutil.copy(path, str(path).replace("535.261.03", newer))
+    for name in ("sys/module/nvidia/version", "proc/driver/nvidia/version"):
+        path = simhost / name
+        path.write_text(path.read_text().replace("535.261.03", newer))
+    value = json.loads(node.cli("refresh", "--format", "json").stdout)
+    assert {"what": "driver", "before": "535.261.03", "after": newer} in value["changes"]
+    assert value["outdated"] == [{"id": one.id, "why": "was started with driver 535.261.03"}]
+    assert [found["state"] for found in json.loads(node.cli("list", "--format", "json").stdout)] == ["running"]
+    doctor = json.loads(node.cli("doctor", "--format", "json").stdout)
+    assert next(row for row in doctor["checks"] if row["name"] == "containers")["result"] == "warn"
+    other = container(["sh", "-c", "ls -l /usr/lib/*/libcuda.so.1"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook())
+    assert other.run() == 0 and newer in other.stdout
+    assert node.cli("refresh").stdout.count("nothing has changed") == 1
+
+
 def test_json_of_every_command_is_one_document(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).start()
     for command in (
         *(["list"], ["inspect", one.id], ["devices"], ["explain", str(one.bundle)], ["prune", "--dry-run"]),
-        *(["config", "check"], ["refresh"], ["version"]),
+        *(["config", "check"], ["config", "show"], ["refresh"], ["version"], ["top", "--once"]),
     ):
         done = node.cli(*command, "--format", "json")
         assert (done.returncode, done.stderr) == (0, ""), command

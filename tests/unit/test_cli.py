@@ -16,6 +16,7 @@ import pytest
 from gpushare import leases, log, names, node, region, storage
 from gpushare.cli import facts, main, output
 from gpushare.errors import CapacityError
+from gpushare.model import Node
 
 from tests.lib.terminal import Terminal
 from tests.unit import pure
@@ -276,20 +277,29 @@ def test_config_check(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pyte
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text("version: 1\nmemory_overcommit: 1.5\n")
     bad.write_text("version: 1\nmemory_overcomit: 1.5\n")
-    code, text, _ = cli("config", "check", str(good))
-    assert code == 0 and text.startswith(f"{good}: valid\n") and re.search(r"memory_overcommit +1\.5\n", text)
-    assert json.loads(cli("config", "check", str(good), "--format", "json")[1])["config"]["memory_overcommit"] == 1.5
-    policy = json.loads(cli("config", "check", str(good), "--format", "json")[1])["config"]["policy"]
-    assert policy["accept"]["env"] == "always" and "  policy.accept.env " in text  # the names that the file has
-    code, text, error = cli("config", "check", str(bad))
-    assert (code, text) == (78, "") and f"{bad}:2: memory_overcomit" in error
-    assert cli("config", "check", "/none.yaml")[0] == 78
-    assert cli("config", "check")[0] == 78  # nor is the one of --config
+    assert cli("config", "check", str(good)) == (0, f"{good}: valid\n", "")
+    value = json.loads(cli("config", "check", str(good), "--format", "json")[1])
+    assert value["valid"] and value["config"]["memory_overcommit"] == 1.5
+    assert value["config"]["policy"]["accept"]["env"] == "always"
+    for command in ("check", "show"):
+        code, text, error = cli("config", command, str(bad))
+        assert (code, text) == (78, "") and f"{bad}:2: memory_overcomit" in error
+        assert cli("config", command, "/none.yaml")[0] == 78
+        assert cli("config", command)[0] == 78  # nor is the one of --config
     monkeypatch.setattr(names, "CONFIG_PATH", "/none.yaml")
-    text = cli("config", "check")[1]
-    assert "defaults hold" in text
-    columns = {re.match(r"  \S+ +", line).end() for line in text.splitlines() if line.startswith("  ")}  # type: ignore[union-attr]
-    assert len(columns) == 1, "every value in one column"
+    assert "defaults hold" in cli("config", "check")[1]
+
+
+def test_config_show(tmp_path: Path, cli: Callable[..., Any], state: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("version: 1\nmemory_overcommit: 1.5\nplacement: first-fit\n")
+    lines = [line.split() for line in cli("config", "show", str(file))[1].splitlines()]
+    assert lines[0] == ["KEY", "VALUE", "DEFAULT"]
+    assert ["memory_overcommit", "1.5", "1.0"] in lines and ["placement", '"first-fit"'] in lines  # as by default
+    assert ["policy.accept.env", '"always"'] in lines and ["--state", f'"{state}"'] in lines
+    value = json.loads(cli("config", "show", str(file), "--format", "json")[1])
+    assert (value["file"], value["state"], value["changed"]) == (str(file), str(state), ["memory_overcommit"])
+    assert value["config"]["memory_overcommit"] == 1.5 and value["config"]["driver"] == {"root": "/"}
 
 
 def test_version(cli: Callable[..., Any]) -> None:
@@ -312,6 +322,63 @@ def test_refresh_that_cannot_write_says_so(cli: Callable[..., Any], monkeypatch:
     monkeypatch.setattr(node, "read_node", lambda config, directory: None)
     code, text, error = cli("refresh")
     assert (code, text) == (1, "") and "node.json; run as root" in error
+
+
+@pytest.fixture
+def refreshed(
+    cli: Callable[..., Any], state: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Node], tuple[str, dict[str, Any]]]:
+    """refreshed(node): what `refresh` says when this is the host now, as text and as JSON."""
+
+    def refresh(now: Node) -> tuple[str, dict[str, Any]]:
+        monkeypatch.setattr(node, "compile_node", lambda config, directory: now)
+        monkeypatch.setattr(node, "read_node", lambda config, directory: now)
+        text, value = cli("refresh")[1], json.loads(cli("refresh", "--format", "json")[1])
+        (state / node.FILE).write_text(json.dumps(node.node_json(now, [], [])))
+        return text, value
+
+    return refresh
+
+
+def test_refresh_tells_what_has_changed(refreshed: Callable[..., Any]) -> None:
+    before = pure.node(devices=2)
+    text, value = refreshed(before)
+    assert value["changes"] is None and "changed" not in text  # nothing was known before
+    text, value = refreshed(before)
+    assert value["changes"] == [] and text.endswith("\nnothing has changed\n")
+    inventory = before.inventory._replace(
+        driver_version="550.1", devices=(pure.device(0, memory_bytes=24 * GIB), pure.device(1, uuid="GPU-new"))
+    )
+    config = before.config._replace(memory_overcommit=1.5, policy=before.config.policy._replace(require_limits=True))
+    text, value = refreshed(Node(config, inventory))
+    assert [line for line in text.splitlines() if line.startswith("changed: ")] == [
+        "changed: driver: 535.261.03 -> 550.1",
+        f"changed: device {pure.UUIDS[1]} is gone: 1, Test GPU, 16 GiB",
+        "changed: device GPU-new is new: 1, Test GPU, 16 GiB",
+        f"changed: device {pure.UUIDS[0]} memory_bytes: {16 * GIB} -> {24 * GIB}",
+        "changed: memory_overcommit: 1.0 -> 1.5",
+        "changed: policy.require_limits: False -> True",
+    ]
+    assert {"what": "driver", "before": "535.261.03", "after": "550.1"} in value["changes"]
+
+
+def test_refresh_names_containers_of_another_driver(refreshed: Callable[..., Any], start: Callable[..., Path]) -> None:
+    start("c1", pure.share(0, 0, GIB))
+    start("c2", pure.share(0, 1, GIB))
+    host = pure.node(devices=2)
+    text, value = refreshed(host)
+    assert value["outdated"] == [] and "start it again" not in text
+    text, value = refreshed(host._replace(inventory=host.inventory._replace(devices=(pure.device(0),))))
+    assert value["outdated"] == [{"id": "c2", "why": f"has {pure.UUIDS[1]}, which is gone"}]
+    text, value = refreshed(host._replace(inventory=host.inventory._replace(driver_version="550.1")))
+    assert "container c1 was started with driver 535.261.03: start it again\n" in text
+    assert [one["id"] for one in value["outdated"]] == ["c1", "c2"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 2}', '{"schema": 2, "config": 1, "inventory": {}}'])
+def test_refresh_over_a_damaged_file(refreshed: Callable[..., Any], state: Path, content: str) -> None:
+    (state / node.FILE).write_text(content)
+    assert refreshed(pure.node())[1]["changes"] is None
 
 
 def test_bug_of_ours_is_one_line(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""gpushare config check."""
+"""gpushare config check, gpushare config show."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, Optional
 import click
 
 from ..config import effective, load_config
+from ..model import Config
 from .options import Paths, with_format
-from .output import write_json, write_line
+from .output import Column, write_json, write_line, write_table
 
 
 @click.group()
@@ -23,23 +24,42 @@ def config() -> None:
 @with_format
 @click.pass_obj
 def check(paths: Paths, file: Optional[str], output: str) -> None:
-    """Check the file and print what is in force.
+    """Check the configuration file.
 
-    Reads FILE, or that of --config, and prints every key with its value, or says what is wrong and in which line.
+    Reads FILE, or that of --config, and says what is wrong and in which line.
     """
-    path = os.path.abspath(file) if file else paths.config
-    values = effective(load_config(path))
+    path, values = _read(paths, file)
     exists = os.path.exists(path)
     if output == "json":
-        write_json(
-            {"file": path if exists else None, "valid": True, "config": _nested(values), "state": paths.state_dir}
-        )
+        write_json({"file": path if exists else None, "valid": True, "config": _nested(values)})
         return
-    write_line(f"{path}: {'valid' if exists else 'no such file, so these defaults hold'}")
-    width = max(map(len, values))
-    for name, value in values.items():
-        write_line(f"  {name:<{width}}  {json.dumps(value)}")
-    write_line(f"state directory: {paths.state_dir}")
+    write_line(f"{path}: {'valid' if exists else 'no such file, so the defaults hold'}")
+
+
+@config.command()
+@click.argument("file", required=False)
+@with_format
+@click.pass_obj
+def show(paths: Paths, file: Optional[str], output: str) -> None:
+    """Print what is in force.
+
+    Every key of FILE, or of that of --config, with its value, and its default where that is another.
+    """
+    path, values = _read(paths, file)
+    defaults = effective(Config())
+    changed = [key for key in values if values[key] != defaults[key]]
+    if output == "json":
+        found = path if os.path.exists(path) else None
+        write_json({"file": found, "state": paths.state_dir, "config": _nested(values), "changed": changed})
+        return
+    columns = (Column("key"), Column("value"), Column("default"))
+    rows = [(key, json.dumps(values[key]), json.dumps(defaults[key]) if key in changed else "") for key in values]
+    write_table(columns, [*rows, ("--state", json.dumps(paths.state_dir), "")])
+
+
+def _read(paths: Paths, file: Optional[str]) -> tuple[str, dict[str, Any]]:
+    path = os.path.abspath(file) if file else paths.config
+    return path, effective(load_config(path))
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:

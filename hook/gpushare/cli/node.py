@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
-from .. import leases, node, region, storage
+from .. import changes, leases, node, region, storage
 from ..dialects import device_name
 from ..errors import GpushareError
+from ..model import Node
 from ..quantity import human
 from .options import Paths, with_format
-from .output import write_json, write_line
+from .output import Progress, write_json, write_line
 
 
 @click.command()
@@ -22,33 +23,60 @@ from .output import write_json, write_line
 def refresh(paths: Paths, output: str) -> None:
     """Read configuration and driver now.
 
-    Else the first container to start after a change does, and takes longer.
+    Says what has changed since they were last read, and which containers were started with another driver. Without
+    this the first container to start after a change reads them, and takes longer.
     """
     storage.prepare(paths.state_dir)
-    host = node.compile_node(paths.config, paths.state_dir)
+    before = node.last(paths.state_dir)
+    with Progress() as progress:
+        progress.say("asking the driver")
+        host = node.compile_node(paths.config, paths.state_dir)
     if node.read_node(paths.config, paths.state_dir) != host:
         raise GpushareError(f"cannot write {os.path.join(paths.state_dir, node.FILE)}", "run as root")
     recovered = leases.recover(paths.state_dir, host)
-    inventory = host.inventory
+    found = None if before is None else changes.between(before, host)
+    old = changes.outdated(leases.view(paths.state_dir).live, host)
     if output == "json":
-        value: dict[str, Any] = {
-            "driver_version": inventory.driver_version,
-            "root": inventory.root,
-            "simulated": inventory.simulated,
-        }
-        value["cuda_version"] = inventory.cuda_version
-        lists = {"devices": inventory.devices, "mig": inventory.mig}
-        value["recovered"] = list(recovered)
-        write_json({**value, **{key: [device._asdict() for device in some] for key, some in lists.items()}})
+        write_json(
+            {
+                **_plain(host),
+                "recovered": list(recovered),
+                "changes": None if found is None else [change._asdict() for change in found],
+                "outdated": [{"id": name, "why": why} for name, why in old],
+            }
+        )
         return
+    _print(host)
+    for change in found or ():
+        write_line(f"changed: {change.text()}")
+    if found == []:
+        write_line("nothing has changed")
+    for name, why in old:
+        write_line(f"container {name} {why}: start it again")
+    if recovered:
+        write_line(f"{paths.state_dir} was lost; leases of live containers again: {', '.join(recovered)}")
+
+
+def _plain(host: Node) -> dict[str, Any]:
+    inventory = host.inventory
+    return {
+        "driver_version": inventory.driver_version,
+        "cuda_version": inventory.cuda_version,
+        "root": inventory.root,
+        "simulated": inventory.simulated,
+        "devices": [device._asdict() for device in inventory.devices],
+        "mig": [device._asdict() for device in inventory.mig],
+    }
+
+
+def _print(host: Node) -> None:
+    inventory = host.inventory
     devices = "1 device" if len(inventory.devices) == 1 else f"{len(inventory.devices)} devices"
     cuda = f", CUDA {inventory.cuda_version}" if inventory.cuda_version else ""
     write_line(f"driver {inventory.driver_version}{cuda} in {inventory.root}, {devices}")
     for device in (*inventory.devices, *inventory.mig):
         size = human(device.memory_bytes) if device.memory_bytes else "memory size not known"
         write_line(f"  {device_name(device)}  {device.uuid}  {device.model}, {size}")
-    if recovered:
-        write_line(f"{paths.state_dir} was lost; leases of live containers again: {', '.join(recovered)}")
 
 
 @click.command()

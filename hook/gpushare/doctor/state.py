@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from .. import leases, log, names, node, storage
-from .base import FAIL, OK, WARN, Machine, Result
+from .. import changes, leases, log, names, node, storage
+from .base import FAIL, OK, WARN, Machine, Result, no_driver
 
 _RECENT_S = 24 * 3600
 _FULL_PERCENT = 80
@@ -48,18 +48,13 @@ def stale_leases(machine: Machine) -> Result:
 
 def versions(machine: Machine) -> Result:
     """Containers that run keep the driver's libraries of their start, which a newly loaded driver refuses."""
+    if machine.node is None:
+        return no_driver(machine)
     live = leases.view(machine.state_dir).live
-    if machine.inventory is None:
-        return Result("skip", "not without a driver")
-    now = machine.inventory.driver_version
-    old = [f"{names.short(one.id)} ({one.driver_version})" for one in live if one.driver_version not in ("", now)]
+    old = changes.outdated(live, machine.node)
     if old:
-        return Result(WARN, f"started with another driver than {now}: {_some(old)}", "start these containers again")
-    known = {device.uuid for device in (*machine.inventory.devices, *machine.inventory.mig)}
-    gone = [names.short(one.id) for one in live if any(share.device.uuid not in known for share in one.shares)]
-    if gone:
-        return Result(WARN, f"hold a device that this host does not have any more: {_some(gone)}", "stop them")
-    return Result(OK, f"all use {now}" if live else "no container runs")
+        return Result(WARN, _some([f"{name} {why}" for name, why in old]), "start these containers again")
+    return Result(OK, f"all use {machine.node.inventory.driver_version}" if live else "no container runs")
 
 
 def refusals(machine: Machine) -> Result:
