@@ -263,7 +263,7 @@ REFUSED = {
     "empty name": (("--name", "a b"), 64, "is not acceptable"),
     "user": (("--user", "no-such-user"), 64, "--user 'no-such-user': no such user"),
     "group": (("--user", "0:no-such-group"), 64, "no such group"),
-    "flag": (("--memorry", "1Gi"), 2, "No such option"),
+    "flag": (("--memorry", "1Gi"), 2, "no such option"),
 }
 
 

@@ -292,10 +292,10 @@ def test_config_check(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pyte
 
 def test_config_show(tmp_path: Path, cli: Callable[..., Any], state: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("version: 1\nmemory_overcommit: 1.5\nplacement: first-fit\n")
+    file.write_text("version: 1\nmemory_overcommit: 1.5\nplacement:\n  strategy: binpack\n")
     lines = [line.split() for line in cli("config", "show", str(file))[1].splitlines()]
     assert lines[0] == ["KEY", "VALUE", "DEFAULT"]
-    assert ["memory_overcommit", "1.5", "1.0"] in lines and ["placement", '"first-fit"'] in lines  # as by default
+    assert ["memory_overcommit", "1.5", "1.0"] in lines and ["placement.strategy", '"binpack"'] in lines  # as by default
     assert ["policy.accept.env", '"always"'] in lines and ["--state", f'"{state}"'] in lines
     value = json.loads(cli("config", "show", str(file), "--format", "json")[1])
     assert (value["file"], value["state"], value["changed"]) == (str(file), str(state), ["memory_overcommit"])
