@@ -173,14 +173,17 @@ def make_simhost(
     late_return_ms: float = 5.0,
     built: Path = BUILT,
     timing: Timing = DEFAULT_TIMING,
+    minors: Sequence[int] = (),
 ) -> Path:
-    """Builds the root and returns it. `uuids` override the deterministic ones, by index."""
+    """Builds the root and returns it. `uuids` override the deterministic ones, by index; `minors` are the indices
+    unless said otherwise, which on real hosts nobody promises."""
     root = Path(path)
     (root / "dev").mkdir(parents=True, exist_ok=True)
     devices = []
     for index in range(gpus):
         name = uuids[index] if index < len(uuids) else default_uuid(index)
-        devices.append(hostfiles.Gpu(index, index, name, model, index + 1, memory_bytes, context_bytes))
+        minor = minors[index] if index < len(minors) else index
+        devices.append(hostfiles.Gpu(index, minor, name, model, index + 1, memory_bytes, context_bytes))
     for stale in (root / "dev").glob("nvidia[0-9]*"):
         stale.unlink()
     for gpu in devices:

@@ -1,0 +1,285 @@
+"""Other schedulers' words: when they are looked at, which of them count, and that nobody gets more by them.
+
+What each of them means is in tests/golden/dialects.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any, Optional
+
+import pytest
+from gpushare import placement, policy, request
+from gpushare.dialects import table
+from gpushare.errors import DeviceError, GpushareError, PolicyError, RequestError
+from gpushare.model import Inventory, Node, Request, Selection
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.pure import UUIDS, bundle, device, ledger, node
+from tests.unit.test_imports import HOOK
+from tests.unit.test_mig import HOST as MIG_HOST
+from tests.unit.test_policy import PRIVILEGED, injected, pod
+
+ASKING = [word.name for row in table.SCHEDULERS for word in row.variables if word.name.startswith(table.BEGINNINGS)]
+READERS = {f"gpushare.dialects.{row.name.replace('-', '_')}" for row in table.SCHEDULERS}
+LATE = {*READERS, "gpushare.dialects.demand", "gpushare.foreign", "gpushare.hearing", "gpushare.limits"}
+NVIDIA = "NVIDIA_VISIBLE_DEVICES=1"
+
+
+def resolve(*env: str, rules: Any = None, runtime: bool = False, host: Any = None, **spec: Any) -> Optional[Request]:
+    return request.resolve(bundle(*env, **spec), host or node(**(rules or {})), with_injected=runtime)
+
+
+def asked(*env: str, **more: Any) -> Request:
+    found = resolve(*env, **more)
+    assert found is not None
+    return found
+
+
+# What a start loads
+
+
+def loaded(*env: str) -> set[str]:
+    """The modules of a start that resolves this environment."""
+    text = f"""
+import sys; sys.path.insert(0, {HOOK!r})
+from gpushare import oci, request
+from gpushare.model import Config, Device, Inventory, Node
+host = Node(Config(), Inventory("/", "1", (Device(0, "GPU-aaaaaaaa-0", 0, "0000:01:00.0", "X", 1 << 34, 0),)))
+spec = {{"root": {{"path": "rootfs"}}, "process": {{"env": {list(env)!r}}}}}
+assert request.resolve(oci.bundle_of(oci.State("c", 0, "created", "/b", {{}}), spec), host)
+print(*sys.modules)"""
+    done = subprocess.run([sys.executable, "-ISc", text], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        ("GPUSHARE_MEMORY=4Gi", "GPUSHARE_COMPUTE=30%", "GPUSHARE_DEVICES=0"),
+        ("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=all", "CUDA_VERSION=12.2", "GPU_MEM=4"),
+    ],
+)
+def test_a_start_without_their_words_loads_nothing_for_them(env: tuple[str, ...]) -> None:
+    assert not loaded(*env) & LATE
+
+
+def test_a_start_loads_the_reader_of_its_words_and_no_other() -> None:
+    assert loaded("CUDA_DEVICE_MEMORY_LIMIT=1g") & READERS == {"gpushare.dialects.hami"}
+    assert loaded("NVIDIA_VISIBLE_DEVICES=0", "GPU_PORTION=0.5") & READERS == {"gpushare.dialects.runai"}
+
+
+# Which containers they are looked at in
+
+
+@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("number", ["", "_0"])
+def test_a_word_that_asks_is_never_overlooked(name: str, number: str) -> None:
+    """Neither by the launcher, which looks for words in the text, nor by the hook."""
+    assert request.mentions(bundle(f"{name}{number}=1"))
+    assert any(trigger.lower() in f"{name}{number}".lower() for trigger in request.RAW_TRIGGERS)
+
+
+@pytest.mark.parametrize("key", sorted(table.KEYS))
+def test_an_annotation_is_never_overlooked(key: str) -> None:
+    assert request.mentions(bundle(annotations={key: "1"}))
+    assert any(trigger.lower() in key.lower() for trigger in request.RAW_TRIGGERS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "CUDA_MPS_PIPE_DIRECTORY=/tmp/mps",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50",
+        "CGPU_DISABLE=1",
+        "GPU_MEM_PER_DEVICE=1",
+    ],
+)
+def test_what_asks_for_nothing_costs_nothing(line: str) -> None:
+    assert not request.mentions(bundle(line))
+    assert resolve(line) is None
+
+
+def test_every_row_is_a_module_and_every_module_a_row() -> None:
+    for row in table.SCHEDULERS:
+        assert callable(table.reader(row)), row.name
+    assert len({row.name for row in table.ROWS}) == len(table.ROWS)
+    assert set(request.DIALECTS) == {row.name for row in table.ROWS} - {row.name for row in table.SCHEDULERS}
+
+
+def test_triggers_are_what_the_launcher_can_find() -> None:
+    for trigger in request.RAW_TRIGGERS:
+        assert len(trigger) < 64
+        assert all(c.isascii() and (c.isalnum() or c in "._-/") for c in trigger), trigger
+
+
+# Devices that are in config.json already
+
+
+def test_limits_of_devices_that_others_injected() -> None:
+    """HAMi with CDI: the device is there, the variable says void."""
+    env = ("NVIDIA_VISIBLE_DEVICES=void", "CUDA_DEVICE_MEMORY_LIMIT_0=3000m", "CUDA_DEVICE_SM_LIMIT=30")
+    found = asked(*env, runtime=True, linux=injected(1))
+    assert found.dialect == "injected+hami"
+    assert found.selection == Selection("list", names=(UUIDS[1],))
+    assert (found.memory[0][1].limit_bytes, found.compute) == (3000 << 20, ((None, 30),))
+
+
+def test_a_word_for_devices_that_others_injected() -> None:
+    assert asked("CUDA_MEM_LIMIT_1=2g", runtime=True, linux=injected(1)).dialect == "injected+vgpu-manager"
+    with pytest.raises(RequestError, match=r'GPU_DEVICES_UUID="GPU-aaaa.*" and .*config.json="/dev/nvidia1" name diff'):
+        resolve(f"GPU_DEVICES_UUID={UUIDS[0]}", "CUDA_MEM_LIMIT=2g", runtime=True, linux=injected(1))
+
+
+def test_a_device_that_nobody_limits_is_not_limited_by_chance() -> None:
+    with pytest.raises(
+        RequestError, match='CUDA_MEM_LIMIT_0="2g": a limit for another device, but this container gets'
+    ):
+        resolve("CUDA_MEM_LIMIT_0=2g", runtime=True, linux=injected(1))
+
+
+# MIG, unknown sizes
+
+
+def test_the_index_of_a_divided_gpu_stands_for_all_its_parts() -> None:
+    host = Node(node().config, MIG_HOST)
+    gpu = MIG_HOST.mig[0].index
+    found = asked(f"CUDA_MEM_LIMIT_{gpu}=1g", f"NVIDIA_VISIBLE_DEVICES={gpu}", host=host)
+    shares = placement.grant(found, host, ledger())
+    assert len(shares) == len([mig for mig in MIG_HOST.mig if mig.index == gpu]) > 1
+    assert {share.memory_limit_bytes for share in shares} == {1 << 30}
+
+
+def test_a_part_of_a_device_of_unknown_size_is_refused_not_forgotten() -> None:
+    unknown = Node(node().config, Inventory("/", "1", (device(0, memory_bytes=0),)))
+    found = asked("GPU_PORTION=0.5", "CUDA_DEVICE_MEMORY_LIMIT=1g", "NVIDIA_VISIBLE_DEVICES=0", host=unknown)
+    with pytest.raises(DeviceError, match="its memory size is not known"):
+        placement.grant(found, unknown, ledger())
+
+
+def test_devices_of_different_sizes_get_their_own_part() -> None:
+    host = Node(node().config, Inventory("/", "1", (device(0), device(1, memory_bytes=8 << 30))))
+    found = asked("GPU_PORTION=0.5", "NVIDIA_VISIBLE_DEVICES=all", host=host)
+    assert [share.memory_limit_bytes for share in placement.grant(found, host, ledger())] == [8 << 30, 4 << 30]
+    picked = asked("GPU_PORTION=0.5", host=host)  # which one is not known yet
+    assert placement.grant(picked, host, ledger())[0].memory_limit_bytes == 8 << 30
+
+
+def test_a_rounded_part_agrees_only_where_it_agrees_on_every_device() -> None:
+    sizes = (device(0), device(1, memory_bytes=8 << 30))
+    host = Node(node().config, Inventory("/", "1", sizes))
+    words = ("GPU_PORTION=0.5", "CUDA_DEVICE_MEMORY_LIMIT=8g")
+    assert asked(*words, "NVIDIA_VISIBLE_DEVICES=0", host=host).memory[0][1].limit_bytes == 8 << 30
+    for where in (("NVIDIA_VISIBLE_DEVICES=1",), ()):
+        with pytest.raises(RequestError, match='MEMORY_LIMIT="8g" and GPU_PORTION="0.5" ask for different shares'):
+            resolve(*words, *where, host=host)
+
+
+# Pods, policy
+
+
+def test_one_share_for_a_pod_does_not_become_one_for_each_container() -> None:
+    def of(name: str) -> tuple[Request, Any]:
+        one = bundle(NVIDIA, annotations=pod(name, **{"gpu-fraction": "0.5"}), container_id=name)
+        found = request.resolve(one, node())
+        assert found is not None
+        return found, one
+
+    first, one = of("a")
+    held = ledger_lease(first, one)
+    with pytest.raises(RequestError, match=r"gpu-fraction .* a of this pod .*; write b\.gpushare\.io/memory"):
+        policy.refuse_second(*of("b"), [held])
+
+
+def ledger_lease(found: Request, one: Any) -> Any:
+    from tests.unit.pure import lease, share
+
+    return lease(share(0, 1, 8 << 30), container_id=one.id)._replace(sandbox=policy.pod_wide(found, one))
+
+
+def test_a_portion_in_the_container_is_its_own() -> None:
+    """What KAI writes beside its annotation reaches one container only."""
+    one = bundle(NVIDIA, "GPU_PORTION=0.50", annotations=pod("a", **{"gpu-fraction": "0.5"}))
+    found = request.resolve(one, node())
+    assert found is not None and policy.pod_wide(found, one) == ""
+
+
+@pytest.mark.parametrize(("privileged", "memory"), [(False, True), (True, False)])
+def test_switches_for_privileged_containers_only(privileged: bool, memory: bool) -> None:
+    process = PRIVILEGED if privileged else {}
+    words = (NVIDIA, "CUDA_DEVICE_MEMORY_LIMIT=1g", "CUDA_DISABLE_CONTROL=true")
+    assert bool(asked(*words, rules={"accept_switches": "privileged"}, process=process).memory) is memory
+
+
+def test_a_limit_that_was_switched_off_is_none_to_other_rules() -> None:
+    words = (NVIDIA, "CUDA_DEVICE_MEMORY_LIMIT=1g", "CUDA_DISABLE_CONTROL=true")
+    host = node(accept_switches="always", require_limits=True)
+    with pytest.raises(PolicyError, match="no memory limit was asked for"):
+        placement.grant(asked(*words, host=host), host, ledger())
+
+
+def test_ignored_says_why_for_each_word_and_who_won() -> None:
+    found = asked(
+        "GPUSHARE_MEMORY=4Gi", NVIDIA, "CUDA_DEVICE_MEMORY_LIMIT=1g", "GPU_PORTION=0.5", "CUDA_DEVICE_SM_LIMIT=20"
+    )
+    assert found.dialect == "own+nvidia+hami"
+    assert found.ignored == (
+        'CUDA_DEVICE_MEMORY_LIMIT="1g": GPUSHARE_MEMORY says it',
+        'GPU_PORTION="0.5": GPUSHARE_MEMORY says it',
+    )
+
+
+# Nobody gets more than the least that was said
+
+AMOUNTS = {"1g": 1 << 30, "2048m": 2 << 30, "3221225472": 3 << 30}
+SWITCHES = [
+    "CUDA_DISABLE_CONTROL=true",
+    "CGPU_DISABLE=1",
+    "DISABLE_VGPU_CONTROL=true",
+    "GPU_CORE_UTILIZATION_POLICY=disable",
+]
+HAMI = st.sampled_from(sorted(AMOUNTS)).map(lambda text: (f"CUDA_DEVICE_MEMORY_LIMIT={text}", AMOUNTS[text]))
+MANAGER = st.sampled_from(["1g", "2048m"]).map(lambda text: (f"CUDA_MEM_LIMIT_1={text}", AMOUNTS[text]))
+ALIYUN = st.sampled_from([1, 2]).map(lambda gib: (f"ALIYUN_COM_GPU_MEM_CONTAINER={gib}", gib << 30))
+PORTION = st.sampled_from(["0.06", "0.07", "0.13", "0.19"]).map(
+    lambda text: (f"GPU_PORTION={text}", int(float(text) * (16 << 30)))
+)
+MPS = st.sampled_from(["1G", "2G"]).map(lambda text: (f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0={text}", int(text[0]) << 30))
+
+
+@given(
+    st.lists(st.one_of(HAMI, MANAGER, ALIYUN, PORTION, MPS), min_size=1, max_size=3),
+    st.lists(st.sampled_from(SWITCHES), max_size=2),
+    st.booleans(),
+)
+def test_who_is_limited_by_anybody_is_limited(limits: Any, switches: list[str], own_device: bool) -> None:
+    env = [line for line, _ in limits] + switches + ["ALIYUN_COM_GPU_MEM_DEV=16"]
+    try:
+        found = asked(*env, "GPUSHARE_DEVICES=1" if own_device else NVIDIA)
+        (share,) = placement.grant(found, node(), ledger())
+    except RequestError as error:
+        assert "ask for different shares" in error.message or "is given twice" in error.message
+        return
+    assert share.memory_limit_bytes is not None
+    assert share.memory_limit_bytes <= min(size for _, size in limits)
+
+
+@given(st.sampled_from(ASKING + sorted(table.KEYS)), st.text(alphabet='0123456789.,=gGmMkKi%:{}"-_ aé', max_size=12))
+def test_no_value_is_more_than_a_refusal(name: str, value: str) -> None:
+    """Whatever is written, it is understood, means nothing, or is refused with name and value."""
+    env = () if name in table.KEYS else (f"{name}={value}",)
+    gate = ("AMP_VGPU_ENABLE=1",) if name.startswith("GPU_") else ()
+    try:
+        resolve(*env, *gate, annotations={name: value} if name in table.KEYS else {})
+    except GpushareError as error:
+        assert name in error.message
+        assert "\n" not in str(error)
+
+
+def test_values_that_do_not_end_are_shortened() -> None:
+    with pytest.raises(RequestError) as caught:
+        resolve(NVIDIA, f"CUDA_DEVICE_MEMORY_LIMIT={'9' * 100_000}")
+    assert len(str(caught.value)) < 400
