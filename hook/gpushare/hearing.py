@@ -1,7 +1,8 @@
 """What other schedulers' words ask for, as far as policy and our own names let them. See dialects/table.py.
 
-    listen(spoken, mine, bundle, node, injected) -> Heard      reads them
-    without_alias(bundle, heard)                 -> Bundle     less a NVIDIA_VISIBLE_DEVICES of other meaning
+    listen(spoken, mine, bundle, node) -> Heard      reads them
+    unused(spoken, mine, bundle, node) -> lines      the same for a container that asks for nothing
+    without_alias(bundle, heard)       -> Bundle     less a NVIDIA_VISIBLE_DEVICES of other meaning
 
 Own names win, each over what others say about the same. foreign.py makes a request of it. Loaded only when a word of
 another scheduler occurs. Pure.
@@ -74,23 +75,23 @@ def _unaccepted(said: Said, bundle: Bundle, node: Node) -> str:
     return "policy.annotations" if rules.annotations == "scoped" else ""
 
 
-def _names_device(bundle: Bundle, spoken: tuple[Spoken, ...], mine: dict[str, str], with_injected: bool) -> bool:
+def _names_device(bundle: Bundle, spoken: tuple[Spoken, ...], mine: dict[str, str], node: Node) -> bool:
     """Whether this container of a pod is one that uses a GPU: annotations reach its sidecars as well."""
-    variables = any(said.name.startswith(table.BEGINNINGS) for one in spoken for said in one.said)
+    rules = node.config.policy
+    heard = [one.said for one in spoken if one.row.name not in rules.disabled_dialects]
+    variables = any(said.name.startswith(table.BEGINNINGS) for some in heard for said in some)
     return bool(
-        variables
-        or DEVICES in mine
+        DEVICES in mine
+        or (variables and policy.accepted(rules.accept_env, bundle))
         or nvidia.names_device(bundle.env, bundle.spec)
-        or (with_injected and injected.minors(bundle.spec))
+        or injected.minors(bundle.spec)
     )
 
 
-def listen(
-    spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool
-) -> Heard:
+def listen(spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, node: Node) -> Heard:
     """Raises RequestError and DeviceError for words that make no sense, and that our own do not overrule."""
     ours = _own_names(mine)
-    beside = not bundle.container_name or _names_device(bundle, spoken, ours, with_injected)
+    beside = not bundle.container_name or _names_device(bundle, spoken, ours, node)
     heard, unheard, ignored = [], [], []
     for row, words in spoken:
         left = []
@@ -124,6 +125,17 @@ def listen(
         nvidia.capabilities(bundle.env),
         policy.accepted(node.config.policy.accept_switches, bundle),
     )
+
+
+def unused(spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, node: Node) -> tuple[str, ...]:
+    """Why none of these words asks for anything, in a container that asks for nothing (explain)."""
+    heard = listen(spoken, mine, bundle, node)
+    lines = [*heard.ignored, *(line(said, f"{key} does not listen") for said, _, key in heard.unheard)]
+    told = {text.partition("=")[0] for text in lines}
+    for row, words in spoken:
+        why = "no device is asked for" if row.asks else f"words of {row.name} ask for no device"
+        lines += [line(said, why) for said in words if said.name not in told]
+    return tuple(lines)
 
 
 def without_alias(bundle: Bundle, heard: Heard) -> Bundle:

@@ -2,6 +2,7 @@
 
     mentions(bundle)                         -> bool             cheap: could this container ask for anything at all?
     resolve(bundle, node, with_injected, on_host) -> Request | None   None: nothing asked, leave the container alone
+    unused(bundle, node)                 -> tuple[str, ...]  explain: words of other schedulers where that is None
     refuse_conflicts(bundle, request)    -> None             hook-only mode: raises when NVIDIA's tools were here first
 
 `with_injected`: devices that other software put into config.json count as a request. Only gpushare-runtime can say so,
@@ -102,7 +103,7 @@ def _with_schedulers(
     """The same, with other schedulers' words."""
     from . import foreign, hearing
 
-    heard = hearing.listen(spoken, mine, bundle, node, with_injected)
+    heard = hearing.listen(spoken, mine, bundle, node)
     if mine is not None and mine.selection != own.UNNAMED:
         request = _combine(mine, None)
     else:
@@ -233,6 +234,17 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     policy.refuse_unlisted(request, bundle, rules)
     _check_words(request, rules)
     return _with_driver_words(request, bundle, node)
+
+
+def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:
+    """Where `resolve` is None: what other schedulers' words say in vain, one line each, for explain."""
+    spoken = table.spoken(bundle.env, bundle.annotations) if bundle.container_type != "sandbox" else ()
+    if not spoken:
+        return ()
+    from . import hearing
+
+    mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
+    return hearing.unused(spoken, mine, bundle, node)
 
 
 def _refuse_void(mine: Optional[Request], bundle: Bundle) -> None:

@@ -136,3 +136,6 @@ def test_a_container_with_words_that_ask_for_nothing_is_left_alone(
     one = container(["sh", "-c", "test ! -e /dev/nvidiactl"], env=env, **node.way(way))
     assert one.run() == 0
     assert node.leases() == []
+    assert 'ignored      CGPU_DISABLE="1": no device is asked for' in node.cli("explain", str(one.bundle)).stdout
+    unused = json.loads(node.cli("explain", "--format", "json", str(one.bundle)).stdout)["unused"]
+    assert 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="50": words of mps ask for no device' in unused

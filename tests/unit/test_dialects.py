@@ -131,8 +131,22 @@ def test_volume_requests_count_before_the_variable() -> None:
 
 
 def test_volume_request_for_cdi() -> None:
-    with pytest.raises(RequestError, match="cdi/nvidia.com/gpu/0 names a CDI device"):
-        read_nvidia(spec={"mounts": [volume("cdi/nvidia.com/gpu/0")]})
+    found = read_nvidia(spec={"mounts": [volume("cdi/nvidia.com/gpu/1")]})
+    assert found is not None and found.selection == Selection("list", names=("1",))
+    with pytest.raises(RequestError, match="cdi/example.com/net/0 names no GPU"):
+        read_nvidia(spec={"mounts": [volume("cdi/example.com/net/0")]})
+
+
+@pytest.mark.parametrize("vendor", ["nvidia.com", "k8s.device-plugin.nvidia.com"])
+def test_names_of_cdi(vendor: str) -> None:
+    """What NVIDIA's runtime takes in CDI mode, and KAI writes."""
+    found = read_nvidia((NAME, f"{vendor}/gpu=1,{vendor}/gpu={UUIDS[0]}"))
+    assert found is not None and found.selection == Selection("list", names=("1", UUIDS[0]))
+    everything = read_nvidia((NAME, f"{vendor}/gpu=all"))
+    assert everything is not None and everything.selection == Selection("all")
+    for odd in (f"{vendor}/gpu=", f"{vendor}/gpu", f"{vendor}/net=0", f"{vendor}/gpu=banana"):
+        with pytest.raises(RequestError, match="does not name a device"):
+            read_nvidia((NAME, odd))
 
 
 def test_contradictory_duplicates() -> None:

@@ -232,6 +232,47 @@ def test_ignored_says_why_for_each_word_and_who_won() -> None:
     )
 
 
+def unused(*env: str, rules: Any = None, **spec: Any) -> tuple[str, ...]:
+    one, host = bundle(*env, **spec), node(**(rules or {}))
+    assert request.resolve(one, host) is None
+    return request.unused(one, host)
+
+
+def test_nothing_asked_says_why_too() -> None:
+    limit = "CUDA_DEVICE_MEMORY_LIMIT=1g"
+    assert unused() == unused(limit, annotations={"io.kubernetes.cri.container-type": "sandbox"}) == ()
+    assert unused(limit, rules={"disabled_dialects": ("hami",)}) == (f"{_(limit)}: policy.disabled_dialects has hami",)
+    assert unused(limit, rules={"accept_env": "never"}) == (f"{_(limit)}: policy.accept.env does not listen",)
+    assert unused(annotations=pod("log", **{"gpu-fraction": "0.5"})) == (
+        'gpu-fraction="0.5": container "log" names no device',
+    )
+    off = "AMP_VGPU_ENABLE=0"
+    assert unused(off, "GPU_MEM_PER_DEVICE=1000") == (
+        f"{_(off)}: no device is asked for",
+        f"{_('GPU_MEM_PER_DEVICE=1000')}: no device is asked for",
+    )
+
+
+def _(line: str) -> str:
+    name, _, value = line.partition("=")
+    return f'{name}="{value}"'
+
+
+def test_a_pods_limit_on_a_device_that_others_injected_is_not_forgotten_by_the_hook() -> None:
+    """Which cannot take the device out: it refuses, with or without a device in words."""
+    one = bundle(linux=injected(1), annotations=pod("train", **{"gpu-fraction": "0.5"}))
+    found = request.resolve(one, node())
+    assert found is not None
+    with pytest.raises(RequestError, match="config.json already has an NVIDIA device"):
+        request.refuse_conflicts(one, found)
+
+
+def test_a_variable_that_nobody_listens_to_names_no_device() -> None:
+    annotations = pod("log", **{"gpu-fraction": "0.5"})
+    rules = {"accept_env": "never"}
+    assert resolve("CUDA_DEVICE_MEMORY_LIMIT=1g", annotations=annotations, rules=rules) is None
+
+
 # Nobody gets more than the least that was said
 
 AMOUNTS = {"1g": 1 << 30, "2048m": 2 << 30, "3221225472": 3 << 30}

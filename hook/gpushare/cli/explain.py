@@ -26,14 +26,14 @@ from .. import (
     why,
     withhold,
 )
-from ..dialects import injected
+from ..dialects import injected, table
 from ..explain import explain_json, explain_text
 from ..model import Bundle, Lease, Node, Request
 from ..ops import Mount, Plan
 from ..spectree import SpecTree
 from . import facts
 from .options import Paths, with_format
-from .output import write_json
+from .output import printable, write_json
 
 WITHHELD = (
     "nothing asked: NVIDIA's devices are withheld from this privileged container, "
@@ -67,12 +67,16 @@ def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> 
     asked, steps, placed = of_bundle(paths, found, way)
     withheld = asked is None and way == "runtime" and withhold.may_apply(found)
     withheld = withheld and withhold.applies(found, node.load_config_only(paths.config, paths.state_dir))
+    spoken = asked is None and table.spoken(found.env, found.annotations)
+    unused = request.unused(found, facts.host(paths)) if spoken else ()
     if output == "json":
-        write_json({**explain_json(asked, steps, placed), "withheld": withheld})
+        write_json({**explain_json(asked, steps, placed), "withheld": withheld, "unused": list(unused)})
     elif withheld:
         click.echo(WITHHELD)
     else:
         click.echo(explain_text(asked, steps, placed), nl=False)
+    for line in unused if output != "json" else ():
+        click.echo(f"{'ignored':<12} {printable(line)}")
 
 
 def way_of(bundle: Bundle) -> str:

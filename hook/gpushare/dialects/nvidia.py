@@ -36,7 +36,7 @@ _HOOK_PROGRAMS = frozenset(
     )
 )
 _DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so", "libcudadebugger.so", "libnvidia-ptxjitcompiler.so")
-_CDI_GPU = "nvidia.com/gpu="
+_CDI_GPU = "nvidia.com/gpu"
 MAJOR = 195
 DEVICE_PREFIX = "/dev/nvidia"
 
@@ -97,19 +97,24 @@ def selection(env: Env, spec: dict[str, Any], inventory: Inventory) -> Optional[
 
 def _unqualified(value: str) -> str:
     """CDI's names of GPUs as their last part, an index or a uuid: nvidia.com/gpu=0, or a device plugin's with its own
-    vendor, k8s.device-plugin.nvidia.com/gpu=GPU-<uuid>."""
+    vendor, k8s.device-plugin.nvidia.com/gpu=GPU-<uuid>; in a mount's name cdi/nvidia.com/gpu/0."""
     if _CDI_GPU not in value:
         return value
-    tokens = (token.strip().rpartition("=") for token in value.split(","))
-    return ",".join(name if kind.endswith(_CDI_GPU[:-1]) else kind + equals + name for kind, equals, name in tokens)
+    return ",".join(_cdi_gpu(token.strip()) or token for token in value.split(","))
+
+
+def _cdi_gpu(token: str) -> str:
+    """The last part of a CDI name of a GPU, "" for anything else."""
+    kind, _, name = token.rpartition("/" if token.startswith("cdi/") else "=")
+    return name if kind.endswith(_CDI_GPU) else ""
 
 
 def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
     """The request, None when there is none."""
     variable = one_value(ENV_DEVICES, _values(env, ENV_DEVICES))
-    cdi = next((name for name in volume_requests(spec) if name.startswith("cdi/")), None)
+    cdi = next((name for name in volume_requests(spec) if name.startswith("cdi/") and not _cdi_gpu(name)), None)
     if cdi is not None:
-        raise RequestError(f"a mount at {VOLUME_ROOT}/{cdi} names a CDI device", "name the GPU by index or uuid")
+        raise RequestError(f"a mount at {VOLUME_ROOT}/{cdi} names no GPU of NVIDIA's", "name the GPU by index or uuid")
     name, value = asked(env, spec)
     ignored = []
     if name != ENV_DEVICES and variable:
