@@ -59,10 +59,13 @@ def _asking(heard: Heard) -> Optional[Request]:
         return None
     uuids = tuple(dict.fromkeys(limit.device for limit in limits if isinstance(limit.device, str)))
     slots = [limit.device for limit in limits if isinstance(limit.device, int)]
-    some = Selection("any", count=max(slots, default=0) + 1)
+    count = max([slot + 1 for slot in slots] + [demand.wanted for demand in heard.demands] + [1])
     sources = tuple(dict.fromkeys((limit.said.name, limit.said.value) for limit in limits))
     return Request(
-        "+".join(asking), Selection("list", names=uuids) if uuids else some, heard.capabilities, sources=sources
+        "+".join(asking),
+        Selection("list", names=uuids) if uuids else Selection("any", count=count),
+        heard.capabilities,
+        sources=sources,
     )
 
 

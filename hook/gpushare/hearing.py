@@ -95,6 +95,7 @@ def listen(spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, 
     heard, unheard, ignored = [], [], []
     for row, words in spoken:
         left = []
+        whose = bundle.annotations.get(row.container, "") if row.container and bundle.container_name else ""
         for said in words:
             key = _unaccepted(said, bundle, node)
             if row.name in node.config.policy.disabled_dialects:
@@ -103,7 +104,9 @@ def listen(spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, 
                 ignored.append(line(said, f"{ours[said.word.about]} says it"))
             elif said.word.about == EVERYTHING and {MEMORY, COMPUTE, DEVICES} <= ours.keys():
                 ignored.append(line(said, f"{ours[DEVICES]} and our other names say it"))
-            elif said.name in table.KEYS and not beside:
+            elif said.name in table.KEYS and whose not in ("", bundle.container_name) and said.name != row.container:
+                ignored.append(line(said, f"{row.container} is {shown(whose)}"))
+            elif said.name in table.KEYS and not (beside or whose):
                 ignored.append(line(said, f"container {shown(bundle.container_name)} names no device"))
             elif key:
                 unheard.append((said, row.name, key))

@@ -35,7 +35,8 @@ to run.
   container that gets a device, is refused, not forgotten. `policy.disabled_dialects` makes words mean nothing.
 * Of pods' annotations containerd passes on those that its configuration names; `gpushare runtime configure` adds these.
 * `gpushare explain BUNDLE` says which dialects were used, by which words, and what was ignored and why, also where
-  nothing is asked. `--format json` has the same as `request.dialect`, `request.sources`, `request.ignored`, and `unused`.
+  nothing is asked. `--format json` has the same as `request.dialect`, `request.sources`, `request.ignored`, and
+  `unused`.
 * `gpushare run` listens to our own names only.
 
 Slot: which device inside the container, from 0. Index: which device of the host, in PCI order. Minor: the number in

@@ -33,7 +33,7 @@ from ..ops import Mount, Plan
 from ..spectree import SpecTree
 from . import facts
 from .options import Paths, with_format
-from .output import printable, write_json
+from .output import write_json, write_line
 
 WITHHELD = (
     "nothing asked: NVIDIA's devices are withheld from this privileged container, "
@@ -76,7 +76,7 @@ def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> 
     else:
         click.echo(explain_text(asked, steps, placed), nl=False)
     for line in unused if output != "json" else ():
-        click.echo(f"{'ignored':<12} {printable(line)}")
+        write_line(f"{'ignored':<12} {line}")
 
 
 def way_of(bundle: Bundle) -> str:

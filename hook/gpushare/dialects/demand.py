@@ -48,6 +48,7 @@ class Demand(NamedTuple):
     prioritised: Optional[Said] = None
     devices: Optional[Selection] = None
     named: Optional[Said] = None
+    wanted: int = 0  # number of devices, where nobody names them
     alias: str = ""  # what the same system writes into NVIDIA_VISIBLE_DEVICES for these devices, with another meaning
     off: tuple[tuple[Said, str], ...] = ()  # words that switch limits off: (word, memory | compute | everything)
     ignored: tuple[str, ...] = ()

@@ -33,7 +33,8 @@ class Word(NamedTuple):
 
 class Row(NamedTuple):
     """One dialect. `memory`, `compute`: how amounts are written. `gate`: a variable without which the others are
-    somebody else's. `asks` False: its words say how much of a device that others name."""
+    somebody else's. `asks` False: its words say how much of a device that others name. `container`: an annotation that
+    says which container of a pod the others are for."""
 
     name: str
     system: str
@@ -44,6 +45,7 @@ class Row(NamedTuple):
     trap: str = ""
     gate: str = ""
     asks: bool = True
+    container: str = ""
 
 
 class Said(NamedTuple):
@@ -95,8 +97,10 @@ SCHEDULERS = (
         ),
         memory="`1.5g`: k, m, g, t are 1024-based, with decimals; without a letter bytes",
         compute="percent; 0 and 100 are no limit; with a soft limit above it the limit is soft",
-        trap="The number is the device's index on the host, so `CUDA_MEM_LIMIT_3` also names device 3. Empty values "
-        "are no limit. Oversold memory (a ratio above 1) is refused.",
+        trap="The number is that of `MANAGER_VISIBLE_DEVICE_<number>`, else the place in `MANAGER_VISIBLE_DEVICES` "
+        "(which has a uuid of zeros for devices of others) or, in older versions, in `GPU_DEVICES_UUID`; where none of "
+        "them says it, the index on the host, so that `CUDA_MEM_LIMIT_3` also names device 3. Empty values are no "
+        "limit. Oversold memory (a ratio above 1) is refused.",
     ),
     Row(
         "volcano",
@@ -136,11 +140,22 @@ SCHEDULERS = (
     Row(
         "runai",
         "Run:ai, KAI scheduler",
-        (Word("GPU_PORTION", MEMORY), Word("RUNAI_NUM_OF_GPUS", MEMORY)),
-        (Word("gpu-fraction", MEMORY), Word("gpu-memory", MEMORY)),
-        memory="fraction of the device, `0.5`; the annotation `gpu-memory` is in MiB",
-        trap="1 and above are whole devices, which are no limit. Portions are rounded to two decimals, so one that "
-        "differs from an exact amount by less than 1 % of the device says the same; the smaller one counts.",
+        (Word("GPU_PORTION", MEMORY), Word("RUNAI_NUM_OF_GPUS", MEMORY), Word("RUNAI_GPU_MEMORY_LIMIT", MEMORY)),
+        (
+            Word("gpu-fraction", MEMORY),
+            Word("gpu-memory", MEMORY),
+            Word("gpu-sm-percentage", COMPUTE),
+            Word("gpu-sm-cores", COMPUTE),
+            Word("gpu-fraction-num-devices", OTHER),
+            Word("gpu-fraction-container-name", OTHER),
+        ),
+        memory="fraction of the device, `0.5`; the annotation `gpu-memory` is in MiB; `RUNAI_GPU_MEMORY_LIMIT` is a "
+        "fraction, or a Kubernetes quantity",
+        compute="percent; a number of multiprocessors (`gpu-sm-cores`) is refused",
+        container="gpu-fraction-container-name",
+        trap="What is requested counts, not what may be had while others are idle (`RUNAI_GPU_MEMORY_LIMIT`). 1 and "
+        "above are whole devices, which are no limit. Portions are rounded to two decimals, so one that differs from "
+        "an exact amount by less than 1 % of the device says the same; the smaller one counts.",
     ),
     Row(
         "koordinator",
