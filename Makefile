@@ -44,6 +44,7 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 -include tests/throttle/throttle.mk
 -include tests/gpu/gpu.mk
 -include hook/launcher/launcher.mk
+-include tests/fuzz/fuzz.mk
 -include packaging/dist.mk
 
 # Headers and compiler come with the setup; being newer than an object must not rebuild it.

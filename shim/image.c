@@ -40,6 +40,7 @@ struct fatbin_entry {
 #define FATBIN_LZ4 0x2000u /* flags */
 #define FATBIN_ZSTD 0x8000u
 #define UNPACKED_MAX (UINT64_C(4) << 30)
+#define LZ4_MOST 255 /* bytes that come out of one; what claims more is not believed */
 
 static uint64_t plus(uint64_t a, uint64_t b) {
     return a + b < a ? UINT64_MAX : a + b;
@@ -89,7 +90,8 @@ static struct gs_image program(const unsigned char *at, size_t size, unsigned ki
 static struct gs_image unpacked(const unsigned char *at, const struct fatbin_entry *entry) {
     struct gs_image found = {.bytes = entry->uncompressed_size};
     size_t packed = entry->compressed_size, room = entry->uncompressed_size;
-    if (!(entry->flags & FATBIN_LZ4) || packed > entry->size || room > UNPACKED_MAX)
+    if (!(entry->flags & FATBIN_LZ4) || packed > entry->size || room > UNPACKED_MAX ||
+        room / LZ4_MOST > packed)
         return found;
     unsigned char *out = malloc(room + 1);
     if (out && gs_lz4(at, packed, out, room) == room) {
@@ -130,16 +132,12 @@ static struct gs_image fatbin(const unsigned char *image, size_t size) {
     return most;
 }
 
-struct gs_image gs_image_read(const void *image, size_t size) {
+/* What a file may hold, too: without the wrapper, in which there are addresses. */
+static struct gs_image plain(const void *image, size_t size) {
     uint32_t magic;
-    if (!image || size < sizeof(magic))
+    if (size < sizeof(magic))
         return NOT_UNDERSTOOD;
     memcpy(&magic, image, sizeof(magic));
-    if (magic == FATBIN_WRAPPER && size >= sizeof(struct fatbin_wrapper)) {
-        struct fatbin_wrapper wrapper;
-        memcpy(&wrapper, image, sizeof(wrapper));
-        return wrapper.data ? fatbin(wrapper.data, SIZE_MAX) : NOT_UNDERSTOOD;
-    }
     if (magic == FATBIN)
         return fatbin(image, size);
     if (memcmp(image, ELFMAG, SELFMAG) == 0)
@@ -147,6 +145,14 @@ struct gs_image gs_image_read(const void *image, size_t size) {
     if (memcmp(image, "SIMM", 4) == 0)
         return simulated(image);
     return gs_ptx(image, strnlen(image, size));
+}
+
+struct gs_image gs_image_read(const void *image, size_t size) {
+    struct fatbin_wrapper wrapper;
+    if (!image || size < sizeof(wrapper) || memcmp(image, &(uint32_t){FATBIN_WRAPPER}, 4) != 0)
+        return image ? plain(image, size) : NOT_UNDERSTOOD;
+    memcpy(&wrapper, image, sizeof(wrapper));
+    return wrapper.data ? fatbin(wrapper.data, SIZE_MAX) : NOT_UNDERSTOOD;
 }
 
 /* A copy with a NUL behind it: text in a file need not end. */
@@ -164,7 +170,7 @@ struct gs_image gs_image_read_file(const char *path) {
             have += (size_t)n;
         if (copy) {
             copy[have] = 0;
-            found = gs_image_read(copy, have);
+            found = plain(copy, have);
         }
         free(copy);
     }

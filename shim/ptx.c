@@ -2,7 +2,6 @@
  * numbers and + - * / % << >> and parentheses leaves the size unknown. */
 #define _GNU_SOURCE
 #include <ctype.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "image.h"
@@ -41,10 +40,24 @@ static bool eat(struct text *t, const char *symbol) {
     return true;
 }
 
+/* A number's digits from `*at` on, never behind `end`: the text of a fat binary has no NUL there.
+ */
+static uint64_t digits(const char **at, const char *end, unsigned base, bool *fits) {
+    uint64_t value = 0;
+    for (; *at < end && isxdigit((unsigned char)**at); ++*at) {
+        char c = (char)tolower((unsigned char)**at);
+        unsigned digit = (unsigned)(c <= '9' ? c - '0' : c - 'a' + 10);
+        if (digit >= base)
+            break;
+        *fits &= !__builtin_mul_overflow(value, base, &value) &&
+                 !__builtin_add_overflow(value, digit, &value);
+    }
+    return value;
+}
+
 static uint64_t sum(struct text *t);
 
 static uint64_t number(struct text *t) {
-    char *after;
     if (t->depth >= DEEPEST)
         t->bad = true;
     if (!t->bad && eat(t, "(")) {
@@ -58,9 +71,12 @@ static uint64_t number(struct text *t) {
         t->bad = true;
         return 0;
     }
-    bool binary = t->at[0] == '0' && t->end - t->at > 1 && (t->at[1] == 'b' || t->at[1] == 'B');
-    uint64_t value = binary ? strtoull(t->at + 2, &after, 2) : strtoull(t->at, &after, 0);
-    t->at = after;
+    bool more = t->at[0] == '0' && t->end - t->at > 1, fits = true;
+    char kind = more ? (char)tolower((unsigned char)t->at[1]) : '\0';
+    unsigned base = kind == 'b' ? 2 : kind == 'x' ? 16 : isdigit((unsigned char)kind) ? 8 : 10;
+    t->at += kind == 'b' || kind == 'x' ? 2 : 0;
+    uint64_t value = digits(&t->at, t->end, base, &fits);
+    t->bad |= !fits;
     eat(t, "U");
     return value;
 }
@@ -116,8 +132,10 @@ static void word(const char *at, size_t length, uint64_t *type, uint64_t *lanes)
     if (length == 2 && at[0] == 'v' && isdigit((unsigned char)at[1])) {
         *lanes = (uint64_t)(at[1] - '0');
     } else if (length >= 2 && strchr("bsufe", at[0]) && isdigit((unsigned char)at[1])) {
-        unsigned long bits = strtoul(at + 1, NULL, 10);
-        *type = bits >= 8 && bits <= 128 ? bits / 8 : 16;
+        bool fits = true;
+        const char *from = at + 1;
+        uint64_t bits = digits(&from, at + length, 10, &fits);
+        *type = fits && bits >= 8 && bits <= 128 ? bits / 8 : 16;
         if (length > 3 && memcmp(at + length - 2, "x2", 2) == 0)
             *type *= 2;
     } else if (length >= 4 && (memcmp(at, "bf16", 4) == 0 || memcmp(at, "tf32", 4) == 0)) {
@@ -203,6 +221,7 @@ struct gs_image gs_ptx(const char *text, size_t size) {
             t.bad = false;
         }
     }
-    image.bytes += lines * 16; /* a line is about one instruction */
+    /* A line is about one instruction. */
+    image.known &= !__builtin_add_overflow(image.bytes, lines * 16, &image.bytes);
     return image;
 }

@@ -26,11 +26,11 @@ static uint64_t take(struct gs_throttle *t, int64_t device_ns, int64_t longest_n
     uint64_t tat = atomic_load(&t->bucket->tat_ns), next;
     uint64_t burst = BURST + 2 * (uint64_t)longest_ns;
     do {
-        if (tat > now + DEBT) /* nonsense, written by the container itself */
-            tat = now;
-        else if (tat > now && !anyway)
-            return tat;
-        next = max64(tat, now > burst ? now - burst : 0) + (uint64_t)wall(t, device_ns);
+        /* Later is nonsense, written by the container itself. */
+        uint64_t from = tat > now + DEBT ? now : tat;
+        if (from > now && !anyway)
+            return from;
+        next = max64(from, now > burst ? now - burst : 0) + (uint64_t)wall(t, device_ns);
         next = min64(next, now + DEBT);
     } while (!atomic_compare_exchange_weak(&t->bucket->tat_ns, &tat, next));
     return 0;

@@ -195,7 +195,8 @@ static int64_t switched(struct gs_throttle *t, const struct gs_segment *segment,
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
                         const struct gs_peer *peer, unsigned n, uint64_t now) {
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
-    if (c.wait && now < 2 * segment->end_ns - segment->start_ns + DEFER)
+    uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
+    if (c.wait && now < segment->end_ns + patience) /* who never says it does not stop us */
         return false;
     int64_t own = judge(t, segment, peer, n, &c);
     bool sure;

@@ -59,7 +59,7 @@ def _own(words: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     while words and words[0].startswith("--"):
         name, value, given = _flag(words[0])
-        if name not in OWN or not (given or words[1:]):
+        if words[0].startswith("---") or name not in OWN or not (given or words[1:]):
             break
         words.pop(0)
         found[name] = value if given else words.pop(0)

@@ -158,14 +158,15 @@ def _rendered_sections(sections: Sequence[tuple[int, int, bytes]], at: int, shif
     directory = [struct.pack("<II", _EXTENSION_MAGIC, len(sections))]
     contents: list[bytes] = []
     offset = at + 8 + len(sections) * _SECTION.size
-    # The loader requires 4-byte alignment of the hwcaps array only, so arrays go first.
-    for tag, flags, content in sorted(sections, key=lambda s: s[0] != _TAG_HWCAPS):
+    # The loader requires 4-byte alignment of the hwcaps array only, so arrays go first. What is parsed again comes out
+    # the same, also where a tag is there twice.
+    for tag, flags, content in sorted(sections, key=lambda s: (s[0] != _TAG_HWCAPS, s[0], s[1])):
         if tag == _TAG_HWCAPS:
             content = b"".join(struct.pack("<I", v[0] + shift) for v in struct.iter_unpack("<I", content))
         directory.append(_SECTION.pack(tag, flags, offset, len(content)))
         contents.append(content)
         offset += len(content)
-    directory[1:] = sorted(directory[1:])  # by tag, as ldconfig writes them
+    directory[1:] = sorted(directory[1:], key=_SECTION.unpack)  # by tag, as ldconfig writes them
     return b"".join(directory + contents)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gpushare import oci, placement
-from gpushare.driverfiles import DriverFiles, HostNode, Library
+from gpushare.driverfiles import DriverFiles, Library
+from gpushare.driverroot import HostNode
 from gpushare.model import Bundle, Config, Device, Image, Inventory, Lease, Node, Policy, Share
 
 VERSION = "535.261.03"

@@ -1,0 +1,211 @@
+/* shim/compute_pages.c and throttle*.c: a context that launches, while everything that the tenants
+ * of its device can write, its own container's files too, is changed under it. Whatever they say,
+ * it is told to go or for how long to wait, and it goes in the end. */
+#include "../../../shim/compute_pages.c"
+
+#include "fuzz.h"
+
+#define STEPS 200
+#define PEERS 3u
+#define STREAMS 3u
+#define FUNCTIONS 3u
+#define EVENTS 1024u
+#define UUID "GPU-f"
+#define BASE "/usr/lib/gpushare/"
+#define LONGEST (30000 * MS) /* until a launch goes whose container is in debt */
+
+static const char *const PATHS[] = {BASE "limits",
+                                    BASE "rw/usage",
+                                    BASE "pages/" UUID,
+                                    BASE "peers/" UUID "/index",
+                                    BASE "peers/" UUID "/1",
+                                    BASE "peers/" UUID "/64",
+                                    BASE "peers/" UUID "/127"};
+#define FILES (sizeof PATHS / sizeof *PATHS)
+#define USAGE 1
+#define OWN 2
+#define INDEX 3
+
+static struct {
+    size_t size;
+    uint64_t *bytes, *good;
+} file[FILES];
+
+static struct gs_compute compute;
+static struct gs_predictor function[FUNCTIONS];
+static struct gs_throttle_stream stream[STREAMS];
+static uint64_t clock_ns, event_ns[EVENTS];
+static uint32_t events;
+
+static uint64_t now(void *arg) {
+    (void)arg;
+    return clock_ns;
+}
+
+static int mark(void *arg, uint32_t of) {
+    (void)arg;
+    (void)of;
+    event_ns[events % EVENTS] = clock_ns + 20 * US;
+    return (int)(events++ % EVENTS);
+}
+
+static bool done(void *arg, int event, uint64_t *stamp) {
+    (void)arg;
+    *stamp = event_ns[event];
+    return event_ns[event] <= clock_ns;
+}
+
+static unsigned peers(void *arg, struct gs_peer *out, unsigned max) {
+    return gs_pages_peers(arg, out, max);
+}
+
+static const struct gs_throttle_env env = {&compute, now, mark, done, peers};
+
+int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    (void)argc;
+    (void)argv;
+    for (unsigned i = 0; i < FILES; i++) {
+        file[i].size = i == 0       ? sizeof(struct gs_limits)
+                       : i == USAGE ? sizeof(struct gs_usage)
+                       : i == INDEX ? sizeof(struct gs_peers)
+                                    : sizeof(struct gs_pages);
+        file[i].bytes = file_make(PATHS[i], file[i].size);
+    }
+    struct gs_limits *limits = (void *)file[0].bytes;
+    *limits = (struct gs_limits){.magic = GS_LIMITS_MAGIC,
+                                 .version = GS_ABI_VERSION,
+                                 .size = sizeof *limits,
+                                 .n_devices = 1};
+    limits->device[0] = (struct gs_device_limit){.uuid_text = UUID, .granularity_bytes = GS_BLOCK};
+    *(struct gs_usage *)file[USAGE].bytes = (struct gs_usage){.magic = GS_USAGE_MAGIC,
+                                                              .version = GS_ABI_VERSION,
+                                                              .size = sizeof(struct gs_usage),
+                                                              .n_slots = GS_MAX_SLOTS,
+                                                              .slots_high = 2};
+    for (unsigned i = 0; i < 2; i++) /* ours and a neighbour */
+        ((struct gs_usage *)file[USAGE].bytes)->slot[i] =
+            (struct gs_slot){.owner = 9, .live = 9, .generation = 1};
+    *(struct gs_peers *)file[INDEX].bytes = (struct gs_peers){.magic = GS_PEERS_MAGIC,
+                                                              .version = GS_ABI_VERSION,
+                                                              .size = sizeof(struct gs_peers),
+                                                              .used = {3, 1 | UINT64_C(1) << 63}};
+    for (unsigned i = OWN; i < FILES; i++)
+        if (i != INDEX) {
+            struct gs_pages *pages = (void *)file[i].bytes;
+            *pages = (struct gs_pages){.magic = GS_PAGES_MAGIC,
+                                       .version = GS_ABI_VERSION,
+                                       .size = sizeof *pages,
+                                       .n_pages = GS_MAX_PAGES};
+            pages->owner[0] = GS_PAGE_OWNER(i == OWN ? 1 : 0, 1);
+            pages->high = 1;
+        }
+    for (unsigned i = 0; i < FILES; i++) {
+        file[i].good = malloc(file[i].size);
+        memcpy(file[i].good, file[i].bytes, file[i].size);
+    }
+    require(gs_region() && gs_pages_open(gs_region()->limits, 0));
+    return 0;
+}
+
+static uint64_t some_time(struct input *in) {
+    uint64_t kind = take(in, 1);
+    return kind < 8     ? (const uint64_t[]){0,         1,          2,          UINT64_MAX,
+                                             INT64_MAX, 1ull << 63, 1ull << 62, GS_RUNS}[kind]
+           : kind < 128 ? clock_ns + (kind & 15) * 100 * US - 800 * US
+           : kind < 192 ? clock_ns + (uint64_t)((int64_t)(int16_t)take(in, 2) * 10000)
+                        : take(in, 8);
+}
+
+/* Where the law and its company look most: the first page's runs, the bucket. */
+static void lie(struct input *in) {
+    unsigned which = (unsigned)take(in, 1);
+    size_t of = USAGE + which % (FILES - USAGE), words = file[of].size / 8, at = take(in, 2);
+    if (of == INDEX) /* the host's own */
+        return;
+    if (which & 128)
+        at = of == USAGE ? offsetof(struct gs_usage, bucket) / 8 + at % 16
+                         : offsetof(struct gs_pages, page) / 8 + at % (sizeof(struct gs_page) / 8);
+    file_write(PATHS[of], 8 * (at % words), some_time(in));
+}
+
+static void restart(struct input *in) {
+    for (unsigned i = USAGE; i < FILES; i++) {
+        file_resize(PATHS[i], file[i].size);
+        memcpy(file[i].bytes, file[i].good, file[i].size);
+    }
+    clock_ns = 3600 * UINT64_C(1000000000);
+    events = 0;
+    atomic_store(&gs_self()->slot, &gs_region()->usage->slot[0]);
+    compute = (struct gs_compute){.dev = 0};
+    gs_pages_claim(&compute);
+    require(compute.page != &compute.unshared);
+    struct gs_usage *usage = gs_region()->usage;
+    gs_throttle_init(&compute.law, &env, &usage->bucket[0], compute.page, 0);
+    unsigned limit = (unsigned)take(in, 1);
+    compute.law.limit = (struct gs_throttle_limit){.ppm = (limit % 100 + 1) * 10000,
+                                                   .weight = limit & 128 ? limit & 31 : 0,
+                                                   .priority = limit & 1,
+                                                   .mode = limit % 3};
+    compute.law.rate_ppm = compute.law.limit.ppm;
+    memset(stream, 0, sizeof stream);
+    for (unsigned i = 0; i < STREAMS; i++)
+        stream[i].id = i;
+    for (unsigned i = 0; i < FUNCTIONS; i++)
+        gs_predictor_init(&function[i]);
+}
+
+/* Once: 0, or when to ask again. */
+static uint64_t launch(unsigned s, unsigned f) {
+    uint64_t until = gs_throttle_slow(&compute.law, &stream[s], &function[f]);
+    require(until == 0 || (until > clock_ns && until <= clock_ns + DEBT));
+    if (until == 0 && stream[s].mark)
+        gs_throttle_launched(&compute.law);
+    return until;
+}
+
+static void step(struct input *in) {
+    unsigned what = (unsigned)take(in, 1);
+    switch (what & 7) {
+    case 0:
+    case 1:
+    case 2:
+        lie(in);
+        break;
+    case 3:
+        clock_ns += take(in, 2) * (what & 128 ? 100 * US : US);
+        break;
+    case 4:
+        if (what & 128)
+            gs_throttle_sync_begin(&compute.law);
+        gs_throttle_sync_end(&compute.law);
+        break;
+    case 5:
+        if (what & 128)
+            file_resize(PATHS[OWN + 2 + take(in, 1) % PEERS], take(in, 3));
+        else
+            compute.law.capturing = what & 64;
+        break;
+    default: {
+        unsigned s = (what >> 3) % STREAMS, f = (what >> 5) % FUNCTIONS;
+        if (!gs_throttle_try(&compute.law, &stream[s], &function[f]) && !launch(s, f) &&
+            what == 255)
+            gs_throttle_refused(&compute.law, &function[f]);
+    }
+    }
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    struct input in = {data, data + size};
+    restart(&in);
+    for (unsigned i = 0; i < STEPS && in.at < in.end; i++)
+        step(&in);
+    compute.law.capturing = false;
+    uint64_t end = clock_ns + LONGEST, until;
+    while ((until = launch(0, 0))) {
+        clock_ns = max64(until, clock_ns + 50 * MS);
+        require(clock_ns < end);
+    }
+    gs_throttle_sync_begin(&compute.law);
+    gs_pages_give(&compute);
+    return 0;
+}

@@ -1,0 +1,115 @@
+"""What is put into somebody else's text and taken out again: nothing else changes, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from typing import Any
+
+from gpushare import applied, oci, specedit
+from gpushare.engines import jsontext, tomltext
+from gpushare.errors import GpushareError
+from gpushare.model import LdEntry
+from gpushare.ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Plan, ProcMask
+from gpushare.spectree import SpecTree
+
+from tests.fuzz.readers import refusing
+
+HOOK = ("/opt/bin/gpushare-hook", "--state", "/s")
+KEYS = ("runtimes", "gpushare")
+VALUE = {"path": "/usr/bin/gpushare-runtime"}
+TABLE = ("plugins", "a.b", "gpushare")
+
+_directory = tempfile.TemporaryDirectory(prefix="fuzz-")
+_root = _directory.name
+os.makedirs(f"{_root}/rootfs/usr/lib")
+os.symlink("usr/lib", f"{_root}/rootfs/lib")
+_source = f"{_root}/source"
+with open(_source, "wb"):
+    pass
+PLAN = Plan(
+    "c",
+    (
+        Mount(_source, "/usr/lib/libcuda.so.535", "file", ("ro", "nosuid", "nodev"), "the shim"),
+        Link("/usr/lib/libcuda.so.1", "libcuda.so.535", "name"),
+        LdCache((LdEntry("libcuda.so.1", "/usr/lib/libcuda.so.1", 0x0303),)),
+        ProcMask(("0000:01:00.0",)),
+        DeviceNode("/dev/null", "/dev/null", 1, 3, False),
+        DeviceNode(_source, "/dev/nvidia0", 195, 0, True),
+        DeviceRule(195, 255),
+    ),
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """As JSON: a NaN is one."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _edited(spec: dict[str, Any]) -> dict[str, Any]:
+    editor = specedit.Editor(spec, leased=True)
+    editor.take_out_foreign()
+    editor.narrow("/")
+    editor.deny(((195, 1),))
+    bundle = oci.bundle_of(oci.State("c", 0, "", _root, {}), {**editor.spec, "root": {"path": "rootfs"}})
+    with SpecTree(bundle) as tree:
+        return editor.put_in(PLAN, tree, HOOK, "/dev/stderr")
+
+
+def _nonce(spec: dict[str, Any]) -> str:
+    nonce: str = json.loads(spec["annotations"]["gpushare.io/applied"])["nonce"]
+    return nonce
+
+
+def spec(data: bytes) -> None:
+    """config.json: edit, strip gives back what was there; a second edit is like the first."""
+    fd = os.memfd_create("fuzz")
+    try:
+        os.write(fd, data)
+        with refusing():
+            found = oci.read_json(f"/proc/self/fd/{fd}", oci.MAX_CONFIG_BYTES, "config.json")
+            before = applied.stripped(found)
+            text = json.dumps(before)
+            edited = _edited(before)
+            assert json.dumps(before) == text, "the argument was changed"
+            assert same(applied.stripped(edited), before)
+            again = _edited(applied.stripped(edited))
+            assert json.dumps(again).replace(_nonce(again), _nonce(edited)) == json.dumps(edited)
+    finally:
+        os.close(fd)
+
+
+def json_text(data: bytes) -> None:
+    """daemon.json of an engine."""
+    text = data.decode("utf-8", "surrogateescape")
+    with refusing():
+        value = jsontext.check(text, "f.json")
+        place = value.get(KEYS[0])
+        if place is not None and not isinstance(place, dict):
+            return  # what the engine's module refuses
+        changed = jsontext.put(text, KEYS, VALUE)
+        assert same(json.loads(changed), {**value, KEYS[0]: {**(place or {}), KEYS[1]: VALUE}})
+        rest = {key: inner for key, inner in (place or {}).items() if key != KEYS[1]}
+        left = jsontext.drop(changed, KEYS)
+        assert same(
+            json.loads(left), {**{k: v for k, v in value.items() if k != KEYS[0]}, **({KEYS[0]: rest} if rest else {})}
+        )
+        if value and KEYS[0] not in value:
+            assert left == text
+
+
+def toml_text(data: bytes) -> None:
+    """config.toml of an engine."""
+    text = data.decode("utf-8", "surrogateescape")
+    with refusing():
+        before = tomltext.check(text, "f.toml")
+        try:
+            changed = tomltext.put(text, {TABLE: {"type": "x", "options": {"n": 1}}}, "f.toml")
+        except GpushareError:
+            raise
+        assert tomltext.at(tomltext.check(changed, "f.toml"), TABLE) == {"type": "x", "options": {"n": 1}}
+        left = tomltext.drop(changed, [TABLE], "f.toml")
+        if before.get(TABLE[0]) is None:
+            assert tomltext.check(left, "f.toml") == before
+        assert tomltext.put(left, {TABLE: {"type": "x", "options": {"n": 1}}}, "f.toml") == changed

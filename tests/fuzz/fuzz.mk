@@ -1,0 +1,48 @@
+# Fuzz targets in C: build/fuzz/NAME is tests/fuzz/c/NAME.c with what it tests, libFuzzer, AddressSanitizer and UBSan.
+# build/fuzz/liblauncher.so: the launcher's readers, for the targets that compare them with Python's.
+
+FUZZ_CC := clang
+# No function is called by what it only seems to be; float-cast-overflow: what does not fit is undefined as well.
+FUZZ_SANITIZE := -fsanitize=fuzzer,address,undefined,float-cast-overflow -fno-sanitize-recover=all
+FUZZ_CFLAGS := -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-unused-variable -Wno-unused-const-variable \
+	-Itests/fuzz/c -Ishim -Ihook/launcher -Ibuild/launcher -Ibuild/shim/gen/cuda -isystem $(CUDA_INCLUDE)
+FUZZ_WRAP := -Wl,--wrap=open -Wl,--wrap=nanosleep
+FUZZ_FILES := tests/fuzz/c/files.c $(FUZZ_WRAP)
+FUZZ_LAUNCHER := $(addprefix hook/launcher/,adopt.c args.c known.c mask.c release.c scan.c state.c) tests/fuzz/c/folder.c
+
+# target: what it is linked with, besides what it includes
+FUZZ_WITH_image := $(addprefix shim/,image.c lz4.c ptx.c) $(FUZZ_FILES)
+FUZZ_WITH_ptx := shim/ptx.c
+FUZZ_WITH_lz4 := shim/lz4.c
+FUZZ_WITH_region := $(addprefix shim/,quota.c share.c slot.c) $(FUZZ_FILES)
+FUZZ_WITH_law := $(addprefix shim/,region.c quota.c share.c slot.c) $(wildcard shim/throttle*.c) $(FUZZ_FILES)
+FUZZ_WITH_args := hook/launcher/args.c
+FUZZ_WITH_scan := hook/launcher/scan.c
+FUZZ_WITH_state := hook/launcher/state.c
+FUZZ_WITH_adopt := $(FUZZ_LAUNCHER)
+FUZZ_WITH_planted :=
+FUZZ_WITH_release := $(filter-out %/release.c,$(FUZZ_LAUNCHER))
+
+FUZZ_TARGETS := $(patsubst FUZZ_WITH_%,%,$(filter FUZZ_WITH_%,$(.VARIABLES)))
+FUZZ_PROGRAMS := $(addprefix build/fuzz/,$(sort $(FUZZ_TARGETS)))
+
+SECONDS ?= 60
+.PHONY: fuzz fuzz-programs
+fuzz: root build ## fuzz every reader of untrusted bytes for SECONDS (60), or TARGET=name alone; findings in build/fuzz/found
+	@$(MAKE) --no-print-directory -j$(shell nproc) fuzz-programs
+	@$(VENV_PYTHON) -m tests.fuzz --seconds $(SECONDS) $(TARGET)
+
+fuzz-programs: $(FUZZ_PROGRAMS) build/fuzz/liblauncher.so
+
+# All headers, and what a target includes: any of it changes seldom, and all of them build in seconds.
+$(FUZZ_PROGRAMS): build/fuzz/%: tests/fuzz/c/%.c $(wildcard tests/fuzz/c/*.[ch] shim/*.[ch] shim/include/*.h hook/launcher/*.[ch]) \
+		$(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h tests/fuzz/fuzz.mk | $(TEST_SETUP)
+	@mkdir -p $(@D)
+	$(FUZZ_CC) $(FUZZ_CFLAGS) $(FUZZ_SANITIZE) -o $@.new $< $(FUZZ_WITH_$*) -lpthread -lm
+	@mv $@.new $@
+
+build/fuzz/liblauncher.so: tests/fuzz/c/reading.c $(addprefix hook/launcher/,args.c scan.c state.c launcher.h) $(LAUNCHER_TABLES) tests/fuzz/fuzz.mk | $(SETUP)
+	@mkdir -p $(@D)
+	$(CC) -std=gnu11 -O1 -g -Wall -Wextra -Werror -Wno-unused-variable -shared -fPIC -Ihook/launcher -Ibuild/launcher \
+		-o $@.new $(filter %.c,$^)
+	@mv $@.new $@

@@ -1,0 +1,86 @@
+"""JSON changed as JSON: half of the time a value of the text is replaced, removed, doubled or moved, so that what comes
+out can be parsed and gets beyond the parser. The other half is libFuzzer's own, of bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any, Union
+
+Place = tuple[Any, Union[str, int]]  # (what holds it, its key or index)
+
+KEYS = (
+    "annotations", "process", "env", "capabilities", "bounding", "root", "path", "mounts", "destination", "source",
+    "type", "options", "hooks", "prestart", "createRuntime", "poststop", "args", "linux", "devices", "resources",
+    "major", "minor", "allow", "access", "fileMode", "cgroupsPath", "id", "pid", "bundle", "bundlePath", "status",
+    "gpushare.io/memory", "gpushare.io/devices", "gpushare.io/applied", "main.gpushare.io/compute",
+    "io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType", "io.kubernetes.cri.container-name",
+    "cdi.k8s.io/x",
+)  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 3, 195, 255, 1 << 31, 1 << 63, 10**30, 1.5, float("nan"), "", "/", "..", "a\0b",
+    "\ud800", [], {}, [[]], [{}], "c", "b", "a", "rwm", "sandbox", "container", "CAP_SYS_ADMIN", "/dev/nvidia0",
+    "/dev/nvidiactl", "/usr/lib/libcuda.so.535", "/usr/lib", "/lib/../etc", "/var/run/nvidia-container-devices/0",
+    "bind", "rshared", "/usr/bin/nvidia-ctk", "/opt/bin/gpushare-hook", "GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30%",
+    "NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_VISIBLE_DEVICES=/var/run/nvidia-container-devices", "GPUSHARE_APPLIED=x",
+    "GPUSHARE_DEVICES=0", "NVIDIA_REQUIRE_CUDA=cuda>=12.0", "\u017f", "Gpu\u017fhare_Memory=1",
+)  # fmt: skip
+
+
+def _places(value: Any, found: list[Place]) -> list[Place]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        found.append((value, key))
+        _places(item, found)
+    return found
+
+
+def _some(chance: random.Random, places: list[Place]) -> Any:
+    """A value from nowhere, or a copy of one that is there."""
+    if places and chance.random() < 0.4:
+        holder, key = chance.choice(places)
+        return json.loads(json.dumps(holder[key]))
+    return json.loads(json.dumps(chance.choice(VALUES)))
+
+
+def _change(chance: random.Random, whole: Any) -> Any:
+    places = _places(whole, [])
+    if not places or chance.random() < 0.1:
+        if isinstance(whole, dict):
+            whole[chance.choice(KEYS)] = _some(chance, places)
+        return whole
+    holder, key = chance.choice(places)
+    what = chance.randrange(5)
+    inner = holder[key]
+    if what == 0:
+        del holder[key]
+    elif what == 1 and isinstance(inner, dict):
+        inner[chance.choice(KEYS)] = _some(chance, places)
+    elif what == 2 and isinstance(inner, list):
+        inner.insert(chance.randrange(len(inner) + 1), _some(chance, places))
+    elif what == 3 and isinstance(holder, dict):
+        holder[chance.choice(KEYS)] = holder.pop(key)
+    else:
+        holder[key] = _some(chance, places)
+    return whole
+
+
+def mutator(plain: Callable[[bytes, int], bytes]) -> Callable[[bytes, int, int], bytes]:
+    """As atheris wants it; `plain` is its Mutate."""
+
+    def mutate(data: bytes, most: int, seed: int) -> bytes:
+        chance = random.Random(seed)
+        if chance.random() < 0.5:
+            return plain(data, most)
+        try:
+            value = json.loads(data)
+            for _ in range(chance.randrange(1, 4)):
+                value = _change(chance, value)
+            ascii_only = chance.random() < 0.8
+            changed = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+        except (ValueError, RecursionError):
+            return plain(data, most)
+        return changed if len(changed) <= most else plain(data, most)
+
+    return mutate

@@ -1,0 +1,223 @@
+"""What people, engines, images and containers write, and Python reads: a value, or the project's own error in one line.
+
+Each function takes the bytes that a fuzzer made. Whatever it raises, but for a SystemExit, is a finding.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gpushare import config, elf, ldcache, leasefile, oci, pages, quantity, region, request
+from gpushare.errors import GpushareError
+from gpushare.model import Amount, Bundle, LdEntry, Node
+
+from tests.unit import pure
+
+GIB = 1 << 30
+_HOST = pure.node()
+NODE = _HOST._replace(
+    inventory=_HOST.inventory._replace(
+        cuda_version="12.2",
+        mig=(pure.device(1, uuid="MIG-cccccccc-2222-2222-2222-222222222222", parent=pure.UUIDS[1], mig_index=0),),
+    )
+)
+POLICIES = (NODE, pure.node(accept_env="privileged", require_limits=True, annotations="scoped", accept_cdi="never"))
+STATE = oci.State("c", 0, "", "/b", {})
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A refusal is fine if it is one that a person can read: one line."""
+    try:
+        yield
+    except GpushareError as error:
+        assert str(error) and str(error).isprintable(), repr(str(error))
+        assert 0 < error.exit_code < 126
+
+
+def file_of(data: bytes) -> int:
+    """A descriptor of a file with these bytes."""
+    fd = os.memfd_create("fuzz")
+    os.write(fd, data)
+    return fd
+
+
+def patched(good: bytes, data: bytes) -> bytes:
+    """`good` with words written into it: (number of the word, 16 bits; its value, 64 bits), again and again; an odd
+    first byte cuts it short."""
+    whole, at = bytearray(good), 1
+    while at + 10 <= len(data):
+        word, value = struct.unpack_from("<HQ", data, at)
+        struct.pack_into("<Q", whole, 8 * (word % (len(good) // 8)), value)
+        at += 10
+    return bytes(whole[: -data[0]] if data[:1] and data[0] % 2 else whole)
+
+
+def resolve(bundle: Bundle) -> None:
+    """All that is asked of a container's description before a device is looked for."""
+    asks = request.mentions(bundle)
+    for node in POLICIES:
+        for with_injected in (False, True):
+            with refusing():
+                found = request.resolve(bundle, node, with_injected)
+                assert found is None or asks, found
+                if found is not None:
+                    request.refuse_conflicts(bundle, found)
+
+
+def config_json(data: bytes) -> None:
+    """config.json, from its bytes to what the container asks for."""
+    fd = file_of(data)
+    try:
+        with refusing():
+            spec = oci.read_json(f"/proc/self/fd/{fd}", oci.MAX_CONFIG_BYTES, "config.json")
+            resolve(oci.bundle_of(STATE, spec))
+    finally:
+        os.close(fd)
+
+
+def state(data: bytes) -> None:
+    """What a runtime gives a hook."""
+    with refusing():
+        found = oci.read_state(data)
+        assert found.bundle.startswith("/") and "/" not in found.id and found.pid >= 0
+
+
+def requests(data: bytes) -> None:
+    """Variables, a line each; behind an @ annotations; "!" is for a privileged container."""
+    lines = data.decode("utf-8", "surrogateescape").split("\n")
+    spec: dict[str, Any] = {"root": {"path": "r"}, "process": {"env": [], "capabilities": {}}, "annotations": {}}
+    for line in lines:
+        if line.startswith("@"):
+            key, _, value = line[1:].partition("=")
+            spec["annotations"][key] = value
+        elif line == "!":
+            spec["process"]["capabilities"]["bounding"] = ["CAP_SYS_ADMIN"]
+        else:
+            spec["process"]["env"].append(line)
+    with refusing():
+        resolve(oci.bundle_of(STATE, spec))
+
+
+def quantities(data: bytes) -> None:
+    """Amounts, and what becomes of them on a device."""
+    text = data.decode("utf-8", "surrogateescape")
+    for parse in (quantity.percent, quantity.whole_percent, quantity.percents):
+        with refusing():
+            parse("NAME", text)
+    with refusing():
+        size = quantity.size_bytes("NAME", text)
+        assert 0 < size <= quantity.MAX_BYTES
+        shown = quantity.human(size)
+        assert "." in shown or quantity.size_bytes("NAME", shown) == size, shown
+    with refusing():
+        for _, amount in quantity.amounts("NAME", text):
+            _check_amount(amount)
+
+
+def _check_amount(amount: Amount) -> None:
+    block = 2 << 20
+    for total in (0, block - 1, 16 * GIB + 5):
+        size = quantity.bytes_of(amount, total, block)
+        if amount.limit_bytes is None:
+            assert 0 <= size <= total and size % block == 0, (amount, total)
+
+
+def _is_in_order(cache: ldcache.Cache) -> bool:
+    """As the loader needs it; what is not, is found by nobody."""
+    entries = [(name, entry) for name, _, entry in cache.libraries()]
+    return all(
+        (ldcache.compare_names(a, b) or one.flags - other.flags or int(one.hwcap != 0) - int(other.hwcap != 0)) >= 0
+        for (a, one), (b, other) in zip(entries, entries[1:])
+    )
+
+
+def loader_cache(data: bytes) -> None:
+    """An image's ld.so.cache, written anew with more in it."""
+    try:
+        cache = ldcache.parse(data)
+    except ldcache.MalformedCache as error:
+        assert str(error).isprintable()
+        return
+    written = ldcache.render(cache)
+    again = ldcache.parse(written)
+    assert again._replace(sections=()) == cache._replace(sections=())
+    assert sorted(again.sections) == sorted(cache.sections) and ldcache.render(again) == written
+    added = LdEntry("libcuda.so.1", "/usr/lib/libcuda.so.1", 0x0303)
+    try:
+        more = ldcache.parse(ldcache.render(ldcache.extended(cache, [added])))
+    except ldcache.MalformedCache:
+        return
+    assert (b"libcuda.so.1", b"/usr/lib/libcuda.so.1") in [(name, path) for name, path, _ in more.libraries()]
+    assert ldcache.extended(more, [added]) == more or not _is_in_order(more)
+
+
+def library(data: bytes) -> None:
+    """A file of an image that may be a library."""
+    fd = file_of(data)
+    try:
+        found = elf.read_library(fd)
+        assert found is None or found.machine in ("", *elf.MACHINES.values())
+    finally:
+        os.close(fd)
+
+
+LIMITS = region.pack_limits([pure.share(slot, slot, GIB) for slot in range(2)], 7)
+USAGE = region.pack_usage(7, 2)
+
+
+def limits(data: bytes) -> None:
+    """A limits file, as a rebuild finds it."""
+    with refusing():
+        assert len(region.read_limits(patched(LIMITS, data)).devices) <= region.MAX_DEVICES
+
+
+def usage(data: bytes) -> None:
+    """A tenant's usage file."""
+    with refusing():
+        found = region.read_usage(patched(USAGE, data), 2)
+        assert len(found.slots) <= region.MAX_SLOTS and found.n_devices <= 2
+        for device in range(found.n_devices):
+            assert found.used_bytes(device) >= 0 and found.refused[device] >= 0
+            for now_ns in (0, 1 << 40, (1 << 63) - 1):
+                assert 0 <= region.recent_percent(found.buckets[device], now_ns) <= 100
+
+
+_state_dir = tempfile.TemporaryDirectory(prefix="fuzz-")
+os.makedirs(pages.directory(_state_dir.name, "GPU-f"))
+_INDEX = region.packer("gs_peers").pack(region.PEERS_MAGIC, 1, region.packer("gs_peers").size, 1, 5, 1)
+
+
+def index(data: bytes) -> None:
+    """The index of a device's pages."""
+    with open(f"{pages.directory(_state_dir.name, 'GPU-f')}/{pages.INDEX}", "wb") as file:
+        file.write(patched(_INDEX, data))
+    with refusing():
+        assert pages.numbers(_state_dir.name, "GPU-f") <= set(range(region.MAX_PEERS))
+
+
+def lease(data: bytes) -> None:
+    """lease.json and, behind a NUL, `held`."""
+    text, _, held = data.partition(b"\0")
+    try:
+        found = leasefile.from_json(text, "c")
+        assert leasefile.from_json(leasefile.to_json(found), "c") == found
+        assert leasefile.held(found, held).state == "held"
+    except ValueError:
+        return
+
+
+def configuration(data: bytes) -> None:
+    """config.yaml."""
+    with refusing():
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            return
+        node = Node(config.parse_config(text, "/c.yaml"), NODE.inventory)
+        request.resolve(pure.bundle("GPUSHARE_MEMORY=1Gi"), node)

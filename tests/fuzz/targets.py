@@ -1,0 +1,63 @@
+"""The table of targets. Each is a program that speaks libFuzzer's command line."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from tests.lib.host import BUILD, TREE
+
+CORPUS = TREE / "tests" / "fuzz" / "corpus"
+PROGRAMS = BUILD / "fuzz"
+
+
+class Target(NamedTuple):
+    """`function`: "module:name" below tests/fuzz; none for tests/fuzz/c/<name>.c. `json`: see mutate.py."""
+
+    name: str
+    reads: str
+    function: str = ""
+    json: bool = False
+    longest: int = 4096  # bytes of an input
+
+    def command(self) -> list[str]:
+        if not self.function:
+            return [str(PROGRAMS / self.name)]
+        return [sys.executable, "-m", "tests.fuzz.guided", self.function, "json" if self.json else "bytes"]
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        # C, with AddressSanitizer and UBSan
+        Target("args", "the launcher: argv"),
+        Target("scan", "the launcher: the text of config.json"),
+        Target("state", "the launcher: the state of a container"),
+        Target("adopt", "the launcher: a ticket, put into a container's root"),
+        Target("release", "the launcher: held and ticket of a container that ended"),
+        Target("region", "the shim: limits and usage while others write them", longest=1024),
+        Target("law", "the shim: pages, peers and bucket while others write them", longest=1024),
+        Target("image", "the shim: program images (ELF, fat binaries)"),
+        Target("ptx", "the shim: PTX text"),
+        Target("lz4", "the shim: what is compressed"),
+        # Python
+        Target("config-json", "config.json, to the request", "readers:config_json", json=True),
+        Target("oci-state", "the state on stdin", "readers:state", json=True),
+        Target("requests", "variables and annotations, all dialects", "readers:requests"),
+        Target("quantity", "amounts of memory and compute", "readers:quantities", longest=256),
+        Target("ldcache", "an image's ld.so.cache", "readers:loader_cache"),
+        Target("elf", "an image's libraries", "readers:library"),
+        Target("limits", "limits files", "readers:limits", longest=512),
+        Target("usage", "usage files", "readers:usage", longest=512),
+        Target("index", "which pages are in use", "readers:index", longest=256),
+        Target("lease", "lease.json and held", "readers:lease", json=True),
+        Target("config-yaml", "config.yaml", "readers:configuration"),
+        Target("spec", "config.json, edited and restored", "editors:spec", json=True),
+        Target("jsontext", "an engine's JSON, edited and restored", "editors:json_text", json=True),
+        Target("tomltext", "an engine's TOML, edited and restored", "editors:toml_text"),
+        # C against Python
+        Target("twin-args", "argv, by the launcher and by Python", "twins:command_line"),
+        Target("twin-scan", "config.json, by the launcher and by Python", "twins:words_in_config", json=True),
+        Target("twin-state", "the state, by the launcher and by Python", "twins:oci_state", json=True),
+    )
+}

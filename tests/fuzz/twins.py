@@ -1,0 +1,93 @@
+"""What the launcher's C and Python both read: C may leave a thing to Python, but never sees it otherwise."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from typing import Optional
+
+from gpushare import commandline, names, oci, request
+from gpushare.errors import GpushareError
+
+from tests.lib.host import BUILD
+
+PATH_MAX = 4096
+
+
+class _Call(ctypes.Structure):
+    """struct call of launcher.h."""
+
+    _fields_ = [
+        ("config", ctypes.c_char_p),
+        ("state_dir", ctypes.c_char_p),
+        ("rest", ctypes.POINTER(ctypes.c_char_p)),
+        ("command", ctypes.c_char_p),
+        ("id", ctypes.c_char_p),
+        ("bundle", ctypes.c_char_p),
+        ("config_name", ctypes.c_char_p),
+        ("unknown", ctypes.c_bool),
+    ]
+
+
+class _State(ctypes.Structure):
+    """struct state of launcher.h."""
+
+    _fields_ = [("bundle", ctypes.c_char * PATH_MAX), ("id", ctypes.c_char * 256), ("pid", ctypes.c_long)]
+
+
+_launcher = ctypes.CDLL(str(BUILD / "fuzz" / "liblauncher.so"))
+_launcher.scan_text_may_ask.restype = ctypes.c_bool
+_launcher.state_read.restype = ctypes.c_bool
+
+
+def _text(value: Optional[bytes], default: str) -> str:
+    return value.decode("utf-8", "surrogateescape") if value else default
+
+
+def command_line(data: bytes) -> None:
+    """Words, each ended by a NUL."""
+    raw = data.split(b"\0")[:-1][:64]
+    call = _Call()
+    line = (ctypes.c_char_p * (len(raw) + 1))(*raw, None)
+    _launcher.read_line(line, ctypes.byref(call))
+    words = [word.decode("utf-8", "surrogateescape") for word in raw]
+    seen = commandline.parse(words)
+    rest: list[str] = []
+    while call.rest[len(rest)] is not None:
+        rest.append(call.rest[len(rest)].decode("utf-8", "surrogateescape"))
+    assert tuple(rest) == seen.rest
+    assert _text(call.config, "") == (seen.config or names.CONFIG_PATH)
+    assert _text(call.state_dir, "") == (seen.state_dir or names.STATE_DIR)
+    assert call.unknown or not seen.unknown, seen.unknown
+    if call.unknown:
+        return
+    assert _text(call.command, "") == seen.command
+    if seen.command in commandline.HANDLED:
+        assert _text(call.id, "") == seen.container_id
+    if seen.command in commandline.STARTING:
+        assert _text(call.bundle, ".") == seen.bundle
+        assert _text(call.config_name, "config.json") == seen.config_name
+
+
+def words_in_config(data: bytes) -> None:
+    """A config.json that asks for something has one of the words in its text."""
+    try:
+        asks = request.mentions(oci.bundle_of(oci.State("c", 1, "", "/b", {}), json.loads(data.decode())))
+    except (ValueError, RecursionError, AttributeError, GpushareError):
+        return  # the low-level runtime refuses it, too
+    text = ctypes.create_string_buffer(data, len(data))
+    assert not asks or _launcher.scan_text_may_ask(text, ctypes.c_size_t(len(data)))
+
+
+def oci_state(data: bytes) -> None:
+    """The state, where both can read it."""
+    found = _State()
+    if not _launcher.state_read(data, ctypes.c_size_t(len(data)), ctypes.byref(found)):
+        return
+    try:
+        seen = oci.read_state(data)
+    except GpushareError:
+        return
+    assert found.bundle.decode("utf-8", "surrogateescape") == seen.bundle
+    assert found.id.decode() in ("", seen.id)
+    assert found.pid in (0, seen.pid)
