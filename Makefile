@@ -22,7 +22,10 @@ NVML_INCLUDE := build/include/nvml
 CC := gcc
 PYTEST_ARGS ?=
 
-.PHONY: help setup build demo dist test test-attacks test-dist lint format bench gpu-check docs clean root
+# Of make fuzz, for each target, and of test-tsan
+SECONDS ?= 60
+
+.PHONY: help setup build demo dist test test-attacks test-asan test-tsan test-dist fuzz lint format bench gpu-check docs clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -85,6 +88,16 @@ test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the progr
 
 test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both ways in: table and build/attacks.json
 	@$(VENV_PYTHON) -m tests.attacks $(ATTACK_ARGS)
+
+test-asan: root build shim-asan $(TEST_SETUP) ## every test of the shim over its build with AddressSanitizer and UBSan
+	@GPUSHARE_TEST_SHIM=shim-asan $(VENV_PYTHON) -m pytest tests/shim tests/fuzz $(PYTEST_ARGS)
+
+test-tsan: root build ## threads, processes and forks over the shim with ThreadSanitizer, for SECONDS (60)
+	@$(VENV_PYTHON) -m tests.shim.sanitized --seconds $(SECONDS)
+
+fuzz: root build $(TEST_SETUP) ## fuzz all that reads untrusted bytes, or TARGET=name, SECONDS (60) each; finds go to build/fuzz/found
+	@$(MAKE) --no-print-directory -j$(shell nproc) fuzz-programs
+	@$(VENV_PYTHON) -m tests.fuzz --seconds $(SECONDS) $(TARGET)
 
 lint: $(SETUP) ## ruff, mypy --strict, clang-format, names that must not be committed
 	@tests/tools/lint

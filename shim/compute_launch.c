@@ -248,7 +248,7 @@ static void unlink_stream(struct gs_throttle *t, struct gs_throttle_stream *s) {
     while (*at && *at != s)
         at = &(*at)->next_dirty;
     if (*at)
-        *at = s->next_dirty;
+        SHOW(*at, s->next_dirty);
     s->dirty = false;
 }
 

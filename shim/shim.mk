@@ -2,6 +2,7 @@
 #
 #   shim            system compiler, for development and tests
 #   shim-asan       the same with AddressSanitizer and UBSan, in build/shim-asan
+#   shim-tsan       the same with ThreadSanitizer, in build/shim-tsan
 #   shim-release    against glibc 2.17, in build/shim-release/<machine> (needs `ziglang` in build/venv)
 #   docs            docs/shim-symbols.md from the table
 #
@@ -62,14 +63,18 @@ endef
 
 SHIM_ZIG = $(VENV_PYTHON) -m ziglang cc
 SHIM_SANITIZE := -fsanitize=address,undefined -fno-omit-frame-pointer
+# -Wno-tsan: it does not understand atomic_thread_fence; see tests/shim/sanitized.py.
+SHIM_THREADS := -fsanitize=thread -fno-omit-frame-pointer -Wno-tsan
 
 $(eval $(call shim_build,build/shim,$$(CC),,))
 $(eval $(call shim_build,build/shim-asan,$$(CC),$$(SHIM_SANITIZE),$$(SHIM_SANITIZE)))
+$(eval $(call shim_build,build/shim-tsan,$$(CC),$$(SHIM_THREADS),-fsanitize=thread))
 $(foreach machine,x86_64 aarch64,$(eval $(call shim_build,build/shim-release/$(machine),$$(SHIM_ZIG) -target $(machine)-linux-gnu.2.17,,)))
 
-.PHONY: shim shim-asan shim-release docs
+.PHONY: shim shim-asan shim-tsan shim-release docs
 shim: build/shim/libcuda.so build/shim/libnvidia-ml.so ## build the shim
 shim-asan: build/shim-asan/libcuda.so build/shim-asan/libnvidia-ml.so ## build the shim with AddressSanitizer
+shim-tsan: build/shim-tsan/libcuda.so build/shim-tsan/libnvidia-ml.so ## build the shim with ThreadSanitizer
 shim-release: $(foreach machine,x86_64 aarch64,$(addprefix build/shim-release/$(machine)/,libcuda.so libnvidia-ml.so)) ## build the shim against glibc 2.17
 docs: ## write docs/shim-symbols.md from the table
 	$(PYTHON) shim/gen_symbols.py docs >docs/shim-symbols.md

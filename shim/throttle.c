@@ -65,7 +65,7 @@ static bool mark_some(struct gs_throttle *t, uint64_t now) {
         int event = t->env->mark(t->env->arg, s->id);
         if (event >= 0)
             open->event[open->n_events++] = event;
-        t->dirty = s->next_dirty;
+        SHOW(t->dirty, s->next_dirty);
         s->dirty = false;
     }
     if (!open->n_events)
@@ -73,7 +73,8 @@ static bool mark_some(struct gs_throttle *t, uint64_t now) {
     open->marked_ns = now;
     t->markers = open->n_marked = open->n_events;
     open->clean = open->single && open->start_event >= 0;
-    t->segment[t->marked++ % GS_SEGMENTS] = *open;
+    t->segment[t->marked % GS_SEGMENTS] = *open;
+    SHOW(t->marked, t->marked + 1);
     t->in_flight_ns += open->work_ns;
     renew(t);
     t->open.launches = t->dirty != NULL;
@@ -91,7 +92,7 @@ static void note(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_
     if (!s->dirty) {
         s->dirty = true;
         s->next_dirty = t->dirty;
-        t->dirty = s;
+        SHOW(t->dirty, s);
     }
     if (f->noted != t->number && t->open.n_functions < GS_FUNCTIONS) {
         t->open.expected_ns[t->open.n_functions] = ns;

@@ -82,7 +82,7 @@ static void finish(struct gs_throttle *t, struct gs_segment *segment, uint64_t n
     t->in_flight_ns -= segment->work_ns;
     atomic_store(&t->bucket->done_ns, now);
     struct gs_run run = {segment->start_ns, segment->end_ns, gs_throttle_first_guess(t, segment)};
-    t->finished++;
+    SHOW(t->finished, t->finished + 1);
     gs_throttle_publish(t, &run, now);
 }
 

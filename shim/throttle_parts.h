@@ -28,6 +28,9 @@
 #define MOST_SWITCH (500 * US) /* what took longer was more than a switch */
 #define EDGE (20 * US) /* how well clocks of different containers agree; less than a switch */
 
+/* Of words that compute_launch.c also looks at without the lock. */
+#define SHOW(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELAXED)
+
 static inline uint64_t max64(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }

@@ -26,12 +26,7 @@ FUZZ_WITH_release := $(filter-out %/release.c,$(FUZZ_LAUNCHER))
 FUZZ_TARGETS := $(patsubst FUZZ_WITH_%,%,$(filter FUZZ_WITH_%,$(.VARIABLES)))
 FUZZ_PROGRAMS := $(addprefix build/fuzz/,$(sort $(FUZZ_TARGETS)))
 
-SECONDS ?= 60
-.PHONY: fuzz fuzz-programs
-fuzz: root build ## fuzz every reader of untrusted bytes for SECONDS (60), or TARGET=name alone; findings in build/fuzz/found
-	@$(MAKE) --no-print-directory -j$(shell nproc) fuzz-programs
-	@$(VENV_PYTHON) -m tests.fuzz --seconds $(SECONDS) $(TARGET)
-
+.PHONY: fuzz-programs
 fuzz-programs: $(FUZZ_PROGRAMS) build/fuzz/liblauncher.so
 
 # All headers, and what a target includes: any of it changes seldom, and all of them build in seconds.

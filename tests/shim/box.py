@@ -58,6 +58,7 @@ def host_devices(simhost: Path, memory_bytes: int, context_bytes: int) -> list[D
 class Box:
     """`memory`: bytes per device in slot order; None = unlimited. A device without an entry is not granted.
 
+    `shim`: a build of it; build/shim, or what GPUSHARE_TEST_SHIM names beside it (make test-asan).
     `compute`: percent per device; with it the box has pages, in the directory `company` that boxes of one simulated
     host share, or in one of its own.
     """
@@ -68,7 +69,7 @@ class Box:
         gpus: int = 1,
         gpu_bytes: int = 16 * GIB,
         simhost: Optional[Path] = None,
-        shim: Path = TREE / "build" / "shim",
+        shim: Optional[Path] = None,
         driver: Optional[Path] = None,
         compute: Optional[Sequence[int]] = None,
         company: Optional[Path] = None,
@@ -82,7 +83,7 @@ class Box:
         self._temporary = tempfile.TemporaryDirectory(prefix="box-", dir=TREE / "build")
         self.directory = Path(self._temporary.name)
         self.simhost = simhost or make_simhost(self.directory / "host", gpus=gpus, memory_bytes=gpu_bytes)
-        self.shim = shim
+        self.shim = shim or TREE / "build" / os.environ.get("GPUSHARE_TEST_SHIM", "shim")
         self.driver = driver or self.simhost / LIBDIR[1:] / f"libcuda.so.{VERSION}"
         self.devices = host_devices(self.simhost, gpu_bytes, CONTEXT_BYTES)
         self.nonce = int.from_bytes(os.urandom(8), "little")
@@ -133,6 +134,8 @@ class Box:
 
     def command(self, args: Sequence[str]) -> list[str]:
         """The command line that runs `args` inside."""
+        from tests.shim.sanitized import around
+
         inside = {
             "scratch": str(self.directory),
             "simhost": str(self.simhost),
@@ -142,7 +145,10 @@ class Box:
             "pages": " ".join(f"{self.devices[slot].uuid}:{number}" for slot, number in enumerate(self.page)),
         }
         spread = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private", "--"]
-        return [*spread, sys.executable, "-I", "-S", __file__, "--inside", json.dumps(inside), "--", *map(str, args)]
+        return [*spread, sys.executable, "-I", "-S", __file__, "--inside", json.dumps(inside), "--"] + [
+            *around(self.shim.name),
+            *map(str, args),
+        ]
 
     def popen(self, args: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(self.command(args), text=True, **options)

@@ -1,9 +1,10 @@
 /* Processes of many threads that take and give memory, launch, fork and die, all at one limit.
  *
- *   mill PROCESSES THREADS SEED
+ *   mill PROCESSES THREADS SEED [KILL_MS [ENOUGH]]
  *
  * Each process has a context and THREADS threads at random work; one of them is killed every 50 ms,
- * and another takes its place. A byte on standard input ends that: nobody dies or changes anything
+ * or KILL_MS (0: none is), and another takes its place. A byte on standard input ends that, or
+ * ENOUGH allocations and some launches: nobody dies or changes anything
  * any more, all look at what the container uses, and one line of JSON says what was done. They hold
  * what they have until standard input ends. */
 #define _GNU_SOURCE
@@ -24,7 +25,7 @@
 #define MAX_THREADS 64
 #define LIVE 8
 #define MAX_BYTES (64 * MIB)
-#define KILL_EVERY_MS 50
+#define LOOK_EVERY_MS 50
 #define QUIET_MS 120000
 
 struct board {
@@ -106,6 +107,10 @@ static void fork_once(void) {
         wrong((CUresult)(status ? status : -1), "fork", "");
 }
 
+#ifdef PLANTED /* a race, for the test of those who look for them */
+static unsigned long turns;
+#endif
+
 static void *turn(void *argument) {
     struct thread *t = argument;
     CUresult result = cuCtxSetCurrent(context);
@@ -113,6 +118,9 @@ static void *turn(void *argument) {
         wrong(result, "cuCtxSetCurrent", "");
     while (!board->stop && !board->wrong) {
         unsigned what = (unsigned)(chance(t) % 1000);
+#ifdef PLANTED
+        turns++;
+#endif
         if (what < 3)
             fork_once();
         else if (what < 150)
@@ -201,10 +209,16 @@ static void replace(unsigned processes, unsigned threads, int again) {
             }
 }
 
-static void churn(unsigned processes, unsigned threads, struct thread *dice) {
+static int is_enough(unsigned long enough) {
+    return enough && board->granted >= enough && board->launched >= enough / 20 && board->forks;
+}
+
+static void churn(unsigned processes, unsigned threads, int kill_ms, unsigned long enough,
+                  struct thread *dice) {
     struct pollfd input = {.fd = 0, .events = POLLIN};
-    while (poll(&input, 1, KILL_EVERY_MS) == 0 && !board->wrong) {
-        pid_t victim = pids[chance(dice) % processes];
+    while (poll(&input, 1, kill_ms ? kill_ms : LOOK_EVERY_MS) == 0 && !board->wrong &&
+           !is_enough(enough)) {
+        pid_t victim = kill_ms ? pids[chance(dice) % processes] : 0;
         if (victim > 0 && !kill(victim, SIGKILL))
             board->killed++;
         replace(processes, threads, 1);
@@ -247,7 +261,7 @@ static void say(unsigned processes) {
 }
 
 int main(int argc, char **argv) {
-    unsigned processes = argc == 4 ? (unsigned)atoi(argv[1]) : 0;
+    unsigned processes = argc >= 4 && argc <= 6 ? (unsigned)atoi(argv[1]) : 0;
     unsigned threads = processes ? (unsigned)atoi(argv[2]) : 0;
     char byte;
     if (threads < 1 || processes > MAX_PROCESSES || threads > MAX_THREADS)
@@ -262,7 +276,8 @@ int main(int argc, char **argv) {
         return 2;
     for (unsigned i = 0; i < processes; i++)
         begin(i, threads);
-    churn(processes, threads, &dice);
+    churn(processes, threads, argc > 4 ? atoi(argv[4]) : LOOK_EVERY_MS,
+          argc > 5 ? strtoul(argv[5], NULL, 10) : 0, &dice);
     board->stop = 1;
     for (unsigned g = 0; g < GATES; g++) {
         wait_for_all(processes, threads);

@@ -1,0 +1,146 @@
+"""The shim's sanitized builds: what a program under one of them needs, and the programs that look for races.
+
+    python -m tests.shim.sanitized [--seconds N] [--build shim-tsan]        make test-tsan
+
+AddressSanitizer and UBSan run in `make test` (test_sanitized.py); `make test-asan` runs all tests of the shim over that
+build. ThreadSanitizer has the long form: sixteen threads in each process take and give memory, launch, wait and fork,
+under a compute limit that keeps changing. The simulated driver below is not instrumented: what it does by itself is not
+looked at, and its locks are seen as those of the C library. There are no suppressions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tests.shim.box import Box
+
+TREE = Path(__file__).resolve().parents[2]
+BUILD = TREE / "build"
+GIB = 1 << 30
+
+
+class Sanitizer(NamedTuple):
+    """`libraries` come first in a program that was not built with it; `options` are its own variables."""
+
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+# A program of a test may leak, and may look at memory as no sanitizer expects (dlmopen, its own loader).
+SANITIZERS = {
+    "shim-asan": Sanitizer(
+        ("-fsanitize=address,undefined", "-fno-omit-frame-pointer"),
+        ("libasan.so", "libubsan.so"),
+        ("ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0", "UBSAN_OPTIONS=print_stacktrace=1"),
+    ),
+    # die_after_fork: a process of the mill is a fork, which has threads of its own.
+    "shim-tsan": Sanitizer(("-fsanitize=thread", "-Wno-tsan"), ("libtsan.so",), ("TSAN_OPTIONS=die_after_fork=0",)),
+}
+
+
+@functools.cache
+def around(shim: str) -> tuple[str, ...]:
+    """The words before a command that runs over build/<shim>; none for the plain one."""
+    sanitizer = SANITIZERS.get(shim)
+    if sanitizer is None:
+        return ()
+    found = [_library(name) for name in sanitizer.libraries]
+    return ("env", f"LD_PRELOAD={' '.join(found)}", *sanitizer.options)
+
+
+def _library(name: str) -> str:
+    return subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip()
+
+
+def build_shim(shim: str) -> Path:
+    subprocess.run(["make", "-s", shim], cwd=TREE, check=True)
+    return BUILD / shim
+
+
+def build_program(shim: str, source: Path, out: Path, *more: str) -> Path:
+    """A program in C with the same sanitizer, linked against libcuda.so.1 by name."""
+    flags = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{BUILD}/include/cuda")
+    driver = next((BUILD / "sim").glob("libcuda.so.*"))
+    command = ["gcc", *flags, *SANITIZERS[shim].flags, *more, "-o", out, source, driver, "-lpthread"]
+    subprocess.run(command, check=True)
+    return out
+
+
+class Mill(NamedTuple):
+    """What the mill did (tests/soak/mill.c), and what the sanitizer said."""
+
+    report: dict[str, Any]
+    reports: str
+
+
+LONGEST_S = 200
+
+
+def mill(
+    shim: str, seconds: float = LONGEST_S, enough: int = 0, kill_ms: int = 0, processes: int = 2, planted: bool = False
+) -> Mill:
+    """Sixteen threads in each process, for so long or until there were `enough` allocations; a process is killed every
+    `kill_ms`. `planted`: with a race."""
+    from tests.shim.box import Box
+
+    build_shim(shim)
+    with Box([2 * GIB], shim=BUILD / shim, compute=[60]) as box:
+        program = build_program(shim, TREE / "tests/soak/mill.c", box.directory / "mill", *["-DPLANTED"] * planted)
+        # Without address randomisation: ThreadSanitizer finds its shadow on every kernel.
+        words = ["setarch", "-R", str(program), str(processes), "16", "1", str(kill_ms), str(enough)]
+        with open(box.directory / "said", "w+") as said:
+            pipe = subprocess.PIPE
+            with box.popen(words, stdin=pipe, stdout=pipe, stderr=said) as running:
+                try:
+                    line = _report(running, box, seconds)
+                    running.communicate(timeout=LONGEST_S)
+                finally:
+                    running.kill()
+            said.seek(0)
+            return Mill(json.loads(line) if line else {}, said.read())
+
+
+def _report(running: subprocess.Popen[str], box: Box, seconds: float) -> str:
+    """Its line, or nothing when it died; until then limits change."""
+    assert running.stdin is not None and running.stdout is not None
+    end, percent = time.monotonic() + seconds, 60
+    while not select.select([running.stdout], [], [], 0.5)[0]:
+        percent = 90 - percent
+        box.set_limit(compute_percent=percent)
+        if time.monotonic() > end and not running.stdin.closed:
+            try:
+                running.stdin.write("x")
+                running.stdin.flush()
+            except BrokenPipeError:
+                pass
+            end += LONGEST_S
+    return running.stdout.readline()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make test-tsan", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--build", choices=SANITIZERS, default="shim-tsan")
+    options = parser.parse_args(arguments)
+    wrong = 0
+    for what, kill_ms in (("all live", 0), ("one is killed every 500 ms", 500)):
+        did = mill(options.build, options.seconds / 2, kill_ms=kill_ms)
+        fine = did.reports == "" and did.report.get("wrong") == ""
+        print(f"{options.build}, {what}: {json.dumps(did.report)}; {'nothing reported' if fine else did.reports}")
+        wrong += not fine
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
