@@ -5,6 +5,8 @@
 
 #include "compute_parts.h"
 
+#define OLD_DEBT (250 * MS) /* what stays of a debt when a limit is raised */
+
 _Atomic uint32_t gs_computes;
 _Atomic uint64_t gs_compute_epoch = 1;
 const struct gs_limits *gs_compute_limits_file;
@@ -24,31 +26,62 @@ static uint32_t word(const uint32_t *of) {
     return __atomic_load_n(of, __ATOMIC_RELAXED);
 }
 
+/* A debt is in wall time, by the limit of when it was made: with a higher one it would be paid for
+ * too long. All processes of the container come here, so it is not divided but bounded. */
+static void forgive(struct gs_bucket *bucket) {
+    uint64_t most = gs_compute_now() + OLD_DEBT, tat = atomic_load(&bucket->tat_ns);
+    while (tat > most && !atomic_compare_exchange_weak(&bucket->tat_ns, &tat, most))
+        ;
+}
+
 void gs_compute_limits(struct gs_compute *c) {
-    const struct gs_device_limit *l = &gs_compute_limits_file->device[c->dev];
-    uint64_t generation = __atomic_load_n(&gs_compute_limits_file->generation, __ATOMIC_ACQUIRE);
-    if (c->limits_seen == generation)
+    const struct gs_limits *file = gs_compute_limits_file;
+    if (c->limits_seen == __atomic_load_n(&file->generation, __ATOMIC_ACQUIRE))
         return;
-    c->limits_seen = generation;
-    uint32_t percent = word(&l->compute_percent), flags = word(&l->flags);
-    percent = percent < 1 ? 1 : percent < 100 ? percent : 100;
+    struct gs_limit_now now = gs_limit_now(file, (unsigned)c->dev);
+    uint32_t percent = now.percent < 1 ? 1 : now.percent < 100 ? now.percent : 100;
     struct gs_throttle_limit limit = {.ppm = percent * 10000,
-                                      .weight = word(&l->weight),
-                                      .priority = word(&l->priority),
-                                      .mode = flags & GS_DEVICE_COMPUTE_SOFT ? GS_THROTTLE_SOFT
-                                              : percent < 100                ? GS_THROTTLE_HARD
+                                      .weight = now.weight,
+                                      .priority = now.priority,
+                                      .mode = now.flags & GS_DEVICE_COMPUTE_SOFT ? GS_THROTTLE_SOFT
+                                              : percent < 100                    ? GS_THROTTLE_HARD
                                                               : GS_THROTTLE_UNLIMITED};
+    c->limits_seen = now.generation;
+    if (limit.ppm > c->law.limit.ppm)
+        forgive(c->law.bucket);
     c->law.limit = limit;
     c->law.rate_ppm = limit.weight ? c->law.rate_ppm : limit.ppm;
-    c->stopped = flags & GS_DEVICE_PAUSED;
+    c->stopped = now.flags & GS_DEVICE_PAUSED;
+}
+
+void gs_compute_forget_all(void) {
+    gs_compute_forget();
 }
 
 bool gs_compute_is_limited(int dev) {
     if (dev < 0)
         return false; /* not granted: there is no memory on it either */
-    const struct gs_device_limit *l = &gs_compute_limits_file->device[dev];
-    return word(&l->compute_percent) < GS_NO_PERCENT ||
-           word(&l->flags) & (GS_DEVICE_COMPUTE_SOFT | GS_DEVICE_PAUSED);
+    struct gs_limit_now now = gs_limit_now(gs_compute_limits_file, (unsigned)dev);
+    return now.percent < GS_NO_PERCENT || now.flags & GS_DEVICE_COMPUTE_SOFT;
+}
+
+bool gs_compute_is_paused(int dev, uint64_t *generation) {
+    if (dev < 0)
+        return false;
+    struct gs_limit_now now = gs_limit_now(gs_compute_limits_file, (unsigned)dev);
+    *generation = now.generation;
+    return now.flags & GS_DEVICE_PAUSED;
+}
+
+/* While launches are held, what is on the device already gets done, and the others hear of it.
+ * When to look again. */
+uint64_t gs_compute_stopped(struct gs_compute *c) {
+    struct gs_throttle *t = &c->law;
+    uint64_t now = gs_compute_now();
+    gs_throttle_launched(t);
+    gs_throttle_sync_end(t);
+    uint64_t work = t->in_flight_ns > 0 ? (uint64_t)t->in_flight_ns : 0;
+    return now + (t->capturing || t->marked == t->finished ? 1000 * MS : MS + work / 2);
 }
 
 bool gs_compute_ready(const struct gs_view *view) {

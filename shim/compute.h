@@ -90,6 +90,9 @@ static inline void gs_compute_forget(void) {
     atomic_fetch_add(&gs_compute_epoch, 1);
 }
 
+/* The same as a function: limits have changed. */
+void gs_compute_forget_all(void);
+
 /* ---- a launch ------------------------------------------------------------------------------- */
 
 struct gs_admission {

@@ -138,7 +138,7 @@ static uint64_t ask(struct gs_compute *c, CUcontext context, struct wish *w, boo
     }
     w->f = gs_compute_function(c, w->function, w->grid);
     if (c->stopped) {
-        until = gs_compute_now() + 1000 * MS;
+        until = gs_compute_stopped(c);
     } else if (!w->s || (w->s->unmarked > UNMARKED && c->law.limit.mode != GS_THROTTLE_UNLIMITED)) {
         w->refused = CUDA_ERROR_NOT_SUPPORTED;
         gs_log("launch refused", "nothing can be timed in its stream, so its limit cannot be held");
@@ -183,6 +183,8 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
     struct gs_compute *c = gs_compute_of(&here);
     if (!c && gs_compute_is_limited(here.dev))
         return CUDA_ERROR_NOT_SUPPORTED; /* more contexts than can be kept apart */
+    while (!c && gs_compute_is_paused(here.dev, &w.generation))
+        gs_compute_wait(gs_compute_now() + 1000 * MS, w.generation);
     while (c && (until = ask(c, here.context, &w, &a->mark)))
         gs_compute_wait(until, w.generation);
     if (!c || w.refused != CUDA_SUCCESS)

@@ -70,6 +70,9 @@ struct gs_compute {
 struct gs_compute *gs_compute_of(const struct gs_here *here);
 /* By the limits file as it is now. */
 bool gs_compute_is_limited(int dev);
+bool gs_compute_is_paused(int dev, uint64_t *generation);
+/* Call locked, while `stopped`; when to ask again. */
+uint64_t gs_compute_stopped(struct gs_compute *c);
 struct gs_compute *gs_compute_find(CUcontext context);
 /* Limits that changed; call locked. */
 void gs_compute_limits(struct gs_compute *c);

@@ -101,8 +101,9 @@ static bool fits_unused(const struct gs_room *room) {
     return now.reuses && gaps && gs_round_up(room->asked, SMALLEST) <= unused / gaps;
 }
 
+/* Over a limit that was lowered, what a pool holds unused is given back, not used again. */
 static bool make_room(struct gs_room *room) {
-    if (fits_unused(room))
+    if (!(gs_limits_changed() && gs_over_lastingly(room->pool->dev)) && fits_unused(room))
         return true;
     if (room->asked > gs_limit(room->pool->dev))
         return false;

@@ -67,8 +67,9 @@ struct gs_self {
 
 /* The page, made at the first call; NULL when the kernel has no memory. */
 struct gs_self *gs_self(void);
-/* Claim a slot for this process; false when all are taken or no thread can be made. */
-bool gs_slot_claim(const struct gs_view *view);
+/* Claim a slot for this process; false when all are taken or no thread can be made. Its parked
+ * thread calls `changed` whenever limits have changed. */
+bool gs_slot_claim(const struct gs_view *view, void (*changed)(void));
 /* Tiny futex locks, for paths that are slow anyway; never on the way of a plain allocation. */
 void gs_lock(_Atomic uint32_t *word);
 void gs_unlock(_Atomic uint32_t *word);
@@ -87,6 +88,14 @@ static inline struct gs_slot *gs_slot(void) {
 uint64_t gs_used(int dev);
 /* The memory limit: 0 for GS_NO_DEV, GS_UNLIMITED when there is none. */
 uint64_t gs_limit(int dev);
+/* What may change while a container lives, all of one moment. */
+struct gs_limit_now {
+    uint64_t generation, memory_bytes;
+    uint32_t percent, priority, weight, flags;
+};
+struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev);
+/* Limits of this container have changed since it began. */
+bool gs_limits_changed(void);
 /* Charge this process; false when the container would be over its limit. */
 bool gs_reserve(int dev, uint64_t bytes);
 /* The same for a bound, of which most is given back as soon as a call returns. */
@@ -99,6 +108,8 @@ void gs_charge_anyway(int dev, uint64_t bytes);
 void gs_release(int dev, uint64_t bytes);
 /* True when the container holds more than its limit (after gs_charge_anyway). */
 bool gs_over(int dev);
+/* The same for a moment that what others reserve and give back at once does not last. */
+bool gs_over_lastingly(int dev);
 void gs_count_refusal(int dev);
 void gs_warn(uint32_t warning);
 /* Call `each` for every live process that has charges on `dev`; returns how many there were. */

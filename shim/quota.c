@@ -9,12 +9,39 @@
 
 #define ATTEMPTS 6
 #define PATIENCE 200u /* times 50 us and more */
+#define LASTING 20u   /* times 50 us and more */
 
 uint64_t gs_limit(int dev) {
     const struct gs_view *view = gs_region();
     if (!view || dev < 0 || (uint32_t)dev >= view->limits->n_devices)
         return 0;
-    return __atomic_load_n(&view->limits->device[dev].memory_limit_bytes, __ATOMIC_RELAXED);
+    const struct gs_device_limit *l = &view->limits->device[dev];
+    uint64_t generation = __atomic_load_n(&view->limits->generation, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(generation & 1 ? &l->memory_limit_bytes : &l->next_memory_limit_bytes,
+                           __ATOMIC_SEQ_CST);
+}
+
+#define LOAD(member) __atomic_load_n(member, __ATOMIC_RELAXED)
+/* Again when there was a change in between: the host writes only the copy that is not in force. */
+struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev) {
+    const struct gs_device_limit *l = &limits->device[dev];
+    struct gs_limit_now now;
+    do {
+        now.generation = __atomic_load_n(&limits->generation, __ATOMIC_ACQUIRE);
+        bool first = now.generation & 1;
+        now.memory_bytes = LOAD(first ? &l->memory_limit_bytes : &l->next_memory_limit_bytes);
+        now.percent = LOAD(first ? &l->compute_percent : &l->next_compute_percent);
+        now.priority = LOAD(first ? &l->priority : &l->next_priority);
+        now.weight = LOAD(first ? &l->weight : &l->next_weight);
+        now.flags = LOAD(first ? &l->flags : &l->next_flags);
+        atomic_thread_fence(memory_order_acquire);
+    } while (LOAD(&limits->generation) != now.generation);
+    return now;
+}
+
+bool gs_limits_changed(void) {
+    const struct gs_view *view = gs_region();
+    return view && LOAD(&view->limits->generation) > 1;
 }
 
 /* Alive: its parked thread is, and it has finished claiming (see gpushare_abi.h). */
@@ -60,6 +87,18 @@ bool gs_over(int dev) {
     return view && !(dev >= 0 && within(view->usage, dev, gs_limit(dev)));
 }
 
+bool gs_over_lastingly(int dev) {
+    const struct timespec nap = {.tv_nsec = 50000};
+    int saved = errno;
+    bool over = gs_over(dev);
+    for (unsigned round = 0; over && round < LASTING; round++) {
+        nanosleep(&nap, NULL);
+        over = gs_over(dev);
+    }
+    errno = saved;
+    return over;
+}
+
 /* Two that reserve at once can refuse each other; slots differ, so they part after a few rounds. */
 static void back_off(const struct gs_usage *usage, const struct gs_slot *slot, unsigned attempt) {
     unsigned spins = (32u << attempt) + (unsigned)(slot - usage->slot) % 8u * (16u << attempt);
@@ -73,18 +112,19 @@ static void back_off(const struct gs_usage *usage, const struct gs_slot *slot, u
 bool gs_reserve(int dev, uint64_t bytes) {
     struct gs_slot *slot = gs_slot();
     const struct gs_view *view = gs_region();
-    uint64_t limit = gs_limit(dev);
     if (!slot || dev < 0)
         return false;
     if (bytes == 0) /* what takes nothing goes ahead also when a limit was lowered below the use */
         return true;
-    if (bytes > limit || bytes >= GS_NO_BYTES)
+    if (bytes > gs_limit(dev) || bytes >= GS_NO_BYTES)
         return false;
     for (unsigned attempt = 0; attempt < ATTEMPTS; attempt++) {
         if (attempt)
             back_off(view->usage, slot, attempt);
         __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
-        if (within(view->usage, dev, limit))
+        /* The limit is read after that: a host that lowers it, then reads what is used, sees all
+         * that was granted by the old one. */
+        if (within(view->usage, dev, gs_limit(dev)))
             return true;
         __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
     }

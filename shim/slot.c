@@ -75,6 +75,8 @@ struct parked {
     struct robust_list node;
     const struct gs_view *view;
     struct gs_slot *slot;
+    void (*changed)(void);
+    uint32_t seen;         /* of the generation of limits, before anything was launched */
     _Atomic uint32_t done; /* 0 while claiming, 1 claimed, 2 failed */
 };
 static struct parked parked;
@@ -127,6 +129,23 @@ static bool try_claim(struct parked *p, uint32_t index, uint32_t tid) {
     return true;
 }
 
+/* Asleep until limits change, so that launches which are paid for hear of it, too. A mapping that
+ * is only read can be waited on; where a sandbox cannot, the thread just sleeps. */
+static void sleep_on_changes(struct parked *p) {
+    const uint32_t *word = (const uint32_t *)&p->view->limits->generation;
+    uint32_t seen = p->seen;
+    for (;;) {
+        long result = syscall(SYS_futex, word, FUTEX_WAIT, seen, NULL, NULL, 0);
+        int why = result == 0 ? 0 : errno;
+        uint32_t now = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+        if (now != seen)
+            p->changed();
+        else if (why && why != EINTR && why != EAGAIN)
+            return;
+        seen = now;
+    }
+}
+
 static void *park(void *arg) {
     struct parked *p = arg;
     uint32_t tid = (uint32_t)syscall(SYS_gettid);
@@ -137,6 +156,8 @@ static void *park(void *arg) {
             claimed = try_claim(p, i, tid);
     atomic_store(&p->done, claimed ? 1 : 2);
     futex(&p->done, FUTEX_WAKE, 1);
+    if (claimed)
+        sleep_on_changes(p);
     while (claimed)
         futex(&p->done, FUTEX_WAIT, 1);
     return NULL;
@@ -165,11 +186,12 @@ static bool start(struct parked *p) {
     return rc == 0;
 }
 
-bool gs_slot_claim(const struct gs_view *view) {
+bool gs_slot_claim(const struct gs_view *view, void (*changed)(void)) {
     struct gs_self *self = gs_self();
     if (!self)
         return false;
-    parked = (struct parked){.view = view};
+    uint32_t seen = (uint32_t)__atomic_load_n(&view->limits->generation, __ATOMIC_ACQUIRE);
+    parked = (struct parked){.view = view, .changed = changed, .seen = seen};
     if (!start(&parked))
         return false;
     int saved = errno;

@@ -2,6 +2,7 @@
 
     granted    who got what, and in whose words          released   a share that ended, and who saw it
     refused    who got nothing, and what kind of reason  withheld   devices taken from a privileged container
+    changed    who has other limits now, or is paused
 
     decision=granted id=web dialect=own devices=GPU-1 memory=4294967296 compute=30 ... way=runtime ms=21.4
 
@@ -133,6 +134,12 @@ def _name_in(message: str) -> str:
 def released(where: str, lease: Lease, by: str) -> None:
     """`by`: poststop, delete, start (of another container) or prune."""
     _write(open_sink(where), INFO, f"decision=released {facts(lease)} by={by}")
+
+
+def changed(where: str, lease: Lease) -> None:
+    """What a container that runs has from now on: `gpushare limit set`, pause, resume."""
+    paused = "yes" if any(share.paused for share in lease.shares) else "no"
+    _write(open_sink(where), INFO, f"decision=changed {facts(lease)} paused={paused} way=cli")
 
 
 def ending(where: str, by: str) -> Callable[[Lease], None]:

@@ -1,9 +1,10 @@
 """What one device can give to one slot of a request, or why not (start path). Pure.
 
     offer(wanted, request, device, node, ledger) -> Offer
+    regrant(share, wanted, soft, node, ledger)   -> Share      one that changes while its container lives
 
-It raises CapacityError (with the numbers and the holders), PolicyError, RequestError or DeviceError. `brief` of such an
-error is the same in a few words, for a line about several devices.
+They raise CapacityError (with the numbers and the holders), PolicyError, RequestError or DeviceError. `brief` of such
+an error is the same in a few words, for a line about several devices.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from .dialects import device_name
 from .errors import CapacityError, DeviceError, PolicyError, RequestError
 from .ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of
 from .light import NamedTuple, Optional
-from .model import Amount, Config, Device, Node, Policy, Request
+from .model import Amount, Config, Device, Node, Policy, Request, Share
 from .quantity import amount, bytes_of, human
 from .region import MAX_PEERS
 
@@ -228,3 +229,36 @@ def offer(wanted: Wanted, request: Request, device: Device, node: Node, ledger: 
     _require_free(request, device, ledger, config)
     _require_compute(wanted.compute, request.compute_mode == "soft", device, ledger, config)
     return Offer(size, wanted.compute, over, _page_of(device, ledger, config), equal)
+
+
+_LITTLE = Wanted(Amount(1, None, ""), 1)  # no maximum is below that
+
+
+def regrant(share: Share, wanted: Wanted, soft: bool, node: Node, ledger: Ledger) -> Share:
+    """`share` with what is `wanted` of its device now, beside the others in `ledger`. What is not more than before is
+    given whatever policy and capacity say, so that there is always a way down; a maximum of policy refuses the rest,
+    also where it would clamp a start."""
+    device, config = share.device, node.config
+    size = share.memory_limit_bytes
+    asked = None if wanted.memory is None else bytes_of(wanted.memory, device.memory_bytes, device.granularity_bytes)
+    more_memory = size is not None and (asked is None or asked > size)
+    before, after = ((100 if percent is None else percent) for percent in (share.compute_percent, wanted.compute))
+    policy = config.policy._replace(over_maximum="refuse")
+    checked = Wanted(
+        wanted.memory if more_memory else _LITTLE.memory, wanted.compute if after > before else _LITTLE.compute
+    )
+    _within_policy(checked, device, policy)
+    if more_memory:
+        size = _memory_of(wanted, device, ledger, config)
+    elif wanted.memory is not None:  # of all of the device, for whatever nobody else has
+        size = _limited_bytes(wanted.memory, device, Ledger({}), config)
+    counted = (share.compute_percent or 0) if counts(share.compute_percent, share.soft) else 0
+    if after > counted:
+        _require_compute(wanted.compute, soft, device, ledger, config)
+    changed = (size, wanted.compute) != (share.memory_limit_bytes, share.compute_percent)
+    return share._replace(
+        memory_limit_bytes=size,
+        compute_percent=wanted.compute,
+        soft=soft,
+        clamped="" if changed else share.clamped,
+    )

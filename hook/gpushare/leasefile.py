@@ -41,6 +41,8 @@ _SHARE: dict[str, tuple[type, ...]] = {
     "oversubscribe": (bool,),
     "clamped": (str,),
     "page": (int,),
+    "paused": (bool,),
+    "draining_bytes": (int,),
 }
 _DEVICE: dict[str, tuple[type, ...]] = {
     "index": (int,),
@@ -60,7 +62,8 @@ _DEVICE: dict[str, tuple[type, ...]] = {
 }
 # Fields that files of earlier versions do not have; they mean what they mean by default.
 _LATER = ("brand", "arch", "parent", "mig_index", "gpu_instance", "compute_instance")
-_EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0}  # no page: then nobody else gets this one
+# No page: then nobody else gets this one
+_EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0}
 _EARLIER_LEASE = {"sandbox": ""}
 _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 

@@ -237,7 +237,8 @@ def _reserve(
             dead += _sweep(state_dir, seen)[0]
             _refuse_taken(bundle.id, seen)
             policy.refuse_second(request, bundle, seen.live)
-            shares = grant_fn(request, node, seen.live, seen.blocked(node))
+            live = _changed(state_dir, seen.live)
+            shares = grant_fn(request, node, live, seen.blocked(node))
             new = [share.device.uuid for share in shares if not pages.is_ready(state_dir, share.device.uuid)]
             if not new:
                 lease = Lease(
@@ -253,7 +254,7 @@ def _reserve(
                     driver_version=node.inventory.driver_version,
                     sandbox=policy.pod_wide(request, bundle),
                 )
-                _make(state_dir, lease, seen.live)
+                _make(state_dir, lease, live)
                 return lease
         for uuid in new:  # the first share of a device: what it needs is mounted, so without the lock
             pages.prepare(state_dir, uuid)
@@ -276,6 +277,25 @@ def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
         if isinstance(error, OSError):
             raise KernelError(f"directory of {lease.id!r}: {error.strerror}") from error
         raise
+
+
+def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
+    """`live` after changes of limits that go on without us: one that was killed, memory that was given back."""
+    unfinished = os.path.lexists(os.path.join(state_dir, storage.CHANGING))
+    if not unfinished and not any(share.draining_bytes for lease in live for share in lease.shares):
+        return live
+    from . import livelimits
+
+    try:
+        livelimits.finish(state_dir)
+    except GpushareError:  # for `prune` to say
+        return live  # which name no less than what their containers can hold by the limits of before
+    return livelimits.settled(state_dir, live)
+
+
+def rewrite(state_dir: str, lease: Lease) -> None:
+    """Another lease.json for a container that has one. The caller holds the lock. Raises KernelError."""
+    _write(state_dir, lease)
 
 
 def _rebuild(state_dir: str, node: Node) -> tuple[str, ...]:

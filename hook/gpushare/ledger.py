@@ -35,12 +35,14 @@ def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = 
     for lease in leases:
         for share in lease.shares:
             uuid = share.device.uuid
-            holders[uuid] = (*holders.get(uuid, ()), (lease.id, share.memory_limit_bytes))
+            limit_bytes = share.memory_limit_bytes
+            held_bytes = None if limit_bytes is None else max(limit_bytes, share.draining_bytes)
+            holders[uuid] = (*holders.get(uuid, ()), (lease.id, held_bytes))
             pages[uuid] = pages.get(uuid, frozenset()) | {share.page}
             if share.compute_percent is not None and counts(share.compute_percent, share.soft):
                 compute[uuid] = (*compute.get(uuid, ()), (lease.id, share.compute_percent))
-            if share.memory_limit_bytes is not None:
-                used[uuid] = used.get(uuid, 0) + share.memory_limit_bytes
+            if held_bytes is not None:
+                used[uuid] = used.get(uuid, 0) + held_bytes
             elif policy.unlimited != "shared":
                 exclusive.add(uuid)
     return Ledger(used, frozenset(exclusive), frozenset(blocked), holders, pages, compute)

@@ -50,6 +50,7 @@ _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _PIDFD_OPEN, _OPENAT2, _M
     428, 429, 430, 431, 432, 434, 437, 442,
 )  # fmt: skip
 _BPF = {"x86_64": 321, "aarch64": 280}
+_FUTEX = {"x86_64": 202, "aarch64": 98}
 
 if TYPE_CHECKING:
     from ctypes import addressof as _addressof
@@ -262,6 +263,16 @@ def buffer(content: Union[bytes, int]) -> Memory:
 
 def address(memory: Memory) -> int:
     return _addressof(memory)
+
+
+def futex_wake(mapping: Any, at: int) -> int:
+    """Wakes all processes that wait on the word at `at` of a file that `mapping` (mmap.mmap, writable, shared) maps,
+    wherever they have it mapped; how many. A full memory barrier, too."""
+    number = _FUTEX.get(os.uname().machine)
+    if number is None:
+        raise KernelError(f"futex: no system call number for {os.uname().machine!r}")
+    word = _Char.from_buffer(mapping, at)
+    return _call("futex", "limits", number, _addressof(word), 1, 0x7FFFFFFF, None, None, 0)  # 1: FUTEX_WAKE, shared
 
 
 def bpf(command: int, attr: Memory, what: str) -> int:

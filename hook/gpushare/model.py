@@ -167,6 +167,8 @@ class Share(NamedTuple):
     oversubscribe: bool = False
     clamped: str = ""  # what was asked, where policy gave less
     page: int = 0  # its number in devices/<uuid>, see pages.py
+    paused: bool = False  # launches are held
+    draining_bytes: int = 0  # what it may still hold from before its limit was lowered; 0 = nothing above the limit
 
 
 class Lease(NamedTuple):

@@ -167,6 +167,7 @@ def _share(slot: int, limit: region.Limit, device: Device) -> Share:
         limit.priority,
         bool(limit.flags & region.DEVICE_OVERSUBSCRIBE),
         page=limit.page,
+        paused=bool(limit.flags & region.DEVICE_PAUSED),
     )
 
 
@@ -189,3 +190,42 @@ def _limits_of(found: Found) -> bytes:
             os.close(fd)
     finally:
         os.close(root)
+
+
+def open_limits(state_dir: str, container_id: str) -> int:
+    """The limits file of a container whose directory was lost, to be written: by a copy of the container's own mount of
+    it, without its `ro`. -1 when it has none. Raises KernelError."""
+    found = next((one for one in containers(state_dir) if one.id == container_id), None)
+    if found is None or found.device == CONTRADICTION:
+        return -1
+    try:
+        namespace = mountns.Namespace(found.init.pid)
+        try:
+            if not namespace.is_ours():
+                raise KernelError(
+                    f"container {names.short(container_id)!r} outlived the state directory, and has a user namespace "
+                    "of its own: its limits cannot be changed any more",
+                    "start it again",
+                )
+            with namespace:
+                resolve = linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
+                share = linux.openat2(linux.AT_FDCWD, names.PRIVATE_DIR, os.O_PATH, resolve=resolve)
+                try:
+                    tree = linux.open_tree("", dir_fd=share)
+                finally:
+                    os.close(share)
+        finally:
+            namespace.close()
+        try:
+            linux.mount_setattr(tree, 0, linux.MS_PRIVATE, names.PRIVATE_DIR, clear=linux.ATTRIBUTES["ro"])
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = os.open("limits", flags, dir_fd=tree)
+        finally:
+            os.close(tree)
+    except OSError as error:
+        raise KernelError(f"{names.LIMITS} of {names.short(container_id)!r}: {error.strerror}") from error
+    device = os.fstat(fd).st_dev
+    if f"{os.major(device)}:{os.minor(device)}" != found.device:
+        os.close(fd)
+        raise KernelError(f"{names.LIMITS} of {names.short(container_id)!r} is of another file system")
+    return fd

@@ -60,7 +60,13 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("page", "I"),
         ("slice_ns", "I"),
         ("switch_ns", "I"),
-        ("reserved", "44x"),
+        ("reserved", "4x"),
+        ("next_memory_limit_bytes", "Q"),
+        ("next_compute_percent", "I"),
+        ("next_priority", "I"),
+        ("next_weight", "I"),
+        ("next_flags", "I"),
+        ("reserved2", "16x"),
     ),
     "gs_limits": (
         ("magic", "Q"),
@@ -198,7 +204,7 @@ class Limit(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """A whole limits file, as the host wrote it."""
+    """A whole limits file, as the host wrote it: the copy that is in force."""
 
     nonce: int
     generation: int
@@ -248,12 +254,40 @@ def uuid_bytes(uuid: str) -> bytes:
     return raw
 
 
+def changing(share: Share) -> tuple[int, int, int, int, int]:
+    """What of a share can change while its container lives: memory_limit_bytes, compute_percent, priority, weight and
+    flags, as struct gs_device_limit has them."""
+    flags = (DEVICE_COMPUTE_SOFT if share.soft else 0) | (DEVICE_OVERSUBSCRIBE if share.oversubscribe else 0)
+    return (
+        UNLIMITED if share.memory_limit_bytes is None else share.memory_limit_bytes,
+        NO_PERCENT if share.compute_percent is None else share.compute_percent,
+        share.priority,
+        0,
+        flags | (DEVICE_PAUSED if share.paused else 0),
+    )
+
+
+def stores(shares: Sequence[Share], prefix: str) -> list[tuple[int, int]]:
+    """(offset, 64-bit word) of all that can change, in the first copy (prefix "") or the second ("next_"). Every field
+    is in a word of its own or with another one that can change."""
+    found = []
+    for index, share in enumerate(sorted(shares, key=lambda share: share.slot)):
+        limit_bytes, percent, priority, weight, flags = changing(share)
+        base = offset("gs_limits", "device") + index * DEVICE_SIZE
+        for field, word in (
+            ("memory_limit_bytes", limit_bytes),
+            ("compute_percent", percent | priority << 32),
+            ("weight", weight | flags << 32),
+        ):
+            found.append((base + offset("gs_device_limit", prefix + field), word))
+    return found
+
+
 def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0) -> bytes:
     """One gs_device_limit. 0 microseconds: what is usual."""
     device = share.device
     text = device.uuid.encode("ascii", "replace")
-    flags = (DEVICE_COMPUTE_SOFT if share.soft else 0) | (DEVICE_OVERSUBSCRIBE if share.oversubscribe else 0)
-    limit_bytes = UNLIMITED if share.memory_limit_bytes is None else share.memory_limit_bytes
+    limit_bytes, percent, priority, weight, flags = changing(share)
     if not 0 <= limit_bytes <= UNLIMITED or len(text) > 63:
         raise RegionError(f"share of device {device.uuid!r} cannot be written: memory limit {limit_bytes} bytes")
     return packer("gs_device_limit").pack(
@@ -264,13 +298,14 @@ def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0) -> bytes:
         device.context_bytes,
         device.granularity_bytes,
         device.memory_bytes if share.oversubscribe else 0,
-        NO_PERCENT if share.compute_percent is None else share.compute_percent,
-        share.priority,
-        0,
+        percent,
+        priority,
+        weight,
         flags,
         share.page,
         1000 * slice_us,
         1000 * switch_us,
+        *(limit_bytes, percent, priority, weight, flags),
     )
 
 
@@ -319,7 +354,9 @@ def read_limits(data: bytes) -> Limits:
     devices = []
     for index in range(n_devices):
         fields = packer("gs_device_limit").unpack_from(data, offset("gs_limits", "device") + index * DEVICE_SIZE)
-        _, text, limit_bytes, total_bytes, _, _, _, percent, priority, _, flags, page, *_ = fields
+        _, text, limit_bytes, total_bytes, _, _, _, percent, priority, _, flags, page, _, _, *second = fields
+        if generation % 2 == 0:
+            limit_bytes, percent, priority, _, flags = second
         devices.append(
             Limit(
                 text.partition(b"\0")[0].decode("ascii", "replace"),

@@ -32,6 +32,7 @@ _FOLDERS = (("containers", 0o700), ("trash", 0o700), ("errors", 0o755))
 _PLAIN = "rootless"  # there when the directory is a user's own and no mount
 _MARKER = "lock"  # made last: its presence says that the directory is complete
 REBUILD = "rebuild"  # there from the making of the directory until leases of living containers were looked for
+CHANGING = "changing"  # there while limits of a living container change: see livelimits.py
 LEASE = "lease.json"
 HELD = "held"  # beside a lease that is only reserved: whose it became (leasefile.held)
 _CGROUP = "cgroup"  # path of a cgroup that was made for this lease alone

@@ -4,7 +4,13 @@
  *
  *   /usr/lib/gpushare/limits     written by the host only, mapped read-only by the shim.
  *                                Values may change in place while a container lives
- *                                (8-byte aligned stores); the layout never does.
+ *                                (8-byte aligned stores); the layout never does. There are
+ *                                two copies of what can change. The generation says which
+ *                                one is in force, so one store changes all devices at once,
+ *                                and who writes can be killed anywhere: the host writes the
+ *                                copy that is not in force, adds one to the generation, and
+ *                                does so again where that made it even. (A shim of before
+ *                                there was a second copy reads the first one.)
  *   /usr/lib/gpushare/rw/usage   created by the host, written by the container's processes.
  *                                The host reads it with pread and believes nothing in it.
  *   /usr/lib/gpushare/pages/<uuid>  created by the host, written by the container's processes: what
@@ -64,7 +70,14 @@ struct gs_device_limit {
     uint32_t page;                 /* our own number in peers/<uuid>/ */
     uint32_t slice_ns;             /* the device's time slice; 0 = as usual (throttle.c) */
     uint32_t switch_ns;            /* what it takes to switch contexts, in the mean; 0 = as usual */
-    uint8_t reserved[44];
+    uint32_t reserved;
+    /* The second copy of what can change: in force while the generation is even. */
+    uint64_t next_memory_limit_bytes;
+    uint32_t next_compute_percent;
+    uint32_t next_priority;
+    uint32_t next_weight;
+    uint32_t next_flags;
+    uint8_t reserved2[16];
 };
 
 /* The whole limits file: header, then GS_MAX_DEVICES entries (n_devices in use, slot order). */
@@ -75,7 +88,7 @@ struct gs_limits {
     uint32_t n_devices;
     uint32_t flags;
     uint64_t nonce;      /* equals gs_usage.nonce: a usage file of another container is refused */
-    uint64_t generation; /* grows by one with each live change */
+    uint64_t generation; /* odd: the first copy is in force, even: next_*; a futex for waiting */
     uint8_t reserved[24];
     struct gs_device_limit device[GS_MAX_DEVICES];
 };
@@ -223,6 +236,12 @@ GS_AT(gs_device_limit, page, 136);
 GS_AT(gs_device_limit, slice_ns, 140);
 GS_AT(gs_device_limit, switch_ns, 144);
 GS_AT(gs_device_limit, reserved, 148);
+GS_AT(gs_device_limit, next_memory_limit_bytes, 152);
+GS_AT(gs_device_limit, next_compute_percent, 160);
+GS_AT(gs_device_limit, next_priority, 164);
+GS_AT(gs_device_limit, next_weight, 168);
+GS_AT(gs_device_limit, next_flags, 172);
+GS_AT(gs_device_limit, reserved2, 176);
 _Static_assert(sizeof(struct gs_device_limit) == 192, "gs_device_limit");
 
 GS_AT(gs_limits, magic, 0);

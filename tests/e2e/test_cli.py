@@ -155,6 +155,8 @@ def test_json_of_every_command_is_one_document(container: MakeContainer, node: N
     for command in (
         *(["list"], ["inspect", one.id], ["devices"], ["explain", str(one.bundle)], ["prune", "--dry-run"]),
         *(["config", "check"], ["config", "show"], ["refresh"], ["version"], ["top", "--once"]),
+        *(["pause", one.id], ["resume", one.id]),
+        *(["limit", "show", one.id], ["limit", "set", one.id, "--memory", "2Gi", "--dry-run"]),
     ):
         done = node.cli(*command, "--format", "json")
         assert (done.returncode, done.stderr) == (0, ""), command

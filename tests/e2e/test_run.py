@@ -485,6 +485,18 @@ def test_shares_of_one_user_are_counted(users_node: Node) -> None:
     assert done.returncode == 75 and "17Gi asked, 16 GiB free" in done.stderr
 
 
+def test_a_user_changes_his_own_limits(users_node: Node) -> None:
+    command = f"{programs.BUILD}/bin/gpushare --config {users_node.config}"
+    program = f"""sh -c 'echo ready; read -r go; exec "$@"' sh {" ".join(GRAB)}"""
+    script = f"""coproc {command} run --memory 9Gi --name first -- {program}
+        read -r line <&"${{COPROC[0]}}"; exec 3<&"${{COPROC[0]}}"; {command} limit set first --memory 2Gi --compute 50
+        {command} limit set first --memory 17Gi; echo "$?"; echo go >&"${{COPROC[1]}}"; cat <&3"""
+    done = user("bash", "-c", script, node=users_node)
+    *said, grabbed = done.stdout.splitlines()
+    assert "9 GiB -> 2 GiB" in said[1] and said[-1] == "75", done.stdout + done.stderr
+    assert json.loads(grabbed)["total_bytes"] == json.loads(grabbed)["nvml_total_bytes"] == 2 * GIB
+
+
 def test_a_user_without_a_session_is_told(users_node: Node) -> None:
     """Somebody else's directory is not taken, whatever the variable says."""
     done = as_user(users_node, "run", "--memory", "1Gi", "--", "true", runtime="/tmp")

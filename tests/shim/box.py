@@ -114,15 +114,22 @@ class Box:
         self._temporary.cleanup()
 
     def set_limit(self, slot: int = 0, **fields: int) -> None:
-        """Change words of a device's limits while processes run, as the host does: then the generation, then wake."""
-        from gpushare.region import DEVICE_SIZE, offset
+        """Change words of a device's limits while processes run, as the host does: see gpushare_abi.h. `page` has no
+        second copy."""
+        from gpushare.linux import futex_wake
+        from gpushare.region import DEVICE_SIZE, LAYOUTS, offset
 
+        known = {name for name, _ in LAYOUTS["gs_device_limit"]}
+        start = offset("gs_limits", "device") + slot * DEVICE_SIZE
+        at = offset("gs_limits", "generation")
         with self.limits.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
-            for name, value in fields.items():
-                at = offset("gs_limits", "device") + slot * DEVICE_SIZE + offset("gs_device_limit", name)
-                struct.pack_into("<I", data, at, value)
-            at = offset("gs_limits", "generation")
-            struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + 1)
+            for prefix in ("next_", ""):
+                for name, value in fields.items():
+                    field = prefix + name if prefix + name in known else name
+                    code = "<Q" if field.endswith("_bytes") else "<I"
+                    struct.pack_into(code, data, start + offset("gs_device_limit", field), value)
+                struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + 1)
+            futex_wake(data, at)
 
     def pages(self, slot: int = 0) -> Path:
         """Its own page file of a device."""

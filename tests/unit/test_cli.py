@@ -121,6 +121,7 @@ def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., 
             "compute_percent": None,
             "compute_mode": "hard",
             "priority": 0,
+            "paused": False,
             "compute_used_percent": 0.0,
             "compute_busy_ns": 0,
             "compute_throttled_ns": 0,
@@ -295,7 +296,10 @@ def test_config_show(tmp_path: Path, cli: Callable[..., Any], state: Path) -> No
     file.write_text("version: 1\nmemory_overcommit: 1.5\nplacement:\n  strategy: binpack\n")
     lines = [line.split() for line in cli("config", "show", str(file))[1].splitlines()]
     assert lines[0] == ["KEY", "VALUE", "DEFAULT"]
-    assert ["memory_overcommit", "1.5", "1.0"] in lines and ["placement.strategy", '"binpack"'] in lines  # as by default
+    assert ["memory_overcommit", "1.5", "1.0"] in lines and [
+        "placement.strategy",
+        '"binpack"',
+    ] in lines  # as by default
     assert ["policy.accept.env", '"always"'] in lines and ["--state", f'"{state}"'] in lines
     value = json.loads(cli("config", "show", str(file), "--format", "json")[1])
     assert (value["file"], value["state"], value["changed"]) == (str(file), str(state), ["memory_overcommit"])
@@ -408,3 +412,69 @@ def test_age(seconds: float, text: str) -> None:
 )
 def test_bar_is_full_only_at_the_limit(used: int, limit: int, text: str) -> None:
     assert output.bar(used, limit) == text
+
+
+def test_limits_of_what_runs(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    page = start("c1", pure.share(0, 0, 8 * GIB), pure.share(1, 1, 2 * GIB)._replace(compute_percent=30))
+    charge(page, 0, 1, 5 * GIB, GIB)
+    assert cli("limit", "show", "c") == (
+        0,
+        "SLOT  DEVICE  MEMORY USED  MEMORY  COMPUTE  MODE  PRIORITY  LAUNCHES\n"
+        "   0       0        5 GiB   8 GiB     100%  hard  normal    go\n"
+        "   1       1        1 GiB   2 GiB      30%  hard  normal    go\n",
+        "",
+    )
+    code, out, err = cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0", "--priority", "high")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1:] == [
+        "   0       0        5 GiB  8 GiB -> 4 GiB     100%  hard  normal -> high  go",
+        "   1       1        1 GiB           2 GiB      30%  hard  normal          go",
+        "slot 0: in use 5 GiB, over the limit by 1 GiB: new allocations fail until it is below",
+    ]
+    assert "over its limit by 1 GiB" in cli("inspect", "c1")[1]
+    code, out, err = cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0", "--format", "json")
+    value = json.loads(out)
+    assert (code, value["changed"], value["dry_run"]) == (0, False, False)
+    limits = {"memory_limit_bytes": 4 * GIB, "compute_percent": None, "compute_mode": "hard", "priority": 1}
+    assert value["shares"][0] == {
+        "slot": 0,
+        "device": 0,
+        "uuid": pure.UUIDS[0],
+        "memory_used_bytes": 5 * GIB,
+        "over_bytes": GIB,
+        "before": {**limits, "paused": False},
+        "after": {**limits, "paused": False},
+    }
+    assert cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0")[1].splitlines()[-2] == "nothing changed"
+
+
+def test_a_pause_is_said_once(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    start("c1", pure.share(0, 0, GIB))
+    assert cli("pause", "c1") == (0, "c1 is paused: its launches wait until `gpushare resume`\n", "")
+    assert cli("pause", "c1") == (0, "c1 is paused already\n", "")
+    assert json.loads(cli("list", "--format", "json")[1])[0]["state"] == "paused"
+    assert "held" in cli("limit", "show", "c1")[1]
+    assert json.loads(cli("resume", "c1", "--format", "json")[1]) == {"id": "c1", "paused": False, "changed": True}
+    assert cli("resume", "c1") == (0, "c1 is running already\n", "")
+    assert json.loads(cli("list", "--format", "json")[1])[0]["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("limit", "set", "c1"), 64, "nothing to change; give --memory, --compute, --compute-mode or --priority"),
+        (("limit", "set", "c1", "--device", "0"), 64, "nothing to change"),
+        (("limit", "set", "c1", "--compute", "80"), 75, "80% of compute asked, 50% free of 100%, held by c2 (50%); "),
+        (("limit", "set", "c1", "--compute", "80"), 75, "or set --compute-mode soft"),
+        (("limit", "set", "c3", "--compute", "8"), 64, "no container 'c3'"),
+        (("pause", "c3"), 64, "no container 'c3'"),
+        (("limit", "show", "c3"), 64, "no container 'c3'"),
+    ],
+)
+def test_refusals_name_the_flags(
+    cli: Callable[..., Any], start: Callable[..., Path], words: tuple[str, ...], code: int, said: str
+) -> None:
+    start("c1", pure.share(0, 0, GIB)._replace(compute_percent=10))
+    start("c2", pure.share(0, 0, GIB)._replace(compute_percent=50))
+    found, out, err = cli(*words)
+    assert (found, out) == (code, "") and said in err and "GPUSHARE_" not in err, err

@@ -72,6 +72,16 @@ def test_granted_says_who_got_what(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_changed_says_what_a_container_has_now(tmp_path: Path, paused: bool) -> None:
+    before = lease()
+    now = before._replace(shares=tuple(share._replace(paused=paused, compute_percent=7) for share in before.shares))
+    decision.changed(str(tmp_path / "log"), now)
+    fields = only_line(tmp_path / "log")
+    assert (fields["decision"], fields["compute"], fields["way"]) == ("changed", "7,7", "cli")
+    assert fields["paused"] == ("yes" if paused else "no")
+
+
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_no_text_from_outside_makes_a_field_or_a_line(tmp_path: Path, text: str) -> None:
     """Whichever value it is."""

@@ -133,7 +133,7 @@ def test_limits_say_how_the_device_shares_its_time(state: str) -> None:
     for slot in range(2):
         at = region.offset("gs_limits", "device") + slot * region.DEVICE_SIZE
         fields = region.packer("gs_device_limit").unpack_from(data, at)
-        assert fields[-2:] == (1_500_000, 80_000)  # nanoseconds
+        assert fields[12:14] == (1_500_000, 80_000)  # slice_ns, switch_ns
 
 
 def test_two_containers_never_have_one_nonce(state: str) -> None:

@@ -110,6 +110,7 @@ def plain(one: facts.Container) -> dict[str, Any]:
                 "compute_percent": use.share.compute_percent,
                 "compute_mode": "soft" if use.share.soft else "hard",
                 "priority": use.share.priority,
+                "paused": use.share.paused,
                 "compute_used_percent": round(use.compute.recent_percent, 1) if use.compute else None,
                 "compute_busy_ns": use.compute.busy_ns if use.compute else None,
                 "compute_throttled_ns": use.compute.waited_ns if use.compute else None,

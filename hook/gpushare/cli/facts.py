@@ -9,6 +9,7 @@ from typing import NamedTuple, Optional
 from .. import leases, log, names, node, procs, region, storage
 from ..errors import GpushareError, RequestError
 from ..model import Lease, Node, Share
+from ..quantity import human
 from .options import Paths
 
 _STATES = {"reserved": "starting", "held": "running"}
@@ -41,7 +42,7 @@ class Container(NamedTuple):
     """One entry of the state directory."""
 
     id: str
-    state: str  # starting | running | dead | damaged
+    state: str  # starting | running | paused | dead | damaged
     note: str  # why it is dead or damaged, what its page warns of
     lease: Optional[Lease]
     uses: tuple[Use, ...]
@@ -52,7 +53,7 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
     slots: tuple[region.Slot, ...] = ()
     notes = [note] if note else []
     usage = None
-    if state == "running":
+    if state in ("running", "paused"):
         try:
             usage = storage.read_usage(state_dir, lease.id, len(lease.shares))
         except region.RegionError as error:
@@ -66,6 +67,11 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
         most = share.device.memory_bytes or used
         if used > most:
             notes.append(f"the usage page claims {used} bytes of device {share.device.index}, which has {most}")
+        if share.memory_limit_bytes is not None and share.memory_limit_bytes < min(used, most):
+            notes.append(
+                f"slot {share.slot}: over its limit by {human(min(used, most) - share.memory_limit_bytes)}, "
+                "new allocations fail until it is below"
+            )
         refused_here = usage.refused[share.slot] if usage and share.slot < len(usage.refused) else 0
         uses.append(Use(share, min(used, most), refused_here, _compute(usage, share.slot, lease.created)))
     if usage:
@@ -87,10 +93,15 @@ def _compute(usage: Optional[region.Usage], slot: int, created: float) -> Option
     )
 
 
+def _state(lease: Lease) -> str:
+    held = lease.state == "held" and any(share.paused for share in lease.shares)
+    return "paused" if held else _STATES[lease.state]
+
+
 def containers(state_dir: str) -> list[Container]:
     """All containers, the oldest first; damaged ones last."""
     seen = leases.view(state_dir)
-    found = [_container(state_dir, lease, _STATES[lease.state], "") for lease in seen.live]
+    found = [_container(state_dir, lease, _state(lease), "") for lease in seen.live]
     found += [_container(state_dir, lease, "dead", reason) for lease, reason in seen.dead]
     found.sort(key=lambda one: (one.lease.created if one.lease else 0.0, one.id))
     return found + [Container(damage.id, "damaged", damage.reason, None, (), ()) for damage in seen.damaged]

@@ -6,7 +6,8 @@ from typing import NamedTuple, Optional
 
 import click
 
-from .. import decision, leases, log, names, storage
+from .. import decision, leases, livelimits, log, names, storage
+from ..errors import GpushareError
 from .options import Paths, with_format
 from .output import Column, write_json, write_line, write_table
 
@@ -14,7 +15,7 @@ from .output import Column, write_json, write_line, write_table
 class Item(NamedTuple):
     """Something that is there and should not be. `removed`: whether this run takes it away."""
 
-    kind: str  # lease | start | files | refusal | damaged
+    kind: str  # lease | start | files | limits | refusal | damaged
     id: str
     why: str
     removed: bool
@@ -53,6 +54,8 @@ def items(state_dir: str, assume_free: bool) -> list[Item]:
     found = [Item("lease", lease.id, reason, True) for lease, reason in seen.dead]
     found += [Item("start", name, "killed before it had a lease", True) for name in seen.partial]
     found += [Item("damaged", damage.id, damage.reason, assume_free) for damage in seen.damaged]
+    half = livelimits.unfinished(state_dir)
+    found += [] if half is None else [Item("limits", half or "-", "a change was killed", True)]
     found += [Item("files", name, "of a released container", True) for name in storage.trash(state_dir)]
     live = {lease.id for lease in seen.live}
     found += [
@@ -64,10 +67,16 @@ def items(state_dir: str, assume_free: bool) -> list[Item]:
 def remove(state_dir: str, found: list[Item], assume_free: bool, ended: Optional[leases.Ended] = None) -> list[str]:
     """Removes them. Leases are judged again under the lock, so that one which came to life meanwhile stays."""
     leases.sweep(state_dir, assume_free, ended)
+    problems = []
+    try:
+        with leases.locked(state_dir):
+            livelimits.finish(state_dir)
+    except GpushareError as error:
+        problems.append(str(error))
     for item in found:
         if item.kind == "refusal":
             log.forget(state_dir, item.id)
-    return storage.empty_trash(state_dir)
+    return problems + storage.empty_trash(state_dir)
 
 
 def _print(found: list[Item], dry_run: bool, problems: list[str]) -> None:

@@ -1,0 +1,215 @@
+"""gpushare limit set, limit show, pause, resume: limits of a container that runs."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional
+
+import click
+
+from .. import decision, leases, livelimits, names, resize
+from ..dialects import device_name
+from ..errors import GpushareError, RequestError
+from ..model import Lease, Share
+from ..quantity import human
+from . import facts
+from .options import Paths, with_format
+from .output import Column, write_json, write_line, write_table
+
+# What placement says of a start, as it is said here
+_WORDS = (
+    (f"{names.ENV_COMPUTE_MODE}=", "--compute-mode "),
+    (f"{names.ENV_COMPUTE}=", "--compute "),
+    (names.ENV_MEMORY, "--memory"),
+)
+_COLUMNS = (
+    *(Column("slot", True), Column("device", True), Column("memory used", True), Column("memory", True)),
+    *(Column("compute", True), Column("mode"), Column("priority"), Column("launches")),
+)
+
+
+@click.group()
+def limit() -> None:
+    """Show and change the limits of a container that runs."""
+
+
+@limit.command("set")
+@click.argument("id", metavar="ID")
+@click.option("--memory", default="", metavar="AMOUNT", help="6Gi, 50%, +1Gi, -512Mi, or unlimited.")
+@click.option("--compute", default="", metavar="PERCENT", help="Percent of the device's time; 100 is no limit.")
+@click.option(
+    "--compute-mode", "mode", type=click.Choice(["hard", "soft"]), help="soft: borrow what others leave idle."
+)
+@click.option("--priority", type=click.Choice(["normal", "high", "0", "1"]), help="Who borrows first.")
+@click.option("--device", default="", metavar="SLOT|UUID", help="This one only.  [default: all of the container]")
+@click.option("--dry-run", is_flag=True, help="Say what would change, change nothing.")
+@with_format
+@click.pass_obj
+def set_(
+    paths: Paths,
+    id: str,
+    memory: str,
+    compute: str,
+    mode: Optional[str],
+    priority: Optional[str],
+    device: str,
+    dry_run: bool,
+    output: str,
+) -> None:
+    """Change the limits of a running container.
+
+    ID is that of `gpushare list`, or its beginning. More is given as far as it is free and policy allows; less always.
+    A program that holds more memory than its new limit keeps it, and gets no more until it is below.
+    """
+    wish = resize.wish(memory, compute, mode or "", priority or "", device)
+    if wish == resize.Wish(device=wish.device):
+        raise RequestError("nothing to change", "give --memory, --compute, --compute-mode or --priority")
+    node = facts.host(paths)
+
+    def decide(lease: Lease, live: tuple[Lease, ...], seen: leases.View) -> tuple[Share, ...]:
+        return resize.shares(lease, wish, node, live, seen.blocked(node))
+
+    changed = _change(paths, id, decide, dry_run)
+    if output == "json":
+        write_json({**_plain(changed), "dry_run": dry_run})
+        return
+    write_table(_COLUMNS, _rows(changed))
+    if changed.before.shares == changed.after.shares:
+        write_line("nothing changes" if dry_run else "nothing changed")
+    elif dry_run:
+        write_line("nothing was changed: --dry-run")
+    for line in _over(changed):
+        write_line(line)
+
+
+@limit.command("show")
+@click.argument("id", metavar="ID")
+@with_format
+@click.pass_obj
+def show(paths: Paths, id: str, output: str) -> None:
+    """The limits of a container, and what it uses."""
+    container_id = facts.find(paths.state_dir, id)
+    one = next((one for one in facts.containers(paths.state_dir) if one.id == container_id), None)
+    if one is None or one.lease is None:
+        raise RequestError(f"no running container {id!r}", "`gpushare list` shows those that have a share")
+    used = tuple(use.used_bytes for use in one.uses)
+    seen = livelimits.Changed(one.lease, one.lease, used)
+    if output == "json":
+        write_json({"id": one.id, "state": one.state, "shares": _plain(seen)["shares"]})
+        return
+    write_table(_COLUMNS, _rows(seen))
+    for line in _over(seen):
+        write_line(line)
+
+
+def _pausing(name: str, pause: bool, text: str) -> click.Command:
+    @click.command(name, help=text, short_help=text.partition("\n")[0])
+    @click.argument("id", metavar="ID")
+    @with_format
+    @click.pass_obj
+    def command(paths: Paths, id: str, output: str) -> None:
+        changed = _change(paths, id, lambda lease, live, seen: resize.paused(lease, pause), False)
+        did = changed.before.shares != changed.after.shares
+        if output == "json":
+            write_json({"id": changed.after.id, "paused": pause, "changed": did})
+            return
+        now = "paused: its launches wait until `gpushare resume`" if pause else "running: launches go ahead"
+        write_line(f"{names.short(changed.after.id)} is {now if did else now.partition(':')[0] + ' already'}")
+
+    return command
+
+
+pause = _pausing(
+    "pause",
+    True,
+    "Hold the launches of a container.\n\nThey wait, without an error, until `gpushare resume`. What is on the device "
+    "gets done; memory calls, copies and the container's processes go on.",
+)
+resume = _pausing("resume", False, "Let the launches of a paused container go.")
+
+
+def _change(paths: Paths, text: str, decide: livelimits.DecideFn, dry_run: bool) -> livelimits.Changed:
+    container_id = facts.find(paths.state_dir, text)
+    try:
+        changed = livelimits.change(paths.state_dir, container_id, decide, dry_run)
+        if changed.before.shares != changed.after.shares and not dry_run:
+            decision.changed(decision.configured(paths.config, paths.state_dir), changed.after)
+        return changed
+    except GpushareError as error:
+        for start, here in _WORDS:
+            error.hint = error.hint.replace(start, here)
+        raise
+
+
+def _over(changed: livelimits.Changed) -> list[str]:
+    lines = []
+    for share, used in zip(changed.after.shares, changed.used_bytes or ()):
+        over = _over_bytes(share, used)
+        if over:
+            lines.append(
+                f"slot {share.slot}: in use {human(used)}, over the limit by {human(over)}: "
+                "new allocations fail until it is below"
+            )
+    return lines
+
+
+def _over_bytes(share: Share, used: int) -> int:
+    return 0 if share.memory_limit_bytes is None else max(0, used - share.memory_limit_bytes)
+
+
+def _memory(share: Share) -> str:
+    return resize.NO_LIMIT if share.memory_limit_bytes is None else human(share.memory_limit_bytes)
+
+
+def _percent(share: Share) -> str:
+    return "100%" if share.compute_percent is None else f"{share.compute_percent}%"
+
+
+# How each of these columns reads in a share
+_CELLS: tuple[Callable[[Share], str], ...] = (
+    _memory,
+    _percent,
+    lambda share: "soft" if share.soft else "hard",
+    lambda share: "high" if share.priority else "normal",
+    lambda share: "held" if share.paused else "go",
+)
+
+
+def _rows(changed: livelimits.Changed) -> list[tuple[str, ...]]:
+    """A line for each device, with `old -> new` where something changed."""
+    rows = []
+    used = [human(size) for size in changed.used_bytes] if changed.used_bytes else ["-"] * len(changed.after.shares)
+    for old, new, size in zip(changed.before.shares, changed.after.shares, used):
+        pairs = [(cell(old), cell(new)) for cell in _CELLS]
+        cells = (before if before == after else f"{before} -> {after}" for before, after in pairs)
+        rows.append((str(new.slot), device_name(new.device), size, *cells))
+    return rows
+
+
+def _plain(changed: livelimits.Changed) -> dict[str, Any]:
+    used = changed.used_bytes or (None,) * len(changed.after.shares)
+    return {
+        "id": changed.after.id,
+        "changed": changed.before.shares != changed.after.shares,
+        "shares": [
+            {
+                "slot": new.slot,
+                "device": new.device.index,
+                "uuid": new.device.uuid,
+                "memory_used_bytes": size,
+                "over_bytes": None if size is None else _over_bytes(new, size),
+                "before": _limits(old),
+                "after": _limits(new),
+            }
+            for old, new, size in zip(changed.before.shares, changed.after.shares, used)
+        ],
+    }
+
+
+def _limits(share: Share) -> dict[str, Any]:
+    return {
+        "memory_limit_bytes": share.memory_limit_bytes,
+        "compute_percent": share.compute_percent,
+        "compute_mode": "soft" if share.soft else "hard",
+        "priority": share.priority,
+        "paused": share.paused,
+    }
