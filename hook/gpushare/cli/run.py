@@ -32,7 +32,7 @@ _NO_ID = (1 << 32) - 1
 @click.option("--compute", metavar="PERCENT", help="Compute limit: 30%, or 0=30%,1=50%. Without: none.")
 @click.option("--compute-mode", metavar="MODE", help="hard, or soft: more while nobody else wants it.  [default: hard]")
 @click.option("--priority", metavar="WORD", help="normal or high, of a soft limit.  [default: normal]")
-@click.option("--devices", metavar="LIST", help="any, any:2, all, indices or uuids.  [default: any]")
+@click.option("--devices", metavar="LIST", help="any, any:2,model=A100, all, indices or uuids.  [default: any]")
 @click.option("--backend", metavar="NAME", help="What holds the limits.")
 @click.option("--oversubscribe", is_flag=True, help="Let allocations go beyond the limit into host memory.")
 @click.option("--name", metavar="ID", help="Name in `gpushare list`.  [default: the program and its pid]")
