@@ -137,6 +137,8 @@ def test_mig_devices_and_whole_gpus_unless_told() -> None:
         ("any,", "any cannot be combined", "write any"),
         ("any,modle=A100", '"modle=A100" is no condition for a device', "write any or any:2, then with commas model="),
         ("any,model>=A100", '"model>=A100" has >= where only = makes sense', "write any or"),
+        ("any,free", "free of what", "write 'free>=...', in quotes for a shell"),
+        ("any,model=A100,0", "any cannot be combined", "write any"),
         ("any,free=4Gi", '"free=4Gi" has = where only >= makes sense', "write any or"),
         ("any,free>4Gi", '"free>4Gi" is no condition|any cannot be combined', ""),
         ("any,free>=much", 'free="much": not an amount of memory', "write a size"),
@@ -222,6 +224,14 @@ def test_containers_that_are_limited_in_nothing_are_spread_too() -> None:
     where = where._replace(config=where.config._replace(policy=where.config.policy._replace(unlimited="shared")))
     taken = placement.ledger_of([lease(share(gpu(0), None))], where.config.policy)
     assert indices(grant(where, "GPUSHARE_DEVICES=any", taken=taken)) == [1]
+
+
+def test_a_percentage_is_of_the_device_that_is_chosen() -> None:
+    where = host(gpu(0, 80), gpu(1, 16))
+    env = ("GPUSHARE_DEVICES=any:2", "GPUSHARE_MEMORY=25%")
+    assert [one.memory_limit_bytes for one in grant(where, *env)] == [20 * GI, 4 * GI]
+    (one,) = grant(where, "GPUSHARE_MEMORY=25%", taken=held(share(gpu(0, 80), 61)))
+    assert (one.device.index, one.memory_limit_bytes) == (1, 4 * GI)
 
 
 def test_slots_with_different_amounts_get_devices_in_pci_order() -> None:

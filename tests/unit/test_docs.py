@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from gpushare import constraints, dialects, drivertable, errors
+from gpushare import config, constraints, dialects, drivertable, errors
 from gpushare.cli import containers, devices
-from gpushare.dialects import driverwords
+from gpushare.dialects import conditions, driverwords
 
 from tests.lib.host import TREE
 from tests.tools import config_docs, dialect_docs
@@ -49,6 +49,15 @@ def test_both_readmes_show_the_same_commands() -> None:
         return [re.sub(r"\s+#.*", "", line) for line in lines if line.startswith("    ")]
 
     assert blocks("README.md") == blocks("README.zh-CN.md")
+
+
+def test_placement_words_are_described() -> None:
+    text = (TREE / "docs" / "placement.md").read_text()
+    words = [f"any,{name}{sign}" for name, (sign, _) in conditions.CONDITIONS.items()]
+    for key in config.KEYS:
+        if key.path.startswith(("placement.", "sharing.")):
+            words += [key.path.rpartition(".")[2], *key.schema.get("enum", ())]
+    assert [word for word in words if word not in text] == []
 
 
 def test_capabilities_features_and_constraints_are_described() -> None:

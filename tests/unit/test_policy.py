@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import pytest
-from gpushare import explain, plan, policy, request
+from gpushare import explain, placement, plan, policy, request
 from gpushare.errors import PolicyError, RequestError
-from gpushare.model import Request, Selection
+from gpushare.model import Request, Selection, SharingRule
 
 from tests.unit.pure import UUIDS, bundle, files, image, lease, node, share
 
@@ -85,6 +85,18 @@ def test_a_rule_for_all_devices_does_not_hide_a_device_of_an_ordinary_container(
     assert resolve(linux=linux, privileged=True) is None
     mount = {"destination": "/dev//nvidia1", "type": "bind", "source": "/dev/nvidia1"}
     assert resolve(mounts=[mount]).selection.names == (UUIDS[1],)
+
+
+def test_a_hook_refuses_injected_devices_where_there_are_equal_shares() -> None:
+    """A whole GPU beside them would be without a limit; gpushare-runtime gives the container its share."""
+    host = node()
+    host = host._replace(config=host.config._replace(sharing=(SharingRule(2),)))
+    with pytest.raises(PolicyError, match=r"has /dev/nvidia1 without a memory limit, and sharing requires one"):
+        request.resolve(bundle(linux=injected(1)), host)
+    asked = request.resolve(bundle(linux=injected(1)), host, with_injected=True)
+    assert asked is not None
+    (one,) = placement.grant(asked, host, placement.Ledger({}))
+    assert (one.device.index, one.memory_limit_bytes, one.compute_percent) == (1, 8 << 30, 50)
 
 
 def test_injected_devices_by_privilege() -> None:

@@ -135,8 +135,6 @@ def _parse_any(name: str, value: str, tokens: list[str]) -> Selection:
         raise wrong(name, value, f"{shown(first)} is not a number of devices", f"write any:1 to any:{MAX_SLOTS}")
     if not words:
         return Selection("any", count=int(count))
-    if not all("=" in word for word in words):
-        raise wrong(name, value, "any cannot be combined with other devices", "write any, or any:2 for two")
     from . import conditions
 
     return Selection("any", count=int(count), conditions=conditions.parse(name, value, words))

@@ -87,6 +87,12 @@ def parse(name: str, value: str, words: Iterable[str]) -> tuple[Condition, ...]:
     """The conditions behind `any`; `name` and `value` are what the container says, for messages."""
     found: dict[str, Condition] = {}
     for word in words:
+        if word in CONDITIONS:  # what a shell leaves of free>=20Gi
+            raise wrong(
+                name, value, f"{word} of what?", f"write '{word}{CONDITIONS[word][0]}...', in quotes for a shell"
+            )
+        if "=" not in word:
+            raise wrong(name, value, "any cannot be combined with other devices", "write any, or any:2 for two")
         try:
             one = _one(word)
         except RequestError as error:
