@@ -20,7 +20,7 @@ from .light import NamedTuple, Optional
 from .model import Config, Device, Node, Policy, Request, Share
 from .quantity import shown
 
-__all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "survey"]
+__all__ = ["Ledger", "Verdict", "Wanted", "capacity_bytes", "grant", "ledger_of", "survey"]
 _ALL = 1_000_000  # parts of a device, for comparing how full they are
 _MANY = 1_000  # more than the containers of a device
 _SHOWN = 8  # devices that a refusal tells of

@@ -139,6 +139,9 @@ def test_starts_that_are_killed_cost_no_room(
         lines = list(pool.map(lambda one: create(one, node, killer.saw), first))
     living = [one for one, line in zip(first, lines) if not line]
     assert killer.killed >= 15 and len(living) >= 20, lines
+    for one in set(first) - set(living):  # as engines do; where runc got far enough to know of it
+        with contextlib.suppress(RuntimeFailed):
+            one.delete()
     wait_for_orphans(before | {one.pid for one in living})
     assert node.cli("prune").returncode == 0
     assert node.leases() == sorted(one.id for one in living)
@@ -165,7 +168,8 @@ def test_equal_shares_spread_and_told(
         make_host(gpus=2, memory_bytes=16 * GIB), placement={"strategy": "spread"}, sharing=slicing, name=f"equal-{way}"
     )
     uuids = [one["uuid"] for one in json.loads(node.cli("devices", "--format", "json").stdout)]
-    asked = [{"NVIDIA_VISIBLE_DEVICES": f"{uuids[1]}::1"}, *[{"GPUSHARE_DEVICES": "any"}] * 3]
+    any_of_them = {"GPUSHARE_DEVICES": "any,model=simulated,free>=8Gi"}
+    asked = [{"NVIDIA_VISIBLE_DEVICES": f"{uuids[1]}::1"}, *[any_of_them] * 3]
     for env, index in zip(asked, (1, 0, 0, 1)):
         one = container(["sleep", "inf"], env=env, **node.way(way))
         told = node.cli("explain", str(one.bundle)).stdout
@@ -173,7 +177,7 @@ def test_equal_shares_spread_and_told(
         one.start()
         (device,) = storage.read_limits(str(node.state / "containers" / one.id / "share" / "limits")).devices
         assert (device.uuid, device.memory_limit_bytes, device.compute_percent) == (uuids[index], 8 * GIB, 50)
-    last = container(["true"], env={"GPUSHARE_DEVICES": "any"}, **node.way(way))
+    last = container(["true"], env={"GPUSHARE_DEVICES": "any,mig=no"}, **node.way(way))
     with pytest.raises(RuntimeFailed, match=r"no device fits .*: GPU 0: 0 B of 16 GiB free; GPU 1: 0 B of 16 GiB free"):
         last.create()
     small = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, **node.way(way))

@@ -77,7 +77,11 @@ def test_compiled_then_read(host: Host) -> None:
 
 
 def test_all_values_survive(host: Host) -> None:
-    host.write_config("policy: {allowed_devices: ['0'], max_memory: 4Gi, unlimited: deny}")
+    host.write_config(
+        "policy: {allowed_devices: ['0'], max_memory: 4Gi, unlimited: deny}\n"
+        "sharing: {split_count: 3, overrides: [{model: A100, devices: ['0', '1'], split_count: 7}]}"
+    )
+    assert [rule.devices for rule in host.load().config.sharing] == [("0", "1"), ()]
     assert node.node_of(json.loads(json.dumps(node.node_json(host.load(), [], [])))) == host.load()
 
 
