@@ -86,3 +86,28 @@ def test_gpushare_run_loads_no_other_command() -> None:
     assert not loaded & {"yaml", "jsonschema", "tomlkit", "pynvml", "importlib.metadata", "gpushare.config"}
     commands = {name for name in loaded if name.startswith("gpushare.cli.")}
     assert commands == {f"gpushare.cli.{name}" for name in ("main", "options", "run")}
+
+
+_GRANT = """
+from gpushare import model, placement
+from gpushare.dialects import parse_devices
+device = model.Device(0, "GPU-0", 0, "0000:01:00.0", "NVIDIA A100", 1 << 34, 1 << 29)
+host = model.Node(model.Config(sharing={sharing}), model.Inventory("/", "535", (device,)))
+chosen = parse_devices("GPUSHARE_DEVICES", {value!r}, host.inventory, any_allowed=True)
+memory = ((None, model.Amount(1 << 30, None, "1Gi")),) if {limited} else ()
+assert placement.grant(model.Request("own", chosen, (), memory), host, placement.Ledger({{}}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "sharing", "limited", "loaded"),
+    [
+        ("any", "()", True, set()),
+        ("0", "()", False, set()),
+        ("any,model=A100", "()", True, {"conditions"}),
+        ("0", "(model.SharingRule(2),)", False, {"sharing"}),
+    ],
+)
+def test_placement_costs_only_who_uses_its_words(value: str, sharing: str, limited: bool, loaded: set[str]) -> None:
+    seen = modules(_GRANT.format(value=value, sharing=sharing, limited=limited))
+    assert {"sharing", "conditions"} & {name.rpartition(".")[2] for name in seen} == loaded
