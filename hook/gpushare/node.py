@@ -26,6 +26,7 @@ from .model import Config, Device, Inventory, Node, Policy, SharingRule
 
 SCHEMA = 3  # grows when the meaning of node.json changes
 FILE = "node.json"
+_TURN = "compile"  # beside it; who holds its lock compiles
 _DEVICES = ("devices", "mig")  # fields of Inventory that hold devices
 MAX_NODE_BYTES = 4 << 20
 PARTIAL_S = 60  # how long an inventory without memory sizes is good: NVML may answer by then
@@ -128,8 +129,9 @@ def load_node(config_path: str, state_dir: str) -> Node:
 
 
 def _compiled_once(config_path: str, state_dir: str) -> Node:
-    try:
-        turn = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:  # not the directory itself: any user of the host can open that, and then hold its lock for ever
+        turn = os.open(os.path.join(state_dir, _TURN), flags, 0o600)
     except OSError:
         return compile_node(config_path, state_dir)
     try:
@@ -171,7 +173,7 @@ def _write(state_dir: str, value: dict[str, Any]) -> None:
     """Atomically; a directory that cannot be written only costs time."""
     temporary = os.path.join(state_dir, f".{FILE}.{os.getpid()}")
     try:
-        os.makedirs(state_dir, mode=0o755, exist_ok=True)
+        os.makedirs(state_dir, mode=0o700, exist_ok=True)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError:
         return

@@ -69,7 +69,7 @@ def prepare(state_dir: str) -> None:
     if is_ready(state_dir):
         return
     try:
-        os.makedirs(state_dir, 0o755, exist_ok=True)
+        os.makedirs(state_dir, 0o700, exist_ok=True)  # below the mount: nobody else may take the lock
         fd = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
