@@ -79,9 +79,15 @@ demo: root build ## two containers share one simulated 16 GiB GPU
 # With the bundle: both ways in, every engine there is, command lines and refusals.
 DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_engines.py test_cli.py test_refused.py)
 
-test: root build gpu-programs dist lint $(TEST_SETUP) ## every test, after the linters; installs the engines that they start
-	@$(VENV_PYTHON) -m pytest -q --programs $(DIST) $(DIST_TESTS)
-	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+# Two workers: tests/lib/turns.py says what may run beside what. WORKERS=0: one process, one test after the other.
+WORKERS := 2
+SIDE_BY_SIDE := --numprocesses $(WORKERS) --dist loadgroup
+
+test: root build gpu-programs dist $(TEST_SETUP) ## the linters and every test; installs the engines that they start
+	@tests/tools/lint & lint=$$!; \
+	$(VENV_PYTHON) -m pytest -q --programs $(DIST) $(DIST_TESTS) || { wait $$lint || true; exit 1; }; \
+	wait $$lint
+	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the programs of the bundle
 	@$(VENV_PYTHON) -m pytest --programs $(DIST) tests/e2e $(PYTEST_ARGS)

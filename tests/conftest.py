@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lib import host, processes, rootfs
+from tests.lib import host, processes, rootfs, turns
 from tests.lib.runc import Container
 from tests.sim.simhost import make_simhost
 from tests.tools import nvidia_userland
@@ -28,6 +28,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.geteuid() == 0:
         host.enter_private_mounts()
         processes.become_subreaper()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(turns.group_of(item)))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Before a test's time limit begins: waiting for a turn is not its fault."""
+    with turns.Turn(turns.is_alone(item)):
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)

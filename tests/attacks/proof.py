@@ -32,6 +32,7 @@ DIRECTORIES = ("/usr/lib/gpushare", "/usr/local/cuda", "/run/gpushare")
 NAMES = {"/dev": ("nvidia",), "/usr/lib/x86_64-linux-gnu": ("libcuda", "libnvidia"), "/usr/bin": ("nvidia",)}
 CLEAN = ("/usr/bin/env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin")  # in the container
 MADE = "/dev/made-by-a-tenant"
+_MARK = "-- and what else there is"
 
 
 def walk(root: Path, contents: bool = True) -> dict[str, tuple[Any, ...]]:
@@ -52,9 +53,17 @@ def walk(root: Path, contents: bool = True) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+_sums: dict[tuple[int, ...], str] = {}  # of files as they were at one moment: identity, size, time of change
+
+
 def _checksum(path: str) -> str:
+    """Read again only when the file is another, or the kernel says that it was changed: nobody sets the ctime."""
     with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+        status = os.fstat(file.fileno())
+        key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        if key not in _sums or not status.st_size:  # what is in /proc has no size, and no time of change
+            _sums[key] = hashlib.sha256(file.read()).hexdigest()
+        return _sums[key]
 
 
 def host_state(node: Node, sentinel: Path) -> dict[str, Any]:
@@ -100,34 +109,39 @@ def require_refusal(error: RuntimeFailed, words: tuple[str, ...], by: str) -> st
 def require_share(node: Node, one: Container) -> None:
     """A program that takes all that it can get has exactly the share, by both libraries and by the device's books; only
     the granted nodes are there; limits are read-only and the host's."""
-    done = one.exec(*CLEAN, PYTHON, "/opt/grab.py")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer, sums, *nodes = _look(one, "sha256sum /usr/lib/gpushare/limits")
     assert "refused" not in answer, answer
     assert answer["total_bytes"] == answer["nvml_total_bytes"] == LIMIT, answer
     assert LIMIT // 2 < answer["got_bytes"] < LIMIT, answer
     namespace = os.stat(f"/proc/{one.pid}/ns/pid").st_ino
     assert judge.peak_bytes(node.driver_root, namespace) <= LIMIT
-    require_devices(one)
+    _require_devices(nodes)
     limits = node.state / "containers" / one.id / "share" / "limits"
-    seen = one.exec(*CLEAN, "/usr/bin/sha256sum", "/usr/lib/gpushare/limits").stdout.splitlines()[-1]
-    assert seen.split()[0] == _checksum(str(limits))
+    assert sums.split()[0] == _checksum(str(limits))
     assert limits.stat().st_mode & 0o777 == 0o444 and limits.stat().st_nlink == 1
 
 
 def require_no_gpu(one: Container) -> None:
     """It started, with limits, and its own driver does not work: CUDA says so, and nobody has more than a share."""
-    done = one.exec(*CLEAN, PYTHON, "/opt/grab.py")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]).keys() == {"refused"}, done.stdout
-    require_devices(one)
+    answer, *nodes = _look(one, ":")
+    assert answer.keys() == {"refused"}, answer
+    _require_devices(nodes)
 
 
-def require_devices(one: Container) -> None:
+def _look(one: Container, command: str) -> list[Any]:
+    """In the container: what grab.py says, the lines of `command`, and those that `_require_devices` wants."""
+    devices = f"ls -d /dev/nvidia[0-9]*; mknod {MADE} c 195 1 && (: <{MADE}) 2>&1; rm -f {MADE}"
+    script = f"{PYTHON} /opt/grab.py || exit 1; echo; echo {_MARK}; {command}; {devices}"
+    done = one.exec(*CLEAN, "/bin/sh", "-c", script)
+    lines = done.stdout.splitlines()
+    assert _MARK in lines, done.stderr
+    at = lines.index(_MARK)
+    return [json.loads([line for line in lines[:at] if line][-1]), *lines[at + 1 :]]
+
+
+def _require_devices(lines: list[str]) -> None:
     """Nodes of this container only: no other GPU, as a node or by making one. What denies is the cgroup (/dev is no
     nodev mount, and without a driver an open that is allowed says "No such device")."""
-    script = f"ls -d /dev/nvidia[0-9]*; mknod {MADE} c 195 1 && (: <{MADE}) 2>&1; rm -f {MADE}"
-    lines = one.exec(*CLEAN, "/bin/sh", "-c", script).stdout.splitlines()
     assert [line for line in lines if line.startswith("/dev/nvidia")] == ["/dev/nvidia0"], lines
     assert "Operation not permitted" in lines[-1], lines
 
