@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.lib import rootfs
 from tests.lib.host import TREE, Node
 from tests.lib.runc import Container
+from tests.soak import __main__
 from tests.soak.traces import CGROUPS, cgroups, left, look
 
 MINUTES = "0.4"  # half a minute with what comes around it
@@ -35,6 +36,12 @@ def test_soak_for_half_a_minute(tmp_path: Path) -> None:
         assert 0 < report["starts"][way]["p50_ms"] <= report["starts"][way]["p99_ms"]
     assert report["churn"]["killed runtime"] > 0 and report["tenants"]["killed"] > 0
     assert f"p50_ms': {report['starts']['hook']['p50_ms']}" in said
+
+
+def test_the_whole_form_has_all_its_starts_however_slow_the_machine_is() -> None:
+    whole = __main__.FULL_MINUTES
+    assert (whole, __main__.scaled(__main__.STARTS, whole), __main__.scaled(__main__.AT_ONCE, whole)) == (10, 1000, 100)
+    assert __main__.patience_s(whole) == float("inf")
 
 
 def test_soak_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:

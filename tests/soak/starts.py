@@ -29,8 +29,8 @@ def figures(values_ms: list[float]) -> dict[str, float]:
 
 
 def in_a_row(stage: Stage, count: int, seconds: float) -> dict[str, Any]:
-    """`count` containers, both ways in turn, each deleted before the next; no more of them after `seconds`. They have
-    one root file system, in which what a start adds would add up."""
+    """`count` containers, both ways in turn, each deleted before the next; no more of them after `seconds`, which may
+    be infinite. They have one root file system, in which what a start adds would add up."""
     stage.show.phase("starts in a row", count)
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     with ExitStack() as stack:
