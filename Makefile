@@ -81,7 +81,7 @@ DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_engines.py test_cli.py
 
 # Two workers: tests/lib/turns.py says what may run beside what. WORKERS=0: one process, one test after the other.
 WORKERS := 2
-SIDE_BY_SIDE := --numprocesses $(WORKERS) --dist loadgroup
+SIDE_BY_SIDE := --numprocesses $(WORKERS) --dist loadscope
 
 test: root build gpu-programs dist $(TEST_SETUP) ## the linters and every test; installs the engines that they start
 	@tests/tools/lint & lint=$$!; \

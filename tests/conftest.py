@@ -30,16 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
         processes.become_subreaper()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(turns.group_of(item)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return turns.scheduler(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Before a test's time limit begins: waiting for a turn is not its fault."""
-    with turns.Turn(turns.is_alone(item)):
+    with turns.Turn(turns.is_alone(item.nodeid)):
         return (yield)
 
 
