@@ -25,7 +25,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo dist test test-attacks test-asan test-tsan test-dist fuzz lint format bench gpu-check docs clean root
+.PHONY: help setup build demo dist test test-attacks test-asan test-tsan test-dist fuzz lint format bench gpu-check docs man clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -123,13 +123,26 @@ gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes b
 
 dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the host, and an archive of them
 
-docs: docs/config.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md ## write the generated pages of docs/
+docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md ## write the generated pages of docs/
 
 docs/config.md: hook/gpushare/config.py tests/tools/config_docs.py
 	$(VENV_PYTHON) tests/tools/config_docs.py >$@.new && mv $@.new $@
 
 docs/dialects.md: hook/gpushare/dialects/table.py tests/tools/dialect_docs.py
 	$(VENV_PYTHON) tests/tools/dialect_docs.py >$@.new && mv $@.new $@
+
+# What both are written from
+CLI_PAGES := $(wildcard hook/gpushare/cli/*.py) hook/gpushare/doctor/__init__.py hook/gpushare/errors.py \
+    tests/tools/commands.py tests/tools/config_docs.py
+
+docs/cli.md: tests/tools/cli_docs.py $(CLI_PAGES)
+	PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.cli_docs >$@.new && mv $@.new $@
+
+man: build/man/.complete ## write the manual pages to build/man
+
+build/man/.complete: tests/tools/man_pages.py $(CLI_PAGES) $(SETUP)
+	PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.man_pages build/man
+	@touch $@
 
 docs/hardware.md: tests/gpu/docs.py tests/gpu/checks.py $(wildcard tests/gpu/measured/*.json)
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.gpu.docs >$@.new && mv $@.new $@

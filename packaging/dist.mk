@@ -16,7 +16,7 @@ build/.setup-dist: $(SETUP) packaging/bootstrap
 	@touch $@
 
 # The archive's files have one owner, one order and the time of the last commit.
-$(DIST)/.complete: build/.setup-dist build/dist/boot $(LAUNCHERS) build/shim/libcuda.so build/shim/libnvidia-ml.so $(DIST_SOURCES) packaging/dist.mk
+$(DIST)/.complete: build/.setup-dist build/dist/boot $(LAUNCHERS) build/shim/libcuda.so build/shim/libnvidia-ml.so build/man/.complete $(DIST_SOURCES) packaging/dist.mk
 	@rm -rf $(DIST)
 	build/venv/bin/pyinstaller --noconfirm --log-level WARN --distpath build/dist --workpath build/dist/work packaging/gpushare.spec
 	tar -C build/dist --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$$(git log -1 --format=%ct 2>/dev/null || echo 0)" \

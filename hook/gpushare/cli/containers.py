@@ -12,7 +12,7 @@ from .. import log, names
 from ..dialects import device_name
 from ..quantity import human
 from . import facts
-from .options import Paths, with_format
+from .options import Paths, complete_ids, with_format
 from .output import BAR, Column, age, bar, is_tty, state_style, write_json, write_line, write_table
 
 _LIST = (
@@ -124,7 +124,7 @@ def plain(one: facts.Container) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("id", metavar="ID")
+@click.argument("id", metavar="ID", shell_complete=complete_ids)
 @with_format
 @click.pass_obj
 def inspect(paths: Paths, id: str, output: str) -> None:

@@ -107,12 +107,17 @@ def containers(state_dir: str) -> list[Container]:
     return found + [Container(damage.id, "damaged", damage.reason, None, (), ()) for damage in seen.damaged]
 
 
+def known(state_dir: str) -> list[str]:
+    """Ids of containers, and of those of which a refusal is kept."""
+    return sorted({one.id for one in containers(state_dir)} | set(log.known(state_dir)))
+
+
 def find(state_dir: str, text: str) -> str:
     """The id that `text` is or begins, among containers and refusals. Raises RequestError with the candidates."""
-    known = sorted({one.id for one in containers(state_dir)} | set(log.known(state_dir)))
-    if text in known:
+    everything = known(state_dir)
+    if text in everything:
         return text
-    matching = [name for name in known if name.startswith(text)] if text else []
+    matching = [name for name in everything if name.startswith(text)] if text else []
     if len(matching) == 1:
         return matching[0]
     if not matching:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import click
 
@@ -11,28 +10,30 @@ from .. import labels as features
 from ..engines.base import Change
 from ..engines.host import Host
 from . import facts
-from .options import Paths
-from .output import write_line
+from .options import Paths, with_format
+from .output import write, write_json, write_line
 
 
 @click.command()
 @click.option("--output", "path", default=features.FILE, show_default=True, metavar="FILE", help="Where it is written.")
 @click.option("--dry-run", is_flag=True, help="Print the file, write nothing.")
+@with_format
 @click.pass_obj
-def labels(paths: Paths, path: str, dry_run: bool) -> None:
+def labels(paths: Paths, path: str, dry_run: bool, output: str) -> None:
     """Tell Kubernetes how much memory this node has to share.
 
     Writes the feature file of node-feature-discovery. Run it again when devices or policy have changed.
     """
     text = features.feature_file(facts.host(paths))
-    if dry_run:
-        sys.stdout.write(text)
-        return
     path, host = os.path.abspath(path), Host()
-    before = host.read(path)
-    if before == text:
-        write_line("nothing to do")
-        return
-    change = Change(path, before, text)
-    host.write([change])
-    write_line(change.describe())
+    change = Change(path, host.read(path), text)
+    if change.before != text and not dry_run:
+        host.write([change])
+    if output == "json":
+        lines = (line.partition("=") for line in text.splitlines() if not line.startswith("#"))
+        action = None if change.before == text else change.action
+        write_json({"dry_run": dry_run, "file": path, "action": action, "features": {k: v for k, _, v in lines}})
+    elif dry_run:
+        write(text)
+    else:
+        write_line("nothing to do" if change.before == text else change.describe())

@@ -37,6 +37,7 @@ COMMANDS = {
     "uninstall": ("uninstall", "uninstall"),
     "refresh": ("node", "refresh"),
     "doctor": ("doctor", "doctor"),
+    "completion": ("completion", "completion"),
     "version": ("node", "version"),
 }
 
@@ -70,8 +71,17 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--config", default=names.CONFIG_PATH, show_default=True, metavar="FILE", help="Configuration file.")
-@click.option("--state", metavar="DIR", help=f"State directory.  [default: {names.STATE_DIR}]")
+@click.option(
+    "--config",
+    type=click.Path(),
+    default=names.CONFIG_PATH,
+    show_default=True,
+    metavar="FILE",
+    help="Configuration file.",
+)
+@click.option(
+    "--state", type=click.Path(file_okay=False), metavar="DIR", help=f"State directory.  [default: {names.STATE_DIR}]"
+)
 @with_no_color
 @click.option(
     "--version",

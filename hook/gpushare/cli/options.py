@@ -37,3 +37,16 @@ def with_format(command: Command) -> Command:
         "--format", "output", type=choice, default="table", show_default=True, help="For people, or for programs."
     )
     return option(with_no_color(command))
+
+
+def complete_ids(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """For `shell_complete` of an argument ID: containers and refusals. Whoever may not see them gets none; an error has
+    no place while somebody types."""
+    from .. import rootless
+    from . import facts
+
+    try:
+        state_dir = context.find_root().params.get("state") or rootless.state_dir()
+        return [name for name in facts.known(state_dir) if name.startswith(incomplete)]
+    except Exception:
+        return []

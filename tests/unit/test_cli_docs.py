@@ -1,0 +1,195 @@
+"""What docs/cli.md and the manual pages say is what the commands do."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from gpushare import doctor, errors, log, node
+from gpushare.cli import main as cli_main
+from gpushare.cli import runtime
+from gpushare.cli.main import COMMANDS, group
+from gpushare.errors import CapacityError
+
+from tests.lib.host import TREE
+from tests.tools import cli_docs, man_pages
+from tests.tools.commands import EXAMPLES, EXIT_CODES, JSON, Command, walk
+from tests.unit import pure
+from tests.unit.clihost import GIB, charge
+
+EVERYTHING = list(walk())
+LEAVES = [command for command in EVERYTHING if not command.subcommands()]
+# What prints no table: it becomes a program, and it prints a script
+WITHOUT_FORMAT = {"run", "completion"}
+
+
+def test_page_is_generated() -> None:
+    assert (TREE / "docs" / "cli.md").read_text() == cli_docs.text(), "run `make docs`"
+
+
+def test_all_commands_are_walked() -> None:
+    assert {command.words[0] for command in EVERYTHING if command.words} == set(COMMANDS)
+    assert {"runtime configure", "config show"} <= {command.name for command in LEAVES}
+
+
+@pytest.mark.parametrize("command", LEAVES, ids=lambda command: command.name)
+def test_every_command_has_the_common_options(command: Command) -> None:
+    options = {option for one in command.click.params for option in one.opts}
+    assert ({"--format", "--no-color"} <= options) == (command.name not in WITHOUT_FORMAT)
+    assert (command.name in JSON) == (command.name not in WITHOUT_FORMAT)
+
+
+@pytest.mark.parametrize("command", EVERYTHING, ids=lambda command: command.name or "gpushare")
+def test_every_help_is_whole(command: Command, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli_main([*command.words, "--help"]) == 0
+    text, error = capfd.readouterr()
+    assert error == "" and max(map(len, text.splitlines())) <= 80 and "..." not in text.replace("]...", "")
+    assert command.paragraphs()[0].endswith(".") and all(text for _, text in command.options())
+
+
+def test_examples_are_command_lines_that_parse() -> None:
+    assert set(EXAMPLES) <= {command.name for command in LEAVES}
+    for name, lines in EXAMPLES.items():
+        for line, what in lines:
+            words = shlex.split(line)
+            assert words[0] == "gpushare" and line.startswith(f"gpushare {name}") and what
+            parse(group, words[1:], None)
+
+
+def parse(command: click.Command, words: list[str], parent: click.Context | None) -> None:
+    """Raises UsageError; no command is carried out."""
+    context = command.make_context("x", list(words), parent)
+    if isinstance(command, click.Group):
+        name, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        assert found is not None and name is not None
+        parse(found, rest, context)
+
+
+def keys(value: Any, documented: set[str], prefix: str = "") -> Iterator[str]:
+    """Keys of all objects; below those that are documented with keys of their own also theirs."""
+    for one in value if isinstance(value, list) else [value]:
+        for key, item in one.items() if isinstance(one, dict) else ():
+            yield prefix + key
+            if any(known.startswith(f"{prefix}{key}.") for known in documented):
+                yield from keys(item, documented, f"{prefix}{key}.")
+
+
+@pytest.fixture
+def world(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """A host on which every command has something to say: world(words) -> its JSON."""
+    charge(start("c1", pure.share(0, 0, GIB)), 0, 1, GIB)
+    (state / "containers" / "half").mkdir()
+    log.record(str(state), "gone", "gpushare: no room", CapacityError("no room"))
+    monkeypatch.setattr(node, "compile_node", lambda config, directory, write=True: pure.node())
+    monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:1])
+    root = tmp_path / "root"
+    (root / "usr/bin").mkdir(parents=True)
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    (bundle / "config.json").write_text('{"root": {"path": "x"}, "process": {"env": []}}')
+    (tmp_path / "config.yaml").write_text("version: 1\n")
+    monkeypatch.setattr(runtime, "check_program", lambda path: path)
+    monkeypatch.setattr(runtime, "foreign_owners", lambda paths: [])
+    more = {
+        "top": ["--once"],
+        "inspect": ["c1"],
+        "explain": [str(bundle)],
+        "prune": ["--dry-run"],
+        "labels": ["--dry-run"],
+        "uninstall": ["--dry-run", "--force", "--root", str(root)],
+        "runtime status": ["--root", str(root)],
+        "runtime configure": ["docker", "--dry-run", "--root", str(root)],
+    }
+
+    def ask(name: str) -> Any:
+        words = [*name.split(), *more.get(name, [])]
+        code, text, error = cli("--config", str(tmp_path / "config.yaml"), *words, "--format", "json")
+        assert code == 0, error
+        return json.loads(text)
+
+    return ask
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_keys_of_json_are_those_that_are_documented(world: Callable[..., Any], name: str) -> None:
+    """Both ways: none is missing in the page, none in the answer."""
+    documented = set(JSON[name][1])
+    found = set(keys(world(name), documented))
+    bases = {
+        "inspect": [("", "list")],
+        "top": [("containers.", "list"), ("devices.", "devices")],
+    }
+    inherited = {f"{prefix}{key}" for prefix, base in bases.get(name, []) for key in JSON[base][1]}
+    if name == "explain":  # nothing is asked here, so there is no plan to look into
+        documented -= {key for key in documented if key.startswith("plan.")}
+    if name == "inspect":
+        found -= {key for key in found if key.startswith("shares.")}
+    assert found - inherited == documented, sorted(found ^ documented)
+
+
+def test_exit_codes_are_all_there() -> None:
+    codes = {value.exit_code for value in vars(errors).values() if isinstance(value, type)}
+    assert codes | {0, 2, 126, 127, 128} == {code for code, _, _ in EXIT_CODES}
+
+
+# Manual pages
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return man_pages.write(tmp_path_factory.mktemp("man"))
+
+
+def test_there_is_a_page_for_each_command(pages: list[Path]) -> None:
+    assert {page.stem for page in pages} == {"-".join(("gpushare", *command.words)) for command in EVERYTHING}
+
+
+def test_groff_has_nothing_to_say(pages: list[Path]) -> None:
+    for page in pages:
+        done = subprocess.run(["groff", "-man", "-Tutf8", "-ww", "-z", page], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), page.name
+
+
+def test_pages_have_a_name_that_apropos_finds(pages: list[Path]) -> None:
+    for page in pages:
+        done = subprocess.run(["lexgrog", page], capture_output=True, text=True)
+        assert done.returncode == 0 and f'"{page.stem} - ' in done.stdout, done
+
+
+def test_pages_as_man_shows_them(pages: list[Path]) -> None:
+    def shown(name: str) -> str:
+        (page,) = (page for page in pages if page.stem == name)
+        environment = {"PATH": "/usr/bin:/bin", "MANWIDTH": "100", "LC_ALL": "C.UTF-8"}
+        done = subprocess.run(["man", "--warnings", "-l", page], capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    text = shown("gpushare-run")
+    assert "       gpushare run [OPTIONS] [--] COMMAND [ARG]..." in text
+    assert "       --memory SIZE\n" in text and "gpushare run --memory 4Gi --compute 30% -- python train.py" in text
+    text = shown("gpushare")
+    for command in LEAVES:
+        assert f"       {command.name}" in text and f"gpushare-{'-'.join(command.words)}(1)" in text
+
+
+def test_pages_of_commands_that_are_gone_go(tmp_path: Path) -> None:
+    (tmp_path / "man1").mkdir()
+    for name in ("gpushare-old.1", "other.1"):
+        (tmp_path / "man1" / name).write_text("")
+    man_pages.write(tmp_path)
+    names = {path.name for path in (tmp_path / "man1").iterdir()}
+    assert "gpushare-old.1" not in names and {"other.1", "gpushare-list.1"} <= names
+
+
+def test_text_cannot_become_a_request() -> None:
+    assert man_pages.escaped(".TH x") == "\\&.TH x"
+    assert man_pages.escaped("'so /etc/passwd").startswith("\\(aq") and man_pages.escaped("a\\b") == "a\\eb"
