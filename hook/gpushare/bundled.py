@@ -35,6 +35,10 @@ def main() -> None:
         from . import runtime
 
         os._exit(runtime.main())
+    from .light import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `cli` handles it: no traceback
     os.environb.clear()
     os.environb.update(lowlevel.environment())
     from .cli import main as cli

@@ -122,8 +122,9 @@ def test_without_a_driver_containers_are_shown(
 
 
 def test_it_says_what_it_cannot_read(cli: Callable[..., Any], state: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    code, text, error = cli("--state", str(tmp_path / "file"), "top", "--once")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "containers").write_text("")
+    code, text, error = cli("--state", str(tmp_path / "other"), "top", "--once")
     assert (code, text) == (71, "") and error.count("\n") == 1 and "Not a directory" in error
     assert cli("top", "--interval", "0")[0] == 2
     assert cli("top", "--sort", "colour")[0] == 2
@@ -205,12 +206,12 @@ def test_columns_leave_in_their_order_where_it_is_narrow() -> None:
 def test_screen_follows_keys_and_size_and_is_given_back(three: Path) -> None:
     with Terminal(program(three, "top", "--interval", "60"), 100, 24) as one:
         before = one.modes
-        text = one.expect("q quit")
+        text = one.expect("q quit")  # the last line that is drawn
         assert names_in(text) == ["big", "hungry", "old"] and "by memory" in text
         assert len(text.splitlines()) == 24 and "░" in text
         assert one.modes_now() != before  # keys arrive one at a time
         one.press("n", "r")
-        assert names_in(one.expect("by name, reversed")) == ["old", "hungry", "big"]
+        one.expect(lambda text: "by name, reversed" in text and names_in(text) == ["old", "hungry", "big"])
         one.press("right")
         one.expect("by memory, reversed")
         one.resize(70, 12)

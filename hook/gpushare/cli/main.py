@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -16,6 +18,7 @@ from .options import Paths, with_no_color
 
 PROGRAM = "gpushare"
 COMPLETE = "_GPUSHARE_COMPLETE"  # the variable by which a shell asks for completions; see completion.py
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # write(2)
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 # command -> module of this package, and its name there. Only the one that is asked for is loaded: `gpushare run` is
@@ -73,14 +76,17 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--config",
-    type=click.Path(),
+    type=click.Path(readable=False),
     default=names.CONFIG_PATH,
     show_default=True,
     metavar="FILE",
     help="Configuration file.",
 )
 @click.option(
-    "--state", type=click.Path(file_okay=False), metavar="DIR", help=f"State directory.  [default: {names.STATE_DIR}]"
+    "--state",
+    type=click.Path(file_okay=False, readable=False),
+    metavar="DIR",
+    help=f"State directory.  [default: {names.STATE_DIR}]",
 )
 @with_no_color
 @click.option(
@@ -100,6 +106,10 @@ def group(context: click.Context, config: str, state: Optional[str]) -> None:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs one command; returns its exit code, which docs/cli.md explains. Whatever happens, no traceback."""
     _open_standard_files()
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_DFL:  # as our programs begin, so that Ctrl-C before this line leaves no traceback either
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = 0
     try:
         code = _run(argv)
         sys.stdout.flush()
@@ -112,11 +122,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
         _forget_output()
+    finally:
+        signal.signal(signal.SIGINT, before)
     return code
 
 
 def _run(argv: Optional[Sequence[str]]) -> int:
-    """Raises BrokenPipeError. click's own `main` is not used: it makes an exit code of 1 of that."""
+    """Raises BrokenPipeError (click's own `main` would make an exit code of 1 of it), and OSError when standard output
+    cannot be written."""
     try:
         wanted = os.environ.get(COMPLETE)
         if wanted:
@@ -144,6 +157,8 @@ def _run(argv: Optional[Sequence[str]]) -> int:
     except PermissionError as error:
         return _fail(GpushareError(f"{error.filename!r}: {error.strerror}", "run as root"))
     except OSError as error:
+        if error.filename is None and error.errno in _OF_OUTPUT:
+            raise
         return _fail(GpushareError(f"{error.filename!r}: {error.strerror}") if error.filename else error)
     except Exception as error:
         return _fail(error)

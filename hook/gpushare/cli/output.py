@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
-from ..errors import GpushareError
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -87,17 +85,11 @@ def printable(text: str) -> str:
 
 
 def write(text: str, now: bool = False) -> None:
-    """Text as it is; `now`: whoever reads gets it at once. Raises BrokenPipeError when nobody reads on, GpushareError
-    when it cannot be written."""
-    try:
-        encoding = sys.stdout.encoding
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        if now:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise GpushareError(f"standard output: {error.strerror}") from None
+    """Text as it is; `now`: whoever reads gets it at once. Raises OSError, which `main` knows."""
+    encoding = sys.stdout.encoding
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    if now:
+        sys.stdout.flush()
 
 
 def write_json(value: Any) -> None:

@@ -1,0 +1,239 @@
+"""Whatever is wrong around a command is said in one line: no traceback, and no "internal error": that is for bugs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare.cli import main, output
+
+from tests.lib.host import BIN
+from tests.unit import pure
+from tests.unit.clihost import GIB
+
+# Each looks at the state directory, and none needs a driver that is there
+COMMANDS = [
+    ["list"],
+    ["top", "--once"],
+    ["inspect", "c1"],
+    ["devices"],
+    ["prune", "--dry-run"],
+    ["prune"],
+    ["refresh"],
+    ["doctor"],
+    ["config", "show"],
+    ["explain", "/"],
+    ["labels", "--dry-run"],
+    ["runtime", "status"],
+    ["uninstall", "--dry-run"],
+]
+IDS = [" ".join(command) for command in COMMANDS]
+
+
+def said_well(command: list[str], code: int, text: str, error: str) -> None:
+    """What every end of a command has in common."""
+    everything = text + error
+    assert "Traceback" not in everything and "internal error" not in everything, everything
+    assert 0 <= code < 128, code
+    lines = error.splitlines()
+    assert all(line.startswith("gpushare: ") for line in lines), error
+    if code and command[0] not in ("doctor",):  # whose rows say it
+        assert len(lines) == 1 and text == "", (code, everything)
+
+
+@pytest.mark.parametrize("format_", ["table", "json"])
+@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
+@pytest.mark.parametrize(
+    "fault", ["missing", "file", "broken folders", "loop", "config is a directory", "config is binary"]
+)
+def test_places_that_are_not_what_they_should_be(
+    command: list[str], format_: str, fault: str, tmp_path: Path, capfd: Any
+) -> None:
+    state, config = tmp_path / "a-state", tmp_path / "config.yaml"
+    config.write_text(f"version: 1\ndriver: {{root: {tmp_path}}}\n")
+    if fault == "file":
+        state.write_text("")
+    elif fault == "broken folders":
+        state.mkdir()
+        for name in ("containers", "errors", "trash", "lock", "node.json", "devices"):
+            (state / name).mkdir() if name in ("lock", "node.json") else (state / name).write_text("")
+    elif fault == "loop":
+        state.symlink_to(state)
+    elif fault == "config is a directory":
+        config.unlink()
+        config.mkdir()
+    elif fault == "config is binary":
+        config.write_bytes(b"\xff\xfe\x00\x01" * 10)
+    code = main(["--config", str(config), "--state", str(state), *command, "--format", format_])
+    text, error = capfd.readouterr()
+    said_well(command, code, text, error)
+    subprocess.run(["umount", "--recursive", "--lazy", state], capture_output=True)
+
+
+LEASES: dict[str, Callable[[Path], Any]] = {
+    "empty": lambda path: path.write_text(""),
+    "text": lambda path: path.write_text("no lease"),
+    "binary": lambda path: path.write_bytes(bytes(range(256)) * 100),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "large": lambda path: path.write_text('{"a": "' + "x" * (2 << 20) + '"}'),
+    "array": lambda path: path.write_text("[]"),
+    "object": lambda path: path.write_text("{}"),
+    "number": lambda path: path.write_text("1e999"),
+    "directory": lambda path: path.mkdir(),
+    "fifo": lambda path: os.mkfifo(path),
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "loop": lambda path: path.symlink_to(path),
+}
+LOOKING = [command for command in COMMANDS if command[0] in ("list", "top", "inspect", "devices", "prune", "doctor")]
+
+
+@pytest.mark.parametrize("content", LEASES)
+def test_lease_that_cannot_be_read_is_shown_as_damaged(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path, content: str
+) -> None:
+    start("good", pure.share(0, 0, GIB))
+    start("c1", pure.share(0, 0, GIB))
+    path = state / "containers" / "c1" / "lease.json"
+    path.unlink()
+    LEASES[content](path)
+    for command in LOOKING:
+        if command != ["prune"]:
+            said_well(command, *cli(*command))
+    states = {one["id"]: one["state"] for one in json.loads(cli("list", "--format", "json")[1])}
+    assert states == {"good": "running", "c1": "damaged"}
+
+
+@pytest.mark.parametrize(
+    "field", ["state", "shares", "created", "init_pid", "boot_id", "driver_version", "bundle", "id"]
+)
+@pytest.mark.parametrize("value", [None, "x\x1b[31m", -1, [], {}, 1e308], ids=repr)
+def test_lease_with_a_field_that_makes_no_sense(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path, field: str, value: Any
+) -> None:
+    start("c1", pure.share(0, 0, GIB))
+    path = state / "containers" / "c1" / "lease.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    for command in (["list"], ["top", "--once"], ["inspect", "c1"], ["devices"], ["prune", "--dry-run"]):
+        code, text, error = cli(*command)
+        said_well(command, code, text, error)
+        assert "\x1b" not in text + error
+
+
+def run(command: list[str], state: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    words = [str(BIN / "gpushare"), "--state", str(state), *command]
+    return subprocess.run(words, text=True, stderr=subprocess.PIPE, env={"PATH": os.environ["PATH"]}, **options)
+
+
+@pytest.mark.parametrize(
+    "command", [["list"], ["top", "--once"], ["config", "show"], ["doctor"], ["--help"]], ids=" ".join
+)
+def test_output_that_cannot_be_written(tmp_path: Path, command: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = run(command, tmp_path, stdout=full)
+    assert (done.returncode, done.stderr) == (1, "gpushare: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    "command", [["list"], ["top", "--once"], ["config", "show"], ["doctor"], ["--help"]], ids=" ".join
+)
+def test_reader_that_has_gone(tmp_path: Path, command: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run(command, tmp_path, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", ["0<&-", ">&-", "2>&-", "0<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["list", "config show", "top --once", "nothing", "--help"])
+def test_standard_files_that_are_closed(tmp_path: Path, closed: str, command: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" --state "$1" {command} {closed}', BIN / "gpushare", tmp_path / "none"],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert done.returncode == (2 if command == "nothing" else 0), done
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert (done.stderr == "") == (command != "nothing" or "2>&-" in closed)
+
+
+def test_words_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    output.write_line(f"é → {output.bar(3, 4)}")
+    sys.stdout.flush()
+    assert written.getvalue() == b"\xe9 \\u2192 #######...  75%\n"
+
+
+def points(command: list[str], state: Path, tmp_path: Path) -> int:
+    """How often the program opens a file."""
+    log = tmp_path / "strace"
+    words = [
+        "strace",
+        "-f",
+        "-o",
+        str(log),
+        "-e",
+        "trace=openat",
+        str(BIN / "gpushare"),
+        "--state",
+        str(state),
+        *command,
+    ]
+    subprocess.run(words, check=True, capture_output=True)
+    return log.read_text().count("openat(")
+
+
+def test_ctrl_c_at_any_point(tmp_path: Path) -> None:
+    """SIGINT at every seventh file that is opened, from the interpreter's own to the last."""
+    state = tmp_path / "none"
+    count = points(["list"], state, tmp_path)
+    assert count > 50
+    codes = set()
+    for number in range(5, count + 1, 7):
+        inject = f"inject=openat:signal=INT:when={number}"
+        words = ["strace", "-f", "-o", "/dev/null", "-e", "trace=openat", "-e", inject, str(BIN / "gpushare")]
+        done = subprocess.run([*words, "--state", str(state), "list"], capture_output=True, text=True)
+        assert done.stderr == "", (number, done)
+        codes.add(done.returncode)
+    assert codes <= {0, 130, -signal.SIGINT} and codes & {130, -signal.SIGINT}
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    """As with nohup, or in the background of a script."""
+    inject = "inject=openat:signal=INT:when=60"
+    words = ["strace", "-f", "-o", "/dev/null", "-e", "trace=openat", "-e", inject, str(BIN / "gpushare"), "list"]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
+def test_user_without_rights(command: list[str], state: Path, tmp_path: Path) -> None:
+    """Over root's state directory. `env -i`: no session of his own either."""
+    words = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", str(BIN / "gpushare")]
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder != Path("/tmp") and str(folder).startswith("/tmp/"):
+            folder.chmod(0o755)
+    for state_dir in (state, Path("/run/user/12345/gpushare")):
+        done = subprocess.run(
+            [*words, "--state", str(state_dir), *command],
+            capture_output=True,
+            text=True,
+            env={"PATH": os.environ["PATH"]},
+        )
+        said_well(command, done.returncode, done.stdout, done.stderr)
+        if state_dir == state and command[0] in ("list", "top", "inspect"):
+            assert done.returncode and "run as root" in done.stderr
