@@ -1,7 +1,7 @@
 """Limits that change while their container lives. Not on the start path, but for what a killed change has left.
 
     change(state_dir, id, decide)  a new lease.json and limits file, as one change; the caller does not hold the lock
-    settled(state_dir, leases)     leases without what was given back by now; the caller holds the lock
+    settled(state_dir, leases)     leases without what was given back by now
     unfinished, finish             a change that was killed; the caller of `finish` holds the lock
     store(fd, shares)              the limits file alone
 
@@ -42,7 +42,7 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
     with leases.locked(state_dir):
         finish(state_dir)
         seen = leases.view(state_dir)
-        live = settled(state_dir, seen.live)
+        live = settled(state_dir, seen.live, keep=not dry_run)
         before = _running(container_id, live, seen)
         after = before._replace(shares=_kept(before.shares, decide(before, live, seen)))
         if after.shares != before.shares:
@@ -58,7 +58,7 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
                 os.close(fd)
         used = _used(state_dir, after)
         if not dry_run and after.shares != before.shares:
-            after = _settle(state_dir, after, used)
+            after = _settled(state_dir, after, used)
             _unmark(state_dir)
         return Changed(before, after, used)
 
@@ -98,27 +98,30 @@ def _more(share: Share, held_bytes: int) -> int:
 # What was given back
 
 
-def settled(state_dir: str, live: Iterable[Lease]) -> tuple[Lease, ...]:
+def settled(state_dir: str, live: Iterable[Lease], keep: bool = True) -> tuple[Lease, ...]:
     """What was held above a lowered limit is free as far as the container says so: its shim would not have taken more
-    by the old limit either. What cannot be read is not free. The caller holds the lock."""
+    by the old limit either. What cannot be read is not free. With `keep` it is written down, and the caller holds the
+    lock; without it is only to show."""
     return tuple(
-        _settle(state_dir, lease, _used(state_dir, lease)) if any(s.draining_bytes for s in lease.shares) else lease
-        for lease in live
+        _settled(state_dir, lease, _used(state_dir, lease), keep) if _drains(lease) else lease for lease in live
     )
 
 
-def _settle(state_dir: str, lease: Lease, used: Optional[tuple[int, ...]]) -> Lease:
-    """Writes down what is still held above the limits."""
+def _drains(lease: Lease) -> bool:
+    return any(share.draining_bytes for share in lease.shares)
+
+
+def _settled(state_dir: str, lease: Lease, used: Optional[tuple[int, ...]], keep: bool = True) -> Lease:
+    """What is still held above the limits, and no more than was held before."""
     if used is None:
         return lease
     shares = tuple(
         share._replace(draining_bytes=_more(share, min(share.draining_bytes, used[share.slot])))
         for share in lease.shares
     )
-    if shares == lease.shares:
-        return lease
     after = lease._replace(shares=shares)
-    leases.rewrite(state_dir, after)
+    if keep and after != lease:
+        leases.rewrite(state_dir, after)
     return after
 
 

@@ -219,6 +219,7 @@ def test_every_field_is_described(tmp_path: Path) -> None:
     decision.refused(path, "web", "hook", RequestError("GPUSHARE_MEMORY=x"))
     decision.released(path, lease(), "prune")
     decision.withheld(path, "web", ["x"])
+    decision.changed(path, lease())
     fields = {key for line in Path(path).read_text().splitlines() for key in logfmt(line)}
     text = (TREE / "docs" / "log.md").read_text()
     assert [key for key in fields if f"`{key}`" not in text and f"`{key}=`" not in text] == []

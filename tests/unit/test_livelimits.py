@@ -345,6 +345,10 @@ def test_what_is_still_held_is_not_free(held: Callable[..., Lease], state: str) 
     with pytest.raises(CapacityError, match="7 GiB free of 16 GiB, held by c1 \\(9 GiB\\)"):
         reserve(state, 12 * GIB)
     use(state, 5 * GIB)
+    before = leases.find(state, "c1")
+    assert before is not None
+    (shown,) = livelimits.settled(state, (before,), keep=False)
+    assert shown.shares[0].draining_bytes == 5 * GIB and leases.find(state, "c1") == before  # only shown
     with pytest.raises(CapacityError, match="11 GiB free"):
         reserve(state, 12 * GIB)
     use(state, 8 * GIB)  # what it once gave back it does not get again

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .. import leases, placement
+from .. import leases, livelimits, placement
 from ..dialects import device_name
 from ..ledger import capacity_percent
 from ..model import Device, Node
@@ -37,7 +37,8 @@ def devices(paths: Paths, output: str) -> None:
     """GPUs of this host and their MIG devices: who has how much."""
     host = facts.host(paths)
     seen = leases.view(paths.state_dir)
-    ledger = placement.ledger_of(seen.live, host.config.policy, seen.blocked(host))
+    live = livelimits.settled(paths.state_dir, seen.live, keep=False)
+    ledger = placement.ledger_of(live, host.config.policy, seen.blocked(host))
     found = listed(host, ledger)
     if output == "json":
         write_json(found)

@@ -13,6 +13,7 @@ from .. import (
     applied,
     driverfiles,
     leases,
+    livelimits,
     names,
     node,
     oci,
@@ -148,7 +149,8 @@ def _lease(
     if asked.selection.kind == "none":
         return None, ()
     seen = leases.view(state_dir)
-    others = tuple(lease for lease in seen.live if lease.bundle != bundle.path)
+    live = livelimits.settled(state_dir, seen.live, keep=False)
+    others = tuple(lease for lease in live if lease.bundle != bundle.path)
     policy.refuse_second(asked, bundle, others)
     ledger = placement.ledger_of(others, host.config.policy, seen.blocked(host))
     shares = placement.grant(asked, host, ledger)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple, Optional
 
-from .. import leases, node, placement, region
+from .. import leases, livelimits, node, placement, region
 from ..errors import GpushareError
 from ..model import Node
 from . import containers, devices, facts
@@ -96,7 +96,8 @@ class Sampler:
         if self._host is None:
             return ()
         seen = leases.view(self._paths.state_dir)
-        ledger = placement.ledger_of(seen.live, self._host.config.policy, seen.blocked(self._host))
+        live = livelimits.settled(self._paths.state_dir, seen.live, keep=False)
+        ledger = placement.ledger_of(live, self._host.config.policy, seen.blocked(self._host))
         uses = [use for one in found if one.state != "dead" for use in one.uses]
         return tuple(
             {**one, **_used([use for use in uses if use.share.device.uuid == one["uuid"]])}

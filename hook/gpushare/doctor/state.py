@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from .. import changes, leases, log, names, node, storage
+from .. import changes, leases, livelimits, log, names, node, storage
 from .base import FAIL, OK, WARN, Machine, Result, no_driver
 
 _RECENT_S = 24 * 3600
@@ -38,6 +38,8 @@ def stale_leases(machine: Machine) -> Result:
             FAIL, f"{what}; its devices get no new leases", "if these containers are gone: gpushare prune --assume-free"
         )
     left = [names.short(lease.id) for lease, _ in seen.dead] + list(map(names.short, seen.partial))
+    half = livelimits.unfinished(machine.state_dir)
+    left += [] if half is None else [f"a change of limits of {names.short(half)}"]
     trash = storage.trash(machine.state_dir)
     held = f"{len(seen.live)} {'container holds' if len(seen.live) == 1 else 'containers hold'} a share"
     if left or trash:
