@@ -26,7 +26,8 @@ _LIST = (
     Column("state", style=state_style),
     Column("age", right=True),
 )
-_COMMAND = Column("command")  # of programs that `gpushare run` started, when there are any
+# When any of them has one: why it is dead or damaged, and the program that `gpushare run` started
+_NOTE, _COMMAND = Column("note"), Column("command")
 
 
 @click.command("list")
@@ -44,11 +45,17 @@ def list_(paths: Paths, output: str) -> None:
     if not found and is_tty():
         write_line("no container has a share of a GPU")
         return
-    rows = [(*row, _command(one) or "-") for one in found for row in _rows(one)]
-    if any(_command(one) for one in found):
-        write_table((*_LIST, _COMMAND), rows)
-    else:
-        write_table(_LIST, [row[:-1] for row in rows])
+    more = [(_COMMAND, _command)] if is_tty() else [(_NOTE, _note), (_COMMAND, _command)]
+    more = [(column, text) for column, text in more if any(text(one) for one in found)]
+    rows = [(*row, *(text(one) or "-" for _, text in more)) for one in found for row in _rows(one)]
+    write_table((*_LIST, *(column for column, _ in more)), rows)
+    notes = [f"{names.short(one.id)}: {_note(one)}" for one in found if _note(one)] if is_tty() else []
+    for line in ["", *notes] if notes else ():  # too long for a table that a person looks at
+        write_line(line)
+
+
+def _note(one: facts.Container) -> str:
+    return one.note if one.state in ("dead", "damaged") else ""
 
 
 def _command(one: facts.Container) -> str:
@@ -59,7 +66,6 @@ def _command(one: facts.Container) -> str:
 def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
     created = age(time.time() - one.lease.created) if one.lease else "-"
     name, count = names.short(one.id), str(len(one.slots))
-    state = f"{one.state}: {one.note}" if one.state in ("dead", "damaged") and one.note else one.state
     rows = [
         (
             name,
@@ -69,12 +75,12 @@ def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
             bar(use.used_bytes, use.limit_bytes),
             compute_text(use),
             count,
-            state,
+            one.state,
             created,
         )
         for use in one.uses
     ]
-    return rows or [(name, "-", "-", "-", "", "-", count, state, created)]
+    return rows or [(name, "-", "-", "-", "", "-", count, one.state, created)]
 
 
 def limit_text(use: facts.Use) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BAR_CELLS = 10
+_FOLDED = 20  # characters that a column which folds should have at least
 _FULL, _HIGH = 90, 75  # percent from which a bar is red, or yellow
 _STATES = {
     **dict.fromkeys(("running", "open", "ok", "configured", "valid"), "green"),
@@ -116,9 +117,10 @@ def write_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def _shown(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
-    """All of them on a terminal that has room for them."""
+    """All of them on a terminal that has room for them, those that fold being as narrow as that makes sense."""
     everything = list(range(len(columns)))
-    if is_tty() and sum(widths) + 2 * (len(columns) - 1) <= shutil.get_terminal_size().columns:
+    needed = sum(min(width, _FOLDED) if column.folds else width for column, width in zip(columns, widths))
+    if is_tty() and needed + 2 * (len(columns) - 1) <= shutil.get_terminal_size().columns:
         return everything
     return [n for n in everything if not columns[n].only_tty]
 

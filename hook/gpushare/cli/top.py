@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from . import output, topscreen
 from .options import Paths, with_format
 from .sample import Sample, Sampler
-from .topscreen import CONTAINERS, SORTS, View
+from .topscreen import CONTAINERS, DEVICES, SORTS, Cell, View
 
 _KEYS = {key: word for word, (key, _) in SORTS.items()}
 _SCROLL = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -(1 << 30), "end": 1 << 30}
@@ -60,13 +62,26 @@ def _print_json(sample: Sample, _: View) -> None:
 
 
 def _print(sample: Sample, view: View) -> None:
-    """The same columns as on a screen; bars only on a terminal."""
+    """On a terminal what a screen would show, in a pipe all columns of containers but bars, and nothing else."""
     lines = topscreen.in_order(sample, view)
-    if not lines and output.is_tty():
-        output.write_line("no container has a share of a GPU")
-        return
-    output.write_table([cell.column for cell in CONTAINERS], topscreen.rows_of(CONTAINERS, lines))
+    if output.is_tty():
+        _write(DEVICES, sample.devices)
+        if sample.devices:
+            output.write_line()
+        if not lines:
+            output.write_line("no container has a share of a GPU")
+            return
+    _write(CONTAINERS, lines)
     output.write("", now=True)
+
+
+def _write(cells: Sequence[Cell], values: Sequence[Any]) -> None:
+    if not values and output.is_tty():
+        return
+    rows = topscreen.rows_of(cells, values)
+    width = shutil.get_terminal_size().columns
+    keep = topscreen.fitting(cells, rows, width) if output.is_tty() else range(len(cells))
+    output.write_table([cells[n].column for n in keep], [[row[n] for n in keep] for row in rows])
 
 
 def _watch(sampler: Sampler, view: View, interval: float) -> int:

@@ -75,37 +75,36 @@ def _throttled(line: Line) -> str:
     return "-" if line.throttled_percent is None else f"{line.throttled_percent:.0f}%"
 
 
-def _state(line: Line) -> str:
-    one = line.container
-    return f"{one.state}: {one.note}" if one.state in ("dead", "damaged") and one.note else one.state
+def _age(line: Line) -> str:
+    return age(time.time() - _created(line)) if line.container.lease else "-"
 
 
 CONTAINERS = (
     Cell(Column("container"), lambda line: names.short(line.container.id)),
-    Cell(Column("device", True), lambda line: device_name(line.use.share.device) if line.use else "-"),
+    Cell(Column("device", True), lambda line: device_name(line.use.share.device) if line.use else "-", 3),
     Cell(Column("memory used", True), lambda line: human(line.use.used_bytes) if line.use else "-"),
-    Cell(Column("limit", True), lambda line: limit_text(line.use) if line.use else "-"),
-    Cell(BAR, lambda line: bar(line.use.used_bytes, line.use.limit_bytes) if line.use else "", 1),
+    Cell(Column("limit", True), lambda line: limit_text(line.use) if line.use else "-", 1),
+    Cell(BAR, lambda line: bar(line.use.used_bytes, line.use.limit_bytes) if line.use else "", 5),
     Cell(Column("compute", True), lambda line: compute_text(line.use) if line.use else "-"),
-    Cell(BAR, _of_limit, 5),
-    Cell(Column("throttled", True), _throttled),
-    Cell(Column("refused", True), lambda line: str(line.use.refused) if line.use else "-", 4),
-    Cell(Column("processes", True), lambda line: str(len(line.container.slots)), 3),
-    Cell(Column("state", style=state_style), _state),
-    Cell(Column("age", True), lambda line: age(time.time() - _created(line)) if line.container.lease else "-", 2),
+    Cell(BAR, _of_limit, 9),
+    Cell(Column("throttled", True), _throttled, 4),
+    Cell(Column("refused", True), lambda line: str(line.use.refused) if line.use else "-", 8),
+    Cell(Column("processes", True), lambda line: str(len(line.container.slots)), 7),
+    Cell(Column("state", style=state_style), lambda line: line.container.state, 2),
+    Cell(Column("age", True), _age, 6),
 )
 
 DEVICES = (
     Cell(Column("device", True), lambda one: str(one["name"])),
-    Cell(Column("model"), lambda one: str(one["model"]), 2),
+    Cell(Column("model"), lambda one: str(one["model"]), 6),
     Cell(Column("memory used", True), lambda one: human(one["memory_used_bytes"])),
-    Cell(Column("memory", True), lambda one: human(one["memory_bytes"]) if one["memory_bytes"] else "unknown"),
-    Cell(BAR, lambda one: bar(one["memory_used_bytes"], one["memory_bytes"]), 1),
-    Cell(Column("granted", True), lambda one: human(one["granted_bytes"]), 3),
+    Cell(Column("memory", True), lambda one: human(one["memory_bytes"]) if one["memory_bytes"] else "unknown", 1),
+    Cell(BAR, lambda one: bar(one["memory_used_bytes"], one["memory_bytes"]), 5),
+    Cell(Column("granted", True), lambda one: human(one["granted_bytes"]), 7),
     Cell(Column("compute", True), lambda one: f"{one['compute_used_percent']:.0f}%"),
-    Cell(BAR, lambda one: bar(round(one["compute_used_percent"]), 100), 5),
-    Cell(Column("containers", True), lambda one: str(one["containers"]), 4),
-    Cell(Column("state", style=state_style), lambda one: str(one["state"])),
+    Cell(BAR, lambda one: bar(round(one["compute_used_percent"]), 100), 9),
+    Cell(Column("containers", True), lambda one: str(one["containers"]), 8),
+    Cell(Column("state", style=state_style), lambda one: str(one["state"]), 2),
 )
 
 

@@ -1,0 +1,212 @@
+"""What every command says: as a table in a pipe and on a terminal of 100 columns, as JSON, and when it fails.
+
+GOLDEN_WRITE=1 writes tests/golden/cli anew; read the diff. A file has the command lines, each with what follows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import doctor, leases, log, node, procs
+from gpushare.cli import node as cli_node
+from gpushare.cli import output, runtime, sample, topscreen
+from gpushare.cli.options import Paths
+from gpushare.doctor import FAIL, OK, SKIP, WARN, Result
+from gpushare.errors import CapacityError, DeviceError
+
+from tests.unit import pure
+from tests.unit.clihost import GIB, LONG, MIB, charge, cli, compute, frozen, init, start, state
+
+__all__ = ["cli", "frozen", "init", "start", "state"]  # fixtures
+FOLDER = Path(__file__).parent / "cli"
+NOW = 1_800_000_000.0  # unix seconds
+PID = 4711
+COLUMNS = 100
+
+# name of the file -> command lines; "$" before one: on a terminal
+CASES = {
+    "list": ["list", "$ list", "list --format json", "list --format xml"],
+    "top": ["top --once", "$ top --once --sort name", "top --once --format json", "top --interval 0"],
+    "inspect": ["inspect 0123", "$ inspect 0123", "inspect 0123 --format json", "inspect refused", "inspect nobody"],
+    "devices": ["devices", "$ devices", "devices --format json", "devices --what"],
+    "prune": ["prune --dry-run", "$ prune --dry-run", "prune --dry-run --format json", "prune web-1"],
+    "refresh": ["refresh", "$ refresh", "refresh --format json", "refresh now"],
+    "doctor": ["doctor", "$ doctor", "doctor --format json", "doctor me"],
+    "config": [
+        *("config show", "$ config show", "config show --format json"),
+        *("config check", "config check --format json", "config check BAD", "config show /none.yaml"),
+    ],
+    "runtime": [
+        *("runtime status --root ROOT", "$ runtime status --root ROOT", "runtime status --root ROOT --format json"),
+        *(
+            "runtime configure docker --root ROOT --dry-run",
+            "runtime configure docker --root ROOT --dry-run --format json",
+        ),
+        *("runtime configure lxc", "runtime configure --undo"),
+    ],
+    "labels": ["labels --dry-run", "labels --dry-run --format json", "labels --output relative/../x --format yaml"],
+    "uninstall": [
+        *("uninstall --root ROOT --dry-run", "uninstall --root ROOT --dry-run --force"),
+        "uninstall --root ROOT --dry-run --force --format json",
+    ],
+    "explain": ["explain BUNDLE", "explain BUNDLE --format json", "explain EMPTY", "explain /none"],
+    "version": ["version", "version --format json", "version 2"],
+    "others": ["", "nothing", "lits", "run --memory", "run --memory 4Gi", "completion csh"],
+}
+
+
+@pytest.fixture
+def world(
+    cli: Callable[..., Any],
+    start: Callable[..., Path],
+    state: Path,
+    frozen: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[str], str]:
+    """world(command line): what it says, on a host where everything is known."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    page = start(LONG, pure.share(0, 0, 4 * GIB)._replace(compute_percent=30, page=2), created=NOW - 7200)
+    charge(page, 0, 7, 3 * GIB, refused=2)
+    compute(page, 0, 27.4, waited_ns=900 * 10**9, busy_ns=10**12)
+    soft = pure.share(0, 0, GIB)._replace(compute_percent=60, soft=True, priority=1, page=3)
+    page = start("web-1", soft, pure.share(1, 1, None), created=NOW - 130)
+    charge(page, 0, 1, GIB, 512 * MIB)
+    compute(page, 1, 55)
+    start("dead", pure.share(0, 0, GIB), created=NOW - 20)
+    start("torn", pure.share(0, 0, GIB), created=NOW - 10)
+    for name in (LONG, "web-1", "dead"):
+        path = state / "containers" / name / "lease.json"
+        value = json.loads(path.read_text())
+        path.write_text(json.dumps({**value, "init_pid": PID, "cgroup": f"/{name[:12]}"}))
+    (state / "containers" / "torn" / "lease.json").write_text("{")
+    log.record(
+        str(state), "refused", "gpushare: device 0: 8Gi asked", CapacityError("device 0: 8Gi asked", "ask for less")
+    )
+    monkeypatch.setattr(
+        leases, "why_dead", lambda _, lease, __: "its init (pid 12) is gone" if lease.id == "dead" else ""
+    )
+    monkeypatch.setattr(procs, "pids_by_container_pid", lambda _: {7: PID + 1, 1: PID})
+    host = pure.node()
+    monkeypatch.setattr(
+        node, "last", lambda _: host._replace(inventory=host.inventory._replace(driver_version="525.1"))
+    )
+    monkeypatch.setattr(node, "compile_node", lambda config, directory, write=True: host)
+    monkeypatch.setattr(leases, "recover", lambda *_: ())
+    monkeypatch.setattr(cli_node, "installed", lambda: "0.1.0")
+    monkeypatch.setattr(runtime, "check_program", lambda path: "/opt/gpushare/bin/gpushare-runtime")
+    monkeypatch.setattr(runtime, "foreign_owners", lambda _: [])
+    monkeypatch.setattr(doctor, "CHECKS", [doctor.Check(name, "", lambda _, one=one: one) for name, one in ROWS])  # type: ignore[misc]
+    for name, value in (("COLUMNS", str(COLUMNS)), ("TERM", "xterm-256color"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    places = {"ROOT": tmp_path / "root", "BUNDLE": tmp_path / "bundle", "EMPTY": tmp_path / "empty"}
+    for path in places.values():
+        path.mkdir()
+    (tmp_path / "bundle" / "config.json").write_text('{"root": {"path": "x"}, "process": {"env": []}}')
+    (tmp_path / "config.yaml").write_text("version: 1\nmemory_overcommit: 1.5\nshim_dir: /opt/gpushare/shim\n")
+    places["BAD"] = tmp_path / "bad.yaml"
+    places["BAD"].write_text("version: 1\nmemory_overcomit: 1.5\n")
+    (places["ROOT"] / "usr/bin").mkdir(parents=True)
+    (places["ROOT"] / "usr/bin/dockerd").touch()
+
+    def run(line: str) -> str:
+        terminal = line.startswith("$ ")
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+        words = [str(places.get(word, word)) for word in line.removeprefix("$ ").split()]
+        code, text, error = cli("--config", str(tmp_path / "config.yaml"), *words)
+        head = f"# gpushare {line.removeprefix('$ ')}{'  (terminal)' if terminal else ''}"
+        said = f"{head.rstrip()}\n{text}"
+        said += "".join(f"stderr: {part}\n" for part in error.splitlines()) + (f"exit code: {code}\n" if code else "")
+        for name, path in (("STATE", state), *places.items(), ("TMP", tmp_path), ("SHIM", "/usr/lib/gpushare")):
+            said = said.replace(str(path), name)
+        return said
+
+    return run
+
+
+ROWS = (
+    ("rights", Result(OK, "root")),
+    (
+        "driver",
+        Result(FAIL, "no NVIDIA driver is loaded (no version in /proc/driver/nvidia)", "load it, or set driver.root"),
+    ),
+    ("devices", Result(SKIP, "not without a driver")),
+    (
+        "engines",
+        Result(
+            WARN,
+            "docker, containerd, podman, crio: not configured, and this row is longer than a line of the terminal",
+            "x",
+        ),
+    ),
+)
+
+
+def compare(name: str, text: str) -> None:
+    path = FOLDER / f"{name}.txt"
+    if os.environ.get("GOLDEN_WRITE"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), f"{path} differs: GOLDEN_WRITE=1 writes it"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_command_says(world: Callable[[str], str], name: str) -> None:
+    text = "\n".join(world(line) for line in CASES[name])
+    assert "\x1b" not in text and "Traceback" not in text and "internal error" not in text
+    assert not re.search(r"(?m)[ \t]$", text), "spaces at the end of a line"
+    compare(name, text)
+
+
+def test_every_command_is_here() -> None:
+    from tests.tools.commands import walk
+
+    said = [line.removeprefix("$ ") for lines in CASES.values() for line in lines]
+    for command in walk():
+        if command.words and not command.subcommands():
+            assert any(f"{line} ".startswith(f"{command.name} ") for line in said), command.name
+
+
+def test_nothing_to_show(cli: Callable[..., Any], state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A host without containers, and one without a driver."""
+
+    def none(*_: Any, **__: Any) -> Any:
+        raise DeviceError("no NVIDIA driver is loaded", "load it, or set driver.root in the configuration file")
+
+    said = []
+    (tmp_path / "config.yaml").write_text("version: 1\n")
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    for driver in (True, False):
+        if not driver:
+            monkeypatch.setattr(node, "read_node", lambda *_: None)
+            monkeypatch.setattr(node, "compile_node", none)
+        for terminal in (False, True):
+            monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)  # noqa: B023  # used in this round only
+            for line in ("list", "top --once", "devices", "prune", "inspect x", "labels --dry-run", "refresh"):
+                if driver and line == "refresh":
+                    continue
+                code, text, error = cli("--config", str(tmp_path / "config.yaml"), *line.split(), "--no-color")
+                where = f"{'terminal' if terminal else 'pipe'}, {'no container' if driver else 'no driver'}"
+                said.append(f"# gpushare {line}  ({where})\n{text}{error}exit code: {code}\n")
+    output._colour_wanted = True
+    compare("nothing", "\n".join(said))
+
+
+@pytest.mark.parametrize(("width", "height"), [(130, 14), (100, 14), (80, 10), (60, 8)])
+def test_screen_of_top(world: Callable[[str], str], state: Path, width: int, height: int, monkeypatch: Any) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(time, "localtime", time.gmtime)
+    taken = sample.Sampler(Paths("/none.yaml", str(state))).take()
+    console = Console(width=width, height=height, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(topscreen.draw(taken, topscreen.View(), 2, width, height))
+    compare(f"top-{width}x{height}", "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
