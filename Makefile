@@ -77,7 +77,7 @@ demo: root build ## two containers share one simulated 16 GiB GPU
 	@$(VENV_PYTHON) -m tests.demo
 
 # With the bundle: both ways in, every engine there is, command lines and refusals.
-DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_engines.py test_cli.py test_refused.py)
+DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_engines.py test_cli.py test_doctor.py test_refused.py)
 
 # Two workers: tests/lib/turns.py says what may run beside what. WORKERS=0: one process, one test after the other.
 WORKERS := 2

@@ -18,6 +18,7 @@ from tests.lib import host, rootfs
 from tests.lib.engines import image
 from tests.lib.host import Node
 from tests.lib.runc import Container
+from tests.lib.terminal import Terminal
 from tests.unit.test_imports import LISTED, STARTS
 
 MakeContainer = Callable[..., Container]
@@ -109,6 +110,29 @@ def test_host_with_nothing_at_all(
     assert leases_in(empty_root, node) == [one.id]
     one.delete()
     assert leases_in(empty_root, node) == []
+
+
+def test_commands_with_a_screen_and_their_pages(
+    make_node: Callable[..., Node], simhost: Path, bundle: Path, empty_root: Path
+) -> None:
+    """rich is in the bundle, and needs nothing that is not; the manual pages are, too."""
+    node = make_node(simhost, shim_dir=str(bundle / "shim"))
+    options = [str(bundle / "bin/gpushare"), "--config", node.config, "--state", node.state]
+    for columns in (160, 60):
+        with Terminal([*options, "top"], columns, 24) as one:
+            one.expect("q quit")
+            one.press("q")
+            assert one.end() == 0 and b"\x1b[?1049l" in one.raw
+    with Terminal([*options, "devices"], 160) as one:
+        assert one.end() == 0
+        assert "NVIDIA Simulated" in one.text and b"\x1b[1mDEVICE" in one.raw
+    rows = {row["name"]: row for row in json.loads(call(*options, "doctor", "--format", "json").stdout)["checks"]}
+    assert rows["library loads"]["result"] == rows["programs"]["result"] == "ok"
+    done = call("chroot", empty_root, "/opt/a place/bin/gpushare", *options[1:], "doctor", "--format", "json")
+    assert done.stderr == "" and "internal error" not in done.stdout
+    assert "_gpushare_completion" in call(options[0], "completion", "zsh").stdout
+    pages = {path.name for path in (bundle / "share/man/man1").iterdir()}
+    assert {"gpushare.1", "gpushare-top.1", "gpushare-runtime-configure.1"} <= pages
 
 
 def test_runtime_on_a_host_with_nothing_at_all(
