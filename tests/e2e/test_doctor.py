@@ -50,6 +50,13 @@ def test_everything_is_well_beside_containers_and_nothing_is_left(
     assert "\x1b" not in text and text.splitlines()[0].split() == ["CHECK", "RESULT", "DETAIL", "WHAT", "TO", "DO"]
 
 
+def test_a_share_that_is_only_tried_is_no_decision(make_node: MakeNode, simhost: Path, tmp_path: Path) -> None:
+    """Also where policy would refuse it: that is not what is asked."""
+    node = make_node(simhost, log={"decisions": str(tmp_path / "log")}, policy={"max_memory": "1Mi"})
+    assert found(node)["library loads"]["result"] == "ok"
+    assert not (tmp_path / "log").exists()
+
+
 def test_without_a_state_directory_it_makes_none(node: Node) -> None:
     node.state.rmdir()
     rows = found(node)

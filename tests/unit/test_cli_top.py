@@ -256,6 +256,18 @@ def test_it_stops_and_goes_on_like_any_program(three: Path) -> None:
         assert one.end() == 0
 
 
+def test_without_a_keyboard_it_goes_on_until_it_is_ended(three: Path) -> None:
+    """`gpushare top </dev/null`: no key to wait for, and the end of a file is none."""
+    words = ["sh", "-c", 'exec "$@" </dev/null', "sh", *program(three, "top", "--interval", "0.1")]
+    with Terminal(words) as one:
+        one.expect("q quit")
+        for _ in range(3):
+            one.screen.reset()
+            one.expect("3 containers")
+        one.process.send_signal(signal.SIGTERM)
+        assert one.end() == 143
+
+
 def test_colour_only_where_it_is_wanted(three: Path) -> None:
     for env, args, coloured in (({}, (), True), ({"NO_COLOR": "1"}, (), False), ({}, ("--no-color",), False)):
         with Terminal(program(three, "top", *args), env=env) as one:

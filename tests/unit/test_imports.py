@@ -76,6 +76,22 @@ except (Became, Exception): pass
     assert "_ctypes" not in loaded
 
 
+@pytest.mark.parametrize("command", ["list", "devices", "top --once", "version", "config show"])
+def test_commands_in_a_pipe_draw_nothing(command: str, tmp_path: Path) -> None:
+    """rich is for terminals; engines' files and the driver are for those who ask about them."""
+    text = f"""
+import sys
+from gpushare.cli import main
+code = main({command.split()!r})
+print("loaded", *sys.modules)
+"""
+    environment = {"PYTHONPATH": HOOK, "PATH": "/usr/bin:/bin", "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment)
+    loaded = done.stdout.splitlines()[-1].split()[1:]
+    assert "gpushare.cli.output" in loaded, done
+    assert not {name for name in loaded if name.partition(".")[0] in ("rich", "tomlkit", "pynvml", "termios")}
+
+
 def test_gpushare_run_loads_no_other_command() -> None:
     """`gpushare run` is how programs start: only what it needs, and nothing that compiles node.json."""
     text = "import sys, gpushare.cli, gpushare.cli.run, gpushare.run; print(*sys.modules)"

@@ -131,7 +131,13 @@ def find(state_dir: str, text: str) -> str:
 def host(paths: Paths) -> Node:
     """The node as the next container would find it; nothing is written."""
     fresh = node.read_node(paths.config, paths.state_dir) if os.path.isdir(paths.state_dir) else None
-    return fresh or node.compile_node(paths.config, paths.state_dir, write=False)
+    if fresh is not None:
+        return fresh
+    from .output import Progress
+
+    with Progress() as progress:
+        progress.say("asking the driver")
+        return node.compile_node(paths.config, paths.state_dir, write=False)
 
 
 def processes(one: Container) -> list[tuple[region.Slot, Optional[int]]]:

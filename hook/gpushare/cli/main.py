@@ -19,6 +19,7 @@ from .options import Paths, with_no_color
 PROGRAM = "gpushare"
 COMPLETE = "_GPUSHARE_COMPLETE"  # the variable by which a shell asks for completions; see completion.py
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # write(2)
+_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since click 8.2; before, it just ends
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 # command -> module of this package, and its name there. Only the one that is asked for is loaded: `gpushare run` is
@@ -143,7 +144,7 @@ def _run(argv: Optional[Sequence[str]]) -> int:
         return end.exit_code
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except click.exceptions.NoArgsIsHelpError as error:
+    except _NO_ARGUMENTS as error:
         error.show()
         return error.exit_code
     except click.UsageError as error:

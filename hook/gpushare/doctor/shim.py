@@ -16,7 +16,7 @@ import tempfile
 import time
 from typing import Any, NoReturn
 
-from .. import elf, linux, names, request, rootless, run, storage
+from .. import decision, elf, linux, names, request, rootless, run, storage
 from ..errors import GpushareError
 from ..log import line_of
 from ..model import Node, Policy
@@ -141,7 +141,7 @@ def _share(host: Node, directory: str) -> dict[str, Any]:
     linux.mount_setattr(root, 0, linux.MS_PRIVATE, "/", recursive=True)
     os.close(root)
     storage.prepare(directory)
-    host = host._replace(config=host.config._replace(state_dir=directory, policy=Policy(), log=""))
+    host = host._replace(config=host.config._replace(state_dir=directory, policy=Policy(), log=decision.NOWHERE))
     job = run.Job("doctor", ("gpushare doctor",), ((names.ENV_MEMORY, str(_LIMIT_BYTES)),))
     bundle = run.bundle_of(job, {})
     asked = request.resolve(bundle, host, on_host=True)
