@@ -19,7 +19,10 @@ from .options import Paths, with_no_color
 PROGRAM = "gpushare"
 COMPLETE = "_GPUSHARE_COMPLETE"  # the variable by which a shell asks for completions; see completion.py
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # write(2)
-_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since click 8.2; before, it just ends
+# Since click 8.2; before, it prints its help and ends well
+_NO_ARGUMENTS: tuple[type[click.ClickException], ...] = tuple(
+    getattr(click.exceptions, name) for name in ("NoArgsIsHelpError",) if hasattr(click.exceptions, name)
+)
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 # command -> module of this package, and its name there. Only the one that is asked for is loaded: `gpushare run` is
