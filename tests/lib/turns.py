@@ -32,6 +32,7 @@ MACHINE = (
 )
 # Judged by a clock: shares of a device, reaction times, what is there again at the end
 CLOCK = (
+    "tests/gpu/",
     "tests/shim/test_compute",
     "tests/sim/test_classic.py",
     "tests/sim/test_scheduling.py",
