@@ -25,6 +25,7 @@ from .quantity import amount, shown, whole_percent
 VERSION = 1
 MAX_CONFIG_BYTES = 1 << 20
 _ACCEPT = {"enum": ["always", "privileged", "never"]}
+_SCHEDULERS = [row.name for row in table.SCHEDULERS]
 _TEXT = {"type": "string"}
 _PATH = {"type": "string", "pattern": "^/[^\\u0000]*$"}
 _DEVICE = "^([0-9]+(:[0-9]+)?|(GPU|MIG|gpu|mig)-[^ ]+)$"
@@ -95,9 +96,10 @@ KEYS = (
     Key("policy.accept.switches", "never", _ACCEPT,
         "From which containers words of other schedulers that switch their own limits off are taken: "
         "CUDA_DISABLE_CONTROL, CGPU_DISABLE and the like. never: limits that are asked for stay."),
-    Key("policy.disabled_dialects", [],
-        {"type": "array", "items": {"enum": [row.name for row in table.SCHEDULERS]}},
-        "Other schedulers whose words mean nothing here (docs/dialects.md)."),
+    Key("policy.dialects.enabled", ["*"], {"type": "array", "items": {"enum": ["*", *_SCHEDULERS]}},
+        "Other schedulers whose words count (docs/dialects.md); * means all. Those of the others mean nothing here."),
+    Key("policy.dialects.disabled", [], {"type": "array", "items": {"enum": _SCHEDULERS}},
+        "Other schedulers whose words mean nothing, whatever policy.dialects.enabled says."),
     Key("policy.annotations", "any", {"enum": ["any", "scoped"]},
         "Which annotations count: any, or scoped, that is only those that name one container of a pod: "
         "<container>.gpushare.io/memory."),
@@ -219,7 +221,8 @@ def effective(config: Config) -> dict[str, Any]:
         "policy.accept.volume_mounts": policy.accept_volume_mounts,
         "policy.accept.cdi": policy.accept_cdi,
         "policy.accept.switches": policy.accept_switches,
-        "policy.disabled_dialects": list(policy.disabled_dialects),
+        "policy.dialects.enabled": list(policy.enabled_dialects),
+        "policy.dialects.disabled": list(policy.disabled_dialects),
         "policy.annotations": policy.annotations,
         "policy.nvidia_visible_devices": policy.nvidia_visible_devices,
         "policy.privileged_containers": list(policy.privileged_containers),
@@ -373,7 +376,8 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
             privileged_containers=tuple(at["policy.privileged_containers"]),
             over_maximum=at["policy.over_maximum"],
             accept_switches=at["policy.accept.switches"],
-            disabled_dialects=tuple(at["policy.disabled_dialects"]),
+            enabled_dialects=tuple(at["policy.dialects.enabled"]),
+            disabled_dialects=tuple(at["policy.dialects.disabled"]),
         ),
         log=at["log.decisions"],
         runtime=at["runtime.path"],

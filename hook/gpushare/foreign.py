@@ -129,7 +129,7 @@ def _refuse_unheard(heard: Heard, request: Request) -> None:
             raise PolicyError(
                 f"{said.name}={shown(said.value)}: requests in {where} are not accepted on this node ({key}), "
                 f"and {request.sources[0][0] if request.sources else 'another word'} asks for a device",
-                f"set {key} in the node's config.yaml, or add {dialect} to policy.disabled_dialects",
+                f"set {key} in the node's config.yaml, or add {dialect} to policy.dialects.disabled",
             )
 
 

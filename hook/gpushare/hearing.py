@@ -15,7 +15,7 @@ from .dialects import injected, nvidia, own, table
 from .dialects.demand import Demand, Limit, once
 from .dialects.table import COMPUTE, DEVICES, EVERYTHING, MEMORY, PRIORITY, Said, Spoken
 from .light import NamedTuple, Optional
-from .model import Bundle, Node, Request
+from .model import Bundle, Node, Policy, Request
 from .quantity import shown
 
 MODE = "mode"
@@ -65,6 +65,14 @@ def _own_names(mine: Optional[Request]) -> dict[str, str]:
     return found
 
 
+def _unspoken(dialect: str, rules: Policy) -> str:
+    """Why a dialect means nothing on this node, "" when it does mean something."""
+    if dialect in rules.disabled_dialects:
+        return f"policy.dialects.disabled has {dialect}"
+    missing = {"*", dialect}.isdisjoint(rules.enabled_dialects)
+    return f"policy.dialects.enabled does not have {dialect}" if missing else ""
+
+
 def _unaccepted(said: Said, bundle: Bundle, node: Node) -> str:
     """The key of the configuration by which a word does not count; "" when it does."""
     rules = node.config.policy
@@ -78,7 +86,7 @@ def _unaccepted(said: Said, bundle: Bundle, node: Node) -> str:
 def _names_device(bundle: Bundle, spoken: tuple[Spoken, ...], mine: dict[str, str], node: Node) -> bool:
     """Whether this container of a pod is one that uses a GPU: annotations reach its sidecars as well."""
     rules = node.config.policy
-    heard = [one.said for one in spoken if one.row.name not in rules.disabled_dialects]
+    heard = [one.said for one in spoken if not _unspoken(one.row.name, rules)]
     variables = any(said.name.startswith(table.BEGINNINGS) for some in heard for said in some)
     return bool(
         DEVICES in mine
@@ -94,12 +102,12 @@ def listen(spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, 
     beside = not bundle.container_name or _names_device(bundle, spoken, ours, node)
     heard, unheard, ignored = [], [], []
     for row, words in spoken:
-        left = []
+        left, off = [], _unspoken(row.name, node.config.policy)
         whose = bundle.annotations.get(row.container, "") if row.container and bundle.container_name else ""
         for said in words:
             key = _unaccepted(said, bundle, node)
-            if row.name in node.config.policy.disabled_dialects:
-                ignored.append(line(said, f"policy.disabled_dialects has {row.name}"))
+            if off:
+                ignored.append(line(said, off))
             elif said.word.about in ours:
                 ignored.append(line(said, f"{ours[said.word.about]} says it"))
             elif said.word.about == EVERYTHING and {MEMORY, COMPUTE, DEVICES} <= ours.keys():

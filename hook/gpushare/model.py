@@ -55,7 +55,8 @@ class Policy(NamedTuple):
     privileged_containers: tuple[str, ...] = ("*",)  # <namespace>/<container> or an id; * = all, () = none
     over_maximum: str = "refuse"  # refuse | clamp
     accept_switches: str = "never"  # words of other schedulers that switch their limits off
-    disabled_dialects: tuple[str, ...] = ()  # names of dialects.table.SCHEDULERS
+    enabled_dialects: tuple[str, ...] = ("*",)  # names of dialects.table.SCHEDULERS; * = all
+    disabled_dialects: tuple[str, ...] = ()
 
 
 class SharingRule(NamedTuple):

@@ -20,9 +20,11 @@ WORKSTATION: dict[str, Any] = {
     "policy.unlimited": "exclusive",
 }
 # Many people start containers: nobody gets a GPU by accident (an image that sets NVIDIA_VISIBLE_DEVICES, an annotation
-# that reaches a sidecar, a privileged agent), and nobody more than the maximum.
+# that reaches a sidecar, words of a scheduler that is not there, a privileged agent), nobody what no scheduler has
+# counted, and nobody more than the maximum.
 CLUSTER: dict[str, Any] = {
     "policy.annotations": "scoped",
+    "policy.dialects.enabled": [],
     "policy.nvidia_visible_devices": "with_limit",
     "policy.privileged_containers": [],
     "policy.require_limits": True,
@@ -36,7 +38,8 @@ _HEADS = {
     "cluster": (
         "# gpushare: configuration of a node of a cluster",
         "# A container gets a share only if it asks for a memory limit, by name. Set max_memory, and the privileged",
-        "# containers that need a GPU, such as a monitoring agent, to what this cluster needs.",
+        "# containers that need a GPU, such as a monitoring agent, to what this cluster needs. Where another scheduler",
+        "# shares the GPUs, such as HAMi, name it in dialects.enabled.",
     ),
 }
 

@@ -116,7 +116,7 @@ def test_two_schedulers_that_disagree(container: Callable[..., Container], node:
 def test_a_word_that_lifts_limits_where_policy_takes_it(
     container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
-    node = make_node(simhost, policy={"accept": {"switches": "always"}, "disabled_dialects": ["runai"]})
+    node = make_node(simhost, policy={"accept": {"switches": "always"}, "dialects": {"disabled": ["runai"]}})
     env = {
         "NVIDIA_VISIBLE_DEVICES": "0",
         "CUDA_DEVICE_MEMORY_LIMIT": "3000m",
@@ -126,7 +126,7 @@ def test_a_word_that_lifts_limits_where_policy_takes_it(
     one = container(["sleep", "inf"], env=env, **node.way(way)).start()
     (listed,) = json.loads(node.cli("list", "--format", "json").stdout)
     assert listed["shares"][0]["memory_limit_bytes"] is None
-    assert 'GPU_PORTION="0.5": policy.disabled_dialects has runai' in node.cli("explain", str(one.bundle)).stdout
+    assert 'GPU_PORTION="0.5": policy.dialects.disabled has runai' in node.cli("explain", str(one.bundle)).stdout
 
 
 def test_a_container_with_words_that_ask_for_nothing_is_left_alone(

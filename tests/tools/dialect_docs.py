@@ -30,9 +30,11 @@ to run.
   which nothing can hold yet.
 * Words that switch limits off (`CUDA_DISABLE_CONTROL`, `CGPU_DISABLE` and the others below) do not: whoever sets a
   variable of his container could lift his own limit. `policy.accept.switches` can allow it.
-* `policy.accept.env` and `policy.accept.annotations` say where requests are listened to, and with `policy.annotations:
-  scoped`, as in the cluster profile, none of the annotations below counts. A limit that is not listened to, in a
-  container that gets a device, is refused, not forgotten. `policy.disabled_dialects` makes words mean nothing.
+* `policy.accept.env` and `policy.accept.annotations` say where requests are listened to, and with
+  `policy.annotations: scoped`, as in the cluster profile, none of the annotations below counts. A limit that is not
+  listened to, in a container that gets a device, is refused, not forgotten. `policy.dialects` says whose words mean
+  something: all, but in the cluster profile none until you name your scheduler in `policy.dialects.enabled`, since
+  our own admission policy counts only what our own names ask for.
 * Of pods' annotations containerd passes on those that its configuration names; `gpushare runtime configure` adds these.
 * `gpushare explain BUNDLE` says which dialects were used, by which words, and what was ignored and why, also where
   nothing is asked. `--format json` has the same as `request.dialect`, `request.sources`, `request.ignored`, and

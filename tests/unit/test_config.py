@@ -71,7 +71,7 @@ sharing:
   overrides: [{model: A100|H100*, split_count: 7}, {devices: ["0:1", GPU-x], split_count: 0, cores_scaling: 1.5}]
 policy:
   accept: {env: never, annotations: privileged, volume_mounts: never, cdi: privileged, switches: privileged}
-  disabled_dialects: [mps]
+  dialects: {enabled: [hami, mps], disabled: [mps]}
   annotations: scoped
   nvidia_visible_devices: with_limit
   privileged_containers: [kube-system/agent]
@@ -90,7 +90,8 @@ def test_every_key_arrives() -> None:
     policy = Policy("never", "privileged", True, "50%", 40, ("0", "GPU-x"), ("mps",), "deny", "never")
     policy = policy._replace(accept_cdi="privileged", annotations="scoped", nvidia_visible_devices="with_limit")
     policy = policy._replace(privileged_containers=("kube-system/agent",), over_maximum="clamp")
-    policy = policy._replace(accept_switches="privileged", disabled_dialects=("mps",))
+    policy = policy._replace(accept_switches="privileged", enabled_dialects=("hami", "mps"))
+    policy = policy._replace(disabled_dialects=("mps",))
     path = Config().state_dir
     log, runtime = "/var/log/gpushare.log", "/opt/runc"
     sharing = (

@@ -37,6 +37,7 @@ def test_a_cluster_gives_nothing_by_accident() -> None:
         max_memory="50%",
         unlimited="deny",
         annotations="scoped",
+        enabled_dialects=(),
         nvidia_visible_devices="with_limit",
         privileged_containers=(),
     )

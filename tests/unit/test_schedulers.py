@@ -241,7 +241,10 @@ def unused(*env: str, rules: Any = None, **spec: Any) -> tuple[str, ...]:
 def test_nothing_asked_says_why_too() -> None:
     limit = "CUDA_DEVICE_MEMORY_LIMIT=1g"
     assert unused() == unused(limit, annotations={"io.kubernetes.cri.container-type": "sandbox"}) == ()
-    assert unused(limit, rules={"disabled_dialects": ("hami",)}) == (f"{_(limit)}: policy.disabled_dialects has hami",)
+    assert unused(limit, rules={"disabled_dialects": ("hami",)}) == (f"{_(limit)}: policy.dialects.disabled has hami",)
+    assert unused(limit, rules={"enabled_dialects": ("mps",)}) == (
+        f"{_(limit)}: policy.dialects.enabled does not have hami",
+    )
     assert unused(limit, rules={"accept_env": "never"}) == (f"{_(limit)}: policy.accept.env does not listen",)
     assert unused(annotations=pod("log", **{"gpu-fraction": "0.5"})) == (
         'gpu-fraction="0.5": container "log" names no device',
