@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -104,6 +105,24 @@ def test_annotations_that_the_handler_does_not_allow_do_not_arrive(engine: Conta
     with engine.pod({"main.gpushare.io/memory": "1Gi"}, NO_ANNOTATIONS) as pod:
         assert pod.run(Want(SLEEP)).exec(*DEVICES).out == ""
         assert total_bytes(pod.run(Want(SLEEP, TWO_GIB), "other")) == 2 * GIB
+
+
+def test_pods_of_other_schedulers(engine: Containerd) -> None:
+    """Koordinator's annotation, which runtime configure lets through, and the variable that its koordlet adds to every
+    container; Run:ai's, for the container that it names."""
+    resources = {"koordinator.sh/gpu-memory": "3Gi", "koordinator.sh/gpu-memory-ratio": "18"}
+    allocated = json.dumps({"gpu": [{"minor": 1, "resources": resources}]})
+    device = {"NVIDIA_VISIBLE_DEVICES": "1"}
+    with engine.pod({"scheduling.koordinator.sh/device-allocated": allocated}) as pod:
+        one = pod.run(Want(SLEEP, device), "train")
+        assert total_bytes(one) == 3 * GIB
+        assert pod.run(Want(SLEEP), "sidecar").exec(*DEVICES).out == ""
+        with pytest.raises(CriError, match=r"device-allocated says nothing about which container, .*write b\.gpushare"):
+            pod.run(Want(SLEEP, device), "b")
+        assert engine.node.leases() == [one.id]
+    with engine.pod({"gpu-fraction": "0.25", "gpu-fraction-container-name": "train"}) as pod:
+        assert pod.run(Want(SLEEP), "sidecar").exec(*DEVICES).out == ""
+        assert total_bytes(pod.run(Want(SLEEP), "train")) == 4 * GIB
 
 
 # Life
