@@ -17,8 +17,9 @@ def main() -> None:
     options: dict[str, Any] = {}
     if kind == "json":
         from tests.fuzz.mutate import mutator
+        from tests.fuzz.words import words
 
-        options["custom_mutator"] = mutator(lambda data, most: bytes(atheris.Mutate(data, most)))
+        options["custom_mutator"] = mutator(lambda data, most: bytes(atheris.Mutate(data, most)), words())
     atheris.Setup(sys.argv, target, **options)
     atheris.Fuzz()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Union
 
 Place = tuple[Any, Union[str, int]]  # (what holds it, its key or index)
@@ -36,19 +36,25 @@ def _places(value: Any, found: list[Place]) -> list[Place]:
     return found
 
 
-def _some(chance: random.Random, places: list[Place]) -> Any:
+def _some(chance: random.Random, places: list[Place], words: Sequence[str]) -> Any:
     """A value from nowhere, or a copy of one that is there."""
+    if words and chance.random() < 0.2:
+        return chance.choice(words) + chance.choice(("", "=", "_0=")) + chance.choice(("1", "1024", "30%", "0", "all"))
     if places and chance.random() < 0.4:
         holder, key = chance.choice(places)
         return json.loads(json.dumps(holder[key]))
     return json.loads(json.dumps(chance.choice(VALUES)))
 
 
-def _change(chance: random.Random, whole: Any) -> Any:
+def _key(chance: random.Random, words: Sequence[str]) -> str:
+    return chance.choice(words if words and chance.random() < 0.3 else KEYS)
+
+
+def _change(chance: random.Random, whole: Any, words: Sequence[str]) -> Any:
     places = _places(whole, [])
     if not places or chance.random() < 0.1:
         if isinstance(whole, dict):
-            whole[chance.choice(KEYS)] = _some(chance, places)
+            whole[_key(chance, words)] = _some(chance, places, words)
         return whole
     holder, key = chance.choice(places)
     what = chance.randrange(5)
@@ -56,18 +62,18 @@ def _change(chance: random.Random, whole: Any) -> Any:
     if what == 0:
         del holder[key]
     elif what == 1 and isinstance(inner, dict):
-        inner[chance.choice(KEYS)] = _some(chance, places)
+        inner[_key(chance, words)] = _some(chance, places, words)
     elif what == 2 and isinstance(inner, list):
-        inner.insert(chance.randrange(len(inner) + 1), _some(chance, places))
+        inner.insert(chance.randrange(len(inner) + 1), _some(chance, places, words))
     elif what == 3 and isinstance(holder, dict):
-        holder[chance.choice(KEYS)] = holder.pop(key)
+        holder[_key(chance, words)] = holder.pop(key)
     else:
-        holder[key] = _some(chance, places)
+        holder[key] = _some(chance, places, words)
     return whole
 
 
-def mutator(plain: Callable[[bytes, int], bytes]) -> Callable[[bytes, int, int], bytes]:
-    """As atheris wants it; `plain` is its Mutate."""
+def mutator(plain: Callable[[bytes, int], bytes], words: Sequence[str]) -> Callable[[bytes, int, int], bytes]:
+    """As atheris wants it; `plain` is its Mutate. `words` become members of lists and keys, too."""
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         chance = random.Random(seed)
@@ -76,7 +82,7 @@ def mutator(plain: Callable[[bytes, int], bytes]) -> Callable[[bytes, int, int],
         try:
             value = json.loads(data)
             for _ in range(chance.randrange(1, 4)):
-                value = _change(chance, value)
+                value = _change(chance, value, words)
             ascii_only = chance.random() < 0.8
             changed = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
         except (ValueError, RecursionError):

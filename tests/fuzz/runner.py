@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.fuzz import words
 from tests.fuzz.targets import CORPUS, PROGRAMS, Target
 from tests.lib.host import TREE
 
@@ -56,6 +57,7 @@ def run(target: Target, seconds: float, work: Path, corpus: Path = CORPUS) -> Ou
         "max_len": target.longest,
         "timeout": HANGS_S,
         "artifact_prefix": f"{FOUND}/{target.name}-",
+        **({"dict": words.write(PROGRAMS / "words.dict")} if target.words else {}),
     }
     folders = [str(work), str(corpus / target.name)]
     command = [*target.command(), *(f"-{name}={value}" for name, value in options.items()), *folders]

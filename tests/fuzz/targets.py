@@ -19,6 +19,7 @@ class Target(NamedTuple):
     function: str = ""
     json: bool = False
     longest: int = 4096  # bytes of an input
+    words: bool = False  # it knows those of words.py
 
     def command(self) -> list[str]:
         if not self.function:
@@ -30,8 +31,8 @@ TARGETS = {
     target.name: target
     for target in (
         # C, with AddressSanitizer and UBSan
-        Target("args", "the launcher: argv"),
-        Target("scan", "the launcher: the text of config.json"),
+        Target("args", "the launcher: argv", words=True),
+        Target("scan", "the launcher: the text of config.json", words=True),
         Target("state", "the launcher: the state of a container"),
         Target("adopt", "the launcher: a ticket, put into a container's root"),
         Target("release", "the launcher: held and ticket of a container that ended"),
@@ -41,9 +42,9 @@ TARGETS = {
         Target("ptx", "the shim: PTX text"),
         Target("lz4", "the shim: what is compressed"),
         # Python
-        Target("config-json", "config.json, to the request", "readers:config_json", json=True),
+        Target("config-json", "config.json, to the request", "readers:config_json", json=True, words=True),
         Target("oci-state", "the state on stdin", "readers:state", json=True),
-        Target("requests", "variables and annotations, all dialects", "readers:requests"),
+        Target("requests", "variables and annotations, all dialects", "readers:requests", words=True),
         Target("quantity", "amounts of memory and compute", "readers:quantities", longest=256),
         Target("ldcache", "an image's ld.so.cache", "readers:loader_cache"),
         Target("elf", "an image's libraries", "readers:library"),
@@ -52,12 +53,12 @@ TARGETS = {
         Target("index", "which pages are in use", "readers:index", longest=256),
         Target("lease", "lease.json and held", "readers:lease", json=True),
         Target("config-yaml", "config.yaml", "readers:configuration"),
-        Target("spec", "config.json, edited and restored", "editors:spec", json=True),
+        Target("spec", "config.json, edited and restored", "editors:spec", json=True, words=True),
         Target("jsontext", "an engine's JSON, edited and restored", "editors:json_text", json=True),
         Target("tomltext", "an engine's TOML, edited and restored", "editors:toml_text"),
         # C against Python
-        Target("twin-args", "argv, by the launcher and by Python", "twins:command_line"),
-        Target("twin-scan", "config.json, by the launcher and by Python", "twins:words_in_config", json=True),
-        Target("twin-state", "the state, by the launcher and by Python", "twins:oci_state", json=True),
+        Target("twin-args", "argv, by launcher and Python", "twins:command_line", words=True),
+        Target("twin-scan", "config.json, by launcher and Python", "twins:words_in_config", json=True, words=True),
+        Target("twin-state", "the state, by launcher and Python", "twins:oci_state", json=True),
     )
 }

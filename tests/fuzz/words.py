@@ -1,0 +1,34 @@
+"""Words that a fuzzer would need long to make: of all dialects, of command lines, of what the targets read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpushare import applied, commandline, names, request
+from gpushare.dialects import nvidia, own, table
+
+from tests.fuzz import mutate
+
+AMOUNTS = ("=1Gi", "=30%", "=0=4Gi,1=25%", "=3000m", "=100", "=0.5", "=true", "=all", "=0,1", "=GPU-aaaaaaaa", "=0:0")
+
+
+def words() -> list[str]:
+    """Sorted, each once."""
+    found = {*own.ROWS, *own.PREFIXES, *request.RAW_TRIGGERS, *mutate.KEYS, *AMOUNTS, applied.NONCE_ENV}
+    found |= {word.name for row in table.ROWS for word in (*row.variables, *row.annotations)}
+    found |= {value for value in mutate.VALUES if isinstance(value, str)}
+    found |= {*commandline.OWN, *commandline.GLOBAL_VALUE, *commandline.COMMAND_VALUE, *commandline.HANDLED}
+    found |= {names.ANNOTATION_PREFIX, names.APPLIED_ANNOTATION, nvidia.ENV_DEVICES, nvidia.VOLUME_ROOT}
+    return sorted(word for word in found if word and word.isascii())
+
+
+def write(path: Path) -> Path:
+    """As libFuzzer's -dict takes it."""
+    lines = ("".join(f"\\x{byte:02x}" for byte in word.encode()) for word in words())
+    text = "".join(f'"{line}"\n' for line in lines)
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{id(text)}")
+        new.write_text(text)
+        new.replace(path)
+    return path
