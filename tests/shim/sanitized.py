@@ -72,8 +72,7 @@ def build_program(shim: str, source: Path, out: Path, *more: str) -> Path:
     """A program in C with the same sanitizer, linked against libcuda.so.1 by name."""
     flags = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{BUILD}/include/cuda")
     driver = next((BUILD / "sim").glob("libcuda.so.*"))
-    command: list[str | Path] = ["gcc", *flags, *SANITIZERS[shim].flags, *more]
-    command += ["-o", out, source, driver, "-lpthread"]
+    command: list[str | Path] = ["gcc", *flags, *SANITIZERS[shim].flags, *more, "-o", out, source, driver, "-lpthread"]
     subprocess.run(command, check=True)
     return out
 
