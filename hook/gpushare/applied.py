@@ -2,7 +2,7 @@
 
     record_of(spec)   -> Record   None when nothing is in it
     stripped(spec)    -> Spec     as it was before; a new value, or `spec` itself when there is nothing to take out
-    remaining(record) -> ops      what is left for our hook: links, the loader's cache, the mask over /proc
+    remaining(record) -> ops      what is left for our hook: most mounts, links, the loader's cache, the mask over /proc
 
 The annotation gpushare.io/applied says what was added and what was taken out. An annotation can come from an image or a
 pod, so it is believed only when our own hook is in the spec as well with the same random number in its environment:
@@ -14,7 +14,7 @@ from __future__ import annotations
 from . import names, oci
 from .light import Any, NamedTuple, Optional, Sequence, Union, dumps, loads
 from .model import LdEntry
-from .ops import Cover, ImageFile, LdCache, Link, Mount, Op, ProcMask
+from .ops import Cover, DeviceNode, ImageFile, InPlace, LdCache, Link, Mount, Op, ProcMask
 
 Spec = dict[str, Any]
 VERSION = 1
@@ -93,11 +93,15 @@ _IMAGE_OPS: dict[str, Union[type[ImageFile], type[Cover]]] = {"ImageFile": Image
 
 
 def remaining(record: Record) -> tuple[Op, ...]:
-    """The ops of the plan as the hook needs them: mounts that are there already, links, the cache, the mask."""
+    """The ops of the plan as the hook needs them: mounts that are there or not yet, links, cache, mask."""
     ops: list[Op] = []
     for kind, *fields in record.ops:
         if kind == "Mount":
-            ops.append(Mount(fields[1], fields[0], fields[2], (), "in config.json"))
+            ops.append(InPlace(fields[1], fields[0], fields[2]))
+        elif kind == "Bind":
+            ops.append(Mount(fields[1], fields[0], fields[2], tuple(fields[3]), ""))
+        elif kind == "Device":
+            ops.append(DeviceNode(*fields))
         elif kind == "Link":
             ops.append(Link(fields[0], fields[1], ""))
         elif kind == "LdCache":

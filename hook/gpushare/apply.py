@@ -15,10 +15,12 @@ from .errors import DeviceError, GpushareError, KernelError
 from .light import Any, Callable, Union
 from .model import Bundle
 from .ops import (
+    DEVICE_FLAGS,
     Cover,
     DeviceNode,
     DeviceRule,
     ImageFile,
+    InPlace,
     LdCache,
     Link,
     Mount,
@@ -28,9 +30,6 @@ from .ops import (
     TenantTmpfs,
     WriteLimits,
 )
-
-_DEVICE_FLAGS = {False: ("nosuid", "noexec"), True: ("nosuid", "noexec", "nodev")}  # by DeviceNode.simulated
-_KINDS = {"file": stat.S_ISREG, "dir": stat.S_ISDIR, "socket": stat.S_ISSOCK}
 
 
 class Applied:
@@ -80,8 +79,8 @@ def apply(plan: Plan, bundle: Bundle, pid: int) -> Applied:
 
 
 def adopt(plan: Plan, bundle: Bundle, pid: int) -> Applied:
-    """Applies what config.json cannot hold to a container that got the rest from there: each Mount of `plan` must be in
-    place already, as its runtime was told; links, the loader's cache and the mask follow. Raises as `apply` does."""
+    """Applies what config.json does not hold to a container that got the rest from there: each InPlace of `plan` must
+    be there already, as its runtime was told. Raises as `apply` does."""
     return _carry_out(_adopt, plan, bundle, pid)
 
 
@@ -150,25 +149,17 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
 
 
 def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
-    sources = {op.target: os.stat(op.source) for op in plan.ops if isinstance(op, Mount)}
-    trees: dict[int, int] = {}
-    for index, op in enumerate(plan.ops):
-        if isinstance(op, ImageFile):
-            _make_point_in_source(op, plan.ops[:index])
-        elif isinstance(op, Cover):
-            trees[index] = _detached_copy(op)
-            applied._trees.append(trees[index])
+    sources = {op.target: os.stat(op.source) for op in plan.ops if isinstance(op, InPlace)}
+    trees = copies(plan, applied._trees)
     root_fd = rootfs.open_root(bundle, pid)
     root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, mountns.read_mounts())
     root.keep(root_fd)
     _load_executors(plan)
     applied._namespace.require_alive()
     with applied._namespace:
-        for index, op in enumerate(plan.ops):
-            if isinstance(op, Mount):
-                root.claim(op.target, sources[op.target])
-            else:
-                _EXECUTORS[type(op)](root, op, trees.get(index, -1))
+        for target, source in sources.items():
+            root.claim(target, source)
+        put(root, plan, trees)
     applied.notes.extend(root.notes)
 
 
@@ -176,7 +167,7 @@ def _make_point_in_source(op: Union[Mount, ImageFile], earlier: tuple[Op, ...]) 
     """A mount point below a directory that this plan itself mounts is made in that directory's source, which is ours
     on the host: in the container it is read-only by then."""
     for below in earlier:
-        if isinstance(below, Mount) and below.kind == "dir" and op.target.startswith(below.target + "/"):
+        if isinstance(below, (Mount, InPlace)) and below.kind == "dir" and op.target.startswith(below.target + "/"):
             path = below.source + op.target[len(below.target) :]
             os.makedirs(path if op.kind == "dir" else os.path.dirname(path), 0o755, exist_ok=True)
             if op.kind != "dir" and not os.path.lexists(path):
@@ -197,7 +188,7 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode]) -> int:
         tree = linux.open_tree("", dir_fd=fd)
     finally:
         os.close(fd)
-    names = _DEVICE_FLAGS[op.simulated] if isinstance(op, DeviceNode) else op.flags
+    names = DEVICE_FLAGS[op.simulated] if isinstance(op, DeviceNode) else op.flags
     try:
         attributes = sum(linux.ATTRIBUTES[name] for name in names)
         linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
@@ -209,7 +200,7 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode]) -> int:
 
 def _check_source(op: Union[Mount, Cover, DeviceNode], status: os.stat_result) -> None:
     if not isinstance(op, DeviceNode):
-        if not _KINDS[op.kind](status.st_mode):
+        if not mountrules.SOURCES[op.kind](status.st_mode):
             raise DeviceError(f"{op.source!r} is {mountrules.type_name(status.st_mode)}, not a {op.kind}")
     elif op.simulated:
         if not stat.S_ISREG(status.st_mode):

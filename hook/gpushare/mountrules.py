@@ -16,6 +16,8 @@ _LIBRARY_DIRS = (
     ("/opt/cuda", None),
 )
 
+# kind of mount -> what its source is
+SOURCES: dict[str, Callable[[int], bool]] = {"file": stat.S_ISREG, "dir": stat.S_ISDIR, "socket": stat.S_ISSOCK}
 # kind of mount -> the file types that it can be mounted over
 _ACCEPTED: dict[str, tuple[Callable[[int], bool], ...]] = {
     "file": (stat.S_ISREG,),

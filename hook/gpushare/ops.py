@@ -10,6 +10,11 @@ from .light import NamedTuple, Union
 from .model import LdEntry, Share
 from .quantity import human
 
+DEVICE_FLAGS = {
+    False: ("nosuid", "noexec"),
+    True: ("nosuid", "noexec", "nodev"),
+}  # of its mount; by DeviceNode.simulated
+
 
 def _share_text(share: Share) -> str:
     """One share in words, for WriteLimits.describe()."""
@@ -70,6 +75,21 @@ class Mount(NamedTuple):
 
     def describe(self) -> str:
         return f"mount    {self.target} <- {self.source} ({self.kind} {' '.join(self.flags)}): {self.why}"
+
+
+class InPlace(NamedTuple):
+    """A Mount that config.json holds: for our hook it is there already."""
+
+    source: str  # host path
+    target: str  # container path
+    kind: str  # as Mount's
+
+    @property
+    def needs(self) -> str:
+        return "spec"
+
+    def describe(self) -> str:
+        return f"mount    {self.target} <- {self.source} ({self.kind}): in config.json"
 
 
 class ImageFile(NamedTuple):
@@ -188,7 +208,7 @@ class ProcMask(NamedTuple):
         return f"mask     /proc/driver/nvidia: {' '.join(self.bus_ids) or 'no GPU'}{kept}, ModifyDeviceFiles 0"
 
 
-Op = Union[WriteLimits, TenantTmpfs, Mount, ImageFile, Cover, Link, DeviceNode, DeviceRule, LdCache, ProcMask]
+Op = Union[WriteLimits, TenantTmpfs, Mount, InPlace, ImageFile, Cover, Link, DeviceNode, DeviceRule, LdCache, ProcMask]
 
 
 class Plan(NamedTuple):

@@ -221,12 +221,21 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
                 storage.execute(op)
         if injected.allows_everything(editor.spec):
             editor.deny(_denied(steps, host))
-        spec = editor.put_in(steps, tree, _hook_words(paths), _hook_stderr())
+        shim_dir = host.config.shim_dir if lease is not None and _launcher_mounts(bundle) else ""
+        spec = editor.put_in(steps, tree, _hook_words(paths), _hook_stderr(), shim_dir)
         if lease is not None:
             ticket.write(paths.state_dir, bundle, lease, editor.record, tree, host.config.log)
         specedit.write(path, spec)
     storage.empty_trash(paths.state_dir)
     hook.tell(decision.open_sink(host.config.log), "runtime", asked, lease, steps, removed)
+
+
+def _launcher_mounts(bundle: Bundle) -> bool:
+    """Whether the launcher can be the hook: what it makes in a container's root belongs to uid 0 of the host. Elsewhere
+    the mounts stay in config.json, since Python would take longer for them than the runtime."""
+    namespaces = oci.items(bundle.spec, "linux", "namespaces")
+    users = any(isinstance(one, dict) and one.get("type") == "user" for one in namespaces)
+    return not users and not rootless.is_rootless()
 
 
 def _hook_program() -> str:

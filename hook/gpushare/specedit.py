@@ -8,6 +8,8 @@
     write(path, spec)                             temporary file and rename, same owner and mode
 
 What a spec cannot hold is left in the record for our hook; applied.py reads the record, and takes all of it out again.
+So are most mounts: a runtime takes ten times as long for each. But what holds the limits stays in the spec: a runtime
+that ran no hooks would give a container its devices and no way round the shim.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .applied import NONCE_ENV, PLACES, STAGES, Record, Spec, place, rule
 from .dialects import injected, nvidia
 from .errors import KernelError
 from .light import Any, Callable, Sequence, dumps, loads
-from .ops import Cover, DeviceNode, DeviceRule, ImageFile, LdCache, Link, Mount, Plan, ProcMask
+from .ops import DEVICE_FLAGS, Cover, DeviceNode, DeviceRule, ImageFile, LdCache, Link, Mount, Plan, ProcMask
 from .spectree import SpecTree
 
 HOOK_PROGRAM = "gpushare-hook"
@@ -76,17 +78,20 @@ class Editor:
             self.spec["linux"]["resources"]["devices"].append(applied.denial(major, minor))
             self.record.denied.append([major, minor])
 
-    def put_in(self, plan: Plan, tree: SpecTree, hook_words: Sequence[str], stderr_path: str) -> Spec:
+    def put_in(
+        self, plan: Plan, tree: SpecTree, hook_words: Sequence[str], stderr_path: str, shim_dir: str = ""
+    ) -> Spec:
         """The spec with everything of `plan` that a spec can carry, and our hook for the rest.
 
-        `hook_words` is the hook's absolute path and its options; `stderr_path` is where crun sends what hooks print.
-        Raises KernelError when a target is not safe.
+        `hook_words` is the hook's absolute path and its options; `stderr_path` is where crun sends what hooks print;
+        `shim_dir`: the hook makes the mounts that hold no limit (see `stays`). Raises KernelError when a target is not
+        safe.
         """
         for op in plan.ops:
             if isinstance(op, Mount):
-                self._put_mount(op, tree)
+                self._put_mount(op, tree, not shim_dir or stays(op, shim_dir))
             elif isinstance(op, DeviceNode):
-                self._put_device(op, tree)
+                self._put_device(op, tree, not shim_dir)
             elif isinstance(op, DeviceRule):
                 self.spec["linux"]["resources"]["devices"].append(rule(op.major, op.minor))
                 self.record.rules.append([op.major, op.minor])
@@ -119,18 +124,24 @@ class Editor:
         self.spec["mounts"].append({"destination": target, "type": "bind", "source": source, "options": options})
         self.record.mounts.append([target, source])
 
-    def _put_mount(self, op: Mount, tree: SpecTree) -> None:
+    def _put_mount(self, op: Mount, tree: SpecTree, stays: bool) -> None:
         target = tree.place(op.target, op.kind)
         tree.add(target, op.source)
-        self._mount(op.source, target, op.flags)
-        self.record.ops.append(["Mount", target, op.source, op.kind])
+        if stays:
+            self._mount(op.source, target, op.flags)
+            self.record.ops.append(["Mount", target, op.source, op.kind])
+        else:
+            self.record.ops.append(["Bind", target, op.source, op.kind, list(op.flags)])
 
-    def _put_device(self, op: DeviceNode, tree: SpecTree) -> None:
+    def _put_device(self, op: DeviceNode, tree: SpecTree, stays: bool) -> None:
         """A real device at its own path is a device of the spec; any other is a file to be mounted."""
         if op.simulated or op.source != op.target:
             target = tree.place(op.target, "file" if op.simulated else "device")
             tree.add(target, op.source)
-            self._mount(op.source, target, ("nosuid", "noexec", "nodev") if op.simulated else ("nosuid", "noexec"))
+            if stays:
+                self._mount(op.source, target, DEVICE_FLAGS[op.simulated])
+            else:
+                self.record.ops.append(["Device", *op._replace(target=target)])
             return
         tree.require_place(op.target)
         mode = stat.S_IMODE(os.stat(op.source).st_mode)
@@ -150,6 +161,11 @@ class Editor:
         text = dumps({"version": applied.VERSION, **self.record._asdict()}, ",", ":")
         self.spec["annotations"][names.APPLIED_ANNOTATION] = text
         return self.spec
+
+
+def stays(op: Mount, shim_dir: str) -> bool:
+    """Whether the mount is one that holds a limit: the limits file, or the shim over a library."""
+    return op.target == names.PRIVATE_DIR or op.source.startswith(shim_dir.rstrip("/") + "/")
 
 
 def _is_rule_for(rule: Any, numbers: list[tuple[Any, Any]]) -> bool:

@@ -8,9 +8,10 @@ The file is words, each ended by a NUL:
     version, bundle, root.path, "<creator pid> <its start time>"
     where, facts                       of the line that release.c writes: decision.py
     "page" uuid number                 its page file, which goes when the lease does (release.c)
-    "mount" device inode target        once for each mount of ours: what must be at `target` by now
+    "mount" device inode target        once for each mount of config.json: what must be at `target` by now
     "mask"                             containers/<id>/proc stands over /proc/driver/nvidia, where there is one
     "then"                             the lease is held from here on
+    "bind" device inode attributes target source     a mount to make; the inode is of `source`
     "link" target text                 a name that is not there yet, or is this very link
     "cache" inode size seconds nanoseconds     of the image's ld.so.cache; the new one is in containers/<id>/ld.so.cache
     "end"
@@ -24,15 +25,16 @@ from __future__ import annotations
 import os
 import stat
 
-from . import decision, imagefiles, inroot, ldcache, linux, procmask, rootfs, storage
+from . import decision, imagefiles, inroot, ldcache, linux, mountrules, procmask, rootfs, storage
 from .applied import Record
-from .light import Optional
+from .light import Any, Optional
 from .model import Bundle, LdEntry, Lease
+from .ops import DEVICE_FLAGS, DeviceNode
 
 FILE = "adopt"
 CACHE = "ld.so.cache"
 PROC = "proc"
-VERSION = "gpushare-adopt-4"
+VERSION = "gpushare-adopt-5"
 
 
 def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, log: str) -> None:
@@ -53,11 +55,18 @@ def _words(
     for share in lease.shares:  # first, where the launcher looks for them at the end
         before += ["page", share.device.uuid, str(share.page)]
     after = ["then"]
+    below: list[str] = []  # how paths below its mounts begin
     for kind, *fields in record.ops:
         if kind == "Mount":
             target, source = fields[0], fields[1]
             status = os.stat(source)
             before += ["mount", str(status.st_dev), str(status.st_ino), target]
+        elif kind in ("Bind", "Device"):
+            target, words = _bind(kind, fields)
+            if words is None or target.startswith(tuple(below)):
+                return None  # in the launcher all mounts are made at once
+            below.append(target + "/")
+            after += words
         elif kind == "Link":
             after += ["link", fields[0], fields[1]]
         elif kind == "LdCache":
@@ -73,6 +82,23 @@ def _words(
         else:
             return None
     return [*before, *after, "end"]
+
+
+def _bind(kind: str, fields: list[Any]) -> tuple[str, Optional[list[str]]]:
+    """(target, words for a mount that the launcher makes); no words where apply.py would refuse the source."""
+    if kind == "Bind":
+        target, source, what, flags = fields
+        status = os.stat(source)
+        right = mountrules.SOURCES[what](status.st_mode)
+    else:
+        op = DeviceNode(*fields)
+        target, source, flags = op.target, op.source, DEVICE_FLAGS[op.simulated]
+        status = os.stat(source)
+        real = stat.S_ISCHR(status.st_mode) and status.st_rdev == os.makedev(op.major, op.minor)
+        right = stat.S_ISREG(status.st_mode) if op.simulated else real
+    attributes = sum(linux.ATTRIBUTES[flag] for flag in flags)
+    numbers = (status.st_dev, status.st_ino, attributes)
+    return target, ["bind", *map(str, numbers), target, source] if right else None
 
 
 def _mask(bus_ids: list[str], capabilities: list[str], folder: str) -> Optional[list[str]]:

@@ -1,5 +1,5 @@
-/* `gpushare-hook adopt` where it is simple: the lease becomes the container's own, and links and
- * the loader's cache are put into its root, and a mask over its /proc.
+/* `gpushare-hook adopt` where it is simple: the lease becomes the container's own, and most mounts,
+ * links and the loader's cache are put into its root, and a mask over its /proc.
  * STATE_DIR/containers/<id>/adopt says what is to be done (gpushare/ticket.py writes it); adopt.py
  * does the same and more, and does it whenever anything here is not exactly as it was when the
  * ticket was written. So every `false` here means: Python, with nothing half done that it would not
@@ -11,36 +11,16 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/openat2.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "adopt.h"
 #include "launcher.h"
 #include "launcher_tables.h"
-
-#define MAX_LINKS 256
-
-struct adoption {
-    int container; /* STATE_DIR/containers/<id> */
-    int init;      /* /proc/<pid> */
-    int root;      /* the container's root in its own mount namespace */
-    unsigned long long mount;
-    unsigned long long init_start;
-    const char *id, *state_dir;
-    char *at, *end; /* of the ticket */
-    struct made {
-        int parent, flags; /* of unlinkat */
-        const char *name;
-    } made[2 * MAX_LINKS];
-    size_t made_count;
-    struct mask mask;
-};
 
 ssize_t read_at(int directory, const char *name, char *text, size_t size) {
     int fd = openat(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
@@ -57,7 +37,7 @@ ssize_t read_at(int directory, const char *name, char *text, size_t size) {
     return got == 0 ? (ssize_t)have : -1; /* not 0: an error, or more than there is room for */
 }
 
-static char *word(struct adoption *a) {
+char *ticket_word(struct adoption *a) {
     char *begin = a->at;
     if (!begin || begin >= a->end)
         return NULL;
@@ -68,8 +48,8 @@ static char *word(struct adoption *a) {
     return begin;
 }
 
-static bool number(struct adoption *a, unsigned long long *value) {
-    const char *text = word(a);
+bool ticket_number(struct adoption *a, unsigned long long *value) {
+    const char *text = ticket_word(a);
     char *end;
     if (!text || *text < '0' || *text > '9')
         return false;
@@ -79,23 +59,8 @@ static bool number(struct adoption *a, unsigned long long *value) {
 }
 
 static bool is_word(struct adoption *a, const char *expected) {
-    const char *text = word(a);
+    const char *text = ticket_word(a);
     return text && strcmp(text, expected) == 0;
-}
-
-int in_root(int root, const char *path, int flags) {
-    struct open_how how = {.flags = (unsigned)(flags | O_PATH | O_CLOEXEC),
-                           .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS};
-    return (int)syscall(SYS_openat2, root, path, &how, sizeof how);
-}
-
-bool mount_of(int fd, unsigned long long *mount) {
-    struct statx status;
-    if (statx(fd, "", AT_EMPTY_PATH, STATX_MNT_ID, &status) != 0 ||
-        !(status.stx_mask & STATX_MNT_ID))
-        return false;
-    *mount = status.stx_mnt_id;
-    return true;
 }
 
 /* Start time of the process, which must be one that runs: fields 3, 20 and 22 of its stat line. */
@@ -148,7 +113,7 @@ static bool check_mount(struct adoption *a) {
     unsigned long long device, inode;
     struct stat status;
     const char *target;
-    if (!number(a, &device) || !number(a, &inode) || !(target = word(a)))
+    if (!ticket_number(a, &device) || !ticket_number(a, &inode) || !(target = ticket_word(a)))
         return false;
     int fd = in_root(a->root, target, O_NOFOLLOW);
     bool same =
@@ -156,73 +121,6 @@ static bool check_mount(struct adoption *a) {
     if (fd >= 0)
         close(fd);
     return same;
-}
-
-static bool prepare_mask(struct adoption *a, const char *kind) {
-    return strcmp(kind, "mask") == 0 && !a->mask.wanted &&
-           mask_prepare(&a->mask, a->container, a->init, a->root);
-}
-
-/* The directory that holds `path`, when it is on the root file system itself. */
-static int parent_of(struct adoption *a, char *path, const char **name) {
-    unsigned long long mount;
-    char *slash = strrchr(path, '/');
-    if (!slash || slash == path || !slash[1])
-        return -1;
-    *slash = '\0';
-    *name = slash + 1;
-    int fd = in_root(a->root, path, O_DIRECTORY);
-    *slash = '/';
-    if (fd >= 0 && (!mount_of(fd, &mount) || mount != a->mount)) {
-        close(fd);
-        return -1;
-    }
-    return fd;
-}
-
-/* It is taken back when anything fails later; `parent` stays open for that. */
-static void remember(struct adoption *a, int parent, const char *name, int flags) {
-    a->made[a->made_count++] = (struct made){parent, flags, name};
-}
-
-/* The directory for a link below the library directory (gbm/, vdpau/) that the image does not have.
- * Whatever goes wrong is found by whoever wants to put something there. */
-static void make_parent(struct adoption *a, char *target) {
-    char *slash = strrchr(target, '/');
-    const char *name;
-    if (!slash || slash == target)
-        return;
-    *slash = '\0';
-    int there = in_root(a->root, target, O_DIRECTORY);
-    int above = there < 0 && errno == ENOENT ? parent_of(a, target, &name) : -1;
-    char *own =
-        above >= 0 ? strdup(name) : NULL; /* `name` ends where it did only until we return */
-    if (there >= 0)
-        close(there);
-    if (own && mkdirat(above, own, 0755) == 0) {
-        remember(a, above, own, AT_REMOVEDIR);
-        fchmodat(above, name, 0755, 0); /* whatever our umask */
-    } else if (above >= 0)
-        close(above);
-    *slash = '/';
-}
-
-static bool put_link(struct adoption *a) {
-    char *target = word(a), *text = word(a), there[PATH_MAX];
-    const char *name;
-    if (!target || !text || a->made_count + 2 > 2 * MAX_LINKS)
-        return false;
-    make_parent(a, target);
-    int parent = parent_of(a, target, &name);
-    if (parent < 0)
-        return false;
-    if (symlinkat(text, parent, name) == 0) {
-        remember(a, parent, name, 0);
-        return true;
-    }
-    ssize_t size = errno == EEXIST ? readlinkat(parent, name, there, sizeof there) : -1;
-    close(parent);
-    return size >= 0 && (size_t)size == strlen(text) && memcmp(there, text, (size_t)size) == 0;
 }
 
 static bool copy(int from, int to) {
@@ -257,9 +155,10 @@ static bool put_cache(struct adoption *a) {
     unsigned long long inode, size, seconds, nanoseconds;
     struct stat old;
     const char *name;
-    if (!number(a, &inode) || !number(a, &size) || !number(a, &seconds) || !number(a, &nanoseconds))
+    if (!ticket_number(a, &inode) || !ticket_number(a, &size) || !ticket_number(a, &seconds) ||
+        !ticket_number(a, &nanoseconds))
         return false;
-    int parent = parent_of(a, path, &name);
+    int parent = place_parent(a, path, &name);
     if (parent < 0)
         return false;
     int fd = openat(parent, name, O_PATH | O_NOFOLLOW | O_CLOEXEC);
@@ -338,10 +237,13 @@ static bool hold(struct adoption *a, long pid, const char *creator) {
 }
 
 static bool put_in(struct adoption *a) {
-    for (const char *kind = word(a); kind; kind = word(a)) {
+    for (const char *kind = ticket_word(a); kind; kind = ticket_word(a)) {
         if (strcmp(kind, "end") == 0)
             return true;
-        if (strcmp(kind, "link") == 0 ? !put_link(a) : strcmp(kind, "cache") != 0 || !put_cache(a))
+        bool done = strcmp(kind, "bind") == 0   ? place_bind(a)
+                    : strcmp(kind, "link") == 0 ? place_link(a)
+                                                : strcmp(kind, "cache") == 0 && put_cache(a);
+        if (!done)
             return false;
     }
     return false;
@@ -372,25 +274,24 @@ bool adopt(const struct state *state, const char *state_dir) {
     a.at = ticket;
     a.end = ticket + size;
     const char *rootfs, *creator;
-    if (!is_word(&a, TICKET_VERSION) || !is_word(&a, state->bundle) || !(rootfs = word(&a)) ||
-        !(creator = word(&a)) || !word(&a) || !word(&a) /* of the line at the end: release.c */
+    if (!is_word(&a, TICKET_VERSION) || !is_word(&a, state->bundle) ||
+        !(rootfs = ticket_word(&a)) || !(creator = ticket_word(&a)) || !ticket_word(&a) ||
+        !ticket_word(&a) /* of the line at the end: release.c */
         || !open_container(&a, rootfs, state->pid))
         return false;
     const char *kind;
-    while ((kind = word(&a)) && strcmp(kind, "then") != 0) {
+    while ((kind = ticket_word(&a)) && strcmp(kind, "then") != 0) {
         bool right = strcmp(kind, "mount") == 0  ? check_mount(&a)
-                     : strcmp(kind, "page") == 0 ? word(&a) && word(&a)
-                                                 : prepare_mask(&a, kind);
+                     : strcmp(kind, "page") == 0 ? ticket_word(&a) && ticket_word(&a)
+                                                 : strcmp(kind, "mask") == 0 && attach_mask(&a);
         if (!right)
             return false;
     }
     if (!kind || !hold(&a, state->pid, creator))
         return false;
-    if (!put_in(&a) || !mask_attach(&a.mask)) {
-        while (a.made_count) {
-            struct made *made = &a.made[--a.made_count];
-            unlinkat(made->parent, made->name, made->flags);
-        }
+    umask(022);
+    if (!put_in(&a) || !attach_all(&a.attachments, a.init)) {
+        place_undo(&a);
         return false;
     }
     forget_refusal(&a);

@@ -158,12 +158,18 @@ def test_nothing_is_left_in_an_image_when_neither_can_mount(
 
 
 def test_way_back_is_to_where_it_was(make: Callable[..., Container], tmp_path: Path) -> None:
-    """Root and directory are those from before, when Python has to do the rest."""
-    one = make(inject="move_mount:error=EPERM:when=1")
+    """Root and directory are those from before, and no mount is there, when Python has to do it all again."""
+    one = make(inject="move_mount:error=EPERM:when=4")
     one.create()
     names = [call.partition("(")[0] for call in calls(tmp_path)]
     away = names.index("setns")
-    assert names[away : away + 7] == ["setns", "mount_setattr", "move_mount", "setns", "fchdir", "chroot", "fchdir"]
+    inside = [name for name in names[away:] if name != "mount_setattr"]
+    tried, undone, back = ["move_mount"] * 4, ["umount2"] * 3, ["setns", "fchdir", "chroot", "fchdir"]
+    assert inside[:12] == ["setns", *tried, *undone, *back]
+    points = [mount.point for mount in mountns.read_mounts(str(one.pid))]
+    ours = [point for point in points if point.startswith((procmask.PROC_DIR, "/usr/lib/gpushare", "/dev/nvidia"))]
+    assert procmask.PROC_DIR in ours and len(ours) == len(set(ours))
+    assert one.start().wait() == 0, one.stderr
 
 
 def test_adoption_with_a_mask_killed_at_any_call_leaves_nothing(
@@ -175,7 +181,7 @@ def test_adoption_with_a_mask_killed_at_any_call_leaves_nothing(
     made = calls(tmp_path)
     first = next(number for number, call in enumerate(made) if call.startswith("open_tree("))
     inner = next(number for number, call in enumerate(made) if call.startswith("setns("))
-    for at in [*range(first, inner, 17), *range(inner, len(made))]:
+    for at in [*range(first, inner, 17), *range(inner, len(made), 5)]:
         one = make(at, name=f"at{at}")
         with pytest.raises(RuntimeFailed):
             one.create()

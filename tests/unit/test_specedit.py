@@ -12,7 +12,7 @@ import pytest
 from gpushare import applied, oci, specedit
 from gpushare.errors import KernelError, RequestError
 from gpushare.model import Bundle, LdEntry
-from gpushare.ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Plan, ProcMask
+from gpushare.ops import DeviceNode, DeviceRule, InPlace, LdCache, Link, Mount, Plan, ProcMask
 from gpushare.spectree import SpecTree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -92,12 +92,40 @@ def test_what_a_plan_becomes(root: Path) -> None:
         assert [line.partition("=")[0] for line in hook["env"]] == ["PATH", "GPUSHARE_APPLIED"]
     record = applied.record_of(spec)
     assert record is not None and record.leased
-    assert [type(op).__name__ for op in applied.remaining(record)] == ["Mount", "Link", "LdCache", "ProcMask"]
+    assert [type(op).__name__ for op in applied.remaining(record)] == ["InPlace", "Link", "LdCache", "ProcMask"]
     assert applied.remaining(record)[1:] == (
         Link("/usr/lib/libcuda.so.1", "libcuda.so.535", ""),
         LdCache((LdEntry("libcuda.so.1", "/usr/lib/libcuda.so.1", 0x0303),)),
         ProcMask(("0000:01:00.0",)),
     )
+
+
+def test_what_is_left_to_the_hook(root: Path) -> None:
+    """Given the shim's directory: every mount but the shim and the limits. The record says what goes where."""
+    source, shim = str(root / "source"), str(root / "shim" / "libcuda.so")
+    flags = ("ro", "nosuid", "nodev")
+    mounts = (
+        Mount(source, "/usr/lib/gpushare", "dir", flags, ""),
+        Mount(source, "/usr/lib/gpushare/rw", "dir", flags, ""),
+        Mount(shim, "/lib/libcuda.so.535", "file", flags, ""),
+        Mount(source, "/lib/libnvidia-nvvm.so.535", "file", flags, ""),
+        DeviceNode(source, "/dev/nvidia0", 195, 0, True),
+        DeviceNode("/dev/zero", "/dev/zero", 1, 5, False),
+    )
+    editor = specedit.Editor({}, leased=True)
+    with SpecTree(bundle_of(root, editor.spec)) as tree:
+        spec = editor.put_in(Plan("c", mounts), tree, HOOK, "", str(root / "shim"))
+    assert [mount["destination"] for mount in spec["mounts"]] == ["/usr/lib/gpushare", "/usr/lib/libcuda.so.535"]
+    assert [device["path"] for device in spec["linux"]["devices"]] == ["/dev/zero"]
+    record = applied.record_of(spec)
+    assert record is not None and applied.remaining(record) == (
+        InPlace(source, "/usr/lib/gpushare", "dir"),
+        Mount(source, "/usr/lib/gpushare/rw", "dir", flags, ""),
+        InPlace(shim, "/usr/lib/libcuda.so.535", "file"),
+        Mount(source, "/usr/lib/libnvidia-nvvm.so.535", "file", flags, ""),
+        DeviceNode(source, "/dev/nvidia0", 195, 0, True),
+    )
+    assert applied.stripped(spec) == {}
 
 
 def test_engine_s_own_choice_for_crun_stays(root: Path) -> None:

@@ -1,0 +1,180 @@
+/* What is put into a container's root: links, mount points, and the directories for them.
+ * Everything is reached through a descriptor of that root, never leaves it, and is made on file
+ * systems of the container alone: what is made in a volume appears on the host. */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/magic.h>
+#include <linux/mount.h>
+#include <linux/openat2.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include "adopt.h"
+
+int in_root(int root, const char *path, int flags) {
+    struct open_how how = {.flags = (unsigned)(flags | O_PATH | O_CLOEXEC),
+                           .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS};
+    return (int)syscall(SYS_openat2, root, path, &how, sizeof how);
+}
+
+bool mount_of(int fd, unsigned long long *mount) {
+    struct statx status;
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_MNT_ID, &status) != 0 ||
+        !(status.stx_mask & STATX_MNT_ID))
+        return false;
+    *mount = status.stx_mnt_id;
+    return true;
+}
+
+/* Whether the host has mounted this file system as well. */
+static bool host_has(dev_t device) {
+    char *line = NULL;
+    size_t room = 0;
+    unsigned major, minor;
+    FILE *mounts = fopen("/proc/self/mountinfo", "re");
+    bool found = !mounts;
+    while (!found && getline(&line, &room, mounts) >= 0)
+        found =
+            sscanf(line, "%*d %*d %u:%u", &major, &minor) != 2 || makedev(major, minor) == device;
+    if (mounts) {
+        found = found || ferror(mounts);
+        fclose(mounts);
+    }
+    free(line);
+    return found;
+}
+
+/* The root file system itself, or one that the runtime made for this container (/dev, /run). */
+static bool is_containers(const struct adoption *a, int directory) {
+    unsigned long long mount;
+    struct statfs kind;
+    struct stat status;
+    if (!mount_of(directory, &mount))
+        return false;
+    return mount == a->mount || (fstatfs(directory, &kind) == 0 && kind.f_type == TMPFS_MAGIC &&
+                                 fstat(directory, &status) == 0 && !host_has(status.st_dev));
+}
+
+/* It is taken back when anything fails later; `parent` stays open for that. */
+static bool remember(struct adoption *a, int parent, const char *name, int flags) {
+    char *own = strdup(name); /* `name` may end where it does only for now */
+    a->made[a->made_count++] = (struct made){parent, flags, own};
+    return own;
+}
+
+void place_undo(struct adoption *a) {
+    while (a->made_count) {
+        struct made *made = &a->made[--a->made_count];
+        if (made->name)
+            unlinkat(made->parent, made->name, made->flags);
+    }
+}
+
+/* An empty file or directory; a descriptor of it. -1 also when something is there by now. */
+static int make(struct adoption *a, int parent, const char *name, bool directory) {
+    if (a->made_count == MAX_MADE)
+        return -1;
+    int file = -1;
+    if (directory ? mkdirat(parent, name, 0755) != 0
+                  : (file = openat(parent, name,
+                                   O_CREAT | O_EXCL | O_NOFOLLOW | O_WRONLY | O_CLOEXEC, 0644)) < 0)
+        return -1;
+    if (file >= 0)
+        close(file);
+    if (!remember(a, parent, name, directory ? AT_REMOVEDIR : 0))
+        return -1;
+    return openat(parent, name, O_PATH | O_NOFOLLOW | O_CLOEXEC);
+}
+
+static int directory_at(struct adoption *a, char *path) {
+    const char *name;
+    int fd = in_root(a->root, *path ? path : "/", O_DIRECTORY);
+    if (fd >= 0 || errno != ENOENT)
+        return fd;
+    int above = place_parent(a, path, &name);
+    return above < 0 ? -1 : make(a, above, name, true);
+}
+
+/* Whatever goes wrong, also on the way, is found again by Python. */
+int place_parent(struct adoption *a, char *path, const char **name) {
+    char *slash = strrchr(path, '/');
+    if (!slash || !slash[1])
+        return -1;
+    *slash = '\0';
+    int fd = directory_at(a, path);
+    *slash = '/';
+    *name = slash + 1;
+    if (fd < 0 || is_containers(a, fd))
+        return fd;
+    close(fd);
+    return -1;
+}
+
+bool place_link(struct adoption *a) {
+    char *target = ticket_word(a), *text = ticket_word(a), there[PATH_MAX];
+    const char *name;
+    if (!target || !text || a->made_count == MAX_MADE)
+        return false;
+    int parent = place_parent(a, target, &name);
+    if (parent < 0)
+        return false;
+    if (symlinkat(text, parent, name) == 0)
+        return remember(a, parent, name, 0);
+    ssize_t size = errno == EEXIST ? readlinkat(parent, name, there, sizeof there) : -1;
+    close(parent);
+    return size >= 0 && (size_t)size == strlen(text) && memcmp(there, text, (size_t)size) == 0;
+}
+
+/* As mountrules.accepts. */
+static bool accepts(mode_t source, mode_t target) {
+    return S_ISDIR(source) ? S_ISDIR(target)
+                           : S_ISREG(target) || (S_ISSOCK(source) && S_ISSOCK(target));
+}
+
+/* A directory on the mount that `target` is on; -1 where a file is the root of its own mount. */
+static int beside(struct adoption *a, char *path, int target, bool is_directory) {
+    unsigned long long mount, above;
+    if (is_directory)
+        return target;
+    if (!mount_of(target, &mount))
+        return -1;
+    if (mount == a->mount)
+        return a->root;
+    char *slash = strrchr(path, '/');
+    *slash = '\0';
+    int parent = in_root(a->root, *path ? path : "/", O_DIRECTORY);
+    *slash = '/';
+    return parent >= 0 && mount_of(parent, &above) && above == mount ? parent : -1;
+}
+
+/* A mount of ours. The source is still the file that Python saw, and its type with it. */
+bool place_bind(struct adoption *a) {
+    unsigned long long device, inode, attributes;
+    struct stat source, there;
+    const char *from, *name;
+    char *to;
+    if (!ticket_number(a, &device) || !ticket_number(a, &inode) || !ticket_number(a, &attributes) ||
+        !(to = ticket_word(a)) || !(from = ticket_word(a)))
+        return false;
+    int tree = (int)syscall(SYS_open_tree, AT_FDCWD, from, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
+    if (tree < 0 || fstat(tree, &source) != 0 || source.st_dev != device || source.st_ino != inode)
+        return false;
+    int target = in_root(a->root, to, O_NOFOLLOW);
+    if (target < 0 && errno == ENOENT) {
+        int parent = place_parent(a, to, &name);
+        target = parent < 0 ? -1 : make(a, parent, name, S_ISDIR(source.st_mode));
+    }
+    if (target < 0 || fstat(target, &there) != 0 || !accepts(source.st_mode, there.st_mode))
+        return false;
+    int directory = beside(a, to, target, S_ISDIR(there.st_mode));
+    return directory >= 0 && attach_add(&a->attachments, tree, attributes, target, directory);
+}
