@@ -1,11 +1,13 @@
 """The modules of a start in one file, loaded at once: faster than so many imports (start path).
 
     load(path) -> bool      the first half is in sys.modules, the second will be when something of it is imported
+    use(data, path)         the same for a program that has read the file, and found this module in it
 
-packaging/pack writes the file: this Python's magic number, then three marshalled values, each behind its size: the
-sources with the names of the second half, and each half, a tuple of modules, each behind those that it imports. It is a
-cache of code: with another Python, or when one source file is not what it was, nothing of it is used, and modules are
-imported as always; so are, also later, those that are not in it.
+packaging/pack writes the file: this Python's magic number, then four marshalled values, each behind its size: the code
+of this module; the sources, the extension modules of Python's own that are imported, and the names of the second half;
+and each half, a tuple of modules, each behind those that it imports. It is a cache of code: with another Python, or
+when one source file is not what it was, nothing of it is used, and modules are imported as always; so are, also later,
+those that are not in it.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ PROGRAMS = {  # program -> what its start imports: first, also for containers th
     ),
 }
 _new_spec = type(sys.__spec__)  # ModuleSpec, without importing importlib
+_spec_of_file = importer.spec_from_file_location
 MAGIC: bytes = importer.MAGIC_NUMBER
 _MAX_BYTES = 8 << 20
 
@@ -79,10 +82,18 @@ def load(path: str) -> bool:
             data = os.read(fd, _MAX_BYTES)
         finally:
             os.close(fd)
+    except OSError:
+        return False
+    return use(data, path)
+
+
+def use(data: bytes, path: str) -> bool:
+    """As `load`, which has read `data` from `path`."""
+    try:
         if not data.startswith(MAGIC):
             return False
-        head, first, then = _parts(memoryview(data)[len(MAGIC) :])
-        sources, names = marshal.loads(head)
+        _, head, first, then = _parts(memoryview(data)[len(MAGIC) :])
+        sources, extensions, names = marshal.loads(head)
         for file, changed_ns, size in sources:
             status = os.stat(file)
             if status.st_mtime_ns != changed_ns or status.st_size != size:
@@ -90,8 +101,8 @@ def load(path: str) -> bool:
     except (OSError, ValueError, EOFError, TypeError):
         return False
     folder = os.path.dirname(path)
+    sys.meta_path.insert(0, _Rest(names, then, folder, extensions))
     _make(first, folder)
-    sys.meta_path.insert(0, _Rest(names, then, folder))
     return True
 
 
@@ -116,6 +127,7 @@ def _make(half: memoryview, folder: str) -> None:
 def _make_module(name: str, is_package: bool, file: str, code: CodeType) -> None:
     module = type(sys)(name)
     module.__spec__ = spec = _new_spec(name, _Loaded, origin=file, is_package=is_package)  # type: ignore[arg-type]
+    spec._initializing = False  # type: ignore[attr-defined]  # each import looks; a missing one takes 0.5 us
     module.__package__, module.__file__ = spec.parent, file
     if is_package:
         module.__path__ = spec.submodule_search_locations = [os.path.dirname(file)]
@@ -143,14 +155,20 @@ class _Loaded:
 
 
 class _Rest:
-    """Finds the modules of the second half, once: then all are there."""
+    """Finds the modules of the second half, once: then all are there. And extension modules, without a search."""
 
-    def __init__(self, names: tuple[str, ...], half: memoryview, folder: str) -> None:
-        self._names, self._half, self._folder = names, half, folder
+    def __init__(self, names: tuple[str, ...], half: memoryview, folder: str, extensions: dict[str, str]) -> None:
+        self._names, self._half, self._folder, self._extensions = names, half, folder, extensions
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Optional[ModuleSpec]:
+        if name in self._extensions:
+            file = self._extensions.pop(name)
+            found = os.path.exists(file)
+            return _spec_of_file(name, file, loader=importer.ExtensionFileLoader(name, file)) if found else None
         if name not in self._names:
             return None
-        sys.meta_path.remove(self)
+        self._names = ()
+        if not self._extensions:
+            sys.meta_path.remove(self)
         _make(self._half, self._folder)
         return sys.modules[name].__spec__

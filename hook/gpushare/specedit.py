@@ -4,7 +4,7 @@
         .take_out_foreign()                       -> lines
         .narrow(root)                             rules for other devices and NVIDIA's lose those
         .deny(numbers)                            rules against devices that --privileged would allow
-        .put_in(plan, tree, hook_words, stderr)   -> Spec       a new value; unknown fields are kept
+        .put_in(plan, tree, hook_words, stderr, shim_dir) -> Spec   a new value; unknown fields are kept
     write(path, spec)                             temporary file and rename, same owner and mode
 
 What a spec cannot hold is left in the record for our hook; applied.py reads the record, and takes all of it out again.

@@ -102,11 +102,12 @@ def test_what_a_plan_becomes(root: Path) -> None:
 
 def test_what_is_left_to_the_hook(root: Path) -> None:
     """Given the shim's directory: every mount but the shim and the limits. The record says what goes where."""
-    source, shim = str(root / "source"), str(root / "shim" / "libcuda.so")
+    source, share, shim = (str(root / name) for name in ("source", "share", "shim/libcuda.so"))
+    (root / "share" / "rw").mkdir(parents=True)
     flags = ("ro", "nosuid", "nodev")
     mounts = (
-        Mount(source, "/usr/lib/gpushare", "dir", flags, ""),
-        Mount(source, "/usr/lib/gpushare/rw", "dir", flags, ""),
+        Mount(share, "/usr/lib/gpushare", "dir", flags, ""),
+        Mount(share, "/usr/lib/gpushare/rw", "dir", flags, ""),
         Mount(shim, "/lib/libcuda.so.535", "file", flags, ""),
         Mount(source, "/lib/libnvidia-nvvm.so.535", "file", flags, ""),
         DeviceNode(source, "/dev/nvidia0", 195, 0, True),
@@ -119,8 +120,8 @@ def test_what_is_left_to_the_hook(root: Path) -> None:
     assert [device["path"] for device in spec["linux"]["devices"]] == ["/dev/zero"]
     record = applied.record_of(spec)
     assert record is not None and applied.remaining(record) == (
-        InPlace(source, "/usr/lib/gpushare", "dir"),
-        Mount(source, "/usr/lib/gpushare/rw", "dir", flags, ""),
+        InPlace(share, "/usr/lib/gpushare", "dir"),
+        Mount(share, "/usr/lib/gpushare/rw", "dir", flags, ""),
         InPlace(shim, "/usr/lib/libcuda.so.535", "file"),
         Mount(source, "/usr/lib/libnvidia-nvvm.so.535", "file", flags, ""),
         DeviceNode(source, "/dev/nvidia0", 195, 0, True),

@@ -79,7 +79,8 @@ def targets():
     mounts = [mount for mount in spec["mounts"] if mount["type"] != "bind" or os.path.exists(mount["source"])]
     there = [entry["destination"] for entry in mounts] + [device["path"] for device in spec["linux"].get("devices", ())]
     record = json.loads(spec.get("annotations", {}).get("gpushare.io/applied", '{"ops": []}'))  # what the hook mounts
-    pairs = [op[1:3] for op in record["ops"] if op[0] == "Bind"] + [op[2:0:-1] for op in record["ops"] if op[0] == "Device"]
+    pairs = [op[1:3] for op in record["ops"] if op[0] == "Bind"]
+    pairs += [op[2:0:-1] for op in record["ops"] if op[0] == "Device"]
     return there + [target for target, source in pairs if os.path.exists(source)], words[-1]
 """
 
