@@ -184,6 +184,14 @@ def library_in_a_shared_image(scene: Scene) -> Counted:
     return run(scene, Race(directory, os.path.basename(LIBCUDA), "evil"))
 
 
+def program_in_a_shared_image(scene: Scene) -> Counted:
+    """A mount point that the launcher finds, after the runtime has mounted the libraries."""
+    directory = _in_image(scene, "usr/bin")
+    (directory / "nvidia-smi").write_bytes(b"")
+    os.symlink(f"../../../../../../../..{scene.host}/passwd", directory / "evil")
+    return run(scene, Race(directory, "nvidia-smi", "evil"))
+
+
 def cache_in_a_shared_image(scene: Scene) -> Counted:
     """The loader's cache, which we write: now the image's, now a link to the host's."""
     directory = _in_image(scene, "etc")
@@ -215,7 +223,7 @@ def newer_driver_in_the_image(scene: Scene) -> Counted:
 
 RACES: tuple[Callable[[Scene], Counted], ...] = (
     leaf_in_a_volume, parent_in_a_volume, our_directory_in_a_shared_image, library_in_a_shared_image,
-    cache_in_a_shared_image, etc_in_a_shared_image, newer_driver_in_the_image,
+    program_in_a_shared_image, cache_in_a_shared_image, etc_in_a_shared_image, newer_driver_in_the_image,
 )  # fmt: skip
 
 

@@ -126,6 +126,17 @@ def test_link_to_a_library_is_covered(make: Callable[..., Container], tmp_path: 
     assert "/usr/lib/libold.so" in mounted(one) and LIBRARY not in mounted(one)
 
 
+def test_file_that_a_user_mounts_there_meanwhile_is_covered(make: Callable[..., Container], tmp_path: Path) -> None:
+    """Not written to: it is the host's."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("theirs")
+    one = make(f"touch $root{SMI}; nsenter -t $pid -m mount --bind {theirs} $root{SMI} || exit 9")
+    one.create()
+    assert asked_python(tmp_path)
+    assert mounted(one).count(SMI) == 2 and theirs.read_text() == "theirs"
+    assert "theirs" not in Path(f"/proc/{one.pid}/root{SMI}").read_text(errors="replace")
+
+
 def test_nothing_shows_at_a_peer(make: Callable[..., Container], tmp_path: Path) -> None:
     """The container's root and its /dev are shared: our mounts would appear wherever they are mounted as well."""
     one = make(f"""for place in "$root" "$root/dev"; do
