@@ -9,13 +9,14 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import doctor, leases, log, node, procs
+from gpushare import doctor, leases, livelimits, log, node, procs
 from gpushare.cli import node as cli_node
 from gpushare.cli import output, runtime, sample, topscreen
 from gpushare.cli.options import Paths
@@ -36,6 +37,12 @@ CASES = {
     "list": ["list", "$ list", "list --format json", "list --format xml"],
     "top": ["top --once", "$ top --once --sort name", "top --once --format json", "top --interval 0"],
     "inspect": ["inspect 0123", "$ inspect 0123", "inspect 0123 --format json", "inspect refused", "inspect nobody"],
+    "limit": [
+        *("limit show 0123", "$ limit show web-1", "limit show web-1 --format json", "limit show nobody"),
+        *("limit set 0123 --memory 2Gi --compute 40 --dry-run", "limit set 0123 --memory 2Gi --dry-run --format json"),
+        *("limit set 0123", "limit set 0123 --memory 4Gy", "limit set web-1 --device 7 --memory 1Gi"),
+        *("pause 0123", "list", "pause 0123", "resume 0123 --format json", "pause dead"),
+    ],
     "devices": ["devices", "$ devices", "devices --format json", "devices --what"],
     "prune": ["prune --dry-run", "$ prune --dry-run", "prune --dry-run --format json", "prune web-1"],
     "refresh": ["refresh", "$ refresh", "refresh --format json", "refresh now"],
@@ -61,6 +68,13 @@ CASES = {
     "version": ["version", "version --format json", "version 2"],
     "others": ["", "nothing", "lits", "run --memory", "run --memory 4Gi", "completion csh"],
 }
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Of the same length wherever this runs: paths are in columns, and long ones are cut."""
+    with tempfile.TemporaryDirectory(prefix="gpushare-golden-", dir="/tmp") as path:
+        yield Path(path)
 
 
 @pytest.fixture
@@ -104,6 +118,7 @@ def world(
     monkeypatch.setattr(cli_node, "installed", lambda: "0.1.0")
     monkeypatch.setattr(runtime, "check_program", lambda path: "/opt/gpushare/bin/gpushare-runtime")
     monkeypatch.setattr(runtime, "foreign_owners", lambda _: [])
+    monkeypatch.setattr(livelimits, "_refuse_unheld", lambda *_: None)  # these containers have no mounts
     monkeypatch.setattr(doctor, "CHECKS", [doctor.Check(name, "", lambda _, one=one: one) for name, one in ROWS])  # type: ignore[misc]
     for name, value in (("COLUMNS", str(COLUMNS)), ("TERM", "xterm-256color"), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)

@@ -32,7 +32,7 @@ def shell(tmp_path: Path) -> Callable[[str], Terminal]:
             "fish": ["fish", "--no-config", "-i"],
         }
         env = {**ENV, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
-        one = Terminal(commands[name], 100, 40, env)
+        one = Terminal(commands[name], 200, 40, env)
         setup = {
             "bash": "source <(gpushare completion bash)",
             "zsh": "autoload -U compinit; compinit -u -D; source <(gpushare completion zsh)",

@@ -12,7 +12,7 @@ from ..errors import GpushareError, RequestError
 from ..model import Lease, Share
 from ..quantity import human
 from . import facts
-from .options import Paths, with_format
+from .options import Paths, complete_ids, with_format
 from .output import Column, write_json, write_line, write_table
 
 # What placement says of a start, as it is said here
@@ -33,7 +33,7 @@ def limit() -> None:
 
 
 @limit.command("set")
-@click.argument("id", metavar="ID")
+@click.argument("id", metavar="ID", shell_complete=complete_ids)
 @click.option("--memory", default="", metavar="AMOUNT", help="6Gi, 50%, +1Gi, -512Mi, or unlimited.")
 @click.option("--compute", default="", metavar="PERCENT", help="Percent of the device's time; 100 is no limit.")
 @click.option(
@@ -82,7 +82,7 @@ def set_(
 
 
 @limit.command("show")
-@click.argument("id", metavar="ID")
+@click.argument("id", metavar="ID", shell_complete=complete_ids)
 @with_format
 @click.pass_obj
 def show(paths: Paths, id: str, output: str) -> None:
@@ -103,7 +103,7 @@ def show(paths: Paths, id: str, output: str) -> None:
 
 def _pausing(name: str, pause: bool, text: str) -> click.Command:
     @click.command(name, help=text, short_help=text.partition("\n")[0])
-    @click.argument("id", metavar="ID")
+    @click.argument("id", metavar="ID", shell_complete=complete_ids)
     @with_format
     @click.pass_obj
     def command(paths: Paths, id: str, output: str) -> None:

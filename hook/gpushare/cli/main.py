@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -170,7 +171,8 @@ def _run(argv: Optional[Sequence[str]]) -> int:
 
 def _usage(error: click.UsageError) -> GpushareError:
     """As one line, like all that goes wrong. click begins its sentences with a capital letter."""
-    text = " ".join(error.format_message().split()).replace(". Did you mean", ", did you mean").rstrip(".?")
+    text = re.sub(r"\. \(?Did you mean( one of)?:? ", r", did you mean\1 ", " ".join(error.format_message().split()))
+    text = text.rstrip(".?)") if "did you mean" in text else text.rstrip(".")
     command = error.ctx.command_path if error.ctx else PROGRAM
     wrong = GpushareError(text[:1].lower() + text[1:], f"see `{command} --help`")
     wrong.exit_code = error.exit_code
