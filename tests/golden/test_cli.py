@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from gpushare import doctor, leases, livelimits, log, node, procs
 from gpushare.cli import node as cli_node
-from gpushare.cli import output, runtime, sample, topscreen
+from gpushare.cli import runtime, sample, topscreen
 from gpushare.cli.options import Paths
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Result
 from gpushare.errors import CapacityError, DeviceError
@@ -211,7 +211,6 @@ def test_nothing_to_show(cli: Callable[..., Any], state: Path, monkeypatch: pyte
                 code, text, error = cli("--config", str(tmp_path / "config.yaml"), *line.split(), "--no-color")
                 where = f"{'terminal' if terminal else 'pipe'}, {'no container' if driver else 'no driver'}"
                 said.append(f"# gpushare {line}  ({where})\n{text}{error}exit code: {code}\n")
-    output._colour_wanted = True
     compare("nothing", "\n".join(said))
 
 

@@ -147,12 +147,13 @@ def test_terminal_gets_a_bar_and_a_pipe_does_not(
     source = str(Path(leases.__file__).resolve().parents[1])
     program = f"import sys; sys.path.insert(0, {source!r}); from gpushare.cli import main; sys.exit(main())"
 
-    def drawn(columns: int, *more: str) -> str:
-        with Terminal([sys.executable, "-c", program, "--state", state, "list", *more], columns) as one:
+    def drawn(columns: int, line: str, **env: str) -> str:
+        with Terminal([sys.executable, "-c", program, "--state", state, *line.split()], columns, env=env) as one:
             assert one.end() == 0
             return one.raw.decode().replace("\r", "")
 
-    wide, narrow, coloured = drawn(120, "--no-color"), drawn(60, "--no-color"), drawn(120)
+    wide, narrow, coloured = drawn(120, "list --no-color"), drawn(60, "list --no-color"), drawn(120, "list")
+    assert drawn(120, "--no-color list") == drawn(120, "list", NO_COLOR="1") == wide
     assert "███████░░░  75%" in wide and "c1" in wide and "\x1b" not in wide
     assert narrow == piped  # no room for the bar: nothing is folded or cut
     assert "\x1b[33m███████░░░  75%\x1b[0m" in coloured and re.sub(r"\x1b\[[0-9;]*m", "", coloured) == wide

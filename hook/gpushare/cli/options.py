@@ -9,6 +9,9 @@ import click
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+NO_COLOR = "gpushare.no_color"  # in the meta of a context: --no-color was given, wherever
+
+
 class Paths(NamedTuple):
     """The global options."""
 
@@ -16,11 +19,9 @@ class Paths(NamedTuple):
     state_dir: str
 
 
-def _no_color(_: click.Context, __: click.Parameter, value: bool) -> None:
+def _no_color(context: click.Context, _: click.Parameter, value: bool) -> None:
     if value:
-        from . import output  # not for `gpushare run`, which shows nothing
-
-        output.no_color()
+        context.meta[NO_COLOR] = True
 
 
 def with_no_color(command: Command) -> Command:

@@ -14,6 +14,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
+import click
+
+from .options import NO_COLOR
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -27,7 +31,6 @@ _STATES = {
     **dict.fromkeys(("dead", "damaged", "unknown use", "fail", "refused"), "bold red"),
 }
 _TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # spaces at the end of a line, with what ends their colour
-_colour_wanted = True
 
 
 def _no_style(_: str) -> str:
@@ -60,12 +63,6 @@ def bar_style(text: str) -> str:
 BAR = Column("", only_tty=True, style=bar_style)
 
 
-def no_color() -> None:
-    """--no-color was given."""
-    global _colour_wanted
-    _colour_wanted = False
-
-
 def is_tty() -> bool:
     return sys.stdout.isatty()
 
@@ -77,7 +74,9 @@ def is_capable() -> bool:
 
 def has_colour() -> bool:
     """Whether escape sequences may be written to the terminal."""
-    return _colour_wanted and is_tty() and is_capable() and not os.environ.get("NO_COLOR")
+    context = click.get_current_context(silent=True)
+    wanted = not (os.environ.get("NO_COLOR") or (context and context.meta.get(NO_COLOR)))
+    return wanted and is_tty() and is_capable()
 
 
 def printable(text: str) -> str:
