@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, Optional, cast
 
 import click
 
@@ -152,7 +152,7 @@ def _run(argv: Optional[Sequence[str]]) -> int:
         error.show()
         return error.exit_code
     except click.UsageError as error:
-        return _fail(_usage(error))
+        return _fail(_usage(error, sys.argv[1:] if argv is None else argv))
     except click.ClickException as error:
         return _fail(GpushareError(error.format_message()))
     except (click.Abort, KeyboardInterrupt):
@@ -169,14 +169,25 @@ def _run(argv: Optional[Sequence[str]]) -> int:
         return _fail(error)
 
 
-def _usage(error: click.UsageError) -> GpushareError:
+def _usage(error: click.UsageError, argv: Sequence[str]) -> GpushareError:
     """As one line, like all that goes wrong. click begins its sentences with a capital letter."""
     text = re.sub(r"\. \(?Did you mean( one of)?:? ", r", did you mean\1 ", " ".join(error.format_message().split()))
     text = text.rstrip(".?)") if "did you mean" in text else text.rstrip(".")
-    command = error.ctx.command_path if error.ctx else PROGRAM
+    command = error.ctx.command_path if error.ctx else _command_of(argv)
     wrong = GpushareError(text[:1].lower() + text[1:], f"see `{command} --help`")
     wrong.exit_code = error.exit_code
     return wrong
+
+
+def _command_of(argv: Sequence[str]) -> str:
+    """For errors of which click does not say where they are: an option without its value."""
+    path, here = [PROGRAM], cast(click.Command, group)
+    for word in argv:
+        found = here.get_command(click.Context(here), word) if isinstance(here, click.Group) else None
+        if found is not None:
+            path.append(word)
+            here = found
+    return " ".join(path)
 
 
 def _fail(error: Exception) -> int:
