@@ -29,7 +29,9 @@ to run.
   starting, with the word and its value in the message. So do limits beyond what a device has (oversubscription),
   which nothing can hold yet.
 * Words that switch limits off (`CUDA_DISABLE_CONTROL`, `CGPU_DISABLE` and the others below) do not: whoever sets a
-  variable of his container could lift his own limit. `policy.accept.switches` can allow it.
+  variable of his container could lift his own limit. `policy.accept.switches` can allow it. They keep the other
+  system's own library out of the container, as its device plugin does with `CUDA_DISABLE_CONTROL=true`, and so are a
+  way to have gpushare alone keep the limits.
 * `policy.accept.env` and `policy.accept.annotations` say where requests are listened to, and with
   `policy.annotations: scoped`, as in the cluster profile, none of the annotations below counts. A limit that is not
   listened to, in a container that gets a device, is refused, not forgotten. `policy.dialects` says whose words mean

@@ -19,7 +19,12 @@ def job(*asked: tuple[str, str], name: str = "j", command: tuple[str, ...] = ("t
 
 
 def test_flags_replace_variables_and_nothing_else_of_the_environment_asks() -> None:
-    environment = {b"GPUSHARE_MEMORY": b"1Gi", b"NVIDIA_VISIBLE_DEVICES": b"all", b"PATH": b"/bin", b"CUDA_X": b"1"}
+    environment = {
+        b"GPUSHARE_MEMORY": b"1Gi",
+        b"NVIDIA_VISIBLE_DEVICES": b"all",
+        b"PATH": b"/bin",
+        b"GPU_PORTION": b"1",
+    }
     bundle = run.bundle_of(job((names.ENV_MEMORY, "2Gi")), environment)
     assert dict(bundle.env) == {names.ENV_MEMORY: "2Gi", names.ENV_DEVICES: "any"}
     asked = request.resolve(bundle, pure.node(), on_host=True)
