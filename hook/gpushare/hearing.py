@@ -110,6 +110,8 @@ def listen(spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, 
                 ignored.append(line(said, off))
             elif said.word.about in ours:
                 ignored.append(line(said, f"{ours[said.word.about]} says it"))
+                if said.word.about == DEVICES and row.is_numbered:  # what the numbers of its limits stand for
+                    left.append(said)
             elif said.word.about == EVERYTHING and {MEMORY, COMPUTE, DEVICES} <= ours.keys():
                 ignored.append(line(said, f"{ours[DEVICES]} and our other names say it"))
             elif said.name in table.KEYS and whose not in ("", bundle.container_name) and said.name != row.container:

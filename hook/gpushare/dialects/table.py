@@ -47,6 +47,11 @@ class Row(NamedTuple):
     asks: bool = True
     container: str = ""
 
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the n of its NAME_n stands for a device of the host."""
+        return any(word.number == "index" for word in self.variables)
+
 
 class Said(NamedTuple):
     """A word as it occurs. `number` is the n of NAME_n."""
