@@ -226,7 +226,8 @@ ROWS = (
         "NVIDIA container toolkit",
         (Word("NVIDIA_VISIBLE_DEVICES", DEVICES), Word("NVIDIA_DRIVER_CAPABILITIES", OTHER)),
         trap="Most CUDA images set it themselves. Mounts of `/dev/null` at `/var/run/nvidia-container-devices/<id>` "
-        "count before it. It names devices; how much of each others say. See [driver.md](driver.md) for the rest.",
+        "count before it; both may name GPUs as CDI does, `nvidia.com/gpu=0`. It names devices; how much of each "
+        "others say. See [driver.md](driver.md) for the rest.",
     ),
     *SCHEDULERS,
 )
