@@ -16,7 +16,7 @@ They raise PolicyError, with the key of config.yaml that says so.
 from __future__ import annotations
 
 from . import names, oci
-from .dialects import Env, injected, nvidia, table
+from .dialects import Env, injected, nvidia, triggers
 from .errors import PolicyError, RequestError
 from .light import Any, Iterable
 from .model import Bundle, Config, Lease, Policy, Request
@@ -100,7 +100,7 @@ def refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:
 def _unscoped(request: Request) -> str:
     """The first annotation that was used and names no container; other schedulers' never do."""
     return next(
-        (name for name, _ in request.sources if name.startswith(names.ANNOTATION_PREFIX) or name in table.KEYS), ""
+        (name for name, _ in request.sources if name.startswith(names.ANNOTATION_PREFIX) or name in triggers.KEYS), ""
     )
 
 
@@ -118,7 +118,7 @@ def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> No
         name = _unscoped(request)
         raise RequestError(
             f"{name} says nothing about which container, and {other.id} of this pod has a share by it",
-            f"write {bundle.container_name}.{names.ANNOTATION_PREFIX + 'memory' if name in table.KEYS else name}",
+            f"write {bundle.container_name}.{names.ANNOTATION_PREFIX + 'memory' if name in triggers.KEYS else name}",
         )
 
 

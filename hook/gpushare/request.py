@@ -15,7 +15,7 @@ Start path.
 from __future__ import annotations
 
 from . import names, policy
-from .dialects import Env, driverwords, injected, nvidia, own, table
+from .dialects import Env, driverwords, injected, nvidia, own, triggers
 from .errors import DeviceError, PolicyError, RequestError
 from .light import Any, Callable, Optional
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
@@ -29,7 +29,7 @@ DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], O
     "nvidia": nvidia.read,
 }
 # Beginnings of variables without which nothing is asked: ours, also as people misspell them, NVIDIA's, and others'
-TRIGGERS = (*own.PREFIXES, nvidia.ENV_DEVICES, *table.BEGINNINGS)
+TRIGGERS = (*own.PREFIXES, nvidia.ENV_DEVICES, *triggers.BEGINNINGS)
 # What the launcher looks for in the text of a config.json, in any case of letters: without one of these there is
 # nothing that `mentions` could find. ASCII letters, digits and . _ - / only, which it knows in every JSON spelling.
 RAW_TRIGGERS = (
@@ -38,7 +38,7 @@ RAW_TRIGGERS = (
     nvidia.VOLUME_ROOT.rpartition("/")[2],
     "/dev/nvidia",
     "cdi.k8s.io",
-    *table.KEY_BEGINNINGS,
+    *triggers.KEY_BEGINNINGS,
 )
 _IMPLEMENTED_BACKENDS = ("auto", "shim")
 
@@ -59,7 +59,7 @@ def mentions(bundle: Bundle) -> bool:
     return (
         any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
         or any(names.ANNOTATION_PREFIX in key for key in bundle.annotations)
-        or not table.KEYS.isdisjoint(bundle.annotations)
+        or not triggers.KEYS.isdisjoint(bundle.annotations)
         or bool(nvidia.volume_requests(bundle.spec))
         or bool(injected.minors(bundle.spec))
     )
@@ -97,8 +97,18 @@ def _without(mine: Optional[Request], bundle: Bundle, node: Node, with_injected:
     return foreign if mine is None else _combine(mine, foreign)
 
 
+def _spoken(bundle: Bundle) -> tuple[Any, ...]:
+    """Other schedulers' words, as dialects.table reads them."""
+    said = any(name.startswith(triggers.WORDS) for name, _ in bundle.env)
+    if not said and triggers.KEYS.isdisjoint(bundle.annotations):
+        return ()
+    from .dialects import table
+
+    return table.spoken(bundle.env, bundle.annotations)
+
+
 def _with_schedulers(
-    spoken: tuple[table.Spoken, ...], mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool
+    spoken: tuple[Any, ...], mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool
 ) -> Optional[Request]:
     """The same, with other schedulers' words."""
     from . import foreign, hearing
@@ -213,7 +223,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
     if mine is not None:
         policy.refuse_unaccepted(mine, bundle, rules)
-    spoken = table.spoken(bundle.env, bundle.annotations)
+    spoken = _spoken(bundle)
     request = (
         _with_schedulers(spoken, mine, bundle, node, with_injected)
         if spoken
@@ -238,7 +248,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
 
 def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:
     """Where `resolve` is None: what other schedulers' words say in vain, one line each, for explain."""
-    spoken = table.spoken(bundle.env, bundle.annotations) if bundle.container_type != "sandbox" else ()
+    spoken = _spoken(bundle) if bundle.container_type != "sandbox" else ()
     if not spoken:
         return ()
     from . import hearing

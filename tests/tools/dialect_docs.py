@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Print docs/dialects.md, written from the table of dialects. `make docs` puts it in place; a test compares."""
+"""Print docs/dialects.md, or with --triggers hook/gpushare/dialects/triggers.py, written from the table of dialects.
+`make docs` puts both in place; a test compares."""
 
 from __future__ import annotations
 
@@ -77,5 +78,33 @@ def text() -> str:
     return HEAD + "\n".join(section(row) for row in table.ROWS)
 
 
+TRIGGERS = '''"""What a start must know of dialects/table.py, which is loaded only when one of these occurs. Written
+from it by `make docs`; a test compares. Start path."""
+
+# Beginnings of variables that ask for something
+BEGINNINGS = (
+{beginnings})
+# Beginnings of all variables
+WORDS = (
+{words})
+# Annotations, and what they begin with
+KEYS = frozenset((
+{keys}))  # fmt: skip
+KEY_BEGINNINGS = (
+{key_beginnings})
+'''
+
+
+def triggers() -> str:
+    lists = {
+        "beginnings": table.BEGINNINGS,
+        "words": table.WORDS,
+        "keys": sorted(table.KEYS),
+        "key_beginnings": table.KEY_BEGINNINGS,
+    }
+    rows = {key: "".join(f'    "{name}",\n' for name in names) for key, names in lists.items()}
+    return TRIGGERS.format(**rows)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(text())
+    sys.stdout.write(triggers() if sys.argv[1:] == ["--triggers"] else text())

@@ -21,6 +21,10 @@ def test_dialect_docs_are_generated() -> None:
     assert (TREE / "docs" / "dialects.md").read_text() == dialect_docs.text(), "run `make docs`"
 
 
+def test_what_a_start_knows_of_dialects_is_generated() -> None:
+    assert (TREE / "hook/gpushare/dialects/triggers.py").read_text() == dialect_docs.triggers(), "run `make docs`"
+
+
 def test_every_error_is_described() -> None:
     defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert defined == set(config_docs.WHEN)

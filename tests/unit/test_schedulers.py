@@ -24,7 +24,14 @@ from tests.unit.test_policy import PRIVILEGED, injected, pod
 
 ASKING = [word.name for row in table.SCHEDULERS for word in row.variables if word.name.startswith(table.BEGINNINGS)]
 READERS = {f"gpushare.dialects.{row.name.replace('-', '_')}" for row in table.SCHEDULERS}
-LATE = {*READERS, "gpushare.dialects.demand", "gpushare.foreign", "gpushare.hearing", "gpushare.limits"}
+LATE = {
+    *READERS,
+    "gpushare.dialects.table",
+    "gpushare.dialects.demand",
+    "gpushare.foreign",
+    "gpushare.hearing",
+    "gpushare.limits",
+}
 NVIDIA = "NVIDIA_VISIBLE_DEVICES=1"
 
 

@@ -4,11 +4,12 @@
     SCHEDULERS                      those of other schedulers: read when one of their words occurs, see foreign.py
     BEGINNINGS, KEYS                of variables, and whole annotations, without which these ask for nothing; and
     KEY_BEGINNINGS                  what such an annotation begins with
+    WORDS                           beginnings of all their variables
     spoken(env, annotations)        -> tuple[Spoken, ...]    which of them occur in a container, and with which words
     reader(row)                     -> the function that reads them: `read` of the module with the row's name
 
-A new system is a row here and a file beside this one. Start path: the table is loaded always, a reader only when a
-word of its row occurs.
+A new system is a row here, a file beside this one, and `make docs`. A start loads triggers.py, which is written from
+this; the table and the readers of rows only when one of their words occurs.
 """
 
 from __future__ import annotations
@@ -233,7 +234,6 @@ ROWS = (
 )
 
 _WORDS = {word.name: (row, word) for row in SCHEDULERS for word in (*row.variables, *row.annotations)}
-_ANY = tuple(word.name for row in SCHEDULERS for word in row.variables)
 KEYS = frozenset(word.name for row in SCHEDULERS for word in row.annotations)
 
 
@@ -248,6 +248,7 @@ def _shortest(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if not any(name != other and name.startswith(other) for other in names))
 
 
+WORDS = _shortest(tuple(word.name for row in SCHEDULERS for word in row.variables))
 BEGINNINGS = _shortest(tuple(name for row in SCHEDULERS for name in _beginnings(row)))
 KEY_BEGINNINGS = _shortest(tuple(sorted(KEYS)))
 
@@ -267,7 +268,7 @@ def _said(name: str, value: str) -> Optional[tuple[Row, Said]]:
 def spoken(env: Env, annotations: dict[str, str]) -> tuple[Spoken, ...]:
     """The rows of which a word occurs. Empty values are as good as none, but for those that are numbered by index: to
     vgpu-manager they say that a device has no limit."""
-    words = [(name, value) for name, value in env if name.startswith(_ANY) and name not in KEYS]
+    words = [(name, value) for name, value in env if name.startswith(WORDS) and name not in KEYS]
     words += [(key, value) for key, value in annotations.items() if key in KEYS]
     if not words:
         return ()

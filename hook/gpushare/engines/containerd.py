@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
-from ..dialects import table
+from ..dialects import triggers
 from ..errors import ConfigError
 from . import basespec, hookfiles, jsontext, tomltext
 from .base import RUNTIME, UNKNOWN, Change, Files, Proposal, Settings
@@ -37,7 +37,7 @@ _PLUGINS = {2: "io.containerd.grpc.v1.cri", 3: "io.containerd.cri.v1.runtime", 4
 _RUNC = "io.containerd.runc.v2"
 _CRI = {"cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"}
 # Ours, and other schedulers'; as path.Match reads them: * matches no slash
-ANNOTATIONS = ("gpushare.io/*", "*.gpushare.io/*", *sorted(table.KEYS))
+ANNOTATIONS = ("gpushare.io/*", "*.gpushare.io/*", *sorted(triggers.KEYS))
 _MAX_FILES = 64
 
 
