@@ -184,6 +184,7 @@ ENVIRONMENT = (
     both("the same limit twice", "duplicate variables", environment.variables("GPUSHARE_MEMORY=2Gi")),
     both("all devices by NVIDIA's variable", "image raises its limit; duplicate variables", environment.variables("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_VISIBLE_DEVICES=none", "NVIDIA_VISIBLE_DEVICES=all"), refused("NVIDIA_VISIBLE_DEVICES")),
     both("a limit by annotation, larger", "image raises its limit", environment.annotation("gpushare.io/memory", "16Gi"), refused("GPUSHARE_MEMORY")),
+    both("another scheduler's words for more, and for no limit", "image raises its limit", environment.variables("CUDA_DEVICE_MEMORY_LIMIT=16g", "CUDA_DISABLE_CONTROL=true", "GPU_PORTION=1", "CGPU_DISABLE=1")),
     both("oversubscription", "image raises its limit", environment.variables("GPUSHARE_OVERSUBSCRIBE=1"), refused("GPUSHARE_OVERSUBSCRIBE")),
     both("another tenant's daemon as the backend", "another tenant's MPS pipe", environment.variables("GPUSHARE_BACKEND=mps"), refused("backend")),
     both("a variable without =", "duplicate variables", environment.variables("GPUSHARE_MEMORY"), RUNC),
