@@ -154,6 +154,8 @@ def with_limits(request: Request, heard: Heard, node: Node) -> Request:
     late = [table.reader(row)(once(words), node.inventory) for row, words in heard.later]
     demands = [_switched(demand, heard) for demand in (*heard.demands, *late)]
     devices = _devices(request, node)
+    if not devices:  # placement says why
+        return request
     changes: dict[str, Any] = {}
     used: list[tuple[str, Said]] = []
     everywhere = tuple(usable_devices(node.inventory))

@@ -167,6 +167,13 @@ def test_a_part_of_a_device_of_unknown_size_is_refused_not_forgotten() -> None:
         placement.grant(found, unknown, ledger())
 
 
+def test_where_there_is_no_device_that_is_what_is_said() -> None:
+    words = ("CUDA_DEVICE_MEMORY_LIMIT_0=1g", "NVIDIA_VISIBLE_DEVICES=all")
+    for host, why in ((node(0), "no NVIDIA device on this host"), (node(allowed_devices=("7",)), "not among")):
+        with pytest.raises((DeviceError, PolicyError), match=why):
+            placement.grant(asked(*words, host=host), host, ledger())
+
+
 def test_devices_of_different_sizes_get_their_own_part() -> None:
     host = Node(node().config, Inventory("/", "1", (device(0), device(1, memory_bytes=8 << 30))))
     found = asked("GPU_PORTION=0.5", "NVIDIA_VISIBLE_DEVICES=all", host=host)
