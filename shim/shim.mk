@@ -62,7 +62,7 @@ $(call shim_library,nvml,$(1),$(2),$(3),$(4))
 endef
 
 SHIM_ZIG = $(VENV_PYTHON) -m ziglang cc
-SHIM_SANITIZE := -fsanitize=address,undefined -fno-omit-frame-pointer
+SHIM_SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 # -Wno-tsan: it does not understand atomic_thread_fence; see tests/shim/sanitized.py.
 SHIM_THREADS := -fsanitize=thread -fno-omit-frame-pointer -Wno-tsan
 

@@ -37,12 +37,12 @@ void file_resize(const char *path, size_t size) {
     require(ftruncate(find(path)->fd, (off_t)size) == 0);
 }
 
-void file_write(const char *path, size_t at, uint64_t word) {
+void file_write(const char *path, size_t at, const void *bytes, size_t size) {
     int fd = find(path)->fd;
     struct stat status;
     require(fstat(fd, &status) == 0);
-    if (at + sizeof word <= (size_t)status.st_size)
-        require(pwrite(fd, &word, sizeof word, (off_t)at) == sizeof word);
+    if (at + size <= (size_t)status.st_size)
+        require(pwrite(fd, bytes, size, (off_t)at) == (ssize_t)size);
 }
 
 int __real_open(const char *path, int flags, mode_t mode);

@@ -47,7 +47,8 @@ static inline void *copy_of(const uint8_t *data, size_t size, size_t more) {
  * change. Linked with --wrap=open. */
 void *file_make(const char *path, size_t size);
 void file_resize(const char *path, size_t size);
-void file_write(const char *path, size_t at, uint64_t word); /* not behind its end */
+void file_write(const char *path, size_t at, const void *bytes,
+                size_t size); /* or it ends before */
 
 /* folder.c: directories for a target that works on real files. All of it is in a mount namespace
  * of its own, on a tmpfs that goes with the process. */

@@ -125,7 +125,27 @@ static void lie(struct input *in) {
     if (which & 128)
         at = of == USAGE ? offsetof(struct gs_usage, bucket) / 8 + at % 16
                          : offsetof(struct gs_pages, page) / 8 + at % (sizeof(struct gs_page) / 8);
-    file_write(PATHS[of], 8 * (at % words), some_time(in));
+    uint64_t word = some_time(in);
+    file_write(PATHS[of], 8 * (at % words), &word, sizeof word);
+}
+
+/* What a peer that means it could say: its runs up to now, one after the other, and perhaps more to
+ * come. */
+static void speak(struct input *in, unsigned peer) {
+    uint64_t what = take(in, 1), at = clock_ns - take(in, 1) * 10 * US;
+    struct gs_activity a = {.n = (uint32_t)(what & 7), .weight = 1, .priority = what >> 7};
+    a.last = a.n ? a.n - 1 : 0;
+    a.horizon_ns = at;
+    for (uint32_t i = a.n; i--;) {
+        uint64_t took = take(in, 1) * 20 * US;
+        a.run[i] = (struct gs_run){at - took, at, took * (1 + (what >> 3 & 1)) / 2};
+        at -= took + (what >> 4 & 1 ? take(in, 1) * 10 * US : 0);
+    }
+    if (what & 32)
+        a.busy_from_ns = at, a.busy_until_ns = clock_ns + 50 * MS;
+    a.expects_ns = what & 64 ? 10 * MS : 100 * US;
+    a.switch_ns = 100 * US;
+    file_write(PATHS[OWN + 2 + peer], offsetof(struct gs_pages, page[0].buffer[0]), &a, sizeof a);
 }
 
 static void restart(struct input *in) {
@@ -168,8 +188,10 @@ static void step(struct input *in) {
     switch (what & 7) {
     case 0:
     case 1:
-    case 2:
         lie(in);
+        break;
+    case 2:
+        speak(in, (what >> 3) % PEERS);
         break;
     case 3:
         clock_ns += take(in, 2) * (what & 128 ? 100 * US : US);
