@@ -49,7 +49,8 @@ def test_a_child_that_executes_shares_the_limit(environment: str) -> None:
         first = fill()
         ok(alloc(1)) if alloc(1) == SUCCESS else None
         code = open("/proc/self/cmdline").read().split(chr(0))[2]
-        env = {{name: os.environ[name] for name in ("LD_PRELOAD", "ASAN_OPTIONS") if name in os.environ}}  # make test-asan
+        sanitizer = "LD_PRELOAD", "ASAN_OPTIONS"  # of make test-asan
+        env = {{name: os.environ[name] for name in sanitizer if name in os.environ}}
         env.update({environment})
         child = subprocess.run([sys.executable, "-c", code, "again"], env=env, capture_output=True, text=True)
         print(first, child.returncode, child.stderr.strip().split()[-1])
