@@ -8,7 +8,7 @@ FUZZ_CFLAGS := -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -
 	-Itests/fuzz/c -Ishim -Ihook/launcher -Ibuild/launcher -Ibuild/shim/gen/cuda -isystem $(CUDA_INCLUDE)
 FUZZ_WRAP := -Wl,--wrap=open -Wl,--wrap=nanosleep
 FUZZ_FILES := tests/fuzz/c/files.c $(FUZZ_WRAP)
-FUZZ_LAUNCHER := $(addprefix hook/launcher/,adopt.c args.c known.c mask.c release.c scan.c state.c) tests/fuzz/c/folder.c
+FUZZ_LAUNCHER := $(filter-out %/launcher.c,$(LAUNCHER_SOURCES)) tests/fuzz/c/folder.c -Wl,--wrap=decision_released
 
 # target: what it is linked with, besides what it includes
 FUZZ_WITH_image := $(addprefix shim/,image.c lz4.c ptx.c) $(FUZZ_FILES)

@@ -96,7 +96,7 @@ def _named_gpu(token: str, inventory: Inventory) -> list[Device]:
 def _named_mig(token: str, inventory: Inventory) -> list[Device]:
     """MIG devices by `<gpu>:<mig>`, by uuid, or as drivers before 470 named them: MIG-GPU-<uuid>/<gi>/<ci>."""
     gpu, colon, instance = token.partition(":")
-    if colon:
+    if colon and _is_number(gpu) and _is_number(instance):
         numbers = (int(gpu), int(instance)) if len(token) <= 12 else (-1, -1)
         return [device for device in inventory.mig if (device.index, device.mig_index) == numbers]
     if token[4:8].upper() == "GPU-":

@@ -17,6 +17,15 @@ int __lsan_is_turned_off(void) {
     return 1;
 }
 
+/* A ticket says where the line about a release goes; here that is one file, and no other of this
+ * machine. */
+void __real_decision_released(const char *where, const char *facts, const char *by);
+void __wrap_decision_released(const char *where, const char *facts, const char *by);
+void __wrap_decision_released(const char *where, const char *facts, const char *by) {
+    if (strcmp(where, FOLDER_LOG) == 0)
+        __real_decision_released(where, facts, by);
+}
+
 void folder_enter(const char *path) {
     if (unshare(CLONE_NEWNS) != 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
         mount("fuzz", path, "tmpfs", 0, "mode=755,size=64m") != 0) {

@@ -52,6 +52,7 @@ void file_write(const char *path, size_t at, const void *bytes,
 
 /* folder.c: directories for a target that works on real files. All of it is in a mount namespace
  * of its own, on a tmpfs that goes with the process. */
+#define FOLDER_LOG "/mnt/log"
 void folder_enter(const char *path);
 void folder_empty(int directory);     /* everything in it */
 unsigned folder_names(int directory); /* how many, at any depth */

@@ -1,7 +1,8 @@
 /* hook/launcher/release.c: `held` and the ticket beside it, of a container that has ended. Nothing
  * goes but that container's files and the pages that its ticket names.
  *
- * The input is the text of `held`, a line "--", and the ticket's words, each on a line. */
+ * The input is the text of `held`, a line "--", and the ticket's words, each on a line; "$v" at the
+ * beginning of either is the version that counts. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
@@ -49,16 +50,26 @@ static void fill(int top) {
     close(folder_open(state, "containers/other"));
 }
 
+static void put(int container, const char *name, const char *version, const char *text,
+                size_t size) {
+    bool known = size > 2 && memcmp(text, "$v", 2) == 0;
+    size_t before = known ? strlen(version) : 0, cut = known ? 2 : 0;
+    char *whole = copy_of((const uint8_t *)version, before, size - cut);
+    memcpy(whole + before, text + cut, size - cut);
+    folder_put(container, name, whole, before + size - cut);
+    free(whole);
+}
+
 /* `held` as it is, and the ticket with NULs for the ends of lines. */
 static void put_texts(int container, const uint8_t *data, size_t size) {
     const uint8_t *parts = size ? memmem(data, size, "\n--\n", 4) : NULL;
     size_t held = parts ? (size_t)(parts - data) + 1 : size;
-    folder_put(container, HELD_FILE, data, held);
+    put(container, HELD_FILE, HELD_VERSION, (const char *)data, held);
     size_t left = parts ? size - held - 3 : 0;
     char *words = copy_of(data + size - left, left, 1);
     for (char *at = words; (at = memchr(at, '\n', left - (size_t)(at - words)));)
         *at = '\0';
-    folder_put(container, TICKET_FILE, words, left + (left > 0));
+    put(container, TICKET_FILE, TICKET_VERSION, words, left + (left > 0));
     free(words);
 }
 
