@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from gpushare import config, elf, ldcache, leasefile, oci, pages, quantity, regi
 from gpushare.errors import GpushareError
 from gpushare.model import Amount, Bundle, LdEntry, Node
 
+from tests.lib.host import BUILD
 from tests.unit import pure
 
 GIB = 1 << 30
@@ -188,17 +188,18 @@ def usage(data: bytes) -> None:
                 assert 0 <= region.recent_percent(found.buckets[device], now_ns) <= 100
 
 
-_state_dir = tempfile.TemporaryDirectory(prefix="fuzz-")
-os.makedirs(pages.directory(_state_dir.name, "GPU-f"))
+# Below build/: a fuzzer ends without cleaning up.
+_state_dir = str(BUILD / "fuzz" / "scratch" / "state")
+os.makedirs(pages.directory(_state_dir, "GPU-f"), exist_ok=True)
 _INDEX = region.packer("gs_peers").pack(region.PEERS_MAGIC, 1, region.packer("gs_peers").size, 1, 5, 1)
 
 
 def index(data: bytes) -> None:
     """The index of a device's pages."""
-    with open(f"{pages.directory(_state_dir.name, 'GPU-f')}/{pages.INDEX}", "wb") as file:
+    with open(f"{pages.directory(_state_dir, 'GPU-f')}/{pages.INDEX}", "wb") as file:
         file.write(patched(_INDEX, data))
     with refusing():
-        assert pages.numbers(_state_dir.name, "GPU-f") <= set(range(region.MAX_PEERS))
+        assert pages.numbers(_state_dir, "GPU-f") <= set(range(region.MAX_PEERS))
 
 
 def lease(data: bytes) -> None:
