@@ -48,7 +48,8 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     folder_enter(TOP);
     require(mkdir(TOP "/root", 0755) == 0 && mkdir(TOP "/outside", 0755) == 0 &&
             mkdir(TOP "/state", 0755) == 0 && mkdir(TOP "/state/containers", 0755) == 0 &&
-            mkdir(TOP "/state/containers/c", 0755) == 0);
+            mkdir(TOP "/state/containers/c", 0755) == 0 && mkdir(TOP "/folder", 0755) == 0);
+    folder_put(AT_FDCWD, TOP "/file", "", 0);
     container.pid = start();
     first = dup(0);
     close(first);
@@ -86,12 +87,15 @@ static size_t word_of(char *to, const uint8_t *line, size_t length, const struct
 }
 
 static size_t ticket(char *to, const uint8_t *data, size_t size) {
-    struct stat cache, source;
+    struct stat cache, source, file, folder;
     size_t have = 0;
+    require(stat(TOP "/file", &file) == 0 && stat(TOP "/folder", &folder) == 0);
     require(stat(TOP "/root/etc/ld.so.cache", &cache) == 0 &&
             stat(TOP "/root/source", &source) == 0);
     const struct known known[] = {{"$dev", source.st_dev},
                                   {"$ino", source.st_ino},
+                                  {"$file", file.st_ino},
+                                  {"$folder", folder.st_ino},
                                   {"$cache", cache.st_ino},
                                   {"$sec", (unsigned long long)cache.st_mtim.tv_sec},
                                   {"$nsec", (unsigned long long)cache.st_mtim.tv_nsec},
@@ -116,6 +120,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     size_t length = ticket(text, data, size);
     folder_put(state, TICKET_FILE, text, length);
     unsigned before = folder_names(root);
+    require(unshare(CLONE_FS) == 0); /* a thread of libFuzzer's may share it; setns needs our own */
     bool adopted = adopt(&container, TOP "/state");
     require(folder_names(outside) == 0);
     require(adopted || folder_names(root) == before);
