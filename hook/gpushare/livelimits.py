@@ -17,11 +17,12 @@ import mmap
 import os
 
 from . import leases, linux, mountns, names, procs, region, storage
-from .errors import CapacityError, DeviceError, KernelError, RequestError
+from .errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError
 from .light import Callable, Iterable, NamedTuple, Optional, Sequence
 from .model import Lease, Share
 
-_GENERATION = region.offset("gs_limits", "generation")
+_GENERATION, _DEVICE = region.offset("gs_limits", "generation"), region.offset("gs_limits", "device")
+_DRAINING = region.offset("gs_device_limit", "draining_bytes")
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # (lease, all live leases, uuids of unknown use) -> its shares to be; raises a GpushareError when that cannot be
 DecideFn = Callable[[Lease, tuple[Lease, ...], "leases.View"], tuple[Share, ...]]
@@ -122,6 +123,10 @@ def _settled(state_dir: str, lease: Lease, used: Optional[tuple[int, ...]], keep
     after = lease._replace(shares=shares)
     if keep and after != lease:
         leases.rewrite(state_dir, after)
+        try:
+            _store(state_dir, after)
+        except GpushareError:
+            pass  # if the state directory is lost now, more will count as held than is
     return after
 
 
@@ -156,11 +161,7 @@ def finish(state_dir: str) -> None:
         return
     lease = next((lease for lease in leases.view(state_dir).live if lease.id == container_id), None)
     if lease is not None and lease.state == "held":
-        fd = _open(state_dir, lease.id)
-        try:
-            store(fd, lease.shares)
-        finally:
-            os.close(fd)
+        _store(state_dir, lease)
     _unmark(state_dir)
 
 
@@ -186,6 +187,14 @@ def _unmark(state_dir: str) -> None:
 # The limits file
 
 
+def _store(state_dir: str, lease: Lease) -> None:
+    fd = _open(state_dir, lease.id)
+    try:
+        store(fd, lease.shares)
+    finally:
+        os.close(fd)
+
+
 def store(fd: int, shares: Sequence[Share]) -> None:
     """Makes the limits file behind `fd` say what `shares` say, and wakes whoever waits for a change. Every reader sees
     all of it or nothing. Raises RegionError, KernelError."""
@@ -193,6 +202,8 @@ def store(fd: int, shares: Sequence[Share]) -> None:
     if [limit.uuid for limit in known.devices] != [share.device.uuid for share in shares]:
         raise region.RegionError(f"limits file is damaged: it has {len(known.devices)} other devices")
     with mmap.mmap(fd, region.LIMITS_SIZE) as file, memoryview(file) as plain, plain.cast("Q") as words:
+        for index, share in enumerate(shares):  # which no program looks at
+            words[(_DEVICE + index * region.DEVICE_SIZE + _DRAINING) // 8] = share.draining_bytes
         while words[_GENERATION // 8] % 2 == 0 or _is_other(words, shares, ""):
             first = words[_GENERATION // 8] % 2
             for at, word in region.stores(shares, "next_" if first else ""):

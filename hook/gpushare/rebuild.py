@@ -168,6 +168,7 @@ def _share(slot: int, limit: region.Limit, device: Device) -> Share:
         bool(limit.flags & region.DEVICE_OVERSUBSCRIBE),
         page=limit.page,
         paused=bool(limit.flags & region.DEVICE_PAUSED),
+        draining_bytes=limit.draining_bytes,
     )
 
 

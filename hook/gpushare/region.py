@@ -29,6 +29,11 @@ RECENT = 10  # windows that a bucket remembers
 _LAST_SECOND = 8  # windows
 UNLIMITED = (1 << 64) - 1
 NO_PERCENT = 100
+MAX_SHARES = 160  # rows of shared memory in a usage file
+SHARE_IMPORT = 1 << 30
+SHARE_ORPHAN = 1 << 31
+SHARE_SLOT = 0xFFFF
+SHARES_LOST = 2
 TID_MASK = 0x3FFFFFFF
 OWNER_DIED = 0x40000000
 
@@ -66,7 +71,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("next_priority", "I"),
         ("next_weight", "I"),
         ("next_flags", "I"),
-        ("reserved2", "16x"),
+        ("draining_bytes", "Q"),
+        ("reserved2", "8x"),
     ),
     "gs_limits": (
         ("magic", "Q"),
@@ -114,7 +120,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("warnings", "I"),
         ("refused", f"{MAX_DEVICES}Q"),
         ("shares_used", "8x"),
-        ("share", f"{160 * 24}x"),
+        ("share", f"{MAX_SHARES * 24}x"),
         ("reserved", "80x"),
         ("bucket", f"{MAX_DEVICES * 128}x"),
         ("reserved2", "2048x"),
@@ -201,6 +207,7 @@ class Limit(NamedTuple):
     priority: int
     flags: int
     page: int = 0
+    draining_bytes: int = 0  # as in model.Share
 
 
 class Limits(NamedTuple):
@@ -237,10 +244,12 @@ class Usage(NamedTuple):
     refused: tuple[int, ...]  # refused allocations, per device
     warnings: tuple[str, ...]
     buckets: tuple[Bucket, ...]  # per device
+    orphans: tuple[int, ...] = ()  # per device: bytes that somebody has open and whoever allocated them does not hold
 
     def used_bytes(self, device: int) -> int:
-        """All that the live processes hold on one device slot."""
-        return sum(slot.bytes[device] for slot in self.slots if device < len(slot.bytes))
+        """All that the live processes hold on one device slot, as the shim counts it."""
+        orphans = self.orphans[device] if device < len(self.orphans) else 0
+        return orphans + sum(slot.bytes[device] for slot in self.slots if device < len(slot.bytes))
 
 
 def uuid_bytes(uuid: str) -> bytes:
@@ -306,6 +315,7 @@ def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0) -> bytes:
         1000 * slice_us,
         1000 * switch_us,
         *(limit_bytes, percent, priority, weight, flags),
+        share.draining_bytes,
     )
 
 
@@ -354,7 +364,7 @@ def read_limits(data: bytes) -> Limits:
     devices = []
     for index in range(n_devices):
         fields = packer("gs_device_limit").unpack_from(data, offset("gs_limits", "device") + index * DEVICE_SIZE)
-        _, text, limit_bytes, total_bytes, _, _, _, percent, priority, _, flags, page, _, _, *second = fields
+        _, text, limit_bytes, total_bytes, _, _, _, percent, priority, _, flags, page, _, _, *second, draining = fields
         if generation % 2 == 0:
             limit_bytes, percent, priority, _, flags = second
         devices.append(
@@ -366,6 +376,7 @@ def read_limits(data: bytes) -> Limits:
                 priority,
                 flags,
                 page,
+                draining,
             )
         )
     return Limits(nonce, generation, tuple(devices))
@@ -381,15 +392,38 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
     _, _, _, _, stated_devices, nonce, _, warnings = fields[:8]
     count = min(n_devices, stated_devices, MAX_DEVICES)
     slots = []
+    generations: dict[int, int] = {}  # of those that live
     base = offset("gs_usage", "slot")
     slot_struct = packer("gs_slot")
     for index in range(MAX_SLOTS):
-        owner, live, _, pid, started_ns, *charged = slot_struct.unpack_from(data, base + index * SLOT_SIZE)
+        owner, live, generation, pid, started_ns, *charged = slot_struct.unpack_from(data, base + index * SLOT_SIZE)
         if owner & TID_MASK and live == owner & TID_MASK:
             slots.append(Slot(index, pid, started_ns, tuple(charged[:count])))
+            generations[index] = generation
     texts = tuple(text for bit, text in WARNINGS if warnings & bit)
     buckets = tuple(_bucket(data, index) for index in range(count))
-    return Usage(nonce, count, tuple(slots), tuple(fields[8 : 8 + count]), texts, buckets)
+    orphans = _orphans(data, generations, count)
+    return Usage(nonce, count, tuple(slots), tuple(fields[8 : 8 + count]), texts, buckets, orphans)
+
+
+def _orphans(data: bytes, generations: dict[int, int], count: int) -> tuple[int, ...]:
+    """Memory that was exported by a process that has freed it or died, as far as one that lives has it open: what
+    gs_share_orphans of share.c counts."""
+    row = packer("gs_share")
+    (used,) = struct.unpack_from("<Q", data, offset("gs_usage", "shares_used"))
+    start = offset("gs_usage", "share")
+    rows = [row.unpack_from(data, start + n * row.size) for n in range(MAX_SHARES)] if used else []
+
+    def lives(owner: int) -> bool:
+        return generations.get(owner & SHARE_SLOT) == owner >> 32
+
+    opened = {id_ for id_, owner, _ in rows if owner & SHARE_IMPORT and lives(owner)}
+    total = [0] * count
+    for id_, owner, what in rows:
+        is_orphan = owner and not owner & SHARE_IMPORT and (owner & SHARE_ORPHAN or not lives(owner))
+        if id_ and is_orphan and what >> 56 < count and (used & SHARES_LOST or id_ in opened):
+            total[what >> 56] += what & (1 << 56) - 1
+    return tuple(total)
 
 
 def _bucket(data: bytes, index: int) -> Bucket:

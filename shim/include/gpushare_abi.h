@@ -77,7 +77,8 @@ struct gs_device_limit {
     uint32_t next_priority;
     uint32_t next_weight;
     uint32_t next_flags;
-    uint8_t reserved2[16];
+    uint64_t draining_bytes; /* for the host: what was held when the limit was lowered below it */
+    uint8_t reserved2[8];
 };
 
 /* The whole limits file: header, then GS_MAX_DEVICES entries (n_devices in use, slot order). */
@@ -241,7 +242,8 @@ GS_AT(gs_device_limit, next_compute_percent, 160);
 GS_AT(gs_device_limit, next_priority, 164);
 GS_AT(gs_device_limit, next_weight, 168);
 GS_AT(gs_device_limit, next_flags, 172);
-GS_AT(gs_device_limit, reserved2, 176);
+GS_AT(gs_device_limit, draining_bytes, 176);
+GS_AT(gs_device_limit, reserved2, 184);
 _Static_assert(sizeof(struct gs_device_limit) == 192, "gs_device_limit");
 
 GS_AT(gs_limits, magic, 0);

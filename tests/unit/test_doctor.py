@@ -349,6 +349,9 @@ def test_leases(machine: Machine, start: Callable[..., Path], state: Path) -> No
     (state / "containers" / "half").mkdir()
     result = ask("leases", machine)
     assert result == Result(WARN, "1 container holds a share; left behind: gone, half", "gpushare prune")
+    (state / "changing").write_text("live")
+    assert "gone, half, a change of limits of live" in ask("leases", machine).detail
+    (state / "changing").unlink()
     path.write_text("{")
     result = ask("leases", machine)
     assert result.result == FAIL and "gone: lease.json is damaged" in result.detail and "--assume-free" in result.hint

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from gpushare import hook, leasefile, leases, linux, livelimits, placement, procs, region, resize, storage
+from gpushare import hook, leasefile, leases, linux, livelimits, placement, procs, rebuild, region, resize, storage
 from gpushare.errors import CapacityError, DeviceError, KernelError, PolicyError, RequestError
 from gpushare.model import Amount, Lease, Request, Selection, Share
 from gpushare.ops import TenantTmpfs, WriteLimits
@@ -158,7 +158,7 @@ def test_nothing_that_cannot_change_is_touched(tmp_path: Path) -> None:
     found = region.read_limits(after)
     assert (found.generation, found.nonce) == (3, 1)
     flags = region.DEVICE_COMPUTE_SOFT | region.DEVICE_PAUSED
-    assert found.devices[0][1:] == (2 * GIB, 16 * GIB, 40, 1, flags, 9)
+    assert found.devices[0][1:] == (2 * GIB, 16 * GIB, 40, 1, flags, 9, 0)
     for prefix in ("", "next_"):
         for at, word in region.stores((share(2 * GIB, 40, paused=True, priority=1, soft=True),), prefix):
             before[at : at + 8] = struct.pack("<Q", word)
@@ -358,6 +358,19 @@ def test_what_is_still_held_is_not_free(held: Callable[..., Lease], state: str) 
     reserve(state, 12 * GIB)
     lease = leases.find(state, "c1")
     assert lease is not None and lease.shares[0].draining_bytes == 0
+    assert limits(state).devices[0].draining_bytes == 0
+
+
+def test_what_is_still_held_outlives_the_lease(held: Callable[..., Lease], state: str) -> None:
+    """By the limits file a lost lease is rebuilt."""
+    held(share(10 * GIB))
+    use(state, 9 * GIB)
+    change(state, resize.Wish("4Gi"))
+    (limit,) = limits(state).devices
+    assert rebuild._share(0, limit, pure.device(0)) == share(4 * GIB, draining_bytes=9 * GIB)
+    use(state, GIB)
+    change(state, resize.Wish("5Gi"))
+    assert limits(state).devices[0].draining_bytes == 0
 
 
 def test_a_page_that_cannot_be_read_gives_nothing_back(held: Callable[..., Lease], state: str) -> None:

@@ -29,6 +29,11 @@ CONSTANTS = {
     "GS_NO_PERCENT": region.NO_PERCENT,
     "GS_RECENT": region.RECENT,
     "GS_RECENT_NS": region.RECENT_NS,
+    "GS_MAX_SHARES": region.MAX_SHARES,
+    "GS_SHARE_IMPORT": region.SHARE_IMPORT,
+    "GS_SHARE_ORPHAN": region.SHARE_ORPHAN,
+    "GS_SHARE_SLOT": region.SHARE_SLOT,
+    "GS_SHARES_LOST": region.SHARES_LOST,
     "GS_TID_MASK": region.TID_MASK,
     "GS_OWNER_DIED": region.OWNER_DIED,
     "GS_DEVICE_COMPUTE_SOFT": region.DEVICE_COMPUTE_SOFT,
@@ -130,6 +135,48 @@ def test_c_reads_the_limits_that_python_wrote(tmp_path: Path) -> None:
     assert (back.nonce, back.generation) == (0x1122334455667788, 7)
     assert [d.memory_limit_bytes for d in back.devices] == [4 << 30, None]
     assert [d.compute_percent for d in back.devices] == [30, None]
+
+
+def with_rows(*rows: tuple[int, int, int], used: int = 1) -> region.Usage:
+    """A usage file of two devices with two processes, in slots 0 and 1, both of generation 5, and these rows."""
+    data = bytearray(region.pack_usage(1, 2))
+    for slot in range(2):
+        at = region.offset("gs_usage", "slot") + slot * region.SLOT_SIZE
+        charged = (10 << 20, 0, *[0] * (region.MAX_DEVICES - 2))
+        data[at : at + region.SLOT_SIZE] = region.packer("gs_slot").pack(7 + slot, 7 + slot, 5, 1, 1, *charged)
+    for number, row in enumerate(rows):
+        size = region.packer("gs_share").size
+        at = region.offset("gs_usage", "share") + number * size
+        data[at : at + size] = region.packer("gs_share").pack(*row)
+    at = region.offset("gs_usage", "shares_used")
+    data[at : at + 8] = used.to_bytes(8, "little")
+    return region.read_usage(bytes(data), 2)
+
+
+def test_memory_that_only_its_openers_hold_is_in_use() -> None:
+    bytes_ = 1 << 56 | 64 << 20  # of device 1
+    exported, freed, dead = 0 | 5 << 32, 0 | 5 << 32 | region.SHARE_ORPHAN, 0 | 4 << 32
+    opened, closed = 1 | 5 << 32 | region.SHARE_IMPORT, 1 | 4 << 32 | region.SHARE_IMPORT
+    for owner, opener, used, counted in (
+        (exported, opened, 1, 0),  # charged to its process
+        (freed, opened, 1, 64 << 20),
+        (dead, opened, 1, 64 << 20),
+        (freed, closed, 1, 0),
+        (freed, closed, region.SHARES_LOST, 64 << 20),
+        (freed, opened, 0, 0),
+    ):
+        usage = with_rows((9, owner, bytes_), (9, opener, 0), used=used)
+        assert (usage.used_bytes(0), usage.used_bytes(1)) == (20 << 20, counted), (owner, opener)
+    assert with_rows((9, freed, 7 << 56 | 1), (9, opened, 0)).orphans == (0, 0)  # of a device that was not granted
+
+
+def test_a_file_of_before_there_was_a_second_copy() -> None:
+    """Nothing was changed in those: the first copy is in force."""
+    data = bytearray(region.pack_limits((Share(0, device(0), 4 << 30, 30),), nonce=1))
+    at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", "reserved")
+    data[at : at + 44] = bytes(44)
+    (limit,) = region.read_limits(bytes(data)).devices
+    assert (limit.memory_limit_bytes, limit.compute_percent) == (4 << 30, 30)
 
 
 def test_shares_must_be_the_slots_in_order() -> None:
