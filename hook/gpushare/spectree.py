@@ -138,7 +138,7 @@ class SpecTree(inroot.View):
                 fd = os.open(f"/proc/self/fd/{base}", (flags & ~os.O_NOFOLLOW) | os.O_CLOEXEC)
             except OSError as error:
                 raise linux.from_os_error(error, "open", path) from None
-        elif not stat.S_ISDIR(os.fstat(base).st_mode):
+        elif base != self._root_fd and not stat.S_ISDIR(os.fstat(base).st_mode):
             raise _error(path, errno.ENOTDIR)
         else:
             fd = inroot.open_below(
