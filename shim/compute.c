@@ -102,6 +102,11 @@ static uint64_t env_now(void *arg) {
     return gs_compute_now();
 }
 
+/* It captures, or is the legacy stream: another one may capture that would have to wait for it. */
+static bool is_in_capture(CUstream stream) {
+    return stream == CU_STREAM_LEGACY || gs_compute_is_capturing(stream);
+}
+
 /* A per-thread stream is marked by its own thread only. What is put into the legacy stream waits
  * for all that was launched before it into streams that block, and holds up what comes after: where
  * both were launched into, a marker could close a circle of waiting that the program does not have.
@@ -111,7 +116,8 @@ static int env_mark(void *arg, uint32_t number) {
     struct gs_known_stream *s = &c->stream[number];
     if (!s->handle ||
         (s->handle == CU_STREAM_PER_THREAD && gs_compute_stream_if_known(c, s->handle) != s) ||
-        (s->handle == CU_STREAM_LEGACY && c->mixed))
+        (s->handle == CU_STREAM_LEGACY && c->mixed) ||
+        (atomic_load(&gs_captures) && is_in_capture(s->handle)))
         return -1;
     int event = gs_clock_mark(c, s->handle);
     s->unmarked = event < 0 ? s->unmarked + 1 : 0;

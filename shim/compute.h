@@ -151,6 +151,8 @@ static inline CUresult gs_compute_sync_end(struct gs_compute *compute, CUresult 
 
 /* Streams that began a capture which has not ended. */
 extern _Atomic uint32_t gs_captures;
+/* One is open, and has not been for so long that the limit could not be held. */
+bool gs_captures_blind(void);
 bool gs_compute_is_capturing(CUstream stream);
 void gs_captures_stream_gone(CUstream stream);
 void gs_captures_context_gone(CUcontext context);

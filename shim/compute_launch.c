@@ -93,7 +93,7 @@ static void enter(struct bracket *b, struct gs_compute *c, CUcontext context) {
         b->pushed = GS_REAL(cuCtxPushCurrent_v2)(context) == CUDA_SUCCESS;
     gs_lock(c->lock);
     c->peers_read = false;
-    c->law.capturing = atomic_load(&gs_captures) != 0;
+    c->law.capturing = gs_captures_blind() || (atomic_load(&gs_captures) && !b->relaxed);
     c->mixed = gs_compute_is_mixed(c);
     gs_compute_limits(c);
 }

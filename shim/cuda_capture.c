@@ -1,6 +1,12 @@
 /* Captures: while one is open nothing is recorded or asked, since even a query in another thread
- * can break it. One ends when its first stream does not capture any more, however that came. */
-#include "compute.h"
+ * can break it. One ends when its first stream does not capture any more, however that came.
+ * One that stays open would leave the launches of other streams without a limit. So that is for a
+ * while only; then markers are recorded again, by threads in relaxed mode, which breaks none
+ * (cuThreadExchangeStreamCaptureMode), but into no legacy stream that a capture could see. */
+#include "compute_parts.h"
+
+#define BLIND (200 * MS) /* so long, in all captures that follow each other */
+#define REGAINED 32      /* time without a capture that gives back as much of it */
 
 _Atomic uint32_t gs_captures;
 
@@ -13,6 +19,27 @@ static uint64_t key_of(CUstream stream) {
                                           : (uint64_t)(uintptr_t)stream;
 }
 
+/* When captures began, as if those before had been a part of the open one. */
+static _Atomic uint64_t blind_from_ns, blind_ended_ns;
+
+static void opened(void) {
+    uint64_t now = gs_compute_now(), ended = atomic_load(&blind_ended_ns);
+    if (atomic_fetch_add(&gs_captures, 1))
+        return;
+    uint64_t used = ended - min64(ended, atomic_load(&blind_from_ns));
+    used -= min64(used, (now - min64(now, ended)) / REGAINED);
+    atomic_store(&blind_from_ns, now - min64(used, BLIND));
+}
+
+static void closed(void) {
+    atomic_store(&blind_ended_ns, gs_compute_now());
+    atomic_fetch_sub(&gs_captures, 1);
+}
+
+bool gs_captures_blind(void) {
+    return atomic_load(&gs_captures) && gs_compute_now() - atomic_load(&blind_from_ns) < BLIND;
+}
+
 static CUresult begun(CUresult result, CUstream stream) {
     struct gs_here here = {0};
     if (result != CUDA_SUCCESS || !gs_slot())
@@ -20,7 +47,7 @@ static CUresult begun(CUresult result, CUstream stream) {
     gs_here_of_stream(stream, &here);
     struct gs_entry entry = {.context = (uint64_t)(uintptr_t)here.context};
     if (gs_map_put(&origins, key_of(stream), &entry))
-        atomic_fetch_add(&gs_captures, 1);
+        opened();
     gs_compute_forget();
     return result;
 }
@@ -29,7 +56,7 @@ static void ended(CUstream stream) {
     struct gs_entry entry;
     if (!gs_slot() || !gs_map_take(&origins, key_of(stream), &entry))
         return;
-    atomic_fetch_sub(&gs_captures, 1);
+    closed();
     gs_compute_forget();
 }
 
@@ -52,7 +79,7 @@ static bool is_in(uint64_t key, const struct gs_entry *entry, void *arg) {
 
 static void dropped(uint64_t key, const struct gs_entry *entry, void *arg) {
     (void)key, (void)entry, (void)arg;
-    atomic_fetch_sub(&gs_captures, 1);
+    closed();
     gs_compute_forget();
 }
 

@@ -153,61 +153,62 @@ static bool unsure(const struct gs_throttle *t, uint32_t stream, uint64_t now) {
 }
 
 static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predictor *f, int64_t ns,
-                         bool known, int64_t pay, uint64_t now) {
+                         bool known, int64_t *pay, uint64_t now) {
     uint64_t until = now + POLL;
+    int64_t window = known ? gs_throttle_most(f, ns, WINDOW, now) : WINDOW;
     /* While capturing nothing can be seen to finish: what is expected is paid for, no more. */
     bool sure = known || (!f->probing && !unsure(t, stream, now));
-    bool ready =
-        t->capturing || (has_room(t) && sure && t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1));
+    bool room = window < WINDOW && t->in_flight_ns > 0
+                    ? t->in_flight_ns + *pay <= window
+                    : t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1);
+    bool ready = t->capturing || (has_room(t) && sure && room);
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
         return 0;
     if (ready)
-        until = pay <= 0 ? 0 : take(t, pay, ns, now, false);
+        until = *pay <= 0 ? 0 : take(t, *pay, ns, now, false);
     if (until == 0)
         return 0;
     if (ready && t->limit.mode == GS_THROTTLE_SOFT && alone(t, now))
-        return take(t, pay, ns, now, true);
+        return take(t, *pay, ns, now, true);
     if (!t->waiting_since_ns)
         t->waiting_since_ns = now;
     if (t->in_flight_ns > 0) /* the others wait to hear what it was */
         until = min64(until, now + max64(POLL, (uint64_t)t->in_flight_ns / 2));
-    if (stuck(t, stream, now, &until))
-        return take(t, pay, ns, now, true);
+    if (stuck(t, stream, now, &until)) {
+        *pay = ns - atomic_load(&t->allowance_ns); /* one launch, and no more */
+        return *pay > 0 ? take(t, *pay, ns, now, true) : 0;
+    }
     return until;
-}
-
-/* What is paid for a launch of which nothing is known: what others took lately, so that several
- * processes do not begin with a debt of all of them. */
-static int64_t unknown(const struct gs_throttle *t) {
-    uint64_t lately = atomic_load(&t->bucket->launch_ns);
-    return lately ? (int64_t)max64(QUANTUM, min64(lately, BURST)) : WINDOW;
 }
 
 uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
                           struct gs_predictor *f) {
-    int64_t ns = atomic_load(&f->ns), quantum = QUANTUM, pay;
+    int64_t ns = atomic_load(&f->ns), quantum, pay;
     bool known = ns != GS_UNKNOWN;
     if (!known)
-        ns = unknown(t);
+        ns = gs_throttle_unknown(t);
     s->mark = false;
+    bool unlimited = t->limit.mode == GS_THROTTLE_UNLIMITED;
     if (known && t->open.launches && atomic_load(&t->allowance_ns) >= ns) {
+        if (!unlimited)
+            gs_throttle_give_back(t, gs_throttle_most(f, ns, QUANTUM, 0), UINT64_MAX - DEBT);
         atomic_fetch_sub(&t->allowance_ns, ns);
         note(t, s, f, ns);
         return 0;
     }
     uint64_t now = t->env->now(t->env->arg);
+    uint32_t marked = t->marked;
     if (!t->capturing) {
         gs_throttle_poll(t, now);
         mark(t, now);
     }
-    if (t->limit.mode == GS_THROTTLE_UNLIMITED) /* its markers take a thousandth of its time */
-        quantum = (t->contexts > 1 ? 1000 : 4000) * (int64_t)t->marker_ns * (t->markers + 1);
-    else if (known && !gs_throttle_even(f)) /* more stamps, as less is known of each */
-        quantum = QUANTUM / 2;
+    bool behind = t->marked == t->finished + 1 && t->marked != marked && t->markers == 1;
+    bool daring = known && !unlimited && gs_throttle_is_daring(f, ns, now);
+    quantum = gs_throttle_quantum(t, f, ns, now);
     pay = (ns > quantum ? ns : quantum) - atomic_load(&t->allowance_ns);
     if (atomic_load(&t->allowance_ns) >= ns)
         pay = 0;
-    uint64_t until = wait_for(t, s->id, f, ns, known, pay, now);
+    uint64_t until = wait_for(t, s->id, f, ns, known, &pay, now);
     if (until)
         return until;
     if (t->waiting_since_ns) {
@@ -220,10 +221,12 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     }
     if (!t->open.launches)
         t->open.opened_ns = now;
+    t->open.blind |= t->capturing;
     atomic_fetch_add(&t->allowance_ns, (pay > 0 ? pay : 0) - ns);
     note(t, s, f, ns);
     bool single = t->open.launches == 1 && t->dirty == s && !s->next_dirty && has_room(t);
-    if (single && !t->capturing && (!known || (t->sparse && t->open.start_event >= 0))) {
+    bool looked_at = t->sparse && (t->open.start_event >= 0 || (behind && !unlimited));
+    if (single && !t->capturing && (!known || daring || looked_at)) {
         s->mark = t->open.single = true;
         t->open.probe = f->probing = !known;
         t->open.stream = s->id;
@@ -261,9 +264,7 @@ void gs_throttle_sync_begin(struct gs_throttle *t) {
         return;
     uint64_t now = t->env->now(t->env->arg);
     mark(t, now);
-    int64_t rest = atomic_exchange(&t->allowance_ns, 0);
-    if (rest > 0 && t->limit.mode != GS_THROTTLE_UNLIMITED)
-        gs_throttle_adjust(t, -rest, now);
+    gs_throttle_give_back(t, 0, now);
     gs_throttle_publish(t, NULL, now);
 }
 
@@ -283,7 +284,7 @@ void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,
     t->switch_ns = 125 * (uint32_t)US;
     t->marker_ns = (uint32_t)US;
     t->limit.ppm = t->rate_ppm = 1000000;
-    t->contexts = 1;
+    t->contexts = t->random = 1;
     next_turn(t);
     renew(t);
 }

@@ -62,7 +62,10 @@ struct gs_predictor {
     uint32_t samples;
     int64_t single_ns; /* one that was looked at alone */
     bool probing;
-    float moment[2]; /* weighted, of taken/expected and of its square */
+    float moment[2];    /* weighted, of taken/expected and of its square */
+    int64_t longest_ns; /* of one launch, lately: throttle_trust.c */
+    uint64_t longest_at_ns;
+    uint32_t seen; /* launches that were timed since one took far longer than expected */
 };
 #define GS_UNKNOWN (INT64_MAX / 4)
 
@@ -91,6 +94,7 @@ struct gs_segment {
     bool clean;                    /* the device had work of ours from start to end */
     bool single;        /* one launch, marked before and after when the device was idle */
     bool probe;         /* its only function was unknown */
+    bool blind;         /* a capture was open meanwhile */
     uint32_t stream;    /* of a single one */
     uint64_t before_ns; /* the end of the segment before */
 };
@@ -120,13 +124,15 @@ struct gs_throttle {
     int64_t in_flight_ns;                   /* expected, not known to be done */
     uint64_t covered_ns;                    /* device time up to here belongs to a segment */
     uint64_t busy_from_ns, told_until_ns;
-    uint32_t rate_ppm;  /* what the limit means now */
-    uint32_t contexts;  /* with work on the device, this one too; as last seen */
-    int64_t surplus_ns; /* charged in excess of busy / contexts, bounded */
-    uint32_t straddled; /* segments in a row that others interrupted */
-    uint32_t sparse;    /* launches that will be marked one by one */
-    uint32_t markers;   /* of the last segment */
-    uint32_t ignore, backoff;
+    uint32_t rate_ppm;             /* what the limit means now */
+    uint32_t contexts;             /* with work on the device, this one too; as last seen */
+    int64_t surplus_ns;            /* charged in excess of busy / contexts, bounded */
+    uint32_t straddled;            /* segments in a row that others interrupted */
+    uint32_t sparse;               /* launches that will be marked one by one */
+    uint32_t markers;              /* of the last segment */
+    int64_t ignore_ns, backoff_ns; /* time in doubt until the next look, and after it */
+    bool doubtful;                 /* the last segment may have been idle inside */
+    uint32_t random;
     int64_t looked_ns[2]; /* of those: what they took, what was expected */
     uint64_t waiting_since_ns;
 };

@@ -8,13 +8,12 @@ static int64_t expected(const struct gs_throttle *t, const struct gs_segment *se
 
 /* A segment may have been idle inside, or its kernels spun: for some launches, look at each. When
  * they were as expected, such doubts are ignored for a while. */
-static void doubt(struct gs_throttle *t) {
+static void doubt(struct gs_throttle *t, int64_t unknown_ns) {
     if (t->sparse)
         return;
-    if (t->ignore) {
-        t->ignore--;
+    t->ignore_ns -= unknown_ns;
+    if (t->ignore_ns > 0)
         return;
-    }
     t->sparse = SPARSE;
     t->looked_ns[0] = t->looked_ns[1] = 0;
 }
@@ -27,17 +26,20 @@ static void looked(struct gs_throttle *t, const struct gs_segment *segment, int6
     if (--t->sparse)
         return;
     if (t->looked_ns[0] > t->looked_ns[1] * 3 / 2) {
-        t->backoff = 0;
-        doubt(t);
+        t->backoff_ns = 0;
+        doubt(t, t->ignore_ns);
     } else {
-        t->backoff = t->backoff < 256 ? 2 * t->backoff + 16 : 256;
-        t->ignore = t->backoff;
+        t->backoff_ns = t->backoff_ns ? 2 * t->backoff_ns : (int64_t)MS;
+        t->backoff_ns = t->backoff_ns < DOUBTFUL ? t->backoff_ns : DOUBTFUL;
+        t->ignore_ns = t->backoff_ns;
     }
 }
 
 /* Launches came faster than one of them takes alone, so that the device had always one: they take
  * less than that since several run at once. */
 static bool gapless(const struct gs_segment *segment, int64_t took) {
+    if (segment->blind) /* launches waited within it */
+        return false;
     double alone = 0; /* of what it is expected to take with others beside it */
     for (uint32_t i = 0; i < segment->n_functions; i++)
         alone += (double)segment->function[i]->single_ns / (double)segment->expected_ns[i];
@@ -52,8 +54,10 @@ int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *s
     uint64_t known = min64(max64(segment->start_ns, segment->marked_ns), segment->end_ns);
     int64_t took = (int64_t)(segment->end_ns - segment->start_ns), work = expected(t, segment);
     int64_t least = (int64_t)(segment->end_ns - known);
-    *sure = segment->clean || segment->probe || took - least <= took / 16 ||
-            took <= work + work / 64 || gapless(segment, took);
+    bool apart = segment->single && segment->start_event < 0; /* the gap in front of it is in it */
+    *sure = segment->clean || segment->probe ||
+            (took - least <= took / 16 && took > 2 * (int64_t)EDGE) ||
+            (!apart && (took <= work + work / 64 || gapless(segment, took)));
     if (*sure)
         return took;
     return work > least ? work : least;
@@ -78,13 +82,16 @@ static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64
     for (uint32_t i = 0; i < segment->n_functions; i++) {
         struct gs_predictor *f = segment->function[i];
         int64_t ns = atomic_load(&f->ns);
+        double took = (double)segment->expected_ns[i] * ratio;
         float step = weight / 32, first = weight / (float)(f->samples + 1);
         step = step > first ? step : first;
         step = step < 0.5f ? step : 0.5f;
         f->samples++;
-        if (segment->single)
+        gs_throttle_timed(f, (int64_t)took, segment->expected_ns[i],
+                          weight > 1.5f || own > 4 * (int64_t)t->slice_ns, segment->end_ns);
+        if (segment->single && segment->start_event >= 0)
             f->single_ns += (own - f->single_ns) / (f->single_ns ? 8 : 1);
-        double bounded = ratio < 8 ? ratio : 8, took = (double)segment->expected_ns[i] * ratio;
+        double bounded = ratio < 8 ? ratio : 8;
         if (segment->probe || ns == GS_UNKNOWN) {
             int64_t first = segment->probe ? own : (int64_t)took;
             f->probing = false;
@@ -113,8 +120,10 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     bool sure, hit = c->contexts && (c->inside || took > (int64_t)whole(t));
     float weight = 1;
     most = gs_throttle_busy(t, segment, &sure);
+    t->doubtful = !sure && took > 2 * most;
+    gs_throttle_seen(segment);
     if (!sure)
-        doubt(t);
+        doubt(t, took - most);
     if (!hit) {
         if (c->contexts) {
             double slice = (double)took / t->slice_ns;

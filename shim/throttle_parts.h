@@ -21,6 +21,7 @@
 #define EXTEND (8 * MS)             /* before it expires, what is published is said again */
 #define SURPLUS (32 * (int64_t)MS)  /* less than busy / contexts, for so long */
 #define SPARSE 16u                  /* so many launches are marked one by one */
+#define DOUBTFUL (64 * (int64_t)MS) /* so long in doubt, until some are marked again */
 #define STREAK 16u                  /* interrupted ones in a row, until they are learned from */
 #define LEAST (2 * (int64_t)US)     /* no launch is expected to take less */
 #define MAX_PEERS 64u
@@ -70,6 +71,26 @@ bool gs_throttle_lasts(const struct gs_throttle *t, int64_t length_ns);
  * take alone; `fresh`: it was idle before. */
 int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                           uint64_t start, uint64_t end, int64_t length, bool fresh);
+
+/* ---- throttle_trust.c: how far expectations are relied on -------------------------------------
+ */
+
+/* One of its launches took so much longer lately that each is looked at. */
+bool gs_throttle_is_daring(const struct gs_predictor *f, int64_t ns, uint64_t now);
+/* Of `quantum`, what may be on its way without a marker; `ns` at least. */
+int64_t gs_throttle_most(const struct gs_predictor *f, int64_t ns, int64_t quantum, uint64_t now);
+/* What is paid for a launch of `f` and those behind it, that go without a marker. While the device
+ * is idle now and then it is random, so that no program knows which launch is looked at. */
+int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f, int64_t ns,
+                            uint64_t now);
+/* What is paid for a launch of which nothing is known. */
+int64_t gs_throttle_unknown(const struct gs_throttle *t);
+/* Of what is paid for, only so much is left. */
+void gs_throttle_give_back(struct gs_throttle *t, int64_t most_ns, uint64_t now);
+/* What a segment shows, however sure its time is. */
+void gs_throttle_seen(const struct gs_segment *segment);
+/* Its launches took `took_ns` each in the mean, where `ns` was expected; `sure`: at least. */
+void gs_throttle_timed(struct gs_predictor *f, int64_t took_ns, int64_t ns, bool sure, uint64_t at);
 
 /* ---- throttle_charge.c ------------------------------------------------------------------ */
 

@@ -204,6 +204,32 @@ def test_captures_are_not_broken_nor_held() -> None:
         assert run(box, program, helpers=HELPERS) == ["True"]
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_long_capture_is_not_broken(blocks: bool) -> None:
+    """In the strictest mode, while another stream is held by its limit, and is timed again after some time. Launches
+    of before, in the capturing stream and in the legacy one, are not marked in it."""
+    program = f"""
+    start()
+    function, other, mine, graph = kernel("spin_us_300"), new_stream(), new_stream({0 if blocks else 1}), c_void_p()
+    for _ in range(3):
+        ok(launch(function, mine))
+        ok(launch(function, None))
+        ok(cuda.cuCtxSynchronize())
+    ok(launch(function, None))
+    ok(launch(function, mine))
+    ok(cuda.cuStreamBeginCapture_v2(mine, 0))
+    ok(launch(function, mine))
+    until, n = time.monotonic() + 1, 0
+    while time.monotonic() < until:
+        ok(launch(function, other))
+        n += 1
+    ok(cuda.cuStreamEndCapture(mine, byref(graph)))
+    print(n * 300e-6 < 0.7)
+    """
+    with boxes(50) as (box,):
+        assert run(box, program, helpers=HELPERS) == ["True"]
+
+
 def test_an_abandoned_capture_does_not_stop_the_clockwork() -> None:
     """One that the program broke by waiting for its stream ends in an error, and ends."""
     program = """

@@ -1,10 +1,12 @@
-/* What the processes run: six kinds of kernels in five kinds of programs. */
+/* What the processes run: kinds of kernels in kinds of programs. */
 #include <math.h>
 
 #include "vt.h"
 
-const char *const kernel_name[KERNELS] = {"5us", "50us", "1ms", "20ms", "lognormal", "bimodal"};
-const char *const program_name[PROGRAMS] = {"stream", "streams", "graph", "sync", "pause", "pair"};
+const char *const kernel_name[KERNELS] = {"5us",       "50us",    "1ms",     "20ms",
+                                          "lognormal", "bimodal", "changing"};
+const char *const program_name[PROGRAMS] = {"stream", "streams", "graph", "sync",
+                                            "pause",  "pair",    "poll"};
 
 static double kernel_ns(struct host *host, enum kernel kernel, int function) {
     static const double mean_us[KERNELS] = {5, 50, 1000, 20000};
@@ -15,6 +17,13 @@ static double kernel_ns(struct host *host, enum kernel kernel, int function) {
     else if (kernel == K_BIMODAL)
         us = uniform(&host->rng) < 0.1 ? 1000 : 50;
     return us * factor[function] * (1 + 0.02 * normal(&host->rng)) * 1000;
+}
+
+/* One function and grid: 5 us, again and again, then 10 ms, and so on. */
+static double changing_ns(const struct host *host) {
+    enum { FIRST = 200, LONG = 300, SHORT = 40 };
+    uint32_t n = host->launches;
+    return n < FIRST || (n - FIRST) % (LONG + SHORT) >= LONG ? 5e3 : 10e6;
 }
 
 /* A kernel that waits on the device for another one: from the other stream, or the other process.
@@ -34,7 +43,7 @@ static bool choose_of_pair(struct host *host) {
 
 bool choose(struct host *host) {
     const struct tenant *tenant = &host->world->tenant[host->tenant];
-    static const int nodes[KERNELS] = {10, 10, 3, 2, 6, 6};
+    static const int nodes[KERNELS] = {10, 10, 3, 2, 6, 6, 1};
     host->kind = KERNEL;
     if (tenant->program == P_PAIR && !choose_of_pair(host))
         return false;
@@ -45,6 +54,10 @@ bool choose(struct host *host) {
     host->function = (int)(host->launches % FUNCTIONS);
     host->stream = tenant->program == P_STREAMS ? host->launches % STREAMS : 0;
     host->kernel_ns = kernel_ns(host, tenant->kernel, host->function);
+    if (tenant->kernel == K_CHANGING) {
+        host->function = 0;
+        host->kernel_ns = changing_ns(host);
+    }
     if (tenant->program == P_GRAPH) {
         host->function = 0;
         for (int i = 1; i < nodes[tenant->kernel]; i++)
@@ -59,10 +72,15 @@ bool wants_sync(const struct host *host) {
     return host->world->tenant[host->tenant].program == P_SYNC;
 }
 
+/* By asking, or by looking at memory that the kernel writes: the law hears nothing of it. */
+bool polls(const struct host *host) {
+    return host->world->tenant[host->tenant].program == P_POLL;
+}
+
 /* Bursts of some 2 ms of launching or 40 launches, then a pause without any synchronisation. */
 uint64_t pause_ns(struct host *host) {
     const struct tenant *tenant = &host->world->tenant[host->tenant];
-    static const uint32_t burst[KERNELS] = {400, 40, 4, 2, 20, 20};
+    static const uint32_t burst[KERNELS] = {400, 40, 4, 2, 20, 20, 1};
     if (tenant->program != P_PAUSE && !host->pauses)
         return 0;
     if (host->burst_left--)

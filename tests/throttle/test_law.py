@@ -151,6 +151,18 @@ def test_a_second_unknown_launch_waits_for_what_the_first_is() -> None:
     assert ledger.share(0) <= 12
 
 
+@pytest.mark.parametrize("limit", [20, 50])
+@pytest.mark.parametrize("program", ["stream", "sync", "poll"])
+def test_kernels_that_become_two_thousand_times_as_long_win_nothing(program: str, limit: float) -> None:
+    """One function and grid: 200 launches of 5 us, then by turns 300 of 10 ms and 40 of 5 us. `poll`: the law hears
+    nothing of how the program waits. What the first long ones took was not known; it is bounded, and paid later."""
+    for seed in (1, 2, 3):
+        (ledger,) = simulate([Tenant(limit, "changing", program)], ms=8000, seed=seed)
+        assert sum(ledger.bins[:300]) / 3e7 < limit + 20
+        assert ledger.share(3000) < limit + 2
+        assert ledger.shares(1000, 5000) == pytest.approx([limit] * 3, abs=3)
+
+
 def test_a_debt_is_at_most_ten_seconds() -> None:
     """At 0.01 % each of these kernels is worth minutes; the container is not locked out for as long."""
     (ledger,) = simulate([Tenant(1, "20ms", more="ppm=100")], ms=32_000)

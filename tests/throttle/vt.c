@@ -82,6 +82,9 @@ static void tenant_word(struct tenant *t, const char *key, const char *value) {
     case 15:
         t->unequal = number != 0;
         break;
+    case 16:
+        t->capture_ns = ms;
+        break;
     }
 }
 
@@ -187,10 +190,10 @@ static void step(struct world *world, struct host *host) {
     if (ours && host->streams[host->stream].mark)
         gs_throttle_launched(&host->throttle);
     host->clock_ns += pause_ns(host);
-    if (wants_sync(host)) {
-        if (ours)
+    if (wants_sync(host) || polls(host)) {
+        if (ours && !polls(host))
             gs_throttle_sync_begin(&host->throttle);
-        host->syncing = true;
+        host->syncing = !polls(host);
         c->waits_stream = (int)host->stream;
         host->clock_ns = UINT64_MAX;
     }

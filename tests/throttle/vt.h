@@ -10,8 +10,8 @@
 #define MAX_PROCESSES 8
 
 enum law { LAW_NONE, LAW_OURS, LAW_CLASSIC };
-enum kernel { K_5US, K_50US, K_1MS, K_20MS, K_LOGNORMAL, K_BIMODAL, KERNELS };
-enum program { P_STREAM, P_STREAMS, P_GRAPH, P_SYNC, P_PAUSE, P_PAIR, PROGRAMS };
+enum kernel { K_5US, K_50US, K_1MS, K_20MS, K_LOGNORMAL, K_BIMODAL, K_CHANGING, KERNELS };
+enum program { P_STREAM, P_STREAMS, P_GRAPH, P_SYNC, P_PAUSE, P_PAIR, P_POLL, PROGRAMS };
 enum lie { LIE_NONE, LIE_BUSY, LIE_IDLE, LIE_GARBAGE, LIE_RUNS };
 
 extern const char *const kernel_name[KERNELS];
@@ -75,6 +75,7 @@ struct world {
 /* program.c: what a process launches next; false: nothing now. */
 bool choose(struct host *host);
 bool wants_sync(const struct host *host);
+bool polls(const struct host *host); /* waits until its work is done without a call for it */
 uint64_t pause_ns(struct host *host);
 /* law.c: 0, or when to ask again. */
 uint64_t may_launch(struct host *host);

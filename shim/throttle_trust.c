@@ -1,0 +1,86 @@
+/* How far what is expected of a function is relied on. It is a mean of what its launches took, and
+ * a program can send others: the next ones take a thousand times as long. What is not known yet is
+ * therefore bounded by the longest that one of them took lately, and by how many were timed. */
+#include "throttle_parts.h"
+
+#define DARING 50            /* times as long as expected: no mean of such launches is relied on */
+#define SHOWN 8              /* a segment that took no longer shows that all of it is short */
+#define FORGET (4000 * MS)   /* in which the longest one counts half */
+#define SEEN_MOST (1u << 20) /* launches */
+#define FIRST_LAUNCHES 16    /* unmarked, of a function of which nothing was timed twice */
+
+/* The longest that one launch took lately. */
+static int64_t longest(const struct gs_predictor *f, uint64_t now) {
+    uint64_t halvings = now > f->longest_at_ns ? (now - f->longest_at_ns) / FORGET : 0;
+    return halvings < 63 ? f->longest_ns >> halvings : 0;
+}
+
+bool gs_throttle_is_daring(const struct gs_predictor *f, int64_t ns, uint64_t now) {
+    return longest(f, now) > DARING * ns;
+}
+
+int64_t gs_throttle_most(const struct gs_predictor *f, int64_t ns, int64_t quantum, uint64_t now) {
+    int64_t most = longest(f, now), seen = f->seen / 2 + FIRST_LAUNCHES;
+    if (most > DARING * ns)
+        quantum = (int64_t)((double)quantum * (double)(DARING * ns) / (double)most);
+    if (seen < quantum / ns)
+        quantum = seen * ns;
+    return quantum > ns ? quantum : ns;
+}
+
+/* None of them can have taken much longer, also where it is not known what the time was. */
+void gs_throttle_seen(const struct gs_segment *segment) {
+    if (segment->end_ns - segment->start_ns > SHOWN * (uint64_t)segment->work_ns)
+        return;
+    for (uint32_t i = 0; i < segment->n_functions; i++) {
+        struct gs_predictor *f = segment->function[i];
+        int64_t launches = segment->single ? 1 : segment->work_ns / segment->expected_ns[i];
+        f->seen = (uint32_t)min64(f->seen + (uint64_t)launches + 1, SEEN_MOST);
+    }
+}
+
+void gs_throttle_timed(struct gs_predictor *f, int64_t took_ns, int64_t ns, bool sure,
+                       uint64_t at) {
+    if (took_ns > DARING * ns)
+        f->seen = 0;
+    if (!sure || took_ns <= longest(f, at))
+        return;
+    f->longest_ns = took_ns;
+    f->longest_at_ns = at;
+}
+
+/* What is paid for a launch of which nothing is known: what others took lately, so that several
+ * processes do not begin with a debt of all of them. */
+int64_t gs_throttle_unknown(const struct gs_throttle *t) {
+    uint64_t lately = atomic_load(&t->bucket->launch_ns);
+    return lately ? (int64_t)max64(QUANTUM, min64(lately, BURST)) : WINDOW;
+}
+
+void gs_throttle_give_back(struct gs_throttle *t, int64_t most_ns, uint64_t now) {
+    int64_t had = atomic_load(&t->allowance_ns);
+    while (had > most_ns && !atomic_compare_exchange_weak(&t->allowance_ns, &had, most_ns))
+        ;
+    if (had > most_ns && t->limit.mode != GS_THROTTLE_UNLIMITED)
+        gs_throttle_adjust(t, most_ns - had, now);
+}
+
+static uint32_t next_random(struct gs_throttle *t, uint64_t now) { /* xorshift32 */
+    uint32_t x = (t->random ^ (uint32_t)now) | 1;
+    x ^= x << 13;
+    x ^= x >> 17;
+    return t->random = x ^ x << 5;
+}
+
+int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f, int64_t ns,
+                            uint64_t now) {
+    int64_t quantum = QUANTUM;
+    if (t->limit.mode == GS_THROTTLE_UNLIMITED) /* its markers take a thousandth of its time */
+        return (t->contexts > 1 ? 1000 : 4000) * (int64_t)t->marker_ns * (t->markers + 1);
+    if (atomic_load(&f->ns) != GS_UNKNOWN) {
+        if (!gs_throttle_even(f)) /* more stamps, as less is known of each */
+            quantum /= 2;
+        quantum = gs_throttle_most(f, ns, quantum, now);
+        gs_throttle_give_back(t, quantum, now);
+    }
+    return t->doubtful ? ns + (int64_t)(next_random(t, now) % (uint64_t)quantum) : quantum;
+}
