@@ -176,7 +176,8 @@ static struct gs_compute *make(const struct gs_here *here) {
     c->dev = here->dev;
     c->streams = c->per_thread = 0;
     c->has_legacy = false;
-    gs_pages_claim(c);
+    struct gs_activity left;
+    gs_pages_claim(c, &left);
     c->env = (struct gs_throttle_env){c, env_now, env_mark, env_done, env_peers};
     gs_throttle_init(&c->law, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
                      word(&gs_compute_limits_file->device[c->dev].page));
@@ -185,6 +186,7 @@ static struct gs_compute *make(const struct gs_here *here) {
     c->law.switch_ns = word(&l->switch_ns) ? word(&l->switch_ns) : c->law.switch_ns;
     c->limits_seen = 0;
     gs_compute_limits(c);
+    gs_throttle_inherit(&c->law, &left, gs_compute_now());
     atomic_store(&c->context, here->context);
     gs_unlock(c->lock);
     atomic_store(&table[i], c);

@@ -80,20 +80,32 @@ static bool is_held(uint64_t owner) {
            gs_alive(s);
 }
 
+/* It was a process of this container, and is gone: no nonsense that somebody wrote there. */
+static bool was_held(uint64_t owner) {
+    uint64_t slot = (owner & UINT32_MAX) - 1;
+    if (!owner || slot >= GS_MAX_SLOTS || is_held(owner))
+        return false;
+    uint32_t now = __atomic_load_n(&gs_region()->usage->slot[slot].generation, __ATOMIC_SEQ_CST);
+    return owner >> 32 && owner >> 32 <= now;
+}
+
 static uint64_t my_name(void) {
     const struct gs_slot *slot = gs_slot();
     return GS_PAGE_OWNER(gs_self()->index, slot->generation);
 }
 
 /* Without one, the context is charged all the time that it is busy: nobody would hear of it. */
-void gs_pages_claim(struct gs_compute *c) {
+void gs_pages_claim(struct gs_compute *c, struct gs_activity *left) {
     struct gs_pages *own = device[c->dev].own;
+    memset(left, 0, sizeof(*left));
     memset(&c->unshared, 0, sizeof(c->unshared));
     c->page = &c->unshared;
     for (uint32_t i = 0; i < GS_MAX_PAGES; i++) {
         uint64_t owner = atomic_load(&own->owner[i]);
         if (is_held(owner) || !atomic_compare_exchange_strong(&own->owner[i], &owner, my_name()))
             continue;
+        if (was_held(owner))
+            *left = own->page[i].buffer[atomic_load(&own->page[i].index) & 1];
         memset(&own->page[i].buffer, 0, sizeof(own->page[i].buffer));
         uint32_t high = atomic_load(&own->high);
         while (high <= i && !atomic_compare_exchange_weak(&own->high, &high, i + 1))
@@ -137,14 +149,27 @@ static void said(struct reading *r, uint32_t container) {
     r->out[r->n++] = (struct gs_peer){a, container};
 }
 
+/* The page of a process that died: who makes it nobody's charges what it had. */
+static void bury(struct gs_compute *c, struct gs_page *page, _Atomic uint64_t *at, uint64_t owner) {
+    struct gs_activity last = page->buffer[atomic_load(&page->index) & 1];
+    if (atomic_compare_exchange_strong(at, &owner, 0))
+        gs_throttle_inherit(&c->law, &last, gs_compute_now());
+}
+
 /* The others of our container: processes, and contexts of this one. */
 static void read_own(struct reading *r, uint32_t container) {
     struct gs_pages *own = device[r->c->dev].own;
     uint32_t high = atomic_load(&own->high);
     for (uint32_t i = 0; i < high && i < GS_MAX_PAGES; i++) {
         struct gs_activity *a = next(r);
-        if (!a || &own->page[i] == r->c->page || !is_held(atomic_load(&own->owner[i])))
+        uint64_t owner = atomic_load(&own->owner[i]);
+        if (!a || &own->page[i] == r->c->page)
             continue;
+        if (!is_held(owner)) {
+            if (was_held(owner))
+                bury(r->c, &own->page[i], &own->owner[i], owner);
+            continue;
+        }
         for (unsigned tries = 0; tries < TRIES; tries++) {
             uint32_t index = atomic_load(&own->page[i].index);
             memcpy(a, &own->page[i].buffer[index & 1], sizeof(*a));

@@ -100,7 +100,8 @@ void gs_clock_close(struct gs_clock *clock);
 /* False: the device has no pages. */
 bool gs_pages_open(const struct gs_limits *limits, unsigned dev);
 bool gs_pages_are_open(int dev);
-void gs_pages_claim(struct gs_compute *c);
+/* `left`: what the process that had the page before and died said last; all 0 when none did. */
+void gs_pages_claim(struct gs_compute *c, struct gs_activity *left);
 void gs_pages_give(struct gs_compute *c);
 unsigned gs_pages_peers(struct gs_compute *c, struct gs_peer *out, unsigned max);
 

@@ -30,6 +30,28 @@ static void append(struct gs_activity *a, const struct gs_run *run) {
     a->n = n + 1;
 }
 
+/* Of what is not charged yet: what is expected of it, or much where nothing is known. */
+static int64_t owes(const struct gs_throttle *t) {
+    int64_t ns = t->open.launches ? t->open.hint_ns : 0;
+    bool unknown = t->open.probe;
+    for (uint32_t i = t->charged; i != t->marked; i++) {
+        unknown |= t->segment[i % GS_SEGMENTS].probe;
+        ns += t->segment[i % GS_SEGMENTS].work_ns;
+    }
+    return unknown && ns < (int64_t)ORPHAN ? (int64_t)ORPHAN : ns;
+}
+
+void gs_throttle_inherit(struct gs_throttle *t, const struct gs_activity *a, uint64_t now) {
+    uint64_t from = max64(a->busy_from_ns, a->horizon_ns);
+    if (!a->busy_from_ns || from >= now || t->limit.mode == GS_THROTTLE_UNLIMITED)
+        return;
+    uint64_t owed = min64(min64(now - from, a->owes_ns), DEBT);
+    atomic_fetch_add(&t->bucket->busy_ns, owed);
+    if (owed > atomic_load(&t->bucket->launch_ns)) /* and the next unknown one pays more at once */
+        atomic_store(&t->bucket->launch_ns, owed);
+    gs_throttle_adjust(t, (int64_t)owed, now);
+}
+
 void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now) {
     uint32_t index = atomic_load(&t->page->index) & 1;
     struct gs_activity *a = &t->page->buffer[index ^ 1];
@@ -45,6 +67,7 @@ void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64
     a->expects_ns = next->probe ? 2 * (uint64_t)t->slice_ns
                                 : (uint64_t)gs_throttle_when_hit(
                                       next, next == &t->open ? next->hint_ns : next->work_ns);
+    a->owes_ns = (uint64_t)owes(t);
     a->switch_ns = t->finds < FINDS ? 0 : t->found_ns;
     a->weight = t->limit.weight;
     a->priority = t->limit.priority;

@@ -17,6 +17,7 @@
 #define STUCK (100 * MS)            /* nothing completes for so long: a deadlock? */
 #define DEFER (6 * MS)              /* a charge waits as long for the others to say what they did */
 #define PROBE (2 * MS)              /* an unknown launch that takes longer is waited for */
+#define ORPHAN (1000 * MS)          /* an unknown launch of a process that died is charged */
 #define TAIL (100 * (int64_t)US)    /* synchronised with less than this, alone: no marker */
 #define EXTEND (8 * MS)             /* before it expires, what is published is said again */
 #define SURPLUS (32 * (int64_t)MS)  /* less than busy / contexts, for so long */
@@ -112,6 +113,9 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
 bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment);
 /* Tell the others what we have on the device, with the `run` that is over, if any. */
 void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now);
+/* A process of this container died; what it said last. What it had on the device then is charged,
+ * from what it knew until it was found, and no more than it said. */
+void gs_throttle_inherit(struct gs_throttle *t, const struct gs_activity *a, uint64_t now);
 /* See what has finished, and charge what can be judged. */
 void gs_throttle_poll(struct gs_throttle *t, uint64_t now);
 

@@ -141,7 +141,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("n", "I"),
         ("expects_ns", "Q"),
         ("switch_ns", "Q"),
-        ("reserved", "8x"),
+        ("owes_ns", "Q"),
         ("run", f"{47 * 24}x"),
     ),
     "gs_page": (

@@ -174,7 +174,7 @@ struct gs_activity {
     uint32_t n;
     uint64_t expects_ns; /* of the device, for what comes after the horizon until the next stamp */
     uint64_t switch_ns;  /* what it found a switch to take */
-    uint64_t reserved;
+    uint64_t owes_ns; /* the most that is charged for it, when its process dies before it knows */
     struct gs_run run[GS_RUNS];
 };
 
@@ -312,7 +312,7 @@ GS_AT(gs_activity, last, 32);
 GS_AT(gs_activity, n, 36);
 GS_AT(gs_activity, expects_ns, 40);
 GS_AT(gs_activity, switch_ns, 48);
-GS_AT(gs_activity, reserved, 56);
+GS_AT(gs_activity, owes_ns, 56);
 GS_AT(gs_activity, run, 64);
 _Static_assert(sizeof(struct gs_activity) == 1192, "gs_activity");
 

@@ -209,6 +209,20 @@ def test_nothing_is_won_by(what: str) -> None:
 
 
 LATE = {
+    "processes that are killed before anybody looked": """
+        def child():
+            start()
+            stream = new_stream()
+            ok(launch(kernel("spin_us_100000"), stream))
+            asked(stream)
+            os.kill(os.getpid(), 9)
+        go()
+        while True:
+            pid = os.fork()
+            if pid == 0:
+                child()
+            os.waitpid(pid, 0)
+        """,
     "a capture that stays open": """
         start()
         function, stream, other = kernel("spin_ns_arg"), new_stream(), new_stream()
@@ -247,33 +261,6 @@ def test_little_is_won_by_what_is_known_late(what: str) -> None:
     capture is left alone for a fifth of a second."""
     with boxes(LIMIT) as (box,):
         assert gets(box, LATE[what], 3) < LIMIT + 2 * POINTS
-
-
-WON = {
-    "processes that are killed before anybody looked": (
-        "a process pays 4 ms for its first launch, and what it took is known to nobody when it is killed",
-        """
-        def child():
-            start()
-            stream = new_stream()
-            ok(launch(kernel("spin_us_100000"), stream))
-            asked(stream)
-            os.kill(os.getpid(), 9)
-        go()
-        while True:
-            pid = os.fork()
-            if pid == 0:
-                child()
-            os.waitpid(pid, 0)
-        """,
-    ),
-}
-
-
-@pytest.mark.parametrize("what", [pytest.param(what, marks=known(why)) for what, (why, _) in WON.items()])
-def test_nothing_should_be_won_by(what: str) -> None:
-    with boxes(LIMIT) as (box,):
-        assert gets(box, WON[what][1], 3) < LIMIT + 2 * POINTS
 
 
 # ---- what a container writes into its own files ------------------------------------------------------------------
@@ -324,7 +311,7 @@ def visits(now: int) -> bytes:
     """The page of a context that was on the device every 100 us until now, and says that switches are slow."""
     ends = [now - 100_000 * i for i in reversed(range(RUNS))]
     runs = [word for end in ends for word in (end - RUN_NS, end, RUN_NS)]
-    head = packer("gs_activity").pack(0, 0, now, 0, 0, RUNS - 1, RUNS, 2 * RUN_NS, SWITCH_NS)
+    head = packer("gs_activity").pack(0, 0, now, 0, 0, RUNS - 1, RUNS, 2 * RUN_NS, SWITCH_NS, 0)
     activity = head[: offset("gs_activity", "run")] + struct.pack(f"<{3 * RUNS}Q", *runs)
     return (bytes(offset("gs_page", "buffer")) + 2 * activity).ljust(packer("gs_page").size, b"\0")
 

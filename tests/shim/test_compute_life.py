@@ -113,6 +113,31 @@ def test_processes_that_are_killed_leave_their_share_and_their_page() -> None:
             assert len(owners(box.pages())) == 2
 
 
+def test_processes_that_end_without_a_word_leave_no_debt_but_their_work() -> None:
+    """What they had launched was done, or expected to be short; the next one does not pay for the time in between."""
+    program = """
+    ends = []
+    for _ in range(4):
+        time.sleep(0.3)
+        pid = os.fork()
+        if pid == 0:
+            start()
+            function, stream = kernel("spin_us_20"), new_stream()
+            def work():
+                for _ in range(40):
+                    ok(launch(function, stream))
+                    ok(cuda.cuStreamSynchronize(stream))
+                return 0
+            took = timed(work)
+            ok(launch(function, stream))
+            os._exit(0 if took < 0.5 else 1)
+        ends.append(os.waitpid(pid, 0)[1])
+    print(*ends)
+    """
+    with boxes(20) as (box,):
+        assert run(box, program, helpers=HELPERS) == ["0"] * 4
+
+
 def test_more_contexts_than_pages_are_limited_as_well() -> None:
     with boxes(30) as (box,), tenants((box, {"kernel": 500, "processes": MAX_PAGES + 4})) as (tenant,):
         observe(box, 2 * SETTLED_S, [tenant])
