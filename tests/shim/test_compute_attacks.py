@@ -438,6 +438,6 @@ print(n)
 @known(IDLE_COUNTS)
 def test_two_devices_that_wait_for_each_other_are_each_busy_for_half_of_the_time() -> None:
     """Below their limits, so that nothing is held."""
-    with Box([None] * 2, gpus=2) as plain, boxes(65, gpus=2) as (box,):
+    with Box([None] * 2, gpus=2) as plain, boxes(55, gpus=2) as (box,):
         (native,), (limited,) = run(plain, PIPELINE, helpers=HELPERS), run(box, PIPELINE, helpers=HELPERS)
     assert int(limited) > 0.85 * int(native)
