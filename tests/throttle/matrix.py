@@ -144,12 +144,13 @@ def figures(measured: dict[str, Error]) -> dict[str, list[float]]:
 
 def main() -> None:
     measured = measure()
+    runs = [measured, *(measure(seed) for seed in SEEDS[1:])]
     found: dict[str, list[float]] = {}
-    for run in (measured, *(measure(seed) for seed in SEEDS[1:])):
-        for name, one in run.items():
-            if not one.holds():
-                worst = found.get(name, [0.0, 0.0])
-                found[name] = [max(worst[0], round(one.mae_1s, 2)), max(worst[1], round(one.mae_100ms, 2))]
+    for name in measured:
+        ones = [run[name] for run in runs]
+        if not all(one.holds() for one in ones):
+            found[name] = [round(max(one.mae_1s for one in ones), 2), round(max(one.mae_100ms for one in ones), 2)]
+    for run in runs:
         print(f"{sum(not one.holds() for one in run.values())} of {len(run)} cells do not hold")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(found.items()))
     MISSES.write_text("{\n" + lines + "\n}\n")
