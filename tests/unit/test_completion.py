@@ -32,7 +32,7 @@ def shell(tmp_path: Path) -> Callable[[str], Terminal]:
             "fish": ["fish", "--no-config", "-i"],
         }
         env = {**ENV, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
-        one = Terminal(commands[name], 200, 40, env)
+        one = Terminal(commands[name], 400, 40, env)  # a worker has longer paths; a line of it twice
         setup = {
             "bash": "source <(gpushare completion bash)",
             "zsh": "autoload -U compinit; compinit -u -D; source <(gpushare completion zsh)",
