@@ -153,7 +153,7 @@ static void said(struct reading *r, uint32_t container) {
 static void bury(struct gs_compute *c, struct gs_page *page, _Atomic uint64_t *at, uint64_t owner) {
     struct gs_activity last = page->buffer[atomic_load(&page->index) & 1];
     if (atomic_compare_exchange_strong(at, &owner, 0))
-        gs_throttle_inherit(&c->law, &last, gs_compute_now());
+        gs_throttle_inherit(&c->law, &last, c->env.now(c->env.arg));
 }
 
 /* The others of our container: processes, and contexts of this one. */

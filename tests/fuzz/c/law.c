@@ -157,7 +157,8 @@ static void restart(struct input *in) {
     events = 0;
     atomic_store(&gs_self()->slot, &gs_region()->usage->slot[0]);
     compute = (struct gs_compute){.dev = 0};
-    gs_pages_claim(&compute);
+    struct gs_activity left;
+    gs_pages_claim(&compute, &left);
     require(compute.page != &compute.unshared);
     struct gs_usage *usage = gs_region()->usage;
     gs_throttle_init(&compute.law, &env, &usage->bucket[0], compute.page, 0);
@@ -167,6 +168,8 @@ static void restart(struct input *in) {
                                                    .priority = limit & 1,
                                                    .mode = limit % 3};
     compute.law.rate_ppm = compute.law.limit.ppm;
+    compute.env = env;
+    gs_throttle_inherit(&compute.law, &left, clock_ns);
     memset(stream, 0, sizeof stream);
     for (unsigned i = 0; i < STREAMS; i++)
         stream[i].id = i;
