@@ -55,7 +55,7 @@ def refusal(engine: Containerd, env: dict[str, str]) -> str:
     ("env", "words"),
     [
         ({"GPUSHARE_MEMORY": "lots"}, ('GPUSHARE_MEMORY="lots"', "4Gi")),
-        ({"GPUSHARE_MEMORY": "17Gi"}, ("17Gi asked, 16 GiB free of 16 GiB", "ask for less")),
+        ({"GPUSHARE_MEMORY": "17Gi"}, ('GPUSHARE_MEMORY="17Gi"', "GPU 0: 16 GiB of 16 GiB free", "ask for less")),
         ({"GPUSHARE_MEMROY": "1Gi"}, ('GPUSHARE_MEMROY="1Gi"', "did you mean GPUSHARE_MEMORY?")),
         ({"GPUSHARE_DEVICES": "7", "GPUSHARE_MEMORY": "1Gi"}, ('GPUSHARE_DEVICES="7"',)),
         ({"NVIDIA_VISIBLE_DEVICES": "GPU-none", "GPUSHARE_MEMORY": "1Gi"}, ('NVIDIA_VISIBLE_DEVICES="GPU-none"',)),
