@@ -10,13 +10,13 @@ refused. Loaded only when a word of another scheduler occurs. Pure.
 
 from __future__ import annotations
 
-from . import names
-from .dialects import device_name, find_devices, injected, table, usable_devices
+from . import placement
+from .dialects import injected, table, usable_devices
 from .dialects.demand import Demand, Limit, once
 from .dialects.table import COMPUTE, EVERYTHING, MEMORY, PRIORITY, Said
 from .errors import PolicyError, RequestError
 from .hearing import MODE, Heard, limits_of, line
-from .light import Any, Optional
+from .light import Any, Optional, Sequence
 from .limits import Wish, merged
 from .model import Device, Inventory, Node, Request, Selection
 from .quantity import shown
@@ -86,24 +86,9 @@ def with_devices(base: Optional[Request], heard: Heard, node: Node) -> Optional[
     return base._replace(dialect=f"{base.dialect}+{demand.dialect}", sources=base.sources + sources)
 
 
-def _devices(request: Request, node: Node) -> list[Optional[Device]]:
+def _devices(request: Request, node: Node) -> Sequence[Optional[Device]]:
     """The device of each slot, in PCI order; None where the node will pick one."""
-    if request.selection.kind not in ("list", "all"):
-        return [None] * request.selection.count
-    devices = usable_devices(node.inventory)
-    if request.selection.kind == "list":
-        found = (find_devices(names.ENV_DEVICES, "", name, node.inventory) for name in request.selection.names)
-        named = {device.uuid for some in found for device in some}
-        return [device for device in devices if device.uuid in named]
-    allowed = {name.lower() for name in node.config.policy.allowed_devices}
-    return [
-        device
-        for device in devices
-        if not allowed
-        or not allowed.isdisjoint(
-            name.lower() for name in (device.uuid, str(device.index), device.parent, device_name(device))
-        )
-    ]
+    return [None] * request.selection.count if request.selection.kind == "any" else placement.named(request, node)
 
 
 def _switched(demand: Demand, heard: Heard) -> Demand:
@@ -154,8 +139,6 @@ def with_limits(request: Request, heard: Heard, node: Node) -> Request:
     late = [table.reader(row)(once(words), node.inventory) for row, words in heard.later]
     demands = [_switched(demand, heard) for demand in (*heard.demands, *late)]
     devices = _devices(request, node)
-    if not devices:  # placement says why
-        return request
     changes: dict[str, Any] = {}
     used: list[tuple[str, Said]] = []
     everywhere = tuple(usable_devices(node.inventory))

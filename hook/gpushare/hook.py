@@ -226,8 +226,11 @@ def tell(
     sink: decision.Sink, way: str, asked: Request, lease: Optional[Lease], steps: Plan, taken: Sequence[str] = ()
 ) -> None:
     """What the container got, and each thing that is not as its words say. `taken`: out of config.json."""
-    clamped = [f"slot {share.slot}: {share.clamped}" for share in lease.shares if share.clamped] if lease else []
-    said = steps.notes[len(asked.ignored) + len(clamped) :]  # plan.py has these first; those ignored have values
+    from . import plan
+
+    shares = lease.shares if lease else ()
+    clamped = [f"slot {share.slot}: {share.clamped}" for share in shares if share.clamped]
+    said = steps.notes[len(plan.request_notes(asked, shares)) :]
     decision.granted(
         sink,
         steps.container_id,

@@ -8,7 +8,7 @@ which is what the scheduler counts.
 
 from __future__ import annotations
 
-from .dialects import device_name, usable_devices
+from .dialects import is_among, usable_devices
 from .model import Node
 from .placement import capacity_bytes
 
@@ -21,8 +21,7 @@ def grantable_mib(node: Node) -> int:
     allowed = node.config.policy.allowed_devices
     found = 0
     for device in usable_devices(node.inventory):
-        own_names = {device.uuid, str(device.index), device.parent, device_name(device)}
-        if not allowed or not own_names.isdisjoint(allowed):
+        if not allowed or is_among(device, allowed):
             found += capacity_bytes(device, node.config.memory_overcommit) // MIB
     return found
 

@@ -24,8 +24,8 @@ from .model import Bundle, Lease, Node, Request, Share
 
 _MAX_BYTES = 1 << 20
 _USUAL_BYTES = 16 << 10
-# (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
 Ended = Callable[[Lease], None]  # told, without the lock, of a lease that was given back
+# (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
 GrantFn = Callable[[Request, Node, tuple[Lease, ...], frozenset[str]], tuple[Share, ...]]
 
 

@@ -2,6 +2,7 @@
 
     ledger_of(leases, policy, blocked)  -> Ledger                  ledger.py
     grant(request, node, ledger)        -> tuple[Share, ...]      () for `none`: driver files, no GPU
+    named(request, node)                -> tuple[Device, ...]     those of which it is one; for `any` all
     survey(request, node, ledger)       -> tuple[Verdict, ...]    of each device, what speaks for it or against it
 
 The caller holds the lease lock around both, so that two requests never see the same free bytes. `grant` raises
@@ -12,7 +13,7 @@ same answer: nothing is left to chance, nor to the order in which leases are fou
 from __future__ import annotations
 
 from . import fitting, names
-from .dialects import device_name, find_devices, usable_devices
+from .dialects import device_name, find_devices, is_among, usable_devices
 from .errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
 from .fitting import Offer, Wanted
 from .ledger import Ledger, capacity_bytes, capacity_percent, counts, ledger_of
@@ -20,7 +21,7 @@ from .light import NamedTuple, Optional
 from .model import Config, Device, Node, Policy, Request, Share
 from .quantity import shown
 
-__all__ = ["Ledger", "Verdict", "Wanted", "capacity_bytes", "grant", "ledger_of", "survey"]
+__all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "named", "survey"]
 _ALL = 1_000_000  # parts of a device, for comparing how full they are
 _MANY = 1_000  # more than the containers of a device
 _SHOWN = 8  # devices that a refusal tells of
@@ -48,8 +49,7 @@ def _said(request: Request, variable: str, otherwise: str) -> str:
 
 def _denied_by_policy(device: Device, policy: Policy) -> Optional[PolicyError]:
     allowed = policy.allowed_devices
-    own_names = {name.lower() for name in (device.uuid, str(device.index), device.parent, device_name(device)) if name}
-    if not allowed or not own_names.isdisjoint(name.lower() for name in allowed):
+    if not allowed or is_among(device, allowed):
         return None
     return PolicyError(
         f"device {device_name(device)} ({device.uuid}) is not among policy.allowed_devices",
@@ -82,7 +82,7 @@ def _wanted(request: Request, slots: int) -> tuple[Wanted, ...]:
     )
 
 
-def _named(request: Request, node: Node) -> tuple[Device, ...]:
+def named(request: Request, node: Node) -> tuple[Device, ...]:
     """The devices that are named, in PCI order, which is the order in which the container counts them; for `any` all.
     Of `all` those that policy allows; one that was named and is not allowed is refused."""
     inventory, policy = node.inventory, node.config.policy
@@ -95,8 +95,8 @@ def _named(request: Request, node: Node) -> tuple[Device, ...]:
     if selection.kind == "list":
         text = ",".join(selection.names)
         found = (find_devices(names.ENV_DEVICES, text, name, inventory) for name in selection.names)
-        named = {device.uuid for some in found for device in some}
-        devices = tuple(device for device in devices if device.uuid in named)
+        uuids = {device.uuid for some in found for device in some}
+        devices = tuple(device for device in devices if device.uuid in uuids)
     denied = [error for error in (_denied_by_policy(device, policy) for device in devices) if error]
     if denied and (selection.kind == "list" or len(denied) == len(devices)):
         raise denied[0]
@@ -107,7 +107,7 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
     """The shares of a request, slot by slot in PCI order; no device twice."""
     if request.selection.kind == "none":
         return ()
-    devices = _named(request, node)
+    devices = named(request, node)
     if request.selection.kind == "any":
         chosen = _choose(request, node, ledger, devices)
     else:
@@ -159,7 +159,7 @@ def _verdict(wanted: Wanted, request: Request, device: Device, node: Node, ledge
 def survey(request: Request, node: Node, ledger: Ledger) -> tuple[Verdict, ...]:
     """All devices for the first slot of `any`, for people (`gpushare explain`)."""
     wanted = _wanted(request, request.selection.count)[0]
-    return tuple(_verdict(wanted, request, device, node, ledger) for device in _named(request, node))
+    return tuple(_verdict(wanted, request, device, node, ledger) for device in named(request, node))
 
 
 def _choose(request: Request, node: Node, ledger: Ledger, devices: tuple[Device, ...]) -> list[tuple[Device, Offer]]:

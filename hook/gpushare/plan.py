@@ -208,13 +208,18 @@ def _no_glibc(shares: tuple[Share, ...]) -> str:
     return "no glibc in the image: device nodes only, no driver files"
 
 
+def request_notes(request: Request, shares: tuple[Share, ...]) -> tuple[str, ...]:
+    """The first notes of a plan: what of the container's own words does not count. They quote its values."""
+    clamped = (f"slot {one.slot}: {one.clamped} was asked, policy allows less" for one in shares if one.clamped)
+    return (*request.ignored, *clamped)
+
+
 def make_plan(
     bundle: Bundle, request: Request, node: Node, lease: Optional[Lease], image: Image, driver_files: DriverFiles
 ) -> Plan:
     """Everything that this container gets, and nothing else."""
     shares = lease.shares if lease is not None else ()
-    notes = list(request.ignored)
-    notes += [f"slot {share.slot}: {share.clamped} was asked, policy allows less" for share in shares if share.clamped]
+    notes = list(request_notes(request, shares))
     ops: list[Op] = []
     if not image.libdir:
         notes.append(_no_glibc(shares))

@@ -62,9 +62,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _keep(call: Call, line: str, error: BaseException) -> None:
     """For `gpushare inspect`."""
     try:
-        hook.keep(*paths_of(call), oci.check_id(call.container_id), "runtime", line, error)
-    except RequestError:  # no name to keep it under
+        paths = paths_of(call)
+    except RequestError:  # not known where to keep it, nor what is configured
         decision.refused(decision.SYSLOG, call.container_id, "runtime", error)
+        return
+    try:
+        hook.keep(*paths, oci.check_id(call.container_id), "runtime", line, error)
+    except RequestError:  # no name to keep it under
+        decision.refused(decision.configured(*paths), call.container_id, "runtime", error)
 
 
 def _main(call: Call, paths: Paths) -> int:

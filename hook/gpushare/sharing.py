@@ -7,7 +7,7 @@ only where the configuration has `sharing`.
 
 from __future__ import annotations
 
-from .dialects import device_name
+from .dialects import device_name, is_among
 from .errors import DeviceError
 from .light import Iterable, NamedTuple, Optional
 from .model import Amount, Device, SharingRule
@@ -22,10 +22,8 @@ class EqualShare(NamedTuple):
 
 
 def _names(rule: SharingRule, device: Device) -> bool:
-    if rule.devices:
-        own = {name.lower() for name in (device.uuid, str(device.index), device.parent, device_name(device)) if name}
-        if own.isdisjoint(name.lower() for name in rule.devices):
-            return False
+    if rule.devices and not is_among(device, rule.devices):
+        return False
     if rule.model:
         from .dialects import conditions
 

@@ -67,7 +67,6 @@ void place_undo(struct adoption *a); /* takes back all that place_* made */
 /* attach.c. A detached mount for `target`, where nothing is changed yet. `directory` is one on the
  * mount of `target`. */
 bool attach_add(struct attachments *all, int tree, uint64_t attributes, int target, int directory);
-bool attach_is_quiet(const struct attachments *all, unsigned long long mount);
 bool attach_mask(struct adoption *a); /* over /proc/driver/nvidia, where that is */
 bool attach_all(struct attachments *all, int init);
 

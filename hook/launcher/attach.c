@@ -42,7 +42,7 @@ static int mount_root(int directory) {
     return -1;
 }
 
-bool attach_is_quiet(const struct attachments *all, unsigned long long mount) {
+static bool is_quiet(const struct attachments *all, unsigned long long mount) {
     for (size_t i = 0; i < all->quiet_count; i++)
         if (all->quiet[i].mount == mount)
             return true;
@@ -54,7 +54,7 @@ static bool will_be_quiet(struct attachments *all, int directory) {
     unsigned long long mount;
     if (!mount_of(directory, &mount))
         return false;
-    if (attach_is_quiet(all, mount))
+    if (is_quiet(all, mount))
         return true;
     int top = all->quiet_count < MAX_QUIET ? mount_root(directory) : -1;
     if (top < 0)

@@ -150,6 +150,8 @@ static int beside(struct adoption *a, char *path, int target, bool is_directory)
     if (mount == a->mount)
         return a->root;
     char *slash = strrchr(path, '/');
+    if (!slash)
+        return -1;
     *slash = '\0';
     int parent = in_root(a->root, *path ? path : "/", O_DIRECTORY);
     *slash = '/';

@@ -25,10 +25,11 @@ PEER = "mnt"
 
 @pytest.fixture
 def volume(tmp_path: Path) -> Iterator[Path]:
-    """A directory of the host, on a tmpfs."""
+    """A directory of the host, on a tmpfs: the image, which is the host's root, has none of what is in it."""
     path = tmp_path / "volume"
     path.mkdir()
     run("mount", "-t", "tmpfs", "gpushare-test", path)
+    (path / "inner").mkdir()
     yield path
     run("umount", "--lazy", path)
 
@@ -96,7 +97,7 @@ REFUSED = {
     "volume": ("nsenter -t $pid -m mount --bind $volume $root/usr/bin", "would be created in the volume"),
     "devices of the host": ("nsenter -t $pid -m mount --bind $volume $root/dev", "would be created in the volume"),
     "parent that leads out": (
-        "mkdir -p $root/usr/lib/firmware; ln -s ../../../../../../../../../..$volume $root/usr/lib/firmware/nvidia",
+        "mkdir -p $root/usr/lib/firmware; ln -s ../../../../../../..$volume/inner $root/usr/lib/firmware/nvidia",
         "is a link to nothing, or keeps changing",
     ),
 }
@@ -111,7 +112,7 @@ def test_target_that_was_changed_is_refused_by_name(
     one = make(f"{before} || exit 9", env={"NVIDIA_DRIVER_CAPABILITIES": "all"})
     with pytest.raises(RuntimeFailed, match=message):
         one.create()
-    assert list(volume.iterdir()) == []
+    assert [*volume.iterdir(), *(volume / "inner").iterdir()] == [volume / "inner"]
     assert node.left() == []
     left = {path for path in upper(one) if "nvidia" in os.path.basename(path) or "libcuda" in path}
     of_runc = {f"usr/lib/x86_64-linux-gnu/{name}.so.535.261.03" for name in ("libcuda", "libnvidia-ml")}

@@ -150,6 +150,7 @@ def test_an_engine_file_that_is_broken_stops_it_before_anything_is_done(cli: Cal
         ({}, 1.0, 32768),
         ({}, 1.5, 49152),
         ({"allowed_devices": ("1",)}, 1.0, 16384),
+        ({"allowed_devices": (pure.UUIDS[1].upper(),)}, 1.0, 16384),
         ({"allowed_devices": ("7",)}, 1.0, 0),
     ],
 )

@@ -15,7 +15,7 @@ Start path: standard library only.
 from __future__ import annotations
 
 from ..errors import DeviceError, RequestError
-from ..light import Optional
+from ..light import Iterable, Optional
 from ..model import Device, Inventory, Selection
 from ..quantity import MAX_SLOTS, shown, wrong
 
@@ -75,6 +75,12 @@ def _is_number(text: str) -> bool:
 def device_name(device: Device) -> str:
     """Its short name, as a request can write it: 0, or 0:1 for a MIG device."""
     return f"{device.index}:{device.mig_index}" if device.parent else str(device.index)
+
+
+def is_among(device: Device, listed: Iterable[str]) -> bool:
+    """Whether one of `listed` is this device: index, `<gpu>:<mig>`, uuid in any case, or the uuid of its GPU."""
+    own = {name.lower() for name in (device.uuid, str(device.index), device.parent, device_name(device)) if name}
+    return not own.isdisjoint(name.lower() for name in listed)
 
 
 def usable_devices(inventory: Inventory) -> tuple[Device, ...]:
