@@ -50,6 +50,7 @@ cat >{tmp_path}/oci-state
 pid=$(sed 's/.*"pid":\\([0-9]*\\).*/\\1/' {tmp_path}/oci-state)
 root={one.rootfs}
 volume={tmp_path}/volume
+up={"../" * 30}
 {before}
 exec {adopt} "$@" <{tmp_path}/oci-state
 """)
@@ -97,7 +98,7 @@ REFUSED = {
     "volume": ("nsenter -t $pid -m mount --bind $volume $root/usr/bin", "would be created in the volume"),
     "devices of the host": ("nsenter -t $pid -m mount --bind $volume $root/dev", "would be created in the volume"),
     "parent that leads out": (
-        "mkdir -p $root/usr/lib/firmware; ln -s ../../../../../../..$volume/inner $root/usr/lib/firmware/nvidia",
+        "mkdir -p $root/usr/lib/firmware; ln -s $up$volume/inner $root/usr/lib/firmware/nvidia",
         "is a link to nothing, or keeps changing",
     ),
 }
