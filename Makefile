@@ -79,8 +79,9 @@ demo: root build ## two containers share one simulated 16 GiB GPU
 # With the bundle: both ways in, every engine there is, command lines and refusals.
 DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_engines.py test_cli.py test_doctor.py test_refused.py)
 
-# Two workers: tests/lib/turns.py says what may run beside what. WORKERS=0: one process, one test after the other.
-WORKERS := 2
+# Three workers for two processors, since a test that starts containers waits for most of its time: tests/lib/turns.py
+# says what may run beside what. WORKERS=0: one process, one test after the other.
+WORKERS := 3
 SIDE_BY_SIDE := --numprocesses $(WORKERS) --dist loadscope
 
 test: root build gpu-programs dist $(TEST_SETUP) ## the linters and every test; installs the engines that they start

@@ -35,11 +35,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return turns.scheduler(config, log)
 
 
+TURNS = turns.Turns()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """Before a test's time limit begins: waiting for a turn is not its fault."""
-    with turns.Turn(turns.is_alone(item.nodeid)):
+    alone = turns.is_alone(item.nodeid)
+    TURNS.enter(alone)
+    try:
         return (yield)
+    finally:
+        TURNS.leave(alone, nextitem is not None and turns.is_alone(nextitem.nodeid))
 
 
 @pytest.hookimpl(trylast=True)

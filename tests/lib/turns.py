@@ -1,10 +1,12 @@
-"""Two workers of one test run (pytest-xdist), and which tests may run beside each other.
+"""Workers of one test run (pytest-xdist), and which tests may run beside each other.
 
     group_of(nodeid)    tests of one group run one after the other, in one worker
-    Turn(alone)         around each test: those that are `alone` wait until nothing else runs, and then others wait
+    scheduler(...)      which group a worker takes next: those that take long come first, so that all end together
+    Turns().enter(...)  before each test: those that are `alone` wait until nothing else runs, and then others wait
 
-What starts containers has things of the machine in common (nodes in /dev, cgroups, what an engine leaves), so it is one
-group; beside it there is room for what only needs a processor. Tests that measure real time get both.
+Every worker has a mount namespace, a TMPDIR and a process id of its own, and names what it makes after them. What is
+still of the whole machine decides the groups: nodes in /dev, and what an engine keeps in /run and /etc. Tests that
+measure real time get both processors.
 """
 
 from __future__ import annotations
@@ -12,24 +14,12 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
 
 from .host import BUILD
 
-MACHINE = (
-    "tests/attacks/",
-    "tests/e2e/",
-    # With a real driver (fixture `userland`), whose NVML makes a node in /dev
-    "tests/shim/test_loader.py",
-    "tests/shim/test_nvml.py",
-    "tests/shim/test_real_driver.py",
-    "tests/shim/test_symbols.py",
-    "tests/sim/test_exports.py",
-    "tests/unit/test_driverfiles.py",
-)
 # Judged by a clock: shares of a device, reaction times, what is there again at the end
 CLOCK = (
     "tests/gpu/",
@@ -41,6 +31,50 @@ CLOCK = (
     "tests/e2e/test_live_limits.py",
     "tests/e2e/test_soak.py",
 )
+# Tests with a real driver (fixture `userland`), whose NVML makes a node in /dev, and those that watch the host
+DRIVER = (
+    "tests/attacks/",
+    "tests/e2e/test_images.py",
+    "tests/shim/test_loader.py",
+    "tests/shim/test_nvml.py",
+    "tests/shim/test_real_driver.py",
+    "tests/shim/test_symbols.py",
+    "tests/sim/test_exports.py",
+    "tests/unit/test_driverfiles.py",
+)
+# Daemons, and their clients
+ENGINES = (
+    "tests/e2e/test_configure_engines.py",
+    "tests/e2e/test_containerd",
+    "tests/e2e/test_docker",
+    "tests/e2e/test_engines.py",
+    "tests/e2e/test_podman.py",
+    "tests/e2e/test_rootless_podman.py",
+)
+GROUPS = {"clock": CLOCK, "driver": DRIVER, "engines": ENGINES}
+
+# Groups and files in the order in which they are begun; all others come after them, those with more tests first.
+# Whatever is alone begins: nothing else runs yet that it would have to wait for.
+FIRST = (
+    "clock",
+    "engines",
+    "driver",
+    "tests/e2e/test_placement.py",
+    "tests/e2e/test_stress.py",
+    "tests/e2e/test_adopt.py",
+    "tests/e2e/test_release.py",
+    "tests/e2e/test_lifecycle.py",
+    "tests/e2e/test_runtime_bad_input.py",
+    "tests/unit/test_livelimits.py",
+    "tests/fuzz/test_fuzz.py",
+    "tests/throttle/test_matrix.py",
+    "tests/throttle/test_law.py",
+    "tests/shim/test_races.py",
+    "tests/shim/test_sanitized.py",
+    "tests/shim/test_live.py",
+    "tests/e2e/test_lies.py",
+    "tests/e2e/test_adopt_mask.py",
+)
 
 
 def is_alone(nodeid: str) -> bool:
@@ -48,9 +82,14 @@ def is_alone(nodeid: str) -> bool:
 
 
 def group_of(nodeid: str) -> str:
-    if nodeid.startswith(MACHINE):
-        return "machine"
-    return "clock" if is_alone(nodeid) else "processor"
+    """A name of GROUPS, else the test's file."""
+    return next((name for name, rows in GROUPS.items() if nodeid.startswith(rows)), nodeid.partition("::")[0])
+
+
+def rank(nodeid: str) -> int:
+    """The smaller, the earlier its group begins."""
+    group = group_of(nodeid)
+    return FIRST.index(group) if group in FIRST else len(FIRST)
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:
@@ -61,29 +100,37 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 
+        def _assign_work_unit(self, node: Any) -> None:
+            first = min(self.workqueue, key=lambda group: rank(next(iter(self.workqueue[group]))))
+            self.workqueue.move_to_end(first, last=False)
+            super()._assign_work_unit(node)
+
     return Scheduling(config, log)
 
 
-class Turn:
+class Turns:
     """Of one worker; nothing at all where there is one only. Whoever waits to be alone keeps the door: those who would
     go on beside the present ones wait behind him, so he comes in when these have ended."""
 
-    def __init__(self, alone: bool, folder: Path = BUILD) -> None:
-        self._how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+    def __init__(self, folder: Path = BUILD) -> None:
         self._folder = folder
         self._fds: list[int] = []
 
-    def __enter__(self) -> None:
-        if "PYTEST_XDIST_WORKER" not in os.environ:
+    def enter(self, alone: bool) -> None:
+        """Before a test. Whoever is inside stays inside: see `leave`."""
+        if "PYTEST_XDIST_WORKER" not in os.environ or self._fds:
             return
         for name in ("door", "room"):
             self._fds.append(os.open(self._folder / f".tests-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         door, room = self._fds
         fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, self._how)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def leave(self, alone: bool, alone_next: bool) -> None:
+        """After a test. One that is alone hands the empty room on to the next one that wants it."""
+        if alone and alone_next:
+            return
         for fd in self._fds:
             fcntl.flock(fd, fcntl.LOCK_UN)  # also for a process that a test has forked and left
             os.close(fd)

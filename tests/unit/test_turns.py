@@ -13,18 +13,27 @@ from tests.lib import turns
 from tests.lib.host import TREE
 
 TESTS = sorted(str(path.relative_to(TREE)) for path in (TREE / "tests").rglob("test_*.py"))
-REAL_DRIVER = re.compile(r"\buserland: |real_box|import real_")
 
 
-def test_who_takes_things_of_the_machine_is_in_one_group() -> None:
-    takers = [name for name in TESTS if REAL_DRIVER.search((TREE / name).read_text()) and "test_turns" not in name]
+@pytest.mark.parametrize(
+    ("uses", "group"),
+    [
+        (r"\buserland: |real_box|import real_", "driver"),
+        (r"e2e import engines|docker_host import|lib\.engines\.\w+ import .*\w(odman|ainerd|ocker)\b", "engines"),
+    ],
+)
+def test_who_takes_things_of_the_machine_is_in_one_group(uses: str, group: str) -> None:
+    takers = [name for name in TESTS if re.search(uses, (TREE / name).read_text()) and "test_turns" not in name]
     assert len(takers) > 3
-    assert [name for name in takers if turns.group_of(f"{name}::test_x") != "machine"] == []
+    assert [name for name in takers if turns.group_of(f"{name}::test_x") != group] == []
 
 
 def test_every_row_names_something() -> None:
-    for row in (*turns.MACHINE, *turns.CLOCK):
+    for row in (row for rows in turns.GROUPS.values() for row in rows):
         assert any(name.startswith(row) for name in TESTS), row
+    groups = {turns.group_of(f"{name}::test_x") for name in TESTS}
+    assert [name for name in turns.FIRST if name not in groups] == []
+    assert all(turns.rank(f"{name}::test_x") == 0 for name in TESTS if turns.is_alone(f"{name}::test_x"))
 
 
 def test_who_wants_to_be_alone_waits_for_the_others_and_they_for_him(
@@ -36,27 +45,35 @@ def test_who_wants_to_be_alone_waits_for_the_others_and_they_for_him(
     entered = {name: threading.Event() for name in leave}
 
     def come(name: str) -> None:
-        with turns.Turn(name == "alone", tmp_path):
-            said.append(name)
+        mine = turns.Turns(tmp_path)
+        for test in (name, f"{name} again"):
+            mine.enter(alone=name == "alone")
+            said.append(test)
             entered[name].set()
             leave[name].wait(60)
+            mine.leave(name == "alone", alone_next=test == "alone")
 
     threads = {name: threading.Thread(target=come, args=(name,)) for name in leave}
-    with turns.Turn(False, tmp_path), turns.Turn(False, tmp_path):  # these two, together
-        threads["alone"].start()
-        with open(tmp_path / ".tests-door", "rb") as door:
-            while True:  # until he keeps the door
-                try:
-                    fcntl.flock(door, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    fcntl.flock(door, fcntl.LOCK_UN)
-                except BlockingIOError:
-                    break
-        threads["later"].start()
-        assert said == []
+    present = turns.Turns(tmp_path), turns.Turns(tmp_path)
+    for one in present:  # these two, together
+        one.enter(alone=False)
+    threads["alone"].start()
+    with open(tmp_path / ".tests-door", "rb") as door:
+        while True:  # until he keeps the door
+            try:
+                fcntl.flock(door, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(door, fcntl.LOCK_UN)
+            except BlockingIOError:
+                break
+    threads["later"].start()
+    assert said == []
+    for one in present:
+        one.leave(alone=False, alone_next=False)
     assert entered["alone"].wait(60)
     assert not entered["later"].wait(0.2) and said == ["alone"]
     leave["alone"].set()
     assert entered["later"].wait(60)
+    assert said[:3] == ["alone", "alone again", "later"]  # who is alone stays until his last test
     leave["later"].set()
     for thread in threads.values():
         thread.join(60)
@@ -64,5 +81,6 @@ def test_who_wants_to_be_alone_waits_for_the_others_and_they_for_him(
 
 def test_one_worker_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    with turns.Turn(True, tmp_path), turns.Turn(True, tmp_path):
-        assert list(tmp_path.iterdir()) == []
+    for one in (turns.Turns(tmp_path), turns.Turns(tmp_path)):
+        one.enter(alone=True)
+    assert list(tmp_path.iterdir()) == []
