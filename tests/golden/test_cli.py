@@ -214,7 +214,7 @@ def test_nothing_to_show(cli: Callable[..., Any], state: Path, monkeypatch: pyte
     compare("nothing", "\n".join(said))
 
 
-@pytest.mark.parametrize(("width", "height"), [(130, 14), (100, 14), (80, 10), (60, 8)])
+@pytest.mark.parametrize(("width", "height"), [(200, 14), (130, 14), (100, 14), (80, 12), (60, 8)])
 def test_screen_of_top(world: Callable[[str], str], state: Path, width: int, height: int, monkeypatch: Any) -> None:
     from rich.console import Console
 

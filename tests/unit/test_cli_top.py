@@ -174,33 +174,56 @@ def many(state: Path, count: int) -> sample.Sample:
     return sample.Sample(0.0, tuple(lines), (), "")
 
 
+def drawn(taken: sample.Sample, view: View, width: int, height: int) -> str:
+    from rich.console import Console
+
+    console = Console(width=width, height=height, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(topscreen.draw(taken, view, 2, width, height))
+    return captured.get()
+
+
 @pytest.mark.parametrize("height", [1, 5, 8, 24, 100])
 @pytest.mark.parametrize("width", [10, 40, 80, 132, 250])
 @pytest.mark.parametrize("count", [0, 1, 40])
 def test_every_size_shows_whole_lines_and_no_more_than_fit(state: Path, width: int, height: int, count: int) -> None:
-    from rich.console import Console
-
     taken = many(state, count)
     view = topscreen.scrolled(View("name", False, 1 << 30), taken, height)
-    console = Console(width=width, height=height, color_system=None, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(topscreen.draw(taken, view, 2, width, height))
-    lines = captured.get().splitlines()
+    text = drawn(taken, view, width, height)
+    lines = text.splitlines()
     assert len(lines) == max(height, 4 + min(count, 3) if count else 4) and max(map(len, lines)) <= width
-    shown = re.findall(r"container-(\d+)", captured.get())
+    shown = re.findall(r"container-(\d+)", text)
     if count == 40 and width >= 80:
         room = max(3, height - 5)
         assert shown == [f"{number:03}" for number in range(max(0, 40 - room), 40)]  # scrolled to the end
         assert ("of 40" in lines[-1]) == (room < 40)
 
 
-def test_columns_leave_in_their_order_where_it_is_narrow() -> None:
-    cells = topscreen.CONTAINERS
-    rows = [["x" * 9] * len(cells)]
-    titles = [[cells[n].column.title for n in topscreen.fitting(cells, rows, width)] for width in (200, 110, 20)]
-    assert titles[0] == [cell.column.title for cell in cells]
-    assert "memory used" in titles[1] and "refused" not in titles[1] and titles[1].count("") == 1
-    assert titles[2] == ["container", "memory used", "compute"]
+def titles(taken: sample.Sample, width: int) -> tuple[list[str], int]:
+    """Of the columns of containers that are shown, and how long bars are."""
+    shown, length = topscreen.fitting(topscreen.CONTAINERS, taken.lines, width)
+    return [topscreen.CONTAINERS[n].column.title for n in shown], length
+
+
+def test_columns_leave_and_bars_grow_with_the_terminal(state: Path) -> None:
+    taken = many(state, 3)
+    wide, length = titles(taken, 200)
+    assert wide == [cell.column.title for cell in topscreen.CONTAINERS] and wide.count("used/limit") == 2
+    assert length > topscreen.BAR_CELLS
+    at_80, length = titles(taken, 80)  # one device, all running: that is said by no column
+    assert at_80 == ["container", "memory", "used/limit", "compute", "used/limit", "throttled"] and length >= 5
+    assert titles(taken, 20)[0] == ["container", "memory", "compute"]
+    dead = taken.lines[0]._replace(container=taken.lines[0].container._replace(state="dead"))
+    assert "state" in titles(taken._replace(lines=(dead, *taken.lines[1:])), 80)[0]
+
+
+@pytest.mark.parametrize("width", [80, 120, 200, 400])
+def test_bars_never_make_a_table_too_wide(state: Path, width: int) -> None:
+    taken = many(state, 40)
+    _, length = titles(taken, width)
+    text = drawn(taken, View(), width, 24)
+    assert max(map(len, text.splitlines())) <= width and 5 <= length <= 30
+    assert re.search(rf"[█░]{{{length}}} +\d+%", text)
 
 
 def test_screen_follows_keys_and_size_and_is_given_back(three: Path) -> None:

@@ -13,14 +13,14 @@ from ..model import Device, Node
 from ..quantity import human
 from . import facts
 from .options import Paths, with_format
-from .output import BAR, Column, bar, state_style, write_json, write_table
+from .output import Column, bar, bar_column, state_style, write_json, write_table
 
 _COLUMNS = (
     Column("device", right=True),
     Column("model"),
     Column("memory", right=True),
     Column("granted", right=True),
-    BAR,
+    bar_column("taken"),
     Column("free", right=True),
     Column("compute", right=True),
     Column("compute free", right=True),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_BAR_CELLS = 10
+BAR_CELLS = 10
 _FOLDED = 20  # characters that a column which folds should have at least
 _FULL, _HIGH = 90, 75  # percent from which a bar is red, or yellow
 _STATES = {
@@ -54,13 +54,19 @@ def state_style(text: str) -> str:
 
 
 def bar_style(text: str) -> str:
-    """By the percentage at the end of a bar."""
+    """By the percentage at the end of a bar, else by its cells."""
     digits = text.rstrip("%").rpartition(" ")[2]
-    percent = int(digits) if digits.isdigit() else 0
+    full, _ = _bar_cells()
+    percent = int(digits) if digits.isdigit() else text.count(full) * 100 // max(1, len(text))
     return "red" if percent >= _FULL else "yellow" if percent >= _HIGH else "green"
 
 
-BAR = Column("", only_tty=True, style=bar_style)
+def bar_column(title: str) -> Column:
+    """`title` says what part of what: used/limit."""
+    return Column(title, only_tty=True, style=bar_style)
+
+
+BAR = bar_column("used/limit")
 
 
 def is_tty() -> bool:
@@ -151,27 +157,29 @@ def console(width: Optional[int] = None) -> Console:
     )
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Table:
-    """For a terminal: without lines, since alignment is enough."""
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], widths: Sequence[int] = ()) -> Table:
+    """For a terminal: without lines, since alignment is enough. `widths`: the least of each column."""
     from rich.table import Table
     from rich.text import Text
 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
+    for column, width in zip(columns, widths or [0] * len(columns)):
         justify: Any = "right" if column.right else "left"
-        made.add_column(column.title.upper(), justify=justify, no_wrap=not column.folds, overflow="fold")
+        made.add_column(
+            column.title.upper(), justify=justify, no_wrap=not column.folds, overflow="fold", min_width=width or None
+        )
     for row in rows:
         made.add_row(*(Text(cell, column.style(cell)) for column, cell in zip(columns, row)))
     return made
 
 
-def bar(used: int, limit: int, cells: int = _BAR_CELLS) -> str:
-    """A bar and a percentage; the bar is full only when nothing is left."""
+def bar(used: int, limit: int, cells: int = BAR_CELLS, percent: bool = True) -> str:
+    """A bar and, with `percent`, its percentage; the bar is full only when nothing is left."""
     if limit <= 0:
         return ""
     filled = min(cells, used * cells // limit)
     full, empty = _bar_cells()
-    return full * filled + empty * (cells - filled) + f" {used * 100 // limit:3d}%"
+    return full * filled + empty * (cells - filled) + (f" {used * 100 // limit:3d}%" if percent else "")
 
 
 def _bar_cells() -> tuple[str, str]:

@@ -12,8 +12,9 @@ import click
 
 from . import output, topscreen
 from .options import Paths, with_format
+from .output import BAR_CELLS
 from .sample import Sample, Sampler
-from .topscreen import CONTAINERS, DEVICES, SORTS, Cell, View
+from .topscreen import CONTAINERS, DEVICES, PLAIN, SORTS, Cell, View
 
 _KEYS = {key: word for word, (key, _) in SORTS.items()}
 _SCROLL = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -(1 << 30), "end": 1 << 30}
@@ -71,17 +72,18 @@ def _print(sample: Sample, view: View) -> None:
         if not lines:
             output.write_line("no container has a share of a GPU")
             return
-    _write(CONTAINERS, lines)
+    _write(CONTAINERS if output.is_tty() else PLAIN, lines)
     output.write("", now=True)
 
 
 def _write(cells: Sequence[Cell], values: Sequence[Any]) -> None:
     if not values and output.is_tty():
         return
-    rows = topscreen.rows_of(cells, values)
-    width = shutil.get_terminal_size().columns
-    keep = topscreen.fitting(cells, rows, width) if output.is_tty() else range(len(cells))
-    output.write_table([cells[n].column for n in keep], [[row[n] for n in keep] for row in rows])
+    keep, length = list(range(len(cells))), BAR_CELLS
+    if output.is_tty():
+        keep, length = topscreen.fitting(cells, values, shutil.get_terminal_size().columns)
+    cells = [cells[n] for n in keep]
+    output.write_table([cell.column for cell in cells], topscreen.rows_of(cells, values, length))
 
 
 def _watch(sampler: Sampler, view: View, interval: float) -> int:

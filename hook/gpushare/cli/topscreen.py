@@ -10,7 +10,7 @@ from .. import names
 from ..dialects import device_name
 from ..quantity import human
 from .containers import compute_text, limit_text
-from .output import BAR, Column, age, bar, printable, state_style, table
+from .output import BAR, BAR_CELLS, Column, age, bar, bar_column, printable, state_style, table
 from .sample import Line, Sample
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _GAP = 2  # between columns
 _FEWEST_ROWS = 3  # of containers, however many devices there are
+_SHORT, _LONG = 5, 30  # cells of a bar, where the terminal is narrow and where it is wide
+_PERCENT = len(" 100%")  # behind a bar
+_SAME = 10  # how much sooner a column leaves that says the same in every row
 # keys, the longest text that fits
 _HELP = (
     "q quit   m memory  c compute  t throttled  a age  n name   r reverse   up down scroll   left right sort",
@@ -35,11 +38,13 @@ class View(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A column and its text. Those with the highest `leaves` leave first where the terminal is too narrow."""
+    """A column, and its text with bars of so many cells. Those with the highest `leaves` leave first where the terminal
+    is too narrow. `dull`: where it says the same in every row, it leaves before all others."""
 
     column: Column
-    text: Callable[[Any], str]
+    text: Callable[[Any, int], str]
     leaves: int = 0
+    dull: bool = False
 
 
 def _memory(line: Line) -> int:
@@ -64,11 +69,28 @@ SORTS: dict[str, tuple[str, Callable[[Line], Any]]] = {
 }
 
 
-def _of_limit(line: Line) -> str:
-    """The bar of compute: what it had of its limit, or of the whole device."""
+def _memory_text(line: Line) -> str:
+    """Used and limit in one, as compute_text has it."""
+    if line.use is None:
+        return "-"
+    used, limit = human(line.use.used_bytes), line.use.share.memory_limit_bytes
+    return used if limit is None else f"{used} of {human(limit)}"
+
+
+def _memory_bar(line: Line, cells: int) -> str:
+    return bar(line.use.used_bytes, line.use.limit_bytes, cells) if line.use else ""
+
+
+def _compute_bar(line: Line, cells: int) -> str:
+    """What it had of its limit, or of the whole device."""
     if line.use is None or line.use.compute is None:
         return ""
-    return bar(round(10 * line.use.compute.recent_percent), 10 * (line.use.share.compute_percent or 100))
+    return bar(round(10 * line.use.compute.recent_percent), 10 * (line.use.share.compute_percent or 100), cells)
+
+
+def _device_memory(one: dict[str, Any]) -> str:
+    used = human(one["memory_used_bytes"])
+    return f"{used} of {human(one['memory_bytes'])}" if one["memory_bytes"] else used
 
 
 def _throttled(line: Line) -> str:
@@ -79,32 +101,39 @@ def _age(line: Line) -> str:
     return age(time.time() - _created(line)) if line.container.lease else "-"
 
 
+_NAME = Cell(Column("container"), lambda line, _: names.short(line.container.id))
+_DEVICE = Cell(Column("device", True), lambda line, _: device_name(line.use.share.device) if line.use else "-", 3, True)
+_COMPUTE = Cell(Column("compute", True), lambda line, _: compute_text(line.use) if line.use else "-")
+_THROTTLED = Cell(Column("throttled", True), lambda line, _: _throttled(line), 4)
+_REST = (
+    Cell(Column("refused", True), lambda line, _: str(line.use.refused) if line.use else "-", 8),
+    Cell(Column("processes", True), lambda line, _: str(len(line.container.slots)), 9),
+    Cell(Column("state", style=state_style), lambda line, _: line.container.state, 2, True),
+    Cell(Column("age", True), lambda line, _: _age(line), 7),
+)
+# For a person, and for a pipe, where each column is one value
 CONTAINERS = (
-    Cell(Column("container"), lambda line: names.short(line.container.id)),
-    Cell(Column("device", True), lambda line: device_name(line.use.share.device) if line.use else "-", 3),
-    Cell(Column("memory used", True), lambda line: human(line.use.used_bytes) if line.use else "-"),
-    Cell(Column("limit", True), lambda line: limit_text(line.use) if line.use else "-", 1),
-    Cell(BAR, lambda line: bar(line.use.used_bytes, line.use.limit_bytes) if line.use else "", 5),
-    Cell(Column("compute", True), lambda line: compute_text(line.use) if line.use else "-"),
-    Cell(BAR, _of_limit, 9),
-    Cell(Column("throttled", True), _throttled, 4),
-    Cell(Column("refused", True), lambda line: str(line.use.refused) if line.use else "-", 8),
-    Cell(Column("processes", True), lambda line: str(len(line.container.slots)), 7),
-    Cell(Column("state", style=state_style), lambda line: line.container.state, 2),
-    Cell(Column("age", True), _age, 6),
+    *(_NAME, _DEVICE, Cell(Column("memory", True), lambda line, _: _memory_text(line)), Cell(BAR, _memory_bar, 5)),
+    *(_COMPUTE, Cell(BAR, _compute_bar, 6), _THROTTLED, *_REST),
+)
+PLAIN = (
+    *(_NAME, _DEVICE),
+    Cell(Column("memory used", True), lambda line, _: human(line.use.used_bytes) if line.use else "-"),
+    Cell(Column("limit", True), lambda line, _: limit_text(line.use) if line.use else "-"),
+    *(_COMPUTE, _THROTTLED, *_REST),
 )
 
+_TOTAL = bar_column("used/total")
 DEVICES = (
-    Cell(Column("device", True), lambda one: str(one["name"])),
-    Cell(Column("model"), lambda one: str(one["model"]), 6),
-    Cell(Column("memory used", True), lambda one: human(one["memory_used_bytes"])),
-    Cell(Column("memory", True), lambda one: human(one["memory_bytes"]) if one["memory_bytes"] else "unknown", 1),
-    Cell(BAR, lambda one: bar(one["memory_used_bytes"], one["memory_bytes"]), 5),
-    Cell(Column("granted", True), lambda one: human(one["granted_bytes"]), 7),
-    Cell(Column("compute", True), lambda one: f"{one['compute_used_percent']:.0f}%"),
-    Cell(BAR, lambda one: bar(round(one["compute_used_percent"]), 100), 9),
-    Cell(Column("containers", True), lambda one: str(one["containers"]), 8),
-    Cell(Column("state", style=state_style), lambda one: str(one["state"]), 2),
+    Cell(Column("device", True), lambda one, _: str(one["name"])),
+    Cell(Column("model"), lambda one, _: str(one["model"]), 6),
+    Cell(Column("memory", True), lambda one, _: _device_memory(one)),
+    Cell(_TOTAL, lambda one, cells: bar(one["memory_used_bytes"], one["memory_bytes"], cells), 4),
+    Cell(Column("granted", True), lambda one, _: human(one["granted_bytes"]), 7),
+    Cell(Column("compute", True), lambda one, _: f"{one['compute_used_percent']:.0f}%"),
+    Cell(_TOTAL, lambda one, cells: bar(round(one["compute_used_percent"]), 100, cells + _PERCENT, False), 5),
+    Cell(Column("containers", True), lambda one, _: str(one["containers"]), 8),
+    Cell(Column("state", style=state_style), lambda one, _: str(one["state"]), 2, True),
 )
 
 
@@ -114,20 +143,26 @@ def in_order(sample: Sample, view: View) -> list[Line]:
     return lines[::-1] if view.reverse else lines
 
 
-def rows_of(cells: Sequence[Cell], values: Sequence[Any]) -> list[list[str]]:
-    return [[printable(cell.text(value)) for cell in cells] for value in values]
+def rows_of(cells: Sequence[Cell], values: Sequence[Any], length: int = BAR_CELLS) -> list[list[str]]:
+    """Their texts, with bars of `length` cells."""
+    return [[printable(cell.text(value, length)) for cell in cells] for value in values]
 
 
-def fitting(cells: Sequence[Cell], rows: Sequence[Sequence[str]], columns: int) -> list[int]:
-    """The cells for which there is room."""
+def fitting(cells: Sequence[Cell], values: Sequence[Any], columns: int) -> tuple[list[int], int]:
+    """The cells for which there is room, and how long bars can then be."""
+    rows = rows_of(cells, values, _SHORT)
     widths = [max(len(cell.column.title), *(len(row[n]) for row in rows), 0) for n, cell in enumerate(cells)]
+    leaves = [
+        cell.leaves + (_SAME if cell.dull and len({row[n] for row in rows}) < 2 else 0) for n, cell in enumerate(cells)
+    ]
     shown = list(range(len(cells)))
-    while sum(widths[n] + _GAP for n in shown) - _GAP > columns:
-        leaving = max(shown, key=lambda n: cells[n].leaves)
-        if not cells[leaving].leaves:
+    while (left := columns - sum(widths[n] + _GAP for n in shown) + _GAP) < 0:
+        leaving = max(shown, key=lambda n: leaves[n])
+        if not leaves[leaving]:
             break
         shown.remove(leaving)
-    return shown
+    bars = sum(cells[n].column.only_tty for n in shown)
+    return shown, min(_LONG, _SHORT + max(0, left) // max(1, bars))
 
 
 def most_rows(sample: Sample, height: int) -> int:
@@ -177,9 +212,10 @@ def _footer(more: str, width: int) -> Any:
 
 def _table(cells: Sequence[Cell], shown: Sequence[Any], everything: Sequence[Any], width: int) -> Any:
     """Widths are those of all rows, so that scrolling moves nothing sideways."""
-    keep = fitting(cells, rows_of(cells, everything), width)
-    rows = rows_of(cells, shown)
-    return table([cells[n].column for n in keep], [[row[n] for n in keep] for row in rows])
+    keep, length = fitting(cells, everything, width)
+    kept = [cells[n] for n in keep]
+    widest = [max(map(len, column)) for column in zip(*rows_of(kept, everything, length))]
+    return table([cell.column for cell in kept], rows_of(kept, shown, length), widest)
 
 
 def _title(sample: Sample, view: View, interval_s: float, width: int) -> Any:
