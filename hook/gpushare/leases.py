@@ -191,7 +191,9 @@ def _refuse_taken(container_id: str, seen: View) -> None:
             pid = lease.init_pid or lease.creator_pid
             raise CapacityError(
                 f"container id {container_id!r} already has a lease, {lease.state} by pid {pid} for {lease.bundle!r}",
-                "delete that container, or use another id",
+                "end it, or use another --name"
+                if lease.dialect == names.RUN_DIALECT
+                else "delete that container, or use another id",
             )
     for damage in seen.damaged:
         if damage.id == container_id:

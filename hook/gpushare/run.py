@@ -135,8 +135,16 @@ def _search_path() -> list[str]:
     return os.fsdecode(given).split(":") if given is not None else os.defpath.split(":")
 
 
+def _what_to_do(program: str, number: int) -> str:
+    if number != errno.ENOENT:
+        return "name a program, which may be executed"
+    if "/" not in program:
+        return "no directory of PATH has it: give its path"
+    return "its interpreter is not there" if os.path.exists(program) else "give the path of a program"
+
+
 def _cannot(program: str, number: int) -> CannotExecute:
-    error = CannotExecute(f"{program!r}: {os.strerror(number)}")
+    error = CannotExecute(f"{program!r}: {os.strerror(number)}", _what_to_do(program, number))
     error.exit_code = NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE
     return error
 

@@ -171,10 +171,10 @@ def test_a_terminal_stays_the_controlling_terminal(node: Node) -> None:
 ENDS = {
     "code": (("sh", "-c", "exit 7"), 7, ""),
     "signal": (("sh", "-c", "kill -TERM $$"), -signal.SIGTERM, ""),
-    "not found": (("no-such-program",), 127, "gpushare: 'no-such-program': No such file or directory\n"),
-    "not found by path": (("/no/such",), 127, "gpushare: '/no/such': No such file or directory\n"),
-    "not executable": (("/etc/passwd",), 126, "gpushare: '/etc/passwd': Permission denied\n"),
-    "a directory": (("/etc",), 126, "gpushare: '/etc': Permission denied\n"),
+    "not found": (("no-such",), 127, "gpushare: 'no-such': No such file or directory; no directory of PATH has it: "),
+    "not found by path": (("/no/such",), 127, "gpushare: '/no/such': No such file or directory; give the path of "),
+    "not executable": (("/etc/passwd",), 126, "gpushare: '/etc/passwd': Permission denied; name a program, which "),
+    "a directory": (("/etc",), 126, "gpushare: '/etc': Permission denied; name a program"),
 }
 
 
@@ -182,7 +182,8 @@ ENDS = {
 def test_exit_codes_are_those_of_the_program(node: Node, end: str) -> None:
     command, code, said = ENDS[end]
     done = run(node, "--", *command)
-    assert (done.returncode, done.stderr, done.stdout) == (code, said, "")
+    assert (done.returncode, done.stdout) == (code, "") and done.stderr.startswith(said), done.stderr
+    assert done.stderr.count("\n") == bool(said)
     if said:
         assert node.leases() == []
 
@@ -197,7 +198,8 @@ def test_scripts_without_a_header_run_in_the_shell(node: Node, tmp_path: Path) -
     damaged.write_text("#!/no/such/interpreter\n")
     damaged.chmod(0o755)
     done = run(node, "--", str(damaged))
-    assert (done.returncode, done.stderr) == (127, f"gpushare: {str(damaged)!r}: No such file or directory\n")
+    said = f"gpushare: {str(damaged)!r}: No such file or directory; its interpreter is not there\n"
+    assert (done.returncode, done.stderr) == (127, said)
     assert node.leases() == []
 
 

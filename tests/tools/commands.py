@@ -214,7 +214,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
         {
             "dry_run": "",
             "items": "what was, or would be, removed",
-            "items.kind": "`lease`, `start`, `files`, `refusal`, `damaged`",
+            "items.kind": "`lease`, `start`, `files`, `limits`, `refusal`, `damaged`",
             "items.id": "of the container, or a name in trash/",
             "items.why": "",
             "items.removed": "false: kept",

@@ -152,11 +152,34 @@ def test_terminal_gets_a_bar_and_a_pipe_does_not(
             assert one.end() == 0
             return one.raw.decode().replace("\r", "")
 
-    wide, narrow, coloured = drawn(120, "list --no-color"), drawn(60, "list --no-color"), drawn(120, "list")
+    wide, narrow, coloured = drawn(120, "list --no-color"), drawn(72, "list --no-color"), drawn(120, "list")
     assert drawn(120, "--no-color list") == drawn(120, "list", NO_COLOR="1") == wide
     assert "███████░░░  75%" in wide and "c1" in wide and "\x1b" not in wide
-    assert narrow == piped  # no room for the bar: nothing is folded or cut
+    assert narrow == piped  # no room for the bar, which leaves first
     assert "\x1b[33m███████░░░  75%\x1b[0m" in coloured and re.sub(r"\x1b\[[0-9;]*m", "", coloured) == wide
+
+
+def test_columns_leave_where_a_terminal_is_narrow(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whole columns, those with the highest number first; what they say is below. A pipe has all."""
+    columns = (output.Column("a"), output.Column("b", leaves=1), output.BAR, output.Column("c", leaves=2))
+    for tty, width, expected in (
+        (True, 99, ["A", "B", "USED/LIMIT", "C"]),
+        (True, 50, ["A", "B", "C"]),
+        (True, 30, ["A", "B"]),
+        (True, 5, ["A"]),
+        (False, 5, ["A", "B", "C"]),
+    ):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)  # noqa: B023  # used in this round only
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("NO_COLOR", "1")
+        output.write_table(columns, [["x" * 12] * 4])
+        lines = capfd.readouterr().out.splitlines()
+        assert (lines[0].split(), lines[1].split()) == (expected, ["x" * 12] * len(expected))
+        left = ", ".join(f"{name} {'x' * 12}" for name in ("b", "c") if name.upper() not in expected)
+        assert lines[2:] == (["", f"a {'x' * 12}: {left}"] if left else [])
 
 
 def test_lying_page_is_not_believed(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
@@ -468,6 +491,8 @@ def test_a_pause_is_said_once(cli: Callable[..., Any], start: Callable[..., Path
         (("limit", "set", "c1", "--compute", "80"), 75, "80% of compute asked, 50% free of 100%, held by c2 (50%); "),
         (("limit", "set", "c1", "--compute", "80"), 75, "or set --compute-mode soft"),
         (("limit", "set", "c3", "--compute", "8"), 64, "no container 'c3'"),
+        (("limit", "set", "c1", "--compute", "8", "--device", ""), 2, "'--device': it is empty"),
+        (("limit", "set", "c1", "--compute", "8", "--memory", " "), 2, "'--memory': it is empty"),
         (("pause", "c3"), 64, "no container 'c3'"),
         (("limit", "show", "c3"), 64, "no container 'c3'"),
     ],

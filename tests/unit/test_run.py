@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from gpushare import linux, lowlevel, names, request, rootless, run, storage
 from gpushare.cli.main import group
-from gpushare.cli.run import default_name, user_of
+from gpushare.cli.run import as_typed, default_name, user_of
+from gpushare.cli.run import run as run_command
+from gpushare.dialects import own
 from gpushare.errors import GpushareError, KernelError, RequestError
 
 from tests.unit import pure
@@ -69,6 +71,17 @@ def test_the_program_is_the_one_that_execvp_takes(tmp_path: Path, monkeypatch: p
         assert caught.value.exit_code == code, name
     monkeypatch.setattr(lowlevel, "environment", dict)
     assert run.find("sh") in ("/bin/sh", "/usr/bin/sh")
+
+
+def test_errors_name_flags_as_they_are_typed() -> None:
+    """One variable's name is the beginning of another's."""
+    said = "GPUSHARE_COMPUTE_MODE=soft and GPUSHARE_COMPUTE, NO_GPUSHARE_MEMORY"
+    given = [names.ENV_COMPUTE, names.ENV_MEMORY]
+    assert as_typed(said, given) == "GPUSHARE_COMPUTE_MODE=soft and --compute, NO_GPUSHARE_MEMORY"
+    assert as_typed(said, [*given, names.ENV_COMPUTE_MODE]).startswith("--compute-mode=soft and --compute,")
+    options = {option for one in run_command.params for option in one.opts}
+    for variable in own.ROWS:
+        assert as_typed(variable, [variable]) in options
 
 
 def test_users() -> None:

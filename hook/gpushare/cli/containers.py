@@ -22,12 +22,12 @@ _LIST = (
     Column("limit", right=True),
     BAR,
     Column("compute", right=True),
-    Column("processes", right=True),
+    Column("processes", right=True, leaves=2),
     Column("state", style=state_style),
-    Column("age", right=True),
+    Column("age", right=True, leaves=1),
 )
 # When any of them has one: why it is dead or damaged, and the program that `gpushare run` started
-_NOTE, _COMMAND = Column("note"), Column("command")
+_NOTE, _COMMAND = Column("note"), Column("command", leaves=3)
 
 
 @click.command("list")
@@ -186,7 +186,7 @@ def _print_uses(one: facts.Container) -> None:
     columns = (
         *(Column("slot", True), Column("device", True), Column("memory used", True), Column("limit", True)),
         *(BAR, Column("refused", True), Column("compute", True), Column("throttled", True)),
-        *(Column("page", True), Column("uuid")),
+        *(Column("page", True, leaves=1), Column("uuid", leaves=2)),
     )
     rows = [
         (

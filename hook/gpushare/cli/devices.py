@@ -17,16 +17,16 @@ from .output import Column, bar, bar_column, state_style, write_json, write_tabl
 
 _COLUMNS = (
     Column("device", right=True),
-    Column("model"),
+    Column("model", leaves=4),
     Column("memory", right=True),
     Column("granted", right=True),
     bar_column("taken"),
     Column("free", right=True),
-    Column("compute", right=True),
-    Column("compute free", right=True),
-    Column("containers", right=True),
+    Column("compute", right=True, leaves=1),
+    Column("compute free", right=True, leaves=2),
+    Column("containers", right=True, leaves=3),
     Column("state", style=state_style),
-    Column("uuid"),
+    Column("uuid", leaves=5),
 )
 
 

@@ -27,6 +27,13 @@ _COLUMNS = (
 )
 
 
+def _given(_: click.Context, option: click.Parameter, value: Optional[str]) -> str:
+    """An empty value is an empty variable in somebody's script, which must not mean "all" or "as it is"."""
+    if value is not None and not value.strip():
+        raise click.BadParameter("it is empty", param=option)
+    return value or ""
+
+
 @click.group()
 def limit() -> None:
     """Show and change the limits of a container that runs."""
@@ -34,13 +41,13 @@ def limit() -> None:
 
 @limit.command("set")
 @click.argument("id", metavar="ID", shell_complete=complete_ids)
-@click.option("--memory", default="", metavar="AMOUNT", help="6Gi, 50%, +1Gi, -512Mi, or unlimited.")
-@click.option("--compute", default="", metavar="PERCENT", help="Percent of the device's time; 100 is no limit.")
+@click.option("--memory", callback=_given, metavar="AMOUNT", help="6Gi, 50%, +1Gi, -512Mi, or unlimited.")
+@click.option("--compute", callback=_given, metavar="PERCENT", help="Percent of the device's time; 100 is no limit.")
 @click.option(
     "--compute-mode", "mode", type=click.Choice(["hard", "soft"]), help="soft: borrow what others leave idle."
 )
 @click.option("--priority", type=click.Choice(["normal", "high", "0", "1"]), help="Who borrows first.")
-@click.option("--device", default="", metavar="SLOT|UUID", help="This one only.  [default: all of the container]")
+@click.option("--device", callback=_given, metavar="SLOT|UUID", help="This one only.  [default: all of the container]")
 @click.option("--dry-run", is_flag=True, help="Say what would change, change nothing.")
 @with_format
 @click.pass_obj

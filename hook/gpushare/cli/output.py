@@ -39,13 +39,15 @@ def _no_style(_: str) -> str:
 
 class Column(NamedTuple):
     """`only_tty`: on a terminal only, if it is wide enough (a bar means nothing to awk). `folds`: may take several
-    lines on a terminal that is too narrow. `style`: of a cell, by its text."""
+    lines on a terminal that is too narrow. `style`: of a cell, by its text. `leaves`: on a terminal that is too narrow
+    for all, those with the highest number leave first, and are told below the table; 0: it stays."""
 
     title: str
     right: bool = False
     only_tty: bool = False
     folds: bool = False
     style: Callable[[str], str] = _no_style
+    leaves: int = 0
 
 
 def state_style(text: str) -> str:
@@ -54,16 +56,15 @@ def state_style(text: str) -> str:
 
 
 def bar_style(text: str) -> str:
-    """By the percentage at the end of a bar, else by its cells."""
+    """By the percentage at the end of a bar."""
     digits = text.rstrip("%").rpartition(" ")[2]
-    full, _ = _bar_cells()
-    percent = int(digits) if digits.isdigit() else text.count(full) * 100 // max(1, len(text))
+    percent = int(digits) if digits.isdigit() else 0
     return "red" if percent >= _FULL else "yellow" if percent >= _HIGH else "green"
 
 
-def bar_column(title: str) -> Column:
+def bar_column(title: str, style: Callable[[str], str] = bar_style) -> Column:
     """`title` says what part of what: used/limit."""
-    return Column(title, only_tty=True, style=bar_style)
+    return Column(title, only_tty=True, style=style)
 
 
 BAR = bar_column("used/limit")
@@ -112,22 +113,39 @@ def write_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
     that fold on a terminal, no cell is ever folded or cut, so that what is shown can be copied and searched for."""
     lines = [[column.title.upper() for column in columns], *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[n]) for line in lines) for n in range(len(columns))]
-    shown = _shown(columns, widths)
     if is_tty() and is_capable():
+        shown = _fitting(columns, widths)
         _write_to_terminal([columns[n] for n in shown], [[line[n] for n in shown] for line in lines[1:]])
+        _write_the_rest(lines, [n for n, column in enumerate(columns) if n not in shown and not column.only_tty])
         return
     for line in lines:
+        shown = [n for n, column in enumerate(columns) if not column.only_tty]
         cells = (line[n].rjust(widths[n]) if columns[n].right else line[n].ljust(widths[n]) for n in shown)
         write("  ".join(cells).rstrip() + "\n")
 
 
-def _shown(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
-    """All of them on a terminal that has room for them, those that fold being as narrow as that makes sense."""
-    everything = list(range(len(columns)))
-    needed = sum(min(width, _FOLDED) if column.folds else width for column, width in zip(columns, widths))
-    if is_tty() and needed + 2 * (len(columns) - 1) <= shutil.get_terminal_size().columns:
-        return everything
-    return [n for n in everything if not columns[n].only_tty]
+def _write_the_rest(lines: Sequence[Sequence[str]], left: Sequence[int]) -> None:
+    """Below the table what the columns `left` say, a line for each row."""
+    rest = (
+        [
+            f"{lines[0][0].lower()} {line[0]}: {', '.join(f'{lines[0][n].lower()} {line[n]}' for n in left)}"
+            for line in lines[1:]
+        ]
+        if left
+        else []
+    )
+    for text in dict.fromkeys(["", *rest] if rest else []):
+        write(text + "\n")
+
+
+def _fitting(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
+    """Those for which a terminal has room, those that fold being as narrow as that makes sense. Bars leave first."""
+    needed = [min(width, _FOLDED) if column.folds else width for column, width in zip(columns, widths)]
+    leaves = [column.leaves or 1000 * column.only_tty for column in columns]
+    shown = list(range(len(columns)))
+    while sum(needed[n] + 2 for n in shown) - 2 > shutil.get_terminal_size().columns and any(leaves[n] for n in shown):
+        shown.remove(max(shown, key=lambda n: leaves[n]))
+    return shown
 
 
 def _write_to_terminal(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Optional
 
 import click
@@ -23,7 +25,11 @@ _FLAGS = {
     "devices": names.ENV_DEVICES,
     "backend": names.ENV_BACKEND,
 }
-
+# our own variables -> options, as they are typed
+_WORDS = {
+    **{variable: "--" + flag.replace("_", "-") for flag, variable in _FLAGS.items()},
+    names.ENV_OVERSUBSCRIBE: "--oversubscribe",
+}
 _NO_ID = (1 << 32) - 1
 
 
@@ -66,12 +72,17 @@ def run(
         if not isinstance(error, programs.CannotExecute):
             where = decision.configured(paths.config, paths.state_dir)
             decision.refused(where, job.name, "run", error)
-        given = {**flags, "oversubscribe": "1" if oversubscribe else None}
-        for flag, variable in {**_FLAGS, "oversubscribe": names.ENV_OVERSUBSCRIBE}.items():
-            if given[flag] is not None:  # in the words of whoever typed it
-                error.message = error.message.replace(variable, f"--{flag}")
-                error.hint = error.hint.replace(variable, f"--{flag}")
+        given = {variable for variable, _ in asked}
+        error.message = as_typed(error.message, given)
+        error.hint = as_typed(error.hint, _WORDS if given else ())  # who typed flags is told of flags
         raise
+
+
+def as_typed(text: str, given: Collection[str]) -> str:
+    """`text` with flags in place of those of our variables that are `given`."""
+    for variable in given:
+        text = re.sub(rf"\b{variable}\b", _WORDS[variable], text)  # one is the beginning of another
+    return text
 
 
 def default_name(program: str) -> str:

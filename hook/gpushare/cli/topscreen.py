@@ -93,6 +93,11 @@ def _device_memory(one: dict[str, Any]) -> str:
     return f"{used} of {human(one['memory_bytes'])}" if one["memory_bytes"] else used
 
 
+def _pace(_: str) -> str:
+    """Of a bar of compute: to be at its limit is no alarm."""
+    return "cyan"
+
+
 def _throttled(line: Line) -> str:
     return "-" if line.throttled_percent is None else f"{line.throttled_percent:.0f}%"
 
@@ -114,7 +119,7 @@ _REST = (
 # For a person, and for a pipe, where each column is one value
 CONTAINERS = (
     *(_NAME, _DEVICE, Cell(Column("memory", True), lambda line, _: _memory_text(line)), Cell(BAR, _memory_bar, 5)),
-    *(_COMPUTE, Cell(BAR, _compute_bar, 6), _THROTTLED, *_REST),
+    *(_COMPUTE, Cell(bar_column("used/limit", _pace), _compute_bar, 6), _THROTTLED, *_REST),
 )
 PLAIN = (
     *(_NAME, _DEVICE),
@@ -123,15 +128,18 @@ PLAIN = (
     *(_COMPUTE, _THROTTLED, *_REST),
 )
 
-_TOTAL = bar_column("used/total")
 DEVICES = (
     Cell(Column("device", True), lambda one, _: str(one["name"])),
     Cell(Column("model"), lambda one, _: str(one["model"]), 6),
     Cell(Column("memory", True), lambda one, _: _device_memory(one)),
-    Cell(_TOTAL, lambda one, cells: bar(one["memory_used_bytes"], one["memory_bytes"], cells), 4),
+    Cell(bar_column("used/total"), lambda one, cells: bar(one["memory_used_bytes"], one["memory_bytes"], cells), 4),
     Cell(Column("granted", True), lambda one, _: human(one["granted_bytes"]), 7),
     Cell(Column("compute", True), lambda one, _: f"{one['compute_used_percent']:.0f}%"),
-    Cell(_TOTAL, lambda one, cells: bar(round(one["compute_used_percent"]), 100, cells + _PERCENT, False), 5),
+    Cell(
+        bar_column("used/total", _pace),
+        lambda one, cells: bar(round(one["compute_used_percent"]), 100, cells + _PERCENT, False),
+        5,
+    ),
     Cell(Column("containers", True), lambda one, _: str(one["containers"]), 8),
     Cell(Column("state", style=state_style), lambda one, _: str(one["state"]), 2, True),
 )

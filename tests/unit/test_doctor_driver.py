@@ -1,0 +1,62 @@
+"""gpushare doctor: driver, its files, devices and their nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result
+from gpushare.errors import DeviceError
+
+from tests.unit import pure
+from tests.unit.doctorhost import ask, machine, put, root
+
+__all__ = ["machine", "root"]  # fixtures
+
+
+def test_driver_that_is_not_there_is_a_failure_and_the_rest_is_skipped(machine: Machine) -> None:
+    broken = machine._replace(inventory=None, driver_error=DeviceError("no driver", "load it"))
+    assert ask("driver", broken) == Result(FAIL, "no driver", "load it")
+    for name in ("driver files", "devices", "device nodes", "library loads", "containers"):
+        assert ask(name, broken).result == SKIP, name
+
+
+def test_driver_and_devices_are_named(machine: Machine) -> None:
+    assert ask("driver", machine).detail.startswith(f"{pure.VERSION}, CUDA 12.2 in ")
+    assert ask("devices", machine) == Result(OK, "0 Test GPU 16 GiB")
+
+
+def test_devices_that_nvml_does_not_know(machine: Machine) -> None:
+    assert machine.inventory
+    unknown = machine.inventory._replace(devices=(pure.device(0, memory_bytes=0), pure.device(1)))
+    result = ask("devices", machine._replace(inventory=unknown))
+    assert result.result == WARN and "of device 0:" in result.detail
+    assert ask("devices", machine._replace(inventory=unknown._replace(devices=()))).result == FAIL
+
+
+def test_driver_files(machine: Machine, root: Path) -> None:
+    assert ask("driver files", machine).result == FAIL  # there are none
+    libdir = "usr/lib/x86_64-linux-gnu"
+    for stem in ("libcuda", "libnvidia-ml"):
+        put(root, f"{libdir}/{stem}.so.{pure.VERSION}")
+    result = ask("driver files", machine)
+    assert result.result == WARN and "no nvidia-smi" in result.detail
+    put(root, "usr/bin/nvidia-smi").chmod(0o755)
+    result = ask("driver files", machine)
+    assert result.result == WARN and "libnvidia-ptxjitcompiler" in result.detail
+    put(root, f"{libdir}/libnvidia-ptxjitcompiler.so.{pure.VERSION}")
+    assert ask("driver files", machine).result == OK
+    newer = machine.inventory._replace(driver_version="550.1") if machine.inventory else None
+    result = ask("driver files", machine._replace(inventory=newer))
+    assert result.result == FAIL and pure.VERSION in result.detail and "550.1" in result.detail
+
+
+def test_device_nodes(machine: Machine, root: Path) -> None:
+    names = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0")
+    for name in names:
+        put(root, f"dev/{name}")
+    assert ask("device nodes", machine).result == OK
+    for name in names:
+        (root / "dev" / name).unlink()
+        result = ask("device nodes", machine)
+        assert result.result == FAIL and f"missing: /dev/{name}" in result.detail and "nvidia-modprobe" in result.hint
+        put(root, f"dev/{name}")

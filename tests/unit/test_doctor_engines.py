@@ -1,0 +1,99 @@
+"""gpushare doctor: programs, the low-level runtime, engines and their cgroups, hooks of NVIDIA's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gpushare import lowlevel
+from gpushare.doctor import FAIL, OK, WARN, Machine, Result, engines
+from gpushare.engines import configure
+from gpushare.engines.configure import ENGINES
+
+from tests.unit.doctorhost import ask, machine, put, root
+
+__all__ = ["machine", "root"]  # fixtures
+
+
+def test_programs(machine: Machine, root: Path) -> None:
+    settings = machine.settings._replace(
+        program=str(root / "opt/gpushare-runtime"), hook=str(root / "opt/gpushare-hook")
+    )
+    there = machine._replace(settings=settings)
+    assert ask("programs", there).result == OK
+    (root / "opt/gpushare-hook").chmod(0o777)
+    assert ask("programs", there).result == FAIL and "chmod go-w" in ask("programs", there).hint
+    (root / "opt/gpushare-hook").unlink()
+    assert "is not a program" in ask("programs", there).detail
+
+
+def test_runtime(machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.config
+    good = put(root, "opt/runc", "#!/bin/sh\necho runc version 1.9\necho more\n")
+    good.chmod(0o755)
+    chosen = machine._replace(config=machine.config._replace(runtime=str(good)))
+    assert ask("runtime", chosen) == Result(OK, f"{good}, runc version 1.9")
+    good.write_text("#!/bin/sh\nexit 3\n")
+    assert ask("runtime", chosen).result == FAIL
+    good.chmod(0o644)
+    assert "is not a program" in ask("runtime", chosen).detail
+    monkeypatch.setattr(lowlevel, "_DIRECTORIES", (str(root),))
+    assert "no runc or crun" in ask("runtime", machine).detail
+
+
+def test_engines(machine: Machine, root: Path) -> None:
+    result = ask("engines", machine)
+    assert result == Result(WARN, "docker: not configured", "gpushare runtime configure docker")
+    configure.configure(ENGINES["docker"], machine.settings, machine.files)
+    assert ask("engines", machine) == Result(OK, "docker (runtime)")
+    put(root, "etc/docker/daemon.json", "{")
+    assert ask("engines", machine).result == FAIL
+    (root / "etc/docker/daemon.json").unlink()
+    (root / "usr/bin/dockerd").unlink()
+    assert ask("engines", machine).result == OK
+
+
+@pytest.mark.parametrize(
+    ("engine", "file", "text", "driver"),
+    [
+        ("docker", "etc/docker/daemon.json", '{"exec-opts": ["native.cgroupdriver=systemd"]}', "systemd"),
+        ("docker", "etc/docker/daemon.json", '{"exec-opts": ["native.cgroupdriver=cgroupfs"]}', "cgroupfs"),
+        ("containerd", "etc/containerd/config.toml", "    SystemdCgroup = true\n", "systemd"),
+        ("containerd", "etc/containerd/config.toml", "    # SystemdCgroup = true\n", "cgroupfs"),
+        ("crio", "etc/crio/crio.conf", "", "systemd"),
+        ("crio", "etc/crio/crio.conf.d/1.conf", 'cgroup_manager = "cgroupfs"\n', "cgroupfs"),
+        ("podman", "etc/containers/containers.conf", 'cgroup_manager = "systemd"\n', "systemd"),
+    ],
+)
+def test_cgroup_driver_of_an_engine(
+    machine: Machine, root: Path, engine: str, file: str, text: str, driver: str
+) -> None:
+    put(root, file, text)
+    assert engines.cgroup_driver(machine, engine) == driver
+
+
+def test_hook_alone_with_systemd_cgroups_is_warned_of(machine: Machine, root: Path) -> None:
+    put(root, "usr/bin/crio")
+    (root / "usr/bin/crio").chmod(0o755)
+    assert ask("cgroup drivers", machine).result == OK
+    configure.configure(ENGINES["crio"], machine.settings._replace(hook_only=True), machine.files)
+    result = ask("cgroup drivers", machine)
+    assert result.result == WARN and "daemon-reload" in result.detail and "crio" in result.hint
+    put(root, "etc/crio/crio.conf.d/00.conf", 'cgroup_manager = "cgroupfs"\n')
+    assert ask("cgroup drivers", machine).result == OK
+
+
+def test_nvidia_hooks(machine: Machine, root: Path) -> None:
+    assert ask("NVIDIA hooks", machine) == Result(OK, "none")
+    put(root, "etc/docker/daemon.json", '{"default-runtime": "nvidia"}')
+    result = ask("NVIDIA hooks", machine)
+    assert result.result == WARN and "/etc/docker/daemon.json (default runtime)" in result.detail
+    hook = put(root, "opt/hook.json", '{"hook": {"path": "/usr/bin/nvidia-container-runtime-hook"}}')
+    folder = root / "usr/share/containers/oci/hooks.d"
+    folder.mkdir(parents=True)
+    (folder / "oci-nvidia-hook.json").symlink_to(hook)
+    assert "oci-nvidia-hook.json (hook)" in ask("NVIDIA hooks", machine).detail
+    put(root, "usr/bin/podman").chmod(0o755)
+    configure.configure(ENGINES["podman"], machine.settings._replace(hook_only=True), machine.files)
+    result = ask("NVIDIA hooks", machine)
+    assert result.result == FAIL and "refused" in result.detail

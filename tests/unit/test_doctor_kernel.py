@@ -1,0 +1,76 @@
+"""gpushare doctor: rights, kernel, cgroups."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gpushare import bpf, linux, mountns, rootless
+from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result
+
+from tests.unit.doctorhost import ask, machine, root
+
+__all__ = ["machine", "root"]  # fixtures
+
+
+def test_rights(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask("rights", machine) == Result(OK, "root")
+    monkeypatch.setattr(rootless, "is_rootless", lambda: True)
+    assert ask("rights", machine).result == WARN
+    assert ask("library loads", machine).result == SKIP
+
+
+def failing(number: int) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise linux.SyscallError("call", "/", number)
+
+    return call
+
+
+def test_kernel_of_this_machine_has_everything(machine: Machine) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    assert ask("kernel", machine).result == OK
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    "call", ["open_tree", "detached_tmpfs", "pidfd_open", "openat2", "mount_setattr", "move_mount"]
+)
+def test_kernel_without_a_call(machine: Machine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(linux, call, failing(errno.ENOSYS))
+    result = ask("kernel", machine)
+    assert result.result == FAIL and "lacks" in result.detail and "5.12" in result.hint
+    monkeypatch.setattr(linux, call, failing(errno.EPERM))
+    result = ask("kernel", machine)
+    assert result.result == FAIL and "not permitted" in result.detail
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert ask("kernel", machine).result == SKIP
+
+
+def hierarchy(kind: str, options: str = "") -> mountns.MountEntry:
+    (one, *_) = mountns.read_mounts()
+    return one._replace(fstype=kind, super_options=options)
+
+
+@pytest.mark.parametrize(
+    ("mounts", "load", "result", "words"),
+    [
+        ((), None, FAIL, "no cgroup"),
+        ((("cgroup", "rw,cpu"),), None, FAIL, "no cgroup"),
+        ((("cgroup", "rw,devices"),), None, OK, "v1,"),
+        ((("cgroup", "rw,devices"), ("cgroup2", "rw")), None, OK, "hybrid"),
+        ((("cgroup2", "rw"),), None, OK, "device programs load"),
+        ((("cgroup2", "rw"),), failing(errno.EPERM), WARN, "cannot be loaded"),
+    ],
+)
+def test_cgroups(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, mounts: Any, load: Any, result: str, words: str
+) -> None:
+    found = [hierarchy(*one) for one in mounts]
+    monkeypatch.setattr(mountns, "read_mounts", lambda: found)
+    monkeypatch.setattr(bpf, "load", load or (lambda *_: os.open("/", os.O_RDONLY)))
+    said = ask("cgroups", machine)
+    assert said.result == result and words in said.detail

@@ -1,0 +1,73 @@
+"""gpushare doctor: the library for containers, and whether it loads over the driver."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare.doctor import FAIL, OK, Machine, Result, shim
+from gpushare.errors import CapacityError
+
+from tests.unit.clihost import GIB
+from tests.unit.doctorhost import ask, machine, put, root
+
+__all__ = ["machine", "root"]  # fixtures
+
+
+def test_library_files(machine: Machine, root: Path) -> None:
+    result = ask("library", machine)
+    assert result.result == FAIL and "libcuda.so: No such file" in result.detail
+    import sys
+
+    for name in shim.LIBRARIES:
+        put(root, f"shim/{name}").write_bytes(Path(sys.executable).resolve().read_bytes()[:4096])
+    assert ask("library", machine).result == FAIL  # cut short
+    (root / "shim").rename(root / "other")
+    from tests.lib.host import SHIM
+
+    assert machine.config
+    assert ask("library", machine._replace(config=machine.config._replace(shim_dir=str(SHIM)))).result == OK
+
+
+@pytest.mark.parametrize(
+    ("answer", "result", "words"),
+    [
+        ({"CUDA": GIB, "NVML": GIB}, OK, "1 GiB"),
+        ({"CUDA": GIB, "NVML": 16 * GIB}, FAIL, "NVML shows 16 GiB where the limit is 1 GiB"),
+        ({"CUDA": 0, "NVML": 0}, FAIL, "CUDA shows 0 B and NVML shows 0 B"),
+        ({}, FAIL, "CUDA shows 0 B"),
+        ({"error": "cuInit returned 100", "hint": "x"}, FAIL, "cuInit returned 100"),
+    ],
+)
+def test_what_the_process_with_the_library_says(answer: Any, result: str, words: str) -> None:
+    said = shim.judged(answer)
+    assert said.result == result and words in said.detail
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., Any]], None]]:
+    """silent(function): what the child does in the place of looking at the driver."""
+    monkeypatch.setattr(shim, "_DEADLINE_S", 0.3)
+    yield lambda function: monkeypatch.setattr(shim, "_share", function)
+    assert not [name for name in os.listdir("/tmp") if name.startswith("gpushare-doctor-")]
+
+
+def test_driver_that_hangs_or_crashes_in_the_child_is_an_answer(machine: Machine, silent: Any) -> None:
+    silent(lambda *_: time.sleep(100))
+    assert "did not answer within" in ask("library loads", machine).detail
+    silent(lambda *_: os.kill(os.getpid(), 9))
+    assert "ended by signal 9" in ask("library loads", machine).detail
+    silent(lambda *_: os._exit(4))
+    assert "ended by exit code 4" in ask("library loads", machine).detail
+
+    def refused(*_: Any) -> Any:
+        raise CapacityError("no room", "wait")
+
+    silent(refused)
+    assert ask("library loads", machine) == Result(FAIL, "no room", "wait")
+    silent(lambda *_: {}["x"])
+    assert "KeyError" in ask("library loads", machine).detail

@@ -1,0 +1,81 @@
+"""gpushare doctor: the state directory, leases, containers, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gpushare import leases, log, storage
+from gpushare.doctor import FAIL, OK, WARN, Machine, Result
+from gpushare.errors import CapacityError
+
+from tests.unit import pure
+from tests.unit.clihost import GIB
+from tests.unit.doctorhost import ask, machine, root
+
+__all__ = ["machine", "root"]  # fixtures
+
+
+def test_state_directory(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask("state", machine).result == OK
+    assert "yet" in ask("state", machine._replace(state_dir=str(tmp_path / "none"))).detail
+    (tmp_path / "plain").mkdir()
+    assert ask("state", machine._replace(state_dir=str(tmp_path / "plain"))).result == OK
+    (tmp_path / "plain" / "file").write_text("")
+    assert ask("state", machine._replace(state_dir=str(tmp_path / "plain"))).result == WARN
+    status = os.statvfs(machine.state_dir)
+    full = os.statvfs_result((*status[:4], status.f_blocks // 10, *status[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    result = ask("state", machine)
+    assert result.result == WARN and "9" in result.detail.rpartition(" is ")[2]
+
+
+def test_leases(machine: Machine, start: Callable[..., Path], state: Path) -> None:
+    assert ask("leases", machine).detail == "0 containers hold a share"
+    start("live", pure.share(0, 0, GIB))
+    assert ask("leases", machine) == Result(OK, "1 container holds a share")
+    start("gone", pure.share(0, 0, GIB))
+    path = state / "containers" / "gone" / "lease.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "x"}))
+    (state / "containers" / "half").mkdir()
+    result = ask("leases", machine)
+    assert result == Result(WARN, "1 container holds a share; left behind: gone, half", "gpushare prune")
+    (state / "changing").write_text("live")
+    assert "gone, half, a change of limits of live" in ask("leases", machine).detail
+    (state / "changing").unlink()
+    path.write_text("{")
+    result = ask("leases", machine)
+    assert result.result == FAIL and "gone: lease.json is damaged" in result.detail and "--assume-free" in result.hint
+    leases.sweep(str(state), assume_free=True)
+    assert "2 released shares are not removed" in ask("leases", machine).detail
+    storage.empty_trash(str(state))
+    assert ask("leases", machine).result == OK
+
+
+def test_containers_of_another_driver(machine: Machine, start: Callable[..., Path]) -> None:
+    assert ask("containers", machine) == Result(OK, "no container runs")
+    start("c1", pure.share(0, 0, GIB))
+    assert ask("containers", machine).result == OK
+    assert machine.inventory
+    newer = machine.inventory._replace(driver_version="550.1")
+    result = ask("containers", machine._replace(inventory=newer))
+    assert result.result == WARN and f"c1 was started with driver {pure.VERSION}" in result.detail
+    other = machine.inventory._replace(devices=(pure.device(1),))
+    assert f"c1 has {pure.UUIDS[0]}, which is gone" in ask("containers", machine._replace(inventory=other)).detail
+
+
+def test_refusals(machine: Machine) -> None:
+    folder = Path(machine.state_dir) / "errors"
+    assert ask("refusals", machine).result == OK
+    log.record(machine.state_dir, "old", "gpushare: no room", CapacityError("no room"))
+    os.utime(folder / "old", (0, 0))
+    assert ask("refusals", machine).result == OK
+    log.record(machine.state_dir, "c1", "gpushare: no room; wait", CapacityError("no room"))
+    result = ask("refusals", machine)
+    assert result == Result(WARN, "1 container was refused in the last day; c1: no room; wait", "gpushare inspect c1")
+    log.record(machine.state_dir, "c2", "gpushare: internal error", ZeroDivisionError("x"))
+    result = ask("refusals", machine)
+    assert result.detail.startswith("2 containers were refused") and "report" in result.hint
