@@ -88,7 +88,15 @@ def why_dead(state_dir: str, lease: Lease, boot_id: str) -> str:
         return f"its start (pid {lease.creator_pid}) was killed" if dead else ""
     if procs.alive(lease.init_pid, lease.init_start) or _user(state_dir, lease.id):
         return ""
-    return f"its init (pid {lease.init_pid}) is gone"
+    return (
+        f"its program (pid {lease.init_pid}) has ended" if ends(lease) else f"its init (pid {lease.init_pid}) is gone"
+    )
+
+
+def ends(lease: Lease) -> bool:
+    """Whether its end leaves the lease behind for the next start, and nothing is wrong then: no engine tells us of the
+    end of a program that `gpushare run` started."""
+    return lease.dialect == names.RUN_DIALECT and lease.state == "held"
 
 
 def _read_file(state_dir: str, container_id: str, name: str) -> bytes:
@@ -191,9 +199,7 @@ def _refuse_taken(container_id: str, seen: View) -> None:
             pid = lease.init_pid or lease.creator_pid
             raise CapacityError(
                 f"container id {container_id!r} already has a lease, {lease.state} by pid {pid} for {lease.bundle!r}",
-                "end it, or use another --name"
-                if lease.dialect == names.RUN_DIALECT
-                else "delete that container, or use another id",
+                "end it, or use another --name" if ends(lease) else "delete that container, or use another id",
             )
     for damage in seen.damaged:
         if damage.id == container_id:

@@ -103,8 +103,8 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
         "an array of containers, the oldest first",
         {
             "id": "whole id",
-            "state": "`starting`, `running`, `paused`, `dead`, `damaged`",
-            "note": "why it is dead or damaged, what its page warns of; else empty",
+            "state": "`starting`, `running`, `paused`, `ended` (a program of `gpushare run`), `dead`, `damaged`",
+            "note": "why it is ended, dead or damaged, what its page warns of; else empty",
             "created": "seconds since 1970, null of a damaged lease",
             "init_pid": "0 while it starts, null of a damaged lease",
             "command": "of programs that `gpushare run` started, else null",

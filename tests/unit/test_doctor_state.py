@@ -40,6 +40,10 @@ def test_leases(machine: Machine, start: Callable[..., Path], state: Path) -> No
     start("gone", pure.share(0, 0, GIB))
     path = state / "containers" / "gone" / "lease.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "x"}))
+    usual = {"dialect": "run", "state": "held"}  # the end of a program of `gpushare run`
+    path.write_text(json.dumps({**json.loads(path.read_text()), **usual}))
+    assert ask("leases", machine) == Result(OK, "1 container holds a share")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dialect": "own"}))
     (state / "containers" / "half").mkdir()
     result = ask("leases", machine)
     assert result == Result(WARN, "1 container holds a share; left behind: gone, half", "gpushare prune")

@@ -55,7 +55,7 @@ def list_(paths: Paths, output: str) -> None:
 
 
 def _note(one: facts.Container) -> str:
-    return one.note if one.state in ("dead", "damaged") else ""
+    return one.note if one.state in (*facts.GONE, "damaged") else ""
 
 
 def _command(one: facts.Container) -> str:

@@ -12,6 +12,7 @@ from ..model import Lease, Node, Share
 from ..quantity import human
 from .options import Paths
 
+GONE = ("dead", "ended")  # and what they had is free; the second is the usual end of a program of `gpushare run`
 _STATES = {"reserved": "starting", "held": "running"}
 
 
@@ -42,8 +43,8 @@ class Container(NamedTuple):
     """One entry of the state directory."""
 
     id: str
-    state: str  # starting | running | paused | dead | damaged
-    note: str  # why it is dead or damaged, what its page warns of
+    state: str  # starting | running | paused | ended | dead | damaged
+    note: str  # why it is ended, dead or damaged, what its page warns of
     lease: Optional[Lease]
     uses: tuple[Use, ...]
     slots: tuple[region.Slot, ...]
@@ -102,7 +103,7 @@ def containers(state_dir: str) -> list[Container]:
     """All containers, the oldest first; damaged ones last."""
     seen = leases.view(state_dir)
     found = [_container(state_dir, lease, _state(lease), "") for lease in seen.live]
-    found += [_container(state_dir, lease, "dead", reason) for lease, reason in seen.dead]
+    found += [_container(state_dir, lease, GONE[leases.ends(lease)], reason) for lease, reason in seen.dead]
     found.sort(key=lambda one: (one.lease.created if one.lease else 0.0, one.id))
     return found + [Container(damage.id, "damaged", damage.reason, None, (), ()) for damage in seen.damaged]
 

@@ -28,6 +28,7 @@ _FULL, _HIGH = 90, 75  # percent from which a bar is red, or yellow
 _STATES = {
     **dict.fromkeys(("running", "open", "ok", "configured", "valid"), "green"),
     **dict.fromkeys(("starting", "paused", "exclusive", "divided", "warn", "not configured", "kept"), "yellow"),
+    "ended": "dim",
     **dict.fromkeys(("dead", "damaged", "unknown use", "fail", "refused"), "bold red"),
 }
 _TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # spaces at the end of a line, with what ends their colour

@@ -98,7 +98,7 @@ class Sampler:
         seen = leases.view(self._paths.state_dir)
         live = livelimits.settled(self._paths.state_dir, seen.live, keep=False)
         ledger = placement.ledger_of(live, self._host.config.policy, seen.blocked(self._host))
-        uses = [use for one in found if one.state != "dead" for use in one.uses]
+        uses = [use for one in found if one.state not in facts.GONE for use in one.uses]
         return tuple(
             {**one, **_used([use for use in uses if use.share.device.uuid == one["uuid"]])}
             for one in devices.listed(self._host, ledger)

@@ -37,7 +37,9 @@ def stale_leases(machine: Machine) -> Result:
         return Result(
             FAIL, f"{what}; its devices get no new leases", "if these containers are gone: gpushare prune --assume-free"
         )
-    left = [names.short(lease.id) for lease, _ in seen.dead] + list(map(names.short, seen.partial))
+    left = [names.short(lease.id) for lease, _ in seen.dead if not leases.ends(lease)] + list(
+        map(names.short, seen.partial)
+    )
     half = livelimits.unfinished(machine.state_dir)
     left += [] if half is None else [f"a change of limits of {names.short(half)}"]
     trash = storage.trash(machine.state_dir)
