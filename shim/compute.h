@@ -99,6 +99,7 @@ struct gs_admission {
     struct gs_compute *compute; /* NULL: nothing to do afterwards */
     CUcontext context;
     struct gs_predictor *f;
+    struct gs_throttle_stream *s; /* in which it is underway; NULL: it did not ask */
     bool mark;
 };
 
@@ -111,6 +112,8 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
 /* `result`: what the driver said. */
 void gs_compute_launched_marked(struct gs_admission *a, CUresult result);
 static inline void gs_compute_launched(struct gs_admission *a, CUresult result) {
+    if (a->s)
+        gs_throttle_went(a->s);
     if (a->mark)
         gs_compute_launched_marked(a, result);
 }

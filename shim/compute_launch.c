@@ -118,6 +118,7 @@ struct wish {
     struct gs_predictor *f;
     uint64_t generation;
     CUresult refused;
+    bool counted;  /* as underway in its stream */
     uint32_t turn; /* of the law, in which launches like this one count; 0: they do not */
 };
 
@@ -146,6 +147,7 @@ static uint64_t ask(struct gs_compute *c, CUcontext context, struct wish *w, boo
         if (w->overlaps && gs_compute_now() - c->marked_ns < OVERLAP)
             c->law.capturing = true;
         until = gs_throttle_slow(&c->law, &w->s->law, w->f);
+        w->counted = !until;
         /* Of several threads with streams of their own each marks its launches at once: nobody else
          * can do it later. */
         *mark = w->s->law.mark || (w->stream == CU_STREAM_PER_THREAD && c->per_thread > 1 &&
@@ -169,7 +171,7 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
                           CUstream stream, bool overlaps, bool again) {
     struct gs_here here;
     CUstream named = stream ? stream : CU_STREAM_LEGACY;
-    struct wish w = {function, grid, named, overlaps, NULL, NULL, 0, CUDA_SUCCESS, 0};
+    struct wish w = {function, grid, named, overlaps, NULL, NULL, 0, CUDA_SUCCESS, false, 0};
     uint64_t until;
     *a = (struct gs_admission){0};
     uint64_t epoch = atomic_load(&gs_compute_epoch);
@@ -189,6 +191,7 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
         gs_compute_wait(until, w.generation);
     if (!c || w.refused != CUDA_SUCCESS)
         return w.refused;
+    a->s = w.counted ? &w.s->law : NULL;
     if (a->mark) {
         a->compute = c;
         a->context = here.context;

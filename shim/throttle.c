@@ -54,20 +54,43 @@ static bool has_room(const struct gs_throttle *t) {
     return t->marked - t->charged < GS_SEGMENTS - 2;
 }
 
-/* Of at most GS_STREAMS streams; the others are left. False: nothing could be recorded, so that the
- * next marker is to say what the launches took. */
+/* A launch is on its way into the stream: a marker would be in front of it. One that takes longer
+ * is stuck in the driver, or its thread has ended in there. */
+static bool is_underway(struct gs_throttle_stream *s, uint64_t now) {
+    if (!atomic_load(&s->underway))
+        return false;
+    if (!s->skipped_ns)
+        s->skipped_ns = now;
+    if (now - s->skipped_ns < ON_ITS_WAY)
+        return true;
+    atomic_store(&s->underway, 0);
+    return false;
+}
+
+/* Of at most GS_STREAMS streams; the others are left, and those with a launch that is not in them
+ * yet. False: nothing could be recorded, so that the next marker is to say what the launches took.
+ */
 static bool mark_some(struct gs_throttle *t, uint64_t now) {
     struct gs_segment *open = &t->open;
-    struct gs_throttle_stream *s;
+    struct gs_throttle_stream **at = &t->dirty, *s;
+    bool underway = false;
     next_turn(t);
-    while ((s = t->dirty) && open->n_events < GS_STREAMS) {
+    while ((s = *at) && open->n_events < GS_STREAMS) {
+        if (is_underway(s, now)) {
+            underway = true;
+            at = &s->next_dirty;
+            continue;
+        }
+        s->skipped_ns = 0;
         open->work_ns += atomic_exchange(&s->work_ns, 0);
         int event = t->env->mark(t->env->arg, s->id);
         if (event >= 0)
             open->event[open->n_events++] = event;
-        SHOW(t->dirty, s->next_dirty);
+        SHOW(*at, s->next_dirty);
         s->dirty = false;
     }
+    if (!open->n_events && underway)
+        return false;
     if (!open->n_events)
         return open->single = open->probe = false;
     open->marked_ns = now;
@@ -78,6 +101,7 @@ static bool mark_some(struct gs_throttle *t, uint64_t now) {
     t->in_flight_ns += open->work_ns;
     renew(t);
     t->open.launches = t->dirty != NULL;
+    t->open.opened_ns = now;
     return true;
 }
 
@@ -87,8 +111,16 @@ static void mark(struct gs_throttle *t, uint64_t now) {
         ;
 }
 
+static void not_single(struct gs_segment *segment) {
+    if (segment->single && segment->n_functions)
+        segment->function[0]->probing = false;
+    segment->single = segment->probe = false;
+}
+
 static void note(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_predictor *f,
                  int64_t ns) {
+    not_single(&t->open); /* the first of two that is still on its way */
+    atomic_fetch_add(&s->underway, 1);
     if (!s->dirty) {
         s->dirty = true;
         s->next_dirty = t->dirty;

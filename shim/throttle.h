@@ -10,6 +10,7 @@
  *         while ((until = gs_throttle_slow(t, s, f)))  one thread at a time (the caller's lock)
  *             wait until `until`, or until limits change
  *     the real launch
+ *     gs_throttle_went(s)                             no lock; if it asked
  *     if (s->mark) gs_throttle_launched(t)            under that lock
  *
  * gs_throttle_sync_begin before the program's own blocking calls, gs_throttle_sync_end after.
@@ -71,9 +72,11 @@ struct gs_predictor {
 
 struct gs_throttle_stream {
     uint32_t id;
-    bool mark;               /* call gs_throttle_launched after this launch */
-    bool dirty;              /* has launches of the open segment */
-    _Atomic int64_t work_ns; /* expected, launched since the last marker */
+    bool mark;                 /* call gs_throttle_launched after this launch */
+    bool dirty;                /* has launches of the open segment */
+    _Atomic int64_t work_ns;   /* expected, launched since the last marker */
+    _Atomic uint32_t underway; /* launches that were let through and are not in it yet */
+    uint64_t skipped_ns;       /* so it is not marked, since then */
     struct gs_throttle_stream *next_dirty;
 };
 
@@ -146,6 +149,13 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
 void gs_throttle_launched(struct gs_throttle *t);
 /* Before that: the device refused the launch. */
 void gs_throttle_refused(struct gs_throttle *t, struct gs_predictor *f);
+/* It is in its stream, or was refused. Until then, or for 5 ms, nobody marks that stream: the
+ * marker would be in front of it. A stream that was forgotten meanwhile has none. */
+static inline void gs_throttle_went(struct gs_throttle_stream *s) {
+    uint32_t n = atomic_load(&s->underway);
+    while (n && !atomic_compare_exchange_weak(&s->underway, &n, n - 1))
+        ;
+}
 void gs_throttle_sync_begin(struct gs_throttle *t);
 void gs_throttle_sync_end(struct gs_throttle *t);
 

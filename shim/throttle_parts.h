@@ -25,6 +25,7 @@
 #define DOUBTFUL (64 * (int64_t)MS) /* so long in doubt, until some are marked again */
 #define STREAK 16u                  /* interrupted ones in a row, until they are learned from */
 #define LEAST (2 * (int64_t)US)     /* no launch is expected to take less */
+#define ON_ITS_WAY (5 * MS)         /* a launch may be, from its admission into its stream */
 #define MAX_PEERS 64u
 #define FINDS 64u              /* looks until a cost of switches is believed */
 #define MOST_SWITCH (500 * US) /* what took longer was more than a switch */

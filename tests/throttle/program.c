@@ -6,7 +6,7 @@
 const char *const kernel_name[KERNELS] = {"5us",       "50us",    "1ms",     "20ms",
                                           "lognormal", "bimodal", "changing"};
 const char *const program_name[PROGRAMS] = {"stream", "streams", "graph", "sync",
-                                            "pause",  "pair",    "poll"};
+                                            "pause",  "pair",    "poll",  "threads"};
 
 static double kernel_ns(struct host *host, enum kernel kernel, int function) {
     static const double mean_us[KERNELS] = {5, 50, 1000, 20000};

@@ -81,6 +81,27 @@ def test_launches_that_overlap_are_charged_little_too_much() -> None:
         assert (ledger.charged_ns - ledger.held_ns) / 25e6 <= 1.7
 
 
+@pytest.mark.parametrize("company", [(), (Tenant(25, "50us"),)], ids=["alone", "beside"])
+@pytest.mark.parametrize("kernel", ["50us", "1ms", "20ms", "lognormal"])
+@pytest.mark.parametrize("limit", [20, 40, 70])
+def test_threads_with_a_stream_each(limit: float, kernel: str, company: tuple[Tenant, ...]) -> None:
+    """While one of them is on its way from its admission into the driver, another one marks: not behind what is not
+    there yet. Some are on their way for a millisecond or two."""
+    stall = 0.1 if kernel in ("1ms", "20ms") and not company else 0.002
+    ledgers = simulate([Tenant(limit, kernel, "threads"), *company], ms=4500, stall=stall)
+    assert ledgers[0].mae(limit, 1000) <= 2.0
+    for ledger in ledgers[1:]:
+        assert ledger.mae(25, 1000) <= 1.0
+
+
+def test_a_thread_that_ends_in_the_driver_keeps_no_stream_from_being_timed() -> None:
+    """In three of ten launches. They are waited for for 5 ms, so who does that has less, and only then."""
+    (ledger,) = simulate([Tenant(20, "changing", "threads")], ms=8000, lost=0.3)
+    assert ledger.share(3000) < 22
+    (ledger,) = simulate([Tenant(20, "lognormal", "threads")], ms=2500, lost=0.3)
+    assert ledger.share() > 15
+
+
 def test_who_leaves_has_left_and_who_stays_keeps_its_share() -> None:
     stays, joins = simulate([Tenant(30, "50us"), Tenant(50, "50us", more="join=1500,leave=3000")], ms=5000)
     assert stays.mae(30, 1000, 1000) <= 1.0

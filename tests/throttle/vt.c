@@ -5,8 +5,8 @@
  * Words of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
  * (ours|none|classic) mode (hard|soft) weight priority lie (busy|idle|garbage|runs) join leave kill
  * (ms) change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns
- * jitter_us told_switch_us devices (process i of a container is on device i % devices; the ledger
- * is of the first, but `done` of all)
+ * jitter_us told_switch_us stall lost (of a thread's launches) devices (process i of a container is
+ * on device i % devices; the ledger is of the first, but `done` of all)
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -151,6 +151,51 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
         gs_predictor_init(&host->predictor[i]);
 }
 
+static uint64_t late(struct world *world, struct host *host, uint64_t until) {
+    uint64_t jitter = (uint64_t)((5 + uniform(&host->rng) * world->jitter_us) * 1000);
+    return (until > host->clock_ns ? until : host->clock_ns) + jitter;
+}
+
+static struct thread *next_thread(struct host *host) {
+    struct thread *next = host->thread;
+    for (int i = 1; i < THREADS; i++)
+        next = host->thread[i].clock_ns < next->clock_ns ? &host->thread[i] : next;
+    return next;
+}
+
+/* Others are admitted, and mark, while a thread is on its way from its admission into the driver;
+ * now and then that takes a while, since another program is run meanwhile. */
+static void step_threads(struct world *world, struct host *host) {
+    struct thread *thread = next_thread(host);
+    bool ours = world->tenant[host->tenant].law == LAW_OURS;
+    uint64_t until = 0;
+    if (!thread->kernel_ns && choose(host)) {
+        thread->kernel_ns = host->kernel_ns;
+        thread->function = host->function;
+    }
+    host->function = thread->function;
+    host->stream = (uint32_t)(thread - host->thread);
+    if (!thread->launching && (until = may_launch(host))) {
+        thread->clock_ns = late(world, host, until);
+    } else if (!thread->launching) {
+        thread->launching = true;
+        thread->mark = ours && host->streams[host->stream].mark;
+        double us = uniform(&host->rng) < world->stall ? 1000 : 2;
+        thread->clock_ns = host->clock_ns + (uint64_t)(us * (1 + uniform(&host->rng)) * 1000);
+    } else {
+        gpu_push(host->gpu, host->context, host->stream, thread->kernel_ns, KERNEL);
+        if (ours && uniform(&host->rng) >= world->lost)
+            gs_throttle_went(&host->streams[host->stream]);
+        if (thread->mark)
+            gs_throttle_launched(&host->throttle);
+        thread->launching = false;
+        thread->kernel_ns = 0;
+        thread->clock_ns = host->clock_ns + 500;
+    }
+    uint64_t next = next_thread(host)->clock_ns;
+    host->clock_ns = next > host->clock_ns ? next : host->clock_ns;
+}
+
 static void step(struct world *world, struct host *host) {
     struct gpu *gpu = host->gpu;
     struct tenant *t = &world->tenant[host->tenant];
@@ -169,6 +214,10 @@ static void step(struct world *world, struct host *host) {
         if (ours)
             gs_throttle_sync_end(&host->throttle);
     }
+    if (t->program == P_THREADS && c->kernels < QUEUE) {
+        step_threads(world, host);
+        return;
+    }
     if (!host->chosen && !choose(host)) {
         host->clock_ns += 50 * US;
         return;
@@ -180,13 +229,14 @@ static void step(struct world *world, struct host *host) {
     }
     uint64_t until = may_launch(host);
     if (until) {
-        uint64_t late = (uint64_t)((5 + uniform(&host->rng) * world->jitter_us) * 1000);
-        host->clock_ns = (until > host->clock_ns ? until : host->clock_ns) + late;
+        host->clock_ns = late(world, host, until);
         return;
     }
     gpu_push(gpu, host->context, host->stream, host->kernel_ns, host->kind);
     host->chosen = false;
     host->clock_ns += 2000 + (uint64_t)(uniform(&host->rng) * 2000);
+    if (ours)
+        gs_throttle_went(&host->streams[host->stream]);
     if (ours && host->streams[host->stream].mark)
         gs_throttle_launched(&host->throttle);
     host->clock_ns += pause_ns(host);
@@ -282,6 +332,7 @@ int main(int argc, char **argv) {
     struct world *world = zeroed(sizeof(*world));
     double seed = 1, ms = 2500, slice_us = 2000, switch_us = 125, bubble_ns = 1000, told = 125;
     world->jitter_us = 60;
+    world->stall = 0.002;
     world->devices = 1;
     struct {
         const char *name;
@@ -289,7 +340,8 @@ int main(int argc, char **argv) {
     } words[] = {{"seed", &seed},           {"ms", &ms},
                  {"slice_us", &slice_us},   {"switch_us", &switch_us},
                  {"bubble_ns", &bubble_ns}, {"jitter_us", &world->jitter_us},
-                 {"told_switch_us", &told}, {"devices", &world->devices}};
+                 {"told_switch_us", &told}, {"devices", &world->devices},
+                 {"stall", &world->stall},  {"lost", &world->lost}};
     for (int i = 1; i < argc; i++) {
         size_t k = 0, n = sizeof(words) / sizeof(*words);
         char *equals = strchr(argv[i], '=');

@@ -11,7 +11,8 @@
 
 enum law { LAW_NONE, LAW_OURS, LAW_CLASSIC };
 enum kernel { K_5US, K_50US, K_1MS, K_20MS, K_LOGNORMAL, K_BIMODAL, K_CHANGING, KERNELS };
-enum program { P_STREAM, P_STREAMS, P_GRAPH, P_SYNC, P_PAUSE, P_PAIR, P_POLL, PROGRAMS };
+enum program { P_STREAM, P_STREAMS, P_GRAPH, P_SYNC, P_PAUSE, P_PAIR, P_POLL, P_THREADS, PROGRAMS };
+#define THREADS 4
 enum lie { LIE_NONE, LIE_BUSY, LIE_IDLE, LIE_GARBAGE, LIE_RUNS };
 
 extern const char *const kernel_name[KERNELS];
@@ -35,6 +36,14 @@ struct classic {
     uint64_t tick_ns, held_ns;
 };
 
+/* Of several threads of a process, with a stream each. */
+struct thread {
+    uint64_t clock_ns;
+    bool launching, mark; /* it was admitted, and is on its way into the driver */
+    int function;
+    double kernel_ns; /* 0: none is chosen */
+};
+
 struct host {
     struct world *world;
     int tenant, context;
@@ -47,6 +56,7 @@ struct host {
     int function;
     uint32_t stream;
     double kernel_ns;
+    struct thread thread[THREADS];
     int kind; /* KERNEL, RELEASER, WAITER */
     struct gs_throttle throttle;
     struct gs_throttle_stream streams[STREAMS];
@@ -68,7 +78,7 @@ struct world {
     struct gs_activity lie[MAX_CONTEXTS];
     struct gs_bucket bucket[DEVICES][MAX_TENANTS];
     int tenants, hosts;
-    double jitter_us;
+    double jitter_us, stall, lost;
     uint64_t end_ns;
 };
 

@@ -34,6 +34,7 @@ static struct {
 static struct gs_compute compute;
 static struct gs_predictor function[FUNCTIONS];
 static struct gs_throttle_stream stream[STREAMS];
+static bool away[STREAMS]; /* a launch is on its way from a thread into the driver */
 static uint64_t clock_ns, event_ns[EVENTS];
 static uint32_t events;
 
@@ -171,16 +172,27 @@ static void restart(struct input *in) {
     compute.env = env;
     gs_throttle_inherit(&compute.law, &left, clock_ns);
     memset(stream, 0, sizeof stream);
+    memset(away, 0, sizeof away);
     for (unsigned i = 0; i < STREAMS; i++)
         stream[i].id = i;
     for (unsigned i = 0; i < FUNCTIONS; i++)
         gs_predictor_init(&function[i]);
 }
 
+static void arrive(unsigned s) {
+    away[s] = false;
+    gs_throttle_went(&stream[s]);
+}
+
 /* Once: 0, or when to ask again. */
 static uint64_t launch(unsigned s, unsigned f) {
-    uint64_t until = gs_throttle_slow(&compute.law, &stream[s], &function[f]);
+    uint64_t until;
+    if (away[s])
+        arrive(s);
+    until = gs_throttle_slow(&compute.law, &stream[s], &function[f]);
     require(until == 0 || (until > clock_ns && until <= clock_ns + DEBT));
+    if (until == 0 && !(away[s] = clock_ns & 64))
+        gs_throttle_went(&stream[s]);
     if (until == 0 && stream[s].mark)
         gs_throttle_launched(&compute.law);
     return until;
