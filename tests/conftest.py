@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.lib import host, processes, rootfs, turns
-from tests.lib.runc import Container
+from tests.lib.runc import Container, close_all
 from tests.sim.simhost import make_simhost
 from tests.tools import nvidia_userland
 
@@ -135,8 +135,7 @@ def container(tmp_path: Path) -> Iterator[Callable[..., Container]]:
         return made[-1]
 
     yield make
-    for one in reversed(made):
-        one.close()
+    close_all(made)
 
 
 @pytest.fixture

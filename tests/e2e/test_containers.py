@@ -57,5 +57,20 @@ def test_close_leaves_nothing(tmp_path: Path) -> None:
     assert not Path(f"/sys/fs/cgroup/devices/{one.id}").exists()
 
 
+def test_what_a_killed_runc_leaves_is_taken_away_and_nothing_else(container: Callable[..., Container]) -> None:
+    one = container(["true"])
+    before = rootfs.mount_points()
+    copy, other = (one.bundle / "runtime" / one.id / name for name in ("runc.aB3xYz", "state"))
+    group = Path("/sys/fs/cgroup/devices") / one.id
+    for path in (group, copy.parent.parent, copy.parent, copy, other):
+        path.mkdir()
+    for path in (copy, other):
+        rootfs.mount_tmpfs(path, "size=4k")
+    one.after_kill()
+    assert rootfs.mount_points() == [*before, str(other)]
+    assert not group.exists()
+    rootfs.unmount_below(other)
+
+
 def test_mounts_of_a_test_run_are_its_own() -> None:
     assert os.readlink("/proc/self/ns/mnt") != os.readlink(f"/proc/{os.getppid()}/ns/mnt")

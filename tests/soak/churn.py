@@ -21,7 +21,6 @@ from typing import Any
 from gpushare import leases
 
 from tests.lib import processes
-from tests.lib.rootfs import unmount_below
 from tests.lib.runc import Container, RuntimeFailed
 
 from .stage import GIB, MEMORY_BYTES, MILL, Stage
@@ -162,10 +161,9 @@ class Churn:
             self.stage.say_wrong(f"{one.id} is gone and has a living lease")
 
     def dead_engine(self, one: Container) -> None:
-        """No process of the container and no cgroup is left, as after an engine's restart; poststop never ran. A runc
-        that is killed leaves the mount of its own copy in its state directory."""
+        """No process of the container and no cgroup is left, as after an engine's restart; poststop never ran."""
         self.stage.sweep(one.id)
-        unmount_below(one.bundle / "runtime")
+        one.after_kill()
         one._created = False
 
     def count(self, what: str) -> None:
