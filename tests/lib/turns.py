@@ -20,16 +20,19 @@ import pytest
 
 from .host import BUILD
 
-# Judged by a clock: shares of a device, reaction times, what is there again at the end
+# Judged by a real clock: shares of a device, reaction times
 CLOCK = (
-    "tests/gpu/",
+    "tests/gpu/test_gpu_check.py",
     "tests/shim/test_compute",
     "tests/sim/test_classic.py",
     "tests/sim/test_scheduling.py",
-    "tests/throttle/test_reaction.py",
-    "tests/e2e/test_compute",
-    "tests/e2e/test_live_limits.py",
-    "tests/e2e/test_soak.py",
+    "tests/e2e/test_compute.py",
+    "tests/e2e/test_compute_limits.py",
+    "tests/e2e/test_live_limits.py::test_a_container_without_a_compute_limit",
+    "tests/e2e/test_live_limits.py::test_a_pause_holds",
+    "tests/e2e/test_live_limits.py::test_a_program_without_a_container",
+    "tests/e2e/test_live_limits.py::test_changes_and_a_pause",
+    "tests/e2e/test_live_limits.py::test_compute_follows",
 )
 # Tests with a real driver (fixture `userland`), whose NVML makes a node in /dev, and those that watch the host
 DRIVER = (
@@ -61,6 +64,7 @@ FIRST = (
     "driver",
     "tests/e2e/test_placement.py",
     "tests/e2e/test_stress.py",
+    "tests/e2e/test_soak.py",
     "tests/e2e/test_adopt.py",
     "tests/e2e/test_release.py",
     "tests/e2e/test_lifecycle.py",

@@ -13,6 +13,11 @@ from tests.lib import turns
 from tests.lib.host import TREE
 
 TESTS = sorted(str(path.relative_to(TREE)) for path in (TREE / "tests").rglob("test_*.py"))
+FUNCTIONS = [
+    f"{name}::{test}"
+    for name in TESTS
+    for test in re.findall(r"^def (test_\w+)", (TREE / name).read_text(), re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize(
@@ -30,10 +35,15 @@ def test_who_takes_things_of_the_machine_is_in_one_group(uses: str, group: str) 
 
 def test_every_row_names_something() -> None:
     for row in (row for rows in turns.GROUPS.values() for row in rows):
-        assert any(name.startswith(row) for name in TESTS), row
-    groups = {turns.group_of(f"{name}::test_x") for name in TESTS}
+        assert any(test.startswith(row) for test in FUNCTIONS), row
+    groups = {turns.group_of(test) for test in FUNCTIONS}
     assert [name for name in turns.FIRST if name not in groups] == []
-    assert all(turns.rank(f"{name}::test_x") == 0 for name in TESTS if turns.is_alone(f"{name}::test_x"))
+
+
+def test_who_is_alone_comes_first() -> None:
+    """Else all would have to wait for each other once more."""
+    assert {turns.rank(test) for test in FUNCTIONS if turns.is_alone(test)} == {0}
+    assert min(turns.rank(test) for test in FUNCTIONS if not turns.is_alone(test)) == 1
 
 
 def test_who_wants_to_be_alone_waits_for_the_others_and_they_for_him(
