@@ -25,7 +25,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo dist test test-attacks test-asan test-tsan test-dist fuzz lint format bench gpu-check docs man clean root
+.PHONY: help setup build demo dist test test-attacks test-kills test-asan test-tsan test-dist fuzz lint format bench gpu-check docs man clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -95,6 +95,10 @@ test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the progr
 
 test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both ways in: table and build/attacks.json
 	@$(VENV_PYTHON) -m tests.attacks $(ATTACK_ARGS)
+
+KILL_TESTS := $(addprefix tests/e2e/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py)
+test-kills: root build $(TEST_SETUP) ## kill -9 at every point of starts and ends, where make test takes some of them
+	@GPUSHARE_EVERY_POINT=1 $(VENV_PYTHON) -m pytest --timeout 7200 -k killed $(KILL_TESTS) $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-asan: root build shim-asan $(TEST_SETUP) ## every test of the shim over its build with AddressSanitizer and UBSan
 	@GPUSHARE_TEST_SHIM=shim-asan $(VENV_PYTHON) -m pytest tests/shim tests/fuzz $(PYTEST_ARGS)
