@@ -50,3 +50,18 @@ class DeviceError(GpushareError):
 
 class KernelError(GpushareError):
     exit_code = 71
+
+
+_NO_ROOM, _NO_RIGHT = "make room there", "run as root"
+# errno of a file that could not be written or read -> what to do
+_WHAT_TO_DO = {28: _NO_ROOM, 122: _NO_ROOM, 13: _NO_RIGHT, 1: _NO_RIGHT}  # ENOSPC, EDQUOT, EACCES, EPERM
+
+
+def what_to_do(error: OSError) -> str:
+    """The hint for an error of the kernel that is about a file; "" when its own words must do."""
+    return _WHAT_TO_DO.get(error.errno or 0, "")
+
+
+def of_file(error: OSError, path: str) -> KernelError:
+    """`error` as a person reads it."""
+    return KernelError(f"{path!r}: {error.strerror}", what_to_do(error))

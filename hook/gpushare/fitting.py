@@ -140,7 +140,7 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
         free = human(max(0, total - used))
         raise CapacityError(
             f"device {device_name(device)}: {asked} asked, {free} free of {human(total)}{_held_by(device, ledger)}",
-            f"stop {_whom(device, ledger)}, or ask for less" if used else "ask for less",
+            f"stop {_whom(device, ledger)}, or ask for less" if size <= total else f"ask for at most {human(total)}",
             f"{free} of {human(total)} free",
         )
     return size

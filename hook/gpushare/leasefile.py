@@ -77,7 +77,7 @@ def to_json(lease: Lease) -> bytes:
 def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[str, Any]:
     """`value` when it has exactly these fields with these types (a bool is not an int). Raises ValueError."""
     if not isinstance(value, dict) or value.keys() != types.keys():
-        raise ValueError(f"{what} has other fields")
+        raise ValueError(f"{what} has fields of another version of gpushare")
     for name, allowed in types.items():
         if not isinstance(value[name], allowed) or (isinstance(value[name], bool) and bool not in allowed):
             raise ValueError(f"{what}.{name} is {value[name]!r}")

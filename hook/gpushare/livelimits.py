@@ -17,7 +17,7 @@ import mmap
 import os
 
 from . import leases, linux, mountns, names, procs, region, storage
-from .errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError
+from .errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError, of_file
 from .light import Callable, Iterable, NamedTuple, Optional, Sequence
 from .model import Lease, Share
 
@@ -174,7 +174,7 @@ def _mark(state_dir: str, container_id: str) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise KernelError(f"{path!r}: {error.strerror}") from error
+        raise of_file(error, path) from error
 
 
 def _unmark(state_dir: str) -> None:

@@ -21,7 +21,7 @@ import stat
 import struct
 
 from . import linux, names, region, rootless
-from .errors import CapacityError, KernelError
+from .errors import CapacityError, KernelError, of_file
 from .light import Iterable, Union
 
 FOLDER = "devices"
@@ -164,7 +164,7 @@ def take(state_dir: str, uuid: str, number: int, holders: dict[int, str]) -> Non
         finally:
             os.close(fd)
     except OSError as error:
-        raise KernelError(f"{file!r}: {error.strerror}") from error
+        raise of_file(error, file) from error
 
 
 def _create(file: str, place: str, holders: dict[int, str]) -> int:
@@ -281,7 +281,7 @@ def _change(state_dir: str, uuid: str, to: Union[int, frozenset[int]]) -> None:
         for number in gone:
             _remove(path(state_dir, uuid, number))
     except OSError as error:
-        raise KernelError(f"{error.filename or file!r}: {error.strerror}") from error
+        raise of_file(error, error.filename or file) from error
 
 
 def _numbers(words: tuple[int, ...]) -> frozenset[int]:
@@ -296,5 +296,5 @@ def numbers(state_dir: str, uuid: str) -> frozenset[int]:
             data = index.read()
         region.check(data, "index of pages", region.PEERS_MAGIC, region.packer("gs_peers").size)
     except OSError as error:
-        raise KernelError(f"{file!r}: {error.strerror}") from error
+        raise of_file(error, file) from error
     return _numbers(_WORDS.unpack_from(data, region.offset("gs_peers", "used")))

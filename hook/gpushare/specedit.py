@@ -20,7 +20,7 @@ import stat
 from . import applied, names, oci
 from .applied import NONCE_ENV, PLACES, STAGES, Record, Spec, place, rule
 from .dialects import injected, nvidia
-from .errors import KernelError
+from .errors import KernelError, what_to_do
 from .light import Any, Callable, Sequence, dumps, loads
 from .ops import DEVICE_FLAGS, Cover, DeviceNode, DeviceRule, ImageFile, LdCache, Link, Mount, Plan, ProcMask
 from .spectree import SpecTree
@@ -204,4 +204,4 @@ def write(path: str, spec: Spec) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise KernelError(f"write {path!r}: {error.strerror}") from None
+        raise KernelError(f"write {path!r}: {error.strerror}", what_to_do(error)) from None

@@ -20,7 +20,7 @@ import stat
 import time
 
 from . import linux, names, region, rootless
-from .errors import KernelError
+from .errors import KernelError, of_file
 from .light import Sequence, Union
 from .model import Share
 from .ops import TenantTmpfs, WriteLimits
@@ -146,7 +146,7 @@ def execute(op: Union[WriteLimits, TenantTmpfs]) -> None:
         else:
             _mount_tenant(op)
     except OSError as error:
-        raise KernelError(f"{op.path!r}: {error.strerror}") from error
+        raise of_file(error, op.path) from error
 
 
 def _write_limits(op: WriteLimits) -> None:
@@ -217,7 +217,7 @@ def write_lease(state_dir: str, container_id: str, data: bytes) -> None:
             os.close(fd)
         os.rename(temporary, path)
     except OSError as error:
-        raise KernelError(f"{path!r}: {error.strerror}") from error
+        raise of_file(error, path) from error
 
 
 def discard(state_dir: str, container_id: str) -> bool:

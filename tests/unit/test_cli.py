@@ -455,7 +455,7 @@ def test_limits_of_what_runs(cli: Callable[..., Any], start: Callable[..., Path]
         "   1       1        1 GiB           2 GiB      30%  hard  normal          go",
         "slot 0: in use 5 GiB, over the limit by 1 GiB: new allocations fail until it is below",
     ]
-    assert "over its limit by 1 GiB" in cli("inspect", "c1")[1]
+    assert all("over its limit by 1 GiB" in text for text in (cli("inspect", "c1")[1], cli("list")[1]))
     code, out, err = cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0", "--format", "json")
     value = json.loads(out)
     assert (code, value["changed"], value["dry_run"]) == (0, False, False)

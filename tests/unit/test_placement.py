@@ -71,6 +71,11 @@ def test_a_single_holder_is_it() -> None:
     )
 
 
+def test_more_than_the_device_has_is_not_had_by_stopping_others() -> None:
+    with pytest.raises(CapacityError, match=r"held by c1 \(12 GiB\); ask for at most 16 GiB$"):
+        grant("GPUSHARE_MEMORY=17Gi", host=node(devices=1), held=ledger(lease(share(0, 0, 12 * GI))))
+
+
 def test_a_holder_has_the_name_that_list_and_docker_ps_show() -> None:
     with pytest.raises(CapacityError, match=r"held by 397847f6558e \(12 GiB\); stop it"):
         held = ledger(lease(share(0, 0, 12 * GI), container_id="397847f6558e" + "0" * 52))

@@ -274,6 +274,13 @@ def test_a_file_of_another_size_is_damaged(size: int) -> None:
         region.read_usage((region.pack_usage(1, 1) + b"x")[:size].ljust(size, b"\0"))
 
 
+def test_a_file_of_another_version_is_not_called_damaged() -> None:
+    for data, read in ((region.pack_usage(1, 1), region.read_usage), (b"\0" * region.LIMITS_SIZE, region.read_limits)):
+        magic = data[:8] if read is region.read_usage else struct.pack("<Q", region.LIMITS_MAGIC)
+        with pytest.raises(region.RegionError, match=f"is of version 9, this is {region.ABI_VERSION}; use the"):
+            read(magic + struct.pack("<I", 9) + data[12:])
+
+
 def test_garbage_never_raises_anything_but_damaged() -> None:
     rng = random.Random(20240611)
     header = region.pack_usage(1, 1)[:16]

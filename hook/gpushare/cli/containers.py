@@ -26,7 +26,7 @@ _LIST = (
     Column("state", style=state_style),
     Column("age", right=True, leaves=1),
 )
-# When any of them has one: why it is dead or damaged, and the program that `gpushare run` started
+# When any of them has one: why it is dead, damaged or over its limit, and the program that `gpushare run` started
 _NOTE, _COMMAND = Column("note"), Column("command", leaves=3)
 
 
@@ -45,17 +45,13 @@ def list_(paths: Paths, output: str) -> None:
     if not found and is_tty():
         write_line("no container has a share of a GPU")
         return
-    more = [(_COMMAND, _command)] if is_tty() else [(_NOTE, _note), (_COMMAND, _command)]
+    more = [(_COMMAND, _command)] if is_tty() else [(_NOTE, lambda one: one.note), (_COMMAND, _command)]
     more = [(column, text) for column, text in more if any(text(one) for one in found)]
     rows = [(*row, *(text(one) or "-" for _, text in more)) for one in found for row in _rows(one)]
     write_table((*_LIST, *(column for column, _ in more)), rows)
-    notes = [f"{names.short(one.id)}: {_note(one)}" for one in found if _note(one)] if is_tty() else []
+    notes = [f"{names.short(one.id)}: {one.note}" for one in found if one.note] if is_tty() else []
     for line in ["", *notes] if notes else ():  # too long for a table that a person looks at
         write_line(line)
-
-
-def _note(one: facts.Container) -> str:
-    return one.note if one.state in (*facts.GONE, "damaged") else ""
 
 
 def _command(one: facts.Container) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Optional, cast
 import click
 
 from .. import log, names, rootless
-from ..errors import GpushareError
+from ..errors import GpushareError, what_to_do
 from .options import Paths, with_no_color
 
 PROGRAM = "gpushare"
@@ -164,7 +164,9 @@ def _run(argv: Optional[Sequence[str]]) -> int:
     except OSError as error:
         if error.filename is None and error.errno in _OF_OUTPUT:
             raise
-        return _fail(GpushareError(f"{error.filename!r}: {error.strerror}") if error.filename else error)
+        return _fail(
+            GpushareError(f"{error.filename!r}: {error.strerror}", what_to_do(error)) if error.filename else error
+        )
     except Exception as error:
         return _fail(error)
 
