@@ -28,7 +28,16 @@ _ACCEPT = {"enum": ["always", "privileged", "never"]}
 _SCHEDULERS = [row.name for row in table.SCHEDULERS]
 _TEXT = {"type": "string"}
 _PATH = {"type": "string", "pattern": "^/[^\\u0000]*$"}
+_PATH_OR_EMPTY = "^(/[^\\u0000]*)?$"
+_LOG = "^(syslog|none|/[^\\u0000]*)$"
 _DEVICE = "^([0-9]+(:[0-9]+)?|(GPU|MIG|gpu|mig)-[^ ]+)$"
+# What a text must be, in the words of messages and of docs/config.md
+PATTERNS = {
+    _PATH["pattern"]: "an absolute path",
+    _PATH_OR_EMPTY: "an absolute path, or nothing",
+    _LOG: "syslog, none, or an absolute path",
+    _DEVICE: "an index such as 0 or a whole uuid",
+}
 
 
 class Key(NamedTuple):
@@ -46,7 +55,7 @@ KEYS = (
         "Root below which the NVIDIA driver is: its libraries, dev and proc. / when it is installed on the host, "
         "for example /run/nvidia/driver when it runs in a container."),
     Key("shim_dir", names.SHIM_DIR, _PATH, "Directory with our libcuda.so and libnvidia-ml.so."),
-    Key("runtime.path", "", {"type": "string", "pattern": "^(/[^\\u0000]*)?$"},
+    Key("runtime.path", "", {"type": "string", "pattern": _PATH_OR_EMPTY},
         "The low-level runtime that gpushare-runtime executes; empty: runc if this host has it, else crun."),
     Key("placement.strategy", "binpack", {"enum": ["binpack", "spread"]},
         "Which of the devices that have room a container gets that asks for any: binpack takes the one that is then "
@@ -127,7 +136,7 @@ KEYS = (
         "How limits may be enforced."),
     Key("policy.unlimited", "exclusive", {"enum": ["exclusive", "shared", "deny"]},
         "What a container without a memory limit gets: the device for itself, the device beside others, or nothing."),
-    Key("log.decisions", "syslog", {"type": "string", "pattern": "^(syslog|none|/[^\\u0000]*)$"},
+    Key("log.decisions", "syslog", {"type": "string", "pattern": _LOG},
         "Where one line goes for each share that is granted, refused or released: syslog, which is the journal where "
         "systemd runs; none; or the absolute path of a file, or of a socket that takes what /dev/log does."),
 )  # fmt: skip
@@ -319,11 +328,16 @@ def _validate(value: Any, lines: dict[str, int], path: str) -> None:
         raise _error(path, lines, "", f"no version in {shown(path)}", f"begin the file with version: {VERSION}")
     wanted = error.validator_value
     expected = {
-        "pattern": "an index such as 0 or a whole uuid" if wanted == _DEVICE else "an absolute path",
+        "pattern": PATTERNS.get(wanted, "") if isinstance(wanted, str) else "",
+        "const": str(wanted),
+        "minimum": f"at least {wanted}",
+        "maximum": f"at most {wanted}",
+        "minItems": "at least one",
         "enum": "one of " + ", ".join(map(str, wanted)) if isinstance(wanted, list) else "",
         "type": f"a value of type {wanted}",
     }.get(error.validator, f"{error.validator} {wanted}")
-    problem = f"{shown(_yaml_value(error.instance))} is wrong"
+    wrong = error.instance if isinstance(error.instance, str) else _yaml_value(error.instance)
+    problem = f"{shown(wrong)} is wrong"
     raise _error(path, lines, ".".join(parts), problem, f"expected {expected}")
 
 

@@ -63,6 +63,7 @@ _DEVICE: dict[str, tuple[type, ...]] = {
 # Fields that files of earlier versions do not have; they mean what they mean by default.
 _LATER = ("brand", "arch", "parent", "mig_index", "gpu_instance", "compute_instance")
 # No page: then nobody else gets this one
+_LATEST = 1e12  # seconds
 _EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0}
 _EARLIER_LEASE = {"sandbox": ""}
 _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
@@ -104,6 +105,11 @@ def from_json(data: bytes, container_id: str) -> Lease:
         if device.keys().isdisjoint(_LATER):
             device = {**device, **_EARLIER_DEVICE}
         shares.append(Share(**{**share, "device": Device(**_fields(device, _DEVICE, "device"))}))
+    if not 0 <= fields["created"] < _LATEST:
+        raise ValueError(f"lease.created is {fields['created']!r}")
+    for slot, one in enumerate(shares):
+        if one.slot != slot or min(one.memory_limit_bytes or 0, one.draining_bytes, one.compute_percent or 0) < 0:
+            raise ValueError(f"share {slot} has numbers that cannot be")  # and would be somebody's room
     return Lease(**{**fields, "shares": tuple(shares)})
 
 

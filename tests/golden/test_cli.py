@@ -66,7 +66,7 @@ CASES = {
     ],
     "explain": ["explain BUNDLE", "explain BUNDLE --format json", "explain EMPTY", "explain /none"],
     "version": ["version", "version --format json", "version 2"],
-    "others": ["", "nothing", "lits", "run --memory", "run --memory 4Gi", "completion csh"],
+    "others": ["", "nothing", "lits", "list --state X", "run --memory", "run --memory 4Gi", "completion csh"],
 }
 
 

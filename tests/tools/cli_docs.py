@@ -18,7 +18,8 @@ archive below `share/man`) and behind `--help`.
 
 * `--config` and `--state` stand before the command. All commands but `run` and `completion` have `--format table|json`
   and `--no-color`.
-* On a terminal there are colours and bars; in a pipe only text, aligned and never cut. `--no-color`, `NO_COLOR=1` and
+* On a terminal there are colours and bars, and columns for which it is too narrow are told below the table; in a pipe
+  there is only text, aligned and never cut. `--no-color`, `NO_COLOR=1` and
   `TERM=dumb` leave out colour. A program reads `--format json`: one document; of `top` one in each line.
 * What goes wrong is one line on standard error that begins with `gpushare: ` and says what to do. Bytes in JSON are
   numbers, in tables powers of 1024.

@@ -56,11 +56,15 @@ def values(schema: dict[str, Any]) -> str:
     if schema["type"] == "object":
         return "entries with " + ", ".join(f"`{name}`" for name in schema["properties"])
     if schema["type"] == "array":
-        return f"list of {values(schema['items'])}"
+        return (
+            f"list, each {values(schema['items'])}"
+            if "pattern" in schema["items"]
+            else f"list of {values(schema['items'])}"
+        )
     if "minimum" in schema:
         return f"{schema['minimum']} to {schema['maximum']}"
     if "pattern" in schema:
-        return "absolute path"
+        return config.PATTERNS[schema["pattern"]]
     return {"boolean": "`true`, `false`", "string": "text", "number": "number"}[schema["type"]]
 
 

@@ -114,7 +114,7 @@ def test_lease_that_cannot_be_read_is_shown_as_damaged(
 @pytest.mark.parametrize(
     "field", ["state", "shares", "created", "init_pid", "boot_id", "driver_version", "bundle", "id"]
 )
-@pytest.mark.parametrize("value", [None, "x\x1b[31m", -1, [], {}, 1e308], ids=repr)
+@pytest.mark.parametrize("value", [None, "x\x1b[31m", -1, [], {}, 1e308, 10**25, float("inf")], ids=repr)
 def test_lease_with_a_field_that_makes_no_sense(
     cli: Callable[..., Any], start: Callable[..., Path], state: Path, field: str, value: Any
 ) -> None:
@@ -125,6 +125,22 @@ def test_lease_with_a_field_that_makes_no_sense(
         code, text, error = cli(*command)
         said_well(command, code, text, error)
         assert "\x1b" not in text + error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("slot", 1), ("memory_limit_bytes", -GIB), ("draining_bytes", -1), ("compute_percent", -30)]
+)
+def test_numbers_that_cannot_be_are_nobodys_room(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path, field: str, value: int
+) -> None:
+    """A lease with less than nothing would let others have more than there is."""
+    start("c1", pure.share(0, 0, GIB))
+    path = state / "containers" / "c1" / "lease.json"
+    lease = json.loads(path.read_text())
+    lease["shares"][0][field] = value
+    path.write_text(json.dumps(lease))
+    assert json.loads(cli("list", "--format", "json")[1])[0]["state"] == "damaged"
+    assert json.loads(cli("devices", "--format", "json")[1])[0]["state"] == "unknown use"
 
 
 def run(command: list[str], state: Path, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -175,6 +175,8 @@ def _usage(error: click.UsageError, argv: Sequence[str]) -> GpushareError:
     """As one line, like all that goes wrong. click begins its sentences with a capital letter."""
     text = re.sub(r"\. \(?Did you mean( one of)?:? ", r", did you mean\1 ", " ".join(error.format_message().split()))
     text = text.rstrip(".?)") if "did you mean" in text else text.rstrip(".")
+    if getattr(error, "option_name", "") in ("--config", "--state"):
+        text += ", which stands before the command"
     command = error.ctx.command_path if error.ctx else _command_of(argv)
     wrong = GpushareError(text[:1].lower() + text[1:], f"see `{command} --help`")
     wrong.exit_code = error.exit_code
