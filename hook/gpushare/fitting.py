@@ -129,11 +129,11 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
             "of unknown size",
         )
     size = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
-    if size == 0:
+    if size < max(1, device.granularity_bytes):
         raise RequestError(
             f"{memory.text} of device {device_name(device)} is less than one block "
             f"of {human(device.granularity_bytes)}",
-            "ask for more",
+            "ask for more; a number alone is bytes" if memory.text.isdigit() else "ask for more",
         )
     if total and used + size > total:
         asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"

@@ -140,7 +140,7 @@ def test_mig_devices_and_whole_gpus_unless_told() -> None:
         ("any,free", "free of what", "write 'free>=...', in quotes for a shell"),
         ("any,model=A100,0", "any cannot be combined", "write any"),
         ("any,free=4Gi", '"free=4Gi" has = where only >= makes sense', "write any or"),
-        ("any,free>4Gi", '"free>4Gi" is no condition|any cannot be combined', ""),
+        ("any,free>4Gi", '"free>4Gi" is no condition for a device', "write any or any:2, then with"),
         ("any,free>=much", 'free="much": not an amount of memory', "write a size"),
         ("any,free>=101%", 'free="101%": out of range', "write a percentage"),
         ("any,memory>=20%", 'memory="20%": ', ""),

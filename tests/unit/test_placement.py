@@ -76,6 +76,16 @@ def test_more_than_the_device_has_is_not_had_by_stopping_others() -> None:
         grant("GPUSHARE_MEMORY=17Gi", host=node(devices=1), held=ledger(lease(share(0, 0, 12 * GI))))
 
 
+@pytest.mark.parametrize(("asked", "hint"), [("4", "; a number alone is bytes"), ("2047Ki", ""), ("0.01%", "")])
+def test_a_limit_below_a_block_is_a_slip(asked: str, hint: str) -> None:
+    """GPUSHARE_MEMORY=4 was meant to be 4Gi: no program could begin with it."""
+    with pytest.raises(
+        RequestError, match=f"^{asked} of device 0 is less than one block of 2 MiB; ask for more{hint}$"
+    ):
+        grant(f"GPUSHARE_MEMORY={asked}", host=node(devices=1))
+    assert got(grant("GPUSHARE_MEMORY=2Mi", host=node(devices=1))) == [(0, 0, 2 << 20)]
+
+
 def test_a_holder_has_the_name_that_list_and_docker_ps_show() -> None:
     with pytest.raises(CapacityError, match=r"held by 397847f6558e \(12 GiB\); stop it"):
         held = ledger(lease(share(0, 0, 12 * GI), container_id="397847f6558e" + "0" * 52))

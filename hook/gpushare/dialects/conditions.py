@@ -91,6 +91,8 @@ def parse(name: str, value: str, words: Iterable[str]) -> tuple[Condition, ...]:
             raise wrong(
                 name, value, f"{word} of what?", f"write '{word}{CONDITIONS[word][0]}...', in quotes for a shell"
             )
+        if "=" not in word and word.partition(">")[0].partition("<")[0].strip() in CONDITIONS:
+            raise wrong(name, value, f"{shown(word)} is no condition for a device", _HINT)
         if "=" not in word:
             raise wrong(name, value, "any cannot be combined with other devices", "write any, or any:2 for two")
         try:
