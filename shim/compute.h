@@ -62,28 +62,35 @@ static inline struct gs_remembered *gs_remembered_at(struct gs_memory *memory, c
     return &memory->launch[mixed >> 20 & (GS_REMEMBERED - 1)];
 }
 
-/* True: the launch may go to the driver at once, and nothing is to be done after it. */
+/* True: a launch like `r`, but for the grid that it was found by, may go to the driver at once, and
+ * nothing is to be done after it. `crowded`: the caller has arguments in six registers. */
 static inline __attribute__((always_inline)) bool
-gs_compute_passes(const void *function, uint32_t x, uint32_t y, uint32_t z, CUstream stream) {
-    struct gs_memory *memory = gs_memory_of_thread;
-    struct gs_remembered *r = gs_remembered_at(memory, function, x);
+gs_remembered_passes(struct gs_remembered *r, const void *function, CUstream stream, bool crowded) {
     if (__builtin_expect(
-            r->function != function || r->grid.x != x || r->grid.y != y || r->grid.z != z ||
-                r->stream != stream ||
+            r->function != function || r->stream != stream ||
                 r->epoch != atomic_load_explicit(&gs_compute_epoch, memory_order_relaxed) ||
                 r->turn != atomic_load_explicit(&r->throttle->turn, memory_order_relaxed),
             0))
         return false;
-    /* Besides its arguments a launch has three registers. To keep the law in one of them takes a
-     * fourth, and to save that is more than to read it again, so the compiler is told that `r` is
-     * another pointer from here on. */
+    /* Then there are three others. To keep the law in one of them takes a fourth, and to save that
+     * is more than to read it again, so the compiler is told that `r` is another pointer from here
+     * on. */
     int64_t had = gs_throttle_allowance(r->throttle), ns;
-    __asm__("" : "+r"(r), "+r"(had));
+    if (crowded)
+        __asm__("" : "+r"(r), "+r"(had));
     ns = gs_throttle_expects(r->f);
     if (!gs_throttle_covers(had, ns))
         return false;
-    __asm__ volatile("" : "+r"(r));
+    if (crowded)
+        __asm__ volatile("" : "+r"(r));
     return gs_throttle_pay(r->throttle, r->s, ns);
+}
+
+static inline __attribute__((always_inline)) bool
+gs_compute_passes(const void *function, uint32_t x, uint32_t y, uint32_t z, CUstream stream) {
+    struct gs_remembered *r = gs_remembered_at(gs_memory_of_thread, function, x);
+    return __builtin_expect(r->grid.x == x && r->grid.y == y && r->grid.z == z, 1) &&
+           gs_remembered_passes(r, function, stream, true);
 }
 
 static inline void gs_compute_forget(void) {
@@ -148,6 +155,13 @@ static inline CUresult gs_compute_sync_end(struct gs_compute *compute, CUresult 
     if (compute)
         gs_compute_sync_end_in(compute);
     return result;
+}
+
+/* What comes next in `stream` waits for something that is no work of its context. */
+void gs_compute_waits_in(CUstream stream);
+static inline void gs_compute_waits(CUstream stream) {
+    if (atomic_load_explicit(&gs_computes, memory_order_relaxed))
+        gs_compute_waits_in(stream);
 }
 
 /* ---- captures, streams and contexts --------------------------------------------------------- */

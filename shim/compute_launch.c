@@ -246,6 +246,24 @@ void gs_compute_sync_end_in(struct gs_compute *c) {
     leave(&b, c);
 }
 
+/* A stream that nothing was launched into yet is known from now on. */
+void gs_compute_waits_in(CUstream stream) {
+    struct gs_here here;
+    struct bracket b;
+    CUstream named = stream ? stream : CU_STREAM_LEGACY;
+    if (!gs_slot() || !gs_here_of_stream(stream, &here) ||
+        (atomic_load(&gs_captures) && gs_compute_is_capturing(named)))
+        return;
+    struct gs_compute *c = gs_compute_find(here.context);
+    if (!c)
+        return;
+    enter(&b, c, here.context);
+    struct gs_known_stream *s = gs_compute_stream(c, named);
+    if (s)
+        gs_throttle_waits(&c->law, &s->law);
+    leave(&b, c);
+}
+
 /* ---- streams that go, functions that change ------------------------------------------------- */
 
 static void unlink_stream(struct gs_throttle *t, struct gs_throttle_stream *s) {

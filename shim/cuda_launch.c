@@ -1,6 +1,8 @@
 /* Launches: a kernel of a library is loaded by its first launch in a context, and a launch waits
  * for its turn where compute is limited. A launch like those before it costs a comparison with what
  * its thread remembers (compute.h), and goes on to the driver with nothing on the stack. */
+#include <string.h>
+
 #include "code.h"
 #include "compute.h"
 
@@ -82,8 +84,24 @@ static bool overlaps(const CUlaunchConfig *c) {
 }
 
 #define GS_EX_ARGUMENTS const CUlaunchConfig *config, CUfunction f, void **params, void **extra
-#define GS_PASSES_EX(stream) \
-    (config && gs_compute_passes(f, config->gridDimX, config->gridDimY, config->gridDimZ, stream))
+
+/* Two dimensions are compared at once: with a register for each there would be too few. */
+static inline __attribute__((always_inline)) bool passes_ex(const CUlaunchConfig *config,
+                                                            CUfunction f, CUstream stream) {
+    _Static_assert(offsetof(CUlaunchConfig, gridDimX) == 0 &&
+                       offsetof(CUlaunchConfig, gridDimY) == 4,
+                   "as in struct gs_grid");
+    struct gs_remembered *r = gs_remembered_at(gs_memory_of_thread, f, config->gridDimX);
+    uint64_t wanted, known;
+    memcpy(&wanted, config, sizeof(wanted));
+    memcpy(&known, &r->grid, sizeof(known));
+    return __builtin_expect(wanted == known && r->grid.z == config->gridDimZ, 1) &&
+           gs_remembered_passes(r, f, stream, false);
+}
+
+/* gcc would move arguments out of their registers and back for the driver. */
+#define GS_STAYS(a, b, c, d) __asm__("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d))
+
 #define GS_EX_GRID ((struct gs_grid){config->gridDimX, config->gridDimY, config->gridDimZ})
 
 GS_SLOW ex_slow(GS_EX_ARGUMENTS) {
@@ -94,7 +112,8 @@ GS_SLOW ex_slow(GS_EX_ARGUMENTS) {
 }
 
 GS_EXPORT CUresult CUDAAPI cuLaunchKernelEx(GS_EX_ARGUMENTS) {
-    if (!GS_PASSES_EX(config->hStream))
+    GS_STAYS(config, f, params, extra);
+    if (!config || !passes_ex(config, f, config->hStream))
         return ex_slow(config, f, params, extra);
     return GS_REAL_NOW(cuLaunchKernelEx)(config, f, params, extra);
 }
@@ -108,7 +127,8 @@ GS_SLOW ex_ptsz_slow(GS_EX_ARGUMENTS) {
 }
 
 GS_EXPORT CUresult CUDAAPI cuLaunchKernelEx_ptsz(GS_EX_ARGUMENTS) {
-    if (!GS_PASSES_EX(gs_per_thread(config->hStream)))
+    GS_STAYS(config, f, params, extra);
+    if (!config || !passes_ex(config, f, gs_per_thread(config->hStream)))
         return ex_ptsz_slow(config, f, params, extra);
     return GS_REAL_NOW(cuLaunchKernelEx_ptsz)(config, f, params, extra);
 }

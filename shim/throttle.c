@@ -99,9 +99,10 @@ static bool mark_some(struct gs_throttle *t, uint64_t now) {
     t->segment[t->marked % GS_SEGMENTS] = *open;
     SHOW(t->marked, t->marked + 1);
     t->in_flight_ns += open->work_ns;
+    uint64_t opened_ns = open->opened_ns;
     renew(t);
-    t->open.launches = t->dirty != NULL;
-    t->open.opened_ns = now;
+    t->open.launches = t->open.many = t->dirty != NULL;
+    t->open.opened_ns = opened_ns;
     return true;
 }
 
@@ -120,6 +121,8 @@ static void not_single(struct gs_segment *segment) {
 static void note(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_predictor *f,
                  int64_t ns) {
     not_single(&t->open); /* the first of two that is still on its way */
+    t->open.many |= t->open.launches && t->open.stream != s->id;
+    t->open.stream = s->id;
     atomic_fetch_add(&s->underway, 1);
     if (!s->dirty) {
         s->dirty = true;
@@ -221,7 +224,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         ns = gs_throttle_unknown(t);
     s->mark = false;
     bool unlimited = t->limit.mode == GS_THROTTLE_UNLIMITED;
-    if (known && t->open.launches && atomic_load(&t->allowance_ns) >= ns) {
+    if (known && t->open.launches && !s->waited && atomic_load(&t->allowance_ns) >= ns) {
         if (!unlimited)
             gs_throttle_give_back(t, gs_throttle_most(f, ns, QUANTUM, 0), UINT64_MAX - DEBT);
         atomic_fetch_sub(&t->allowance_ns, ns);
@@ -247,10 +250,13 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         atomic_fetch_add(&t->bucket->waited_ns, now - t->waiting_since_ns);
         t->waiting_since_ns = 0;
     }
-    if (t->marked == t->finished && !t->open.launches && !t->capturing) {
+    bool idle = t->marked == t->finished;
+    if ((idle || s->waited) && !t->open.launches && !t->capturing) {
         t->open.start_event = t->env->mark(t->env->arg, s->id);
-        t->busy_from_ns = now;
+        t->open.waited = s->waited && t->open.start_event >= 0;
+        t->busy_from_ns = idle ? now : t->busy_from_ns;
     }
+    s->waited = false;
     if (!t->open.launches)
         t->open.opened_ns = now;
     t->open.blind |= t->capturing;
@@ -261,7 +267,6 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     if (single && !t->capturing && (!known || daring || looked_at)) {
         s->mark = t->open.single = true;
         t->open.probe = f->probing = !known;
-        t->open.stream = s->id;
     }
     gs_throttle_publish(t, NULL, now);
     return 0;

@@ -77,6 +77,7 @@ struct gs_throttle_stream {
     _Atomic int64_t work_ns;   /* expected, launched since the last marker */
     _Atomic uint32_t underway; /* launches that were let through and are not in it yet */
     uint64_t skipped_ns;       /* so it is not marked, since then */
+    bool waited;               /* for somebody else, since its last marker */
     struct gs_throttle_stream *next_dirty;
 };
 
@@ -95,10 +96,12 @@ struct gs_segment {
     int64_t work_ns, hint_ns;
     uint64_t opened_ns, marked_ns; /* host time */
     bool clean;                    /* the device had work of ours from start to end */
-    bool single;        /* one launch, marked before and after when the device was idle */
-    bool probe;         /* its only function was unknown */
-    bool blind;         /* a capture was open meanwhile */
-    uint32_t stream;    /* of a single one */
+    bool single; /* one launch, marked before and after when the device was idle */
+    bool probe;  /* its only function was unknown */
+    bool blind;  /* a capture was open meanwhile */
+    bool waited; /* its stream did before it, up to start_event */
+    bool many;   /* launches in several streams, else: */
+    uint32_t stream;
     uint64_t before_ns; /* the end of the segment before */
 };
 
@@ -156,6 +159,9 @@ static inline void gs_throttle_went(struct gs_throttle_stream *s) {
     while (n && !atomic_compare_exchange_weak(&s->underway, &n, n - 1))
         ;
 }
+/* What comes next in the stream waits for something that is no work of this context, for as long as
+ * it takes: a function of the host, a value, another context. */
+void gs_throttle_waits(struct gs_throttle *t, struct gs_throttle_stream *s);
 void gs_throttle_sync_begin(struct gs_throttle *t);
 void gs_throttle_sync_end(struct gs_throttle *t);
 

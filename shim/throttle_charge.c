@@ -189,7 +189,7 @@ static int64_t switched(struct gs_throttle *t, const struct gs_segment *segment,
                         const struct company *c) {
     uint64_t from = max64(segment->opened_ns, c->before_ns);
     int64_t took = (int64_t)(segment->start_ns - from), found = t->found_ns;
-    if (c->over && from < segment->start_ns && took < (int64_t)MOST_SWITCH) {
+    if (c->over && !segment->waited && from < segment->start_ns && took < (int64_t)MOST_SWITCH) {
         int64_t step = (found = found ? found : t->switch_ns) / (t->finds < FINDS ? 16 : 64);
         t->found_ns = (uint32_t)(found + (took > found ? step : -step)); /* the median */
         t->finds += t->finds < FINDS;

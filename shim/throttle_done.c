@@ -79,7 +79,7 @@ void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64
 /* ---- what has finished ----------------------------------------------------------------- */
 
 /* True when the device has begun with it, or did so before. */
-static bool started(struct gs_throttle *t, struct gs_segment *segment) {
+bool gs_throttle_started(struct gs_throttle *t, struct gs_segment *segment) {
     return segment->start_event < 0 || segment->start_ns ||
            t->env->done(t->env->arg, segment->start_event, &segment->start_ns);
 }
@@ -93,10 +93,11 @@ bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment) 
         segment->end_ns = max64(segment->end_ns, stamp);
         segment->n_events--;
     }
-    return started(t, segment);
+    return gs_throttle_started(t, segment);
 }
 
 static void finish(struct gs_throttle *t, struct gs_segment *segment, uint64_t now) {
+    gs_throttle_waited(t, segment);
     segment->before_ns = t->covered_ns;
     segment->clean |= segment->start_event < 0 && t->covered_ns >= segment->marked_ns;
     segment->start_ns = max64(segment->start_ns, t->covered_ns);
@@ -122,7 +123,8 @@ void gs_throttle_poll(struct gs_throttle *t, uint64_t now) {
         news = true;
         finish(t, &t->segment[t->finished % GS_SEGMENTS], now);
     }
-    bool begun = t->marked != t->finished && started(t, &t->segment[t->finished % GS_SEGMENTS]) &&
+    bool begun = t->marked != t->finished &&
+                 gs_throttle_started(t, &t->segment[t->finished % GS_SEGMENTS]) &&
                  t->segment[t->finished % GS_SEGMENTS].start_ns > t->busy_from_ns;
     if (begun) /* not when it was queued */
         t->busy_from_ns = t->segment[t->finished % GS_SEGMENTS].start_ns;

@@ -110,6 +110,8 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
 
 /* ---- throttle_done.c -------------------------------------------------------------------- */
 
+/* The device has begun with it, or did so before. */
+bool gs_throttle_started(struct gs_throttle *t, struct gs_segment *segment);
 /* All of its markers are done, and it has begun. */
 bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment);
 /* Tell the others what we have on the device, with the `run` that is over, if any. */
@@ -119,6 +121,12 @@ void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64
 void gs_throttle_inherit(struct gs_throttle *t, const struct gs_activity *a, uint64_t now);
 /* See what has finished, and charge what can be judged. */
 void gs_throttle_poll(struct gs_throttle *t, uint64_t now);
+
+/* ---- throttle_wait.c --------------------------------------------------------------------- */
+
+/* Before the first segment that is not finished is: whether the wait in front of it is idle time.
+ */
+void gs_throttle_waited(struct gs_throttle *t, struct gs_segment *segment);
 
 /* ---- throttle.c -------------------------------------------------------------------------- */
 

@@ -1,6 +1,7 @@
 /* What launches execute in the shim, counted one instruction at a time.
  *
- *   steps N      after a warm-up, N launches: one line "INSTRUCTIONS EXITS" each
+ *   steps N [CALL]      after a warm-up, N launches: one line "INSTRUCTIONS EXITS" each; CALL is
+ *                       cuLaunchKernel, cuLaunchKernelEx, cuLaunchKernelEx_ptsz or cuGraphLaunch
  *
  * EXITS is how often control left the shim: one for the driver's own function, more for a clock, a
  * lock's system call or another call of the driver. x86-64. */
@@ -36,8 +37,14 @@ __attribute__((noinline)) static void after(void) {
     __asm__ volatile("");
 }
 
-static void launches(int n) {
-    void *context, *module, *function, *stream;
+struct config { /* CUlaunchConfig */
+    unsigned grid[3], block[3], shared;
+    void *stream, *attributes;
+    unsigned n;
+};
+
+static void launches(int n, const char *name) {
+    void *context, *module, *function, *stream, *graph, *executable;
     cuda = dlopen("libcuda.so.1", RTLD_NOW);
     CALL("cuInit", 0);
     CALL("cuDevicePrimaryCtxRetain", &context, 0);
@@ -45,11 +52,21 @@ static void launches(int n) {
     CALL("cuModuleLoadData", &module, "SIMMOD globals=0 code=1\n");
     CALL("cuModuleGetFunction", &function, module, "spin_us_10");
     CALL("cuStreamCreate", &stream, 1);
-    int (*launch)() = (int (*)())dlsym(cuda, "cuLaunchKernel");
+    struct config config = {{1, 1, 1}, {1, 1, 1}, 0, stream, NULL, 0};
+    bool configured = strstr(name, "KernelEx"), is_graph = strstr(name, "Graph");
+    if (is_graph) {
+        CALL("cuStreamBeginCapture_v2", stream, 2);
+        CALL("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+        CALL("cuStreamEndCapture", stream, &graph);
+        CALL("cuGraphInstantiateWithFlags", &executable, graph, 0ull);
+    }
+    int (*launch)() = (int (*)())dlsym(cuda, name);
     for (int i = -200; i < n; i++) {
         if (i >= 0)
             before();
-        int code = launch(function, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+        int code = configured ? launch(&config, function, NULL, NULL)
+                   : is_graph ? launch(executable, stream)
+                              : launch(function, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
         after();
         if (code)
             _exit(1);
@@ -85,7 +102,7 @@ int main(int argc, char **argv) {
     pid_t pid = fork();
     if (pid == 0) {
         ptrace(PTRACE_TRACEME, 0, NULL, NULL);
-        launches(n);
+        launches(n, argc > 2 ? argv[2] : "cuLaunchKernel");
     }
     uint64_t start = 0, end = 0;
     for (int signal = 0;;) { /* to the next launch */

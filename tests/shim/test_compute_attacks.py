@@ -1,7 +1,6 @@
 """Programs that try to get more compute than their limit, or that the limit could hang or hold up.
 
-Judged by the simulated device's ledger. What is known not to hold is marked, with what is wrong; such a test fails as
-soon as it holds.
+Judged by the simulated device's ledger.
 """
 
 from __future__ import annotations
@@ -88,10 +87,6 @@ def gets(box: Box, program: str, seconds: float) -> float:
         after, end = ledger.snapshot().busy_ns, time.monotonic_ns()
         assert not ended, process.stdout.read()
     return 100 * (after - before) / (end - began)
-
-
-def known(why: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=why, raises=AssertionError)
 
 
 # ---- more than the limit ------------------------------------------------------------------
@@ -182,6 +177,32 @@ MORE = {
         time.sleep(1)  # the first launches of all are looked at
         go()
         [thread.join() for thread in threads]
+        """,
+    "work in one stream while another one waits": """
+        start()
+        long, tiny, flag, n = kernel("spin_us_2000"), kernel("spin_us_5"), new_flag(), 0
+        first, second = new_stream(), new_stream()
+        nothing = ctypes.CFUNCTYPE(None, c_void_p)(lambda _: None)
+        go()
+        while n := n + 1:
+            ok(cuda.cuStreamWaitValue32_v2(first, flag, n, 0))
+            ok(launch(tiny, first))
+            if n % 2:
+                ok(cuda.cuLaunchHostFunc(second, nothing, None))
+            ok(launch(long, second))
+            ok(cuda.cuStreamWriteValue32_v2(second, flag, n, 0))
+            ok(cuda.cuCtxSynchronize())
+        """,
+    "a host function before each of what became long kernels": """
+        start()
+        function, stream = kernel("spin_ns_arg"), new_stream()
+        nothing = ctypes.CFUNCTYPE(None, c_void_p)(lambda _: None)
+        taught(function, 5000, stream)
+        go()
+        while True:
+            ok(cuda.cuLaunchHostFunc(stream, nothing, None))
+            ok(timed_launch(function, 10_000_000, stream))
+            asked(stream)
         """,
     "a thread's own stream beside another thread's": """
         context = start()
@@ -390,12 +411,6 @@ def test_a_stream_that_is_held_up_until_others_have_run(by: str, n: int, grid: s
 
 # ---- held up though the limit is far ------------------------------------------------------------------
 
-IDLE_COUNTS = (
-    "time between a marker's record and its stamp counts as busy, also when the stream waited for somebody else"
-)
-
-
-@known(IDLE_COUNTS)
 def test_host_functions_between_kernels_are_not_compute() -> None:
     """The device is busy for 2 % of the time."""
     program = """
@@ -443,7 +458,6 @@ print(n)
 """
 
 
-@known(IDLE_COUNTS)
 def test_two_devices_that_wait_for_each_other_are_each_busy_for_half_of_the_time() -> None:
     """Below their limits, so that nothing is held."""
     with Box([None] * 2, gpus=2) as plain, boxes(55, gpus=2) as (box,):

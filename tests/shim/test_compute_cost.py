@@ -12,17 +12,26 @@ from tests.lib.busy import build, words
 from tests.shim.box import TREE, Box
 
 LAUNCHES = 30
-INSTRUCTIONS = 40  # gcc: 36; comparisons with what the thread remembers, two atomic additions
+INSTRUCTIONS = 40  # gcc: 36 to 40; comparisons with what the thread remembers, two atomic additions
 
 
-@pytest.mark.parametrize("percent", [100, 90])
-def test_a_launch_that_is_paid_for(percent: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("percent", "call"),
+    [
+        (100, "cuLaunchKernel"),
+        (90, "cuLaunchKernel"),
+        (100, "cuLaunchKernelEx"),
+        (100, "cuLaunchKernelEx_ptsz"),
+        (100, "cuGraphLaunch"),
+    ],
+)
+def test_a_launch_that_is_paid_for(percent: int, call: str, tmp_path: Path) -> None:
     """No clock, no lock, no other call of the driver; all that is in the launches that are looked at in between."""
     program = tmp_path / "steps"
     source = TREE / "tests" / "shim" / "steps.c"
     subprocess.run(["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", program, source, "-ldl"], check=True)
     with Box(compute=[percent]) as box:
-        done = box.run([str(program), str(LAUNCHES)])
+        done = box.run([str(program), str(LAUNCHES), call])
     assert done.returncode == 0, done.stderr
     counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert len(counts) == LAUNCHES

@@ -1,0 +1,35 @@
+/* Streams that wait for somebody else: a function of the host, a value, another context. A marker
+ * goes in front of the wait and another one behind it, so that the time between them is nobody's.
+ */
+#include "throttle_parts.h"
+
+void gs_throttle_waits(struct gs_throttle *t, struct gs_throttle_stream *s) {
+    if (t->limit.mode == GS_THROTTLE_UNLIMITED && t->contexts == 1)
+        return;
+    if (s->dirty)
+        gs_throttle_launched(t);
+    s->waited = !s->dirty; /* else the wait lies within a segment and counts as busy */
+}
+
+/* Whether launches that came after `segment` may have run before it. */
+static bool overtook(struct gs_throttle *t, const struct gs_segment *segment,
+                     struct gs_segment *later) {
+    if (!later->many && later->stream == segment->stream)
+        return false;
+    if (later->waited && !later->many)
+        return gs_throttle_started(t, later) && later->start_ns < segment->start_ns;
+    return later->opened_ns < segment->start_ns;
+}
+
+/* Segments are charged in the order of their launches, each from where the one before it ended. So
+ * what other streams did during the wait is in no other segment: then all of it is busy. */
+void gs_throttle_waited(struct gs_throttle *t, struct gs_segment *segment) {
+    bool busy = segment->many || (t->open.launches && overtook(t, segment, &t->open));
+    for (uint32_t i = t->finished + 1; i != t->marked && !busy; i++)
+        busy = overtook(t, segment, &t->segment[i % GS_SEGMENTS]);
+    if (!segment->waited || !busy)
+        return;
+    segment->waited = false;
+    segment->start_event = -1;
+    segment->start_ns = 0;
+}
