@@ -411,6 +411,7 @@ def test_a_stream_that_is_held_up_until_others_have_run(by: str, n: int, grid: s
 
 # ---- held up though the limit is far ------------------------------------------------------------------
 
+
 def test_host_functions_between_kernels_are_not_compute() -> None:
     """The device is busy for 2 % of the time."""
     program = """
