@@ -45,23 +45,26 @@ DRIVER = (
     "tests/sim/test_exports.py",
     "tests/unit/test_driverfiles.py",
 )
-# Daemons, and their clients
-ENGINES = (
+# Every podman of this machine has its locks in one file of /dev/shm, and starts anew there where its own store is new
+PODMAN = (
     "tests/e2e/test_configure_engines.py",
-    "tests/e2e/test_containerd",
-    "tests/e2e/test_docker",
     "tests/e2e/test_engines.py",
     "tests/e2e/test_podman.py",
     "tests/e2e/test_rootless_podman.py",
 )
-GROUPS = {"clock": CLOCK, "driver": DRIVER, "engines": ENGINES}
+# One daemon serves many tests
+CONTAINERD = ("tests/e2e/test_containerd",)
+DOCKER = ("tests/e2e/test_docker",)
+GROUPS = {"clock": CLOCK, "driver": DRIVER, "podman": PODMAN, "containerd": CONTAINERD, "docker": DOCKER}
 
 # Groups and files in the order in which they are begun; all others come after them, those with more tests first.
 # Whatever is alone begins: nothing else runs yet that it would have to wait for.
 FIRST = (
     "clock",
-    "engines",
+    "podman",
+    "docker",
     "driver",
+    "containerd",
     "tests/e2e/test_placement.py",
     "tests/e2e/test_stress.py",
     "tests/e2e/test_soak.py",
