@@ -96,7 +96,7 @@ test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the progr
 test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both ways in: table and build/attacks.json
 	@$(VENV_PYTHON) -m tests.attacks $(ATTACK_ARGS)
 
-KILL_TESTS := $(addprefix tests/e2e/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py)
+KILL_TESTS := $(addprefix tests/e2e/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py test_kill_points.py)
 test-kills: root build $(TEST_SETUP) ## kill -9 at every point of starts and ends, where make test takes some of them
 	@GPUSHARE_EVERY_POINT=1 $(VENV_PYTHON) -m pytest --timeout 7200 -k killed $(KILL_TESTS) $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 

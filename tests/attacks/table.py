@@ -261,7 +261,7 @@ ELSEWHERE = (
     Elsewhere("a container of a user namespace", ("user namespace",), (T + "test_pages.py::test_containers_see_each_other_whoever_was_first",)),
     Elsewhere("images without a shell, without glibc", ("no /etc, distroless, musl",), (T + "test_images.py::test_the_limit_is_seen_in_every_layout", T + "test_images.py::test_musl_gets_devices_and_no_promise")),
     Elsewhere("forged lines in the log of decisions", ("NUL, newline, 1 MiB",), ("unit/test_decision.py::test_no_text_from_outside_makes_a_field_or_a_line", T + "test_decisions.py::test_a_hostile_request_is_refused_in_one_line_without_its_value")),
-    Elsewhere("a start killed at any point", ("killed hook",), (T + "test_lifecycle.py::test_start_killed_at_any_point_leaves_nothing", T + "test_adopt.py::test_adoption_killed_at_any_call_leaves_nothing")),
+    Elsewhere("a start killed at any point", ("killed hook",), (T + "test_lifecycle.py::test_start_killed_at_any_point_leaves_nothing", T + "test_adopt.py::test_adoption_killed_at_any_call_leaves_nothing", T + "test_kill_points.py::test_gpushare_run_killed_at_any_point_leaves_nothing")),
     Elsewhere("a release killed at any point", ("killed hook",), (T + "test_release.py::test_poststop_killed_at_any_call_is_finished_by_the_next",)),
     Elsewhere("a hook that hangs", ("hanging hook",), (T + "test_hook_errors.py::test_hook_that_hangs_meets_its_own_deadline",)),
     Elsewhere("attacks on its own counters", ("corrupted usage and pages",), (T + "test_lifecycle.py::test_attack_on_its_own_page_hurts_nobody_else",)),

@@ -6,19 +6,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import leases, procs
+from gpushare import cgroup, leases, procs
 
 from tests.e2e.programs import interrupted_hook, watched_start
+from tests.lib import programs
 from tests.lib.host import Node
+from tests.lib.rootfs import mount_points
 from tests.lib.runc import Container, RuntimeFailed
 
 MakeContainer = Callable[..., Container]
 ALL = {"GPUSHARE_MEMORY": "16Gi"}  # the whole device: starts only when nothing else is granted
 HALF = {"GPUSHARE_MEMORY": "8Gi"}
+OURS = f"points{os.getpid()}-"
 
 
 def through(node: Node, program: Path) -> tuple[str, ...]:
@@ -71,6 +75,38 @@ def test_bundle_of_a_killed_create_has_limits_whoever_starts_it(
             assert one.exec("test", "-s", "/usr/lib/gpushare/limits").returncode == 0
         one.delete()
         assert node.left() == []
+
+
+def own_cgroups() -> list[str]:
+    """Below that of this process, where `gpushare run` makes those of its programs."""
+    v1, v2 = cgroup.find_cgroups(os.getpid())
+    return sorted(name for path in (v1, v2) if path for name in os.listdir(path) if name.startswith(f"gpushare-{OURS}"))
+
+
+def test_gpushare_run_killed_at_any_point_leaves_nothing(
+    make_node: Callable[..., Node], simhost: Path, tmp_path: Path
+) -> None:
+    """The third way in, without an engine: the next program gets the whole device, and prune finds the rest."""
+    node = make_node(simhost)
+
+    def run(program: Path, name: str) -> int:
+        command = [program, *programs.words(node, "--name", OURS + name, "--memory", "16Gi", "--", "true")[1:]]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, env=programs.ENVIRONMENT, timeout=60).returncode
+
+    whole = interrupted_hook.write_cli(tmp_path)
+    assert [run(whole, "first"), run(whole, "second")] == [0, 0]  # the first start on a host has more to do
+    total, kept = interrupted_hook.points(tmp_path), 0
+    assert total > 40
+    assert node.cli("prune").returncode == 0
+    before = mount_points(), own_cgroups()
+    for at in interrupted_hook.some(1, total + 1, 67):
+        assert run(interrupted_hook.write_cli(tmp_path, at), "killed") == -signal.SIGKILL
+        kept += len(node.left())
+        assert run(whole, "next") == 0, f"point {at} of {total}"
+        assert node.leases() == [f"{OURS}next"], f"point {at} of {total}"
+        assert node.cli("prune").returncode == 0
+        assert node.left() == [] and (mount_points(), own_cgroups()) == before, f"point {at} of {total}"
+    assert kept > 0  # else no kill hit a start that had something to leave
 
 
 def killed(one: Container) -> None:

@@ -1,10 +1,10 @@
-"""The hook, or the runtime, with a signal sent to itself at a chosen point of its work. For tests only: the product has
-no such switch.
+"""The hook, the runtime, or `gpushare run`, with a signal sent to itself at a chosen point of its work. For tests only:
+the product has no such switch.
 
 The points lie before and after each system call that can change something, counted by the interpreter's profiler.
-`write_hook` and `write_runtime` make the program; with `at` 0 it sends nothing and writes down how many points it
-passed. `write_adopt` stands before the launcher, whose system calls strace counts. `some` says at which of the points
-a test kills; `make test-kills` (GPUSHARE_EVERY_POINT=1) takes all of them.
+`write_hook`, `write_runtime` and `write_cli` make the program; with `at` 0 it sends nothing and writes down how many
+points it passed. `write_adopt` stands before the launcher, whose system calls strace counts. `some` says at which of
+the points a test kills; `make test-kills` (GPUSHARE_EVERY_POINT=1) takes all of them.
 """
 
 from __future__ import annotations
@@ -101,6 +101,31 @@ def write_runtime(directory: Path, at: int = 0, number: int = signal.SIGKILL, ho
     runtime.write_text(begin + _RUNTIME.format(at=at, count=str(directory / "points")))
     runtime.chmod(0o755)
     return runtime
+
+
+_RUN = """execve = os.execve
+def become(*words):
+    sys.setprofile(None)
+    if {at} == 0:
+        with open({count!r}, "w") as file:
+            file.write(str(passed))
+    execve(*words)
+os.execve = become
+from gpushare.cli import main
+sys.setprofile(watch)
+sys.exit(main())
+"""
+
+
+def write_cli(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Path:
+    """The CLI, for `gpushare run`, which sends itself `number` at point `at` before it becomes the command."""
+    program = write_hook(directory, at, number)
+    text = program.read_text()
+    begin = text[: text.index("from gpushare import hook")]
+    cli = directory / f"cli-{at}-{int(number)}"
+    cli.write_text(begin + _RUN.format(at=at, count=str(directory / "points")))
+    cli.chmod(0o755)
+    return cli
 
 
 _ADOPT = """#!/bin/sh
