@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
@@ -74,8 +75,9 @@ class Stage:
                 for pid in pids:
                     end(pid)
                 remove(group)
-            except FileNotFoundError:
-                continue
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENODEV):  # not there, or gone since it was opened
+                    raise
 
     def close(self) -> None:
         self.stopped.set()
