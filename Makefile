@@ -86,7 +86,7 @@ SIDE_BY_SIDE := --numprocesses $(WORKERS) --dist loadscope
 
 test: root build gpu-programs dist $(TEST_SETUP) ## the linters and every test; installs the engines that they start
 	@tests/tools/lint & lint=$$!; \
-	$(VENV_PYTHON) -m pytest -q --programs $(DIST) $(DIST_TESTS) || { wait $$lint || true; exit 1; }; \
+	$(VENV_PYTHON) -m pytest -q $(SIDE_BY_SIDE) --programs $(DIST) $(DIST_TESTS) || { wait $$lint || true; exit 1; }; \
 	wait $$lint
 	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
