@@ -182,6 +182,23 @@ def test_columns_leave_where_a_terminal_is_narrow(
         assert lines[2:] == (["", f"a {'x' * 12}: {left}"] if left else [])
 
 
+def test_long_lines_go_on_below_their_text_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    long = f"  1 mount    /a-b-c <- /{'x' * 60} (file ro nosuid): the shim"
+    monkeypatch.setenv("TERM", "xterm")
+    for tty, columns, expected in (
+        (True, 40, ["  1 mount    /a-b-c <-", f"{' ' * 13}/{'x' * 60}", f"{' ' * 13}(file ro nosuid): the shim"]),
+        (True, 200, [long]),
+        (True, 20, [long]),  # where nothing would be readable
+        (False, 40, [long]),
+    ):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)  # noqa: B023  # used in this round only
+        monkeypatch.setenv("COLUMNS", str(columns))
+        output.write_text(f"{long}\n\nshort\n", 13)
+        assert capfd.readouterr().out.splitlines() == [*expected, "", "short"]
+
+
 def test_lying_page_is_not_believed(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     """No number above what the device has is shown as used."""
     charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, 1, (1 << 64) - 1)

@@ -13,7 +13,19 @@ from ..dialects import device_name
 from ..quantity import human
 from . import facts
 from .options import Paths, complete_ids, with_format
-from .output import BAR, Column, age, bar, is_tty, state_style, write_json, write_line, write_table
+from .output import (
+    BAR,
+    Column,
+    age,
+    bar,
+    is_tty,
+    printable,
+    state_style,
+    write_json,
+    write_line,
+    write_table,
+    write_text,
+)
 
 _LIST = (
     Column("container"),
@@ -172,7 +184,7 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
     pairs += [("note", one.note)] if one and one.note else []
     pairs += [("last refusal", refusal)] if refusal else []
     for label, text in pairs:
-        write_line(f"{label:<13} {text}")
+        write_text(printable(f"{label:<13} {text}"), 14)
     if one is not None and one.uses:
         _print_uses(one)
 

@@ -34,8 +34,9 @@ from ..ops import Mount, Plan
 from ..spectree import SpecTree
 from . import facts
 from .options import Paths, with_format
-from .output import write_json, write_line
+from .output import printable, write_json, write_text
 
+_INDENT = 13  # of what is behind a label
 WITHHELD = (
     "nothing asked: NVIDIA's devices are withheld from this privileged container, "
     "which is not among policy.privileged_containers"
@@ -75,9 +76,9 @@ def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> 
     elif withheld:
         click.echo(WITHHELD)
     else:
-        click.echo(explain_text(asked, steps, placed), nl=False)
+        write_text(explain_text(asked, steps, placed), _INDENT)
     for line in unused if output != "json" else ():
-        write_line(f"{'ignored':<12} {line}")
+        write_text(printable(f"{'ignored':<12} {line}"), _INDENT)
 
 
 def way_of(bundle: Bundle) -> str:

@@ -109,6 +109,25 @@ def write_line(text: str = "") -> None:
     write(printable(text) + "\n")
 
 
+def write_text(text: str, indent: int) -> None:
+    """Lines that begin with a label: on a terminal one that is too long goes on below its text, `indent` to the right,
+    and is broken between words only, so that a path can be copied; in a pipe it stays one."""
+    import textwrap
+
+    columns = shutil.get_terminal_size().columns if is_tty() and is_capable() else 0
+    for line in text.splitlines():
+        if len(line) > columns > 2 * indent:
+            line = textwrap.fill(
+                line,
+                columns,
+                subsequent_indent=" " * indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+                replace_whitespace=False,
+            )
+        write(line + "\n")
+
+
 def write_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     """`rows` hold a text for each column, also for those that are not shown. Two spaces between columns; but for those
     that fold on a terminal, no cell is ever folded or cut, so that what is shown can be copied and searched for."""
