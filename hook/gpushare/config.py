@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Optional
 
 from . import configsharing, names
 from .dialects import table
-from .errors import ConfigError, RequestError
+from .errors import ConfigError, RequestError, what_to_do
 from .model import Config, Policy, SharingRule
 from .quantity import amount, shown, whole_percent
 
@@ -257,7 +257,7 @@ def load_config(path: str) -> Config:
             return Config()
         raise ConfigError(f"{path}: no such file", "write it, or leave --config out") from None
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}", what_to_do(error)) from None
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
     try:

@@ -18,7 +18,7 @@ import os
 import time
 
 from . import leasefile, names, pages, procs, region, storage
-from .errors import CapacityError, GpushareError, KernelError
+from .errors import CapacityError, GpushareError, KernelError, what_to_do
 from .light import Callable, NamedTuple, Optional, Sequence, TracebackType, Union
 from .model import Bundle, Lease, Node, Request, Share
 
@@ -283,7 +283,7 @@ def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
     except (OSError, GpushareError) as error:
         _drop(state_dir, lease.id, lease.shares)
         if isinstance(error, OSError):
-            raise KernelError(f"directory of {lease.id!r}: {error.strerror}") from error
+            raise KernelError(f"directory of {lease.id!r}: {error.strerror}", what_to_do(error)) from error
         raise
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leases, log, names, node, region, storage
+from gpushare import leases, log, names, node, region, rootless, storage
 from gpushare.cli import facts, main, output
 from gpushare.errors import CapacityError
 from gpushare.model import Node
@@ -157,6 +157,13 @@ def test_terminal_gets_a_bar_and_a_pipe_does_not(
     assert "███████░░░  75%" in wide and "c1" in wide and "\x1b" not in wide
     assert narrow == piped  # no room for the bar, which leaves first
     assert "\x1b[33m███████░░░  75%\x1b[0m" in coloured and re.sub(r"\x1b\[[0-9;]*m", "", coloured) == wide
+
+
+def test_nothing_is_said_of_what_only_root_sees(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli("list") == (0, "no container has a share of a GPU\n", "")
+    monkeypatch.setattr(rootless, "is_rootless", lambda: True)
+    assert cli("list") == (0, "you have no share of a GPU; root sees those of others\n", "")
 
 
 def test_columns_leave_where_a_terminal_is_narrow(

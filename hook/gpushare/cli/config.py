@@ -52,7 +52,7 @@ def show(paths: Paths, file: Optional[str], output: str) -> None:
         found = path if os.path.exists(path) else None
         write_json({"file": found, "state": paths.state_dir, "config": _nested(values), "changed": changed})
         return
-    columns = (Column("key"), Column("value"), Column("default"))
+    columns = (Column("key"), Column("value"), Column("default", leaves=1))
     rows = [(key, json.dumps(values[key]), json.dumps(defaults[key]) if key in changed else "") for key in values]
     write_table(columns, [*rows, ("--state", json.dumps(paths.state_dir), "")])
 

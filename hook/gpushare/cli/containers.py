@@ -55,7 +55,7 @@ def list_(paths: Paths, output: str) -> None:
         write_json([plain(one) for one in found])
         return
     if not found and is_tty():
-        write_line("no container has a share of a GPU")
+        write_line(facts.none())
         return
     more = [(_COMMAND, _command)] if is_tty() else [(_NOTE, lambda one: one.note), (_COMMAND, _command)]
     more = [(column, text) for column, text in more if any(text(one) for one in found)]

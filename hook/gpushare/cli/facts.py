@@ -6,12 +6,13 @@ import os
 import time
 from typing import NamedTuple, Optional
 
-from .. import leases, log, names, node, procs, region, storage
+from .. import leases, log, names, node, procs, region, rootless, storage
 from ..errors import GpushareError, RequestError
 from ..model import Lease, Node, Share
 from ..quantity import human
 from .options import Paths
 
+NONE = "no container has a share of a GPU"
 GONE = ("dead", "ended")  # and what they had is free; the second is the usual end of a program of `gpushare run`
 _STATES = {"reserved": "starting", "held": "running"}
 
@@ -127,6 +128,11 @@ def find(state_dir: str, text: str) -> str:
         names.short(name) if names.short(name) != names.short(matching[0]) else name for name in matching[:8]
     )
     raise RequestError(f"{text!r} begins {len(matching)} ids: {shown}", "give more of it")
+
+
+def none() -> str:
+    """What a person is told where there is no container to show."""
+    return "you have no share of a GPU; root sees those of others" if rootless.is_rootless() else NONE
 
 
 def host(paths: Paths) -> Node:

@@ -174,6 +174,7 @@ def _run(argv: Optional[Sequence[str]]) -> int:
 def _usage(error: click.UsageError, argv: Sequence[str]) -> GpushareError:
     """As one line, like all that goes wrong. click begins its sentences with a capital letter."""
     text = re.sub(r"\. \(?Did you mean( one of)?:? ", r", did you mean\1 ", " ".join(error.format_message().split()))
+    text = re.sub(r"is not a valid (float|integer)( range)?", "is not a number", text)
     text = text.rstrip(".?)") if "did you mean" in text else text.rstrip(".")
     if getattr(error, "option_name", "") in ("--config", "--state"):
         text += ", which stands before the command"

@@ -145,15 +145,12 @@ def write_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def _write_the_rest(lines: Sequence[Sequence[str]], left: Sequence[int]) -> None:
-    """Below the table what the columns `left` say, a line for each row."""
-    rest = (
-        [
-            f"{lines[0][0].lower()} {line[0]}: {', '.join(f'{lines[0][n].lower()} {line[n]}' for n in left)}"
-            for line in lines[1:]
-        ]
-        if left
-        else []
-    )
+    """Below the table what the columns `left` say, a line for each row of which they say something."""
+    titles = [title.lower() for title in lines[0]]
+    rest = []
+    for line in lines[1:]:
+        said = [f"{titles[n]} {line[n]}" for n in left if line[n] not in ("", "-")]
+        rest += [f"{titles[0]} {line[0]}: {', '.join(said)}"] if said else []
     for text in dict.fromkeys(["", *rest] if rest else []):
         write(text + "\n")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from . import output, topscreen
+from . import facts, output, topscreen
 from .options import Paths, with_format
 from .output import BAR_CELLS
 from .sample import Sample, Sampler
@@ -70,7 +70,7 @@ def _print(sample: Sample, view: View) -> None:
         if sample.devices:
             output.write_line()
         if not lines:
-            output.write_line("no container has a share of a GPU")
+            output.write_line(facts.none())
             return
     _write(CONTAINERS if output.is_tty() else PLAIN, lines)
     output.write("", now=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 from .. import names
 from ..dialects import device_name
 from ..quantity import human
+from . import facts
 from .containers import compute_text, limit_text
 from .output import BAR, BAR_CELLS, Column, age, bar, bar_column, printable, state_style, table
 from .sample import Line, Sample
@@ -202,7 +203,7 @@ def draw(sample: Sample, view: View, interval_s: float, width: int, height: int)
         parts.append(_table(CONTAINERS, shown, lines, width))
         used += 1 + len(shown)
     else:
-        parts.append(Text("no container has a share of a GPU", "dim", no_wrap=True, overflow="crop"))
+        parts.append(Text(facts.NONE, "dim", no_wrap=True, overflow="crop"))
         used += 1
     parts += [Text()] * (height - used - 1)
     more = f"{view.first + 1}-{view.first + len(shown)} of {len(lines)}" if len(shown) < len(lines) else ""
