@@ -397,9 +397,12 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
     generations: dict[int, int] = {}  # of those that live
     base = offset("gs_usage", "slot")
     slot_struct = packer("gs_slot")
-    for index in range(MAX_SLOTS):
-        owner, live, generation, pid, started_ns, *charged = slot_struct.unpack_from(data, base + index * SLOT_SIZE)
-        if owner & TID_MASK and live == owner & TID_MASK:
+    owners = memoryview(data)[base : base + MAX_SLOTS * SLOT_SIZE].cast("I")[:: SLOT_SIZE // 4]  # the first field
+    for index, owner in enumerate(owners):
+        if not owner & TID_MASK:  # nearly all of them: 2 ms for nothing
+            continue
+        _, live, generation, pid, started_ns, *charged = slot_struct.unpack_from(data, base + index * SLOT_SIZE)
+        if live == owner & TID_MASK:
             slots.append(Slot(index, pid, started_ns, tuple(charged[:count])))
             generations[index] = generation
     texts = tuple(text for bit, text in WARNINGS if warnings & bit)

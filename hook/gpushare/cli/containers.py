@@ -148,7 +148,7 @@ def inspect(paths: Paths, id: str, output: str) -> None:
     that begins so.
     """
     container_id = facts.find(paths.state_dir, id)
-    one = next((one for one in facts.containers(paths.state_dir) if one.id == container_id), None)
+    one = facts.one(paths.state_dir, container_id)
     refusal = log.read(paths.state_dir, container_id)
     if output == "json":
         write_json(_details(container_id, one, refusal))

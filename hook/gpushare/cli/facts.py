@@ -100,18 +100,30 @@ def _state(lease: Lease) -> str:
     return "paused" if held else _STATES[lease.state]
 
 
-def containers(state_dir: str) -> list[Container]:
-    """All containers, the oldest first; damaged ones last."""
+def containers(state_dir: str, only: str = "") -> list[Container]:
+    """All containers, the oldest first, damaged ones last; or the one whose id is `only`, if it is there."""
     seen = leases.view(state_dir)
-    found = [_container(state_dir, lease, _state(lease), "") for lease in seen.live]
-    found += [_container(state_dir, lease, GONE[leases.ends(lease)], reason) for lease, reason in seen.dead]
+    found = [_container(state_dir, lease, _state(lease), "") for lease in seen.live if only in ("", lease.id)]
+    found += [
+        _container(state_dir, lease, GONE[leases.ends(lease)], reason)
+        for lease, reason in seen.dead
+        if only in ("", lease.id)
+    ]
     found.sort(key=lambda one: (one.lease.created if one.lease else 0.0, one.id))
-    return found + [Container(damage.id, "damaged", damage.reason, None, (), ()) for damage in seen.damaged]
+    damaged = [one for one in seen.damaged if only in ("", one.id)]
+    return found + [Container(damage.id, "damaged", damage.reason, None, (), ()) for damage in damaged]
+
+
+def one(state_dir: str, container_id: str) -> Optional[Container]:
+    """The container with this id; None of one that was only refused."""
+    return next(iter(containers(state_dir, container_id)), None)
 
 
 def known(state_dir: str) -> list[str]:
     """Ids of containers, and of those of which a refusal is kept."""
-    return sorted({one.id for one in containers(state_dir)} | set(log.known(state_dir)))
+    seen = leases.view(state_dir)
+    leased = {lease.id for lease in (*seen.live, *(lease for lease, _ in seen.dead))}
+    return sorted(leased | {damage.id for damage in seen.damaged} | set(log.known(state_dir)))
 
 
 def find(state_dir: str, text: str) -> str:

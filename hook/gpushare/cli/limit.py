@@ -95,7 +95,7 @@ def set_(
 def show(paths: Paths, id: str, output: str) -> None:
     """The limits of a container, and what it uses."""
     container_id = facts.find(paths.state_dir, id)
-    one = next((one for one in facts.containers(paths.state_dir) if one.id == container_id), None)
+    one = facts.one(paths.state_dir, container_id)
     if one is None or one.lease is None:
         raise RequestError(f"no running container {id!r}", "`gpushare list` shows those that have a share")
     used = tuple(use.used_bytes for use in one.uses)
