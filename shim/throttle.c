@@ -191,12 +191,14 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
                          bool known, int64_t *pay, uint64_t now) {
     uint64_t until = now + POLL;
     int64_t window = known ? gs_throttle_most(f, ns, WINDOW, now) : WINDOW;
-    /* While capturing nothing can be seen to finish: what is expected is paid for, no more. */
+    /* While capturing nothing can be seen to finish: what is expected is paid for, no more, and so
+     * many launches go as were shown to be short. */
     bool sure = known || (!f->probing && !unsure(t, stream, now));
     bool room = window < WINDOW && t->in_flight_ns > 0
                     ? t->in_flight_ns + *pay <= window
                     : t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1);
-    bool ready = t->capturing || (has_room(t) && sure && room);
+    bool ready =
+        t->capturing ? t->open.launches < gs_throttle_unmarked(f) : has_room(t) && sure && room;
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
         return 0;
     if (ready)
@@ -224,7 +226,8 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         ns = gs_throttle_unknown(t);
     s->mark = false;
     bool unlimited = t->limit.mode == GS_THROTTLE_UNLIMITED;
-    if (known && t->open.launches && !s->waited && atomic_load(&t->allowance_ns) >= ns) {
+    bool blind = t->open.blind || t->capturing;
+    if (known && t->open.launches && !s->waited && !blind && atomic_load(&t->allowance_ns) >= ns) {
         if (!unlimited)
             gs_throttle_give_back(t, gs_throttle_most(f, ns, QUANTUM, 0), UINT64_MAX - DEBT);
         atomic_fetch_sub(&t->allowance_ns, ns);

@@ -79,6 +79,8 @@ int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *pee
 
 /* One of its launches took so much longer lately that each is looked at. */
 bool gs_throttle_is_daring(const struct gs_predictor *f, int64_t ns, uint64_t now);
+/* So many launches of it may go without a marker. */
+uint32_t gs_throttle_unmarked(const struct gs_predictor *f);
 /* Of `quantum`, what may be on its way without a marker; `ns` at least. */
 int64_t gs_throttle_most(const struct gs_predictor *f, int64_t ns, int64_t quantum, uint64_t now);
 /* What is paid for a launch of `f` and those behind it, that go without a marker. While the device

@@ -19,8 +19,12 @@ bool gs_throttle_is_daring(const struct gs_predictor *f, int64_t ns, uint64_t no
     return longest(f, now) > DARING * ns;
 }
 
+uint32_t gs_throttle_unmarked(const struct gs_predictor *f) {
+    return f->seen / 2 + FIRST_LAUNCHES;
+}
+
 int64_t gs_throttle_most(const struct gs_predictor *f, int64_t ns, int64_t quantum, uint64_t now) {
-    int64_t most = longest(f, now), seen = f->seen / 2 + FIRST_LAUNCHES;
+    int64_t most = longest(f, now), seen = gs_throttle_unmarked(f);
     if (most > DARING * ns)
         quantum = (int64_t)((double)quantum * (double)(DARING * ns) / (double)most);
     if (seen < quantum / ns)
@@ -71,6 +75,14 @@ static uint32_t next_random(struct gs_throttle *t, uint64_t now) { /* xorshift32
     return t->random = x ^ x << 5;
 }
 
+/* Of what was launched in a capture, which is over, nothing is known yet. */
+static bool is_blind(const struct gs_throttle *t) {
+    bool blind = false;
+    for (uint32_t i = t->charged; i != t->marked && !blind; i++)
+        blind = t->segment[i % GS_SEGMENTS].blind;
+    return blind;
+}
+
 int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f, int64_t ns,
                             uint64_t now) {
     int64_t quantum = QUANTUM;
@@ -79,7 +91,7 @@ int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f,
     if (atomic_load(&f->ns) != GS_UNKNOWN) {
         if (!gs_throttle_even(f)) /* more stamps, as less is known of each */
             quantum /= 2;
-        quantum = gs_throttle_most(f, ns, quantum, now);
+        quantum = is_blind(t) ? ns : gs_throttle_most(f, ns, quantum, now);
         gs_throttle_give_back(t, quantum, now);
     }
     return t->doubtful ? ns + (int64_t)(next_random(t, now) % (uint64_t)quantum) : quantum;

@@ -254,6 +254,15 @@ LATE = {
             ok(timed_launch(function, 10_000_000, stream))
             asked(stream)
         """,
+    "a queue of long ones in a capture": """
+        start()
+        function, stream, other = kernel("spin_ns_arg"), new_stream(), new_stream()
+        taught(function, 5000, stream)
+        ok(cuda.cuStreamBeginCapture_v2(other, 2))
+        go()
+        while True:
+            ok(timed_launch(function, 3_000_000, stream))
+        """,
     "asking instead of waiting": """
         start()
         function, stream = kernel("spin_ns_arg"), new_stream()
@@ -276,15 +285,7 @@ LATE = {
 }
 
 
-# 40.6 was measured twice on an idle machine: what is won once, before markers come back, is over the bound for 3 s
-CLOSE = {
-    "a capture that stays open": pytest.mark.xfail(
-        strict=False, reason="0.6 s of the device are won once, before markers are recorded again"
-    )
-}
-
-
-@pytest.mark.parametrize("what", [pytest.param(what, marks=CLOSE.get(what, ())) for what in LATE])
+@pytest.mark.parametrize("what", LATE)
 def test_little_is_won_by_what_is_known_late(what: str) -> None:
     """The first long ones of what was known as short: some hundred, and what they took is paid afterwards. A
     capture is left alone for a fifth of a second."""

@@ -22,7 +22,6 @@ INSTRUCTIONS = 40  # gcc: 36 to 40; comparisons with what the thread remembers, 
         (90, "cuLaunchKernel"),
         (100, "cuLaunchKernelEx"),
         (100, "cuLaunchKernelEx_ptsz"),
-        (100, "cuGraphLaunch"),
     ],
 )
 def test_a_launch_that_is_paid_for(percent: int, call: str, tmp_path: Path) -> None:

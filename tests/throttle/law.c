@@ -104,7 +104,9 @@ uint64_t may_launch(struct host *host) {
         host->classic.tokens -= host->classic.tokens > 0;
         return host->classic.tokens > 0 ? 0 : host->classic.tick_ns;
     }
-    if (gs_throttle_try(&host->throttle, stream, function))
+    /* Around a capture all that was remembered is forgotten. */
+    bool forgotten = host->throttle.capturing || host->throttle.open.blind;
+    if (!forgotten && gs_throttle_try(&host->throttle, stream, function))
         return 0;
     host->slow++;
     return gs_throttle_slow(&host->throttle, stream, function);

@@ -184,6 +184,14 @@ def test_kernels_that_become_two_thousand_times_as_long_win_nothing(program: str
         assert ledger.shares(1000, 5000) == pytest.approx([limit] * 3, abs=3)
 
 
+@pytest.mark.parametrize(("program", "most"), [("stream", 55), ("sync", 42), ("poll", 42)])
+def test_kernels_that_become_long_in_a_capture_win_it_once(program: str, most: float) -> None:
+    """Half a second of it. A queue of long ones is bounded by how many were shown to be short, and paid afterwards."""
+    (ledger,) = simulate([Tenant(20, "changing", program, more="capture=100")], ms=10_000)
+    assert sum(ledger.bins[:300]) / 3e7 < most
+    assert ledger.share(7500) == pytest.approx(20, abs=3)
+
+
 def test_a_debt_is_at_most_ten_seconds() -> None:
     """At 0.01 % each of these kernels is worth minutes; the container is not locked out for as long."""
     (ledger,) = simulate([Tenant(1, "20ms", more="ppm=100")], ms=32_000)
