@@ -49,6 +49,7 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 -include hook/launcher/launcher.mk
 -include tests/fuzz/fuzz.mk
 -include packaging/dist.mk
+-include packaging/packages.mk
 
 # Headers and compiler come with the setup; being newer than an object must not rebuild it.
 $(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJECTS): | $(SETUP)

@@ -261,8 +261,7 @@ static CUresult launch_in_turn(launch_fn real, CUgraphExec exec, CUstream stream
 
 /* Exported as `name`. Like that of a kernel where no graph of this process has memory. */
 #define GS_GRAPH_WRAPPER(name, key) \
-    static __attribute__((noinline, noipa)) \
-    CUresult name##_slow(CUgraphExec exec, CUstream stream) { \
+    static GS_APART CUresult name##_slow(CUgraphExec exec, CUstream stream) { \
         GS_NEED(real, name); \
         return launch_in_turn(real, exec, stream, key(stream)); \
     } \

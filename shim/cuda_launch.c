@@ -6,7 +6,7 @@
 #include "code.h"
 #include "compute.h"
 
-#define GS_SLOW static __attribute__((noinline, noipa)) CUresult
+#define GS_SLOW static GS_APART CUresult
 
 /* `real` after it was admitted. */
 #define GS_ADMITTED(function, grid, stream, overlaps, ...) \

@@ -24,6 +24,13 @@
 
 #ifndef GS_EXPORT
 #define GS_EXPORT __attribute__((visibility("default")))
+
+/* Of this function its callers know nothing. clang, which builds releases, has no word for that. */
+#if __has_attribute(noipa)
+#define GS_APART __attribute__((noinline, noipa))
+#else
+#define GS_APART __attribute__((noinline))
+#endif
 #endif
 #define GS_NO_DEV (-1)
 #define GS_BLOCK_SHIFT 21u

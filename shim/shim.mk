@@ -3,7 +3,7 @@
 #   shim            system compiler, for development and tests
 #   shim-asan       the same with AddressSanitizer and UBSan, in build/shim-asan
 #   shim-tsan       the same with ThreadSanitizer, in build/shim-tsan
-#   shim-release    against glibc 2.17, in build/shim-release/<machine> (needs `ziglang` in build/venv)
+#   shim-release    what is handed out: against glibc 2.17, for each machine, in build/shim-release/<machine>
 #   docs            docs/shim-symbols.md from the table
 #
 # A name that symbols.tsv calls intercepted and that has no wrapper fails the link.
@@ -61,7 +61,12 @@ $(call shim_library,cuda,$(1),$(2),$(3),$(4))
 $(call shim_library,nvml,$(1),$(2),$(3),$(4))
 endef
 
-SHIM_ZIG = $(VENV_PYTHON) -m ziglang cc
+# clang with the headers and symbols of any glibc, a package of Python's; its cache is not one of somebody's home.
+SHIM_ZIG = ZIG_GLOBAL_CACHE_DIR=$(CURDIR)/build/zig ZIG_LOCAL_CACHE_DIR=$(CURDIR)/build/zig $(VENV_PYTHON) -m ziglang cc
+SHIM_RELEASE_FLAGS := -ffile-prefix-map=$(CURDIR)=.
+SHIM_MACHINES := x86_64 aarch64
+$(foreach machine,$(SHIM_MACHINES),$(eval SHIM_RELEASE_$(machine) := $$(addprefix build/shim-release/$(machine)/,libcuda.so libnvidia-ml.so)))
+comma := ,
 SHIM_SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 # -Wno-tsan: it does not understand atomic_thread_fence; see tests/shim/sanitized.py.
 SHIM_THREADS := -fsanitize=thread -fno-omit-frame-pointer -Wno-tsan
@@ -69,12 +74,26 @@ SHIM_THREADS := -fsanitize=thread -fno-omit-frame-pointer -Wno-tsan
 $(eval $(call shim_build,build/shim,$$(CC),,))
 $(eval $(call shim_build,build/shim-asan,$$(CC),$$(SHIM_SANITIZE),$$(SHIM_SANITIZE)))
 $(eval $(call shim_build,build/shim-tsan,$$(CC),$$(SHIM_THREADS),-fsanitize=thread))
-$(foreach machine,x86_64 aarch64,$(eval $(call shim_build,build/shim-release/$(machine),$$(SHIM_ZIG) -target $(machine)-linux-gnu.2.17,,)))
+
+# Of x86-64 it is the same code as in build/shim, linked to an older C library: what that has not, fails the link.
+# For other machines clang compiles it.
+define shim_release
+build/shim-release/x86_64/$(SHIM_FILE_$(1)): build/shim/$(SHIM_FILE_$(1)) build/.setup-dist
+	@mkdir -p $$(@D)
+	$$(SHIM_ZIG) -target x86_64-linux-gnu.2.17 $$(SHIM_LDFLAGS) -Wl,-s -Wl,-soname,$$(SHIM_SONAME_$(1)) \
+		-Wl,--version-script=build/shim/gen/$(1)/exports.map -o $$@.new \
+		$$(addprefix build/shim/obj/$(1)/,$$(SHIM_SOURCES_$(1):.c=.o) symbols.o) build/shim/stub/$(1).so $$(SHIM_LIBS)
+	@mv $$@.new $$@
+endef
+$(eval $(call shim_release,cuda))
+$(eval $(call shim_release,nvml))
+$(eval $(call shim_build,build/shim-release/aarch64,$$(SHIM_ZIG) -target aarch64-linux-gnu.2.17,$$(SHIM_RELEASE_FLAGS),-Wl$$(comma)-s))
+$(addprefix build/shim-release/aarch64/,stub/cuda.so stub/nvml.so gen/cuda/symbols.h gen/nvml/symbols.h): | build/.setup-dist
 
 .PHONY: shim shim-asan shim-tsan shim-release docs
 shim: build/shim/libcuda.so build/shim/libnvidia-ml.so ## build the shim
 shim-asan: build/shim-asan/libcuda.so build/shim-asan/libnvidia-ml.so ## build the shim with AddressSanitizer
 shim-tsan: build/shim-tsan/libcuda.so build/shim-tsan/libnvidia-ml.so ## build the shim with ThreadSanitizer
-shim-release: $(foreach machine,x86_64 aarch64,$(addprefix build/shim-release/$(machine)/,libcuda.so libnvidia-ml.so)) ## build the shim against glibc 2.17
+shim-release: $(foreach machine,$(SHIM_MACHINES),$(SHIM_RELEASE_$(machine))) ## build the shim against glibc 2.17
 docs: ## write docs/shim-symbols.md from the table
 	$(PYTHON) shim/gen_symbols.py docs >docs/shim-symbols.md

@@ -13,8 +13,8 @@
 #include "launcher.h"
 #include "launcher_tables.h"
 
-#ifndef LIBEXEC /* where the Python programs are, from the directory of this one */
-#define LIBEXEC "../libexec"
+#ifndef PYTHON_PROGRAM /* where it is: the directory of this one, its name */
+#define PYTHON_PROGRAM "%s/../libexec/%s"
 #endif
 
 static int fail(const char *what) {
@@ -43,7 +43,7 @@ static int python(const char *name, char **argv) {
         return fail("/proc/self/exe");
     self[length] = '\0';
     *strrchr(self, '/') = '\0';
-    snprintf(path, sizeof path, "%s/" LIBEXEC "/%s", self, name);
+    snprintf(path, sizeof path, PYTHON_PROGRAM, self, name);
     execve(path, argv, strcmp(name, "gpushare-hook") == 0 ? environment_of_hook() : environ);
     return fail(path);
 }

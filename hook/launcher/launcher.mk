@@ -3,7 +3,7 @@
 LAUNCHERS := build/bin/gpushare-runtime build/bin/gpushare-hook
 LAUNCHER_SOURCES := $(addprefix hook/launcher/,adopt.c args.c attach.c decision.c known.c launcher.c place.c release.c scan.c state.c)
 LAUNCHER_TABLES := build/launcher/launcher_tables.h
-LAUNCHER_CFLAGS := -std=gnu11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -Ibuild/launcher -Wno-unused-variable
+LAUNCHER_CFLAGS := -std=gnu11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -Ibuild/launcher -Wno-unused-variable -ffile-prefix-map=$(CURDIR)=.
 # Static: it starts in a third of the time, and on any distribution.
 LAUNCHER_LDFLAGS := -static -Wl,-z,relro -Wl,-z,now
 

@@ -1,0 +1,6 @@
+#!python
+import sys
+
+from gpushare.wheel import hook
+
+sys.exit(hook())

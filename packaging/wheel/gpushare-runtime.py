@@ -1,0 +1,6 @@
+#!python
+import sys
+
+from gpushare.wheel import runtime
+
+sys.exit(runtime())
