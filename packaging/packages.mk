@@ -11,7 +11,8 @@ packages: $(PACKAGES)/SHA256SUMS ## make build/packages: archive, wheels, .deb, 
 # The launchers of a wheel have their Python beside them, under another name.
 WHEEL_CFLAGS := $(LAUNCHER_CFLAGS) '-DPYTHON_PROGRAM="%s/%s.py"'
 WHEEL_CC_x86_64 = $(CC)
-WHEEL_CC_aarch64 = $(SHIM_ZIG) -target aarch64-linux-musl
+# musl's header ends before stx_mnt_id, which is the first word of its padding.
+WHEEL_CC_aarch64 = $(SHIM_ZIG) -target aarch64-linux-musl -DSTATX_MNT_ID=0x1000U '-Dstx_mnt_id=__pad1[0]'
 define wheel_launchers
 build/wheel/$(1)/gpushare-runtime build/wheel/$(1)/gpushare-hook: $(LAUNCHER_SOURCES) $(LAUNCHER_TABLES) packaging/packages.mk build/.setup-dist
 	@mkdir -p $$(@D)
@@ -31,9 +32,24 @@ $(STAGE)/.complete: $(DIST)/.complete packaging/stage packaging/config.yaml pack
 	@packaging/stage $(DIST) $(STAGE)
 	@touch $@
 
-$(PACKAGES)/SHA256SUMS: $(STAGE)/.complete $(WHEELS) packaging/nfpm.yaml $(wildcard packaging/scripts/*) packaging/packages.mk
+# One owner, one order, one time, and modes that no umask decides
+TAR := tar --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime="@$$SOURCE_DATE_EPOCH" --exclude=.complete
+INSTALLER := packaging/kubernetes/installer
+
+$(PACKAGES)/SHA256SUMS: $(STAGE)/.complete $(WHEELS) packaging/nfpm packaging/nfpm.yaml $(wildcard packaging/scripts/*) \
+    $(INSTALLER)/Dockerfile $(INSTALLER)/install.py packaging/packages.mk
 	@rm -rf $(PACKAGES) && mkdir -p $(PACKAGES)
 	@cp build/dist/$(DIST_NAME).tar.gz $(foreach machine,$(SHIM_MACHINES),build/wheel/$(machine)/*.whl) $(PACKAGES)
 	VERSION=$(DIST_VERSION) STAGE=$(STAGE) packaging/nfpm $(PACKAGES)
+	$(TAR) -C $(INSTALLER) -c Dockerfile install.py -C $(abspath build/dist) gpushare | \
+	    gzip -9n >$(PACKAGES)/gpushare-installer-$(DIST_VERSION).tar.gz
 	@cd $(PACKAGES) && sha256sum * >SHA256SUMS
 	@cd $(PACKAGES) && ls -l --human-readable
+
+PACKAGES_SETUP := build/.setup-packages
+$(PACKAGES_SETUP): packaging/bootstrap $(TEST_SETUP)
+	@packaging/bootstrap packages
+	@touch $@
+
+test-packages: root build packages $(PACKAGES_SETUP) ## install, use, upgrade and remove each package; build all of them twice
+	@$(VENV_PYTHON) -m pytest -o python_files='check_*.py' tests/packages $(PYTEST_ARGS)

@@ -3,6 +3,7 @@
     WORKSTATION, CLUSTER -> dict     dotted key -> value, as in config.KEYS
     PROFILES, NAMES                  by name
     text(profile)        -> str      a commented config.yaml with every key; raises ConfigError
+    says_nothing(text)   -> bool     a file as packages bring it, which a profile may replace
 
 Not on the start path.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import rendered
+from .config import VERSION, rendered
 from .errors import ConfigError
 
 # Whoever starts containers owns the machine: every way of asking counts, and a container that names no limit gets the
@@ -49,3 +50,13 @@ def text(profile: str) -> str:
     if profile not in PROFILES:
         raise ConfigError(f"no profile {profile!r}", f"one of {', '.join(NAMES)}")
     return rendered(PROFILES[profile], (*_HEADS[profile], "# `gpushare config check` reads it and says what is wrong."))
+
+
+def says_nothing(text: str) -> bool:
+    """Whether a configuration file is valid and has no key but `version`."""
+    import yaml
+
+    try:
+        return bool(yaml.safe_load(text) == {"version": VERSION})
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return False

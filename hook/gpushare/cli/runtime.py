@@ -107,7 +107,8 @@ def profile_changes(profile: str, path: str, host: Host, force: bool) -> list[Ch
     wanted, there = profiles.text(profile), host.read(path)
     if there == wanted:
         return []
-    if there is not None and not force and there not in [profiles.text(name) for name in profiles.NAMES]:
+    written = [profiles.text(name) for name in profiles.NAMES]
+    if there is not None and not force and there not in written and not profiles.says_nothing(there):
         try:
             now, then = effective(parse_config(there, path)), effective(parse_config(wanted, path))
             other = [f"{key} {now[key]!r} (profile: {then[key]!r})" for key in now if now[key] != then[key]]

@@ -1,0 +1,170 @@
+"""Each file of build/packages: what it says it is, what it holds, and the same bytes when it is built again elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.lib import elf
+from tests.lib.engines.image import PROBE, make_root
+from tests.lib.host import TREE, Node, write_config
+from tests.lib.rootfs import run
+from tests.lib.runc import Container
+
+from .conftest import PACKAGES
+
+MACHINES = {"x86_64": elf.X86_64, "aarch64": elf.AARCH64}
+
+
+def test_what_there_is() -> None:
+    sums = dict(line.split()[::-1] for line in (PACKAGES / "SHA256SUMS").read_text().splitlines())
+    assert sums == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in PACKAGES.iterdir()
+        if path.name != "SHA256SUMS"
+    }
+    assert sorted(sums) == [
+        "gpushare-0.1.0-1.x86_64.rpm",
+        "gpushare-0.1.0-linux-x86_64.tar.gz",
+        "gpushare-0.1.0-py3-none-manylinux2014_aarch64.whl",
+        "gpushare-0.1.0-py3-none-manylinux2014_x86_64.whl",
+        "gpushare-installer-0.1.0.tar.gz",
+        "gpushare_0.1.0_amd64.deb",
+    ]
+
+
+def test_rpm_and_deb_hold_the_same(tmp_path: Path) -> None:
+    """What an rpm is unpacked to by rpm2cpio, and its header."""
+    (rpm,), (deb,) = PACKAGES.glob("*.rpm"), PACKAGES.glob("*.deb")
+    folders = {"rpm": f"rpm2cpio {rpm} | cpio -idm --quiet", "deb": f"dpkg-deb -x {deb} ."}
+    found = {}
+    for name, command in folders.items():
+        (tmp_path / name).mkdir()
+        subprocess.run(command, shell=True, cwd=tmp_path / name, check=True, timeout=60)
+        found[name] = tree(tmp_path / name)
+    zsh = {"usr/share/zsh/vendor-completions/_gpushare": "usr/share/zsh/site-functions/_gpushare"}
+    assert found["rpm"] == {zsh.get(path, path): what for path, what in found["deb"].items()}
+
+    def query(text: str) -> str:
+        return run("rpm", "--query", "--package", "--nosignature", "--queryformat", text, rpm)
+
+    assert query("%{name} %{version} %{arch} %{license}") == "gpushare 0.1.0 x86_64 Apache-2.0"
+    flags = dict(line.split() for line in query("[%{filenames} %{fileflags:fflags}\n]").splitlines() if len(line.split()) == 2)
+    assert flags == {"/etc/gpushare/config.yaml": "cn"}  # configuration, kept when it was edited
+    owners = set(query("[%{fileusername}:%{filegroupname}\n]").split())
+    assert owners == {"root:root"}
+    # A directory that another package has, too, may have another mode there, which rpm takes for a conflict.
+    folders_of = {path for path, mode in re.findall(r"(\S+) (\d+)\n", query("[%{filenames} %{filemodes}\n]"))
+                  if stat.S_ISDIR(int(mode))}  # fmt: skip
+    assert {path for path in folders_of if "gpushare" not in path} == set()
+    done = subprocess.run(["chroot", tmp_path / "rpm", "/usr/bin/gpushare", "version"], capture_output=True, text=True)
+    assert done.stderr.endswith("install gpushare again\n") or done.stdout.startswith("gpushare 0.1.0,")  # no /proc there
+
+
+def tree(top: Path) -> dict[str, tuple[int, str]]:
+    """Path -> mode, and digest of the content or what a link says; of files and links."""
+    found = {}
+    for folder, folders, names in os.walk(top):
+        for path in (Path(folder, name) for name in [*names, *folders]):
+            if path.is_symlink():
+                found[str(path.relative_to(top))] = (0, os.readlink(path))
+            elif path.is_file():
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                found[str(path.relative_to(top))] = (stat.S_IMODE(path.stat().st_mode), digest)
+    return found
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_shim_of_each_machine_needs_an_old_c_library_only(machine: str, tmp_path: Path) -> None:
+    (wheel,) = PACKAGES.glob(f"*_{machine}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    for name in ("libcuda.so", "libnvidia-ml.so"):
+        path = tmp_path / "gpushare" / "shim" / name
+        assert elf.machine(path) == MACHINES[machine]
+        assert elf.glibc(path) <= (2, 17)
+    for path in tmp_path.glob("gpushare-*.data/scripts/gpushare-*[a-z]"):
+        if path.suffix != ".py":
+            assert elf.machine(path) == MACHINES[machine]
+            assert "INTERP" not in run("readelf", "--program-headers", path)  # static
+
+
+def test_a_wheel_in_a_venv(tmp_path: Path, simhost: Path) -> None:
+    """Its programs start a real container with its shim, and know that they are installed."""
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", venv)
+    (wheel,) = PACKAGES.glob("*_x86_64.whl")
+    run(venv / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", wheel)
+    assert run(venv / "bin" / "gpushare", "version").startswith("gpushare 0.1.0,")
+    node = Node(tmp_path / "node", simhost)
+    config = json.loads(write_config(node.config, simhost).read_text())
+    del config["shim_dir"]
+    node.config.write_text(json.dumps(config))
+    words = (venv / "bin" / "gpushare-runtime", "--gpushare-config", node.config, "--gpushare-state", node.state)
+    image = make_root(tmp_path / "image")
+    try:
+        with Container(tmp_path, [PROBE], env={"GPUSHARE_MEMORY": "1Gi"}, rootfs=image,
+                       runtime=tuple(map(str, words))) as one:  # fmt: skip
+            assert one.run() == 0, one.stderr
+            said = json.loads(one.stdout)
+            assert (said["total_bytes"], said["refused"]) == (1 << 30, 2)
+            sources = {mount.get("source") for mount in json.loads((one.bundle / "config.json").read_text())["mounts"]}
+            (shim,) = venv.glob("lib/python3*/site-packages/gpushare/shim/libcuda.so")
+            assert str(shim) in sources
+            hooks = json.loads((one.bundle / "config.json").read_text())["hooks"]
+            assert {hook["path"] for stage in hooks.values() for hook in stage} == {str(venv / "bin/gpushare-hook")}
+        assert node.leases() == []
+    finally:
+        node.close()
+
+
+def test_installer_image_is_the_bundle_and_one_program() -> None:
+    (context,) = PACKAGES.glob("gpushare-installer-*.tar.gz")
+    (bundle,) = PACKAGES.glob("gpushare-0.1.0-linux-*.tar.gz")
+    with tarfile.open(context) as archive, tarfile.open(bundle) as other:
+        names = {member.name for member in archive.getmembers()}
+        expected = {"gpushare" + member.name[len("gpushare-0.1.0-linux-x86_64") :] for member in other.getmembers()}
+    assert names == {"Dockerfile", "install.py", *expected}
+
+
+@pytest.mark.timeout(1500)
+def test_another_build_is_the_same_bytes(tmp_path: Path) -> None:
+    """In another directory, with another umask, time zone and locale, from nothing."""
+    copy = tmp_path / "another place"[:7]
+    files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=TREE).split("\0")
+    for name in filter(None, files):
+        source, target = TREE / name, copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.exists():
+            shutil.copy2(source, target, follow_symlinks=False)
+    environment = {
+        **{name: text for name, text in os.environ.items() if not name.startswith(("GPUSHARE", "MAKE", "MFLAGS"))},
+        "SOURCE_DATE_EPOCH": run("git", "log", "-1", "--format=%ct", cwd=TREE).strip(),
+        "TZ": "Pacific/Auckland",
+        "LC_ALL": "C.UTF-8",
+    }
+    done = subprocess.run(
+        "umask 077; exec make --no-print-directory packages",
+        shell=True,
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    made, again = PACKAGES, copy / "build" / "packages"
+    assert {path.name: path.read_bytes() == (again / path.name).read_bytes() for path in sorted(made.iterdir())} == {
+        path.name: True for path in sorted(made.iterdir())
+    }

@@ -1,0 +1,216 @@
+"""A .deb and an .rpm from being installed to being removed, on a Debian of their own, with real containers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.lib.engines.image import PROBE, make_root
+from tests.lib.host import BUILD, TREE
+from tests.lib.spec import spec
+from tests.sim.simhost import make_simhost
+
+from .cleanroot import CleanRoot
+from .conftest import PACKAGES
+
+GIB = 1 << 30
+HOME = "/usr/libexec/gpushare"
+SHIM = f"{HOME}/shim/libcuda.so"
+IN_CONTAINER = "usr/lib/x86_64-linux-gnu/libcuda.so.1"
+
+
+class Kind(NamedTuple):
+    """A package manager's words."""
+
+    pattern: str
+    install: tuple[str, ...]
+    upgrade: tuple[str, ...]
+    remove: tuple[str, ...]
+    version: tuple[str, ...]
+    kept: str  # where an edited configuration is after the removal
+
+
+KINDS = {
+    "deb": Kind(
+        "gpushare_*_amd64.deb",
+        ("dpkg", "--install"),
+        ("dpkg", "--install"),
+        ("dpkg", "--remove", "gpushare"),
+        ("dpkg-query", "--show", "--showformat", "${db:Status-Status} ${Version}", "gpushare"),
+        "/etc/gpushare/config.yaml",
+    ),
+    "rpm": Kind(  # nothing there is known to rpm, so nothing can be depended on
+        "gpushare-*.x86_64.rpm",
+        ("rpm", "--nodeps", "--force-debian", "--install"),
+        ("rpm", "--nodeps", "--force-debian", "--upgrade"),
+        ("rpm", "--force-debian", "--erase", "gpushare"),
+        ("rpm", "--query", "--queryformat", "installed %{version}", "gpushare"),
+        "/etc/gpushare/config.yaml.rpmsave",
+    ),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+def newer(directory: Path) -> Path:
+    """Packages of a version 0.2.0 that differs in its shim and in what the program says of itself."""
+    stage = directory / "stage"
+    shutil.copytree(BUILD / "stage", stage, symlinks=True)
+    with open(stage / SHIM[1:], "ab") as file:
+        file.write(b"0.2.0")
+    (metadata,) = stage.glob("usr/libexec/gpushare/libexec/_internal/lib/python3*/gpushare-*.dist-info/METADATA")
+    metadata.write_text(metadata.read_text().replace("\nVersion: 0.1.0\n", "\nVersion: 0.2.0\n"))
+    made = directory / "packages"
+    made.mkdir()
+    environment = {**os.environ, "STAGE": str(stage), "VERSION": "0.2.0", "SOURCE_DATE_EPOCH": "1"}
+    subprocess.run([TREE / "packaging" / "nfpm", made], env=environment, check=True)
+    return made
+
+
+class Held:
+    """A container that has taken all that it may, until `end`."""
+
+    def __init__(self, root: CleanRoot, name: str) -> None:
+        self.root, self.name = root, name
+        config = spec(
+            rootfs=Path("/srv/image"),
+            args=[PROBE, "hold"],
+            env={"GPUSHARE_MEMORY": "1Gi"},
+            annotations={},
+            hook=None,
+            mounts=[],
+            user=(0, 0),
+            cgroups_path=f"/gpushare-packages-{os.getpid()}-{name}",
+        )
+        root.put(f"/srv/{name}/config.json", json.dumps(config))
+        self.process = root.start("/usr/bin/gpushare-runtime", "run", "--bundle", f"/srv/{name}", name)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("{"), line + self.process.communicate()[0]
+        self.said = json.loads(line)
+
+    @property
+    def view(self) -> Path:
+        """Its root, as its init sees it."""
+        (state,) = [one for one in json.loads(self.root.run("runc", "list", "-f", "json")) if one["id"] == self.name]
+        return Path(f"/proc/{state['pid']}/root")
+
+    def mounts(self) -> list[str]:
+        """As the kernel lists them. A source that was replaced is called deleted, and stays what it was."""
+        return (self.view.parent / "mountinfo").read_text().replace("//deleted ", " ").splitlines()
+
+    def end(self) -> None:
+        output, _ = self.process.communicate("", timeout=60)
+        assert self.process.returncode == 0, output
+
+
+@pytest.fixture
+def held(clean_root: CleanRoot) -> Iterator[Callable[[str], Held]]:
+    made: list[Held] = []
+
+    def make(name: str) -> Held:
+        made.append(Held(clean_root, name))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.process.poll() is None:
+            clean_root.call("runc", "kill", one.name, "KILL")
+            one.process.communicate(timeout=60)
+
+
+def use_simulated_gpu(root: CleanRoot) -> None:
+    """Installed as it is, the package looks for the host's driver; this is how an administrator says where it is."""
+    make_simhost(root.path / "opt/driver", memory_bytes=16 * GIB)
+    make_root(root.path / "srv/image")
+    config = {"version": 1, "driver": {"root": "/opt/driver"}, "log": {"decisions": "/var/log/gpushare"}}
+    root.put("/etc/gpushare/config.yaml", json.dumps(config))
+
+
+def test_installed_used_upgraded_and_removed(
+    kind: Kind, clean_root: CleanRoot, held: Callable[[str], Held], tmp_path: Path
+) -> None:
+    root = clean_root
+    (package,) = PACKAGES.glob(kind.pattern)
+    shutil.copy(package, root.path / "srv")
+    before = root.files("/etc", "/usr/lib/systemd", "/run", "/var/lib/systemd")
+    root.run(*kind.install, f"/srv/{package.name}")
+
+    # It has configured nothing: one file of its own, units that nothing starts, no state.
+    after = root.files("/etc", "/usr/lib/systemd", "/run", "/var/lib/systemd")
+    assert {path: text for path, text in after.items() if path in before} == before
+    units = {f"/usr/lib/systemd/system/{path.name}" for path in (TREE / "packaging/systemd").iterdir()}
+    assert set(after) - set(before) == {"/etc/gpushare/config.yaml", *units}
+    assert root.run("gpushare", "version").startswith("gpushare 0.1.0,")
+    verified = root.call("systemd-analyze", "verify", "--man=no", *sorted(units))
+    assert not [line for line in verified.stderr.splitlines() if "gpushare" in line], verified.stderr
+    assert "_GPUSHARE_COMPLETE" in root.run("cat", "/usr/share/bash-completion/completions/gpushare").upper()
+    assert (root.path / "usr/share/man/man1/gpushare.1.gz").is_file()
+
+    # When asked: a profile in place of the file that says nothing, and an engine.
+    root.put("/etc/docker/daemon.json", '{"debug": false}\n')
+    root.run("gpushare", "runtime", "configure", "docker", "--profile", "workstation")
+    daemon = json.loads(root.run("cat", "/etc/docker/daemon.json"))
+    assert daemon["runtimes"]["gpushare"]["path"] == f"{HOME}/bin/gpushare-runtime"
+    use_simulated_gpu(root)
+    edited = (root.path / "etc/gpushare/config.yaml").read_bytes()
+
+    first = held("first")
+    assert first.said["total_bytes"] == first.said["nvml_total_bytes"] == GIB and first.said["refused"] == 2
+    old, mounts = os.stat(first.view / IN_CONTAINER), first.mounts()
+    content = (first.view / IN_CONTAINER).read_bytes()
+    assert old.st_ino == os.stat(root.path / SHIM[1:]).st_ino
+
+    # The upgrade leaves it as it is: the same mounts, the same files, the same limit.
+    (package,) = newer(tmp_path).glob(kind.pattern)
+    shutil.copy(package, root.path / "srv")
+    root.run(*kind.upgrade, f"/srv/{package.name}")
+    assert root.run(*kind.version).split() == ["installed", "0.2.0"]
+    assert (root.path / "etc/gpushare/config.yaml").read_bytes() == edited
+    assert json.loads(root.run("cat", "/etc/docker/daemon.json")) == daemon
+    assert root.run("gpushare", "version").startswith("gpushare 0.2.0,")
+    assert first.process.poll() is None and first.mounts() == mounts
+    now = os.stat(first.view / IN_CONTAINER)
+    assert (now.st_dev, now.st_ino) == (old.st_dev, old.st_ino)
+    assert (first.view / IN_CONTAINER).read_bytes() == content
+    again = root.call("gpushare-runtime", "exec", first.name, PROBE)
+    assert json.loads(again.stdout) == {"failed": "cuDevicePrimaryCtxRetain", "code": 2}, again.stdout + again.stderr
+    assert listed(root) == ["first"]
+
+    # What starts now has the new one, beside it.
+    second = held("second")
+    assert second.said["got_bytes"] == first.said["got_bytes"] and listed(root) == ["first", "second"]
+    assert (second.view / IN_CONTAINER).read_bytes() == content + b"0.2.0"
+    first.end()
+    assert listed(root) == ["second"]
+
+    # It does not go while a container needs it, and then it goes whole.
+    refused = root.call(*kind.remove)
+    assert refused.returncode != 0 and "1 container holds a share: second" in refused.stdout + refused.stderr
+    assert root.run(*kind.version).split() == ["installed", "0.2.0"] and listed(root) == ["second"]
+    assert json.loads(root.run("cat", "/etc/docker/daemon.json")) == daemon
+    second.end()
+    root.run(*kind.remove)
+    assert root.run("cat", "/etc/docker/daemon.json") == '{"debug": false}\n'
+    assert (root.path / kind.kept[1:]).read_bytes() == edited
+    left = [path for path in root.files("/etc", "/usr", "/run", "/var/lib/gpushare") if "gpushare" in path]
+    assert [path for path in left if not path.startswith(("/etc/gpushare/", "/var/lib/dpkg/"))] == []
+    assert " /run/gpushare " not in root.run("cat", "/proc/self/mountinfo")
+    if kind is KINDS["deb"]:
+        root.run("dpkg", "--purge", "gpushare")
+        assert not (root.path / "etc/gpushare").exists() and not (root.path / "var/lib/gpushare").exists()
+
+
+def listed(root: CleanRoot) -> list[str]:
+    found: list[dict[str, Any]] = json.loads(root.run("gpushare", "list", "--format", "json"))
+    return [one["id"] for one in found]

@@ -1,0 +1,115 @@
+"""A Debian of its own, as debootstrap makes it: what a package finds on a machine where nobody has prepared anything.
+
+    archive()              -> build/debian-root.tar, made once
+    CleanRoot(directory)   that, unpacked to memory; `run` runs programs that have it as their root, and nothing else
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.lib.host import BUILD
+from tests.lib.rootfs import run, unmount_below
+
+# What a host has: a runtime, systemd to look at our units with; and rpm, which installs .rpm wherever it is
+INCLUDED = "runc,systemd,rpm"
+_ENTER = """
+set -e
+for name in proc sys dev; do mount --rbind /$name "$1/$name"; done
+cd "$1"
+mkdir -p .before
+pivot_root . .before
+umount -l /.before
+rmdir /.before
+echo ready
+exec sleep infinity
+"""
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def archive() -> Path:
+    """The packages come from where this machine's own do."""
+    target = BUILD / "debian-root.tar"
+    if target.exists():
+        return target
+    with open("/etc/os-release") as file:
+        release = dict(line.rstrip().split("=", 1) for line in file if "=" in line)
+    suite = release["VERSION_CODENAME"]
+    words = ("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", f"Codename: {suite}")
+    sources = run(*words).split()
+    assert sources, f"apt knows no source of {suite}"
+    folder, new = BUILD / "debian-root", BUILD / "debian-root.tar.new"
+    shutil.rmtree(folder, ignore_errors=True)
+    run("debootstrap", "--variant=minbase", f"--include={INCLUDED}", suite, folder, sources[0])
+    run("tar", "--numeric-owner", "--one-file-system", "-C", folder, "-cf", new, "--exclude=./var/cache", ".")
+    shutil.rmtree(folder)
+    new.rename(target)
+    return target
+
+
+class CleanRoot:
+    """`path` is what is in it, as seen from here. Mounts that programs make in there are seen in there alone."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        directory.mkdir()
+        run("mount", "-t", "tmpfs", "-o", "mode=755,size=2g", "gpushare-test", directory)
+        try:
+            run("tar", "-C", directory, "-xpf", archive())
+            words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "sh", str(directory)]
+            self._inside = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+            assert self._inside.stdout is not None
+            assert self._inside.stdout.readline() == "ready\n"
+        except BaseException:
+            self.close()
+            raise
+
+    def words(self, *command: str) -> list[str]:
+        inside = ["nsenter", "--target", str(self._inside.pid), "--mount", "--root", "--wd", "--"]
+        return [*inside, "env", "-i", f"PATH={_PATH}", "DEBIAN_FRONTEND=noninteractive", *command]
+
+    def call(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """`command` to its end."""
+        options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 120}
+        return subprocess.run(self.words(*command), **options)
+
+    def run(self, *command: str) -> str:
+        """Standard output of a command that has to succeed."""
+        done = self.call(*command)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self.words(*command), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+    def put(self, path: str, text: str) -> None:
+        target = self.path / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+    def files(self, *folders: str) -> dict[str, bytes | str]:
+        """Path -> content, or what a link says."""
+        found: dict[str, bytes | str] = {}
+        for top in folders:
+            for folder, folders_in, names in os.walk(self.path / top.lstrip("/")):
+                for name in [*names, *folders_in]:
+                    path = Path(folder, name)
+                    shown = "/" + str(path.relative_to(self.path))
+                    if path.is_symlink():
+                        found[shown] = os.readlink(path)
+                    elif path.is_file():
+                        found[shown] = path.read_bytes()
+        return found
+
+    def close(self) -> None:
+        inside = getattr(self, "_inside", None)
+        if inside is not None:
+            inside.kill()
+            inside.communicate()
+        unmount_below(self.path)
+        self.path.rmdir()
