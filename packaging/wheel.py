@@ -1,8 +1,8 @@
-"""What a wheel has besides the modules: the shim and the launchers of one machine (run by hatchling, for `make packages`).
+"""What a wheel has besides the modules: shim and launchers of one machine (run by hatchling, for `make packages`).
 
-    gpushare/shim/                      the library that stands in containers
-    bin/gpushare-hook, gpushare-runtime      the launchers, which start what is beside them:
-    bin/gpushare-hook.py, gpushare-runtime.py   with the first line that whoever installs a wheel writes anew
+gpushare/shim/                      the library that stands in containers
+bin/gpushare-hook, gpushare-runtime      the launchers, which start what is beside them:
+bin/gpushare-hook.py, gpushare-runtime.py   with the first line that whoever installs a wheel writes anew
 """
 
 from __future__ import annotations

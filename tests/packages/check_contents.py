@@ -1,4 +1,4 @@
-"""Each file of build/packages: what it says it is, what it holds, and the same bytes when it is built again elsewhere."""
+"""Each file of build/packages: what it says it is, what it holds, and the same bytes when it is built elsewhere."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_rpm_and_deb_hold_the_same(tmp_path: Path) -> None:
         return run("rpm", "--query", "--package", "--nosignature", "--queryformat", text, rpm)
 
     assert query("%{name} %{version} %{arch} %{license}") == "gpushare 0.1.0 x86_64 Apache-2.0"
-    flags = dict(line.split() for line in query("[%{filenames} %{fileflags:fflags}\n]").splitlines() if len(line.split()) == 2)
+    flags = dict(
+        line.split() for line in query("[%{filenames} %{fileflags:fflags}\n]").splitlines() if len(line.split()) == 2
+    )
     assert flags == {"/etc/gpushare/config.yaml": "cn"}  # configuration, kept when it was edited
     owners = set(query("[%{fileusername}:%{filegroupname}\n]").split())
     assert owners == {"root:root"}
@@ -68,8 +70,6 @@ def test_rpm_and_deb_hold_the_same(tmp_path: Path) -> None:
     folders_of = {path for path, mode in re.findall(r"(\S+) (\d+)\n", query("[%{filenames} %{filemodes}\n]"))
                   if stat.S_ISDIR(int(mode))}  # fmt: skip
     assert {path for path in folders_of if "gpushare" not in path} == set()
-    done = subprocess.run(["chroot", tmp_path / "rpm", "/usr/bin/gpushare", "version"], capture_output=True, text=True)
-    assert done.stderr.endswith("install gpushare again\n") or done.stdout.startswith("gpushare 0.1.0,")  # no /proc there
 
 
 def tree(top: Path) -> dict[str, tuple[int, str]]:
@@ -141,7 +141,7 @@ def test_installer_image_is_the_bundle_and_one_program() -> None:
 @pytest.mark.timeout(1500)
 def test_another_build_is_the_same_bytes(tmp_path: Path) -> None:
     """In another directory, with another umask, time zone and locale, from nothing."""
-    copy = tmp_path / "another place"[:7]
+    copy = tmp_path / "another"
     files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=TREE).split("\0")
     for name in filter(None, files):
         source, target = TREE / name, copy / name

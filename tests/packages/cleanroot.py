@@ -1,7 +1,7 @@
 """A Debian of its own, as debootstrap makes it: what a package finds on a machine where nobody has prepared anything.
 
-    archive()              -> build/debian-root.tar, made once
-    CleanRoot(directory)   that, unpacked to memory; `run` runs programs that have it as their root, and nothing else
+archive()              -> build/debian-root.tar, made once
+CleanRoot(directory)   that, unpacked to memory; `run` runs programs that have it as their root, and nothing else
 """
 
 from __future__ import annotations

@@ -44,11 +44,14 @@ def run(*words: str) -> str:
     environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
 
     def enter() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
         os.chroot(HOST)
         os.chdir("/")
 
     try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, preexec_fn=enter, env=environment, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words, stdout=subprocess.PIPE, preexec_fn=enter, env=environment, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise Failed(f"{words[0]}: {error}") from None
     if done.returncode:
@@ -120,7 +123,7 @@ def install() -> None:
     words = ["runtime", "configure", os.environ.get("GPUSHARE_ENGINE", "containerd")]
     before = checksum(CONFIG)
     if not before or before == read(WRITTEN):  # somebody's own stays
-        words += ["--profile", os.environ.get("GPUSHARE_PROFILE", "cluster")]
+        words += ["--profile", os.environ.get("GPUSHARE_PROFILE", "cluster"), "--force"]
     done = gpushare(*words)
     if "--profile" in words:
         with open(on_node(WRITTEN), "w") as file:
@@ -150,8 +153,10 @@ def remove(force: bool) -> None:
     for step in done["steps"]:
         print(step, flush=True)
     restart(done)
-    if not force:  # else containers still have its mounts, and their engine calls its hooks
-        shutil.rmtree(on_node(FOLDER))
+    if force:  # containers still have its mounts, and their engine calls its hooks
+        print(f"gpushare is no longer used on this node; {FOLDER} can go when its containers have ended", flush=True)
+        return
+    shutil.rmtree(on_node(FOLDER))
     print("gpushare is gone from this node", flush=True)
 
 

@@ -1,0 +1,174 @@
+"""The image that installs gpushare on nodes, as its entry point runs in a pod: the node's root at /host, and no tool of
+an image but what is in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gpushare import labels
+
+from tests.lib.engines.image import PROBE, make_root
+from tests.lib.host import BUILD, TREE
+from tests.lib.rootfs import run, unmount_below
+from tests.lib.runc import Container
+from tests.sim.simhost import make_simhost
+
+FOLDER = TREE / "packaging" / "kubernetes" / "installer"
+DROP_IN = "etc/containerd/conf.d/gpushare.toml"
+FEATURES = labels.FILE[1:]
+# systemctl and containerd of the node: they write down how they were called.
+PROGRAM = """
+#include <stdio.h>
+#include <string.h>
+int main(int c, char **v) {
+    FILE *to = fopen("/called", "a");
+    for (int i = 0; i < c; i++) fprintf(to, "%s%c", v[i], i + 1 < c ? ' ' : '\\n');
+    if (strcmp(v[0], "containerd") == 0) puts("containerd example.invalid/containerd v2.1.0 0123456789");
+    return fclose(to);
+}"""
+
+
+class Pod:
+    """One run of the image over a node."""
+
+    def __init__(self, image: Path, *arguments: str) -> None:
+        dockerfile = (FOLDER / "Dockerfile").read_text()
+        (entry,) = (line for line in dockerfile.splitlines() if line.startswith("ENTRYPOINT "))
+        words = json.loads(entry[len("ENTRYPOINT ") :])
+        pipe = subprocess.PIPE
+        environment = {"LC_ALL": "C"}
+        self.process = subprocess.Popen(
+            ["chroot", str(image), *words, *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=pipe,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.lines: list[str] = []
+
+    def until(self, end: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if self.lines[-1].startswith(end):
+                return
+        pytest.fail(f"no {end!r} in {self.lines}")
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        output, _ = self.process.communicate(timeout=60)
+        self.lines += output.splitlines()
+        return self.process.returncode
+
+
+@pytest.fixture
+def bundle() -> Path:
+    """build/dist/gpushare; `make test` has made it."""
+    made = BUILD / "dist" / "gpushare"
+    assert (made / "bin" / "gpushare").exists(), "make dist"
+    return made
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Path]:
+    """A node's root: a simulated driver, an engine, systemd. What the kernel shows is the machine's."""
+    root = make_simhost(tmp_path / "node")
+    run("mount", "--rbind", root, root)
+    run("mount", "--make-private", root)
+    run("mount", "--make-shared", root)  # as a pod with mountPropagation: Bidirectional sees it
+    for name in ("etc/containerd", "usr/bin", "run", "sys", "tmp"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    driver = tmp_path / "driver"
+    (root / "proc" / "driver").rename(driver)
+    run("mount", "--rbind", "/proc", root / "proc")
+    run("mount", "--bind", driver, root / "proc" / "driver")
+    run("mount", "--rbind", "/sys", root / "sys")
+    (root / "etc/containerd/config.toml").write_text("version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n")
+    for name in ("systemctl", "containerd"):
+        source = PROGRAM.encode()
+        subprocess.run(["gcc", "-static", "-xc", "-", "-o", root / "usr/bin" / name], input=source, check=True)
+    yield root
+    unmount_below(root)
+
+
+@pytest.fixture
+def image(tmp_path: Path, bundle: Path, node: Path) -> Iterator[Path]:
+    root = tmp_path / "image"
+    for name in ("gpushare", "dev", "proc", "host"):
+        (root / name).mkdir(parents=True)
+    shutil.copy(FOLDER / "install.py", root)
+    run("mount", "--bind", bundle, root / "gpushare")
+    run("mount", "--rbind", "/dev", root / "dev")
+    run("mount", "--rbind", "/proc", root / "proc")
+    run("mount", "--rbind", node, root / "host")
+    yield root
+    unmount_below(root)
+
+
+def called(node: Path) -> list[str]:
+    """How programs of the node were called, but for questions."""
+    lines = (node / "called").read_text().splitlines()
+    return [line for line in lines if line.startswith("systemctl")]
+
+
+def tree(node: Path) -> set[str]:
+    places = (node / "etc", node / "opt", node / "var")
+    return {str(path.relative_to(node)) for place in places for path in place.rglob("*")}
+
+
+def test_installs_and_takes_away(node: Path, image: Path) -> None:
+    before = tree(node)
+    pod = Pod(image, "install")
+    pod.until("ready")
+    (home,) = (path for path in (node / "opt/gpushare").iterdir() if path.is_dir() and not path.is_symlink())
+    program = f"/opt/gpushare/{home.name}/bin/gpushare-runtime"
+    assert f'BinaryName = "{program}"' in (node / DROP_IN).read_text()
+    assert (node / program[1:]).stat().st_mode & 0o777 == 0o755
+    assert "require_limits: true" in (node / "etc/gpushare/config.yaml").read_text()  # of a cluster
+    assert "gpushare.io/present=true\n" in (node / FEATURES).read_text()
+    assert called(node) == ["systemctl restart containerd"]
+    assert pod.process.poll() is None
+
+    # A pod that is started again finds all as it should be.
+    pod.process.kill()
+    pod.process.communicate()
+    again = Pod(image, "install")
+    again.until("ready")
+    assert called(node) == ["systemctl restart containerd"] and home.is_dir()
+
+    assert again.stop() == 0, again.lines
+    assert called(node) == ["systemctl restart containerd"] * 2
+    assert {path for path in tree(node) - before if "gpushare" in path} == set()
+    assert not (node / FEATURES).exists()
+
+
+def test_stays_while_a_container_has_a_share(node: Path, image: Path, tmp_path: Path) -> None:
+    """The pod of an older version ends, the next one finds its node as it was; its `remove` goes on nevertheless."""
+    own = {"version": 1, "log": {"decisions": "/tmp/decisions"}}
+    (node / "etc/gpushare").mkdir()
+    (node / "etc/gpushare/config.yaml").write_text(json.dumps(own))
+    pod = Pod(image, "install")
+    pod.until("ready")
+    assert json.loads((node / "etc/gpushare/config.yaml").read_text()) == own  # an administrator's stays
+    program = Path("/opt/gpushare") / (node / "opt/gpushare/current").readlink() / "bin"
+    state = {"run": ["gpushare-hook", "prestart"], "end": ["gpushare-hook", "poststop"]}
+    entries = {
+        stage: [{"path": "/usr/sbin/chroot", "args": ["chroot", str(node), str(program / words[0]), words[1]]}]
+        for stage, words in (("prestart", state["run"]), ("poststop", state["end"]))
+    }
+    rootfs = make_root(tmp_path / "container")
+    with Container(tmp_path, [PROBE, "hold"], env={"GPUSHARE_MEMORY": "1Gi"}, rootfs=rootfs,
+                   edit=lambda spec: spec.update(hooks=entries)) as one:  # fmt: skip
+        one.create()
+        assert pod.stop() == 1
+        assert "1 container holds a share" in "\n".join(pod.lines)
+        assert (node / DROP_IN).exists() and (node / FEATURES).exists() and (node / program.relative_to("/")).is_dir()
+        gone = Pod(image, "remove")
+        gone.until("gpushare is no longer used on this node")
+        assert not (node / DROP_IN).exists() and (node / program.relative_to("/")).is_dir()
+        assert gone.process.poll() is None  # or its DaemonSet would start it again and again
+        assert gone.stop() == 0
+    assert json.loads((node / "etc/gpushare/config.yaml").read_text()) == own

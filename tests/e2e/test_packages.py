@@ -1,0 +1,99 @@
+"""What .deb and .rpm hold, made of the bundle as it is now. `make test-packages` installs them and builds all twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.lib import elf
+from tests.lib.host import BUILD, TREE
+from tests.lib.rootfs import run
+
+BUNDLE = BUILD / "dist" / "gpushare"
+VERSION = "0.1.0"
+
+
+def make(directory: Path, umask: int) -> dict[str, Path]:
+    """Ending -> package."""
+    packages = directory / "packages"
+    packages.mkdir(parents=True)
+    environment = {
+        **os.environ,
+        "STAGE": str(directory / "stage"),
+        "VERSION": VERSION,
+        "SOURCE_DATE_EPOCH": "1700000000",
+    }
+    for command in (["stage", BUNDLE, directory / "stage"], ["nfpm", packages]):
+        program, *words = command
+        subprocess.run([TREE / "packaging" / program, *words], env=environment, check=True, umask=umask)
+    return {path.suffix: path for path in packages.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make(tmp_path_factory.mktemp("packages"), 0o022)
+
+
+def test_shim_runs_on_old_distributions() -> None:
+    for name in ("libcuda.so", "libnvidia-ml.so"):
+        path = BUNDLE / "shim" / name
+        assert elf.machine(path) == elf.X86_64
+        assert elf.glibc(path) <= (2, 17), path
+        assert "RPATH" not in run("readelf", "--dynamic", path)
+        assert str(TREE).encode() not in path.read_bytes()
+
+
+def test_made_again_they_are_the_same_bytes(packages: dict[str, Path], tmp_path: Path) -> None:
+    """At another time, from files of another time, with another umask."""
+    again = make(tmp_path, 0o077)
+    assert set(again) == {".deb", ".rpm"}
+    for ending, path in packages.items():
+        assert int(path.stat().st_mtime) < int(again[ending].stat().st_mtime)
+        assert path.read_bytes() == again[ending].read_bytes(), ending
+
+
+def test_deb(packages: dict[str, Path]) -> None:
+    deb = packages[".deb"]
+    fields = run("dpkg-deb", "--field", deb, "Package", "Version", "Architecture")
+    assert fields.split() == ["Package:", "gpushare", "Version:", VERSION, "Architecture:", "amd64"]
+    assert run("dpkg-deb", "--info", deb, "conffiles") == "/etc/gpushare/config.yaml\n"
+    listing = run("dpkg-deb", "--contents", deb).splitlines()
+    found = {line.split(maxsplit=5)[5].split(" -> ")[0][1:]: line.split(maxsplit=5) for line in listing}
+    assert {fields[1] for fields in found.values()} == {"root/root"}
+    assert not [name for name, fields in found.items() if re.match(r"[-d].{4}w|[-d].{7}w|.{3}[sS]|.{6}[sS]", fields[0])]
+    wanted = {
+        *(f"/usr/bin/{name}" for name in ("gpushare", "gpushare-hook", "gpushare-runtime")),
+        *(f"/usr/lib/systemd/system/{path.name}" for path in (TREE / "packaging/systemd").iterdir()),
+        *(f"/usr/share/man/man1/{path.name}.gz" for path in (BUILD / "man/man1").iterdir()),
+        "/etc/gpushare/config.yaml",
+        "/usr/lib/udev/rules.d/60-gpushare.rules",
+        "/usr/share/bash-completion/completions/gpushare",
+        "/usr/share/fish/vendor_completions.d/gpushare.fish",
+        "/usr/share/zsh/vendor-completions/_gpushare",
+        "/usr/share/licenses/gpushare/LICENSE",
+        "/usr/libexec/gpushare/shim/libcuda.so",
+        "/usr/libexec/gpushare/libexec/_internal/python3",
+    }
+    assert wanted - found.keys() == set()
+    ours = ("/usr/libexec/gpushare/", *wanted, "/usr/share/doc/gpushare/")
+    assert [name for name in found if not name.endswith("/") and not name.startswith(ours)] == []
+
+
+def test_rpm_is_known_by_rpm(packages: dict[str, Path]) -> None:
+    query = ("rpm", "--query", "--package", "--nosignature", packages[".rpm"])
+    assert run(*query, "--configfiles") == "/etc/gpushare/config.yaml\n"
+    assert run(*query, "--queryformat", "%{name} %{version} %{license}") == f"gpushare {VERSION} Apache-2.0"
+    scripts = run(*query, "--scripts")
+    for path in (TREE / "packaging" / "scripts").iterdir():
+        assert path.read_text().strip() in scripts, path.name
+
+
+def test_nothing_is_configured_by_being_installed() -> None:
+    script = (TREE / "packaging/scripts/postinstall").read_text()
+    commands = re.findall(r"^\s*(?:/usr/bin/)?(gpushare|systemctl) ([a-z-]+)", script, re.MULTILINE)
+    assert set(commands) == {("gpushare", "refresh"), ("systemctl", "daemon-reload"), ("systemctl", "try-restart")}
+    assert "gpushare-" not in "".join(path.name for path in (TREE / "packaging").glob("*preset*"))
