@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from gpushare import config, profiles
-from gpushare.cli import main
+from gpushare.cli.main import COMMANDS
 
 from tests.lib.host import TREE
 
@@ -117,7 +117,7 @@ def test_units_call_our_commands(path: Path) -> None:
     for command in commands:
         program, name, *_ = command.split()
         assert program == "/usr/bin/gpushare"
-        assert name in {*main.COMMANDS, "mps", "export"}, command
+        assert name in {*COMMANDS, "mps", "export"}, command
     if "Path" in unit:
         assert (PACKAGING / "systemd" / unit["Path"]["Unit"]).is_file()
 
