@@ -39,13 +39,8 @@ void gs_compute_limits(struct gs_compute *c) {
     if (c->limits_seen == __atomic_load_n(&file->generation, __ATOMIC_ACQUIRE))
         return;
     struct gs_limit_now now = gs_limit_now(file, (unsigned)c->dev);
-    uint32_t percent = now.percent < 1 ? 1 : now.percent < 100 ? now.percent : 100;
-    struct gs_throttle_limit limit = {.ppm = percent * 10000,
-                                      .weight = now.weight,
-                                      .priority = now.priority,
-                                      .mode = now.flags & GS_DEVICE_COMPUTE_SOFT ? GS_THROTTLE_SOFT
-                                              : percent < 100                    ? GS_THROTTLE_HARD
-                                                              : GS_THROTTLE_UNLIMITED};
+    struct gs_throttle_limit limit =
+        gs_compute_limit(now.percent < 1 ? 1 : now.percent, now.flags, now.priority, now.weight);
     c->limits_seen = now.generation;
     if (limit.ppm > c->law.limit.ppm)
         forgive(c->law.bucket);
@@ -128,6 +123,17 @@ static bool env_done(void *arg, int event, uint64_t *stamp_ns) {
     return gs_clock_done(arg, event, stamp_ns);
 }
 
+/* Copies and the like in it are not ours to know of. */
+static bool env_idle(void *arg, uint32_t number) {
+    const struct gs_known_stream *s = &((struct gs_compute *)arg)->stream[number];
+    return s->handle && !atomic_load(&gs_captures) && GS_REAL(cuStreamQuery) &&
+           GS_REAL(cuStreamQuery)(s->handle) == CUDA_SUCCESS;
+}
+
+static uint32_t env_others(void *arg) {
+    return gs_pages_others_ppm(arg);
+}
+
 static unsigned env_peers(void *arg, struct gs_peer *out, unsigned max) {
     struct gs_compute *c = arg;
     if (!c->peers_read) {
@@ -178,7 +184,8 @@ static struct gs_compute *make(const struct gs_here *here) {
     c->has_legacy = false;
     struct gs_activity left;
     gs_pages_claim(c, &left);
-    c->env = (struct gs_throttle_env){c, env_now, env_mark, env_done, env_peers};
+    c->env =
+        (struct gs_throttle_env){c, env_now, env_mark, env_done, env_peers, env_idle, env_others};
     gs_throttle_init(&c->law, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
                      word(&gs_compute_limits_file->device[c->dev].page));
     const struct gs_device_limit *l = &gs_compute_limits_file->device[c->dev];

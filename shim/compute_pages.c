@@ -135,6 +135,7 @@ struct reading {
     struct gs_compute *c;
     struct gs_peer *out;
     unsigned n, max;
+    struct gs_throttle_limit granted; /* to the container that is being read */
 };
 
 static struct gs_activity *next(struct reading *r) {
@@ -146,7 +147,7 @@ static void said(struct reading *r, uint32_t container) {
     struct gs_activity *a = &r->c->told[r->n];
     if (!a->busy_until_ns && !a->n)
         return;
-    r->out[r->n++] = (struct gs_peer){a, container};
+    r->out[r->n++] = (struct gs_peer){a, container, r->granted};
 }
 
 /* The page of a process that died: who makes it nobody's charges what it had. */
@@ -219,20 +220,47 @@ static void read_file(struct reading *r, const char *uuid, uint32_t number) {
     close(fd);
 }
 
+static bool is_used(const struct gs_peers *index, uint32_t number) {
+    return atomic_load_explicit(&index->used[number / 64], memory_order_acquire) >> number % 64 & 1;
+}
+
+static struct gs_throttle_limit granted_to(const struct gs_peers *index, uint32_t number) {
+    uint64_t word = atomic_load_explicit(&index->granted[number], memory_order_relaxed);
+    return gs_compute_limit(GS_GRANTED_PERCENT(word), GS_GRANTED_FLAGS(word),
+                            GS_GRANTED_PRIORITY(word), GS_GRANTED_WEIGHT(word));
+}
+
+uint32_t gs_pages_others_ppm(const struct gs_compute *c) {
+    const struct gs_peers *index = device[c->dev].index;
+    uint64_t ppm = 0;
+    for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
+        if (i != c->law.container && is_used(index, i)) {
+            struct gs_throttle_limit granted = granted_to(index, i);
+            ppm += gs_throttle_may_have(&granted);
+        }
+    return (uint32_t)min64(ppm, 1000000);
+}
+
 unsigned gs_pages_peers(struct gs_compute *c, struct gs_peer *out, unsigned max) {
-    struct reading r = {c, out, 0, max};
+    struct reading r = {.c = c, .out = out, .max = max, .granted = c->law.limit};
     const struct gs_device_limit *limit = device[c->dev].limit;
     int saved = errno;
     uint32_t mine = __atomic_load_n(&limit->page, __ATOMIC_RELAXED);
     if (c->page == &c->unshared)
         return 0;
+    const struct gs_peers *index = device[c->dev].index;
+    uint32_t others = 0;
+    for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
+        others += i != mine && is_used(index, i);
     read_own(&r, mine);
-    for (uint32_t i = 0; i < GS_MAX_PEERS; i++) {
-        uint64_t used =
-            atomic_load_explicit(&device[c->dev].index->used[i / 64], memory_order_relaxed);
-        if (used >> i % 64 & 1 && i != mine)
+    for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
+        if (i != mine && is_used(index, i)) {
+            /* No one's contexts keep us from hearing those of the next. */
+            r.max = r.n + (max - r.n + others - 1) / others;
+            others--;
+            r.granted = granted_to(index, i);
             read_file(&r, limit->uuid_text, i);
-    }
+        }
     errno = saved;
     return r.n;
 }

@@ -79,6 +79,18 @@ void gs_compute_limits(struct gs_compute *c);
 extern const struct gs_limits *gs_compute_limits_file;
 uint64_t gs_compute_now(void);
 
+/* What a limits file or an index says, for the law. No percentage: no limit. */
+static inline struct gs_throttle_limit gs_compute_limit(uint32_t percent, uint32_t flags,
+                                                        uint32_t priority, uint32_t weight) {
+    bool limited = percent && percent < GS_NO_PERCENT;
+    return (struct gs_throttle_limit){.ppm = limited ? percent * 10000 : 1000000,
+                                      .weight = weight,
+                                      .priority = priority,
+                                      .mode = flags & GS_DEVICE_COMPUTE_SOFT ? GS_THROTTLE_SOFT
+                                              : limited                      ? GS_THROTTLE_HARD
+                                                        : GS_THROTTLE_UNLIMITED};
+}
+
 /* ---- compute_tables.c: call locked ---------------------------------------------------------- */
 
 struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream);
@@ -104,6 +116,8 @@ bool gs_pages_are_open(int dev);
 void gs_pages_claim(struct gs_compute *c, struct gs_activity *left);
 void gs_pages_give(struct gs_compute *c);
 unsigned gs_pages_peers(struct gs_compute *c, struct gs_peer *out, unsigned max);
+/* What the host granted to all other containers, a millionth of the device each. */
+uint32_t gs_pages_others_ppm(const struct gs_compute *c);
 
 /* ---- compute_wait.c ---------------------------------------------------------------------------
  */

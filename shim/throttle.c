@@ -255,6 +255,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     }
     bool idle = t->marked == t->finished;
     if ((idle || s->waited) && !t->open.launches && !t->capturing) {
+        t->open.idle = t->others_ppm && !s->waited && t->env->idle(t->env->arg, s->id);
         t->open.start_event = t->env->mark(t->env->arg, s->id);
         t->open.waited = s->waited && t->open.start_event >= 0;
         t->busy_from_ns = idle ? now : t->busy_from_ns;

@@ -26,9 +26,27 @@
 
 /* ---- what is given -------------------------------------------------------------------- */
 
+enum gs_throttle_mode {
+    GS_THROTTLE_HARD,
+    GS_THROTTLE_SOFT,      /* what others leave idle is free */
+    GS_THROTTLE_UNLIMITED, /* never waits, publishes */
+};
+
+struct gs_throttle_limit {
+    uint32_t ppm; /* of the device, 1..1000000 */
+    uint32_t weight, priority;
+    enum gs_throttle_mode mode;
+};
+
+/* Of the device, in millionths: others than hard ones also have what is idle. */
+static inline uint32_t gs_throttle_may_have(const struct gs_throttle_limit *granted) {
+    return granted->mode == GS_THROTTLE_HARD ? granted->ppm : 1000000;
+}
+
 struct gs_peer {
     const struct gs_activity *activity; /* a copy; its text is not trusted */
     uint32_t container;                 /* by where it was found, not by what it says */
+    struct gs_throttle_limit granted;   /* as the host says */
 };
 
 struct gs_throttle_env {
@@ -40,18 +58,10 @@ struct gs_throttle_env {
     bool (*done)(void *arg, int event, uint64_t *stamp_ns);
     /* Copies of the other contexts' pages on this device; at most `max`. */
     unsigned (*peers)(void *arg, struct gs_peer *out, unsigned max);
-};
-
-enum gs_throttle_mode {
-    GS_THROTTLE_HARD,
-    GS_THROTTLE_SOFT,      /* what others leave idle is free */
-    GS_THROTTLE_UNLIMITED, /* never waits, publishes */
-};
-
-struct gs_throttle_limit {
-    uint32_t ppm; /* of the device, 1..1000000 */
-    uint32_t weight, priority;
-    enum gs_throttle_mode mode;
+    /* Nothing is in this stream, whatever it is. */
+    bool (*idle)(void *arg, uint32_t stream);
+    /* What all other containers on this device were granted, whether they say anything or not. */
+    uint32_t (*others_ppm)(void *arg);
 };
 
 /* ---- one process's context ------------------------------------------------------------ */
@@ -81,6 +91,13 @@ struct gs_throttle_stream {
     struct gs_throttle_stream *next_dirty;
 };
 
+/* What another container said that it had of the device, in excess of what it was granted. */
+struct gs_claim {
+    uint64_t at_ns;
+    int64_t excess_ns;
+    bool lies; /* not listened to until that is 0 */
+};
+
 #define GS_SEGMENTS 32u
 #define GS_STREAMS 16u /* marked one by one in a segment */
 #define GS_FUNCTIONS 8u
@@ -100,6 +117,7 @@ struct gs_segment {
     bool probe;  /* its only function was unknown */
     bool blind;  /* a capture was open meanwhile */
     bool waited; /* its stream did before it, up to start_event */
+    bool idle;   /* nothing was in its stream, so it waited for nobody of its own */
     bool many;   /* launches in several streams, else: */
     uint32_t stream;
     uint64_t before_ns; /* the end of the segment before */
@@ -116,8 +134,10 @@ struct gs_throttle {
     struct gs_page *page;
     uint32_t container;
     uint32_t switch_ns; /* what it takes to switch contexts: as told, then as all have found */
-    uint32_t found_ns;  /* by this one, in so many looks */
+    uint32_t told_switch_ns;
+    uint32_t found_ns; /* by this one, in so many looks */
     uint32_t finds;
+    int32_t odd;
     uint32_t slice_ns;
     uint32_t marker_ns; /* device time of one event */
     bool capturing;     /* nothing is recorded or queried */
@@ -130,9 +150,17 @@ struct gs_throttle {
     int64_t in_flight_ns;                   /* expected, not known to be done */
     uint64_t covered_ns;                    /* device time up to here belongs to a segment */
     uint64_t busy_from_ns, told_until_ns;
-    uint32_t rate_ppm;             /* what the limit means now */
-    uint32_t contexts;             /* with work on the device, this one too; as last seen */
+    uint32_t rate_ppm;   /* what the limit means now */
+    uint32_t others_ppm; /* granted to other containers */
+    uint32_t contexts;   /* with work on the device, this one too; as last seen */
+    struct gs_claim claim[GS_MAX_PEERS];
+    uint64_t given_at_ns, heard_ns; /* throttle_claims.c */
+    int64_t given_ns;
+    int64_t since_hidden_ns;       /* charged since somebody was here who says nothing */
+    uint32_t hidden;               /* of launches on an idle device, those that found it busy */
+    uint64_t slice_from_ns;        /* a slice of its own began here */
     int64_t surplus_ns;            /* charged in excess of busy / contexts, bounded */
+    int64_t known_ns;              /* in excess of what was expected */
     uint32_t straddled;            /* segments in a row that others interrupted */
     uint32_t sparse;               /* launches that will be marked one by one */
     uint32_t markers;              /* of the last segment */

@@ -1,6 +1,8 @@
 /* What a segment is charged: how much of its time was its own. */
 #include "throttle_parts.h"
 
+#define HIDDEN_ALL 1024u
+
 /* With the time that the device needs for the markers themselves. */
 static int64_t expected(const struct gs_throttle *t, const struct gs_segment *segment) {
     return segment->work_ns + segment->n_marked * (int64_t)t->marker_ns;
@@ -113,18 +115,42 @@ bool gs_throttle_even(const struct gs_predictor *f) {
     return f && f->moment[1] < 1.02f * f->moment[0] * f->moment[0];
 }
 
+/* Its launches ran one after the other, and most of such segments are in nobody's way. */
+static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segment) {
+    return segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
+}
+
+/* What somebody who says nothing had of `own`: he is known to be there by launches that waited
+ * while nobody had work. He comes once in a slice of ours, and stays for one of his. */
+static int64_t hidden(struct gs_throttle *t, const struct gs_segment *segment, int64_t own) {
+    int64_t over = own - segment->work_ns - t->switch_ns, turn = 2 * (int64_t)t->slice_ns * 5 / 4;
+    if (t->hidden < HIDDEN_ALL / 2 || !is_brief(t, segment) || over < t->switch_ns ||
+        own < (int64_t)whole(t) || t->since_hidden_ns < (int64_t)whole(t) ||
+        ++t->straddled >= STREAK)
+        return 0;
+    t->since_hidden_ns = 0;
+    return over < turn ? over : turn;
+}
+
 /* What of a segment's time was its own, by what everybody says. */
 static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const struct gs_peer *peer,
                      unsigned n, const struct company *c) {
     int64_t took = (int64_t)(segment->end_ns - segment->start_ns), own, most;
-    bool sure, hit = c->contexts && (c->inside || took > (int64_t)whole(t));
+    /* What just began has a whole slice, whatever anybody says. */
+    if (segment->start_event >= 0 && !segment->waited)
+        t->slice_from_ns = segment->start_ns;
+    bool sure, begun = segment->n_marked == 1 && segment->end_ns - t->slice_from_ns <= whole(t);
+    bool hit = c->contexts && (c->inside || took > (int64_t)whole(t));
     float weight = 1;
     most = gs_throttle_busy(t, segment, &sure);
     t->doubtful = !sure && took > 2 * most;
     gs_throttle_seen(segment);
     if (!sure)
         doubt(t, took - most);
-    if (!hit) {
+    int64_t hid = begun ? 0 : hidden(t, segment, most);
+    if (hid && !hit)
+        return most - hid;
+    if (!hit || begun) {
         if (c->contexts) {
             double slice = (double)took / t->slice_ns;
             weight = (float)(1 / (1 - (slice < 0.75 ? slice : 0.75)));
@@ -141,23 +167,38 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     if (!sure) /* a late marker has waited for the others, and what was done long before has not */
         most = expected(t, segment) + t->switch_ns;
     own = own < most ? own : most;
-    if (sure && (!gs_throttle_even(segment->function[0]) || segment->probe ||
-                 t->straddled >= STREAK || segment->work_ns >= (int64_t)whole(t)))
+    if (hid)
+        return own < most - hid ? own : most - hid;
+    /* What short ones take is known without what others say; no less for it. */
+    bool brief = is_brief(t, segment);
+    bool streak = t->straddled >= STREAK && !(brief && own < segment->work_ns);
+    if (sure && (streak || segment->probe ||
+                 (!brief && (!gs_throttle_even(segment->function[0]) ||
+                             segment->work_ns >= (int64_t)whole(t)))))
         learn(t, segment, own, 0.99f);
     return own;
 }
 
-/* Whatever the others say, over some slices it is at least busy / contexts. A single segment may be
- * less: a short one that waited for somebody's whole slice. */
-static int64_t bound(struct gs_throttle *t, int64_t own, int64_t took, uint32_t contexts) {
-    own = own > 0 ? own : 0;
-    t->surplus_ns += own - took / contexts;
-    if (t->surplus_ns < -SURPLUS) {
-        own += -SURPLUS - t->surplus_ns;
-        t->surplus_ns = -SURPLUS;
-    }
-    t->surplus_ns = t->surplus_ns < SURPLUS ? t->surplus_ns : SURPLUS;
-    return own;
+/* Over some slices `own` is `least`, or more; a single segment may be less. */
+static int64_t at_least(int64_t *surplus_ns, int64_t own, int64_t least, int64_t most_ns) {
+    int64_t surplus = *surplus_ns + own - least, more = 0;
+    if (surplus < -most_ns)
+        more = -most_ns - surplus;
+    surplus += more;
+    *surplus_ns = surplus < most_ns ? surplus : most_ns;
+    return own + more;
+}
+
+/* Whatever the others say: it is busy / contexts, what short launches were found to take where
+ * nobody can have been between them, and what cannot have been granted to others. */
+static int64_t bound(struct gs_throttle *t, const struct gs_segment *segment, int64_t own,
+                     uint32_t contexts, uint64_t now) {
+    bool sure;
+    int64_t busy = gs_throttle_busy(t, segment, &sure), work = segment->work_ns;
+    own = at_least(&t->surplus_ns, own > 0 ? own : 0, busy / contexts, SURPLUS);
+    if (is_brief(t, segment))
+        own = at_least(&t->known_ns, own, (work < busy ? work : busy) * 15 / 16, SURPLUS / 4);
+    return gs_throttle_granted(t, own, busy, now);
 }
 
 /* For `list`, `inspect` and NVML: spread over the windows in which it ran. A window that is gone
@@ -185,37 +226,48 @@ static void record(struct gs_bucket *bucket, const struct gs_segment *segment, i
 
 /* What it took to switch to a segment that was waiting when the others had no more work: from then,
  * or its launch, until it began. That teaches what a switch takes. */
+#define ODD_ALL 65536 /* of the looks, those that show less than a switch can take */
 static int64_t switched(struct gs_throttle *t, const struct gs_segment *segment,
-                        const struct company *c) {
+                        const struct company *c, bool said) {
     uint64_t from = max64(segment->opened_ns, c->before_ns);
     int64_t took = (int64_t)(segment->start_ns - from), found = t->found_ns;
-    if (c->over && !segment->waited && from < segment->start_ns && took < (int64_t)MOST_SWITCH) {
+    t->told_switch_ns = t->told_switch_ns ? t->told_switch_ns : t->switch_ns;
+    if (said && c->over && !segment->waited && from < segment->start_ns &&
+        took < (int64_t)MOST_SWITCH) {
         int64_t step = (found = found ? found : t->switch_ns) / (t->finds < FINDS ? 16 : 64);
+        t->odd += took < (int64_t)EDGE / 2 ? (ODD_ALL - t->odd) / 64 : -(t->odd / 64);
+        if (t->odd > ODD_ALL / 16)
+            gs_throttle_find_again(t);
         t->found_ns = (uint32_t)(found + (took > found ? step : -step)); /* the median */
         t->finds += t->finds < FINDS;
     }
     /* The device began to switch when there was a launch, whatever others say that it takes. Four
-     * times that, so that a quick switch is still charged the mean. */
+     * times that, so that a quick switch is still charged the mean; but sooner there was none. */
     uint64_t since = max64(segment->opened_ns, segment->before_ns);
-    uint64_t most = segment->start_ns > since ? 4 * (segment->start_ns - since) : 0;
-    return (int64_t)min64(t->switch_ns, most);
+    uint64_t waited = segment->start_ns > since ? segment->start_ns - since : 0;
+    if (!said && segment->idle)
+        t->hidden += waited < t->switch_ns / 2 ? -(t->hidden / 16) : (HIDDEN_ALL - t->hidden) / 16;
+    return waited < t->switch_ns / (said ? 5 : 2) ? 0 : (int64_t)min64(t->switch_ns, 4 * waited);
 }
 
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
-                        const struct gs_peer *peer, unsigned n, uint64_t now) {
+                        const struct gs_peer *all, unsigned n_all, uint64_t now) {
+    struct gs_peer peer[MAX_PEERS];
+    unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
     if (c.wait && now < segment->end_ns + patience) /* who never says it does not stop us */
         return false;
+    gs_throttle_hear(t, all, n_all, segment->end_ns);
     int64_t own = judge(t, segment, peer, n, &c);
-    bool sure;
     looked(t, segment, own);
     uint32_t contexts = c.contexts + 1 > t->contexts ? c.contexts + 1 : t->contexts;
-    own = bound(t, own, gs_throttle_busy(t, segment, &sure), contexts);
-    if (segment->start_event >= 0 &&
-        (c.before_ns > segment->before_ns || /* or somebody ran whose next stamp is yet to come */
-         gs_throttle_company(t, peer, n, segment->before_ns, segment->start_ns).ran))
-        own += switched(t, segment, &c);
+    own = bound(t, segment, own, contexts, now);
+    t->since_hidden_ns = segment->start_event >= 0 ? own : t->since_hidden_ns + own;
+    bool said = c.before_ns > segment->before_ns || /* or somebody's next stamp is yet to come */
+                gs_throttle_company(t, peer, n, segment->before_ns, segment->start_ns).ran;
+    if (segment->start_event >= 0 && (said || (segment->idle && t->others_ppm)))
+        own += switched(t, segment, &c, said);
     else if (segment->start_event >= 0 && contexts == 1) /* that marker ended with its stamp */
         own += t->marker_ns;
     record(t->bucket, segment, own);

@@ -65,6 +65,18 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now);
 
+/* ---- throttle_claims.c: no more than was granted -------------------------------------------- */
+
+/* What a switch takes is to be learned anew; until then it is as told. */
+void gs_throttle_find_again(struct gs_throttle *t);
+/* What everybody says of the time up to `to`, against what the host granted. */
+void gs_throttle_hear(struct gs_throttle *t, const struct gs_peer *peer, unsigned n, uint64_t to);
+/* Those of `peer` that do not say that they had more than they can have had. */
+unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
+                              struct gs_peer *out);
+/* `own` of a stretch of `busy` ns, or more: all others together never had more than was granted. */
+int64_t gs_throttle_granted(struct gs_throttle *t, int64_t own, int64_t busy, uint64_t now);
+
 /* ---- throttle_split.c: whose a stretch was -------------------------------------------------- */
 
 /* What takes that long can hold a slice and leave no stamp. */

@@ -41,8 +41,7 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
     for (unsigned i = 0; i < n; i++)
         if (look(t, peer[i].activity, start, end, &c)) {
             c.contexts++;
-            if (peer[i].container != t->container &&
-                peer[i].activity->priority >= t->limit.priority)
+            if (peer[i].container != t->container && peer[i].granted.priority >= t->limit.priority)
                 c.outranked = true;
         }
     return c;
@@ -52,8 +51,10 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now) {
     uint64_t weights = t->limit.weight;
-    uint32_t counted[MAX_PEERS], containers = 0, finders = t->finds == FINDS;
-    uint64_t found_ns = finders ? t->found_ns : 0;
+    uint32_t counted[MAX_PEERS], containers = 0, finders = 1;
+    uint64_t found_ns = t->found_ns;
+    uint64_t others = t->env->others_ppm(t->env->arg);
+    bool ours = false;
     t->contexts = 1;
     for (unsigned i = 0; i < n; i++) {
         const struct gs_activity *a = peer[i].activity;
@@ -61,19 +62,21 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
         if (a->busy_until_ns < now && (!a->n || a->run[a->last % GS_RUNS].end_ns + BURST < now))
             continue;
         t->contexts++;
-        if (a->switch_ns &&
-            a->switch_ns < MOST_SWITCH) { /* clocks differ: one's more is another's less */
-            found_ns += a->switch_ns;
+        ours |= seen;
+        if (a->switch_ns) { /* clocks differ: one's more is another's less */
+            uint64_t least = t->found_ns - min64(EDGE, t->found_ns);
+            found_ns += max64(least, min64(a->switch_ns, t->found_ns + EDGE));
             finders++;
         }
         for (uint32_t k = 0; k < containers && !seen; k++)
             seen = counted[k] == peer[i].container;
         if (!seen) {
             counted[containers++] = peer[i].container;
-            weights += a->weight < 1000000 ? a->weight : 0;
+            weights += peer[i].granted.weight;
         }
     }
-    if (finders)
+    t->others_ppm = (uint32_t)min64(others + (ours ? t->limit.ppm : 0), 1000000);
+    if (t->finds == FINDS)
         t->switch_ns = (uint32_t)(found_ns / finders);
     t->rate_ppm = t->limit.weight
                       ? (uint32_t)(UINT64_C(1000000) * t->limit.weight / (weights ? weights : 1))

@@ -276,10 +276,13 @@ def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
         for share in lease.shares:
             uuid = share.device.uuid
             holders = {
-                one.page: other.id for other in (*others, lease) for one in other.shares if one.device.uuid == uuid
+                one.page: (other.id, one)
+                for other in (*others, lease)
+                for one in other.shares
+                if one.device.uuid == uuid
             }
-            pages.take(state_dir, uuid, share.page, holders)
-            pages.settle(state_dir, uuid, holders)
+            pages.take(state_dir, uuid, share.page, {page: who for page, (who, _) in holders.items()})
+            pages.settle(state_dir, uuid, {page: region.granted(one) for page, (_, one) in holders.items()})
     except (OSError, GpushareError) as error:
         _drop(state_dir, lease.id, lease.shares)
         if isinstance(error, OSError):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 
-from . import leases, linux, mountns, names, procs, region, storage
+from . import leases, linux, mountns, names, pages, procs, region, storage
 from .errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError, of_file
 from .light import Callable, Iterable, NamedTuple, Optional, Sequence
 from .model import Lease, Share
@@ -54,6 +54,7 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
                 if not dry_run:
                     _mark(state_dir, after.id)
                     leases.rewrite(state_dir, after)
+                    _tell_others(state_dir, after.shares)
                     store(fd, after.shares)
             finally:
                 os.close(fd)
@@ -161,6 +162,7 @@ def finish(state_dir: str) -> None:
         return
     lease = next((lease for lease in leases.view(state_dir).live if lease.id == container_id), None)
     if lease is not None and lease.state == "held":
+        _tell_others(state_dir, lease.shares)
         _store(state_dir, lease)
     _unmark(state_dir)
 
@@ -213,22 +215,47 @@ def store(fd: int, shares: Sequence[Share]) -> None:
         linux.futex_wake(file, _GENERATION)
 
 
+def _tell_others(state_dir: str, shares: Sequence[Share]) -> None:
+    """What the others on each device are told that these shares may have: a word each, which they see change at once.
+    Raises KernelError."""
+    for share in shares:
+        path = f"{pages.directory(state_dir, share.device.uuid)}/{pages.INDEX}"
+        try:
+            fd = _writable(path)
+            try:
+                at = pages.granted_at(share.page)
+                with mmap.mmap(fd, region.packer("gs_peers").size) as file, memoryview(file) as plain:
+                    with plain.cast("Q") as words:
+                        words[at // 8] = region.granted(share)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            continue  # a lost state directory: the next start on the device tells them
+        except (OSError, ValueError) as error:
+            raise KernelError(f"{path!r}: {getattr(error, 'strerror', error)}", "run as root") from error
+
+
 def _is_other(words: memoryview, shares: Sequence[Share], prefix: str) -> bool:
     return any(words[at // 8] != word for at, word in region.stores(shares, prefix))
+
+
+def _writable(path: str) -> int:
+    """Raises OSError."""
+    try:
+        return os.open(path, _OPEN)
+    except PermissionError:  # a user's own, which is 0444
+        os.chmod(path, 0o644)
+        try:
+            return os.open(path, _OPEN)
+        finally:
+            os.chmod(path, 0o444)
 
 
 def _open(state_dir: str, container_id: str) -> int:
     """The limits file of a container, to be written. Raises DeviceError when it has none, KernelError."""
     path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
     try:
-        try:
-            return os.open(path, _OPEN)
-        except PermissionError:  # a user's own, which is 0444
-            os.chmod(path, 0o644)
-            try:
-                return os.open(path, _OPEN)
-            finally:
-                os.chmod(path, 0o444)
+        return _writable(path)
     except FileNotFoundError:
         from . import rebuild
 

@@ -2,7 +2,7 @@
 
     prepare(state_dir, uuid, before)       the directory is there, with an index that names nobody
     take(state_dir, uuid, number, holders) a new page file; the caller holds the lease lock
-    settle(state_dir, uuid, used)          the index names these numbers and no others; the caller holds the lock
+    settle(state_dir, uuid, granted)       the index names these numbers and no others; the caller holds the lock
     free(state_dir, uuid, number)          one number less, its file gone; the caller holds the lock
     directory, path                        where they are on the host
 
@@ -22,7 +22,7 @@ import struct
 
 from . import linux, names, region, rootless
 from .errors import CapacityError, KernelError, of_file
-from .light import Iterable, Union
+from .light import Union
 
 FOLDER = "devices"
 INDEX = "index"  # struct gs_peers; made last, so it marks a complete directory
@@ -249,10 +249,10 @@ def _remove(file: str) -> None:
 # The index
 
 
-def settle(state_dir: str, uuid: str, used: Iterable[int]) -> None:
-    """Makes the index say what the leases say: a start or a release that was killed has left it otherwise. Page files
-    of nobody go. Raises KernelError."""
-    _change(state_dir, uuid, frozenset(used))
+def settle(state_dir: str, uuid: str, granted: dict[int, int]) -> None:
+    """Makes the index say what the leases say, with what each number was granted (region.granted): a start or a release
+    that was killed has left it otherwise. Page files of nobody go. Raises KernelError."""
+    _change(state_dir, uuid, granted)
 
 
 def free(state_dir: str, uuid: str, number: int) -> None:
@@ -260,16 +260,24 @@ def free(state_dir: str, uuid: str, number: int) -> None:
     _change(state_dir, uuid, number)
 
 
-def _change(state_dir: str, uuid: str, to: Union[int, frozenset[int]]) -> None:
+def granted_at(number: int) -> int:
+    """Where in an index it says what `number` was granted, in bytes."""
+    return region.offset("gs_peers", "granted") + 8 * number
+
+
+def _change(state_dir: str, uuid: str, to: Union[int, dict[int, int]]) -> None:
     """`to`: the numbers that are used, or the one that is free now. Stored where it is, since containers have the index
-    mapped: first the numbers, then the generation, by which a reader knows that they changed."""
+    mapped: first what a number was granted, then the numbers, then the generation, by which a reader knows that they
+    changed."""
     file = f"{directory(state_dir, uuid)}/{INDEX}"
     at_used, at_generation = region.offset("gs_peers", "used"), region.offset("gs_peers", "generation")
     try:
         fd = os.open(file, os.O_RDWR | _FLAGS)
         try:
             before = _numbers(_WORDS.unpack(os.pread(fd, _WORDS.size, at_used)))
-            after = before - {to} if isinstance(to, int) else to
+            after = before - {to} if isinstance(to, int) else frozenset(to)
+            if not isinstance(to, int):
+                _grant(fd, to)
             if after != before:
                 words = (sum(1 << (n & 63) for n in after if n >> 6 == word) for word in range(region.MAX_PEERS // 64))
                 os.pwrite(fd, _WORDS.pack(*words), at_used)
@@ -282,6 +290,14 @@ def _change(state_dir: str, uuid: str, to: Union[int, frozenset[int]]) -> None:
             _remove(path(state_dir, uuid, number))
     except OSError as error:
         raise of_file(error, error.filename or file) from error
+
+
+def _grant(fd: int, granted: dict[int, int]) -> None:
+    known = os.pread(fd, 8 * region.MAX_PEERS, granted_at(0))
+    for number, word in granted.items():
+        data = word.to_bytes(8, "little")
+        if known[8 * number : 8 * number + 8] != data:
+            os.pwrite(fd, data, granted_at(number))
 
 
 def _numbers(words: tuple[int, ...]) -> frozenset[int]:

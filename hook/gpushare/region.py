@@ -167,7 +167,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("size", "I"),
         ("generation", "Q"),
         ("used", f"{MAX_PEERS // 64}Q"),
-        ("reserved", "4056x"),
+        ("granted", f"{MAX_PEERS * 8}x"),
+        ("reserved", "3032x"),
     ),
 }
 
@@ -274,6 +275,12 @@ def changing(share: Share) -> tuple[int, int, int, int, int]:
         0,
         flags | (DEVICE_PAUSED if share.paused else 0),
     )
+
+
+def granted(share: Share) -> int:
+    """What the others on the device are told of a share: a word of struct gs_peers."""
+    _, percent, priority, weight, flags = changing(share)
+    return percent | flags << 8 | priority << 16 | weight << 32
 
 
 def stores(shares: Sequence[Share], prefix: str) -> list[tuple[int, int]]:

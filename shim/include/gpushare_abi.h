@@ -18,7 +18,8 @@
  *   /usr/lib/gpushare/peers/<uuid>/<number>  the same files of all containers on the device, our
  *                                own among them; read-only, read with pread (who owns one can
  *                                truncate it), not believed further than docs/compute.md says.
- *   /usr/lib/gpushare/peers/<uuid>/index     which numbers are in use; written by the host only.
+ *   /usr/lib/gpushare/peers/<uuid>/index     which numbers are in use, and what each of them was
+ *                                granted; written by the host only.
  *
  * A slot belongs to one process. `owner` is a robust futex word: the kernel itself sets
  * GS_OWNER_DIED and clears the thread id when the owner's parked thread is gone, however it
@@ -202,15 +203,22 @@ struct gs_pages {
     struct gs_page page[GS_MAX_PAGES];
 };
 
-/* peers/<uuid>/index. Bit i of used[i / 64]: peers/<uuid>/<i> is somebody's. */
+/* peers/<uuid>/index. Bit i of used[i / 64]: peers/<uuid>/<i> is somebody's, and granted[i] is what
+ * he may have of the device, one word, so that it changes at once: compute_percent | flags (enum
+ * gs_device_flag) << 8 | priority << 16 | weight << 32. 0: a host of before there was this word. */
 #define GS_MAX_PEERS 128u
+#define GS_GRANTED_PERCENT(word) ((uint32_t)((word) & 0xff))
+#define GS_GRANTED_FLAGS(word) ((uint32_t)((word) >> 8 & 0xff))
+#define GS_GRANTED_PRIORITY(word) ((uint32_t)((word) >> 16 & 0xffff))
+#define GS_GRANTED_WEIGHT(word) ((uint32_t)((word) >> 32))
 struct gs_peers {
     uint64_t magic;
     uint32_t version;
     uint32_t size;       /* sizeof(struct gs_peers) */
     uint64_t generation; /* grows by one with each change of `used` */
     _Atomic uint64_t used[GS_MAX_PEERS / 64];
-    uint8_t reserved[4056];
+    _Atomic uint64_t granted[GS_MAX_PEERS];
+    uint8_t reserved[3032];
 };
 
 enum gs_warning {
@@ -338,6 +346,7 @@ GS_AT(gs_peers, version, 8);
 GS_AT(gs_peers, size, 12);
 GS_AT(gs_peers, generation, 16);
 GS_AT(gs_peers, used, 24);
-GS_AT(gs_peers, reserved, 40);
+GS_AT(gs_peers, granted, 40);
+GS_AT(gs_peers, reserved, 1064);
 _Static_assert(sizeof(struct gs_peers) == 4096, "gs_peers");
 #endif

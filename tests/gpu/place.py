@@ -65,7 +65,7 @@ class Place:
         for name in ("lower/gpushare", "rw", "dev"):
             (self.directory / name).mkdir(parents=True)
         company = company or self.directory / "company"
-        number = join(company)
+        number = join(company, region.granted(share))
         limits = bytearray(region.pack_limits([share], nonce))
         for name, value in (("page", number), ("slice_ns", limit.slice_ns), ("switch_ns", limit.switch_ns)):
             at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", name)

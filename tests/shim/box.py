@@ -104,6 +104,7 @@ class Box:
         self.page = [join(self.company, share.device.uuid) for share in shares] if compute else []
         for slot, number in enumerate(self.page):
             self.set_limit(slot, page=number)
+            self._tell(slot)
 
     def __enter__(self) -> Box:
         return self
@@ -130,6 +131,22 @@ class Box:
                     struct.pack_into(code, data, start + offset("gs_device_limit", field), value)
                 struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + 1)
             futex_wake(data, at)
+        if self.page:
+            self._tell(slot)
+
+    def _tell(self, slot: int) -> None:
+        """The others, what the limits file says: see livelimits.py."""
+        from gpushare.region import DEVICE_SIZE, offset
+
+        from tests.shim.company import grant
+
+        device, limits = offset("gs_limits", "device") + slot * DEVICE_SIZE, self.limits.read_bytes()
+        percent, priority, weight, flags = (
+            struct.unpack_from("<I", limits, device + offset("gs_device_limit", name))[0]
+            for name in ("compute_percent", "priority", "weight", "flags")
+        )
+        word = percent | flags << 8 | priority << 16 | weight << 32
+        grant(self.company, self.devices[slot].uuid, self.page[slot], word)
 
     def pages(self, slot: int = 0) -> Path:
         """Its own page file of a device."""

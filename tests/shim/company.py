@@ -46,3 +46,10 @@ def join(directory: Path, uuid: str) -> int:
     finally:
         os.close(fd)
     return number
+
+
+def grant(directory: Path, uuid: str, number: int, word: int) -> None:
+    """What the others are told that it may have, as region.granted has it."""
+    with open(directory / uuid / "index", "r+b") as index:
+        index.seek(offset("gs_peers", "granted") + 8 * number)
+        index.write(word.to_bytes(8, "little"))

@@ -71,7 +71,7 @@ class Ledger(NamedTuple):
         return sum(abs(share - target) for share in shares) / len(shares)
 
 
-def simulate(tenants: Sequence[Tenant], *, program: str = "vt", **world: float) -> list[Ledger]:
+def simulate(tenants: Sequence[Tenant], *, program: str = "vt", **world: object) -> list[Ledger]:
     """One run; the same arguments give the same ledger."""
     words = [f"{key}={value}" for key, value in world.items()]
     argv = [str(TREE / "build/throttle" / program), *words, *(tenant.word() for tenant in tenants)]

@@ -31,47 +31,37 @@ static bool env_done(void *arg, int event, uint64_t *stamp_ns) {
     return *stamp_ns != 0;
 }
 
-static const struct gs_activity *told(struct world *world, int context) {
-    struct gs_activity *lie = &world->lie[context];
-    struct gs_page *page = world->page[context];
-    uint64_t now = world->host[context]->gpu->now_ns;
-    enum lie kind = world->tenant[world->host[context]->tenant].lie;
-    if (kind == LIE_NONE)
-        return &page->buffer[atomic_load(&page->index) & 1];
-    memset(lie, kind == LIE_GARBAGE ? 0xa5 : 0, sizeof(*lie));
-    if (kind == LIE_BUSY) {
-        lie->busy_from_ns = 1;
-        lie->busy_until_ns = UINT64_MAX;
-        lie->horizon_ns = now;
-        lie->switch_ns = 490 * US;
-        lie->n = lie->last = 1;
-        lie->run[1] = (struct gs_run){now > 100 * MS ? now - 100 * MS : 1, now, 100 * MS};
-    }
-    if (kind == LIE_RUNS) { /* short ones all the time, for a friend who is charged less */
-        lie->horizon_ns = now;
-        lie->busy_until_ns = now + MS;
-        lie->n = GS_RUNS;
-        lie->last = GS_RUNS - 1;
-        for (uint64_t i = 0; i < GS_RUNS && now > 100 * MS; i++) {
-            uint64_t start = (now / (100 * US) - GS_RUNS + i) * 100 * US;
-            lie->run[i] = (struct gs_run){start, start + 60 * US, 60 * US};
-        }
-    }
-    return lie;
-}
-
 static unsigned env_peers(void *arg, struct gs_peer *out, unsigned max) {
     struct host *host = arg;
     struct world *world = host->world;
     unsigned n = 0;
-    for (int i = 0; i < world->hosts && n < max; i++)
-        if (i != host->context && world->host[i]->gpu == host->gpu)
-            out[n++] = (struct gs_peer){told(world, i), (uint32_t)world->host[i]->tenant};
+    for (int i = 0; i < world->hosts; i++) {
+        const struct tenant *t = &world->tenant[world->host[i]->tenant];
+        struct gs_peer peer = {.container = (uint32_t)world->host[i]->tenant, .granted = t->limit};
+        if (i == host->context || world->host[i]->gpu != host->gpu)
+            continue;
+        for (unsigned k = 0; (peer.activity = told(world, i, k)) && n < max; k++)
+            out[n++] = peer;
+    }
     return n;
 }
 
+static bool env_idle(void *arg, uint32_t stream) {
+    const struct host *host = arg;
+    return gpu_empty(host->gpu, host->context, stream);
+}
+
+static uint32_t env_others(void *arg) {
+    const struct host *host = arg;
+    uint64_t ppm = 0;
+    for (int i = 0; i < host->world->tenants; i++)
+        ppm += i == host->tenant ? 0 : gs_throttle_may_have(&host->world->tenant[i].limit);
+    return ppm < 1000000 ? (uint32_t)ppm : 1000000;
+}
+
 void set_env(struct world *world) {
-    world->env = (struct gs_throttle_env){NULL, env_now, env_mark, env_done, env_peers};
+    world->env = (struct gs_throttle_env){NULL,      env_now,  env_mark,  env_done,
+                                          env_peers, env_idle, env_others};
 }
 
 void classic_tick(struct host *host) {

@@ -3,10 +3,11 @@
  *     vt seed=1 ms=2500 limit=30,kernel=5us,program=stream limit=70,processes=4
  *
  * Words of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
- * (ours|none|classic) mode (hard|soft) weight priority lie (busy|idle|garbage|runs) join leave kill
+ * (ours|none|classic) mode (hard|soft) weight priority lie (lies.c) join leave kill
  * (ms) change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns
  * jitter_us told_switch_us stall lost (of a thread's launches) devices (process i of a container is
- * on device i % devices; the ledger is of the first, but `done` of all)
+ * on device i % devices; the ledger is of the first, but `done` of all) corpus (a file: what
+ * lie=corpus says)
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,7 +25,6 @@ static int find(const char *const *names, int n, const char *name) {
 
 static void tenant_word(struct tenant *t, const char *key, const char *value) {
     static const char *const laws[] = {"none", "ours", "classic"};
-    static const char *const lies[] = {"none", "busy", "idle", "garbage", "runs"};
     static const char *const modes[] = {"hard", "soft", "unlimited"};
     static const char *const keys[] = {
         "limit", "ppm",  "kernel", "program", "processes", "law", "mode",    "weight", "priority",
@@ -62,7 +62,7 @@ static void tenant_word(struct tenant *t, const char *key, const char *value) {
         t->limit.priority = (uint32_t)number;
         break;
     case 9:
-        t->lie = (enum lie)find(lies, 5, value);
+        t->lie = (enum lie)find(lie_name, LIES, value);
         break;
     case 10:
         t->join_ns = ms;
@@ -114,6 +114,16 @@ static void *zeroed(size_t size) {
     if (!memory || n_kept == sizeof(kept) / sizeof(*kept))
         abort();
     return kept[n_kept++] = memory;
+}
+
+static void read_corpus(struct world *world, const char *path) {
+    FILE *file = fopen(path, "rb");
+    uint8_t *bytes = zeroed(65536);
+    world->corpus_size = file ? fread(bytes, 1, 65536, file) : 0;
+    world->corpus = bytes;
+    if (!world->corpus_size)
+        exit(fprintf(stderr, "vt: nothing in '%s'\n", path) ? 2 : 2);
+    fclose(file);
 }
 
 static void add_host(struct world *world, int tenant, int process, uint64_t seed) {
@@ -345,6 +355,10 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         size_t k = 0, n = sizeof(words) / sizeof(*words);
         char *equals = strchr(argv[i], '=');
+        if (!strncmp(argv[i], "corpus=", 7)) {
+            read_corpus(world, argv[i] + 7);
+            continue;
+        }
         while (equals && k < n &&
                (strlen(words[k].name) != (size_t)(equals - argv[i]) ||
                 strncmp(words[k].name, argv[i], (size_t)(equals - argv[i])) != 0))

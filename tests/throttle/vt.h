@@ -13,10 +13,24 @@ enum law { LAW_NONE, LAW_OURS, LAW_CLASSIC };
 enum kernel { K_5US, K_50US, K_1MS, K_20MS, K_LOGNORMAL, K_BIMODAL, K_CHANGING, KERNELS };
 enum program { P_STREAM, P_STREAMS, P_GRAPH, P_SYNC, P_PAUSE, P_PAIR, P_POLL, P_THREADS, PROGRAMS };
 #define THREADS 4
-enum lie { LIE_NONE, LIE_BUSY, LIE_IDLE, LIE_GARBAGE, LIE_RUNS };
+enum lie {
+    LIE_NONE,
+    LIE_BUSY,
+    LIE_IDLE,
+    LIE_GARBAGE,
+    LIE_RUNS,
+    LIE_CROWD,
+    LIE_FUTURE,
+    LIE_PAST,
+    LIE_NEGATIVE,
+    LIE_SLOW,
+    LIE_CORPUS,
+    LIES
+};
 
 extern const char *const kernel_name[KERNELS];
 extern const char *const program_name[PROGRAMS];
+extern const char *const lie_name[LIES];
 
 struct tenant {
     enum law law;
@@ -75,7 +89,9 @@ struct world {
     struct tenant tenant[MAX_TENANTS];
     struct host *host[MAX_CONTEXTS];
     struct gs_page *page[MAX_CONTEXTS];
-    struct gs_activity lie[MAX_CONTEXTS];
+    struct gs_activity lie[MAX_CONTEXTS][GS_MAX_PAGES];
+    const uint8_t *corpus; /* what LIE_CORPUS says, over and over */
+    size_t corpus_size, corpus_at;
     struct gs_bucket bucket[DEVICES][MAX_TENANTS];
     int tenants, hosts;
     double jitter_us, stall, lost;
@@ -87,6 +103,8 @@ bool choose(struct host *host);
 bool wants_sync(const struct host *host);
 bool polls(const struct host *host); /* waits until its work is done without a call for it */
 uint64_t pause_ns(struct host *host);
+/* lies.c: what page `page` of a context says; NULL: it has no more. */
+const struct gs_activity *told(struct world *world, int context, unsigned page);
 /* law.c: 0, or when to ask again. */
 uint64_t may_launch(struct host *host);
 void classic_tick(struct host *host);

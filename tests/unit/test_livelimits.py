@@ -15,7 +15,20 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from gpushare import hook, leasefile, leases, linux, livelimits, placement, procs, rebuild, region, resize, storage
+from gpushare import (
+    hook,
+    leasefile,
+    leases,
+    linux,
+    livelimits,
+    pages,
+    placement,
+    procs,
+    rebuild,
+    region,
+    resize,
+    storage,
+)
 from gpushare.errors import CapacityError, DeviceError, KernelError, PolicyError, RequestError
 from gpushare.model import Amount, Lease, Request, Selection, Share
 from gpushare.ops import TenantTmpfs, WriteLimits
@@ -98,6 +111,35 @@ def share(memory_bytes: Any, percent: Any = None, **more: Any) -> Share:
 def fd_of(path: Path, *shares: Share) -> int:
     path.write_bytes(region.pack_limits(shares, 1))
     return os.open(path, os.O_RDWR)
+
+
+# The others
+
+
+def told(state: str) -> int:
+    at = pages.granted_at(0)
+    return int.from_bytes(Path(pages.directory(state, UUID), "index").read_bytes()[at : at + 8], "little")
+
+
+def test_the_others_are_told_what_it_may_have_now(
+    state: str, held: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the limit, and after a change that was killed before they were."""
+    pages.prepare(state, UUID)
+    held(share(GIB, 30))
+    pages.settle(state, UUID, {0: 30})
+    livelimits.change(state, "c1", lambda *_: (share(GIB, 50, paused=True),))
+    assert told(state) == 50 | region.DEVICE_PAUSED << 8
+    with monkeypatch.context() as killed:
+        killed.setattr(livelimits, "_tell_others", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        pid = os.fork()
+        if pid == 0:
+            livelimits.change(state, "c1", lambda *_: (share(GIB, 70),))
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert told(state) == 50 | region.DEVICE_PAUSED << 8
+    with leases.locked(state):
+        livelimits.finish(state)
+    assert told(state) == 70
 
 
 # The file

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpushare import hook, leases, pages, procs, region, storage
@@ -46,6 +47,13 @@ def index(state: str, uuid: str = UUID) -> tuple[frozenset[int], int]:
     assert fields[:3] == (region.PEERS_MAGIC, region.ABI_VERSION, len(data))
     used = int.from_bytes(b"".join(word.to_bytes(8, "little") for word in fields[4:6]), "little")
     return frozenset(n for n in range(region.MAX_PEERS) if used >> n & 1), fields[3]
+
+
+def granted(state: str, number: int, uuid: str = UUID) -> int:
+    """What a container reads that `number` may have."""
+    data = Path(pages.directory(state, uuid), "index").read_bytes()
+    at = region.offset("gs_peers", "granted") + 8 * number
+    return int.from_bytes(data[at : at + 8], "little")
 
 
 def files(state: str, uuid: str = UUID) -> set[str]:
@@ -264,7 +272,7 @@ def test_index_is_what_the_leases_say_after_a_start_was_killed(state: str) -> No
     """Killed between any two steps, a start or a release leaves numbers and files of nobody."""
     reserve(state, "c1")
     pages.take(state, UUID, 5, {})
-    pages.settle(state, UUID, {0, 5, 127})
+    pages.settle(state, UUID, {0: 30, 5: 40, 127: 50})
     pages.take(state, UUID, 127, {})
     assert reserve(state, "c2").shares[0].page == 1
     assert index(state)[0] == {0, 1} and files(state) == {"index", "0", "1"}
@@ -414,6 +422,44 @@ def test_reader_sees_the_change_through_its_mapping(state: str) -> None:
         assert int.from_bytes(memory[at : at + 8], "little") > before
         assert memory[region.offset("gs_peers", "used")] == 0b11
     assert pages.numbers(state, UUID) == {0, 1}
+
+
+def test_others_are_told_what_each_number_was_granted_before_that_it_is_there(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the last owner's word a new one would be held to a share that is not his."""
+    seen: list[tuple[int, int]] = []
+    write = os.pwrite
+
+    def watched(fd: int, data: bytes, at: int) -> int:
+        done = write(fd, data, at)
+        if at == region.offset("gs_peers", "used"):
+            seen.append((min(index(state)[0]), granted(state, min(index(state)[0]))))
+        return done
+
+    first = reserve(state, "c1")
+    leases.undo(state, "c1")
+    monkeypatch.setattr(os, "pwrite", watched)
+    request = Request(
+        "own", Selection("any", 1), ("compute",), memory=((None, Amount(1 << 26, None, "1")),), compute=((None, 30),)
+    )
+    lease = leases.reserve(state, pure.bundle(container_id="c2"), request, NODE, hook.grant)
+    assert lease.shares[0].page == first.shares[0].page == 0
+    assert seen == [(0, 30)]
+    assert region.granted(lease.shares[0]) == granted(state, 0) == 30
+
+
+@pytest.mark.parametrize(
+    ("share", "word"),
+    [
+        ({"compute_percent": None}, 100),
+        ({"compute_percent": 40}, 40),
+        ({"compute_percent": 40, "soft": True, "priority": 1}, 40 | 1 << 8 | 1 << 16),
+        ({"compute_percent": 1, "paused": True}, 1 | 4 << 8),
+    ],
+)
+def test_a_grant_is_one_word(share: dict[str, Any], word: int) -> None:
+    assert region.granted(pure.share(0, 0, GIB)._replace(**share)) == word
 
 
 @pytest.mark.parametrize("uuid", ["", ".", "..", "a/b", "../../etc", "a\0b"])

@@ -1,10 +1,11 @@
 /* A tenant that lies, in the memory that it can write and others read, until it is killed.
  *
- *   scribble garbage|noise|idle|crowd USAGE PAGES
+ *   scribble garbage|noise|idle|crowd|most USAGE PAGES
  *
  * garbage: anything anywhere in both files, extremes above all; noise: the same in PAGES alone, so
  * that it can still work itself; idle: its contexts never had work; crowd: as many contexts as
- * there can be have work all the time, and its own process believes that, too. It begins when
+ * there can be have work all the time, and its own process believes that, too; most: one more
+ * context, to which nobody listens in its own container, had most of the device. It begins when
  * somebody in the container has a context: there is nothing to lie about before. */
 #include <fcntl.h>
 #include <stdio.h>
@@ -64,6 +65,20 @@ static void claim(struct gs_pages *pages, int busy) {
         pages->high = GS_MAX_PAGES;
 }
 
+/* Its owner is nobody's slot, so that only the others look at it. */
+static void had_most(struct gs_pages *pages) {
+    uint64_t now = now_ns();
+    struct gs_activity said = {
+        .horizon_ns = now, .busy_until_ns = now + 1000000, .n = GS_RUNS, .last = GS_RUNS - 1};
+    for (unsigned i = 0; i < GS_RUNS; i++) {
+        uint64_t start = (now / 100000 - GS_RUNS + i) * 100000;
+        said.run[i] = (struct gs_run){start, start + 60000, 60000};
+    }
+    pages->page[GS_MAX_PAGES - 1].buffer[0] = pages->page[GS_MAX_PAGES - 1].buffer[1] = said;
+    pages->owner[GS_MAX_PAGES - 1] = UINT32_MAX;
+    pages->high = GS_MAX_PAGES;
+}
+
 static void *map(const char *path, size_t bytes) {
     int fd = open(path, O_RDWR);
     void *file = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -85,6 +100,8 @@ int main(int argc, char **argv) {
             garbage(usage, sizeof(struct gs_usage), 40);
         if (what == 'g' || what == 'n')
             garbage((uint64_t *)pages, sizeof *pages, 24);
+        else if (what == 'm')
+            had_most(pages);
         else
             claim(pages, what == 'c');
     }

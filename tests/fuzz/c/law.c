@@ -60,7 +60,16 @@ static unsigned peers(void *arg, struct gs_peer *out, unsigned max) {
     return gs_pages_peers(arg, out, max);
 }
 
-static const struct gs_throttle_env env = {&compute, now, mark, done, peers};
+static bool idle(void *arg, uint32_t of) {
+    (void)arg;
+    return of == 0;
+}
+
+static uint32_t others(void *arg) {
+    return gs_pages_others_ppm(arg);
+}
+
+static const struct gs_throttle_env env = {&compute, now, mark, done, peers, idle, others};
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc;
@@ -169,6 +178,9 @@ static void restart(struct input *in) {
                                                    .priority = limit & 1,
                                                    .mode = limit % 3};
     compute.law.rate_ppm = compute.law.limit.ppm;
+    uint64_t granted = limit % 100 + 1 + (limit & 1 << 8); /* to each of them; hard, or soft */
+    for (unsigned i = 0; i < GS_MAX_PEERS; i++)
+        atomic_store(&((struct gs_peers *)file[INDEX].bytes)->granted[i], granted);
     compute.env = env;
     gs_throttle_inherit(&compute.law, &left, clock_ns);
     memset(stream, 0, sizeof stream);
