@@ -30,7 +30,6 @@ INFO, WARNING = 30, 28  # RFC 3164: facility daemon (3) * 8 + severity
 _MAX_VALUE = 512  # characters of one value from outside
 _SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.,:/@+-")
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./-")
-_BACKEND = "shim"  # the one that there is: request.py refuses the others
 _KINDS = {78: "config", 64: "request", 77: "policy", 75: "capacity", 69: "device", 71: "kernel"}  # errors.py
 _BEGAN_NS = time.monotonic_ns()
 
@@ -90,10 +89,11 @@ def facts(lease: Lease) -> str:
     shares = lease.shares
     memory = ",".join("none" if s.memory_limit_bytes is None else str(s.memory_limit_bytes) for s in shares)
     compute = ",".join("none" if s.compute_percent is None else str(s.compute_percent) for s in shares)
+    backend = "+".join(sorted({name for s in shares for name in (s.memory_backend, s.compute_backend)}))
     mode = "soft" if any(s.soft for s in shares) else "hard"
     return (
         f"id={value(lease.id)} dialect={value(lease.dialect)} devices={','.join(s.device.uuid for s in shares)} "
-        f"memory={memory} compute={compute} mode={mode} backend={_BACKEND}"
+        f"memory={memory} compute={compute} mode={mode} backend={backend}"
     )
 
 

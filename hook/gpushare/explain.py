@@ -1,9 +1,9 @@
 """What `gpushare explain` prints: the request, the plan and the notes. Stable text, compared by golden tests.
 
-explain_text(request, plan, placed) -> str     lines, each ended by a newline
-explain_json(request, plan, placed) -> dict    the same as plain JSON values
+explain_text(request, plan, placed, held) -> str     lines, each ended by a newline
+explain_json(request, plan, placed, held) -> dict    the same as plain JSON values
 
-`placed` is of why.placed.
+`placed` is of why.placed, `held` of why.held.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def _gets(plan: Plan) -> list[str]:
     )
 
 
-def explain_text(request: Optional[Request], plan: Optional[Plan], placed: Sequence[Reason] = ()) -> str:
+def explain_text(
+    request: Optional[Request], plan: Optional[Plan], placed: Sequence[Reason] = (), held: Sequence[str] = ()
+) -> str:
     """The whole explanation; control characters of the container's words never reach a terminal."""
     if request is None or plan is None:
         return NOTHING
@@ -79,6 +81,7 @@ def explain_text(request: Optional[Request], plan: Optional[Plan], placed: Seque
     lines += [f"{'requires':<12} {name}={shown(value)}" for name, value in request.requirements]
     lines += [f"{'ignored':<12} {text}" for text in request.ignored]
     lines += [f"{'gets':<12} {text}" for text in _gets(plan)]
+    lines += [f"{'held':<12} {text}" for text in held]
     for reason in placed:
         lines.append(f"{'placed' if reason.chosen else 'not':<12} {reason.device}: {reason.text}")
     lines += ["", f"plan for {plan.container_id}:"]
@@ -101,12 +104,15 @@ def _op(op: Op) -> dict[str, Any]:
     return {"op": type(op).__name__, "needs": op.needs, **_plain(op), "text": op.describe()}
 
 
-def explain_json(request: Optional[Request], plan: Optional[Plan], placed: Sequence[Reason] = ()) -> dict[str, Any]:
+def explain_json(
+    request: Optional[Request], plan: Optional[Plan], placed: Sequence[Reason] = (), held: Sequence[str] = ()
+) -> dict[str, Any]:
     """The same, for programs: {"request": null} when nothing was asked."""
     if request is None or plan is None:
-        return {"request": None, "placed": [], "plan": None}
+        return {"request": None, "placed": [], "held": [], "plan": None}
     return {
         "request": {**_plain(request), "selection": selection_text(request.selection)},
         "placed": [_plain(reason) for reason in placed],
+        "held": list(held),
         "plan": {"container_id": plan.container_id, "ops": [_op(op) for op in plan.ops], "notes": list(plan.notes)},
     }

@@ -9,7 +9,7 @@ an error is the same in a few words, for a line about several devices.
 
 from __future__ import annotations
 
-from . import names
+from . import backends, names
 from .dialects import device_name
 from .errors import CapacityError, DeviceError, PolicyError, RequestError
 from .ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of
@@ -34,6 +34,7 @@ class Offer(NamedTuple):
     clamped: str  # what was asked, where policy gives less
     page: int
     equal_share: str  # "1 of 10" where the configuration gives it, not the container's own words
+    holders: backends.Holders = backends.Holders()
 
 
 def _held(holders: list[str]) -> str:
@@ -228,7 +229,10 @@ def offer(wanted: Wanted, request: Request, device: Device, node: Node, ledger: 
     size = _memory_of(wanted, device, ledger, config)
     _require_free(request, device, ledger, config)
     _require_compute(wanted.compute, request.compute_mode == "soft", device, ledger, config)
-    return Offer(size, wanted.compute, over, _page_of(device, ledger, config), equal)
+    holders = backends.choose(
+        size is not None, wanted.compute is not None, backends.Site(device, request, node, ledger)
+    )
+    return Offer(size, wanted.compute, over, _page_of(device, ledger, config), equal, holders)
 
 
 _LITTLE = Wanted(Amount(1, None, ""), 1)  # no maximum is below that

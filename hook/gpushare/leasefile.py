@@ -43,6 +43,8 @@ _SHARE: dict[str, tuple[type, ...]] = {
     "page": (int,),
     "paused": (bool,),
     "draining_bytes": (int,),
+    "memory_backend": (str,),
+    "compute_backend": (str,),
 }
 _DEVICE: dict[str, tuple[type, ...]] = {
     "index": (int,),
@@ -65,6 +67,7 @@ _LATER = ("brand", "arch", "parent", "mig_index", "gpu_instance", "compute_insta
 # No page: then nobody else gets this one
 _LATEST = 1e12  # seconds
 _EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0}
+_EARLIER_SHARE.update((name, Share._field_defaults[name]) for name in ("memory_backend", "compute_backend"))
 _EARLIER_LEASE = {"sandbox": ""}
 _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 

@@ -23,6 +23,7 @@ class Ledger(NamedTuple):
     holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}  # (container id, bytes or None = whole)
     pages: dict[str, frozenset[int]] = {}  # numbers that are taken, see pages.py
     compute: dict[str, tuple[tuple[str, int], ...]] = {}  # (container id, percent) of hard limits
+    holding: dict[str, frozenset[str]] = {}  # backends of its shares' compute
 
 
 def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = ()) -> Ledger:
@@ -32,12 +33,14 @@ def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = 
     holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}
     pages: dict[str, frozenset[int]] = {}
     compute: dict[str, tuple[tuple[str, int], ...]] = {}
+    holding: dict[str, frozenset[str]] = {}
     for lease in leases:
         for share in lease.shares:
             uuid = share.device.uuid
             limit_bytes = share.memory_limit_bytes
             held_bytes = None if limit_bytes is None else max(limit_bytes, share.draining_bytes)
             holders[uuid] = (*holders.get(uuid, ()), (lease.id, held_bytes))
+            holding[uuid] = holding.get(uuid, frozenset()) | {share.compute_backend}
             pages[uuid] = pages.get(uuid, frozenset()) | {share.page}
             if share.compute_percent is not None and counts(share.compute_percent, share.soft):
                 compute[uuid] = (*compute.get(uuid, ()), (lease.id, share.compute_percent))
@@ -45,7 +48,7 @@ def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = 
                 used[uuid] = used.get(uuid, 0) + held_bytes
             elif policy.unlimited != "shared":
                 exclusive.add(uuid)
-    return Ledger(used, frozenset(exclusive), frozenset(blocked), holders, pages, compute)
+    return Ledger(used, frozenset(exclusive), frozenset(blocked), holders, pages, compute, holding)
 
 
 def counts(percent: Optional[int], soft: bool) -> bool:

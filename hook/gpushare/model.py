@@ -46,7 +46,7 @@ class Policy(NamedTuple):
     max_memory: str = ""  # "" = no maximum; else a quantity or percentage
     max_compute_percent: int = 100
     allowed_devices: tuple[str, ...] = ()  # uuids or indices; empty = all
-    allowed_backends: tuple[str, ...] = ("shim",)
+    allowed_backends: tuple[str, ...] = ("shim",)  # for `auto` the first that can
     unlimited: str = "exclusive"  # exclusive | shared | deny
     accept_volume_mounts: str = "always"
     accept_cdi: str = "always"
@@ -146,7 +146,7 @@ class Request(NamedTuple):
     compute: tuple[tuple[Optional[int], int], ...] = ()  # percent 1..100
     compute_mode: str = "hard"
     priority: int = 0
-    backend: str = "auto"
+    backend: str = "auto"  # or rows of backends.BACKENDS, separated by commas
     oversubscribe: bool = False
     sources: tuple[tuple[str, str], ...] = ()  # (variable or annotation, value) that were used
     ignored: tuple[str, ...] = ()  # one line each, for explain
@@ -170,6 +170,8 @@ class Share(NamedTuple):
     page: int = 0  # its number in devices/<uuid>, see pages.py
     paused: bool = False  # launches are held
     draining_bytes: int = 0  # what it may still hold from before its limit was lowered; 0 = nothing above the limit
+    memory_backend: str = "shim"  # who holds the limit: a row of backends.BACKENDS
+    compute_backend: str = "shim"
 
 
 class Lease(NamedTuple):

@@ -39,6 +39,7 @@ ANNOTATIONS = {
     ENV_BACKEND: "gpushare.io/backend",
     ENV_OVERSUBSCRIBE: "gpushare.io/oversubscribe",
 }
+BACKENDS = ("shim", "mps", "dmem")  # rows of backends.py
 APPLIED_ANNOTATION = "gpushare.io/applied"  # ours: what we put into config.json, see specedit.py
 CRUN_STDERR_ANNOTATION = "run.oci.hooks.stderr"  # crun: the file that gets what hooks print, else nobody does
 

@@ -120,6 +120,8 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
         Share(
             *(slot, device, offer.memory_limit_bytes, offer.compute_percent, soft, request.priority),
             *(request.oversubscribe, offer.clamped, offer.page),
+            memory_backend=offer.holders.memory,
+            compute_backend=offer.holders.compute,
         )
         for slot, (device, offer) in enumerate(chosen)
     )

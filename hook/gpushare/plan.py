@@ -11,7 +11,7 @@ Raises RequestError when the image cannot hold a limit. Start path.
 
 from __future__ import annotations
 
-from . import forward, names, pages
+from . import backends, forward, names, pages
 from .driverfiles import DriverFiles, Library
 from .drivertable import ALWAYS
 from .errors import RequestError
@@ -230,6 +230,7 @@ def make_plan(
     if _limited(shares) and {"graphics", "video"} & set(request.capabilities):
         notes.append("memory that OpenGL, Vulkan and video codecs take is not counted: the limit holds for CUDA")
     if shares:
+        ops += backends.ops(shares, node.config)
         ops += _devices(node, shares, driver_files)
         notes += [f"/dev/{name} is not on this host" for name in driver_files.missing_nodes]
     return Plan(bundle.id, tuple(ops), tuple(notes))

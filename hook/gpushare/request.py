@@ -40,9 +40,6 @@ RAW_TRIGGERS = (
     "cdi.k8s.io",
     *triggers.KEY_BEGINNINGS,
 )
-_IMPLEMENTED_BACKENDS = ("auto", "shim")
-
-
 _LONGEST = max(map(len, TRIGGERS))
 
 
@@ -175,15 +172,9 @@ def _check_rootfs(bundle: Bundle) -> None:
 
 def _check_words(request: Request, rules: Policy) -> None:
     """What no device is needed to judge."""
-    if request.backend not in _IMPLEMENTED_BACKENDS:
-        raise RequestError(f"backend {shown(request.backend)} is not available in this version", "use auto or shim")
-    backend = "shim" if request.backend == "auto" else request.backend
-    if backend not in rules.allowed_backends:
-        allowed = ", ".join(rules.allowed_backends)
-        raise PolicyError(
-            f"backend {shown(backend)} is not allowed on this node (policy.allowed_backends: {allowed})",
-            f"use {allowed}" if request.backend == backend else "add shim to policy.allowed_backends",
-        )
+    from . import backends  # for those who ask for something
+
+    backends.require_allowed(request, rules)
     if request.oversubscribe:
         raise RequestError(f"{names.ENV_OVERSUBSCRIBE}: not available in this version", "leave it out")
 

@@ -9,7 +9,7 @@ Both raise RequestError, and `shares` whatever `fitting.regrant` raises.
 
 from __future__ import annotations
 
-from . import fitting, quantity
+from . import backends, fitting, quantity
 from . import ledger as books
 from .dialects import device_name
 from .errors import RequestError
@@ -68,7 +68,9 @@ def _changed(share: Share, wanted: Wish, node: Node, ledger: books.Ledger) -> Sh
     soft = share.soft if wanted.soft is None else wanted.soft
     asked = fitting.Wanted(_memory(share, wanted.memory), compute)
     changed = fitting.regrant(share, asked, soft, node, ledger)
-    return changed if wanted.priority is None else changed._replace(priority=wanted.priority)
+    changed = changed if wanted.priority is None else changed._replace(priority=wanted.priority)
+    backends.require_kept(changed)
+    return changed
 
 
 def _memory(share: Share, text: str) -> Optional[Amount]:

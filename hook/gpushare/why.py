@@ -1,6 +1,7 @@
 """Why a container gets the devices that it gets, for `gpushare explain`.
 
 placed(request, node, ledger, shares) -> tuple[Reason, ...]     () where the container names them, with a limit
+held(request, node, ledger, shares)   -> tuple[str, ...]        who holds the limits of each device, and why they
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from . import placement
+from . import backends, placement
 from .ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of
 from .model import Device, Node, Request, Share
 
@@ -61,3 +62,15 @@ def placed(request: Request, node: Node, ledger: Ledger, shares: Sequence[Share]
         text += f" ({node.config.placement})" if slot is not None else ""
         found.append(Reason(placement.short_name(device), device.uuid, slot is not None, text))
     return tuple(sorted(found, key=lambda reason: not reason.chosen))
+
+
+def held(request: Request, node: Node, ledger: Ledger, shares: Sequence[Share]) -> tuple[str, ...]:
+    """One line, or one for each device where they differ."""
+    found = {
+        placement.short_name(share.device): backends.reasons(share, backends.Site(share.device, request, node, ledger))
+        for share in shares
+    }
+    told = {device: text for device, text in found.items() if text}
+    if len(set(found.values())) == 1:
+        return tuple(told.values())[:1]
+    return tuple(f"{device}: {text}" for device, text in told.items())

@@ -74,7 +74,9 @@ def explained(case: Path) -> str:
         made = plan.make_plan(bundle, asked, node, mine, image, driver_files)
     except GpushareError as error:
         return f"refused ({type(error).__name__}, exit {error.exit_code}): {error}\n"
-    return explain.explain_text(asked, made, why.placed(asked, node, ledger, shares))
+    return explain.explain_text(
+        asked, made, why.placed(asked, node, ledger, shares), why.held(asked, node, ledger, shares)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -184,6 +184,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "plan.ops": "in their order: each with `op`, `needs`, `text` and its own fields",
             "plan.notes": "what is left out, and why",
             "placed": "why each device was chosen, and others not",
+            "held": "who holds the limits, and why they",
             "withheld": "whether NVIDIA's devices are withheld from a privileged container",
             "unused": "words that do not count, each with why",
         },

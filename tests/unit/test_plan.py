@@ -227,7 +227,7 @@ def test_explain_json_is_json() -> None:
     assert value["request"]["sources"] == [["GPUSHARE_MEMORY", "4Gi"]]
     assert value["plan"]["ops"][0]["op"] == "WriteLimits"
     assert value["plan"]["ops"][0]["shares"][0]["memory_limit_bytes"] == 4 << 30
-    assert explain.explain_json(None, None) == {"request": None, "placed": [], "plan": None}
+    assert explain.explain_json(None, None) == {"request": None, "placed": [], "held": [], "plan": None}
 
 
 def test_explain_text_is_printable() -> None:

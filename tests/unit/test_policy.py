@@ -213,14 +213,6 @@ def test_a_privileged_container_outside_of_pods_is_listed_by_its_id() -> None:
         resolve(LIMIT, privileged=True, rules={"privileged_containers": ("c2", "*/*")})
 
 
-# Backends
-
-
-def test_automatic_means_shim_also_for_policy() -> None:
-    with pytest.raises(PolicyError, match=r'"shim" is not allowed .*policy.allowed_backends: mps.*; add shim'):
-        resolve(LIMIT, rules={"allowed_backends": ("mps",)})
-
-
 # One annotation, two containers of a pod
 
 

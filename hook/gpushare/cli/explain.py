@@ -66,17 +66,17 @@ def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> 
     found = oci.load_bundle(bundle)
     way = way_of(found) if way == "auto" else way
     found = clean(found)
-    asked, steps, placed = of_bundle(paths, found, way)
+    asked, steps, placed, held = of_bundle(paths, found, way)
     withheld = asked is None and way == "runtime" and withhold.may_apply(found)
     withheld = withheld and withhold.applies(found, node.load_config_only(paths.config, paths.state_dir))
     spoken = asked is None and table.spoken(found.env, found.annotations)
     unused = request.unused(found, facts.host(paths)) if spoken else ()
     if output == "json":
-        write_json({**explain_json(asked, steps, placed), "withheld": withheld, "unused": list(unused)})
+        write_json({**explain_json(asked, steps, placed, held), "withheld": withheld, "unused": list(unused)})
     elif withheld:
         click.echo(WITHHELD)
     else:
-        write_text(explain_text(asked, steps, placed), _INDENT)
+        write_text(explain_text(asked, steps, placed, held), _INDENT)
     for line in unused if output != "json" else ():
         write_text(printable(f"{'ignored':<12} {line}"), _INDENT)
 
@@ -106,26 +106,26 @@ def _restore(directory: str, output: str) -> None:
 
 def of_bundle(
     paths: Paths, bundle: Bundle, way: str
-) -> tuple[Optional[Request], Optional[Plan], tuple[why.Reason, ...]]:
-    """The steps of hook._start or runtime._create without their effects, and why these devices."""
+) -> tuple[Optional[Request], Optional[Plan], tuple[why.Reason, ...], tuple[str, ...]]:
+    """The steps of hook._start or runtime._create without their effects, why these devices, and who holds limits."""
     if not request.mentions(bundle):
-        return None, None, ()
+        return None, None, (), ()
     host = facts.host(paths)
     asked = request.resolve(bundle, host, with_injected=way == "runtime")
     if asked is None:
-        return None, None, ()
+        return None, None, (), ()
     if way == "hook":
         request.refuse_conflicts(bundle, asked)
-    lease, placed = _lease(paths.state_dir, bundle, asked, host)
+    lease, placed, held = _lease(paths.state_dir, bundle, asked, host)
     files = driverfiles.for_request(host.inventory, asked, lease.shares if lease else ())
     if way == "runtime":
-        return asked, _by_runtime(bundle, asked, host, lease, files), placed
+        return asked, _by_runtime(bundle, asked, host, lease, files), placed, held
     root = rootfs.open_root(bundle)
     try:
         image = rootfs.probe(root, bundle.env)
     finally:
         os.close(root)
-    return asked, plan.make_plan(bundle, asked, host, lease, image, files), placed
+    return asked, plan.make_plan(bundle, asked, host, lease, image, files), placed, held
 
 
 def _by_runtime(
@@ -145,10 +145,10 @@ def _by_runtime(
 
 def _lease(
     state_dir: str, bundle: Bundle, asked: Request, host: Node
-) -> tuple[Optional[Lease], tuple[why.Reason, ...]]:
+) -> tuple[Optional[Lease], tuple[why.Reason, ...], tuple[str, ...]]:
     """The lease that a start would get now, and why; a running container's own one does not stand in its way."""
     if asked.selection.kind == "none":
-        return None, ()
+        return None, (), ()
     seen = leases.view(state_dir)
     live = livelimits.settled(state_dir, seen.live, keep=False)
     others = tuple(lease for lease in live if lease.bundle != bundle.path)
@@ -156,4 +156,4 @@ def _lease(
     ledger = placement.ledger_of(others, host.config.policy, seen.blocked(host))
     shares = placement.grant(asked, host, ledger)
     lease = Lease(bundle.id, "reserved", procs.boot_id(), bundle.path, shares, 0, 0, created=time.time())
-    return lease, why.placed(asked, host, ledger, shares)
+    return lease, why.placed(asked, host, ledger, shares), why.held(asked, host, ledger, shares)

@@ -52,6 +52,14 @@ def _devices(name: str, value: str, inventory: Inventory) -> Selection:
     return parse_devices(name, value, inventory, any_allowed=True) or VOID
 
 
+def _backends(name: str, value: str, inventory: Inventory) -> str:
+    """`auto`, or one or more backends with commas between."""
+    words = tuple(dict.fromkeys(word.strip().lower() for word in value.split(",")))
+    if words != ("auto",) and not set(words) <= set(names.BACKENDS):
+        raise wrong(name, value, "unknown value", f"write auto, or of {', '.join(names.BACKENDS)} one or several")
+    return ",".join(words)
+
+
 # variable -> (field of Request, parser)
 ROWS: dict[str, tuple[str, Callable[[str, str, Inventory], Any]]] = {
     names.ENV_DEVICES: ("selection", _devices),
@@ -59,7 +67,7 @@ ROWS: dict[str, tuple[str, Callable[[str, str, Inventory], Any]]] = {
     names.ENV_COMPUTE: ("compute", lambda name, value, inventory: percents(name, value)),
     names.ENV_COMPUTE_MODE: ("compute_mode", _word({"hard": "hard", "soft": "soft"})),
     names.ENV_PRIORITY: ("priority", _word({"normal": 0, "high": 1, "0": 0, "1": 1})),
-    names.ENV_BACKEND: ("backend", _word({word: word for word in ("auto", "shim", "mps", "dmem")})),
+    names.ENV_BACKEND: ("backend", _backends),
     names.ENV_OVERSUBSCRIBE: (
         "oversubscribe",
         _word({"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False}),

@@ -1,0 +1,291 @@
+"""Who holds which limit: the one table of backends (start path).
+
+    BACKENDS                                      one row each; docs/backends.md is written from it
+    require_allowed(request, policy)              what no device is needed to judge
+    choose(memory, compute, site)      -> Holders for one device; raises the reason why not
+    reasons(share, site)               -> text    why those, for explain
+    require_kept(share)                           raises where a changed share could not be held
+    ops(shares, config)                -> ops     what a backend adds to the plan
+
+The choice is made for each limit by itself: memory and compute of one share may have different holders. A request names
+backends ("mps", "dmem,mps"), of which each holds what it can, and the shim what none of them holds by its nature; one
+that cannot do on this device what it is there for is refused. `auto`: the first of policy.allowed_backends that can. No
+limit is ever without a holder.
+
+The shim stands in every container: it counts and shows the limits, whoever else enforces them.
+"""
+
+from __future__ import annotations
+
+from . import names, rootless
+from .dialects import device_name
+from .errors import DeviceError, PolicyError, RequestError
+from .ledger import Ledger
+from .light import Callable, NamedTuple, Optional, Sequence
+from .model import Config, Device, Node, Policy, Request, Share
+from .ops import Op
+from .quantity import shown
+
+MEMORY, COMPUTE = "memory", "compute"
+LIMITS = (MEMORY, COMPUTE)
+AUTO, SHIM, MPS, DMEM = "auto", "shim", "mps", "dmem"
+
+
+class Site(NamedTuple):
+    """One device that one container may get."""
+
+    device: Device
+    request: Request
+    node: Node
+    ledger: Ledger
+
+
+class Holders(NamedTuple):
+    """Names of rows. For a limit that nobody set: who would hold it."""
+
+    memory: str = SHIM
+    compute: str = SHIM
+
+
+class Backend(NamedTuple):
+    """One row. The texts are for docs/backends.md."""
+
+    name: str
+    holds: tuple[str, ...]  # of LIMITS
+    optional: bool  # whether it is there for something even where nobody sets a limit that it holds
+    supports: Callable[[str, Site], Optional[str]]  # (limit, where) -> why it cannot; None: it can
+    keeps: Callable[[Share], Optional[str]]  # why it cannot hold what `gpushare limit set` wants
+    ops: Callable[[tuple[Share, ...], Config], Sequence[Op]]
+    enforced_by: str
+    bypassed_by: str
+    changes_live: str
+    tried: str
+
+
+# The rows' functions
+
+
+def _nothing(shares: tuple[Share, ...], config: Config) -> Sequence[Op]:
+    return ()
+
+
+def _shim(limit: str, site: Site) -> Optional[str]:
+    if limit == COMPUTE and MPS in site.ledger.holding.get(site.device.uuid, ()):
+        return "containers of MPS are on the device, and the driver does not slice time between those"
+    return None
+
+
+def _mps(limit: str, site: Site) -> Optional[str]:
+    device, request = site.device, site.request
+    if device.parent:
+        return "it is offered for whole GPUs, not inside of MIG devices"
+    if any(part.parent == device.uuid for part in site.node.inventory.mig):
+        return "this GPU is divided into MIG devices"
+    if rootless.is_rootless():
+        return "its daemon belongs to root, and this is rootless"
+    wrong = _mps_words(request.compute_mode == "soft", request.priority, request.oversubscribe)
+    if wrong:
+        return wrong
+    if SHIM in site.ledger.holding.get(device.uuid, ()):
+        return "containers without MPS are on the device, with which its clients would have to take turns"
+    from . import mps
+
+    return mps.state(device.uuid, site.node.config.state_dir).reason
+
+
+def _mps_words(soft: bool, priority: int, oversubscribe: bool = False) -> Optional[str]:
+    words = (
+        (soft, "its percentages are hard: it does not lend what others leave idle"),
+        (priority > 0, "it has no high priority, only a low one"),
+        (oversubscribe, "it has no memory beyond the device's own"),
+    )
+    return next((reason for said, reason in words if said), None)
+
+
+def _mps_ops(shares: tuple[Share, ...], config: Config) -> Sequence[Op]:
+    from . import mps
+
+    return mps.ops(shares, config)
+
+
+def _dmem(limit: str, site: Site) -> Optional[str]:
+    if site.device.parent:
+        return "the driver has no regions for MIG devices"
+    if site.request.oversubscribe:
+        return "managed memory is not counted there"
+    if rootless.is_rootless():
+        return "it needs rights over cgroups, and this is rootless"
+    from . import dmem
+
+    return dmem.unsupported(site.device, site.node.config)
+
+
+def _dmem_ops(shares: tuple[Share, ...], config: Config) -> Sequence[Op]:
+    from . import dmem
+
+    return dmem.ops(shares, config)
+
+
+BACKENDS: dict[str, Backend] = {
+    row.name: row
+    for row in (
+        Backend(
+            name=SHIM,
+            holds=LIMITS,
+            optional=True,
+            supports=_shim,
+            keeps=lambda share: None,
+            ops=_nothing,
+            enforced_by="our library, in every process of the container: an allocation over the limit fails, a launch "
+            "waits. For all processes of the container together.",
+            bypassed_by="a program that goes around the CUDA library on purpose, and what CUDA does not know of: "
+            "OpenGL, Vulkan, video codecs (docs/security.md)",
+            changes_live="memory, compute, mode, priority, pause: at once",
+            tried="on the simulated driver",
+        ),
+        Backend(
+            name=MPS,
+            holds=(COMPUTE,),
+            optional=True,
+            supports=_mps,
+            keeps=lambda share: _mps_words(share.soft, share.priority),
+            ops=_mps_ops,
+            enforced_by="NVIDIA's MPS server: each process of the container gets at most its percentage of the "
+            "multiprocessors, at the same time as others. The container's memory over all processes stays with the shim.",
+            bypassed_by="a container of several processes, each of which gets the percentage; a program that goes "
+            "around MPS then shares time with its server",
+            changes_live="compute, for processes that begin later; neither mode nor priority",
+            tried="with NVIDIA's control daemon, without a GPU (docs/mps.md)",
+        ),
+        Backend(
+            name=DMEM,
+            holds=(MEMORY,),
+            optional=False,
+            supports=_dmem,
+            keeps=lambda share: None,
+            ops=_dmem_ops,
+            enforced_by="the kernel's dmem cgroup controller, asked by the driver: an allocation over the limit fails, "
+            "for all of the container together, whichever way it is made. The shim holds the same limit above it.",
+            bypassed_by="managed memory, which the driver does not charge there; who may write to cgroups",
+            changes_live="memory: at once",
+            tried="on a cgroup tree of plain files; not run on hardware",
+        ),
+    )
+}
+
+
+# Choosing
+
+
+def asked(request: Request) -> tuple[str, ...]:
+    """The backends that the container names; () for auto."""
+    return tuple(word for word in request.backend.split(",") if word != AUTO)
+
+
+def require_allowed(request: Request, policy: Policy) -> None:
+    """Raises PolicyError."""
+    allowed = ", ".join(policy.allowed_backends)
+    for name in asked(request):
+        if name not in policy.allowed_backends:
+            raise PolicyError(
+                f"backend {shown(name)} is not allowed on this node (policy.allowed_backends: {allowed})",
+                f"use {allowed}",
+            )
+
+
+def _order(limit: str, request: Request, policy: Policy) -> tuple[str, ...]:
+    """Who is asked for this limit, the first that can has it."""
+    named = asked(request)
+    names_of = tuple(name for name in named or policy.allowed_backends if limit in BACKENDS[name].holds)
+    return names_of or ((SHIM,) if named and SHIM in policy.allowed_backends else ())
+
+
+def _holder(limit: str, limited: bool, site: Site) -> tuple[str, dict[str, str]]:
+    """(who holds this limit, why those before him do not). "": nobody."""
+    why_not: dict[str, str] = {}
+    for name in _order(limit, site.request, site.node.config.policy):
+        row = BACKENDS[name]
+        if limited or row.optional:
+            reason = row.supports(limit, site)
+            if reason is None:
+                return name, why_not
+            why_not[name] = reason
+            if name in asked(site.request):  # what was asked for by its name is not replaced
+                break
+    return "", why_not
+
+
+def choose(memory: bool, compute: bool, site: Site) -> Holders:
+    """Who holds the limits of a share of this device; `memory`, `compute`: whether there is one. Raises DeviceError,
+    PolicyError and RequestError."""
+    where, found = f"device {device_name(site.device)}", []
+    for limit, limited in zip(LIMITS, (memory, compute)):
+        name, why_not = _holder(limit, limited, site)
+        if not name and why_not and (limited or asked(site.request)):
+            reasons_of = "; ".join(f"{backend} cannot: {reason}" for backend, reason in why_not.items())
+            raise DeviceError(
+                f"nothing holds a limit on {limit} of {where}: {reasons_of}",
+                f"set {names.ENV_BACKEND}={SHIM}" if asked(site.request) else f"add {SHIM} to policy.allowed_backends",
+                reasons_of,
+            )
+        if not name and limited:
+            allowed = ", ".join(site.node.config.policy.allowed_backends)
+            raise PolicyError(
+                f"nothing that is allowed on this node holds a limit on {limit} (policy.allowed_backends: {allowed})",
+                f"add {SHIM} to policy.allowed_backends",
+            )
+        found.append(name or SHIM)
+    for name in asked(site.request):
+        if name not in found and not BACKENDS[name].optional:
+            raise RequestError(
+                f"backend {shown(name)} has no limit to hold on {where}: it is for {' and '.join(BACKENDS[name].holds)}",
+                f"set {names.ENV_MEMORY}, or leave {name} out",
+            )
+    return Holders(*found)
+
+
+def require_kept(share: Share) -> None:
+    """Raises RequestError where the holders of a changed share cannot hold it."""
+    for name in {share.memory_backend, share.compute_backend}:
+        reason = BACKENDS[name].keeps(share)
+        if reason:
+            raise RequestError(f"{name} holds a limit of device {device_name(share.device)}: {reason}", "leave it out")
+
+
+def ops(shares: tuple[Share, ...], config: Config) -> list[Op]:
+    """What the holders of these shares need in a container."""
+    found: list[Op] = []
+    for name, row in BACKENDS.items():
+        mine = tuple(share for share in shares if name in (share.memory_backend, share.compute_backend))
+        found += row.ops(mine, config) if mine else ()
+    return found
+
+
+# Telling
+
+
+def reasons(share: Share, site: Site) -> str:
+    """Why these hold the limits of `share`: `memory by dmem (asked); compute by shim (dmem holds memory only)`."""
+    told = []
+    for limit, name, limited in (
+        (MEMORY, share.memory_backend, share.memory_limit_bytes is not None),
+        (COMPUTE, share.compute_backend, share.compute_percent is not None),
+    ):
+        if limited or name != SHIM:
+            told.append(f"{limit} by {name} ({_because(limit, name, limited, site)})")
+        elif limit == MEMORY and share.device.parent:
+            told.append("memory by the hardware (all of a MIG device)")
+    return "; ".join(told)
+
+
+def _because(limit: str, name: str, limited: bool, site: Site) -> str:
+    policy, named = site.node.config.policy, asked(site.request)
+    if name in named:
+        return "asked"
+    if named:
+        return f"{' and '.join(named)} does not hold {limit}"
+    _, why_not = _holder(limit, limited, site)
+    skipped = [f"not {other}: {reason}" for other, reason in why_not.items()]
+    able = [other for other in policy.allowed_backends if limit in BACKENDS[other].holds]
+    first = "the only one allowed" if len(able) == 1 else "the first allowed one that can"
+    return ", ".join(["auto", first, *skipped])
