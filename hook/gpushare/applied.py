@@ -14,7 +14,7 @@ from __future__ import annotations
 from . import names, oci
 from .light import Any, NamedTuple, Optional, Sequence, Union, dumps, loads
 from .model import LdEntry
-from .ops import Cover, DeviceNode, ImageFile, InPlace, LdCache, Link, Mount, Op, ProcMask
+from .ops import Cover, DeviceNode, ImageFile, InPlace, KernelLimit, LdCache, Link, Mount, Op, ProcMask
 
 Spec = dict[str, Any]
 VERSION = 1
@@ -33,6 +33,10 @@ PLACES: tuple[tuple[tuple[str, ...], Any], ...] = (
 )
 
 
+UNIFIED = ("linux", "resources", "unified")  # made only where something goes into it
+KERNEL_LIMITS = ("dmem.max", "dmem.min")
+
+
 class Record(NamedTuple):
     """What gpushare.io/applied holds, as plain JSON values."""
 
@@ -45,8 +49,9 @@ class Record(NamedTuple):
     leased: bool  # the container holds a part of a device
     removed: list[list[Any]]  # [place, index, value], in the order in which they were taken out
     ops: list[list[Any]]  # what is left for the hook, see `remaining`
-    denied: list[list[int]] = []  # [major, minor]; this and the next are absent in earlier records
+    denied: list[list[int]] = []  # [major, minor]; this and those below are absent in earlier records
     narrowed: list[list[Any]] = []  # [index, number of rules there now, the rule that was there]; in this order
+    unified: list[list[Any]] = []  # [key of linux.resources.unified, what it was]
 
 
 def place(spec: Spec, path: Sequence[str]) -> Any:
@@ -108,6 +113,8 @@ def remaining(record: Record) -> tuple[Op, ...]:
             ops.append(LdCache(tuple(LdEntry(*entry) for entry in fields[0])))
         elif kind == "ProcMask":
             ops.append(ProcMask(tuple(fields[0]), tuple(fields[1])))
+        elif kind == "KernelLimit":
+            ops.append(KernelLimit(*fields))
         elif kind in _IMAGE_OPS:
             ops.append(_IMAGE_OPS[kind](fields[0], fields[1], tuple(fields[2]), ""))
     return tuple(ops)
@@ -134,6 +141,12 @@ def stripped(spec: Spec) -> Spec:
     rules = place(spec, ("linux", "resources", "devices")) or []
     for index, count, value in reversed(record.narrowed):
         rules[index : index + count] = [value]
+    for key, value in reversed(record.unified):
+        unified = place(spec, UNIFIED)
+        if value is None:
+            unified.pop(key, None)
+        else:
+            unified[key] = value
     for stage in STAGES:
         hooks = place(spec, ("hooks", stage)) or []
         hooks[:] = [hook for hook in hooks if _nonce_of(hook) != record.nonce]
@@ -141,7 +154,7 @@ def stripped(spec: Spec) -> Spec:
         spec["annotations"].pop(key, None)
     for where, index, value in reversed(record.removed):
         place(spec, where.split("."))[index:index] = [value]
-    for path, empty in reversed(PLACES):
+    for path, empty in reversed((*PLACES, (UNIFIED, {}))):
         name = ".".join(path)
         if name in record.made and place(spec, path) == empty:
             above = place(spec, path[:-1])

@@ -20,6 +20,7 @@ from .ops import (
     DeviceNode,
     DeviceRule,
     ImageFile,
+    KernelLimit,
     InPlace,
     LdCache,
     Link,
@@ -142,9 +143,19 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     with applied._namespace:
         put(root, plan, trees)
     applied.notes.extend(root.notes)
+    _hold(plan, pid, applied)
     rules = [(op.major, op.minor) for op in plan.ops if isinstance(op, DeviceRule)]
     if rules and not rootless.is_rootless():  # a rootless container has no device cgroup
         applied._access.append(cgroup.allow_devices(pid, rules))
+        applied._namespace.require_alive()
+
+
+def _hold(plan: Plan, pid: int, applied: Applied) -> None:
+    limits = [op for op in plan.ops if isinstance(op, KernelLimit)]
+    if limits:
+        from . import dmem
+
+        applied._access.append(dmem.hold(pid, limits))
         applied._namespace.require_alive()
 
 
@@ -161,6 +172,7 @@ def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
             root.claim(target, source)
         put(root, plan, trees)
     applied.notes.extend(root.notes)
+    _hold(plan, pid, applied)
 
 
 def _make_point_in_source(op: Union[Mount, ImageFile], earlier: tuple[Op, ...]) -> None:

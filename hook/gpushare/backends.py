@@ -5,7 +5,9 @@
     choose(memory, compute, site)      -> Holders for one device; raises the reason why not
     reasons(share, site)               -> text    why those, for explain
     require_kept(share)                           raises where a changed share could not be held
-    ops(shares, config)                -> ops     what a backend adds to the plan
+    ops(shares, node, folder)          -> ops     what they add to the plan
+    change(before, after, folder)                 limits of a container that runs
+    for_programs(request, node)        -> Node    of `gpushare run`
 
 The choice is made for each limit by itself: memory and compute of one share may have different holders. A request names
 backends ("mps", "dmem,mps"), of which each holds what it can, and the shim what none of them holds by its nature; one
@@ -22,7 +24,7 @@ from .dialects import device_name
 from .errors import DeviceError, PolicyError, RequestError
 from .ledger import Ledger
 from .light import Callable, NamedTuple, Optional, Sequence
-from .model import Config, Device, Node, Policy, Request, Share
+from .model import Device, Node, Policy, Request, Share
 from .ops import Op
 from .quantity import shown
 
@@ -52,10 +54,12 @@ class Backend(NamedTuple):
 
     name: str
     holds: tuple[str, ...]  # of LIMITS
+    in_cgroup: bool  # whether it needs a cgroup that is the container's own
     optional: bool  # whether it is there for something even where nobody sets a limit that it holds
     supports: Callable[[str, Site], Optional[str]]  # (limit, where) -> why it cannot; None: it can
     keeps: Callable[[Share], Optional[str]]  # why it cannot hold what `gpushare limit set` wants
-    ops: Callable[[tuple[Share, ...], Config], Sequence[Op]]
+    ops: Callable[[tuple[Share, ...], Node, str], Sequence[Op]]  # (its shares, node, containers/<id>)
+    change: Callable[[Sequence[Share], Sequence[Share], str], None]  # its shares (before, after, containers/<id>)
     enforced_by: str
     bypassed_by: str
     changes_live: str
@@ -65,8 +69,12 @@ class Backend(NamedTuple):
 # The rows' functions
 
 
-def _nothing(shares: tuple[Share, ...], config: Config) -> Sequence[Op]:
+def _no_ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]:
     return ()
+
+
+def _no_change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
+    """What the limits file says is all."""
 
 
 def _shim(limit: str, site: Site) -> Optional[str]:
@@ -90,7 +98,7 @@ def _mps(limit: str, site: Site) -> Optional[str]:
         return "containers without MPS are on the device, with which its clients would have to take turns"
     from . import mps
 
-    return mps.state(device.uuid, site.node.config.state_dir).reason
+    return mps.state(device.uuid, site.node.config.state_dir).problem or None
 
 
 def _mps_words(soft: bool, priority: int, oversubscribe: bool = False) -> Optional[str]:
@@ -102,10 +110,11 @@ def _mps_words(soft: bool, priority: int, oversubscribe: bool = False) -> Option
     return next((reason for said, reason in words if said), None)
 
 
-def _mps_ops(shares: tuple[Share, ...], config: Config) -> Sequence[Op]:
+def _mps_ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]:
     from . import mps
 
-    return mps.ops(shares, config)
+    state_dir = node.config.state_dir
+    return [op for one in shares for op in mps.ops(mps.state(one.device.uuid, state_dir), state_dir, one)]
 
 
 def _dmem(limit: str, site: Site) -> Optional[str]:
@@ -117,13 +126,19 @@ def _dmem(limit: str, site: Site) -> Optional[str]:
         return "it needs rights over cgroups, and this is rootless"
     from . import dmem
 
-    return dmem.unsupported(site.device, site.node.config)
+    return dmem.unsupported(site.device, site.node.inventory)
 
 
-def _dmem_ops(shares: tuple[Share, ...], config: Config) -> Sequence[Op]:
+def _dmem_ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]:
     from . import dmem
 
-    return dmem.ops(shares, config)
+    return dmem.ops(shares, node.inventory, folder)
+
+
+def _dmem_change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
+    from . import dmem
+
+    dmem.change(folder, before, after)
 
 
 BACKENDS: dict[str, Backend] = {
@@ -132,10 +147,12 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             name=SHIM,
             holds=LIMITS,
+            in_cgroup=False,
             optional=True,
             supports=_shim,
             keeps=lambda share: None,
-            ops=_nothing,
+            ops=_no_ops,
+            change=_no_change,
             enforced_by="our library, in every process of the container: an allocation over the limit fails, a launch "
             "waits. For all processes of the container together.",
             bypassed_by="a program that goes around the CUDA library on purpose, and what CUDA does not know of: "
@@ -146,10 +163,12 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             name=MPS,
             holds=(COMPUTE,),
+            in_cgroup=False,
             optional=True,
             supports=_mps,
             keeps=lambda share: _mps_words(share.soft, share.priority),
             ops=_mps_ops,
+            change=_no_change,
             enforced_by="NVIDIA's MPS server: each process of the container gets at most its percentage of the "
             "multiprocessors, at the same time as others. The container's memory over all processes stays with the shim.",
             bypassed_by="a container of several processes, each of which gets the percentage; a program that goes "
@@ -160,10 +179,12 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             name=DMEM,
             holds=(MEMORY,),
+            in_cgroup=True,
             optional=False,
             supports=_dmem,
             keeps=lambda share: None,
             ops=_dmem_ops,
+            change=_dmem_change,
             enforced_by="the kernel's dmem cgroup controller, asked by the driver: an allocation over the limit fails, "
             "for all of the container together, whichever way it is made. The shim holds the same limit above it.",
             bypassed_by="managed memory, which the driver does not charge there; who may write to cgroups",
@@ -252,13 +273,33 @@ def require_kept(share: Share) -> None:
             raise RequestError(f"{name} holds a limit of device {device_name(share.device)}: {reason}", "leave it out")
 
 
-def ops(shares: tuple[Share, ...], config: Config) -> list[Op]:
-    """What the holders of these shares need in a container."""
-    found: list[Op] = []
-    for name, row in BACKENDS.items():
-        mine = tuple(share for share in shares if name in (share.memory_backend, share.compute_backend))
-        found += row.ops(mine, config) if mine else ()
-    return found
+def _of(row: Backend, shares: Sequence[Share]) -> tuple[Share, ...]:
+    return tuple(share for share in shares if row.name in (share.memory_backend, share.compute_backend))
+
+
+def ops(shares: tuple[Share, ...], node: Node, folder: str) -> list[Op]:
+    """What the holders of these shares need in a container. `folder`: containers/<id>."""
+    return [op for row in BACKENDS.values() if _of(row, shares) for op in row.ops(_of(row, shares), node, folder)]
+
+
+def change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
+    """Those that hold limits elsewhere than in the limits file hold those of `after` from now on. Raises KernelError
+    and CapacityError, with nothing changed."""
+    for row in BACKENDS.values():
+        if _of(row, after):
+            row.change(_of(row, before), _of(row, after), folder)
+
+
+def for_programs(request: Request, node: Node) -> Node:
+    """The node as a program sees it that is no container, and has no cgroup of its own. Raises RequestError."""
+    rules = node.config.policy
+    left = tuple(name for name in rules.allowed_backends if not BACKENDS[name].in_cgroup)
+    for name in asked(request):
+        if BACKENDS[name].in_cgroup:
+            raise RequestError(
+                f"backend {shown(name)} is for containers: a program has no cgroup of its own", "use shim"
+            )
+    return node._replace(config=node.config._replace(policy=rules._replace(allowed_backends=left)))
 
 
 # Telling

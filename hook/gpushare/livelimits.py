@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 
-from . import leases, linux, mountns, names, pages, procs, region, storage
+from . import backends, leases, linux, mountns, names, pages, procs, region, storage
 from .errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError, of_file
 from .light import Callable, Iterable, NamedTuple, Optional, Sequence
 from .model import Lease, Share
@@ -53,6 +53,7 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
             try:
                 if not dry_run:
                     _mark(state_dir, after.id)
+                    _elsewhere(state_dir, before, after)
                     leases.rewrite(state_dir, after)
                     _tell_others(state_dir, after.shares)
                     store(fd, after.shares)
@@ -63,6 +64,15 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
             after = _settled(state_dir, after, used)
             _unmark(state_dir)
         return Changed(before, after, used)
+
+
+def _elsewhere(state_dir: str, before: Lease, after: Lease) -> None:
+    """What other backends hold, first: where they refuse nothing has changed."""
+    try:
+        backends.change(before.shares, after.shares, storage.container_dir(state_dir, after.id))
+    except GpushareError:
+        _unmark(state_dir)
+        raise
 
 
 def _running(container_id: str, live: Sequence[Lease], seen: leases.View) -> Lease:
@@ -162,6 +172,7 @@ def finish(state_dir: str) -> None:
         return
     lease = next((lease for lease in leases.view(state_dir).live if lease.id == container_id), None)
     if lease is not None and lease.state == "held":
+        backends.change((), lease.shares, storage.container_dir(state_dir, lease.id))
         _tell_others(state_dir, lease.shares)
         _store(state_dir, lease)
     _unmark(state_dir)

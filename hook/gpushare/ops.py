@@ -180,6 +180,23 @@ class DeviceRule(NamedTuple):
         return f"allow    c {self.major}:{self.minor} rw"
 
 
+class KernelLimit(NamedTuple):
+    """Memory of one device that the container's cgroup may have in all: see dmem.py. Before any DeviceRule."""
+
+    uuid: str
+    region: str  # as dmem.capacity names the device's memory
+    limit_bytes: int
+    record: str  # host path of the file that says what was done
+    tree: str = ""  # where a simulated driver root has its cgroups; "": the kernel's own
+
+    @property
+    def needs(self) -> str:
+        return "either"
+
+    def describe(self) -> str:
+        return f"kernel   dmem.max and dmem.min {self.region} {self.limit_bytes}"
+
+
 class LdCache(NamedTuple):
     """Entries to add to or replace in /etc/ld.so.cache, in place and atomically."""
 
@@ -208,7 +225,20 @@ class ProcMask(NamedTuple):
         return f"mask     /proc/driver/nvidia: {' '.join(self.bus_ids) or 'no GPU'}{kept}, ModifyDeviceFiles 0"
 
 
-Op = Union[WriteLimits, TenantTmpfs, Mount, InPlace, ImageFile, Cover, Link, DeviceNode, DeviceRule, LdCache, ProcMask]
+Op = Union[
+    WriteLimits,
+    TenantTmpfs,
+    Mount,
+    InPlace,
+    ImageFile,
+    Cover,
+    Link,
+    DeviceNode,
+    DeviceRule,
+    KernelLimit,
+    LdCache,
+    ProcMask,
+]
 
 
 class Plan(NamedTuple):

@@ -230,7 +230,7 @@ def make_plan(
     if _limited(shares) and {"graphics", "video"} & set(request.capabilities):
         notes.append("memory that OpenGL, Vulkan and video codecs take is not counted: the limit holds for CUDA")
     if shares:
-        ops += backends.ops(shares, node.config)
+        ops += backends.ops(shares, node, container_dir(node.config.state_dir, bundle.id))
         ops += _devices(node, shares, driver_files)
         notes += [f"/dev/{name} is not on this host" for name in driver_files.missing_nodes]
     return Plan(bundle.id, tuple(ops), tuple(notes))

@@ -169,6 +169,7 @@ def _share(slot: int, limit: region.Limit, device: Device) -> Share:
         page=limit.page,
         paused=bool(limit.flags & region.DEVICE_PAUSED),
         draining_bytes=limit.draining_bytes,
+        memory_backend=next((name for name, flag in region.HOLDERS.items() if limit.flags & flag), "shim"),
     )
 
 

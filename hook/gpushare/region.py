@@ -40,6 +40,8 @@ OWNER_DIED = 0x40000000
 DEVICE_COMPUTE_SOFT = 1 << 0
 DEVICE_OVERSUBSCRIBE = 1 << 1
 DEVICE_PAUSED = 1 << 2
+DEVICE_MEMORY_DMEM = 1 << 8
+HOLDERS = {"dmem": DEVICE_MEMORY_DMEM}  # memory_backend of a share -> its flag
 
 # enum gs_warning: bit -> what it means, for a person
 WARNINGS = (
@@ -273,7 +275,7 @@ def changing(share: Share) -> tuple[int, int, int, int, int]:
         NO_PERCENT if share.compute_percent is None else share.compute_percent,
         share.priority,
         0,
-        flags | (DEVICE_PAUSED if share.paused else 0),
+        flags | (DEVICE_PAUSED if share.paused else 0) | HOLDERS.get(share.memory_backend, 0),
     )
 
 

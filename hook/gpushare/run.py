@@ -16,6 +16,7 @@ import shlex
 
 from . import (
     apply,
+    backends,
     decision,
     driverfiles,
     hook,
@@ -188,6 +189,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, cgroup: list[str]) -> str:
 def put_share(bundle: Bundle, asked: Request, host: Node) -> tuple[Lease, Plan, dict[str, tuple[int, int]]]:
     """A new lease, and its share on "/" in a mount namespace of this process's own: (lease, what was put there, nodes
     that are hidden)."""
+    host = backends.for_programs(asked, host)
     state_dir = host.config.state_dir
     ended = decision.ending(host.config.log, "start")
     lease = leases.reserve(state_dir, bundle, asked, host, hook.grant, ended)

@@ -18,11 +18,23 @@ import os
 import stat
 
 from . import applied, names, oci
-from .applied import NONCE_ENV, PLACES, STAGES, Record, Spec, place, rule
+from .applied import KERNEL_LIMITS, NONCE_ENV, PLACES, STAGES, UNIFIED, Record, Spec, place, rule
 from .dialects import injected, nvidia
 from .errors import KernelError, what_to_do
 from .light import Any, Callable, Sequence, dumps, loads
-from .ops import DEVICE_FLAGS, Cover, DeviceNode, DeviceRule, ImageFile, LdCache, Link, Mount, Plan, ProcMask
+from .ops import (
+    DEVICE_FLAGS,
+    Cover,
+    DeviceNode,
+    DeviceRule,
+    ImageFile,
+    KernelLimit,
+    LdCache,
+    Link,
+    Mount,
+    Plan,
+    ProcMask,
+)
 from .spectree import SpecTree
 
 HOOK_PROGRAM = "gpushare-hook"
@@ -35,7 +47,7 @@ class Editor:
 
     def __init__(self, spec: Spec, leased: bool) -> None:
         self.spec: Spec = loads(dumps(spec))
-        self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [], [])
+        self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [], [], [])
         for path, empty in PLACES:
             above = place(self.spec, path[:-1])
             (oci.items if isinstance(empty, list) else oci.section)(self.spec, *path)  # refuses any other type
@@ -95,6 +107,8 @@ class Editor:
             elif isinstance(op, DeviceRule):
                 self.spec["linux"]["resources"]["devices"].append(rule(op.major, op.minor))
                 self.record.rules.append([op.major, op.minor])
+            elif isinstance(op, KernelLimit):
+                self._put_kernel_limit(op)
             elif isinstance(op, Link):
                 self.record.ops.append(["Link", op.target, op.text])
             elif isinstance(op, LdCache):
@@ -149,6 +163,20 @@ class Editor:
         owner = {"fileMode": mode, "uid": 0, "gid": 0}
         self.spec["linux"]["devices"].append({"path": op.target, **numbers, **owner})
         self.record.devices.append(op.target)
+
+    def _put_kernel_limit(self, op: KernelLimit) -> None:
+        """The runtime writes the first one while it makes the cgroup; our hook sees to it that all are there. Not all
+        of them in the spec: newer kernels take one region for each write, and a runtime writes a file once."""
+        self.record.ops.append(["KernelLimit", *op])
+        if op.tree or self.record.unified:
+            return
+        unified = self.spec["linux"]["resources"]
+        if unified.get("unified") is None:
+            self.record.made[".".join(UNIFIED)] = "unified" in unified
+            unified["unified"] = {}
+        for name in KERNEL_LIMITS:
+            self.record.unified.append([name, oci.section(self.spec, *UNIFIED).get(name)])
+            self.spec["linux"]["resources"]["unified"][name] = f"{op.region} {op.limit_bytes}"
 
     def finish(self, hook_words: Sequence[str]) -> Spec:
         """The spec with our hooks and the record."""

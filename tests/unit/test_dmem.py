@@ -1,0 +1,269 @@
+"""The kernel's dmem controller on a tree of plain files: what is found, written, changed and taken back."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+from gpushare import backends, dmem, linux, model, oci, placement, plan, region, specedit
+from gpushare.errors import CapacityError, GpushareError, KernelError, RequestError
+from gpushare.ops import KernelLimit, Plan
+from gpushare.spectree import SpecTree
+
+from tests.unit.pure import bundle, device, files, image, lease
+
+GIB = 1 << 30
+GPU = device(0)
+REGION = f"nvidia/{GPU.bus_id}/vidmem"
+CAPACITY = f"drm/{GPU.bus_id}/vram0 17179869184\nnvidia/0000:0a:00.0/vidmem 1\n{REGION} 17179869184\n"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A simulated driver root whose cgroup of this process can limit devices."""
+    root = tmp_path / "sys/fs/cgroup"
+    own = next(line[3:].strip() for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::")
+    leaf = root / own.strip("/")
+    leaf.mkdir(parents=True)
+    (root / "dmem.capacity").write_text(CAPACITY)
+    for name in ("dmem.max", "dmem.min"):
+        (leaf / name).write_text("")
+    return leaf
+
+
+def inventory(tmp_path: Path, **changes: Any) -> model.Inventory:
+    return model.Inventory(str(tmp_path), "615", (GPU, device(1)), simulated=True)._replace(**changes)
+
+
+def limits(tmp_path: Path, *shares: model.Share) -> list[KernelLimit]:
+    found = shares or (model.Share(0, GPU, 4 * GIB),)
+    return list(dmem.ops(found, inventory(tmp_path), str(tmp_path)))
+
+
+def says(leaf: Path) -> tuple[str, str]:
+    return (leaf / "dmem.max").read_text(), (leaf / "dmem.min").read_text()
+
+
+@pytest.mark.parametrize(
+    ("bus_id", "capacity", "found"),
+    [
+        (GPU.bus_id, CAPACITY, REGION),
+        ("00000000:01:00.0", CAPACITY, REGION),
+        ("0000:0A:00.0", CAPACITY, "nvidia/0000:0a:00.0/vidmem"),
+        ("0000:02:00.0", CAPACITY, ""),
+        ("0001:01:00.0", CAPACITY, ""),
+        (GPU.bus_id, f"drm/{GPU.bus_id}/vidmem 5\n", ""),
+        (GPU.bus_id, f"nvidia/{GPU.bus_id}/sysmem 5\n", ""),
+        (GPU.bus_id, "", ""),
+        ("", "nvidia//vidmem 5\n", ""),
+        ("?", "nvidia/?/vidmem 5\n", ""),
+    ],
+)
+def test_a_device_is_its_driver_s_region(bus_id: str, capacity: str, found: str) -> None:
+    assert dmem.region_of(device(0, bus_id=bus_id), capacity) == found
+
+
+@pytest.mark.parametrize(
+    ("capacity", "reason"),
+    [(None, "the kernel has no dmem controller"), ("", "the driver has no region for 0000:01:00.0"), (CAPACITY, None)],
+)
+def test_support_is_what_the_kernel_says(
+    tree: Path, tmp_path: Path, capacity: Optional[str], reason: Optional[str]
+) -> None:
+    path = tmp_path / "sys/fs/cgroup/dmem.capacity"
+    path.unlink() if capacity is None else path.write_text(capacity)
+    found = dmem.unsupported(GPU, inventory(tmp_path))
+    assert (found or "").startswith(reason or "") and (found is None) == (reason is None)
+
+
+def test_a_host_without_the_controller_says_so() -> None:
+    """The kernel that this runs on may have it; then there is no such device."""
+    found = dmem.unsupported(GPU, model.Inventory("/", "615", (GPU,)))
+    assert found is not None and ("no dmem controller" in found or "no region" in found)
+
+
+def test_a_limit_is_written_read_back_changed_and_taken_back(tree: Path, tmp_path: Path) -> None:
+    undo = dmem.hold(os.getpid(), limits(tmp_path))
+    assert says(tree) == (f"{REGION} {4 * GIB}",) * 2
+    before = (model.Share(0, GPU, 4 * GIB, memory_backend="dmem"),)
+    for size, text in ((5 * GIB, str(5 * GIB)), (GIB, str(GIB))):
+        after = (before[0]._replace(memory_limit_bytes=size),)
+        backends.change(before, after, str(tmp_path))
+        assert says(tree) == (f"{REGION} {text}",) * 2
+        before = after
+    (tree / "dmem.max").write_text("untouched")
+    backends.change(before, (before[0]._replace(compute_percent=5),), str(tmp_path))
+    assert says(tree)[0] == "untouched", "nothing of memory changed"
+    backends.change((), before, str(tmp_path))
+    assert says(tree)[0] == f"{REGION} {GIB}", "a change that was killed is finished whatever is there"
+    backends.change(before, (before[0]._replace(memory_limit_bytes=None),), str(tmp_path))
+    assert says(tree) == (f"{REGION} max", f"{REGION} 0")
+    undo()
+    assert says(tree) == (f"{REGION} max", f"{REGION} 0")
+
+
+def test_the_shim_s_shares_touch_no_cgroup(tree: Path, tmp_path: Path) -> None:
+    shares = (model.Share(0, GPU, 4 * GIB),)
+    backends.change(shares, (shares[0]._replace(memory_limit_bytes=1),), str(tmp_path))
+    assert says(tree) == ("", "") and not (tmp_path / dmem.RECORD).exists()
+
+
+def test_without_the_controller_in_the_container_s_cgroup_nothing_starts(tree: Path, tmp_path: Path) -> None:
+    (tree / "dmem.max").unlink()
+    with pytest.raises(KernelError, match=r"dmem\.max' is not there: .*; write \+dmem to cgroup.subtree_control"):
+        dmem.hold(os.getpid(), limits(tmp_path))
+    assert not (tmp_path / dmem.RECORD).exists()
+
+
+def test_a_cgroup_with_others_in_it_is_not_limited(tree: Path, tmp_path: Path) -> None:
+    (tree / "cgroup.procs").write_text(f"{os.getpid()}\n1\n")
+    with pytest.raises(KernelError, match="not the container's own cgroup: process 1 is in it"):
+        dmem.hold(os.getpid(), limits(tmp_path))
+    assert says(tree) == ("", "")
+    (tree / "cgroup.procs").write_text(f"{os.getpid()}\n")
+    dmem.hold(os.getpid(), limits(tmp_path))
+
+
+def test_a_limit_that_is_not_there_after_writing_is_none(tree: Path, tmp_path: Path) -> None:
+    """A kernel, or a file, that takes everything and holds nothing."""
+    (tree / "dmem.max").unlink()
+    (tree / "dmem.max").symlink_to("/dev/null")
+    with pytest.raises(KernelError):
+        dmem.hold(os.getpid(), limits(tmp_path))
+    (tree / "dmem.max").unlink()
+    os.mknod(tree / "dmem.max", 0o666 | 0o020000, os.makedev(1, 3))  # /dev/null by another name
+    with pytest.raises(KernelError, match="does not say"):
+        dmem.hold(os.getpid(), limits(tmp_path))
+    assert not (tmp_path / dmem.RECORD).exists()
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[bytes, int]]:
+    """Writes of these texts fail with this errno."""
+    fails: dict[bytes, int] = {}
+    real = os.write
+
+    def write(fd: int, data: bytes) -> int:
+        if bytes(data) in fails:
+            raise OSError(fails[bytes(data)], os.strerror(fails[bytes(data)]))
+        return real(fd, data)
+
+    monkeypatch.setattr(dmem.os, "write", write)
+    yield fails
+
+
+def test_a_change_that_the_kernel_refuses_changes_nothing(
+    tree: Path, tmp_path: Path, failing: dict[bytes, int]
+) -> None:
+    (tmp_path / "sys/fs/cgroup/dmem.capacity").write_text(f"{CAPACITY}nvidia/{device(1).bus_id}/vidmem 5\n")
+    both = tuple(model.Share(slot, device(slot), 4 * GIB, memory_backend="dmem") for slot in (0, 1))
+    (tree / "dmem.max").write_text("")
+    one = dmem.ops(both[:1], inventory(tmp_path), str(tmp_path))
+    dmem.hold(os.getpid(), one)
+    (tmp_path / dmem.RECORD).write_text(
+        f'{{"directory": "{tree}", "regions": {{"{GPU.uuid}": "{REGION}", "{device(1).uuid}": "other"}}}}'
+    )
+    failing[f"other {GIB}".encode()] = errno.EBUSY
+    with pytest.raises(CapacityError, match="in use; free it first"):
+        backends.change(both, tuple(share._replace(memory_limit_bytes=GIB) for share in both), str(tmp_path))
+    assert says(tree)[0].split()[1] == str(4 * GIB), "the first device has its limit again"
+    failing[f"other {GIB}".encode()] = errno.EINVAL
+    with pytest.raises(linux.SyscallError, match="Invalid argument"):
+        backends.change(both, tuple(share._replace(memory_limit_bytes=GIB) for share in both), str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"directory": "/x", "regions": {}}', '{"directory": 1}'])
+def test_a_damaged_record_changes_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / dmem.RECORD).write_text(text)
+    before = (model.Share(0, GPU, 4 * GIB, memory_backend="dmem"),)
+    with pytest.raises(KernelError, match="start it again"):
+        backends.change(before, (before[0]._replace(memory_limit_bytes=5),), str(tmp_path))
+
+
+# The plan and config.json
+
+
+def plan_of(tmp_path: Path, **changes: Any) -> Plan:
+    host = model.Node(
+        model.Config(policy=model.Policy(allowed_backends=("dmem", "shim"))), inventory(tmp_path, **changes)
+    )
+    memory = ((None, model.Amount(GIB, None, "1Gi")),)
+    request = model.Request("own", model.Selection("list", names=("0",)), ("compute",), memory)
+    shares = placement.grant(request, host, placement.Ledger({}))
+    return plan.make_plan(bundle(), request, host, lease(*shares), image(), files())
+
+
+def test_the_plan_has_the_limit_before_any_device(tree: Path, tmp_path: Path) -> None:
+    kinds = [type(op).__name__ for op in plan_of(tmp_path).ops]
+    assert kinds.index("WriteLimits") < kinds.index("KernelLimit") < kinds.index("DeviceNode")
+    (op,) = (op for op in plan_of(tmp_path).ops if isinstance(op, KernelLimit))
+    assert op.describe() == f"kernel   dmem.max and dmem.min {REGION} {GIB}"
+    assert op.record == "/run/gpushare/containers/c1/dmem"
+
+
+def edited(tmp_path: Path, spec: dict[str, Any], *ops: KernelLimit) -> tuple[dict[str, Any], Any]:
+    from gpushare import applied
+
+    (tmp_path / "rootfs").mkdir(exist_ok=True)
+    editor = specedit.Editor(spec, leased=True)
+    one = oci.bundle_of(oci.State("c", 0, "", str(tmp_path), {}), {**editor.spec, "root": {"path": "rootfs"}})
+    with SpecTree(one) as rootfs:
+        made = editor.put_in(Plan("c", ops), rootfs, ("/opt/gpushare-hook",), "")
+    record = applied.record_of(made)
+    assert record is not None and applied.remaining(record) == ops
+    assert applied.stripped(made) == spec
+    return made, applied
+
+
+REAL = KernelLimit("GPU-1", REGION, GIB, "/run/gpushare/containers/c/dmem")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"linux": {"resources": {"unified": None}}},
+        {"linux": {"resources": {"unified": {}}}},
+        {"linux": {"resources": {"unified": {"memory.high": "1"}}}},
+        {"linux": {"resources": {"unified": {"dmem.max": f"{REGION} max", "io.max": "x"}}}},
+    ],
+)
+def test_the_runtime_is_told_in_unified_and_it_comes_out_again(tmp_path: Path, spec: dict[str, Any]) -> None:
+    made, _ = edited(tmp_path, spec, REAL)
+    unified = made["linux"]["resources"]["unified"]
+    assert unified["dmem.max"] == unified["dmem.min"] == f"{REGION} {GIB}"
+    others = (spec.get("linux", {}).get("resources", {}).get("unified") or {}).keys() - {"dmem.max"}
+    assert unified.keys() == {"dmem.max", "dmem.min", *others}
+
+
+def test_a_second_device_is_left_to_the_hook(tmp_path: Path) -> None:
+    """One region for each write, and a runtime writes a file once."""
+    made, _ = edited(tmp_path, {}, REAL, REAL._replace(uuid="GPU-2", region="nvidia/0000:02:00.0/vidmem"))
+    assert made["linux"]["resources"]["unified"]["dmem.max"] == f"{REGION} {GIB}"
+
+
+def test_a_simulated_tree_is_not_the_runtime_s(tmp_path: Path) -> None:
+    made, _ = edited(tmp_path, {}, REAL._replace(tree="/sim"))
+    assert "unified" not in made["linux"]["resources"]
+
+
+def test_the_limits_file_says_who_holds_the_limit() -> None:
+    """So that a lost state directory does not lose it."""
+    share = model.Share(0, GPU, 4 * GIB, memory_backend="dmem")
+    (limit,) = region.read_limits(region.pack_limits((share,), 1)).devices
+    assert limit.flags & region.DEVICE_MEMORY_DMEM and limit.memory_limit_bytes == 4 * GIB
+    (limit,) = region.read_limits(region.pack_limits((share._replace(memory_backend="shim"),), 1)).devices
+    assert not limit.flags
+
+
+def test_a_program_without_a_container_has_no_cgroup_to_limit(tmp_path: Path) -> None:
+    host = model.Node(model.Config(policy=model.Policy(allowed_backends=("dmem", "shim"))), inventory(tmp_path))
+    request = model.Request("own", model.Selection("any", 1), ())
+    assert backends.for_programs(request, host).config.policy.allowed_backends == ("shim",)
+    with pytest.raises(RequestError, match="no cgroup of its own"):
+        backends.for_programs(request._replace(backend="dmem"), host)
+    assert issubclass(RequestError, GpushareError)
