@@ -170,7 +170,8 @@ BACKENDS: dict[str, Backend] = {
             ops=_mps_ops,
             change=_no_change,
             enforced_by="NVIDIA's MPS server: each process of the container gets at most its percentage of the "
-            "multiprocessors, at the same time as others. The container's memory over all processes stays with the shim.",
+            "multiprocessors, at the same time as others. The container's memory over all processes stays with "
+            "the shim.",
             bypassed_by="a container of several processes, each of which gets the percentage; a program that goes "
             "around MPS then shares time with its server",
             changes_live="compute, for processes that begin later; neither mode nor priority",
@@ -259,7 +260,7 @@ def choose(memory: bool, compute: bool, site: Site) -> Holders:
     for name in asked(site.request):
         if name not in found and not BACKENDS[name].optional:
             raise RequestError(
-                f"backend {shown(name)} has no limit to hold on {where}: it is for {' and '.join(BACKENDS[name].holds)}",
+                f"backend {shown(name)} has no limit on {' or '.join(BACKENDS[name].holds)} of {where} to hold",
                 f"set {names.ENV_MEMORY}, or leave {name} out",
             )
     return Holders(*found)

@@ -133,8 +133,8 @@ KEYS = (
         "Devices that containers may get, by index (\"0\", \"0:1\" for a MIG device) or whole uuid; empty: all."),
     Key("policy.allowed_backends", ["shim"],
         {"type": "array", "minItems": 1, "items": {"enum": list(names.BACKENDS)}},
-        "Who may hold limits (docs/backends.md). A container that names none gets the first of these that can, for each "
-        "limit by itself."),
+        "Who may hold limits (docs/backends.md). A container that names none gets the first of these that can, for "
+        "each limit by itself."),
     Key("policy.unlimited", "exclusive", {"enum": ["exclusive", "shared", "deny"]},
         "What a container without a memory limit gets: the device for itself, the device beside others, or nothing."),
     Key("log.decisions", "syslog", {"type": "string", "pattern": _LOG},

@@ -52,7 +52,7 @@
 enum gs_device_flag {
     GS_DEVICE_COMPUTE_SOFT = 1u << 0, /* borrow compute that others leave idle */
     GS_DEVICE_OVERSUBSCRIBE = 1u << 1,
-    GS_DEVICE_PAUSED = 1u << 2, /* launches are held */
+    GS_DEVICE_PAUSED = 1u << 2,      /* launches are held */
     GS_DEVICE_MEMORY_DMEM = 1u << 8, /* for the host: the kernel holds the memory limit, too */
 };
 

@@ -107,9 +107,9 @@ def test_each_limit_has_a_holder_of_its_own(backend: str, allowed: tuple[str, ..
         (asked("mps"), node(), (other("shim"),), {}, DeviceError, "containers without MPS are on the device"),
         (asked("shim"), node(), (other("mps"),), {}, DeviceError, "containers of MPS are on the device"),
         (asked("shim", compute=False), node(), (other("mps"),), {}, DeviceError, "containers of MPS are on"),
-        (asked("dmem"), node(), (), {"dmem": "old kernel"}, DeviceError, "limit on memory of device 0: dmem cannot: old"),
+        (asked("dmem"), node(), (), {"dmem": "old kernel"}, DeviceError, "memory of device 0: dmem cannot: old"),
         (asked("dmem", name="0:0"), node(mig=True), (), {}, DeviceError, "no regions for MIG devices"),
-        (asked("dmem", memory=False), node(), (), {}, RequestError, '"dmem" has no limit to hold .* GPUSHARE_MEMORY'),
+        (asked("dmem", memory=False), node(), (), {}, RequestError, '"dmem" has no limit on memory .* GPUSHARE_MEMORY'),
         (asked("mps"), node("mps"), (), {}, PolicyError, r"limit on memory \(policy.allowed_backends: mps\); add shim"),
         (asked(), node("dmem"), (), {}, PolicyError, "nothing that is allowed .* on compute"),
         (asked(), node("mps", "dmem"), (), {"mps": "down"}, DeviceError, "compute .*: mps cannot: down; add shim to"),
@@ -170,7 +170,10 @@ def test_a_limit_is_held_or_the_start_is_refused(
 @pytest.mark.parametrize(
     ("backend", "allowed", "why_not", "text"),
     [
-        ("auto", ("shim",), {}, "memory by shim (auto, the only one allowed); compute by shim (auto, the only one allowed)"),
+        (
+            *("auto", ("shim",), {}),
+            "memory by shim (auto, the only one allowed); compute by shim (auto, the only one allowed)",
+        ),
         (
             "auto",
             ("mps", "dmem", "shim"),

@@ -10,7 +10,7 @@ from gpushare.cli import containers, devices
 from gpushare.dialects import conditions, driverwords
 
 from tests.lib.host import TREE
-from tests.tools import config_docs, dialect_docs
+from tests.tools import backend_docs, config_docs, dialect_docs
 
 
 def test_config_docs_are_generated() -> None:
@@ -19,6 +19,10 @@ def test_config_docs_are_generated() -> None:
 
 def test_dialect_docs_are_generated() -> None:
     assert (TREE / "docs" / "dialects.md").read_text() == dialect_docs.text(), "run `make docs`"
+
+
+def test_backend_docs_are_generated() -> None:
+    assert (TREE / "docs" / "backends.md").read_text() == backend_docs.text(), "run `make docs`"
 
 
 def test_what_a_start_knows_of_dialects_is_generated() -> None:

@@ -39,7 +39,7 @@ _NO_ID = (1 << 32) - 1
 @click.option("--compute-mode", metavar="MODE", help="hard, or soft: more while nobody else wants it.  [default: hard]")
 @click.option("--priority", metavar="WORD", help="normal or high, of a soft limit.  [default: normal]")
 @click.option("--devices", metavar="LIST", help="any, any:2,model=A100, all, indices or uuids.  [default: any]")
-@click.option("--backend", metavar="NAME", help="What holds the limits.")
+@click.option("--backend", metavar="NAME", help="What holds the limits: shim, mps.  [default: auto]")
 @click.option("--oversubscribe", is_flag=True, help="Let allocations go beyond the limit into host memory.")
 @click.option("--name", metavar="ID", help="Name in `gpushare list`.  [default: the program and its pid]")
 @click.option("--user", metavar="USER[:GROUP]", help="Run as another user; names or numbers.")
