@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.sim import hostfiles, simhost
+from tests.sim import hostfiles, layout, simhost
 
 VERSION = simhost.VERSION
 LIBDIR = simhost.LIBDIR
@@ -84,6 +84,26 @@ def add_mig(root: Path, minor: int = 0, memory_bytes: int = 4 << 30) -> None:
         write(root / f"dev/nvidia-caps/nvidia-cap{number}")
     write(root / "proc/driver/nvidia-caps/mig-minors", "".join(f"{name} {n}\n" for name, n in table.items()))
     set_facts(root, mig=devices)
+
+
+def divide(root: Path, minor: int = 0, memory_bytes: int = 4 << 30) -> tuple[Path, Path]:
+    """The same as devices that can be used, and that the simulated NVML tells of by itself; their device files, for
+    the ledger. The GPU can not be used as a whole then."""
+    add_mig(root, minor, memory_bytes)
+    set_facts(root, mig=[])
+    gpu = root / f"dev/nvidia{minor}"
+    with open(gpu, "r+b") as file:
+        index = layout.CONFIG.unpack(file.read(layout.CONFIG.size))[3]
+        file.seek(layout.INDEX_OFFSET)
+        file.write(struct.pack("<I", index | layout.DIVIDED))
+    made = []
+    for number, instance in enumerate((1, 2)):
+        which = index | number + 1 << 8 | instance << 16
+        name = f"{simhost.DEFAULT_MODEL} MIG 1g.{memory_bytes >> 30}gb"
+        part = hostfiles.Gpu(which, minor, MIG_UUIDS[number], name, index + 1, memory_bytes, 300 << 20)
+        made.append(root / f"dev/nvidia-caps/nvidia-cap{9 * instance + 4}")
+        simhost.write_device(made[-1], part)
+    return made[0], made[1]
 
 
 def set_facts(root: Path, **facts: object) -> None:

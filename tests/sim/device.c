@@ -91,19 +91,29 @@ static bool open_device(struct sim_device *device, const char *path) {
 
 static int by_index(const void *a, const void *b) {
     const struct sim_device *x = a, *y = b;
-    return (int)x->state->config.index - (int)y->state->config.index;
+    unsigned i = x->state->config.index, j = y->state->config.index;
+    return SIM_GPU(i) != SIM_GPU(j) ? (int)SIM_GPU(i) - (int)SIM_GPU(j)
+                                    : (int)SIM_MIG(i) - (int)SIM_MIG(j);
 }
 
-unsigned sim_open_devices(struct sim_device *devices, unsigned max) {
+static unsigned open_nodes(const char *name, struct sim_device *devices, unsigned max) {
     char path[PATH_MAX + 32];
     unsigned n = 0;
     for (unsigned minor = 0; minor < MAX_NODES && n < max; minor++) {
-        snprintf(path, sizeof path, "%s/nvidia%u", sim_device_dir(), minor);
+        snprintf(path, sizeof path, "%s/%s%u", sim_device_dir(), name, minor);
         if (open_device(&devices[n], path))
             n++;
     }
     qsort(devices, n, sizeof *devices, by_index);
     return n;
+}
+
+unsigned sim_open_devices(struct sim_device *devices, unsigned max) {
+    return open_nodes("nvidia", devices, max);
+}
+
+unsigned sim_open_mig(struct sim_device *devices, unsigned max) {
+    return open_nodes("nvidia-caps/nvidia-cap", devices, max);
 }
 
 /* After a holder died inside: the clients' own words are the truth, sums are derived. */

@@ -29,6 +29,15 @@
 #define SIM_LIFE_OFFSET (1ull << 40)
 #define SIM_INIT_OFFSET (SIM_LIFE_OFFSET - 1)
 
+/* `index` of a device file. A GPU that is divided has the highest bit, a MIG device its own numbers
+ * above its GPU's. A MIG device's file is the capability node of its compute instance: who cannot
+ * open that does not see it. */
+#define SIM_DIVIDED (1u << 31)
+#define SIM_GPU(index) ((index)&0xffu)
+#define SIM_MIG(index) ((index) >> 8 & 0xffu) /* plus 1; 0: a GPU */
+#define SIM_GI(index) ((index) >> 16 & 0xffu)
+#define SIM_CI(index) ((index) >> 24 & 0x7fu)
+
 /* Written once by simhost.py, before any client. */
 struct sim_config {
     uint64_t magic;
@@ -206,6 +215,8 @@ enum sim_result { SIM_OK, SIM_NO_DEVICE, SIM_NO_MEMORY, SIM_GONE, SIM_NO_SLOT };
 uint64_t sim_now_ns(void);
 /* Opens the nodes nvidia0.. below the device directory, by ascending index; returns how many. */
 unsigned sim_open_devices(struct sim_device *devices, unsigned max);
+/* The same of MIG devices. */
+unsigned sim_open_mig(struct sim_device *devices, unsigned max);
 const char *sim_device_dir(void);
 void sim_lock(struct sim_device *device);
 void sim_unlock(struct sim_device *device);

@@ -28,11 +28,23 @@ void sim_leave(int *entered) {
         pthread_mutex_unlock(&sim.lock);
 }
 
+/* Whole GPUs, and one MIG device, which is all of them that a process can use. */
+static unsigned open_devices(struct sim_device *found) {
+    struct sim_device mig[SIM_MAX_DEVICES];
+    unsigned all = sim_open_devices(found, SIM_MAX_DEVICES - 1), n = 0;
+    for (unsigned i = 0; i < all; i++)
+        if (!(found[i].state->config.index & SIM_DIVIDED))
+            found[n++] = found[i];
+    if (sim_open_mig(mig, SIM_MAX_DEVICES))
+        found[n++] = mig[0];
+    return n;
+}
+
 static CUresult initialise(void) {
     if (was_initialised)
         return is_ready() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
     struct sim_device found[SIM_MAX_DEVICES];
-    unsigned n = sim_open_devices(found, SIM_MAX_DEVICES);
+    unsigned n = open_devices(found);
     if (n == 0)
         return CUDA_ERROR_NO_DEVICE;
     uint32_t *word = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -38,7 +38,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned int index, nvmlDevice_t 
 }
 
 void nvml_uuid_text(const struct sim_config *c, char text[41]) {
-    char *at = text + sprintf(text, "GPU-");
+    char *at = text + sprintf(text, SIM_MIG(c->index) ? "MIG-" : "GPU-");
     for (unsigned i = 0; i < sizeof c->uuid; i++)
         at += sprintf(at, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", c->uuid[i]);
 }
@@ -48,7 +48,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *de
     ENTER();
     if (!uuid || !device)
         return NVML_ERROR_INVALID_ARGUMENT;
-    for (unsigned i = 0; i < nvml_count(); i++) {
+    for (unsigned i = 0; i < nvml_count_all(); i++) {
         nvml_uuid_text(&nvml_device(i)->sim.state->config, text);
         if (strcmp(text, uuid) == 0)
             return *device = nvml_device(i), NVML_SUCCESS;
@@ -83,7 +83,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByPciBusId(const char *text, nvmlDevice_t
 }
 
 static void serial_text(const struct nvmlDevice_st *device, char text[32]) {
-    snprintf(text, 32, "15700000%05u", device->sim.state->config.index);
+    snprintf(text, 32, "15700000%05u", SIM_GPU(device->sim.state->config.index));
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetSerial(nvmlDevice_t device, char *serial, unsigned int length) {

@@ -34,8 +34,6 @@ VALUE(nvmlDeviceGetNumGpuCores, unsigned int, CONFIG.sm_count * 128)
 VALUE(nvmlDeviceGetMemoryBusWidth, unsigned int, CONFIG.bus_width_bits)
 VALUE(nvmlDeviceGetMultiGpuBoard, unsigned int, 0)
 VALUE(nvmlDeviceGetBoardId, unsigned int, CONFIG.pci_bus << 8)
-VALUE(nvmlDeviceGetMaxMigDeviceCount, unsigned int, 0)
-VALUE(nvmlDeviceIsMigDeviceHandle, unsigned int, 0)
 VALUE(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, 1)
 VALUE(nvmlDeviceGetSupportedClocksEventReasons, unsigned long long, 0x1ff)
 VALUE(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, 1)
@@ -102,12 +100,6 @@ EXPORT nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, nvmlMemoryE
                              counter < NVML_ECC_COUNTER_TYPE_COUNT);
     *count = 0;
     return NVML_SUCCESS;
-}
-
-EXPORT nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *current,
-                                         unsigned int *pending) {
-    ENTER_DEVICE(device, current && pending);
-    return NVML_ERROR_NOT_SUPPORTED;
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetPcieThroughput(nvmlDevice_t device, nvmlPcieUtilCounter_t counter,

@@ -8,7 +8,7 @@
 #include "device.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define SIM_NVML_MAX 16u
+#define SIM_NVML_MAX 16u /* GPUs, and as many MIG devices */
 
 struct nvmlDevice_st {
     struct sim_device sim;
@@ -22,7 +22,8 @@ struct nvmlDevice_st {
 };
 
 nvmlReturn_t nvml_enter(void);
-unsigned nvml_count(void);
+unsigned nvml_count(void);     /* of GPUs */
+unsigned nvml_count_all(void); /* MIG devices stand behind them */
 struct nvmlDevice_st *nvml_device(unsigned index);
 void nvml_begin_samples(nvmlDevice_t device); /* of utilisation */
 bool nvml_is_device(nvmlDevice_t device);

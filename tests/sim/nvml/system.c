@@ -10,8 +10,8 @@
 
 /* The descriptors stay open over shutdown and for good: closing one would drop the record locks
  * that libcuda in the same process lives by. */
-static struct nvmlDevice_st devices[SIM_NVML_MAX];
-static unsigned n_devices;
+static struct nvmlDevice_st devices[2 * SIM_NVML_MAX];
+static unsigned n_devices, n_mig;
 static int references;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pid_t opened_by;
@@ -25,22 +25,27 @@ unsigned nvml_count(void) {
     return n_devices;
 }
 
+unsigned nvml_count_all(void) {
+    return n_devices + n_mig;
+}
+
 struct nvmlDevice_st *nvml_device(unsigned index) {
     return &devices[index];
 }
 
 bool nvml_is_device(nvmlDevice_t device) {
-    return device >= devices && device < devices + n_devices &&
+    return device >= devices && device < devices + nvml_count_all() &&
            ((const char *)device - (const char *)devices) % sizeof *devices == 0;
 }
 
 /* The state maps are not inherited by a forked child: it opens its own. */
 static void open_devices(void) {
-    struct sim_device found[SIM_NVML_MAX];
+    struct sim_device found[2 * SIM_NVML_MAX];
     if (n_devices && opened_by == getpid())
         return;
     n_devices = sim_open_devices(found, SIM_NVML_MAX);
-    for (unsigned i = 0; i < n_devices; i++) {
+    n_mig = sim_open_mig(found + n_devices, SIM_NVML_MAX);
+    for (unsigned i = 0; i < n_devices + n_mig; i++) {
         devices[i] = (struct nvmlDevice_st){.sim = found[i]};
         nvml_begin_samples(&devices[i]);
     }

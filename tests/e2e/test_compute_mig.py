@@ -1,0 +1,57 @@
+"""Compute limits inside of MIG devices: each is of its own device, whose time no other one takes."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.lib import driverhost
+from tests.lib.busy import build, words
+from tests.lib.host import Node
+from tests.lib.runc import Container
+from tests.lib.spec import Mount
+from tests.sim.ledger import Ledger
+
+POINTS, TRIES = 5, 8
+
+
+def percents(watched: list[tuple[Container, Path]]) -> list[float]:
+    """What each has of its device in one second. Fails at once when one ends."""
+    ledgers = [Ledger(str(device)) for _, device in watched]
+    pidfds = [os.pidfd_open(one.pid) for one, _ in watched]
+    poll = select.poll()
+    for fd in pidfds:
+        poll.register(fd, select.POLLIN)
+
+    def busy() -> list[int]:
+        return [sum(group.busy_ns for group in ledger.groups()) for ledger in ledgers]
+
+    begin, before = time.monotonic_ns(), busy()
+    ended = poll.poll(1000)
+    after, end = busy(), time.monotonic_ns()
+    for fd in pidfds:
+        os.close(fd)
+    for ledger in ledgers:
+        ledger.close()
+    assert not ended, "a container has ended"
+    return [100 * (now - was) / (end - begin) for was, now in zip(before, after)]
+
+
+def test_each_mig_device_has_time_of_its_own(container: Callable[..., Container], node: Node, simhost: Path) -> None:
+    """70 % of each of two devices of one GPU: together more than the whole GPU has."""
+    watched = []
+    for number, device in enumerate(driverhost.divide(simhost)):
+        env = {"GPUSHARE_DEVICES": f"0:{number}", "GPUSHARE_MEMORY": "1Gi", "GPUSHARE_COMPUTE": "70%"}
+        command = ["/opt/busy", *words(seconds=1000, kernel=200)]
+        one = container(command, env=env, mounts=[Mount(build(), "/opt/busy")], **node.way("hook")).start()
+        watched.append((one, device))
+    found = []
+    for _ in range(TRIES):
+        found.append(percents(watched))
+        assert all(had < 70 + POINTS for had in found[-1]), found
+        if all(had > 70 - POINTS for had in found[-1]):
+            return
+    raise AssertionError(found)
