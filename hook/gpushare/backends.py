@@ -98,7 +98,7 @@ def _mps(limit: str, site: Site) -> Optional[str]:
         return "containers without MPS are on the device, with which its clients would have to take turns"
     from . import mps
 
-    return mps.state(device.uuid, site.node.config.state_dir).problem or None
+    return mps.unsupported(site)
 
 
 def _mps_words(soft: bool, priority: int, oversubscribe: bool = False) -> Optional[str]:
@@ -113,8 +113,7 @@ def _mps_words(soft: bool, priority: int, oversubscribe: bool = False) -> Option
 def _mps_ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]:
     from . import mps
 
-    state_dir = node.config.state_dir
-    return [op for one in shares for op in mps.ops(mps.state(one.device.uuid, state_dir), state_dir, one)]
+    return mps.ops(shares, node.config)
 
 
 def _dmem(limit: str, site: Site) -> Optional[str]:

@@ -166,10 +166,10 @@ def _share(slot: int, limit: region.Limit, device: Device) -> Share:
         bool(limit.flags & region.DEVICE_COMPUTE_SOFT),
         limit.priority,
         bool(limit.flags & region.DEVICE_OVERSUBSCRIBE),
+        memory_backend=next((name for name, flag in region.HOLDERS.items() if limit.flags & flag), "shim"),
         page=limit.page,
         paused=bool(limit.flags & region.DEVICE_PAUSED),
         draining_bytes=limit.draining_bytes,
-        memory_backend=next((name for name, flag in region.HOLDERS.items() if limit.flags & flag), "shim"),
     )
 
 

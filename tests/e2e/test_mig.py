@@ -1,4 +1,4 @@
-"""Shares inside of MIG devices, in real containers: limits, NVML, pages and leases of each, judged by its own ledger."""
+"""Shares inside of MIG devices, in real containers: limits, NVML, pages and leases, judged by each device's ledger."""
 
 from __future__ import annotations
 

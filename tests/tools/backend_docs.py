@@ -75,11 +75,15 @@ def _nothing_against(device: model.Device, inventory: model.Inventory) -> Option
     return None
 
 
+def _nothing_against_client(site: backends.Site) -> Optional[str]:
+    return None
+
+
 def refusal(asked: dict[str, Any], device: model.Device, mig: tuple[model.Device, ...], beside: tuple[str, ...]) -> str:
     """What the table says of a case, on a host that has every backend."""
-    was = mps.state, dmem.unsupported, rootless.is_rootless
+    was = mps.unsupported, dmem.unsupported, rootless.is_rootless
     try:
-        mps.state = lambda uuid, state_dir: mps.MpsState()
+        mps.unsupported = _nothing_against_client
         dmem.unsupported = _nothing_against
         rootless.is_rootless = lambda: False
         rules = model.Policy(allowed_backends=tuple(backends.BACKENDS))
@@ -91,7 +95,7 @@ def refusal(asked: dict[str, Any], device: model.Device, mig: tuple[model.Device
     except GpushareError as error:
         return error.brief
     finally:
-        mps.state, dmem.unsupported, rootless.is_rootless = was
+        mps.unsupported, dmem.unsupported, rootless.is_rootless = was
     raise AssertionError(f"{asked} is not refused")
 
 

@@ -22,7 +22,7 @@ GPU, PART = device(0), device(0, uuid="MIG-00000000-0000-0000-0000-000000000001"
 def able(monkeypatch: pytest.MonkeyPatch) -> dict[str, Optional[str]]:
     """A host on which everything can be had, unless a test says why not."""
     why_not: dict[str, Optional[str]] = {"mps": None, "dmem": None}
-    monkeypatch.setattr(mps, "state", lambda uuid, state_dir: mps.MpsState(why_not["mps"] or ""))
+    monkeypatch.setattr(mps, "unsupported", lambda site: why_not["mps"])
     monkeypatch.setattr(dmem, "unsupported", lambda one, config: why_not["dmem"])
     monkeypatch.setattr(rootless, "is_rootless", lambda: False)
     return why_not
@@ -69,7 +69,7 @@ def test_nobody_else_asks_which_backend_it_is() -> None:
     found = [
         f"{path.name}: {line}"
         for path in hook.rglob("*.py")
-        if path.name != "backends.py"
+        if path.stem not in ("backends", *names.BACKENDS)
         for line in path.read_text().splitlines()
         if pattern.search(line) and not line.lstrip().startswith(("#", "for "))
     ]
@@ -140,7 +140,7 @@ def test_rootless_has_the_shim_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_any_takes_the_device_where_the_backend_is(monkeypatch: pytest.MonkeyPatch) -> None:
     there = device(1).uuid
-    monkeypatch.setattr(mps, "state", lambda uuid, _: mps.MpsState("" if uuid == there else "not running"))
+    monkeypatch.setattr(mps, "unsupported", lambda site: None if site.device.uuid == there else "not running")
     request = asked("mps")._replace(selection=model.Selection("any", 1))
     assert given(request, node()).device.uuid == there
 
