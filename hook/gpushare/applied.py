@@ -51,7 +51,7 @@ class Record(NamedTuple):
     ops: list[list[Any]]  # what is left for the hook, see `remaining`
     denied: list[list[int]] = []  # [major, minor]; this and those below are absent in earlier records
     narrowed: list[list[Any]] = []  # [index, number of rules there now, the rule that was there]; in this order
-    unified: list[list[Any]] = []  # [key of linux.resources.unified, what it was]
+    unified: list[list[Any]] = []  # [key of linux.resources.unified, whether it was there, its value]
 
 
 def place(spec: Spec, path: Sequence[str]) -> Any:
@@ -141,12 +141,12 @@ def stripped(spec: Spec) -> Spec:
     rules = place(spec, ("linux", "resources", "devices")) or []
     for index, count, value in reversed(record.narrowed):
         rules[index : index + count] = [value]
-    for key, value in reversed(record.unified):
+    for key, was_there, value in reversed(record.unified):
         unified = place(spec, UNIFIED)
-        if value is None:
-            unified.pop(key, None)
-        else:
+        if was_there:
             unified[key] = value
+        else:
+            unified.pop(key, None)
     for stage in STAGES:
         hooks = place(spec, ("hooks", stage)) or []
         hooks[:] = [hook for hook in hooks if _nonce_of(hook) != record.nonce]

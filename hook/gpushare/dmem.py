@@ -10,6 +10,9 @@ cgroup. dmem.max of a container's cgroup is what it may have in all, whatever ma
 figure, says that all of it is promised, so that MPS does not pick the container when memory is short. One region for
 each write: newer kernels take no more.
 
+Where the kernel has no such controller, a driver of 615 and later counts by itself for each cgroup, and is told through
+NVML (nvmllimits.py): no regions then, and nothing in config.json.
+
 containers/<id>/dmem says which cgroup and regions a container has. A simulated driver root has its cgroup tree below
 sys/fs/cgroup: plain files.
 
@@ -34,6 +37,7 @@ CAPACITY, MAX, MIN = "dmem.capacity", "dmem.max", "dmem.min"
 RECORD = "dmem"  # in containers/<id>
 NO_LIMIT = "max"
 _MAX_BYTES = 1 << 20
+BY_NVML = 615  # the driver from which on it holds limits by itself where the kernel has no controller
 
 
 class Held(NamedTuple):
@@ -41,6 +45,7 @@ class Held(NamedTuple):
 
     directory: str  # the container's cgroup
     regions: dict[str, str]  # by uuid of the device
+    library: str = ""  # NVML, where the driver holds the limits and there are no regions
 
 
 def _tree(inventory: Inventory) -> str:
@@ -86,24 +91,38 @@ def unsupported(device: Device, inventory: Inventory) -> Optional[str]:
     """Why the kernel cannot limit memory of this device; None: it can."""
     tree = _tree(inventory)
     capacity = _read(os.path.join(tree, CAPACITY)) if tree else None
+    if capacity is None and tree and _nvml(inventory):
+        return None
     if capacity is None:
-        return "the kernel has no dmem controller (Linux 6.14, with cgroup v2)"
+        return "the kernel has no dmem controller (Linux 6.14, with cgroup v2), and the driver no limits of its own"
     if not region_of(device, capacity):
         return f"the driver has no region for {device.bus_id} in {CAPACITY} (615 or newer has)"
     return None
 
 
+def _nvml(inventory: Inventory) -> str:
+    """The library by which the driver's own limits are set; "": it has none."""
+    major = inventory.driver_version.partition(".")[0]
+    if not major.isdigit() or int(major) < BY_NVML:
+        return ""
+    from . import driverfiles
+
+    return driverfiles.nvml_library(inventory.root, inventory.driver_version)
+
+
 def ops(shares: tuple[Share, ...], inventory: Inventory, folder: str) -> Sequence[KernelLimit]:
     """`folder`: containers/<id>."""
     tree = _tree(inventory)
-    capacity = _read(os.path.join(tree, CAPACITY)) or ""
+    capacity = _read(os.path.join(tree, CAPACITY))
+    library = _nvml(inventory) if capacity is None else ""
     return [
         KernelLimit(
             share.device.uuid,
-            region_of(share.device, capacity),
+            region_of(share.device, capacity or ""),
             share.memory_limit_bytes or 0,
             f"{folder}/{RECORD}",
             tree if inventory.simulated else "",
+            library,
         )
         for share in shares
     ]
@@ -117,17 +136,20 @@ def hold(pid: int, limits: Sequence[KernelLimit]) -> Callable[[], None]:
     with nothing changed."""
     directory = _directory(pid, limits[0].tree)
     _require_own(directory, pid)
+    held = Held(directory, {limit.uuid: limit.region for limit in limits}, limits[0].library)
     done: list[str] = []
 
     def undo() -> None:
-        for region in done:
-            _put(directory, region, None)
+        for uuid in done:
+            try:
+                _put(held, uuid, None)
+            except GpushareError:
+                pass  # the cgroup goes with its container
 
     try:
         for limit in limits:
-            done.append(limit.region)
-            _put(directory, limit.region, limit.limit_bytes)
-        held = Held(directory, {limit.uuid: limit.region for limit in limits})
+            done.append(limit.uuid)
+            _put(held, limit.uuid, limit.limit_bytes)
         fd = os.open(limits[0].record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.write(fd, dumps(held._asdict()).encode())
@@ -163,8 +185,16 @@ def _require_own(directory: str, pid: int) -> None:
         )
 
 
-def _put(directory: str, region: str, limit_bytes: Optional[int]) -> None:
-    """None: no limit. Raises KernelError, and CapacityError where more is in use now."""
+def _put(held: Held, uuid: str, limit_bytes: Optional[int]) -> None:
+    """None: no limit. Raises KernelError, DeviceError, and CapacityError where more is in use now."""
+    if held.library:
+        from . import nvmllimits
+
+        return nvmllimits.put(held.library, uuid, held.directory, limit_bytes)
+    return _write(held.directory, held.regions[uuid], limit_bytes)
+
+
+def _write(directory: str, region: str, limit_bytes: Optional[int]) -> None:
     for name, none in ((MAX, NO_LIMIT), (MIN, "0")):
         path = f"{directory}/{name}"
         text = f"{region} {none if limit_bytes is None else limit_bytes}"
@@ -206,18 +236,18 @@ def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None
         return
     try:
         held = Held(**loads(_read(record) or ""))
-        regions = [held.regions[new.device.uuid] for _, new in changed]
+        _ = [held.regions[new.device.uuid] for _, new in changed]
     except (ValueError, TypeError, KeyError):
         raise KernelError(f"{record!r} does not say which cgroup the container has", "start it again") from None
     done: list[tuple[str, Optional[int]]] = []
     try:
-        for region, (old, new) in zip(regions, changed):
-            done.append((region, old.memory_limit_bytes))
-            _put(held.directory, region, new.memory_limit_bytes)
+        for old, new in changed:
+            done.append((new.device.uuid, old.memory_limit_bytes))
+            _put(held, new.device.uuid, new.memory_limit_bytes)
     except GpushareError:
-        for region, size in done if before else ():
+        for uuid, size in done if before else ():
             try:
-                _put(held.directory, region, size)
+                _put(held, uuid, size)
             except GpushareError:
                 pass  # the first error is the one that counts; the shim has the limits of before
         raise

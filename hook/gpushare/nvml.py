@@ -58,10 +58,10 @@ def ask(nvml_library: str, cuda_library: str, deadline_s: float) -> Answer:
         _answer(nvml_library, cuda_library, writer)
     os.close(writer)
     try:
-        text = _read_until(reader, time.monotonic() + deadline_s)
+        text = read_until(reader, time.monotonic() + deadline_s)
     finally:
         os.close(reader)
-        _end(pid)
+        end(pid)
     try:
         value = json.loads(text)
     except ValueError:  # cut short, or nothing at all
@@ -73,7 +73,7 @@ def ask(nvml_library: str, cuda_library: str, deadline_s: float) -> Answer:
     return Answer(gpus, value["cuda"])
 
 
-def _read_until(fd: int, deadline: float) -> bytes:
+def read_until(fd: int, deadline: float) -> bytes:
     """Everything up to the end of the pipe, or up to the deadline."""
     parts: list[bytes] = []
     poll = select.poll()
@@ -88,7 +88,7 @@ def _read_until(fd: int, deadline: float) -> bytes:
         parts.append(part)
 
 
-def _end(pid: int) -> None:
+def end(pid: int) -> None:
     """Kills and reaps the child. One that is stuck inside the kernel is left to init, after a second."""
     pidfd = os.pidfd_open(pid)
     try:
@@ -101,14 +101,19 @@ def _end(pid: int) -> None:
         os.close(pidfd)
 
 
+def detach(writer: int) -> None:
+    """In the child: `writer` is descriptor 3, and all that is open."""
+    os.dup2(writer, 3)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.closerange(4, 1 << 16)
+
+
 def _answer(nvml_library: str, cuda_library: str, writer: int) -> None:
     """In the child: only the pipe stays open, so that a hang holds neither a lock nor the runtime's pipes."""
     try:
-        os.dup2(writer, 3)
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):
-            os.dup2(null, fd)
-        os.closerange(4, 1 << 16)
+        detach(writer)
         gpus = _gpus(nvml_library)
         text = json.dumps({"gpus": gpus, "cuda": _cuda_version(cuda_library)}).encode()
         while text:

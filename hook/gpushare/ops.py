@@ -188,12 +188,15 @@ class KernelLimit(NamedTuple):
     limit_bytes: int
     record: str  # host path of the file that says what was done
     tree: str = ""  # where a simulated driver root has its cgroups; "": the kernel's own
+    library: str = ""  # NVML, where the driver holds the limit and not the kernel; then there is no region
 
     @property
     def needs(self) -> str:
         return "either"
 
     def describe(self) -> str:
+        if self.library:
+            return f"driver   memory limit of {self.uuid} for the container's cgroup, through NVML: {self.limit_bytes}"
         return f"kernel   dmem.max and dmem.min {self.region} {self.limit_bytes}"
 
 

@@ -168,14 +168,15 @@ class Editor:
         """The runtime writes the first one while it makes the cgroup; our hook sees to it that all are there. Not all
         of them in the spec: newer kernels take one region for each write, and a runtime writes a file once."""
         self.record.ops.append(["KernelLimit", *op])
-        if op.tree or self.record.unified:
+        if op.tree or op.library or self.record.unified:
             return
         unified = self.spec["linux"]["resources"]
         if unified.get("unified") is None:
             self.record.made[".".join(UNIFIED)] = "unified" in unified
             unified["unified"] = {}
         for name in KERNEL_LIMITS:
-            self.record.unified.append([name, oci.section(self.spec, *UNIFIED).get(name)])
+            there = oci.section(self.spec, *UNIFIED)
+            self.record.unified.append([name, name in there, there.get(name)])
             self.spec["linux"]["resources"]["unified"][name] = f"{op.region} {op.limit_bytes}"
 
     def finish(self, hook_words: Sequence[str]) -> Spec:

@@ -10,7 +10,7 @@ from typing import Any
 from gpushare import applied, oci, specedit
 from gpushare.engines import jsontext, tomltext
 from gpushare.model import LdEntry
-from gpushare.ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Plan, ProcMask
+from gpushare.ops import DeviceNode, DeviceRule, KernelLimit, LdCache, Link, Mount, Plan, ProcMask
 from gpushare.spectree import SpecTree
 
 from tests.fuzz.readers import refusing
@@ -38,6 +38,7 @@ PLAN = Plan(
         ProcMask(("0000:01:00.0",)),
         DeviceNode("/dev/null", "/dev/null", 1, 3, False),
         DeviceNode(_source, "/dev/nvidia0", 195, 0, True),
+        KernelLimit("GPU-1", "nvidia/0000:01:00.0/vidmem", 1 << 30, "/s/containers/c/dmem"),
         DeviceRule(195, 255),
     ),
 )

@@ -47,10 +47,13 @@ that, and then nothing has changed.
 
 NVIDIA asks for limits to be set through NVML, which adds `dmem.min` to the cgroups above as well. This does not: that
 would stay there when the container ends. So what the kernel *protects* for a container is what the cgroups above it are
-given by hand, and what it *denies* is exact. Where the kernel has no dmem controller the driver counts by itself (its
-"misc" mode, by NVML alone); gpushare does not use that, and says that there is no controller.
+given by hand, and what it *denies* is exact.
 
-All of this was tried on cgroup trees of plain files. It was **not run on hardware**.
+Where the kernel has no dmem controller, a driver of 615 and later counts for each cgroup by itself, and is told through
+`nvmlDeviceSetMemoryLimits_v1` (soft and hard limit the same figure), when the container is made and when the limit
+changes. The start then waits for NVML, which without persistence mode takes seconds.
+
+All of this was tried on cgroup trees of plain files, and with a stand-in for that NVML. It was **not run on hardware**.
 """
 
 GPU = model.Device(0, "GPU-0", 0, "0000:01:00.0", "GPU", 16 << 30, 0)
@@ -116,7 +119,7 @@ def text() -> str:
     bad += [
         "",
         "Besides: what is not in `policy.allowed_backends`; MPS that is not running, or serves others",
-        "([mps.md](mps.md)); `dmem` without the kernel's controller or the driver's region; both for a user",
+        "([mps.md](mps.md)); `dmem` where neither kernel nor driver has it, or no region; both for a user",
         "without rights over the host; and `dmem` for `gpushare run`, whose programs have no cgroup of their own.",
     ]
     return HEAD + "\n".join([*lines, *bad]) + "\n" + DMEM

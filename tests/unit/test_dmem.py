@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from gpushare import backends, dmem, linux, model, oci, placement, plan, region, specedit
-from gpushare.errors import CapacityError, GpushareError, KernelError, RequestError
+from gpushare import backends, dmem, linux, model, nvmllimits, oci, placement, plan, region, specedit
+from gpushare.errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError
 from gpushare.ops import KernelLimit, Plan
 from gpushare.spectree import SpecTree
 
@@ -184,6 +185,69 @@ def test_a_damaged_record_changes_nothing(tmp_path: Path, text: str) -> None:
         backends.change(before, (before[0]._replace(memory_limit_bytes=5),), str(tmp_path))
 
 
+# Limits of the driver's own, through NVML
+
+
+@pytest.fixture
+def nvml_dir(tmp_path: Path, tree: Path) -> Path:
+    """A host without the controller, with a driver that holds limits by itself: the directory of its library."""
+    (tmp_path / "sys/fs/cgroup/dmem.capacity").unlink()
+    libdir = tmp_path / "usr/lib/x86_64-linux-gnu"
+    libdir.mkdir(parents=True)
+    source = Path(__file__).with_name("nvml615.c")
+    flags = ("-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
+    subprocess.run(["gcc", *flags, "-o", libdir / "libnvidia-ml.so.615.71", source, "-ldl"], check=True)
+    return libdir
+
+
+def test_without_the_controller_a_newer_driver_is_told_through_nvml(nvml_dir: Path, tmp_path: Path, tree: Path) -> None:
+    newer = inventory(tmp_path, driver_version="615.71")
+    assert dmem.unsupported(GPU, newer) is None
+    assert "no limits of its own" in (dmem.unsupported(GPU, inventory(tmp_path, driver_version="590.1")) or "")
+    assert "no limits of its own" in (dmem.unsupported(GPU, inventory(tmp_path, driver_version="615.99")) or "")
+    both = tuple(model.Share(slot, device(slot), 4 * GIB, memory_backend="dmem") for slot in (0, 1))
+    wanted = list(dmem.ops(both, newer, str(tmp_path)))
+    assert "through NVML: 4294967296" in wanted[0].describe()
+    undo = dmem.hold(os.getpid(), wanted)
+    backends.change(both, (both[0]._replace(memory_limit_bytes=GIB), both[1]), str(tmp_path))
+    backends.change((), both, str(tmp_path))
+    undo()
+    said = [line.split() for line in (nvml_dir / "limits").read_text().splitlines()]
+    assert {line[1] for line in said} == {str(tree)}
+    most, none = [str(4 * GIB)] * 2, ["0", str((1 << 64) - 1)]
+    first, second = GPU.uuid, device(1).uuid
+    assert [[line[0], *line[2:]] for line in said] == [
+        *([first, *most], [second, *most], [first, str(GIB), str(GIB)]),
+        *([first, *most], [second, *most], [first, *none], [second, *none]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("broken", "4", "nvmlDeviceSetMemoryLimits_v1 returned 4; use the backend shim"),
+        ("deaf", "", "says 18446744073709551615, not 4294967296"),
+        ("hangs", "", "no answer in 0 s"),
+    ],
+)
+def test_a_driver_that_does_not_take_a_limit_starts_nothing(
+    nvml_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, message: str
+) -> None:
+    monkeypatch.setattr(nvmllimits, "DEADLINE_S", 0.3 if file == "hangs" else 10.0)
+    wanted = dmem.ops((model.Share(0, GPU, 4 * GIB),), inventory(tmp_path, driver_version="615.71"), str(tmp_path))
+    (nvml_dir / file).write_text(text)
+    with pytest.raises(DeviceError, match=message):
+        dmem.hold(os.getpid(), wanted)
+    assert not (tmp_path / dmem.RECORD).exists()
+
+
+def test_a_library_without_the_function_is_named(nvml_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="libc.so.6 has no nvmlDeviceSetMemoryLimits_v1"):
+        nvmllimits.put("libc.so.6", GPU.uuid, "/cgroup", GIB)
+    with pytest.raises(DeviceError, match="nvmlDeviceGetHandleByUUID returned 3"):
+        nvmllimits.put(str(nvml_dir / "libnvidia-ml.so.615.71"), "MIG-1", "/cgroup", GIB)
+
+
 # The plan and config.json
 
 
@@ -228,6 +292,7 @@ REAL = KernelLimit("GPU-1", REGION, GIB, "/run/gpushare/containers/c/dmem")
         {},
         {"linux": {"resources": {"unified": None}}},
         {"linux": {"resources": {"unified": {}}}},
+        {"linux": {"resources": {"unified": {"dmem.max": None}}}},
         {"linux": {"resources": {"unified": {"memory.high": "1"}}}},
         {"linux": {"resources": {"unified": {"dmem.max": f"{REGION} max", "io.max": "x"}}}},
     ],
