@@ -119,6 +119,8 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "shares.memory_limit_bytes": "null: no limit",
             "shares.compute_percent": "limit; null: none",
             "shares.compute_mode": "`hard`, `soft`",
+            "shares.memory_backend": "who holds the limit: `shim`, `dmem` (docs/backends.md)",
+            "shares.compute_backend": "`shim`, `mps`",
             "shares.priority": "0 normal, 1 high",
             "shares.paused": "true: its launches wait for `gpushare resume`",
             "shares.compute_used_percent": "of the device's time, over the last second; null: not known",

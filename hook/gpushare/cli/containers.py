@@ -125,6 +125,8 @@ def plain(one: facts.Container) -> dict[str, Any]:
                 "compute_mode": "soft" if use.share.soft else "hard",
                 "priority": use.share.priority,
                 "paused": use.share.paused,
+                "memory_backend": use.share.memory_backend,
+                "compute_backend": use.share.compute_backend,
                 "compute_used_percent": round(use.compute.recent_percent, 1) if use.compute else None,
                 "compute_busy_ns": use.compute.busy_ns if use.compute else None,
                 "compute_throttled_ns": use.compute.waited_ns if use.compute else None,
