@@ -10,6 +10,7 @@ creator's pid and start time (it must be the lease's own), init's pid and start 
 
 from __future__ import annotations
 
+from . import names
 from .light import Any, dumps, loads
 from .model import Device, Lease, Share
 
@@ -113,6 +114,8 @@ def from_json(data: bytes, container_id: str) -> Lease:
     for slot, one in enumerate(shares):
         if one.slot != slot or min(one.memory_limit_bytes or 0, one.draining_bytes, one.compute_percent or 0) < 0:
             raise ValueError(f"share {slot} has numbers that cannot be")  # and would be somebody's room
+        if not {one.memory_backend, one.compute_backend} <= set(names.BACKENDS):
+            raise ValueError(f"share {slot} has a backend of another version of gpushare")
     return Lease(**{**fields, "shares": tuple(shares)})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any, Optional
@@ -197,13 +198,16 @@ def test_a_lease_keeps_the_holders_and_one_of_before_has_the_shim() -> None:
     share = given(asked("dmem,mps"), node())
     kept = leasefile.to_json(lease(share))
     assert leasefile.from_json(kept, "c1").shares == (share,)
-    import json
-
     old = json.loads(kept)
     for name in ("memory_backend", "compute_backend"):
         del old["shares"][0][name]
     found = leasefile.from_json(json.dumps(old).encode(), "c1").shares[0]
     assert (found.memory_backend, found.compute_backend) == ("shim", "shim")
+    for name in ("memory_backend", "compute_backend"):
+        old["shares"][0][name] = "tea"
+        with pytest.raises(ValueError, match="a backend of another version"):
+            leasefile.from_json(json.dumps(old).encode(), "c1")
+        old["shares"][0][name] = "shim"
 
 
 def test_the_log_names_all_holders() -> None:
