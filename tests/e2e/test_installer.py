@@ -4,10 +4,11 @@ an image but what is in it."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,14 +38,17 @@ int main(int c, char **v) {
 class Pod:
     """One run of the image over a node."""
 
-    def __init__(self, image: Path, *arguments: str) -> None:
+    def __init__(self, node: Path, image: Path, argument: str) -> None:
         dockerfile = (FOLDER / "Dockerfile").read_text()
         (entry,) = (line for line in dockerfile.splitlines() if line.startswith("ENTRYPOINT "))
         words = json.loads(entry[len("ENTRYPOINT ") :])
+        # A mount namespace, as a pod's: the node is seen at /host and nowhere else.
+        alone = 'mount --make-rprivate "$0"; umount --lazy "$0"; exec /usr/sbin/chroot "$@"'
+        own = ["/usr/bin/unshare", "--mount", "--propagation", "unchanged", "/bin/sh", "-ec", alone]
         pipe = subprocess.PIPE
-        environment = {"LC_ALL": "C"}
+        environment = {"LC_ALL": "C", "PATH": os.environ["PATH"]}
         self.process = subprocess.Popen(
-            ["chroot", str(image), *words, *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=pipe,
+            [*own, str(node), str(image), *words, argument], env=environment, stdin=subprocess.DEVNULL, stdout=pipe,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self.lines: list[str] = []
@@ -59,8 +63,9 @@ class Pod:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        output, _ = self.process.communicate(timeout=60)
-        self.lines += output.splitlines()
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.read().splitlines()
+        self.process.wait(timeout=60)
         return self.process.returncode
 
 
@@ -76,22 +81,26 @@ def bundle() -> Path:
 def node(tmp_path: Path) -> Iterator[Path]:
     """A node's root: a simulated driver, an engine, systemd. What the kernel shows is the machine's."""
     root = make_simhost(tmp_path / "node")
-    run("mount", "--rbind", root, root)
-    run("mount", "--make-private", root)
-    run("mount", "--make-shared", root)  # as a pod with mountPropagation: Bidirectional sees it
-    for name in ("etc/containerd", "usr/bin", "run", "sys", "tmp"):
-        (root / name).mkdir(parents=True, exist_ok=True)
     driver = tmp_path / "driver"
     (root / "proc" / "driver").rename(driver)
-    run("mount", "--rbind", "/proc", root / "proc")
-    run("mount", "--bind", driver, root / "proc" / "driver")
-    run("mount", "--rbind", "/sys", root / "sys")
+    for name in ("etc/containerd", "usr/bin", "run", "sys", "tmp"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    (root / "dev" / "null").touch()
     (root / "etc/containerd/config.toml").write_text("version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n")
     for name in ("systemctl", "containerd"):
-        source = PROGRAM.encode()
-        subprocess.run(["gcc", "-static", "-xc", "-", "-o", root / "usr/bin" / name], input=source, check=True)
-    yield root
-    unmount_below(root)
+        words = ["gcc", "-static", "-xc", "-", "-o", root / "usr/bin" / name]
+        subprocess.run(words, input=PROGRAM.encode(), check=True)
+    try:
+        run("mount", "--bind", root, root)
+        run("mount", "--make-private", root)
+        run("mount", "--make-shared", root)  # as a pod with mountPropagation: Bidirectional sees it
+        run("mount", "--bind", "/dev/null", root / "dev" / "null")
+        run("mount", "--rbind", "/proc", root / "proc")
+        run("mount", "--bind", driver, root / "proc" / "driver")
+        run("mount", "--rbind", "/sys", root / "sys")
+        yield root
+    finally:
+        unmount_below(root)
 
 
 @pytest.fixture
@@ -100,12 +109,32 @@ def image(tmp_path: Path, bundle: Path, node: Path) -> Iterator[Path]:
     for name in ("gpushare", "dev", "proc", "host"):
         (root / name).mkdir(parents=True)
     shutil.copy(FOLDER / "install.py", root)
-    run("mount", "--bind", bundle, root / "gpushare")
-    run("mount", "--rbind", "/dev", root / "dev")
-    run("mount", "--rbind", "/proc", root / "proc")
-    run("mount", "--rbind", node, root / "host")
-    yield root
-    unmount_below(root)
+    try:
+        run("mount", "--bind", bundle, root / "gpushare")
+        run("mount", "--rbind", "/dev", root / "dev")
+        run("mount", "--rbind", "/proc", root / "proc")
+        run("mount", "--rbind", node, root / "host")
+        yield root
+    finally:
+        unmount_below(root)
+
+
+@pytest.fixture
+def start(node: Path, image: Path) -> Iterator[Callable[[str], Pod]]:
+    """start(argument) -> Pod, killed at the end."""
+    made: list[Pod] = []
+
+    def begin(argument: str) -> Pod:
+        made.append(Pod(node, image, argument))
+        return made[-1]
+
+    yield begin
+    for pod in made:
+        if pod.process.poll() is None:
+            pod.process.kill()
+        assert pod.process.stdout is not None
+        pod.process.stdout.close()
+        pod.process.wait(timeout=60)
 
 
 def called(node: Path) -> list[str]:
@@ -119,9 +148,9 @@ def tree(node: Path) -> set[str]:
     return {str(path.relative_to(node)) for place in places for path in place.rglob("*")}
 
 
-def test_installs_and_takes_away(node: Path, image: Path) -> None:
+def test_installs_and_takes_away(node: Path, start: Callable[[str], Pod]) -> None:
     before = tree(node)
-    pod = Pod(image, "install")
+    pod = start("install")
     pod.until("ready")
     (home,) = (path for path in (node / "opt/gpushare").iterdir() if path.is_dir() and not path.is_symlink())
     program = f"/opt/gpushare/{home.name}/bin/gpushare-runtime"
@@ -134,8 +163,8 @@ def test_installs_and_takes_away(node: Path, image: Path) -> None:
 
     # A pod that is started again finds all as it should be.
     pod.process.kill()
-    pod.process.communicate()
-    again = Pod(image, "install")
+    pod.process.wait(timeout=60)
+    again = start("install")
     again.until("ready")
     assert called(node) == ["systemctl restart containerd"] and home.is_dir()
 
@@ -145,12 +174,12 @@ def test_installs_and_takes_away(node: Path, image: Path) -> None:
     assert not (node / FEATURES).exists()
 
 
-def test_stays_while_a_container_has_a_share(node: Path, image: Path, tmp_path: Path) -> None:
+def test_stays_while_a_container_has_a_share(node: Path, start: Callable[[str], Pod], tmp_path: Path) -> None:
     """The pod of an older version ends, the next one finds its node as it was; its `remove` goes on nevertheless."""
     own = {"version": 1, "log": {"decisions": "/tmp/decisions"}}
     (node / "etc/gpushare").mkdir()
     (node / "etc/gpushare/config.yaml").write_text(json.dumps(own))
-    pod = Pod(image, "install")
+    pod = start("install")
     pod.until("ready")
     assert json.loads((node / "etc/gpushare/config.yaml").read_text()) == own  # an administrator's stays
     program = Path("/opt/gpushare") / (node / "opt/gpushare/current").readlink() / "bin"
@@ -159,14 +188,18 @@ def test_stays_while_a_container_has_a_share(node: Path, image: Path, tmp_path: 
         stage: [{"path": "/usr/sbin/chroot", "args": ["chroot", str(node), str(program / words[0]), words[1]]}]
         for stage, words in (("prestart", state["run"]), ("poststop", state["end"]))
     }
-    rootfs = make_root(tmp_path / "container")
-    with Container(tmp_path, [PROBE, "hold"], env={"GPUSHARE_MEMORY": "1Gi"}, rootfs=rootfs,
+    bundles = tmp_path / "bundles"
+    bundles.mkdir()
+    (node / str(bundles)[1:]).mkdir(parents=True)
+    run("mount", "--bind", bundles, node / str(bundles)[1:])
+    rootfs = make_root(bundles / "image")
+    with Container(bundles, [PROBE, "hold"], env={"GPUSHARE_MEMORY": "1Gi"}, rootfs=rootfs,
                    edit=lambda spec: spec.update(hooks=entries)) as one:  # fmt: skip
         one.create()
         assert pod.stop() == 1
         assert "1 container holds a share" in "\n".join(pod.lines)
         assert (node / DROP_IN).exists() and (node / FEATURES).exists() and (node / program.relative_to("/")).is_dir()
-        gone = Pod(image, "remove")
+        gone = start("remove")
         gone.until("gpushare is no longer used on this node")
         assert not (node / DROP_IN).exists() and (node / program.relative_to("/")).is_dir()
         assert gone.process.poll() is None  # or its DaemonSet would start it again and again
