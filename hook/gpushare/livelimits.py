@@ -229,15 +229,15 @@ def store(fd: int, shares: Sequence[Share]) -> None:
 def _tell_others(state_dir: str, shares: Sequence[Share]) -> None:
     """What the others on each device are told that these shares may have: a word each, which they see change at once.
     Raises KernelError."""
+    size = region.packer("gs_peers").size
     for share in shares:
         path = f"{pages.directory(state_dir, share.device.uuid)}/{pages.INDEX}"
         try:
             fd = _writable(path)
             try:
                 at = pages.granted_at(share.page)
-                with mmap.mmap(fd, region.packer("gs_peers").size) as file, memoryview(file) as plain:
-                    with plain.cast("Q") as words:
-                        words[at // 8] = region.granted(share)
+                with mmap.mmap(fd, size) as file, memoryview(file) as plain, plain.cast("Q") as words:
+                    words[at // 8] = region.granted(share)
             finally:
                 os.close(fd)
         except FileNotFoundError:

@@ -208,7 +208,7 @@ struct gs_pages {
  * he may have of the device, one word, so that it changes at once: compute_percent | flags (enum
  * gs_device_flag) << 8 | priority << 16 | weight << 32. 0: a host of before there was this word. */
 #define GS_MAX_PEERS 128u
-#define GS_GRANTED_PERCENT(word) ((uint32_t)((word) & 0xff))
+#define GS_GRANTED_PERCENT(word) ((uint32_t)((word)&0xff))
 #define GS_GRANTED_FLAGS(word) ((uint32_t)((word) >> 8 & 0xff))
 #define GS_GRANTED_PRIORITY(word) ((uint32_t)((word) >> 16 & 0xffff))
 #define GS_GRANTED_WEIGHT(word) ((uint32_t)((word) >> 32))

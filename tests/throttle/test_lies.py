@@ -86,6 +86,6 @@ def test_a_priority_that_was_not_granted_keeps_nobody_from_borrowing() -> None:
 
 @pytest.mark.parametrize("lie", LIES)
 def test_of_long_kernels_a_liar_still_wins_nothing(lie: str) -> None:
-    """Kernels of ten slices tell little of who was on the device: how far the honest one is off is in docs/compute.md."""
+    """Kernels of ten slices tell little of who was on the device; docs/compute.md says how far off the honest are."""
     company = Company((40, 40), "20ms", points=20)
     hold(company, run(company, lie))
