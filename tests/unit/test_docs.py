@@ -36,7 +36,7 @@ def test_every_error_is_described() -> None:
 
 def test_every_make_target_that_the_docs_name_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (TREE / "Makefile").read_text(), re.MULTILINE))
-    for part in ("shim/shim.mk", "tests/sim/sim.mk"):
+    for part in ("shim/shim.mk", "tests/sim/sim.mk", "packaging/packages.mk"):
         targets |= set(re.findall(r"^([a-z-]+):", (TREE / part).read_text(), re.MULTILINE))
     for name in ("README.md", "README.zh-CN.md", "HACKING.md", "docs/security.md"):
         named = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", (TREE / name).read_text(), re.MULTILINE))

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -48,8 +49,8 @@ def test_manifests_are_what_kubernetes_published(path: Path) -> None:
 @pytest.mark.parametrize("path", KUSTOMIZATIONS, ids=lambda path: path.parent.name)
 def test_kustomizations_name_what_is_there(path: Path) -> None:
     value = yaml.safe_load(path.read_text())
-    assert value.keys() <= {"apiVersion", "kind", "resources", "images", "patches"}
-    assert (value["apiVersion"], value["kind"]) == ("kustomize.config.k8s.io/v1beta1", "Kustomization")
+    schema = json.loads((TREE / "tests/schemas/kustomization.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(value)
     for name in value["resources"]:
         there = path.parent / name
         assert there.is_file() or (there / "kustomization.yaml").is_file(), name
