@@ -112,6 +112,11 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
             self.workqueue.move_to_end(first, last=False)
             super()._assign_work_unit(node)
 
+        def _reschedule(self, node: Any) -> None:
+            """A worker that stands in for one that crashed gets work when it has said what it can run."""
+            if node in self.registered_collections:
+                super()._reschedule(node)
+
     return Scheduling(config, log)
 
 
