@@ -11,8 +11,14 @@ static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags) {
     const struct gs_view *view = gs_region();
     if (!view)
         return refuse(gs_region_refusal());
-    CUresult result = real(flags);
-    if (result != CUDA_SUCCESS || gs_slot())
+    if (gs_slot())
+        return real(flags);
+    CUresult result = gs_mps_enter(view->limits);
+    if (result == CUDA_SUCCESS)
+        result = real(flags);
+    if (result == CUDA_SUCCESS)
+        result = gs_mps_entered(view->limits);
+    if (result != CUDA_SUCCESS)
         return result;
     gs_devices_learn(); /* before there is a slot: with one, other threads may allocate */
     if (!gs_compute_ready(view))

@@ -46,6 +46,14 @@ void gs_context_grow(CUcontext context, int64_t bytes);
 CUresult gs_primary_used(CUdevice device, CUresult (*call)(void *arg), void *arg);
 void gs_primary_unused(CUdevice device);
 
+/* ---- cuda_mps.c: a client of MPS ----------------------------------------------------------- */
+
+/* Around the driver's cuInit: which daemon this process connects to, and with which limits; and
+ * that it was there all the time. Anything but CUDA_SUCCESS: this container has MPS and cannot
+ * reach it. */
+CUresult gs_mps_enter(const struct gs_limits *limits);
+CUresult gs_mps_entered(const struct gs_limits *limits);
+
 /* ---- cuda_charge.c: from the call to the free --------------------------------------------- */
 
 struct gs_charge {

@@ -101,6 +101,8 @@ struct gs_limit_now {
     uint32_t percent, priority, weight, flags;
 };
 struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev);
+/* The same as the host says it, also where MPS holds the percentage. */
+struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev);
 /* Limits of this container have changed since it began. */
 bool gs_limits_changed(void);
 /* Charge this process; false when the container would be over its limit. */

@@ -23,7 +23,7 @@ uint64_t gs_limit(int dev) {
 
 #define LOAD(member) __atomic_load_n(member, __ATOMIC_RELAXED)
 /* Again when there was a change in between: the host writes only the copy that is not in force. */
-struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev) {
+struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev) {
     const struct gs_device_limit *l = &limits->device[dev];
     struct gs_limit_now now;
     do {
@@ -36,6 +36,17 @@ struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev) {
         now.flags = LOAD(first ? &l->flags : &l->next_flags);
         atomic_thread_fence(memory_order_acquire);
     } while (LOAD(&limits->generation) != now.generation);
+    return now;
+}
+
+/* Under MPS the driver holds the percentage: contexts there do not take turns, so the law's
+ * arithmetic would not hold. */
+struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev) {
+    struct gs_limit_now now = gs_limit_stated(limits, dev);
+    if (limits->mps_device == dev + 1) {
+        now.percent = GS_NO_PERCENT;
+        now.flags &= ~(uint32_t)GS_DEVICE_COMPUTE_SOFT;
+    }
     return now;
 }
 

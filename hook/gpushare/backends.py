@@ -302,6 +302,16 @@ def for_programs(request: Request, node: Node) -> Node:
     return node._replace(config=node.config._replace(policy=rules._replace(allowed_backends=left)))
 
 
+def in_limits(shares: tuple[Share, ...], state_dir: str, uid: int) -> tuple[int, int, int]:
+    """What of a holder the shim has to know, for the limits file: a mps.Grant. `uid`: of the container's first process,
+    as it counts. Raises DeviceError."""
+    if all(share.compute_backend != MPS for share in shares):
+        return (0, 0, 0)
+    from . import mps
+
+    return mps.grant_of(shares, state_dir, uid)
+
+
 # Telling
 
 

@@ -154,6 +154,7 @@ class Request(NamedTuple):
     imex_channels: tuple[str, ...] = ()  # numbers, or "all"
     mig_access: tuple[str, ...] = ()  # "config", "monitor": rights over MIG that only a privileged container gets
     requirements: tuple[tuple[str, str], ...] = ()  # (NVIDIA_REQUIRE_..., constraint)
+    uid: int = 0  # of the first process, as the host counts
 
 
 class Share(NamedTuple):

@@ -118,6 +118,23 @@ def _texts(value: object, what: str) -> dict[str, str]:
     return value
 
 
+def first_uid(spec: dict[str, Any]) -> int:
+    """Who its first process is, as the container counts. An engine that says nothing means root."""
+    uid = section(spec, "process", "user").get("uid")
+    return uid if type(uid) is int and 0 <= uid < 1 << 32 else 0
+
+
+def uid_on_host(spec: dict[str, Any]) -> int:
+    """The same as the host counts, where the spec has the container's mapping of users."""
+    uid = first_uid(spec)
+    for row in items(spec, "linux", "uidMappings"):
+        row = row if isinstance(row, dict) else {}
+        inside, outside, size = (row.get(key) for key in ("containerID", "hostID", "size"))
+        if all(type(one) is int for one in (inside, outside, size)) and inside <= uid < inside + size:
+            return int(uid - inside + outside)
+    return uid
+
+
 def section(spec: dict[str, Any], *keys: str) -> dict[str, Any]:
     """The object at `keys`; empty when absent or null, an error when it is something else."""
     here = spec

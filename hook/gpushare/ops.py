@@ -34,6 +34,7 @@ class WriteLimits(NamedTuple):
     path: str  # host path
     slice_us: int = 0  # see Config
     switch_us: int = 0
+    mps: tuple[int, int, int] = (0, 0, 0)  # a mps.Grant
 
     @property
     def needs(self) -> str:
@@ -42,6 +43,7 @@ class WriteLimits(NamedTuple):
     def describe(self) -> str:
         times = (("slice", self.slice_us), ("switch", self.switch_us))
         words = [_share_text(share) for share in self.shares] + [f"{name} {us} us" for name, us in times if us]
+        words += [f"MPS on slot {self.mps[0] - 1}"] if self.mps[0] else []
         return f"limits   {self.path}: " + "; ".join(words)
 
 

@@ -11,7 +11,7 @@ Raises RequestError when the image cannot hold a limit. Start path.
 
 from __future__ import annotations
 
-from . import backends, forward, names, pages
+from . import backends, forward, names, oci, pages
 from .driverfiles import DriverFiles, Library
 from .drivertable import ALWAYS
 from .errors import RequestError
@@ -75,11 +75,12 @@ def _pages(state_dir: str, shares: tuple[Share, ...]) -> list[Op]:
     return ops
 
 
-def _limits(config: Config, container_id: str, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
+def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
     """Limits, the tenant's own tmpfs, and the private directory with the real libraries."""
-    state = container_dir(config.state_dir, container_id)
+    state = container_dir(config.state_dir, bundle.id)
+    mps = backends.in_limits(shares, config.state_dir, oci.first_uid(bundle.spec))
     return [
-        WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us),
+        WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us, mps),
         TenantTmpfs(f"{state}/rw", USAGE_BYTES, TMPFS_INODES),
         Mount(f"{state}/share", names.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
         Mount(f"{state}/rw", names.RW_DIR, "dir", _DATA, "what this container's processes count"),
@@ -249,7 +250,7 @@ def _files(
     mounts32, links32 = _place(shown32, image, image.libdir32)
     ops: list[Op] = []
     if shares:
-        ops += _limits(node.config, bundle.id, shares, files)
+        ops += _limits(node.config, bundle, shares, files)
     ops += mounts
     if shares:
         taken = {op.target for op in (*ops, *mounts, *links) if isinstance(op, (Mount, ImageFile, Link))}

@@ -110,7 +110,9 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
     devices = {device.uuid: device for device in (*node.inventory.devices, *node.inventory.mig)}
     try:
         limits = region.read_limits(_limits_of(found))
-        shares = tuple(_share(slot, limit, devices[limit.uuid]) for slot, limit in enumerate(limits.devices))
+        shares = tuple(
+            _share(slot, limit, devices[limit.uuid], limits.mps_device) for slot, limit in enumerate(limits.devices)
+        )
     except (OSError, KeyError, region.RegionError):
         return None
     return Lease(
@@ -157,7 +159,7 @@ def _keep_pages(state_dir: str, found: Found, uuid: str) -> None:
         pass  # the first start on this device makes new ones
 
 
-def _share(slot: int, limit: region.Limit, device: Device) -> Share:
+def _share(slot: int, limit: region.Limit, device: Device, mps_device: int = 0) -> Share:
     return Share(
         slot,
         device,
@@ -170,6 +172,7 @@ def _share(slot: int, limit: region.Limit, device: Device) -> Share:
         page=limit.page,
         paused=bool(limit.flags & region.DEVICE_PAUSED),
         draining_bytes=limit.draining_bytes,
+        compute_backend="mps" if mps_device == slot + 1 else "shim",
     )
 
 

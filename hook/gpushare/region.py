@@ -84,7 +84,10 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("flags", "I"),
         ("nonce", "Q"),
         ("generation", "Q"),
-        ("reserved", "24x"),
+        ("mps_token", "Q"),
+        ("mps_uid", "I"),
+        ("mps_device", "I"),
+        ("reserved", "8x"),
         ("device", f"{MAX_DEVICES * 192}x"),
     ),
     "gs_slot": (
@@ -219,6 +222,8 @@ class Limits(NamedTuple):
     nonce: int
     generation: int
     devices: tuple[Limit, ...]
+    mps_token: int = 0
+    mps_device: int = 0  # the slot whose compute MPS holds, plus one; 0: none
 
 
 class Slot(NamedTuple):
@@ -329,9 +334,14 @@ def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0) -> bytes:
 
 
 def pack_limits(
-    shares: Sequence[Share], nonce: int, generation: int = 1, slice_us: int = 0, switch_us: int = 0
+    shares: Sequence[Share],
+    nonce: int,
+    generation: int = 1,
+    slice_us: int = 0,
+    switch_us: int = 0,
+    mps: tuple[int, int, int] = (0, 0, 0),
 ) -> bytes:
-    """A complete limits file: LIMITS_SIZE bytes, devices in slot order.
+    """A complete limits file: LIMITS_SIZE bytes, devices in slot order. `mps`: a mps.Grant.
 
     Raises RegionError when the shares are not the slots 0..n-1, or more than MAX_DEVICES.
     """
@@ -339,9 +349,9 @@ def pack_limits(
     if [share.slot for share in ordered] != list(range(len(ordered))) or len(ordered) > MAX_DEVICES:
         slots = [share.slot for share in ordered]
         raise RegionError(f"shares have slots {slots}, must be 0, 1, ... and at most {MAX_DEVICES}")
-    whole = bytearray(
-        packer("gs_limits").pack(LIMITS_MAGIC, ABI_VERSION, LIMITS_SIZE, len(ordered), 0, nonce, generation)
-    )
+    device, token, uid = mps
+    head = (LIMITS_MAGIC, ABI_VERSION, LIMITS_SIZE, len(ordered), 0, nonce, generation, token, uid, device)
+    whole = bytearray(packer("gs_limits").pack(*head))
     start = offset("gs_limits", "device")
     for share in ordered:
         whole[start : start + DEVICE_SIZE] = pack_device(share, slice_us, switch_us)
@@ -369,7 +379,7 @@ def check(data: bytes, what: str, magic: int, size: int) -> None:
 def read_limits(data: bytes) -> Limits:
     """A limits file as values. Raises RegionError when it is damaged."""
     check(data, "limits file", LIMITS_MAGIC, LIMITS_SIZE)
-    _, _, _, n_devices, _, nonce, generation = packer("gs_limits").unpack(data)
+    _, _, _, n_devices, _, nonce, generation, mps_token, _, mps_device = packer("gs_limits").unpack(data)
     if n_devices > MAX_DEVICES:
         raise RegionError(f"limits file is damaged: {n_devices} devices, at most {MAX_DEVICES}")
     devices = []
@@ -390,7 +400,7 @@ def read_limits(data: bytes) -> Limits:
                 draining,
             )
         )
-    return Limits(nonce, generation, tuple(devices))
+    return Limits(nonce, generation, tuple(devices), mps_token, mps_device)
 
 
 def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:

@@ -14,7 +14,7 @@ Start path.
 
 from __future__ import annotations
 
-from . import names, policy
+from . import names, oci, policy
 from .dialects import Env, driverwords, injected, nvidia, own, triggers
 from .errors import DeviceError, PolicyError, RequestError
 from .light import Any, Callable, Optional
@@ -192,6 +192,7 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
             "leave it out, or run privileged",
         )
     request = request._replace(
+        uid=oci.uid_on_host(bundle.spec),
         features=words.features,
         imex_channels=words.imex_channels,
         mig_access=words.mig_access,

@@ -118,7 +118,8 @@ def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
     command = shlex.join(job.command)
     shown = command if len(command) <= _MAX_COMMAND else command[: _MAX_COMMAND - 1] + "…"
     shown = shown.encode("utf-8", "replace").decode()
-    return Bundle(oci.check_id(job.name), os.getpid(), shown, "/", tuple(env.items()), {}, "", "", "", False, {})
+    spec = {"process": {"user": {"uid": job.user.uid if job.user else os.geteuid()}}}
+    return Bundle(oci.check_id(job.name), os.getpid(), shown, "/", tuple(env.items()), {}, "", "", "", False, spec)
 
 
 def find(program: str) -> str:

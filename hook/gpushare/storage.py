@@ -155,7 +155,8 @@ def _write_limits(op: WriteLimits) -> None:
     temporary = op.path + ".new"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o444)
     try:
-        write_all(fd, region.pack_limits(op.shares, nonce, slice_us=op.slice_us, switch_us=op.switch_us))
+        times = {"slice_us": op.slice_us, "switch_us": op.switch_us}
+        write_all(fd, region.pack_limits(op.shares, nonce, **times, mps=op.mps))
         os.fchmod(fd, 0o444)
     finally:
         os.close(fd)

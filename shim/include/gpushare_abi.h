@@ -92,7 +92,10 @@ struct gs_limits {
     uint32_t flags;
     uint64_t nonce;      /* equals gs_usage.nonce: a usage file of another container is refused */
     uint64_t generation; /* odd: the first copy is in force, even: next_*; a futex for waiting */
-    uint8_t reserved[24];
+    uint64_t mps_token;  /* which MPS daemon this was granted; for the host (mps.py) */
+    uint32_t mps_uid;    /* whose processes that serves, as the container counts; -1: everybody's */
+    uint32_t mps_device; /* the slot whose compute MPS holds, plus one; 0: none */
+    uint8_t reserved[8];
     struct gs_device_limit device[GS_MAX_DEVICES];
 };
 
@@ -262,7 +265,10 @@ GS_AT(gs_limits, n_devices, 16);
 GS_AT(gs_limits, flags, 20);
 GS_AT(gs_limits, nonce, 24);
 GS_AT(gs_limits, generation, 32);
-GS_AT(gs_limits, reserved, 40);
+GS_AT(gs_limits, mps_token, 40);
+GS_AT(gs_limits, mps_uid, 48);
+GS_AT(gs_limits, mps_device, 52);
+GS_AT(gs_limits, reserved, 56);
 GS_AT(gs_limits, device, 64);
 _Static_assert(sizeof(struct gs_limits) == 64 + 16 * 192, "gs_limits");
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import doctor, leases, livelimits, log, node, procs
+from gpushare import doctor, leases, livelimits, log, mps, mpscontrol, mpsdaemon, node, procs
 from gpushare.cli import node as cli_node
 from gpushare.cli import runtime, sample, topscreen
 from gpushare.cli.options import Paths
@@ -60,6 +60,10 @@ CASES = {
         *("runtime configure lxc", "runtime configure --undo"),
     ],
     "labels": ["labels --dry-run", "labels --dry-run --format json", "labels --output relative/../x --format yaml"],
+    "mps": [
+        *("mps status", "$ mps status", "mps status --format json", "mps start --device 0", "mps stop --device 1"),
+        *("mps start --uid me", "mps start --compute 400", "mps stop --device 9"),
+    ],
     "uninstall": [
         *("uninstall --root ROOT --dry-run", "uninstall --root ROOT --dry-run --force"),
         "uninstall --root ROOT --dry-run --force --format json",
@@ -120,6 +124,7 @@ def world(
     monkeypatch.setattr(runtime, "foreign_owners", lambda _: [])
     monkeypatch.setattr(livelimits, "_refuse_unheld", lambda *_: None)  # these containers have no mounts
     monkeypatch.setattr(doctor, "CHECKS", [doctor.Check(name, "", lambda _, one=one: one) for name, one in ROWS])  # type: ignore[misc]
+    _with_mps(monkeypatch)
     for name, value in (("COLUMNS", str(COLUMNS)), ("TERM", "xterm-256color"), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)
     places = {"ROOT": tmp_path / "root", "BUNDLE": tmp_path / "bundle", "EMPTY": tmp_path / "empty"}
@@ -145,6 +150,22 @@ def world(
         return said
 
     return run
+
+
+def _with_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One daemon runs, and was started after web-1; the other has died."""
+    runs = mps.MpsState("", "", 812, 99, "535.1", "", 60, 8 * GIB, 48, 0, mps.SHM_OWN)
+    died = runs._replace(problem="its control daemon (pid 811) has died", was_running=True)
+    uuid = pure.node().inventory.devices[0].uuid
+    answers = {"get_server_list": "900", "get_client_list 900": "71\n72"}
+    monkeypatch.setattr(mps, "state", lambda name, _: runs if name == uuid else died)
+    monkeypatch.setattr(mps, "holders", lambda live, name: live if name == uuid else ())
+    monkeypatch.setattr(mpscontrol, "program", lambda _: "/usr/bin/nvidia-cuda-mps-control")
+    monkeypatch.setattr(mpscontrol.Control, "ask", lambda self, command: answers[command])
+    monkeypatch.setattr(mpsdaemon, "environment", lambda *_: {})
+    monkeypatch.setattr(mpsdaemon, "limits_now", lambda _: "60.0%, 8G")
+    monkeypatch.setattr(mpsdaemon, "affected", lambda found, name, live, _: mps.holders(live, name)[1:])
+    monkeypatch.setattr(mpsdaemon, "start", lambda *_: mpsdaemon.Started("started", runs))
 
 
 ROWS = (

@@ -47,7 +47,7 @@ $(SIM_OUT)/%.o: $(SIM_OUT)/%.c $(SIM_HEADERS)
 
 # Like the real ones: libcuda is bound to itself, NVML calls its own exports through its PLT.
 $(SIM_LIBCUDA): $(SIM_CUDA_OBJECTS) $(SIM_OUT)/generated.o $(SIM_OUT)/generated_stubs.o
-	@$(CC) -shared -Wl,-soname,libcuda.so.1 -Wl,-Bsymbolic -Wl,-z,nodelete -Wl,--version-script=$(SIM_OUT)/libcuda.map -o $@ $^ -lpthread
+	@$(CC) -shared -Wl,-soname,libcuda.so.1 -Wl,-Bsymbolic -Wl,-z,nodelete -Wl,--version-script=$(SIM_OUT)/libcuda.map -o $@ $^ -lpthread -lrt -lm
 
 $(SIM_LIBNVML): $(SIM_NVML_OBJECTS) $(SIM_OUT)/nvml_stubs.o
 	@$(CC) -shared -Wl,-soname,libnvidia-ml.so.1 -Wl,-z,nodelete -Wl,--version-script=$(SIM_OUT)/libnvidia-ml.map -o $@ $^ -lpthread

@@ -93,6 +93,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare runtime configure docker --profile workstation", "docker, and a configuration file to begin with"),
     ),
     "labels": (("gpushare labels --dry-run", "what Kubernetes would be told"),),
+    "mps start": (
+        ("gpushare mps start --device 0", "containers may ask for GPUSHARE_BACKEND=mps on that GPU"),
+        ("gpushare mps start --compute 60 --memory 20Gi", "no container gets more than that"),
+    ),
+    "mps status": (("gpushare mps status --format json", "for monitoring; 1 when something is wrong"),),
     "uninstall": (("gpushare uninstall --dry-run", "what would be taken away"),),
     "completion": (("gpushare completion bash", "the script, for `source <(...)`"),),
 }
@@ -267,6 +272,34 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "features": "name and value",
         },
     ),
+    "mps start": (
+        "an array, an object for each device",
+        {
+            "device": "index",
+            "uuid": "",
+            "how": "`started`, `adopted` (it listened already, its limits were set now), `running` (as asked)",
+            "pid": "of the control daemon",
+        },
+    ),
+    "mps stop": ("an array, an object for each device", {"uuid": "", "stopped": "false: it was not running"}),
+    "mps status": (
+        "an array, an object for each device",
+        {
+            "device": "index",
+            "uuid": "",
+            "state": "`running`, `stopped`, `dead`, `changed` (it has other limits than it was given)",
+            "note": "why it is dead or changed, else empty",
+            "pid": "of the control daemon; null unless it runs, as the next three",
+            "uid": "whose processes it serves; null also: anybody's",
+            "compute_percent": "no client gets more",
+            "memory_bytes": "no process gets more; null also: no limit",
+            "clients": "pids of processes that use it",
+            "clients_max": "how many it takes; null unless it runs",
+            "servers": "pids",
+            "containers": "ids of those that have it",
+            "restart": "ids of those that were started with a daemon that is gone",
+        },
+    ),
     "uninstall": ("an object", {"dry_run": "", "steps": "one text each", "next": "commands to run then"}),
     "refresh": (
         "an object",
@@ -310,4 +343,7 @@ EXIT_CODES: tuple[tuple[int, str, str], ...] = tuple(
         ]
     )
 )
-NOTE_ON_ONE = "1 is also what `doctor` gives when a check fails, and `prune` when something could not be removed"
+NOTE_ON_ONE = (
+    "1 is also what `doctor` gives when a check fails, `mps status` when a daemon is dead or changed, and `prune` when "
+    "something could not be removed"
+)

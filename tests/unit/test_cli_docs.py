@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 import pytest
-from gpushare import doctor, errors, livelimits, log, node
+from gpushare import doctor, errors, livelimits, log, mps, mpsdaemon, node
 from gpushare.cli import main as cli_main
 from gpushare.cli import runtime
 from gpushare.cli.main import COMMANDS, group
@@ -100,6 +100,7 @@ def world(
     monkeypatch.setattr(runtime, "check_program", lambda path: path)
     monkeypatch.setattr(livelimits, "_refuse_unheld", lambda *_: None)  # this container has no mounts
     monkeypatch.setattr(runtime, "foreign_owners", lambda paths: [])
+    monkeypatch.setattr(mpsdaemon, "start", lambda *_: mpsdaemon.Started("started", mps.MpsState(pid=7)))
     more = {
         "top": ["--once"],
         "inspect": ["c1"],
@@ -110,6 +111,7 @@ def world(
         "explain": [str(bundle)],
         "prune": ["--dry-run"],
         "labels": ["--dry-run"],
+        "mps stop": ["--device", "0"],
         "uninstall": ["--dry-run", "--force", "--root", str(root)],
         "runtime status": ["--root", str(root)],
         "runtime configure": ["docker", "--dry-run", "--root", str(root)],

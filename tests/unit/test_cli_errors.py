@@ -33,6 +33,8 @@ COMMANDS = [
     ["explain", "/"],
     ["labels", "--dry-run"],
     ["runtime", "status"],
+    ["mps", "status"],
+    ["mps", "stop"],
     ["uninstall", "--dry-run"],
 ]
 IDS = [" ".join(command) for command in COMMANDS]

@@ -42,6 +42,7 @@ COMMANDS = {
     "config": ("config", "config"),
     "runtime": ("runtime", "runtime"),
     "labels": ("labels", "labels"),
+    "mps": ("mps", "mps_group"),
     "uninstall": ("uninstall", "uninstall"),
     "refresh": ("node", "refresh"),
     "doctor": ("doctor", "doctor"),

@@ -89,7 +89,7 @@ static bool attribute_of_device(CUdevice_attribute attribute, const struct sim_c
         *value = (int)c->l2_bytes;
         return true;
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-        *value = (int)c->sm_count;
+        *value = mps_multiprocessors((int)c->sm_count);
         return true;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
         *value = (int)c->cc_major;
@@ -248,7 +248,7 @@ EXPORT CUresult cuDeviceGetExecAffinitySupport(int *pi, CUexecAffinityType type,
     ENTER();
     CHECK_VALUE(pi && type == CU_EXEC_AFFINITY_TYPE_SM_COUNT);
     CHECK_DEVICE(dev);
-    *pi = 0; /* only under MPS */
+    *pi = mps_is_client();
     return CUDA_SUCCESS;
 }
 

@@ -43,6 +43,9 @@ static unsigned open_devices(struct sim_device *found) {
 static CUresult initialise(void) {
     if (was_initialised)
         return is_ready() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
+    CUresult result = mps_connect(); /* before it looks for devices */
+    if (result != CUDA_SUCCESS)
+        return result;
     struct sim_device found[SIM_MAX_DEVICES];
     unsigned n = open_devices(found);
     if (n == 0)
@@ -81,17 +84,18 @@ CUresult join_device(int device) {
 }
 
 CUresult charge(int device, uint64_t bytes) {
-    switch (sim_charge(&sim.device[device].sim, bytes)) {
-    case SIM_OK:
-        return CUDA_SUCCESS;
-    case SIM_NO_MEMORY:
+    if (!mps_charge(bytes))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    default:
-        return CUDA_ERROR_UNKNOWN; /* our descriptor was closed: torn down */
-    }
+    int result = sim_charge(&sim.device[device].sim, bytes);
+    if (result == SIM_OK)
+        return CUDA_SUCCESS;
+    mps_uncharge(bytes);
+    /* Else our descriptor was closed: torn down */
+    return result == SIM_NO_MEMORY ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_UNKNOWN;
 }
 
 void uncharge(int device, uint64_t bytes) {
+    mps_uncharge(bytes);
     sim_uncharge(&sim.device[device].sim, bytes);
 }
 

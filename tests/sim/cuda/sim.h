@@ -149,6 +149,13 @@ struct context *context_of(CUcontext handle);
 CUresult join_device(int device);
 CUresult charge(int device, uint64_t bytes);
 void uncharge(int device, uint64_t bytes);
+
+/* mps.c: what a client of MPS is told, and how much of the device it may use. */
+CUresult mps_connect(void);
+bool mps_is_client(void);
+int mps_multiprocessors(int of_device);
+bool mps_charge(uint64_t bytes);
+void mps_uncharge(uint64_t bytes);
 static inline uint64_t round_up(uint64_t n, uint64_t unit) {
     return (n + unit - 1) / unit * unit;
 }

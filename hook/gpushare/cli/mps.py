@@ -1,0 +1,228 @@
+"""gpushare mps start, stop, status."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+import click
+
+from .. import leases, mps, mpscontrol, mpsdaemon, names, quantity
+from ..dialects import device_name, find_devices
+from ..errors import GpushareError, RequestError
+from ..model import Device, Lease, Node
+from ..quantity import human
+from . import facts
+from .options import Paths, with_format
+from .output import Column, Progress, state_style, write_json, write_line, write_table
+
+_HELP = "Index or uuid; again for more.  [default: all]"
+_DEVICE = click.option("--device", "wanted", multiple=True, metavar="DEVICE", help=_HELP)
+
+
+class Row(NamedTuple):
+    """One device, as `status` shows it."""
+
+    device: Device
+    state: str  # running | stopped | dead | changed
+    found: mps.MpsState
+    servers: tuple[int, ...]
+    clients: tuple[int, ...]
+    containers: tuple[Lease, ...]
+    affected: tuple[Lease, ...]
+    note: str
+
+
+@click.group(name="mps")
+def mps_group() -> None:
+    """Start, stop and watch NVIDIA's MPS for containers.
+
+    A daemon for each GPU. Containers get it with GPUSHARE_BACKEND=mps once its limits are set.
+    """
+
+
+def _uid(text: str) -> int:
+    if text == "any":
+        return mps.ANY_UID
+    if text.isascii() and text.isdigit() and int(text) < mps.ANY_UID:
+        return int(text)
+    raise RequestError(f"--uid {text!r} is no number of a user", "use a number, or any")
+
+
+def _devices(host: Node, wanted: tuple[str, ...]) -> list[Device]:
+    """Those that are named, all GPUs otherwise."""
+    if not wanted:
+        return list(host.inventory.devices)
+    found = {one.uuid: one for name in wanted for one in find_devices("--device", name, name, host.inventory)}
+    return list(found.values())
+
+
+def _most(host: Node, device: Device, compute: Optional[str], memory: Optional[str]) -> tuple[int, int]:
+    """What a container may have at most, unless said otherwise."""
+    rules = host.config.policy
+    percent = rules.max_compute_percent if compute is None else quantity.whole_percent("--compute", compute)
+    text = memory or rules.max_memory
+    size = device.memory_bytes
+    if text:
+        size = quantity.bytes_of(quantity.amount("--memory", text), device.memory_bytes, device.granularity_bytes)
+    return percent, size
+
+
+@mps_group.command()
+@_DEVICE
+@click.option("--compute", metavar="PERCENT", help="No container gets more.  [default: policy.max_compute]")
+@click.option("--memory", metavar="SIZE", help="No process gets more.  [default: policy.max_memory, or all]")
+@click.option("--uid", default="0", show_default=True, metavar="UID|any", help="Whose processes it serves.")
+@click.option(
+    "--shm",
+    type=click.Choice([mps.SHM_OWN, mps.SHM_HOST]),
+    default=mps.SHM_OWN,
+    show_default=True,
+    help="What containers get as /dev/shm: that of the daemon alone, or what they have, where that is the host's.",
+)
+@with_format
+@click.pass_obj
+def start(
+    paths: Paths,
+    wanted: tuple[str, ...],
+    compute: Optional[str],
+    memory: Optional[str],
+    uid: str,
+    shm: str,
+    output: str,
+) -> None:
+    """Run or adopt the control daemon of each device.
+
+    Containers are given it when its limits are set and read back. Started again as it is, nothing happens.
+    """
+    host, number = facts.host(paths), _uid(uid)
+    done = []
+    with Progress() as progress:
+        for device in _devices(host, wanted):
+            progress.say(f"starting MPS on {device.uuid}")
+            wish = mpsdaemon.Wish(*_most(host, device, compute, memory), number, shm)
+            done.append((device, mpsdaemon.start(host, device, wish)))
+    if output == "json":
+        write_json(
+            [{"device": device_name(one), "uuid": one.uuid, "how": how, "pid": new.pid} for one, (how, new) in done]
+        )
+        return
+    for one, (how, new) in done:
+        what = {"running": "runs already", "adopted": "ran already and is used now"}.get(how, "runs")
+        write_line(f"MPS {what} on {device_name(one)} ({one.uuid}): pid {new.pid}, at most {_limits(new)}")
+
+
+def _limits(found: mps.MpsState) -> str:
+    memory = human(found.memory_bytes) if found.memory_bytes else "all memory"
+    return f"{found.thread_percent}% and {memory}"
+
+
+@mps_group.command()
+@_DEVICE
+@click.option("--force", is_flag=True, help="Also while containers have it: what runs in them fails.")
+@with_format
+@click.pass_obj
+def stop(paths: Paths, wanted: tuple[str, ...], force: bool, output: str) -> None:
+    """End the control daemon of each device, and what it has started."""
+    host = facts.host(paths)
+    live = leases.view(paths.state_dir).live
+    known = mpsdaemon.known(paths.state_dir)
+    uuids = [one.uuid for one in _devices(host, wanted)] if wanted else known
+    done = [(uuid, mpsdaemon.stop(host, uuid, live, force)) for uuid in uuids]
+    if output == "json":
+        write_json([{"uuid": uuid, "stopped": was_there} for uuid, was_there in done])
+        return
+    for uuid, was_there in done:
+        write_line(f"MPS on {uuid} {'has ended' if was_there else 'was not running'}")
+    if not done:
+        write_line("MPS was not running")
+
+
+@mps_group.command()
+@_DEVICE
+@with_format
+@click.pass_obj
+def status(paths: Paths, wanted: tuple[str, ...], output: str) -> None:
+    """What runs, with which limits, for which containers.
+
+    Fails when a daemon has died, or has other limits than it was given; names the containers that need a restart.
+    """
+    host = facts.host(paths)
+    live = leases.view(paths.state_dir).live
+    rows = [_row(host, device, live) for device in _devices(host, wanted)]
+    if output == "json":
+        write_json([_plain(row) for row in rows])
+    else:
+        write_table(_COLUMNS, [_cells(row) for row in rows])
+        for row in rows:
+            if row.affected:
+                which = ", ".join(names.short(one.id) for one in row.affected)
+                write_line(f"MPS on {device_name(row.device)} is not the one they were started with; restart: {which}")
+    if any(row.state in ("dead", "changed") or row.affected for row in rows):
+        raise SystemExit(1)
+
+
+def _row(host: Node, device: Device, live: tuple[Lease, ...]) -> Row:
+    found = mps.state(device.uuid, host.config.state_dir)
+    containers = mps.holders(live, device.uuid)
+    affected = mpsdaemon.affected(found, device.uuid, live, host.config.state_dir)
+    if found.problem:
+        state = "dead" if found.was_running else "stopped"
+        return Row(device, state, found, (), (), containers, affected, found.problem if found.was_running else "")
+    program = mpscontrol.program(host.inventory.root) or mpscontrol.NAME
+    folder = mps.directory(host.config.state_dir, device.uuid)
+    control = mpscontrol.Control(program, f"{folder}/pipe", mpsdaemon.environment(host, program))
+    try:
+        servers = control.numbers("get_server_list")
+        clients = tuple(pid for server in servers for pid in control.numbers(f"get_client_list {server}"))
+        now, expected = mpsdaemon.limits_now(control), mpsdaemon.expected(found)
+    except GpushareError as error:
+        return Row(device, "dead", found, (), (), containers, affected, error.message)
+    state, note = ("running", "") if now == expected else ("changed", f"its limits are {now}, not {expected}")
+    return Row(device, state, found, servers, clients, containers, affected, note)
+
+
+_COLUMNS = (
+    Column("device", right=True),
+    Column("state", style=state_style),
+    Column("pid", right=True),
+    Column("user", right=True),
+    Column("compute", right=True),
+    Column("memory", right=True),
+    Column("clients", right=True),
+    Column("containers", folds=True),
+    Column("note", folds=True),
+)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    found, runs = row.found, row.state in ("running", "changed")
+    return (
+        device_name(row.device),
+        row.state,
+        str(found.pid) if runs else "-",
+        ("any" if found.uid == mps.ANY_UID else str(found.uid)) if runs else "-",
+        f"{found.thread_percent}%" if runs else "-",
+        (human(found.memory_bytes) if found.memory_bytes else "all") if runs else "-",
+        f"{len(row.clients)}/{found.clients}" if runs else "-",
+        ", ".join(names.short(one.id) for one in row.containers) or "-",
+        row.note or "-",
+    )
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    found, runs = row.found, row.state in ("running", "changed")
+    return {
+        "device": device_name(row.device),
+        "uuid": row.device.uuid,
+        "state": row.state,
+        "note": row.note,
+        "pid": found.pid if runs else None,
+        "uid": found.uid if runs and found.uid != mps.ANY_UID else None,
+        "compute_percent": found.thread_percent if runs else None,
+        "memory_bytes": found.memory_bytes or None if runs else None,
+        "clients": list(row.clients),
+        "clients_max": found.clients if runs else None,
+        "servers": list(row.servers),
+        "containers": [one.id for one in row.containers],
+        "restart": [one.id for one in row.affected],
+    }

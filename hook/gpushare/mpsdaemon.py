@@ -1,0 +1,399 @@
+"""Starting and stopping MPS on a device. Not on the start path.
+
+    start(host, device, wish)          -> Started     runs or adopts the daemon, sets its limits, then offers it
+    stop(host, uuid, force)            -> bool        False: there was none
+    affected(state, uuid, leases)      -> leases that were granted a daemon that is no longer there
+
+mps/<uuid>/ of the state directory: pipe/ and log/ are the daemon's, shm/ is its /dev/shm (a tmpfs of its own, which its
+containers share), share/ is what containers see, `pid` is for systemd, and `ready` says that all of it is true. A start
+makes them in this order and a stop takes them away in the other. Whatever of them is there while no daemon listens is
+of one that died, and goes. `lock` orders starts and stops of one device.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import stat
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from . import linux, mps, mpscontrol, procs, region, rootless, storage
+from .drivertable import PROGRAM_DIRS
+from .errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError
+from .model import Device, Lease, Node
+from .mpscontrol import Control
+
+_START_S = 30.0  # a driver without persistence mode takes seconds to come up
+_QUIT_S = 10
+_SOCKET_BYTES = 107  # sun_path in unix(7), without the byte that ends it
+_SHM_OPTIONS = {"size": "64m", "nr_inodes": "4096", "mode": "1777"}  # a file of 4 KiB for each client
+_SHARED = ("control", "log")  # of pipe/: see mps.py
+_PERCENT = "active_thread_percentage"
+_MEMORY = "device_pinned_mem_limit"
+_DEVICE = "0"  # as the daemon counts: it sees this device only
+
+
+class Wish(NamedTuple):
+    """What is asked of a daemon. None: as much as policy lets one container have."""
+
+    thread_percent: int
+    memory_bytes: int  # 0: no limit, where the device's size is not known
+    uid: int  # mps.ANY_UID: everybody
+    shm: str  # mps.SHM_*
+
+
+class Started(NamedTuple):
+    """`how`: started, adopted (it listened already), running (all was as asked)."""
+
+    how: str
+    state: mps.MpsState
+
+
+def start(host: Node, device: Device, wish: Wish) -> Started:
+    """Raises GpushareError, with no daemon of ours left that nobody knows of."""
+    if rootless.is_rootless():
+        raise RequestError("MPS for containers needs root", "run as root")
+    if device.parent:
+        raise RequestError(f"{device.uuid} is a MIG device: MPS is started for whole GPUs here", "name the GPU")
+    program = mpscontrol.program(host.inventory.root)
+    if program is None:
+        raise DeviceError(f"no {mpscontrol.NAME} in {host.inventory.root!r}", "install it: it is part of the driver")
+    folder = mps.directory(host.config.state_dir, device.uuid)
+    if len(os.fsencode(f"{folder}/pipe/control_privileged")) > _SOCKET_BYTES:
+        raise RequestError(f"a socket below {folder!r} would have too long a path", "use a shorter state directory")
+    storage.prepare(host.config.state_dir)
+    os.makedirs(folder, 0o755, exist_ok=True)
+    with _locked(folder):
+        return _start(host, device, wish, folder, program)
+
+
+def _start(host: Node, device: Device, wish: Wish, folder: str, program: str) -> Started:
+    control = Control(program, f"{folder}/pipe", environment(host, program))
+    extra = _options(control, wish)
+    found = mps.state(device.uuid, host.config.state_dir)
+    if not found.problem:
+        _require_same(found, host, wish, program, device.uuid)
+        return Started("running", found)
+    _forget(folder)
+    daemon = mpscontrol.listening(control.pipe)
+    how = "adopted" if daemon else "started"
+    if daemon is None:
+        _clear(folder)
+        daemon = _launch(control, folder, device, wish, extra)
+    elif daemon.uid != os.geteuid():
+        raise DeviceError(
+            f"the MPS daemon in {control.pipe!r} (pid {daemon.pid}) is of uid {daemon.uid}", "stop it as that user"
+        )
+    try:
+        _set_limits(control, wish)
+        return Started(how, _offer(host, device, wish, folder, program, daemon.pid))
+    except BaseException:
+        _end(control, daemon.pid)
+        raise
+
+
+def environment(host: Node, program: str) -> dict[str, str]:
+    """Nothing of ours. The server is found by PATH, and its libcuda by the loader, or where the driver is elsewhere by
+    LD_LIBRARY_PATH."""
+    root = host.inventory.root.rstrip("/")
+    env = {"PATH": ":".join([os.path.dirname(program), *(f"{root}/{one}" for one in PROGRAM_DIRS)])}
+    if root:
+        from . import driverfiles
+
+        library = driverfiles.cuda_library(host.inventory.root, host.inventory.driver_version)
+        env["LD_LIBRARY_PATH"] = os.path.dirname(library)
+        env["PATH"] += ":/usr/sbin:/usr/bin:/sbin:/bin"  # of a program that is a script
+    return env
+
+
+def _options(control: Control, wish: Wish) -> tuple[str, ...]:
+    """The flags for clients of several users, where they are wanted. Raises DeviceError where the driver has none."""
+    if wish.uid != mps.ANY_UID:
+        return ()
+    try:
+        done = subprocess.run(
+            [control.program, "-h"], env=control.env, capture_output=True, text=True, timeout=mpscontrol.DEADLINE_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DeviceError(f"{control.program} -h: {error}") from None
+    flag = mpscontrol.multiuser_flag(done.stdout + done.stderr)
+    if not flag:
+        raise DeviceError("this driver's MPS serves one user at a time", "name one: --uid N")
+    return (flag,)
+
+
+def _require_same(found: mps.MpsState, host: Node, wish: Wish, program: str, uuid: str) -> None:
+    """A second start changes nothing, so it must ask for nothing else."""
+    again = f"`gpushare mps stop --device {uuid}` first"
+    if (found.driver_version, found.build) != (host.inventory.driver_version, mps.build_of(program)):
+        raise CapacityError(f"MPS runs on {uuid} already, started before the driver was changed", again)
+    there = Wish(found.thread_percent, found.memory_bytes, found.uid, found.shm)
+    if there != wish:
+        differs = ", ".join(
+            f"{name.replace('_', ' ')} {old}, not {new}"
+            for name, old, new in zip(Wish._fields, there, wish)
+            if old != new
+        )
+        raise CapacityError(f"MPS runs on {uuid} already, with {differs}", again)
+
+
+def _clear(folder: str) -> None:
+    """What a daemon that died has left."""
+    shutil.rmtree(f"{folder}/pipe", ignore_errors=True)
+    for name in ("pipe", "log", "shm", "share"):
+        os.makedirs(f"{folder}/{name}", 0o755, exist_ok=True)
+
+
+def _launch(control: Control, folder: str, device: Device, wish: Wish, extra: Sequence[str]) -> mpscontrol.Daemon:
+    """Starts the daemon and waits until it listens. Its parent ends then."""
+    shm = f"{folder}/shm" if wish.shm == mps.SHM_OWN else ""
+    if shm:
+        _mount_shm(shm)
+    env = {
+        **control.env,
+        "CUDA_MPS_PIPE_DIRECTORY": control.pipe,
+        "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log",
+        "CUDA_VISIBLE_DEVICES": device.uuid,
+    }
+
+    def prepare() -> None:
+        os.umask(0o022)
+        if shm:
+            _use_as_dev_shm(shm)
+
+    try:
+        done = subprocess.run(
+            [control.program, *extra, "-d"],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            cwd="/",
+            timeout=_START_S,
+            preexec_fn=prepare,
+        )
+    except subprocess.TimeoutExpired:
+        raise DeviceError(f"{mpscontrol.NAME} -d has not come up in {_START_S:.0f} s", f"see {folder}/log") from None
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelError(f"{control.program!r}: {error}") from None
+    daemon = mpscontrol.listening(control.pipe)
+    if done.returncode or daemon is None:
+        said = (done.stdout + done.stderr).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise DeviceError(f"{mpscontrol.NAME} -d: {said[0]}", f"see {folder}/log")
+    return daemon
+
+
+def _mount_shm(path: str) -> None:
+    """A tmpfs of its own, so that a tenant who fills it takes nothing from the state directory. One that is there
+    stays: containers of a daemon that died have it, and are to meet the next one there."""
+    if os.path.ismount(path):
+        for name in os.listdir(path):
+            os.unlink(f"{path}/{name}")
+        return
+    flags = sum(linux.ATTRIBUTES[name] for name in ("nosuid", "nodev", "noexec"))
+    mount = linux.detached_tmpfs(_SHM_OPTIONS, flags, path)
+    target = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        linux.move_mount(mount, target, path)
+        linux.mount_setattr(mount, 0, linux.MS_PRIVATE, path)
+    finally:
+        os.close(target)
+        os.close(mount)
+
+
+def _unmount(path: str) -> None:
+    while os.path.ismount(path):
+        linux.umount(path, linux.MNT_DETACH | linux.UMOUNT_NOFOLLOW)
+
+
+def _use_as_dev_shm(path: str) -> None:
+    """In the child that becomes the daemon: its own /dev/shm, seen by nobody else."""
+    linux.unshare(linux.CLONE_NEWNS, "mount namespace")
+    root = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    linux.mount_setattr(root, 0, linux.MS_SLAVE, "/", recursive=True)
+    tree = linux.open_tree(path)
+    target = os.open("/dev/shm", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    linux.move_mount(tree, target, "/dev/shm")
+
+
+def _set_limits(control: Control, wish: Wish) -> None:
+    """Sets what no client can exceed, and reads it back with the daemon's own commands. Raises DeviceError."""
+    control.ask(f"set_default_{_PERCENT} {wish.thread_percent}")
+    said = control.ask(f"get_default_{_PERCENT}")
+    if said.rstrip("0").rstrip(".") not in (str(wish.thread_percent), str(wish.thread_percent).rstrip("0")):
+        raise DeviceError(f"MPS did not take a limit of {wish.thread_percent}%: it says {said!r}")
+    if wish.memory_bytes:
+        text = mpscontrol.memory_text(wish.memory_bytes)
+        control.ask(f"set_default_{_MEMORY} {_DEVICE} {text}")
+        said = control.ask(f"get_default_{_MEMORY} {_DEVICE}")
+        if said != text:
+            raise DeviceError(f"MPS did not take a limit of {text} of memory: it says {said!r}")
+
+
+def _offer(host: Node, device: Device, wish: Wish, folder: str, program: str, pid: int) -> mps.MpsState:
+    """From here on containers are given it."""
+    process = procs.find(pid)
+    if process is None:
+        raise DeviceError(f"{mpscontrol.NAME} (pid {pid}) ended at once", f"see {folder}/log")
+    for name in _SHARED:
+        _link(f"{folder}/pipe/{name}", f"{folder}/share/{name}")
+    _write(f"{folder}/pid", f"{pid}\n")
+    ready = {
+        "version": mps.VERSION,
+        "pid": pid,
+        "start": process.start,
+        "boot_id": procs.boot_id(),
+        "driver_version": host.inventory.driver_version,
+        "build": mps.build_of(program),
+        "clients": mpscontrol.max_clients(host.inventory.driver_version),
+        **wish._asdict(),
+    }
+    _write(f"{folder}/{mps.READY}", json.dumps(ready) + "\n")
+    found = mps.state(device.uuid, host.config.state_dir)
+    if found.problem:
+        raise DeviceError(f"MPS: {found.problem}", f"see {folder}/log")
+    return found
+
+
+def _link(source: str, target: str) -> None:
+    if not os.path.lexists(source):
+        return
+    temporary = target + ".new"
+    if os.path.lexists(temporary):
+        os.unlink(temporary)
+    os.link(source, temporary, follow_symlinks=False)
+    os.rename(temporary, target)
+
+
+def _write(path: str, text: str) -> None:
+    """By rename: a reader sees all of it or nothing."""
+    with open(path + ".new", "w", encoding="ascii") as file:
+        file.write(text)
+    os.rename(path + ".new", path)
+
+
+def _forget(folder: str) -> None:
+    """Nobody is given the daemon from here on, and no program connects to it any more."""
+    for name in (mps.READY, "pid", *(f"share/{name}" for name in _SHARED)):
+        try:
+            os.unlink(f"{folder}/{name}")
+        except FileNotFoundError:
+            pass
+
+
+# The end
+
+
+def stop(host: Node, uuid: str, leases: Sequence[Lease], force: bool) -> bool:
+    """Ends the daemon and removes what it left. False when there was nothing. Raises CapacityError while containers
+    have it, unless `force`."""
+    folder = mps.directory(host.config.state_dir, uuid)
+    if not os.path.isdir(folder):
+        return False
+    with _locked(folder):
+        found = mps.state(uuid, host.config.state_dir)
+        using = [] if found.problem else [one.id for one in mps.holders(leases, uuid)]
+        if using and not force:
+            raise CapacityError(f"containers have MPS on {uuid}: {', '.join(using)}", "stop them, or add --force")
+        _forget(folder)
+        daemon = mpscontrol.listening(f"{folder}/pipe")
+        program = mpscontrol.program(host.inventory.root)
+        if daemon is not None:
+            env = environment(host, program) if program else {}
+            _end(Control(program or mpscontrol.NAME, f"{folder}/pipe", env), daemon.pid)
+        was_there = daemon is not None or os.path.lexists(f"{folder}/pipe") or found.was_running
+        for name in ("pipe", "log"):
+            shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
+        if not mps.holders(leases, uuid):  # who still has these mounted is to find the next daemon there
+            _unmount(f"{folder}/shm")
+            shutil.rmtree(folder, ignore_errors=True)
+        return was_there
+
+
+def _end(control: Control, pid: int) -> None:
+    """`quit`, and SIGKILL for whoever does not: servers that hang on a kernel that never ends keep their daemon. Only
+    processes that are known by pid and start time are killed."""
+    family = [found for found in (procs.find(one) for one in (*_children(pid), pid)) if found is not None]
+    try:
+        waited = [(one, linux.pidfd_open(one.pid)) for one in family]
+    except KernelError:  # gone meanwhile
+        waited = []
+    try:
+        control.ask(f"quit -t {_QUIT_S}", 2.0 * _QUIT_S)
+    except GpushareError:
+        pass
+    for one, fd in waited:
+        if not _gone(fd, 1000) and procs.alive(one.pid, one.start):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            _gone(fd, 5000)
+        os.close(fd)
+
+
+def _gone(pidfd: int, milliseconds: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(milliseconds))
+
+
+def _children(pid: int) -> Iterator[int]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == pid:
+                    yield int(name)
+        except (OSError, IndexError, ValueError):
+            continue
+
+
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    fd = os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def known(state_dir: str) -> list[str]:
+    """Devices of which a daemon has left something."""
+    try:
+        names = os.listdir(os.path.join(state_dir, mps.FOLDER))
+    except OSError:
+        return []
+    return sorted(name for name in names if stat.S_ISDIR(os.lstat(os.path.join(state_dir, mps.FOLDER, name)).st_mode))
+
+
+def affected(found: mps.MpsState, uuid: str, leases: Sequence[Lease], state_dir: str) -> tuple[Lease, ...]:
+    """Containers whose daemon is gone: programs that run in them get errors."""
+    return tuple(
+        lease for lease in mps.holders(leases, uuid) if found.problem or _token(state_dir, lease.id) != found.token
+    )
+
+
+def _token(state_dir: str, container_id: str) -> int:
+    """Which daemon a container was given; 0 when its limits file does not say."""
+    try:
+        path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
+        return storage.read_limits(path).mps_token
+    except region.RegionError:
+        return 0
+
+
+def limits_now(control: Control) -> str:
+    """What the daemon says of its limits now, for people: anybody who can connect to it can set these defaults."""
+    percent, memory = control.ask(f"get_default_{_PERCENT}"), control.ask(f"get_default_{_MEMORY} {_DEVICE}")
+    return f"{percent}%, {memory or 'no memory limit'}"
+
+
+def expected(found: mps.MpsState) -> str:
+    memory = mpscontrol.memory_text(found.memory_bytes) if found.memory_bytes else "no memory limit"
+    return f"{found.thread_percent:.1f}%, {memory}"

@@ -1,0 +1,105 @@
+/* MPS: the driver connects to a control daemon while it is initialised, and reads from the
+ * environment which one, and how much this client may have. So that is said here, whatever the
+ * environment of the container or of an exec is. A driver that finds no daemon goes on without MPS,
+ * and so without a limit on compute: whether one listens is looked at before and after. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "cuda_shim.h"
+
+#define PIPES "/usr/lib/gpushare/mps/"
+#define PATIENCE_S 10
+#define ANY_UID UINT32_MAX
+
+/* The socket that listened last, to see that it is the same one afterwards. */
+static ino_t socket_inode;
+
+static const struct gs_device_limit *device_of(const struct gs_limits *limits) {
+    uint32_t device = limits->mps_device;
+    return device && device <= limits->n_devices ? &limits->device[device - 1] : NULL;
+}
+
+/* The inode of the socket if somebody accepts connections there, else 0. */
+static ino_t listening(const char *pipe) {
+    struct sockaddr_un to = {.sun_family = AF_UNIX};
+    struct stat st;
+    int saved = errno, length = snprintf(to.sun_path, sizeof(to.sun_path), "%s/control", pipe);
+    int fd = length > 0 && (size_t)length < sizeof(to.sun_path)
+                 ? socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)
+                 : -1;
+    const struct timeval patience = {.tv_sec = PATIENCE_S};
+    ino_t found = 0;
+    if (fd >= 0) {
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
+        if (connect(fd, (struct sockaddr *)&to, sizeof(to)) == 0 && stat(to.sun_path, &st) == 0)
+            found = st.st_ino;
+        close(fd);
+    }
+    errno = saved;
+    return found;
+}
+
+static void pipe_of(const struct gs_device_limit *device, char *out, size_t size) {
+    snprintf(out, size, PIPES "%.63s", device->uuid_text);
+}
+
+/* A lower percentage of the program's own stays. */
+static void say_percent(uint32_t percent) {
+    const char *name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", *own = getenv(name);
+    char text[16], *end = NULL;
+    double asked = own ? strtod(own, &end) : 0;
+    if (end && end != own && *end == 0 && asked > 0 && asked <= percent)
+        return;
+    snprintf(text, sizeof(text), "%u", percent);
+    setenv(name, text, 1);
+}
+
+static void say_memory(uint64_t bytes) {
+    char text[40];
+    uint64_t mib = bytes / (1 << 20) + (bytes % (1 << 20) != 0);
+    snprintf(text, sizeof(text), "0=%lluM", (unsigned long long)(mib ? mib : 1));
+    setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", text, 1);
+}
+
+static CUresult refuse(const char *why) {
+    gs_log("cuInit refused: MPS", why);
+    return CUDA_ERROR_MPS_CONNECTION_FAILED;
+}
+
+CUresult gs_mps_enter(const struct gs_limits *limits) {
+    const struct gs_device_limit *device = device_of(limits);
+    if (!device)
+        return CUDA_SUCCESS;
+    if (limits->mps_uid != ANY_UID && limits->mps_uid != geteuid())
+        return refuse("it serves one user at a time, and this process is another's");
+    char pipe[128];
+    pipe_of(device, pipe, sizeof(pipe));
+    if (!(socket_inode = listening(pipe)))
+        return refuse("its control daemon is gone");
+    struct gs_limit_now now = gs_limit_stated(limits, limits->mps_device - 1);
+    setenv("CUDA_MPS_PIPE_DIRECTORY", pipe, 1);
+    setenv("CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING", "0", 1);
+    if (now.percent < GS_NO_PERCENT)
+        say_percent(now.percent);
+    if (now.memory_bytes != GS_UNLIMITED)
+        say_memory(now.memory_bytes);
+    return CUDA_SUCCESS;
+}
+
+CUresult gs_mps_entered(const struct gs_limits *limits) {
+    const struct gs_device_limit *device = device_of(limits);
+    char pipe[128];
+    if (!device)
+        return CUDA_SUCCESS;
+    pipe_of(device, pipe, sizeof(pipe));
+    return listening(pipe) == socket_inode ? CUDA_SUCCESS
+                                           : refuse("its control daemon went meanwhile");
+}

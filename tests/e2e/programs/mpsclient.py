@@ -1,0 +1,37 @@
+"""Starts CUDA and says what MPS made of it: one line of JSON; then waits for its standard input to end when told to.
+
+mpsclient.py [hold] [bytes of one allocation]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+
+MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+WORDS = ("PIPE_DIRECTORY", "ACTIVE_THREAD_PERCENTAGE", "PINNED_DEVICE_MEM_LIMIT")
+
+
+def main(words: list[str]) -> int:
+    cuda, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_char_p
+    said: dict[str, object] = {"cuInit": cuda.cuInit(0)}
+    if said["cuInit"] == 0:
+        count, device, context, address = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
+        cuda.cuDeviceGetAttribute(ctypes.byref(count), MULTIPROCESSORS, device)
+        said["multiprocessors"] = count.value
+        said["context"] = cuda.cuCtxCreate_v2(ctypes.byref(context), 0, device)
+        sizes = [int(word) for word in words if word.isdigit()]
+        said["allocations"] = [cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)) for size in sizes]
+    for word in WORDS:
+        value = libc.getenv(b"CUDA_MPS_" + word.encode())
+        said[word] = value.decode() if value else None
+    print(json.dumps(said), flush=True)
+    if "hold" in words:
+        sys.stdin.read()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,221 @@
+"""Containers whose compute MPS holds, over the simulated driver and a simulated daemon: what reaches a client, whatever
+its environment; who does not get it; what is left when the daemon dies. The real daemon: test_mps_daemon.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.host import BIN, PYTHON, TREE, Node, python_mounts
+from tests.lib.processes import reap_zombies
+from tests.lib.rootfs import unmount_below
+from tests.lib.runc import Container, RuntimeFailed
+from tests.sim import mpscontrol
+from tests.sim.simhost import default_uuid
+
+GIB = 1 << 30
+UUID = default_uuid(0)
+PIPE = f"/usr/lib/gpushare/mps/{UUID}"
+PROGRAM = TREE / "tests" / "e2e" / "programs" / "mpsclient.py"
+CLIENT = (PYTHON, f"/opt/{PROGRAM.name}")
+OUT_OF_MEMORY, CONNECTION_FAILED = 2, 805  # CUresult
+RAISED = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=16G"}
+RAISED["CUDA_MPS_PIPE_DIRECTORY"] = "/tmp"
+
+
+@pytest.fixture
+def host(make_host: Callable[..., Path], make_node: Callable[..., Node]) -> Iterator[Node]:
+    """Two GPUs; MPS is allowed, and not started. A socket's path has room for a short state directory only."""
+    with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as short:
+        node = make_node(make_host(gpus=2), policy={"allowed_backends": ["shim", "mps"], "unlimited": "shared"})
+        mpscontrol.install(node.driver_root)
+        node.move(str(node.config), short)
+        yield node
+        node.cli("mps", "stop", "--force")
+        unmount_below(Path(short))
+    reap_zombies()
+
+
+@pytest.fixture
+def container(tmp_path: Path, host: Node) -> Iterator[Callable[..., Container]]:
+    """container(way, memory, compute, **env) -> one that sleeps, with MPS on the first GPU."""
+    made: list[Container] = []
+
+    def make(way: str, memory: str = "4Gi", compute: str = "30%", env: Any = None, **arguments: Any) -> Container:
+        asked = {"GPUSHARE_DEVICES": "0", "GPUSHARE_BACKEND": "mps", "GPUSHARE_MEMORY": memory}
+        asked = {**asked, "GPUSHARE_COMPUTE": compute, **(env or {})}
+        arguments = {**host.way(way), "mounts": python_mounts(PROGRAM), "name": f"m{len(made)}", **arguments}
+        one = Container(tmp_path / "c", ["sleep", "inf"], env=asked, **arguments)
+        made.append(one)
+        return one
+
+    yield make
+    for one in reversed(made):
+        one.close()
+
+
+def start(host: Node, *words: str) -> int:
+    """The daemon's pid."""
+    done = host.cli("mps", "start", "--device", "0", *words, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    return int(json.loads(done.stdout)[0]["pid"])
+
+
+def status(host: Node, code: int = 0) -> dict[str, Any]:
+    done = host.cli("mps", "status", "--device", "0", "--format", "json")
+    assert done.returncode == code, done.stdout + done.stderr
+    row: dict[str, Any] = json.loads(done.stdout)[0]
+    return row
+
+
+def client(container: Container, *words: str, env: Any = None, user: str = "") -> dict[str, Any]:
+    """A program that is started in a running container, with an environment of its own."""
+    options = [word for pair in (env or {}).items() for word in ("--env", "=".join(pair))]
+    options += ["--user", user] if user else []
+    done = container.exec(*CLIENT, *words, options=tuple(options))
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def test_unequal_shares_reach_clients_whatever_their_environment(
+    host: Node, container: Callable[..., Container], way: str
+) -> None:
+    start(host)
+    one = container(way, "4Gi", "30%", RAISED).start()
+    two = container(way, "2Gi", "50%").start()
+    said = client(one, str(3 * GIB), str(1 * GIB), env=RAISED)
+    assert (said["cuInit"], said["multiprocessors"], said["PIPE_DIRECTORY"]) == (0, 15, PIPE)  # 30% of 48
+    assert (said["ACTIVE_THREAD_PERCENTAGE"], said["PINNED_DEVICE_MEM_LIMIT"]) == ("30", "0=4096M")
+    assert said["allocations"] == [0, OUT_OF_MEMORY]  # a context takes some
+    said = client(two, str(GIB), str(2 * GIB))
+    assert (said["multiprocessors"], said["PINNED_DEVICE_MEM_LIMIT"]) == (24, "0=2048M")
+    assert said["allocations"] == [0, OUT_OF_MEMORY]
+    lower = client(two, env={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "12.5"})
+    assert (lower["multiprocessors"], lower["ACTIVE_THREAD_PERCENTAGE"]) == (6, "12.5"), "less is its own affair"
+    assert sorted(status(host)["containers"]) == sorted((one.id, two.id))
+
+
+def test_the_sum_over_processes_is_held(host: Node, container: Callable[..., Container]) -> None:
+    """MPS limits each process; the container's total stays with the shim."""
+    start(host)
+    one = container("runtime", "4Gi").start()
+    command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "hold", str(2 * GIB)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdin and first.stdout
+        assert json.loads(first.stdout.readline())["allocations"] == [0]
+        assert len(status(host)["clients"]) == 1
+        assert client(one, str(2 * GIB))["allocations"] == [OUT_OF_MEMORY]
+        first.stdin.close()
+    assert client(one, str(2 * GIB))["allocations"] == [0]
+
+
+def test_death_is_an_error_and_never_a_client_without_a_limit(
+    host: Node, container: Callable[..., Container], way: str
+) -> None:
+    pid = start(host)
+    one = container(way).start()
+    assert client(one)["cuInit"] == 0
+    os.kill(pid, signal.SIGKILL)
+    reap_zombies()
+    said = client(one, env={"CUDA_MPS_PIPE_DIRECTORY": "/none"})
+    assert said["cuInit"] == CONNECTION_FAILED and said["PIPE_DIRECTORY"] == "/none"
+    row = status(host, 1)
+    assert (row["state"], row["restart"]) == ("dead", [one.id])
+    with pytest.raises(RuntimeFailed, match=f"control daemon .pid {pid}. has died"):
+        container(way).create()
+    start(host)
+    assert client(one)["multiprocessors"] == 15, "programs that begin now find the new one"
+    row = status(host, 1)
+    assert (row["state"], row["restart"]) == ("running", [one.id])
+
+
+def test_only_who_was_granted_it_sees_it(host: Node, container: Callable[..., Container], way: str) -> None:
+    """The pipe of GPU 0 is nothing to a container of GPU 1; to those that have it, root's socket is nothing either."""
+    start(host)
+    other = {"GPUSHARE_DEVICES": "1", "GPUSHARE_BACKEND": "shim", "CUDA_MPS_PIPE_DIRECTORY": PIPE}
+    stranger = container(way, env=other).start()
+    mine = container(way).start()
+    assert stranger.exec("ls", "-A", "/usr/lib/gpushare/mps").stdout == ""
+    assert client(stranger)["multiprocessors"] == 48
+    assert mine.exec("ls", "-A", PIPE).stdout.split() == ["control", "log"]
+    assert mine.exec("rm", f"{PIPE}/control").returncode != 0
+    files = [one.exec("ls", "/dev/shm").stdout.split() for one in (mine, stranger)]
+    assert len(files[0]) == 1 and files[0][0].startswith("cuda.shm.") and files[1] == []
+
+
+def test_one_user_at_a_time(host: Node, container: Callable[..., Container]) -> None:
+    """Clients of others would wait for this one's to end: they are told so instead."""
+    start(host, "--uid", "1000")
+    with pytest.raises(RuntimeFailed, match="serves one user at a time, uid 1000, and this container runs as uid 0"):
+        container("hook").create()
+    one = container("hook", user=(1000, 1000)).start()
+    assert client(one)["multiprocessors"] == 15
+    assert client(one, user="1001")["cuInit"] == CONNECTION_FAILED
+
+
+def test_several_users_where_the_driver_lets_them_in(host: Node, container: Callable[..., Container]) -> None:
+    mpscontrol.install(host.driver_root, multiuser=True)
+    start(host, "--uid", "any")
+    one, two = container("hook").start(), container("runtime", user=(1000, 1000)).start()
+    assert [client(one)["cuInit"], client(two)["cuInit"], client(two, user="1001")["cuInit"]] == [0, 0, 0]
+
+
+REFUSED = {
+    "not started": ((), {}, "control daemon is not running on this device"),
+    "more than it has": (("--compute", "20"), {}, "started for at most 20% of compute"),
+    "several GPUs": (("--compute", "90"), {"GPUSHARE_DEVICES": "0,1"}, "connects to the daemon of one GPU"),
+    "soft": (("--compute", "90"), {"GPUSHARE_COMPUTE_MODE": "soft"}, "its percentages are hard"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_the_reason(host: Node, container: Callable[..., Container], case: str) -> None:
+    words, env, reason = REFUSED[case]
+    if words:
+        start(host, *words)
+    with pytest.raises(RuntimeFailed, match=reason):
+        container("runtime", env=env).create()
+    assert host.leases() == []
+
+
+def test_stop_waits_for_nobody_unless_told_to(host: Node, container: Callable[..., Container]) -> None:
+    start(host)
+    one = container("runtime").start()
+    refused = host.cli("mps", "stop")
+    assert refused.returncode == 75 and one.id in refused.stderr
+    assert client(one)["cuInit"] == 0
+    assert host.cli("mps", "stop", "--force").returncode == 0
+    assert client(one)["cuInit"] == CONNECTION_FAILED
+    start(host)
+    assert client(one)["cuInit"] == 0
+
+
+def test_limit_of_a_living_container(host: Node, container: Callable[..., Container]) -> None:
+    """MPS reads a client's percentage once: programs that begin later have the new one."""
+    start(host)
+    one = container("hook").start()
+    assert host.cli("limit", "set", one.id, "--compute", "50").returncode == 0
+    assert client(one)["multiprocessors"] == 24
+    assert host.cli("limit", "set", one.id, "--compute-mode", "soft").returncode != 0
+
+
+def test_program_without_a_container(host: Node) -> None:
+    start(host)
+    words = [str(BIN / "gpushare"), "--config", str(host.config), "--state", str(host.state), "run"]
+    words += ["--devices", "0", "--memory", "2Gi", "--compute", "25%", "--", sys.executable, str(PROGRAM)]
+    env = {"PATH": os.environ["PATH"], "GPUSHARE_BACKEND": "mps", **RAISED}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["cuInit"], said["multiprocessors"], said["PINNED_DEVICE_MEM_LIMIT"]) == (0, 12, "0=2048M")
+    assert not list(Path("/dev/shm").glob("cuda.shm.*"))

@@ -1,0 +1,199 @@
+"""`gpushare mps` over the driver's own nvidia-cuda-mps-control, which runs without a GPU: what was set is read back
+with its own commands, and its own libcuda is what connects. The rest of the host is simulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.host import Node, write_config
+from tests.lib.processes import reap_zombies
+from tests.lib.rootfs import unmount_below
+from tests.sim.simhost import default_uuid
+from tests.tools.nvidia_userland import Userland
+
+UUID = default_uuid(0)
+GIB = 1 << 30
+
+
+class Host:
+    """A node with the real control program."""
+
+    def __init__(self, node: Node, userland: Userland) -> None:
+        self.node = node
+        self.control = node.driver_root / "usr/bin/nvidia-cuda-mps-control"
+        self.folder = node.state / "mps" / UUID
+        self.control.unlink()
+        shutil.copy(userland.root / "usr/bin/nvidia-cuda-mps-control", self.control)
+
+    def mps(self, *words: str, code: int = 0) -> Any:
+        done = self.node.cli("mps", *words, "--format", "json")
+        assert done.returncode == code, done.stderr + done.stdout
+        return json.loads(done.stdout) if done.stdout else done.stderr
+
+    def refused(self, *words: str) -> str:
+        done = self.node.cli("mps", *words)
+        assert done.returncode not in (0, 1) and done.stdout == "" and done.stderr.count("\n") == 1
+        return done.stderr
+
+    def ask(self, command: str, pipe: str = "pipe") -> str:
+        """The daemon's own command, by its own program."""
+        env = {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / pipe)}
+        done = subprocess.run([self.control], input=command + "\n", env=env, capture_output=True, text=True, timeout=20)
+        return done.stdout.strip()
+
+    def pid(self) -> int:
+        (row,) = self.mps("status")
+        return int(row["pid"])
+
+    def kill(self) -> int:
+        pid = self.pid()
+        fd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)
+        os.close(fd)
+        return pid
+
+
+@pytest.fixture
+def host(node: Node, userland: Userland) -> Iterator[Host]:
+    """State is at a short path: a socket's has 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as short:
+        node.move(str(node.config), short)
+        made = Host(node, userland)
+        yield made
+        node.cli("mps", "stop", "--force")
+        unmount_below(Path(short))
+    reap_zombies()
+
+
+def test_limits_are_those_that_the_daemon_reads_back(host: Host) -> None:
+    (started,) = host.mps("start", "--device", "0", "--compute", "40", "--memory", "6Gi")
+    assert started["how"] == "started" and started["uuid"] == UUID
+    assert host.ask("get_default_active_thread_percentage") == "40.0"
+    assert host.ask("get_default_device_pinned_mem_limit 0") == "6G"
+    (row,) = host.mps("status")
+    assert (row["state"], row["pid"], row["compute_percent"], row["memory_bytes"]) == (
+        *("running", started["pid"], 40),
+        6 * GIB,
+    )
+    assert row["clients_max"] == 48 and row["clients"] == row["containers"] == row["restart"] == []
+
+
+@pytest.mark.parametrize(("asked", "said"), [("512Mi", "512M"), ("1536Mi", "2G"), ("1Mi", "1M"), ("50%", "8G")])
+def test_no_process_can_have_more_memory(host: Host, asked: str, said: str) -> None:
+    host.mps("start", "--memory", asked)
+    assert host.ask("get_default_device_pinned_mem_limit 0") == said
+
+
+def test_policy_says_what_no_container_exceeds(host: Host) -> None:
+    write_config(host.node.config, host.node.driver_root, policy={"max_memory": "25%", "max_compute": "60%"})
+    host.mps("start")
+    assert host.ask("get_default_active_thread_percentage") == "60.0"
+    assert host.ask("get_default_device_pinned_mem_limit 0") == "4G"
+
+
+def test_second_start_is_the_first(host: Host) -> None:
+    (first,) = host.mps("start", "--compute", "40")
+    (second,) = host.mps("start", "--compute", "40")
+    assert (second["how"], second["pid"]) == ("running", first["pid"])
+    assert "thread percent 40, not 50" in host.refused("start", "--compute", "50")
+    assert "shm own, not host" in host.refused("start", "--compute", "40", "--shm", "host")
+    assert host.ask("get_default_active_thread_percentage") == "40.0"
+
+
+def test_death_is_noticed_and_a_start_is_clean(host: Host) -> None:
+    host.mps("start", "--compute", "40")
+    before = host.kill()
+    (row,) = host.mps("status", code=1)
+    assert row["state"] == "dead" and f"pid {before}" in row["note"] and row["pid"] is None
+    (again,) = host.mps("start", "--compute", "70")
+    assert again["how"] == "started" and again["pid"] != before
+    assert host.ask("get_default_active_thread_percentage", "share") == "70.0"  # where tenants connect, too
+    assert host.ask("get_default_active_thread_percentage") == "70.0"
+    assert host.mps("status")[0]["state"] == "running"
+
+
+def test_daemon_of_a_start_that_was_killed_is_adopted_with_its_limits_set(host: Host) -> None:
+    """Killed before it was offered: it listens, and nobody has set anything."""
+    host.mps("start", "--compute", "40")
+    pid = host.pid()
+    (host.folder / "ready").unlink()
+    (host.folder / "share" / "control").unlink()
+    host.ask("set_default_active_thread_percentage 100")
+    assert host.mps("status")[0]["state"] == "stopped"
+    (again,) = host.mps("start", "--compute", "30")
+    assert (again["how"], again["pid"]) == ("adopted", pid)
+    assert host.ask("get_default_active_thread_percentage") == "30.0" and (host.folder / "share" / "control").exists()
+
+
+def test_nothing_is_offered_when_a_limit_is_not_taken(host: Host) -> None:
+    """A program that takes a percentage and says another: no ready file, no socket for containers, no daemon."""
+    real = host.control.rename(host.control.with_name("real"))
+    host.control.write_text(f"#!/bin/sh\nif [ $# = 0 ]; then sed 's/_percentage 40/_percentage 90/' | {real}; else exec {real} \"$@\"; fi\n")  # noqa: E501  # fmt: skip
+    host.control.chmod(0o755)
+    assert "did not take a limit of 40%" in host.refused("start", "--compute", "40")
+    assert not (host.folder / "ready").exists() and not list((host.folder / "share").iterdir())
+    host.control.unlink()
+    real.rename(host.control)
+    assert host.ask("get_server_list") == "" and host.mps("start")[0]["how"] == "started"
+
+
+def test_daemon_of_another_user_is_named_and_let_be(host: Host) -> None:
+    """Somebody's own daemon in our directory: its limits are his."""
+    assert host.node.cli("refresh").returncode == 0  # which makes the state directory
+    pipe = host.folder / "pipe"
+    (host.folder / "log").mkdir(parents=True)
+    pipe.mkdir()
+    for path in (pipe, host.folder / "log"):
+        os.chown(path, 1000, 1000)
+    program = shutil.copy(host.control, host.folder)  # which he can reach
+    env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(host.folder / "log")}
+    subprocess.run([program, "-d"], env=env, user=1000, group=1000, check=True, timeout=20)
+    said = host.refused("start")
+    assert "is of uid 1000" in said and host.ask("get_default_active_thread_percentage") == "100.0"
+    host.ask("quit")
+
+
+def test_what_tenants_have_cannot_end_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
+    """share/ is what containers have. The driver's own library connects by it, and asks for a server."""
+    host.mps("start")
+    assert sorted(path.name for path in (host.folder / "share").iterdir()) == ["control", "log"]
+    library = userland.library("libcuda")
+    code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).cuInit(0))"
+    env = {"CUDA_MPS_PIPE_DIRECTORY": str(host.folder / "share"), "PATH": os.environ["PATH"]}
+    done = subprocess.run(["python3", "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "805", "CUDA_ERROR_MPS_CONNECTION_FAILED: there is no GPU to serve"
+    assert "NEW CLIENT" in (host.folder / "log" / "control.log").read_text()
+    assert "Not enough privilege" in host.ask("quit", "share") and host.mps("status")[0]["state"] == "running"
+
+
+def test_status_says_when_somebody_changed_the_limits(host: Host) -> None:
+    host.mps("start", "--compute", "40")
+    host.ask("set_default_active_thread_percentage 90")
+    (row,) = host.mps("status", code=1)
+    assert row["state"] == "changed" and row["note"] == "its limits are 90.0%, 16G, not 40.0%, 16G"
+
+
+def test_several_users_need_a_driver_that_has_that(host: Host) -> None:
+    assert "serves one user at a time" in host.refused("start", "--uid", "any")
+    assert "no number of a user" in host.refused("start", "--uid", "me")
+    assert not (host.folder / "ready").exists()
+
+
+def test_stop_leaves_nothing(host: Host) -> None:
+    host.mps("start")
+    pid = host.pid()
+    assert host.mps("stop") == [{"uuid": UUID, "stopped": True}]
+    assert not os.path.exists(f"/proc/{pid}/exe") and not host.folder.exists()
+    assert str(host.folder) not in Path("/proc/self/mountinfo").read_text()
+    assert host.mps("stop", "--device", "0") == [{"uuid": UUID, "stopped": False}]

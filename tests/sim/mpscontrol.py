@@ -1,0 +1,215 @@
+"""A stand-in for nvidia-cuda-mps-control with a server that needs no GPU, for the simulated libcuda (cuda/mps.c).
+
+    install(root, multiuser=False)      puts it into a simulated host
+
+What it says to commands, its files and their modes, and which commands need control_privileged are as recorded of
+535.261.03 (tests/e2e/test_mps_daemon.py runs the real one); what clients are told is documented: 48 at most, the
+smaller of two limits, users one at a time. Standard library only: it runs by itself, as the program that it plays.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+from typing import Optional
+
+NAME = "nvidia-cuda-mps-control"
+MAX_CLIENTS = 48
+MPS_MAX_CLIENTS_REACHED = 808  # CUresult
+HELLO, CRED = b"OUTBHELL\0", b"OUTBCRED\0"
+CLIENT, UI = 2, 4
+ASKED, ANSWER = struct.Struct("<dQ"), struct.Struct("<IIdQ64s")
+UNITS = {"G": 1 << 30, "M": 1 << 20}
+
+
+def install(root: Path, multiuser: bool = False) -> Path:
+    """Replaces the program of a simulated host."""
+    path = root / "usr/bin" / NAME
+    path.unlink(missing_ok=True)
+    lines = Path(__file__).read_text().replace("MULTIUSER = False", f"MULTIUSER = {multiuser}")
+    path.write_text(f"#!{sys.executable} -IS\n{lines}")
+    path.chmod(0o755)
+    return path
+
+
+MULTIUSER = False  # whether this one has the option
+
+
+def pipe() -> str:
+    return os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+
+
+class Daemon:
+    """The control daemon and its server, which are one process here."""
+
+    def __init__(self, multiuser: bool) -> None:
+        self.multiuser = multiuser
+        self.percent = 100.0
+        self.memory_text = ""
+        self.change = threading.Condition()
+        self.clients: dict[int, int] = {}  # pid -> uid
+        self.shared = f"cuda.shm.0.{os.getpid():x}.1"
+        os.close(os.open(f"/dev/shm/{self.shared}", os.O_CREAT | os.O_RDWR, 0o666))
+        os.chmod(f"/dev/shm/{self.shared}", 0o666)
+
+    def serve(self, listener: socket.socket, privileged: bool) -> None:
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=self.talk, args=(connection, privileged), daemon=True).start()
+
+    def talk(self, connection: socket.socket, privileged: bool) -> None:
+        with connection:
+            pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            try:
+                connection.send(HELLO)
+                if connection.recv(64) != CRED:
+                    return
+                (kind,) = struct.unpack("<I", connection.recv(4))
+                self.client(connection, pid, uid) if kind == CLIENT else self.commands(connection, privileged)
+            except (OSError, struct.error):
+                pass  # gone
+
+    def client(self, connection: socket.socket, pid: int, uid: int) -> None:
+        percent, memory = ASKED.unpack(connection.recv(ASKED.size))
+        with self.change:
+            while not self.multiuser and any(other != uid for other in self.clients.values()):
+                self.change.wait()  # pending until the server's user is done
+            full = len(self.clients) >= MAX_CLIENTS
+            if not full:
+                self.clients[pid] = uid
+        limits = [size for size in (memory, size_of(self.memory_text)) if size]
+        result = MPS_MAX_CLIENTS_REACHED if full else 0
+        shared = f"/{self.shared}".encode()
+        try:
+            answer = ANSWER.pack(result, 0, min(percent, self.percent), min(limits, default=0), shared)
+            connection.send(answer)
+            connection.recv(1)  # until it ends
+        finally:
+            with self.change:
+                if not full:
+                    self.clients.pop(pid, None)
+                self.change.notify_all()
+
+    def commands(self, connection: socket.socket, privileged: bool) -> None:
+        while True:
+            (size,) = struct.unpack("<Q", connection.recv(8))
+            if not size:
+                break
+            words = connection.recv(size).rstrip(b"\0\n").decode().split()
+            if words[:1] == ["quit"] and privileged:
+                connection.send(struct.pack("<Iq", 1, 0))
+                os.unlink(f"/dev/shm/{self.shared}")
+                os._exit(0)
+            text = self.answer(words)
+            if text:
+                connection.send(struct.pack("<I", 0) + text.encode())
+        connection.send(struct.pack("<Iq", 1, 0)[:8])
+
+    def answer(self, words: list[str]) -> str:
+        command, values = words[0], words[1:]
+        if command == "quit":
+            return "Not enough privilege to execute quit command"
+        if command.endswith("_default_active_thread_percentage"):
+            if values and 0 < float(values[0]) <= 100:
+                self.percent = float(values[0])
+            return f"{self.percent:.1f}"
+        if command == "set_default_device_pinned_mem_limit":
+            if len(values) == 2 and size_of(values[1]):
+                self.memory_text = values[1]
+            return ""
+        if command == "get_default_device_pinned_mem_limit":
+            size = size_of(self.memory_text)
+            return f"{size >> 30}G" if size >= 1 << 30 else self.memory_text
+        if command == "get_server_list":
+            return str(os.getpid()) if self.clients else ""
+        if command == "get_client_list":
+            return "\n".join(str(pid) for pid in sorted(self.clients))
+        return f'Unknown command "{command}"'
+
+
+def size_of(text: str) -> int:
+    return int(text[:-1]) * UNITS[text[-1]] if text[:-1].isdigit() and text[-1] in UNITS else 0
+
+
+def run_daemon(multiuser: bool) -> int:
+    """Returns in the process that was called, once the daemon listens."""
+    os.umask(0)
+    lock = os.open(f"{pipe()}/control_lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("An instance of this daemon is already running")
+        return 1
+    reader, writer = os.pipe()
+    if os.fork():
+        os.close(writer)
+        os.close(lock)
+        return 0 if os.read(reader, 1) else 1
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(null, fd)
+    daemon = Daemon(multiuser)
+    threads = []
+    for name, mode in (("control", 0o666), ("control_privileged", 0o755)):
+        path = f"{pipe()}/{name}"
+        if os.path.lexists(path):
+            os.unlink(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(path)
+        os.chmod(path, mode)
+        listener.listen(64)
+        threads.append(threading.Thread(target=daemon.serve, args=(listener, name != "control")))
+    if not os.path.lexists(f"{pipe()}/log"):
+        os.mkfifo(f"{pipe()}/log", 0o777)
+    for thread in threads:
+        thread.start()
+    os.write(writer, b"1")
+    os.close(writer)
+    threads[0].join()
+    return 0
+
+
+def run_ui() -> int:
+    connection: Optional[socket.socket] = None
+    for name in ("control_privileged", "control"):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(f"{pipe()}/{name}")
+            break
+        except OSError:
+            connection = None
+    if connection is None:
+        print("Cannot find MPS control daemon process", file=sys.stderr)
+        return 1
+    connection.recv(64)
+    connection.send(CRED)
+    connection.send(struct.pack("<I", UI))
+    for line in sys.stdin:
+        text = line.encode() + b"\0"
+        connection.send(struct.pack("<Q", len(text)))
+        connection.send(text)
+    connection.send(struct.pack("<Q", 0))
+    while True:
+        said = connection.recv(65536)
+        if len(said) < 4 or said[:4] == struct.pack("<I", 1):
+            return 0
+        print(said[4:].decode(), flush=True)
+
+
+def main(words: list[str]) -> int:
+    if "-h" in words:
+        print("CUDA MPS Control, simulated.\n" + ("  -m, --multiuser   clients of all users\n" if MULTIUSER else ""))
+        return 0
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    return run_daemon("--multiuser" in words and MULTIUSER) if "-d" in words else run_ui()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

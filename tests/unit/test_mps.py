@@ -1,0 +1,173 @@
+"""What files say of an MPS daemon, and what it can do for a container. Pure but for this process's own pid."""
+
+from __future__ import annotations
+
+import configparser
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import backends, model, mps, mpscontrol, names, oci, placement, procs, region
+from gpushare.cli.mps import mps_group
+from gpushare.errors import DeviceError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit import pure
+
+DEVICE = pure.node().inventory.devices[0]
+DRIVER = pure.node().inventory.driver_version
+GIB = 1 << 30
+
+
+def ready(state_dir: Path, **changed: Any) -> mps.MpsState:
+    """A ready file of a daemon whose process is this one."""
+    me = procs.myself()
+    content: dict[str, Any] = {
+        "version": 1,
+        "pid": me.pid,
+        "start": me.start,
+        "boot_id": procs.boot_id(),
+        "driver_version": DRIVER,
+        "build": "b",
+        "thread_percent": 60,
+        "memory_bytes": GIB,
+        "clients": 48,
+        "uid": 0,
+        "shm": "own",
+    }
+    folder = Path(mps.directory(str(state_dir), DEVICE.uuid))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / mps.READY).write_text(json.dumps({**content, **changed}))
+    return mps.state(DEVICE.uuid, str(state_dir))
+
+
+def test_a_daemon_is_its_pid_start_time_and_boot(tmp_path: Path) -> None:
+    found = ready(tmp_path)
+    assert found.problem == "" and found.token == found.start << 22 | found.pid and found.thread_percent == 60
+    for changed in ({"start": found.start + 1}, {"boot_id": "another"}, {"pid": 1 << 22}):
+        dead = ready(tmp_path, **changed)
+        assert "has died" in dead.problem and dead.was_running and "mps start" in dead.hint
+    none = mps.state("GPU-none", str(tmp_path))
+    assert "not running" in none.problem and not none.was_running
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"version": 2}, {"pid": "1"}, {"pid": True}, {"start": -1}, {"uid": 1 << 63}, {"shm": None}, {"build": 1}],
+)
+def test_a_damaged_ready_file_grants_nothing(tmp_path: Path, changed: dict[str, Any]) -> None:
+    assert ready(tmp_path, **changed).problem == "its ready file is damaged"
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_read(text: str) -> None:
+    found = mps.parse(text)
+    assert found is None or found["version"] == 1
+
+
+def site(tmp_path: Path, state: dict[str, Any], request: model.Request, leases: int = 0) -> backends.Site:
+    ready(tmp_path, **state)
+    node = pure.node()
+    node = node._replace(config=node.config._replace(state_dir=str(tmp_path)))
+    share = pure.share(0, 0, GIB)._replace(compute_backend="mps")
+    live = [pure.lease(share, container_id=f"c{n}") for n in range(leases)]
+    return backends.Site(DEVICE, request, node, placement.ledger_of(live, node.config.policy))
+
+
+ONE = model.Request("own", model.Selection("list", names=("0",)), (), backend="mps")
+CASES = [
+    ({}, ONE, 0, None),
+    ({}, ONE, 47, None),
+    ({}, ONE, 48, "serves 48 processes at most, and 48 containers have it"),
+    ({"clients": 60}, ONE, 48, None),
+    ({"clients": 60}, ONE, 60, "serves 60 processes at most"),
+    ({}, ONE._replace(compute=((None, 60),)), 0, None),
+    ({}, ONE._replace(compute=((None, 61),)), 0, "for at most 60% of compute"),
+    ({"driver_version": "1.2"}, ONE, 0, f"driver 1.2, and {DRIVER} is loaded"),
+    ({}, ONE._replace(uid=7), 0, "one user at a time, uid 0, and this container runs as uid 7"),
+    ({"uid": mps.ANY_UID}, ONE._replace(uid=7), 0, None),
+    ({"start": 1}, ONE, 0, "has died"),
+    ({}, ONE._replace(selection=model.Selection("list", names=("0", "1"))), 0, "asks for several"),
+    ({}, ONE._replace(selection=model.Selection("all")), 0, "asks for several"),
+    ({}, ONE._replace(selection=model.Selection("any", 2)), 0, "asks for several"),
+    ({}, ONE._replace(selection=model.Selection("any", 1)), 0, None),
+]
+
+
+@pytest.mark.parametrize("state, request_, leases, reason", CASES)
+def test_whom_it_serves(tmp_path: Path, state: Any, request_: model.Request, leases: int, reason: str | None) -> None:
+    found = mps.unsupported(site(tmp_path, state, request_, leases))
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_ops_and_limits_of_a_container(tmp_path: Path) -> None:
+    share = pure.share(0, 0, GIB)._replace(compute_backend="mps", compute_percent=30)
+    found = ready(tmp_path)
+    config = model.Config(state_dir=str(tmp_path))
+    pipe, shm = mps.ops((share,), config)
+    assert (pipe.target, shm.target) == (f"/usr/lib/gpushare/mps/{DEVICE.uuid}", "/dev/shm")  # type: ignore[union-attr]
+    assert "ro" in pipe.flags and pipe.source.endswith("/share")  # type: ignore[union-attr]
+    assert ready(tmp_path, shm="host").shm == "host" and mps.ops((share,), config) == (pipe,)
+    grant = backends.in_limits((share,), str(tmp_path), 5)
+    assert grant == mps.Grant(1, found.token, 5)
+    limits = region.read_limits(region.pack_limits((share,), 1, mps=grant))
+    assert (limits.mps_device, limits.mps_token, limits.devices[0].compute_percent) == (1, found.token, 30)
+    assert backends.in_limits((pure.share(0, 0, GIB),), str(tmp_path), 5) == mps.Grant()
+    ready(tmp_path, start=1)
+    with pytest.raises(DeviceError, match="MPS: its control daemon .* has died; .*mps start"):
+        backends.in_limits((share,), str(tmp_path), 5)
+
+
+@pytest.mark.parametrize(
+    "user, rows, inside, outside",
+    [
+        ({}, [], 0, 0),
+        ({"uid": 7}, [], 7, 7),
+        ({"uid": 7}, [{"containerID": 0, "hostID": 1000, "size": 7}, {"containerID": 7, "hostID": 5, "size": 1}], 7, 5),
+        ({"uid": "7"}, [{"containerID": 0, "hostID": 1000, "size": 7}], 0, 1000),
+        ({"uid": 9}, [{"containerID": 0, "hostID": 1000, "size": "x"}, None, 4], 9, 9),
+    ],
+)
+def test_users_are_those_of_the_host(user: Any, rows: Any, inside: int, outside: int) -> None:
+    spec = {"process": {"user": user}, "linux": {"uidMappings": rows}}
+    assert (oci.first_uid(spec), oci.uid_on_host(spec)) == (inside, outside)
+
+
+@pytest.mark.parametrize(
+    "size, text", [(1, "1M"), (1 << 20, "1M"), (GIB - 1, "1024M"), (GIB, "1G"), (GIB + 1, "2G"), (5 * GIB, "5G")]
+)
+def test_a_limit_is_never_below_what_was_asked(size: int, text: str) -> None:
+    assert mpscontrol.memory_text(size) == text
+
+
+@pytest.mark.parametrize("version, clients", [("535.2", 48), ("575.1", 48), ("580.65", 60), ("615.1", 60), ("", 48)])
+def test_clients_by_driver(version: str, clients: int) -> None:
+    assert mpscontrol.max_clients(version) == clients
+
+
+@pytest.mark.parametrize(
+    "text, flag",
+    [
+        ("  -m, --multiuser   Enable multiuser mode.", "--multiuser"),
+        ("-M or --multiuser-server: all users", "--multiuser-server"),
+        ("no --no-multiuser here", ""),
+        ("", ""),
+    ],
+)
+def test_option_for_several_users_is_that_of_the_program(text: str, flag: str) -> None:
+    assert mpscontrol.multiuser_flag(text) == flag
+
+
+def test_unit_starts_what_there_is_and_watches_its_pid() -> None:
+    text = (Path(__file__).parents[2] / "packaging/systemd/gpushare-mps@.service").read_text()
+    unit = configparser.RawConfigParser()
+    unit.read_string(text)
+    service = unit["Service"]
+    assert service["PIDFile"] == f"{mps.directory(names.STATE_DIR, '%i')}/pid" and service["Type"] == "forking"
+    for key, action in (("ExecStart", "start"), ("ExecStop", "stop")):
+        program, group, word, *words = service[key].split()
+        assert (program, group, word) == ("/usr/bin/gpushare", "mps", action)
+        context = mps_group.commands[action].make_context(action, [w.replace("%i", DEVICE.uuid) for w in words])
+        assert context.params["wanted"] == (DEVICE.uuid,)
