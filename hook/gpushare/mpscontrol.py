@@ -21,11 +21,13 @@ from typing import NamedTuple, Optional
 from . import driverroot
 from .drivertable import PROGRAM_DIRS
 from .errors import DeviceError, KernelError
+from .model import Node
 
-NAME = "nvidia-cuda-mps-control"
+NAME, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
 DEADLINE_S = 10.0
+PERCENT, MEMORY = "active_thread_percentage", "device_pinned_mem_limit"  # of commands: set_default_..., get_...
+DEVICE = "0"  # as the daemon counts: it sees this device only
 GIB, MIB = 1 << 30, 1 << 20
-V3_DRIVER = 615  # the first with protocol 3, says NVIDIA's documentation of that release
 MULTIUSER = re.compile(r"(?<![\w-])(--multiuser(?:-server)?)(?![\w-])")
 _PEERCRED = struct.Struct("3i")
 
@@ -78,6 +80,20 @@ def program(root: str) -> Optional[str]:
         if found is not None and os.access(found, os.X_OK):
             return found
     return None
+
+
+def environment(host: Node, program: str) -> dict[str, str]:
+    """Nothing of ours. The server is found by PATH, and its libcuda by the loader, or where the driver is elsewhere by
+    LD_LIBRARY_PATH."""
+    root = host.inventory.root.rstrip("/")
+    env = {"PATH": ":".join([os.path.dirname(program), *(f"{root}/{one}" for one in PROGRAM_DIRS)])}
+    if root:
+        from . import driverfiles
+
+        library = driverfiles.cuda_library(host.inventory.root, host.inventory.driver_version)
+        env["LD_LIBRARY_PATH"] = os.path.dirname(library)
+        env["PATH"] += ":/usr/sbin:/usr/bin:/sbin:/bin"  # of a program that is a script
+    return env
 
 
 def listening(pipe: str) -> Optional[Daemon]:

@@ -1,8 +1,7 @@
 """Starting and stopping MPS on a device. Not on the start path.
 
     start(host, device, wish)          -> Started     runs or adopts the daemon, sets its limits, then offers it
-    stop(host, uuid, force)            -> bool        False: there was none
-    affected(state, uuid, leases)      -> leases that were granted a daemon that is no longer there
+    stop(host, uuid, leases, force)    -> bool        False: there was none
 
 mps/<uuid>/ of the state directory: pipe/ and log/ are the daemon's, shm/ is its /dev/shm (a tmpfs of its own, which its
 containers share), share/ is what containers see, `pid` is for systemd, and `ready` says that all of it is true. A start
@@ -15,29 +14,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
 import shutil
-import signal
-import stat
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from . import linux, mps, mpscontrol, procs, region, rootless, storage
-from .drivertable import PROGRAM_DIRS
-from .errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError
+from . import linux, mps, mpscontrol, mpsprocess, procs, rootless, storage
+from .errors import CapacityError, DeviceError, KernelError, RequestError
 from .model import Device, Lease, Node
 from .mpscontrol import Control
 
 _START_S = 30.0  # a driver without persistence mode takes seconds to come up
-_QUIT_S = 10
 _SOCKET_BYTES = 107  # sun_path in unix(7), without the byte that ends it
 _SHM_OPTIONS = {"size": "64m", "nr_inodes": "4096", "mode": "1777"}  # a file of 4 KiB for each client
 _SHARED = ("control", "log")  # of pipe/: see mps.py
-_PERCENT = "active_thread_percentage"
-_MEMORY = "device_pinned_mem_limit"
-_DEVICE = "0"  # as the daemon counts: it sees this device only
 
 
 class Wish(NamedTuple):
@@ -75,7 +66,7 @@ def start(host: Node, device: Device, wish: Wish) -> Started:
 
 
 def _start(host: Node, device: Device, wish: Wish, folder: str, program: str) -> Started:
-    control = Control(program, f"{folder}/pipe", environment(host, program))
+    control = Control(program, f"{folder}/pipe", mpscontrol.environment(host, program))
     extra = _options(control, wish)
     found = mps.state(device.uuid, host.config.state_dir)
     if not found.problem:
@@ -85,32 +76,17 @@ def _start(host: Node, device: Device, wish: Wish, folder: str, program: str) ->
     daemon = mpscontrol.listening(control.pipe)
     how = "adopted" if daemon else "started"
     if daemon is None:
+        mpsprocess.end_orphans(control.pipe)
         _clear(folder)
         daemon = _launch(control, folder, device, wish, extra)
-    elif daemon.uid != os.geteuid():
-        raise DeviceError(
-            f"the MPS daemon in {control.pipe!r} (pid {daemon.pid}) is of uid {daemon.uid}", "stop it as that user"
-        )
+    else:
+        _require_adoptable(daemon, device, wish, folder)
     try:
         _set_limits(control, wish)
         return Started(how, _offer(host, device, wish, folder, program, daemon.pid))
     except BaseException:
-        _end(control, daemon.pid)
+        mpsprocess.end(control, daemon.pid)
         raise
-
-
-def environment(host: Node, program: str) -> dict[str, str]:
-    """Nothing of ours. The server is found by PATH, and its libcuda by the loader, or where the driver is elsewhere by
-    LD_LIBRARY_PATH."""
-    root = host.inventory.root.rstrip("/")
-    env = {"PATH": ":".join([os.path.dirname(program), *(f"{root}/{one}" for one in PROGRAM_DIRS)])}
-    if root:
-        from . import driverfiles
-
-        library = driverfiles.cuda_library(host.inventory.root, host.inventory.driver_version)
-        env["LD_LIBRARY_PATH"] = os.path.dirname(library)
-        env["PATH"] += ":/usr/sbin:/usr/bin:/sbin:/bin"  # of a program that is a script
-    return env
 
 
 def _options(control: Control, wish: Wish) -> tuple[str, ...]:
@@ -127,6 +103,23 @@ def _options(control: Control, wish: Wish) -> tuple[str, ...]:
     if not flag:
         raise DeviceError("this driver's MPS serves one user at a time", "name one: --uid N")
     return (flag,)
+
+
+def _require_adoptable(daemon: mpscontrol.Daemon, device: Device, wish: Wish, folder: str) -> None:
+    """A daemon that listens where ours would, and was not offered: of a start that was killed, or a person's own."""
+    who = f"the MPS daemon in {folder + '/pipe'!r} (pid {daemon.pid})"
+    if daemon.uid != os.geteuid():
+        raise DeviceError(f"{who} is of uid {daemon.uid}", "stop it as that user")
+    try:
+        with open(f"/proc/{daemon.pid}/environ", "rb") as file:
+            sees_it = f"CUDA_VISIBLE_DEVICES={device.uuid}".encode() in file.read().split(b"\0")
+        there, ours = os.stat(f"/proc/{daemon.pid}/root/dev/shm"), os.stat(f"{folder}/shm")
+    except OSError as error:
+        raise DeviceError(f"{who}: {error.strerror}", "stop it") from None
+    if not sees_it:
+        raise DeviceError(f"{who} was not started for this device alone", "stop it")
+    if (wish.shm == mps.SHM_OWN) != os.path.samestat(there, ours):
+        raise DeviceError(f"{who} was started with another /dev/shm", "stop it, or use the other --shm")
 
 
 def _require_same(found: mps.MpsState, host: Node, wish: Wish, program: str, uuid: str) -> None:
@@ -226,14 +219,14 @@ def _use_as_dev_shm(path: str) -> None:
 
 def _set_limits(control: Control, wish: Wish) -> None:
     """Sets what no client can exceed, and reads it back with the daemon's own commands. Raises DeviceError."""
-    control.ask(f"set_default_{_PERCENT} {wish.thread_percent}")
-    said = control.ask(f"get_default_{_PERCENT}")
-    if said.rstrip("0").rstrip(".") not in (str(wish.thread_percent), str(wish.thread_percent).rstrip("0")):
+    control.ask(f"set_default_{mpscontrol.PERCENT} {wish.thread_percent}")
+    said = control.ask(f"get_default_{mpscontrol.PERCENT}")
+    if said != f"{wish.thread_percent}.0":
         raise DeviceError(f"MPS did not take a limit of {wish.thread_percent}%: it says {said!r}")
     if wish.memory_bytes:
         text = mpscontrol.memory_text(wish.memory_bytes)
-        control.ask(f"set_default_{_MEMORY} {_DEVICE} {text}")
-        said = control.ask(f"get_default_{_MEMORY} {_DEVICE}")
+        control.ask(f"set_default_{mpscontrol.MEMORY} {mpscontrol.DEVICE} {text}")
+        said = control.ask(f"get_default_{mpscontrol.MEMORY} {mpscontrol.DEVICE}")
         if said != text:
             raise DeviceError(f"MPS did not take a limit of {text} of memory: it says {said!r}")
 
@@ -307,8 +300,8 @@ def stop(host: Node, uuid: str, leases: Sequence[Lease], force: bool) -> bool:
         daemon = mpscontrol.listening(f"{folder}/pipe")
         program = mpscontrol.program(host.inventory.root)
         if daemon is not None:
-            env = environment(host, program) if program else {}
-            _end(Control(program or mpscontrol.NAME, f"{folder}/pipe", env), daemon.pid)
+            env = mpscontrol.environment(host, program) if program else {}
+            mpsprocess.end(Control(program or mpscontrol.NAME, f"{folder}/pipe", env), daemon.pid)
         was_there = daemon is not None or os.path.lexists(f"{folder}/pipe") or found.was_running
         for name in ("pipe", "log"):
             shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
@@ -316,41 +309,6 @@ def stop(host: Node, uuid: str, leases: Sequence[Lease], force: bool) -> bool:
             _unmount(f"{folder}/shm")
             shutil.rmtree(folder, ignore_errors=True)
         return was_there
-
-
-def _end(control: Control, pid: int) -> None:
-    """`quit`, and SIGKILL for whoever does not: servers that hang on a kernel that never ends keep their daemon. Only
-    processes that are known by pid and start time are killed."""
-    family = [found for found in (procs.find(one) for one in (*_children(pid), pid)) if found is not None]
-    try:
-        waited = [(one, linux.pidfd_open(one.pid)) for one in family]
-    except KernelError:  # gone meanwhile
-        waited = []
-    try:
-        control.ask(f"quit -t {_QUIT_S}", 2.0 * _QUIT_S)
-    except GpushareError:
-        pass
-    for one, fd in waited:
-        if not _gone(fd, 1000) and procs.alive(one.pid, one.start):
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-            _gone(fd, 5000)
-        os.close(fd)
-
-
-def _gone(pidfd: int, milliseconds: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(milliseconds))
-
-
-def _children(pid: int) -> Iterator[int]:
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                if int(file.read().rpartition(b")")[2].split()[1]) == pid:
-                    yield int(name)
-        except (OSError, IndexError, ValueError):
-            continue
 
 
 @contextmanager
@@ -361,39 +319,3 @@ def _locked(folder: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def known(state_dir: str) -> list[str]:
-    """Devices of which a daemon has left something."""
-    try:
-        names = os.listdir(os.path.join(state_dir, mps.FOLDER))
-    except OSError:
-        return []
-    return sorted(name for name in names if stat.S_ISDIR(os.lstat(os.path.join(state_dir, mps.FOLDER, name)).st_mode))
-
-
-def affected(found: mps.MpsState, uuid: str, leases: Sequence[Lease], state_dir: str) -> tuple[Lease, ...]:
-    """Containers whose daemon is gone: programs that run in them get errors."""
-    return tuple(
-        lease for lease in mps.holders(leases, uuid) if found.problem or _token(state_dir, lease.id) != found.token
-    )
-
-
-def _token(state_dir: str, container_id: str) -> int:
-    """Which daemon a container was given; 0 when its limits file does not say."""
-    try:
-        path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
-        return storage.read_limits(path).mps_token
-    except region.RegionError:
-        return 0
-
-
-def limits_now(control: Control) -> str:
-    """What the daemon says of its limits now, for people: anybody who can connect to it can set these defaults."""
-    percent, memory = control.ask(f"get_default_{_PERCENT}"), control.ask(f"get_default_{_MEMORY} {_DEVICE}")
-    return f"{percent}%, {memory or 'no memory limit'}"
-
-
-def expected(found: mps.MpsState) -> str:
-    memory = mpscontrol.memory_text(found.memory_bytes) if found.memory_bytes else "no memory limit"
-    return f"{found.thread_percent:.1f}%, {memory}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare import mps, region
+from gpushare.model import Device, Share
 
 from tests.lib.host import Node, write_config
 from tests.lib.processes import reap_zombies
 from tests.lib.rootfs import unmount_below
+from tests.shim.real_box import NONCE, RealBox
 from tests.sim.simhost import default_uuid
 from tests.tools.nvidia_userland import Userland
 
 UUID = default_uuid(0)
 GIB = 1 << 30
+NO_DEVICE, CONNECTION_FAILED = 100, 805  # CUresult
 
 
 class Host:
@@ -136,6 +141,18 @@ def test_daemon_of_a_start_that_was_killed_is_adopted_with_its_limits_set(host: 
     assert host.ask("get_default_active_thread_percentage") == "30.0" and (host.folder / "share" / "control").exists()
 
 
+def test_daemon_of_somebody_else_is_not_adopted(host: Host) -> None:
+    """Root's own, in our directory, for all devices and with the host's /dev/shm."""
+    assert host.node.cli("refresh").returncode == 0
+    for name in ("pipe", "log", "shm"):
+        (host.folder / name).mkdir(parents=True)
+    env = {"CUDA_MPS_PIPE_DIRECTORY": str(host.folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(host.folder / "log")}
+    for more, why in (({}, "not started for this device"), ({"CUDA_VISIBLE_DEVICES": UUID}, "with another /dev/shm")):
+        subprocess.run([host.control, "-d"], env={**env, **more}, check=True, timeout=20)
+        assert why in host.refused("start") and not (host.folder / "ready").exists()
+        host.ask("quit")
+
+
 def test_nothing_is_offered_when_a_limit_is_not_taken(host: Host) -> None:
     """A program that takes a percentage and says another: no ready file, no socket for containers, no daemon."""
     real = host.control.rename(host.control.with_name("real"))
@@ -172,9 +189,45 @@ def test_what_tenants_have_cannot_end_the_daemon(host: Host, userland: Userland,
     code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).cuInit(0))"
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(host.folder / "share"), "PATH": os.environ["PATH"]}
     done = subprocess.run(["python3", "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "805", "CUDA_ERROR_MPS_CONNECTION_FAILED: there is no GPU to serve"
+    assert done.stdout.strip() == str(CONNECTION_FAILED), "there is no GPU to serve"
     assert "NEW CLIENT" in (host.folder / "log" / "control.log").read_text()
+    note = host.mps("status")[0]["note"]
+    assert re.fullmatch(r"server \d+ has died \(status 1\): programs that had it must be started again", note)
     assert "Not enough privilege" in host.ask("quit", "share") and host.mps("status")[0]["state"] == "running"
+
+
+def test_shim_brings_the_drivers_own_library_to_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
+    """All but the GPU is real: the shim says where the daemon is, and the driver goes there, whatever else was said."""
+    host.mps("start")
+    box = RealBox(tmp_path / "box", userland)
+    (box.private / "mps" / UUID).mkdir(parents=True)
+    box.binds.append((host.folder / "share", f"/usr/lib/gpushare/mps/{UUID}"))
+    device = Device(0, UUID, 0, "0000:01:00.0", "none", 16 * GIB, 300 << 20)
+    share = Share(0, device, 4 * GIB, 30, compute_backend="mps")
+    log = host.folder / "log" / "control.log"
+    elsewhere = {"CUDA_MPS_PIPE_DIRECTORY": "/none"}
+    box.set_limits(region.pack_limits([share], NONCE))
+    assert box.probe("cuda_init", env=elsewhere) == NO_DEVICE and "NEW CLIENT" not in log.read_text()
+    box.set_limits(region.pack_limits([share], NONCE, mps=mps.Grant(1, 1, 1000)))
+    assert box.probe("cuda_init", env=elsewhere) == CONNECTION_FAILED and "NEW CLIENT" not in log.read_text()
+    box.set_limits(region.pack_limits([share], NONCE, mps=mps.Grant(1, 1, 0)))
+    assert box.probe("cuda_init", env=elsewhere) == CONNECTION_FAILED, "there is no GPU to serve"
+    assert "NEW CLIENT" in log.read_text()
+
+
+def test_a_daemon_whose_directory_was_lost_is_named(host: Host) -> None:
+    """Its clients live, and it cannot be reached: a second one on the same GPU would be a mistake."""
+    host.mps("start")
+    pid = host.pid()
+    hidden = Path(tempfile.mkdtemp(dir=host.node.state))
+    host.folder.rename(hidden / UUID)
+    try:
+        assert f"pid {pid}" in host.refused("start")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        unmount_below(hidden)
+    reap_zombies()
+    assert host.mps("start")[0]["how"] == "started"
 
 
 def test_status_says_when_somebody_changed_the_limits(host: Host) -> None:

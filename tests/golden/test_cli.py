@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import doctor, leases, livelimits, log, mps, mpscontrol, mpsdaemon, node, procs
+from gpushare import doctor, leases, livelimits, log, mps, mpscontrol, mpsdaemon, mpsstatus, node, procs
 from gpushare.cli import node as cli_node
 from gpushare.cli import runtime, sample, topscreen
 from gpushare.cli.options import Paths
@@ -162,9 +162,9 @@ def _with_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mps, "holders", lambda live, name: live if name == uuid else ())
     monkeypatch.setattr(mpscontrol, "program", lambda _: "/usr/bin/nvidia-cuda-mps-control")
     monkeypatch.setattr(mpscontrol.Control, "ask", lambda self, command: answers[command])
-    monkeypatch.setattr(mpsdaemon, "environment", lambda *_: {})
-    monkeypatch.setattr(mpsdaemon, "limits_now", lambda _: "60.0%, 8G")
-    monkeypatch.setattr(mpsdaemon, "affected", lambda found, name, live, _: mps.holders(live, name)[1:])
+    monkeypatch.setattr(mpscontrol, "environment", lambda *_: {})
+    monkeypatch.setattr(mpsstatus, "limits_now", lambda _: "60.0%, 8G")
+    monkeypatch.setattr(mpsstatus, "affected", lambda found, name, live, _: mps.holders(live, name)[1:])
     monkeypatch.setattr(mpsdaemon, "start", lambda *_: mpsdaemon.Started("started", runs))
 
 

@@ -288,7 +288,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "device": "index",
             "uuid": "",
             "state": "`running`, `stopped`, `dead`, `changed` (it has other limits than it was given)",
-            "note": "why it is dead or changed, else empty",
+            "note": "why it is dead or changed, or which of its servers has died; else empty",
             "pid": "of the control daemon; null unless it runs, as the next three",
             "uid": "whose processes it serves; null also: anybody's",
             "compute_percent": "no client gets more",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional
 
 import click
 
-from .. import leases, mps, mpscontrol, mpsdaemon, names, quantity
+from .. import leases, mps, mpscontrol, mpsdaemon, mpsstatus, names, quantity
 from ..dialects import device_name, find_devices
 from ..errors import GpushareError, RequestError
 from ..model import Device, Lease, Node
@@ -125,7 +125,7 @@ def stop(paths: Paths, wanted: tuple[str, ...], force: bool, output: str) -> Non
     """End the control daemon of each device, and what it has started."""
     host = facts.host(paths)
     live = leases.view(paths.state_dir).live
-    known = mpsdaemon.known(paths.state_dir)
+    known = mpsstatus.known(paths.state_dir)
     uuids = [one.uuid for one in _devices(host, wanted)] if wanted else known
     done = [(uuid, mpsdaemon.stop(host, uuid, live, force)) for uuid in uuids]
     if output == "json":
@@ -164,20 +164,22 @@ def status(paths: Paths, wanted: tuple[str, ...], output: str) -> None:
 def _row(host: Node, device: Device, live: tuple[Lease, ...]) -> Row:
     found = mps.state(device.uuid, host.config.state_dir)
     containers = mps.holders(live, device.uuid)
-    affected = mpsdaemon.affected(found, device.uuid, live, host.config.state_dir)
+    affected = mpsstatus.affected(found, device.uuid, live, host.config.state_dir)
     if found.problem:
         state = "dead" if found.was_running else "stopped"
         return Row(device, state, found, (), (), containers, affected, found.problem if found.was_running else "")
     program = mpscontrol.program(host.inventory.root) or mpscontrol.NAME
     folder = mps.directory(host.config.state_dir, device.uuid)
-    control = mpscontrol.Control(program, f"{folder}/pipe", mpsdaemon.environment(host, program))
+    control = mpscontrol.Control(program, f"{folder}/pipe", mpscontrol.environment(host, program))
     try:
         servers = control.numbers("get_server_list")
         clients = tuple(pid for server in servers for pid in control.numbers(f"get_client_list {server}"))
-        now, expected = mpsdaemon.limits_now(control), mpsdaemon.expected(found)
+        now, expected = mpsstatus.limits_now(control), mpsstatus.expected(found)
     except GpushareError as error:
         return Row(device, "dead", found, (), (), containers, affected, error.message)
-    state, note = ("running", "") if now == expected else ("changed", f"its limits are {now}, not {expected}")
+    state, note = "running", mpsstatus.deaths(folder, found.pid)
+    if now != expected:
+        state, note = "changed", f"its limits are {now}, not {expected}"
     return Row(device, state, found, servers, clients, containers, affected, note)
 
 

@@ -1,0 +1,93 @@
+"""Ending processes of MPS: daemons that are told to, and servers that a daemon left behind. Not on the start path.
+
+Only processes that are known by pid and start time are killed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+
+from . import linux, mpscontrol, procs
+from .errors import DeviceError, GpushareError, KernelError
+from .mpscontrol import Control
+
+_QUIT_S = 10
+
+
+def end_orphans(pipe: str) -> None:
+    """Servers whose daemon has died hold the GPU and serve nobody new: they go. A daemon of ours whose directory is
+    gone, with the state directory, can still have clients, and nobody can talk to it. Raises DeviceError."""
+    servers = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/environ", "rb") as environ, open(f"/proc/{name}/cmdline", "rb") as command:
+                mine = os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={pipe}") in environ.read().split(b"\0")
+                is_server = os.path.basename(command.read().partition(b"\0")[0]) == mpscontrol.SERVER.encode()
+        except OSError:  # gone, or a kernel thread's
+            continue
+        process = procs.find(int(name)) if mine else None
+        if process is not None and not is_server:
+            raise DeviceError(
+                f"an MPS daemon whose directory {pipe!r} was lost runs (pid {name})",
+                "kill it when the containers that have it have ended",
+            )
+        servers += [process] if process is not None else []
+    for process in servers:
+        _kill(process)
+
+
+def end(control: Control, pid: int) -> None:
+    """`quit`, and SIGKILL for whoever does not: servers that hang on a kernel that never ends keep their daemon. Only
+    processes that are known by pid and start time are killed."""
+    family = [found for found in (procs.find(one) for one in (*_children(pid), pid)) if found is not None]
+    try:
+        control.ask(f"quit -t {_QUIT_S}", 2.0 * _QUIT_S)
+    except GpushareError:
+        pass
+    for one in family:
+        _wait(one, 1000)
+        _kill(one)
+
+
+def _wait(process: procs.Process, milliseconds: int) -> None:
+    try:
+        fd = linux.pidfd_open(process.pid)
+    except KernelError:  # gone
+        return
+    try:
+        if procs.alive(process.pid, process.start):
+            _gone(fd, milliseconds)
+    finally:
+        os.close(fd)
+
+
+def _kill(process: procs.Process) -> None:
+    try:
+        fd = linux.pidfd_open(process.pid)
+    except KernelError:  # gone
+        return
+    try:
+        if procs.alive(process.pid, process.start):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            _gone(fd, 5000)
+    finally:
+        os.close(fd)
+
+
+def _gone(pidfd: int, milliseconds: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(milliseconds))
+
+
+def _children(pid: int) -> Iterator[int]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == pid:
+                    yield int(name)
+        except (OSError, IndexError, ValueError):
+            continue

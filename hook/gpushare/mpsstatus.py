@@ -1,0 +1,74 @@
+"""What became of an MPS daemon, its limits and its containers, for people. Not on the start path.
+
+known(state_dir)                             -> uuids          of which a daemon has left something
+affected(found, uuid, leases, state_dir)     -> leases         that were granted a daemon that is no longer there
+limits_now(control), expected(found)         -> text           what it says, and what it was given
+deaths(folder, pid)                          -> text           servers that have died
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+
+from . import mps, mpscontrol, region, storage
+from .model import Lease
+from .mpscontrol import Control
+
+_LOG_BYTES = 1 << 18  # the end of a log is enough
+_DEATH = re.compile(r" Control +(\d+)\] Server (\d+) exited with status (-?\d+)")
+
+
+def known(state_dir: str) -> list[str]:
+    """Devices of which a daemon has left something."""
+    try:
+        names = os.listdir(os.path.join(state_dir, mps.FOLDER))
+    except OSError:
+        return []
+    return sorted(name for name in names if stat.S_ISDIR(os.lstat(os.path.join(state_dir, mps.FOLDER, name)).st_mode))
+
+
+def affected(found: mps.MpsState, uuid: str, leases: Sequence[Lease], state_dir: str) -> tuple[Lease, ...]:
+    """Containers whose daemon is gone: programs that run in them get errors."""
+    return tuple(
+        lease for lease in mps.holders(leases, uuid) if found.problem or _token(state_dir, lease.id) != found.token
+    )
+
+
+def _token(state_dir: str, container_id: str) -> int:
+    """Which daemon a container was given; 0 when its limits file does not say."""
+    try:
+        path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
+        return storage.read_limits(path).mps_token
+    except region.RegionError:
+        return 0
+
+
+def limits_now(control: Control) -> str:
+    """What the daemon says of its limits now, for people: anybody who can connect to it can set these defaults."""
+    percent, memory = (
+        control.ask(f"get_default_{mpscontrol.PERCENT}"),
+        control.ask(f"get_default_{mpscontrol.MEMORY} {mpscontrol.DEVICE}"),
+    )
+    return f"{percent}%, {memory or 'no memory limit'}"
+
+
+def expected(found: mps.MpsState) -> str:
+    memory = mpscontrol.memory_text(found.memory_bytes) if found.memory_bytes else "no memory limit"
+    return f"{found.thread_percent:.1f}%, {memory}"
+
+
+def deaths(folder: str, pid: int) -> str:
+    """What the daemon's log says of servers that have died, for people; "" when none has."""
+    try:
+        with open(f"{folder}/log/control.log", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    found = [match for match in map(_DEATH.search, lines) if match and int(match[1]) == pid and match[3] != "0"]
+    if not found:
+        return ""
+    return f"server {found[-1][2]} has died (status {found[-1][3]}): programs that had it must be started again"
