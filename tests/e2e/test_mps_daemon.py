@@ -94,7 +94,7 @@ def test_limits_are_those_that_the_daemon_reads_back(host: Host) -> None:
     assert row["clients_max"] == 48 and row["clients"] == row["containers"] == row["restart"] == []
 
 
-@pytest.mark.parametrize(("asked", "said"), [("512Mi", "512M"), ("1536Mi", "2G"), ("1Mi", "1M"), ("50%", "8G")])
+@pytest.mark.parametrize(("asked", "said"), [("1536Mi", "2G"), ("512Mi", "512M")])
 def test_no_process_can_have_more_memory(host: Host, asked: str, said: str) -> None:
     host.mps("start", "--memory", asked)
     assert host.ask("get_default_device_pinned_mem_limit 0") == said
