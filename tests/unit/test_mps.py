@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import backends, model, mps, mpscontrol, names, oci, placement, procs, region
+from gpushare import backends, model, mps, mpscontrol, names, oci, placement, procs, rebuild, region
 from gpushare.cli.mps import mps_group
 from gpushare.errors import DeviceError
 from hypothesis import given
@@ -114,6 +114,8 @@ def test_ops_and_limits_of_a_container(tmp_path: Path) -> None:
     assert grant == mps.Grant(1, found.token, 5)
     limits = region.read_limits(region.pack_limits((share,), 1, mps=grant))
     assert (limits.mps_device, limits.mps_token, limits.devices[0].compute_percent) == (1, found.token, 30)
+    assert rebuild._share(0, limits.devices[0], DEVICE, limits.mps_device).compute_backend == "mps"
+    assert rebuild._share(1, limits.devices[0], DEVICE, limits.mps_device).compute_backend == "shim"
     assert backends.in_limits((pure.share(0, 0, GIB),), str(tmp_path), 5) == mps.Grant()
     ready(tmp_path, start=1)
     with pytest.raises(DeviceError, match="MPS: its control daemon .* has died; .*mps start"):
