@@ -287,7 +287,7 @@ def changing(share: Share) -> tuple[int, int, int, int, int]:
 def granted(share: Share) -> int:
     """What the others on the device are told of a share: a word of struct gs_peers."""
     _, percent, priority, weight, flags = changing(share)
-    return percent | flags << 8 | priority << 16 | weight << 32
+    return percent | (flags & 0xFF) << 8 | priority << 16 | weight << 32
 
 
 def stores(shares: Sequence[Share], prefix: str) -> list[tuple[int, int]]:

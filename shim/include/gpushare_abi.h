@@ -208,8 +208,9 @@ struct gs_pages {
 };
 
 /* peers/<uuid>/index. Bit i of used[i / 64]: peers/<uuid>/<i> is somebody's, and granted[i] is what
- * he may have of the device, one word, so that it changes at once: compute_percent | flags (enum
- * gs_device_flag) << 8 | priority << 16 | weight << 32. 0: a host of before there was this word. */
+ * he may have of the device, one word, so that it changes at once: compute_percent | flags (the
+ * first eight of enum gs_device_flag) << 8 | priority << 16 | weight << 32. 0: a host of before
+ * there was this word. */
 #define GS_MAX_PEERS 128u
 #define GS_GRANTED_PERCENT(word) ((uint32_t)((word)&0xff))
 #define GS_GRANTED_FLAGS(word) ((uint32_t)((word) >> 8 & 0xff))

@@ -114,7 +114,7 @@ def test_others_keep_their_shares_and_the_liar_its_own(
         *honest, liar = (sum(had) / LOOKS for had in zip(*seen[-LOOKS:]))
         if len(seen) < LOOKS:
             continue
-        if all(abs(had - limit) < 3 for had, limit in zip(honest, limits)) and liar < limits[-1] + 1:
+        if all(abs(had - limit) < POINTS for had, limit in zip(honest, limits)) and liar < limits[-1] + 1:
             break
     else:
         raise AssertionError(f"{lie}: {seen} instead of {limits}")

@@ -456,6 +456,7 @@ def test_others_are_told_what_each_number_was_granted_before_that_it_is_there(
         ({"compute_percent": 40}, 40),
         ({"compute_percent": 40, "soft": True, "priority": 1}, 40 | 1 << 8 | 1 << 16),
         ({"compute_percent": 1, "paused": True}, 1 | 4 << 8),
+        ({"compute_percent": 40, "memory_backend": "dmem"}, 40),  # its flag is the host's, and no priority
     ],
 )
 def test_a_grant_is_one_word(share: dict[str, Any], word: int) -> None:
