@@ -159,7 +159,7 @@ build/man/.complete: tests/tools/man_pages.py $(CLI_PAGES) $(SETUP)
 docs/hardware.md: tests/gpu/docs.py tests/gpu/checks.py $(wildcard tests/gpu/measured/*.json)
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.gpu.docs >$@.new && mv $@.new $@
 
-docs/compute.md: tests/throttle/docs.py tests/throttle/matrix.py tests/throttle/misses.json
+docs/compute.md: tests/throttle/docs.py tests/throttle/matrix.py tests/throttle/misses.json tests/throttle/figures.json
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.throttle.docs
 
 docs/attacks.md: tests/attacks/docs.py tests/attacks/table.py

@@ -3,10 +3,8 @@
  * One that stays open would leave the launches of other streams without a limit. So that is for a
  * while only; then markers are recorded again, by threads in relaxed mode, which breaks none
  * (cuThreadExchangeStreamCaptureMode), but into no legacy stream that a capture could see. */
+#include "blind.h"
 #include "compute_parts.h"
-
-#define BLIND (200 * MS) /* so long, in all captures that follow each other */
-#define REGAINED 32      /* time without a capture that gives back as much of it */
 
 _Atomic uint32_t gs_captures;
 
@@ -19,25 +17,21 @@ static uint64_t key_of(CUstream stream) {
                                           : (uint64_t)(uintptr_t)stream;
 }
 
-/* When captures began, as if those before had been a part of the open one. */
-static _Atomic uint64_t blind_from_ns, blind_ended_ns;
+static struct gs_blind blind;
 
 static void opened(void) {
-    uint64_t now = gs_compute_now(), ended = atomic_load(&blind_ended_ns);
-    if (atomic_fetch_add(&gs_captures, 1))
-        return;
-    uint64_t used = ended - min64(ended, atomic_load(&blind_from_ns));
-    used -= min64(used, (now - min64(now, ended)) / REGAINED);
-    atomic_store(&blind_from_ns, now - min64(used, BLIND));
+    uint64_t now = gs_compute_now();
+    if (!atomic_fetch_add(&gs_captures, 1))
+        gs_blind_begins(&blind, now);
 }
 
 static void closed(void) {
-    atomic_store(&blind_ended_ns, gs_compute_now());
+    gs_blind_ends(&blind, gs_compute_now());
     atomic_fetch_sub(&gs_captures, 1);
 }
 
 bool gs_captures_blind(void) {
-    return atomic_load(&gs_captures) && gs_compute_now() - atomic_load(&blind_from_ns) < BLIND;
+    return atomic_load(&gs_captures) && gs_blind_is(&blind, gs_compute_now());
 }
 
 static CUresult begun(CUresult result, CUstream stream) {

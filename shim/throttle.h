@@ -76,7 +76,7 @@ struct gs_predictor {
     float moment[2];    /* weighted, of taken/expected and of its square */
     int64_t longest_ns; /* of one launch, lately: throttle_trust.c */
     uint64_t longest_at_ns;
-    uint32_t seen; /* launches that were timed since one took far longer than expected */
+    uint32_t seen; /* launches that were timed */
 };
 #define GS_UNKNOWN (INT64_MAX / 4)
 
@@ -173,6 +173,9 @@ struct gs_throttle {
 
 void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,
                       struct gs_bucket *bucket, struct gs_page *page, uint32_t container);
+/* A process of this container died; what it said last. What it had on the device then is charged,
+ * from what it knew until it was found, and no more than it said. */
+void gs_throttle_inherit(struct gs_throttle *t, const struct gs_activity *a, uint64_t now);
 void gs_predictor_init(struct gs_predictor *f);
 /* 0: go ahead, else the time to ask again. */
 uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,

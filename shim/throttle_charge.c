@@ -89,8 +89,8 @@ static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64
         step = step > first ? step : first;
         step = step < 0.5f ? step : 0.5f;
         f->samples++;
-        gs_throttle_timed(f, (int64_t)took, segment->expected_ns[i],
-                          weight > 1.5f || own > 4 * (int64_t)t->slice_ns, segment->end_ns);
+        gs_throttle_timed(f, (int64_t)took, weight > 1.5f || own > 4 * (int64_t)t->slice_ns,
+                          segment->end_ns);
         if (segment->single && segment->start_event >= 0)
             f->single_ns += (own - f->single_ns) / (f->single_ns ? 8 : 1);
         double bounded = ratio < 8 ? ratio : 8;

@@ -103,10 +103,10 @@ int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f,
 int64_t gs_throttle_unknown(const struct gs_throttle *t);
 /* Of what is paid for, only so much is left. */
 void gs_throttle_give_back(struct gs_throttle *t, int64_t most_ns, uint64_t now);
-/* What a segment shows, however sure its time is. */
+/* Launches that were timed, however sure their time is. */
 void gs_throttle_seen(const struct gs_segment *segment);
-/* Its launches took `took_ns` each in the mean, where `ns` was expected; `sure`: at least. */
-void gs_throttle_timed(struct gs_predictor *f, int64_t took_ns, int64_t ns, bool sure, uint64_t at);
+/* Its launches took `took_ns` each in the mean; `sure`: at least. */
+void gs_throttle_timed(struct gs_predictor *f, int64_t took_ns, bool sure, uint64_t at);
 
 /* ---- throttle_charge.c ------------------------------------------------------------------ */
 
@@ -130,9 +130,6 @@ bool gs_throttle_started(struct gs_throttle *t, struct gs_segment *segment);
 bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment);
 /* Tell the others what we have on the device, with the `run` that is over, if any. */
 void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now);
-/* A process of this container died; what it said last. What it had on the device then is charged,
- * from what it knew until it was found, and no more than it said. */
-void gs_throttle_inherit(struct gs_throttle *t, const struct gs_activity *a, uint64_t now);
 /* See what has finished, and charge what can be judged. */
 void gs_throttle_poll(struct gs_throttle *t, uint64_t now);
 

@@ -4,7 +4,6 @@
 #include "throttle_parts.h"
 
 #define DARING 50            /* times as long as expected: no mean of such launches is relied on */
-#define SHOWN 8              /* a segment that took no longer shows that all of it is short */
 #define FORGET (4000 * MS)   /* in which the longest one counts half */
 #define SEEN_MOST (1u << 20) /* launches */
 #define FIRST_LAUNCHES 16    /* unmarked, of a function of which nothing was timed twice */
@@ -32,10 +31,7 @@ int64_t gs_throttle_most(const struct gs_predictor *f, int64_t ns, int64_t quant
     return quantum > ns ? quantum : ns;
 }
 
-/* None of them can have taken much longer, also where it is not known what the time was. */
 void gs_throttle_seen(const struct gs_segment *segment) {
-    if (segment->end_ns - segment->start_ns > SHOWN * (uint64_t)segment->work_ns)
-        return;
     for (uint32_t i = 0; i < segment->n_functions; i++) {
         struct gs_predictor *f = segment->function[i];
         int64_t launches = segment->single ? 1 : segment->work_ns / segment->expected_ns[i];
@@ -43,10 +39,7 @@ void gs_throttle_seen(const struct gs_segment *segment) {
     }
 }
 
-void gs_throttle_timed(struct gs_predictor *f, int64_t took_ns, int64_t ns, bool sure,
-                       uint64_t at) {
-    if (took_ns > DARING * ns)
-        f->seen = 0;
+void gs_throttle_timed(struct gs_predictor *f, int64_t took_ns, bool sure, uint64_t at) {
     if (!sure || took_ns <= longest(f, at))
         return;
     f->longest_ns = took_ns;

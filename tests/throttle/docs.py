@@ -1,9 +1,14 @@
-"""The table in docs/compute.md: of each kind of cells, how many hold. `python -m tests.throttle.docs` writes it."""
+"""The tables in docs/compute.md: how many cells of each kind hold, and the keys of `make bench`.
+
+`python -m tests.throttle.docs` writes them.
+"""
 
 from __future__ import annotations
 
+import json
+
 from tests.throttle.cells import TREE
-from tests.throttle.matrix import Cell, cells, misses
+from tests.throttle.matrix import FIGURES, Cell, cells, misses
 
 PAGE = TREE / "docs" / "compute.md"
 BEGIN, END = "<!-- cells: make docs -->\n", "<!-- end of cells -->\n"
@@ -39,6 +44,10 @@ def table() -> str:
     lines = ["| cells held | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for row in dict.fromkeys(row for row, _ in counts):
         lines.append(f"| {row} | " + " | ".join("{} of {}".format(*counts[row, column]) for column in columns) + " |")
+    lines += ["", "| `make bench` | median | worst |", "|---|---|---|"]
+    lines += [
+        f"| `{key}` | {middle:g} | {worst:g} |" for key, (middle, worst) in json.loads(FIGURES.read_text()).items()
+    ]
     held = len(cells()) - len(missed)
     return "\n".join(lines) + f"\n\n{held} of {len(cells())} cells are held with each of three seeds.\n"
 

@@ -1,7 +1,7 @@
 """The matrix of cells, each with the error of every tenant against what it should get.
 
 `python -m tests.throttle.matrix` measures it and writes misses.json: the cells that do not hold with one of the seeds,
-with their worst errors.
+with their worst errors; and figures.json: what `make bench` shows, for docs/compute.md.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.throttle import reaction
 from tests.throttle.cells import KERNELS, LIMITS, PROGRAMS, Tenant, jain, parallel, simulate
 
 MISSES = Path(__file__).with_name("misses.json")
+FIGURES = Path(__file__).with_name("figures.json")
+MORE_IS_BETTER = ("compute.jain", "compute.throughput_ratio")
 RUN_MS = 4500
 SEEDS = (1, 2, 3)
 # Programs that always have work: what they should get in company is their limit.
@@ -142,6 +145,15 @@ def figures(measured: dict[str, Error]) -> dict[str, list[float]]:
     }
 
 
+def summary(found: dict[str, list[float]]) -> str:
+    """Median and worst of each key, as JSON."""
+    rows = []
+    for key, values in found.items():
+        worst = min(values) if key in MORE_IS_BETTER else max(values)
+        rows.append(f"  {json.dumps(key)}: {json.dumps([round(statistics.median(values), 4), round(worst, 4)])}")
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
 def main() -> None:
     measured = measure()
     runs = [measured, *(measure(seed) for seed in SEEDS[1:])]
@@ -154,8 +166,7 @@ def main() -> None:
         print(f"{sum(not one.holds() for one in run.values())} of {len(run)} cells do not hold")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(found.items()))
     MISSES.write_text("{\n" + lines + "\n}\n")
-    for key, values in figures(measured).items():
-        print(f"{key}: median {statistics.median(values):.3f}, worst {max(values):.3f}, best {min(values):.3f}")
+    FIGURES.write_text(summary({**figures(measured), **reaction.figures()}))
     alone = sum(name.startswith("alone") for name in found)
     print(f"{len(measured)} cells; listed in {MISSES.name}: {alone} alone, {len(found) - alone} in company")
 

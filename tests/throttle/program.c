@@ -3,8 +3,9 @@
 
 #include "vt.h"
 
-const char *const kernel_name[KERNELS] = {"5us",       "50us",    "1ms",     "20ms",
-                                          "lognormal", "bimodal", "changing"};
+const char *const kernel_name[KERNELS] = {"5us",       "50us",    "1ms",      "20ms",
+                                          "lognormal", "bimodal", "changing", "cycling",
+                                          "cold",      "growing", "endless"};
 const char *const program_name[PROGRAMS] = {"stream", "streams", "graph", "sync",
                                             "pause",  "pair",    "poll",  "threads"};
 
@@ -19,11 +20,21 @@ static double kernel_ns(struct host *host, enum kernel kernel, int function) {
     return us * factor[function] * (1 + 0.02 * normal(&host->rng)) * 1000;
 }
 
-/* One function and grid: 5 us, again and again, then 10 ms, and so on. */
-static double changing_ns(const struct host *host) {
-    enum { FIRST = 200, LONG = 300, SHORT = 40 };
-    uint32_t n = host->launches;
-    return n < FIRST || (n - FIRST) % (LONG + SHORT) >= LONG ? 5e3 : 10e6;
+/* One function and grid, of which launch `n` takes longer than those before it. */
+static double turning_ns(enum kernel kernel, uint32_t n) {
+    enum { FIRST = 200, LONG = 300, SHORT = 40, FEW_LONG = 50, MANY_SHORT = 2000, GROWN = 60000 };
+    switch (kernel) {
+    case K_CHANGING: /* again and again */
+        return n < FIRST || (n - FIRST) % (LONG + SHORT) >= LONG ? 5e3 : 10e6;
+    case K_CYCLING: /* and is known as short again in between */
+        return n < FIRST || (n - FIRST) % (FEW_LONG + MANY_SHORT) >= FEW_LONG ? 5e3 : 10e6;
+    case K_COLD: /* the first ones */
+        return n < 3 ? 10e6 : 5e3;
+    case K_GROWING: /* from then on */
+        return n < GROWN ? 50e3 : 150e3;
+    default:
+        return 5e9;
+    }
 }
 
 /* A kernel that waits on the device for another one: from the other stream, or the other process.
@@ -43,7 +54,7 @@ static bool choose_of_pair(struct host *host) {
 
 bool choose(struct host *host) {
     const struct tenant *tenant = &host->world->tenant[host->tenant];
-    static const int nodes[KERNELS] = {10, 10, 3, 2, 6, 6, 1};
+    static const int nodes[KERNELS] = {10, 10, 3, 2, 6, 6, 1, 1, 1, 1, 1};
     host->kind = KERNEL;
     if (tenant->program == P_PAIR && !choose_of_pair(host))
         return false;
@@ -54,9 +65,9 @@ bool choose(struct host *host) {
     host->function = (int)(host->launches % FUNCTIONS);
     host->stream = tenant->program == P_STREAMS ? host->launches % STREAMS : 0;
     host->kernel_ns = kernel_ns(host, tenant->kernel, host->function);
-    if (tenant->kernel == K_CHANGING) {
+    if (tenant->kernel >= K_CHANGING) {
         host->function = 0;
-        host->kernel_ns = changing_ns(host);
+        host->kernel_ns = turning_ns(tenant->kernel, host->launches);
     }
     if (tenant->program == P_GRAPH) {
         host->function = 0;
@@ -80,7 +91,7 @@ bool polls(const struct host *host) {
 /* Bursts of some 2 ms of launching or 40 launches, then a pause without any synchronisation. */
 uint64_t pause_ns(struct host *host) {
     const struct tenant *tenant = &host->world->tenant[host->tenant];
-    static const uint32_t burst[KERNELS] = {400, 40, 4, 2, 20, 20, 1};
+    static const uint32_t burst[KERNELS] = {400, 40, 4, 2, 20, 20, 1, 1, 400, 40, 1};
     if (tenant->program != P_PAUSE && !host->pauses)
         return 0;
     if (host->burst_left--)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 from pathlib import Path
@@ -176,6 +177,72 @@ def test_kernels_that_become_long_in_a_capture_win_it_once(program: str, most: f
     (ledger,) = simulate([Tenant(20, "changing", program, more="capture=100")], ms=10_000)
     assert sum(ledger.bins[:300]) / 3e7 < most
     assert ledger.share(7500) == pytest.approx(20, abs=3)
+
+
+def test_many_short_kernels_between_long_ones_win_nothing() -> None:
+    """By turns 50 of 10 ms and 2000 of 5 us: it is known as short each time. One second may have more, not all."""
+    (ledger,) = simulate([Tenant(20, "cycling")], ms=24_000)
+    assert max(ledger.shares(1000, 4000)) < 38
+    assert ledger.share(4000) < 21.5
+
+
+def test_that_a_kernel_was_long_once_is_forgotten() -> None:
+    """Three launches of 10 ms, then all take 5 us. They are looked at one by one for six times 4 s."""
+    times = (20_500, 23_500, 25_000, 27_500)
+    marks = [simulate([Tenant(5, "cold")], ms=ms)[0].marks for ms in times]
+    assert marks[1] - marks[0] > 20_000
+    assert marks[3] - marks[2] < 1500
+
+
+def test_doubt_is_ignored_for_so_long() -> None:
+    """A program that polls leaves the law in doubt; its kernels take three times as long from some launch on. What is
+    won until some are looked at again is two thirds of 64 ms."""
+    (ledger,) = simulate([Tenant(50, "growing", "poll")], ms=9000)
+    won_ms = (ledger.share(1000) - 50) / 100 * 8000
+    assert 25 < won_ms < 60
+    (ledger,) = simulate([Tenant(50, "5us", "poll")], ms=40_000)  # and the others are not looked at more often
+    assert 63_500 < ledger.marks < 71_000
+
+
+@pytest.mark.parametrize(("kill_ms", "charged_ms"), [(300, 300), (1500, 1000)])
+def test_a_launch_of_which_nothing_is_known_is_charged_to_those_who_live_on(kill_ms: int, charged_ms: int) -> None:
+    """It would have taken 5 s; its process is killed while it runs. At most a second is charged."""
+    (ledger,) = simulate([Tenant(50, "endless", processes=2, more=f"kill={kill_ms}")], ms=2500)
+    assert ledger.charged_ns / 1e6 == pytest.approx(charged_ms, abs=20)
+
+
+MS = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("captures", "at", "blind"),
+    [
+        ([(1000, None)], 1199, True),
+        ([(1000, None)], 1200, False),
+        ([(1000, 1150), (1151, None)], 1200, True),
+        ([(1000, 1150), (1151, None)], 1202, False),  # those that follow each other count as one
+        ([(1000, 1150), (2750, None)], 2849, True),  # 1600 ms give back 50
+        ([(1000, 1150), (2750, None)], 2851, False),
+        ([(1000, 1500), (9000, None)], 9001, False),
+        ([(1000, 1150), (9000, None)], 9199, True),
+    ],
+    ids=str,
+)
+def test_captures_keep_nobody_from_looking_for_long(
+    captures: list[tuple[int, int | None]], at: int, blind: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Milliseconds."""
+    library = tmp_path_factory.getbasetemp() / "blind.so"
+    if not library.exists():
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, TREE / "shim/blind.c"], check=True)
+    law = ctypes.CDLL(str(library))
+    law.gs_blind_is.restype = ctypes.c_bool
+    state = (ctypes.c_uint64 * 2)()
+    for begin, end in captures:
+        law.gs_blind_begins(state, ctypes.c_uint64(begin * MS))
+        if end is not None:
+            law.gs_blind_ends(state, ctypes.c_uint64(end * MS))
+    assert law.gs_blind_is(state, ctypes.c_uint64(at * MS)) is blind
 
 
 def test_a_debt_is_at_most_ten_seconds() -> None:

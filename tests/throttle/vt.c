@@ -272,6 +272,15 @@ static void advance(struct world *world, uint64_t until) {
     }
 }
 
+/* The next process of its container finds what a killed one said last. */
+static void inherit(struct world *world, int dead) {
+    struct gs_page *page = world->page[dead];
+    struct host *next = dead + 1 < world->hosts ? world->host[dead + 1] : NULL;
+    if (next && next->tenant == world->host[dead]->tenant)
+        gs_throttle_inherit(&next->throttle, &page->buffer[atomic_load(&page->index) & 1],
+                            next->gpu->now_ns);
+}
+
 static void simulate(struct world *world) {
     uint64_t now = 0;
     while (now < world->end_ns) {
@@ -285,6 +294,7 @@ static void simulate(struct world *world) {
                 while (world->host[k]->tenant != i)
                     k++;
                 gpu_kill(world->host[k]->gpu, k);
+                inherit(world, k);
                 world->tenant[i].kill_ns = UINT64_MAX;
             }
         advance(world, next->clock_ns < world->end_ns ? next->clock_ns : world->end_ns);

@@ -10,7 +10,20 @@
 #define MAX_PROCESSES 8
 
 enum law { LAW_NONE, LAW_OURS, LAW_CLASSIC };
-enum kernel { K_5US, K_50US, K_1MS, K_20MS, K_LOGNORMAL, K_BIMODAL, K_CHANGING, KERNELS };
+enum kernel {
+    K_5US,
+    K_50US,
+    K_1MS,
+    K_20MS,
+    K_LOGNORMAL,
+    K_BIMODAL,
+    K_CHANGING,
+    K_CYCLING,
+    K_COLD,
+    K_GROWING,
+    K_ENDLESS,
+    KERNELS
+};
 enum program { P_STREAM, P_STREAMS, P_GRAPH, P_SYNC, P_PAUSE, P_PAIR, P_POLL, P_THREADS, PROGRAMS };
 #define THREADS 4
 enum lie {
