@@ -182,6 +182,11 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
     if (!gs_here_of_stream(stream, &here) || GS_REAL(cuCtxGetCurrent)(&current) != CUDA_SUCCESS)
         return CUDA_SUCCESS; /* the driver refuses it */
     gs_now_current(current);
+    if (!captures && gs_turns(here.dev)) { /* each launch asks, so none is remembered */
+        again = false;
+        if (current == here.context)
+            gs_turn_admit(&here, stream);
+    }
     struct gs_compute *c = gs_compute_of(&here);
     if (!c && gs_compute_is_limited(here.dev))
         return CUDA_ERROR_NOT_SUPPORTED; /* more contexts than can be kept apart */

@@ -30,7 +30,7 @@ struct head {
     uint8_t reserved[40];
     uint64_t owner[GS_MAX_PAGES];
 };
-_Static_assert(sizeof(struct head) == offsetof(struct gs_pages, reserved2), "struct gs_pages");
+_Static_assert(sizeof(struct head) == offsetof(struct gs_pages, turn), "struct gs_pages");
 
 static bool right_pages(const struct head *p) {
     return p->magic == GS_PAGES_MAGIC && p->version == GS_ABI_VERSION &&
@@ -239,6 +239,33 @@ uint32_t gs_pages_others_ppm(const struct gs_compute *c) {
             ppm += gs_throttle_may_have(&granted);
         }
     return (uint32_t)min64(ppm, 1000000);
+}
+
+struct gs_turn *gs_pages_turn(int dev) {
+    return gs_pages_are_open(dev) ? &device[dev].own->turn : NULL;
+}
+
+void gs_pages_turns(int dev, void (*each)(const struct gs_turn *turn, uint32_t number, void *arg),
+                    void *arg) {
+    const struct gs_device_limit *limit = device[dev].limit;
+    int saved = errno;
+    for (uint32_t i = 0; i < GS_MAX_PEERS; i++) {
+        char path[PATH_MOST];
+        struct gs_turn turn;
+        uint64_t used =
+            atomic_load_explicit(&device[dev].index->used[i / 64], memory_order_relaxed);
+        if (!(used >> i % 64 & 1) || i == limit->page)
+            continue;
+        snprintf(path, sizeof(path), PEER_PATH, limit->uuid_text, i);
+        int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY);
+        struct stat st;
+        if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) &&
+            get(fd, &turn, sizeof(turn), offsetof(struct gs_pages, turn)))
+            each(&turn, i, arg);
+        if (fd >= 0)
+            close(fd);
+    }
+    errno = saved;
 }
 
 unsigned gs_pages_peers(struct gs_compute *c, struct gs_peer *out, unsigned max) {

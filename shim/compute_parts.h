@@ -112,6 +112,10 @@ void gs_clock_close(struct gs_clock *clock);
 /* False: the device has no pages. */
 bool gs_pages_open(const struct gs_limits *limits, unsigned dev);
 bool gs_pages_are_open(int dev);
+/* What this container says of turns (cuda_turn.c), NULL without pages; and what the others say. */
+struct gs_turn *gs_pages_turn(int dev);
+void gs_pages_turns(int dev, void (*each)(const struct gs_turn *turn, uint32_t number, void *arg),
+                    void *arg);
 /* `left`: what the process that had the page before and died said last; all 0 when none did. */
 void gs_pages_claim(struct gs_compute *c, struct gs_activity *left);
 void gs_pages_give(struct gs_compute *c);

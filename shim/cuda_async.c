@@ -47,7 +47,8 @@ static CUresult give_back(struct async *a, CUdeviceptr *out, CUstream stream, fr
     if (a->pool) {
         atomic_fetch_sub(&a->pool->live, 1);
         gs_pools_trim(a->pool->dev);
-        gs_count_refusal(a->pool->dev);
+        if (!gs_virtual_has(a->pool->dev))
+            gs_count_refusal(a->pool->dev);
     }
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
@@ -78,13 +79,23 @@ static CUresult end(struct async *a, CUresult result, CUdeviceptr *out, size_t b
     return give_back(a, out, stream, undo);
 }
 
+/* Managed memory for what the pool's device has no room for. There is none on another device than
+ * the current context's. */
+static CUresult on_host(const struct async *a, CUresult result, CUdeviceptr *out, size_t bytes) {
+    struct gs_here here;
+    bool may = result == CUDA_ERROR_OUT_OF_MEMORY && !a->passed && a->pool &&
+               gs_virtual_has(a->pool->dev) && gs_here(&here) && here.dev == a->pool->dev;
+    return may ? gs_virtual_alloc(out, bytes, CU_MEM_ATTACH_GLOBAL) : result;
+}
+
 #define GS_ALLOC_ASYNC(fn, suffix, pool, ...) \
     GS_NEED(real, fn); \
     struct async a; \
     CUresult result = begin(&a, bytesize, pool, hStream, GS_REAL(cuStreamIsCapturing##suffix)); \
-    if (result != CUDA_SUCCESS) \
-        return result; \
-    return end(&a, real(__VA_ARGS__), dptr, bytesize, hStream, GS_REAL(cuMemFreeAsync##suffix))
+    if (result == CUDA_SUCCESS) \
+        result = \
+            end(&a, real(__VA_ARGS__), dptr, bytesize, hStream, GS_REAL(cuMemFreeAsync##suffix)); \
+    return on_host(&a, result, dptr, bytesize)
 
 GS_EXPORT CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream) {
     GS_ALLOC_ASYNC(cuMemAllocAsync, , NULL, dptr, bytesize, hStream);
@@ -109,6 +120,8 @@ GS_EXPORT CUresult CUDAAPI cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *dptr, size_
 static CUresult free_async(free_fn real, is_capturing_fn ask, CUdeviceptr dptr, CUstream stream) {
     if (!gs_slot() || capturing(ask, stream))
         return real(dptr, stream);
+    if (gs_virtual_is(dptr)) /* of no pool: the driver frees it at once only */
+        return gs_virtual_free_later(dptr, stream) ? CUDA_SUCCESS : cuMemFree_v2(dptr);
     return GS_FREE(gs_memory, dptr, real(dptr, stream));
 }
 

@@ -7,7 +7,8 @@ struct gs_map gs_memory;
 struct gs_map gs_objects;
 struct gs_map gs_loaded;
 
-/* Before a refusal, what our own pools hold unused goes back to the driver. */
+/* Before a refusal, what our own pools hold unused goes back to the driver. What then goes to the
+ * host (cuda_virtual.c) is no refusal. */
 static bool reserve(int dev, uint64_t bytes) {
     if (gs_reserve(dev, bytes))
         return true;
@@ -19,11 +20,17 @@ static bool reserve(int dev, uint64_t bytes) {
         if (gs_reserve_patiently(dev, bytes))
             return true;
     }
-    gs_count_refusal(dev);
     return false;
 }
 
-CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes) {
+static bool reserve_or_count(int dev, uint64_t bytes) {
+    bool fits = reserve(dev, bytes);
+    if (!fits)
+        gs_count_refusal(dev);
+    return fits;
+}
+
+CUresult gs_charge_try(struct gs_charge *charge, uint64_t bytes) {
     struct gs_here here;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
@@ -36,11 +43,18 @@ CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes) {
     return reserve(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes) {
+    CUresult result = gs_charge_try(charge, bytes);
+    if (result == CUDA_ERROR_OUT_OF_MEMORY)
+        gs_count_refusal(charge->dev);
+    return result;
+}
+
 CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes) {
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     *charge = (struct gs_charge){.dev = gs_dev_of(device), .bytes = gs_round_up(bytes, GS_BLOCK)};
-    return reserve(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    return reserve_or_count(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 void gs_charge_abort(struct gs_charge *charge) {
@@ -107,6 +121,9 @@ void gs_uncharge(uint64_t key, const struct gs_entry *entry) {
         break;
     case GS_KIND_WHOLE:
         gs_release(entry->dev, entry->bytes);
+        break;
+    case GS_KIND_VIRTUAL:
+        gs_virtual_freed(key, entry);
         break;
     case GS_KIND_POOLED:
         gs_pooled_freed(entry);

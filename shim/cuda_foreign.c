@@ -20,6 +20,10 @@ GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr
     size_t bytes;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
+    if (gs_virtual_holds(dptr)) {
+        gs_log("cuIpcGetMemHandle refused", "this memory lies on the host, by oversubscription");
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
     CUresult result = real(handle, dptr);
     if (result != CUDA_SUCCESS || !handle || !range || range(&base, &bytes, dptr) != CUDA_SUCCESS ||
         !gs_map_get(&gs_memory, base, &entry))

@@ -6,12 +6,15 @@ struct answer {
     uint64_t free, total;
 };
 
-/* Total is the limit, used is the container's, free is never more than the driver itself has. */
+/* Total is the limit, used is the container's, free is never more than the driver itself has, where
+ * the share has no part on the host. */
 static struct answer share(int dev, uint64_t free_real, uint64_t total_real) {
     gs_pools_settle(dev);
-    uint64_t limit = gs_limit(dev), used = gs_used(dev);
-    uint64_t total = limit < total_real ? limit : total_real;
-    uint64_t left = used < total ? total - used : 0;
+    struct gs_whole whole = gs_whole(dev);
+    if (whole.oversubscribed)
+        total_real = free_real = UINT64_MAX;
+    uint64_t total = whole.limit < total_real ? whole.limit : total_real;
+    uint64_t left = whole.used < total ? total - whole.used : 0;
     return (struct answer){left < free_real ? left : free_real, total};
 }
 
@@ -50,18 +53,23 @@ GS_EXPORT CUresult CUDAAPI cuMemGetInfo(unsigned int *free, unsigned int *total)
     return result;
 }
 
+static uint64_t total_of(CUdevice device, uint64_t real) {
+    struct gs_whole whole = gs_whole(gs_dev_of(device));
+    return whole.oversubscribed || whole.limit < real ? whole.limit : real;
+}
+
 GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem_v2(size_t *bytes, CUdevice dev) {
     GS_NEED(real, cuDeviceTotalMem_v2);
     CUresult result = real(bytes, dev);
-    if (result == CUDA_SUCCESS && bytes && gs_slot() && gs_limit(gs_dev_of(dev)) < *bytes)
-        *bytes = gs_limit(gs_dev_of(dev));
+    if (result == CUDA_SUCCESS && bytes && gs_slot())
+        *bytes = total_of(dev, *bytes);
     return result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem(unsigned int *bytes, CUdevice dev) {
     GS_NEED(real, cuDeviceTotalMem);
     CUresult result = real(bytes, dev);
-    if (result == CUDA_SUCCESS && bytes && gs_slot() && gs_limit(gs_dev_of(dev)) < *bytes)
-        *bytes = (unsigned int)gs_limit(gs_dev_of(dev));
+    if (result == CUDA_SUCCESS && bytes && gs_slot())
+        *bytes = clamp(total_of(dev, *bytes));
     return result;
 }

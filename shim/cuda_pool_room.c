@@ -126,7 +126,8 @@ CUresult gs_room_begin(struct gs_room *room, struct gs_pool *pool, uint64_t byte
         if (room->alone)
             leave(room);
     }
-    gs_count_refusal(pool->dev);
+    if (pool->graph || !gs_virtual_has(pool->dev))
+        gs_count_refusal(pool->dev);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 

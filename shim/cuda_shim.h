@@ -65,6 +65,8 @@ struct gs_charge {
 
 /* Reserve for an allocation in the current context. CUDA_SUCCESS: go on and call the driver. */
 CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes);
+/* The same for a caller that goes on to gs_virtual_alloc: no refusal is counted. */
+CUresult gs_charge_try(struct gs_charge *charge, uint64_t bytes);
 /* The same on a named device, bound to no context. */
 CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes);
 void gs_charge_abort(struct gs_charge *charge);
@@ -106,6 +108,39 @@ void gs_drop_end(struct gs_dropped *dropped, bool gone);
 bool gs_share_address_freed(uint64_t address);
 /* 0 when it is no file. */
 uint64_t gs_share_id_of_file(int fd);
+
+/* ---- cuda_virtual.c: the part of a share that lies on the host ------------------------------ */
+
+/* Managed memory for what the device has no room for, in the current context; `flags` as
+ * cuMemAllocManaged has them. CUDA_ERROR_OUT_OF_MEMORY, counted: beyond both parts together, or the
+ * share has none on the host. */
+CUresult gs_virtual_alloc(CUdeviceptr *out, uint64_t bytes, unsigned int flags);
+bool gs_virtual_has(int dev);
+/* `address` is such memory. */
+bool gs_virtual_is(CUdeviceptr address);
+/* The same of one that may lie within it. */
+bool gs_virtual_holds(CUdeviceptr address);
+/* Free it when the stream has come so far. False: it could not be put off. */
+bool gs_virtual_free_later(CUdeviceptr address, CUstream stream);
+/* Free what was put off, as far as the streams have come. */
+void gs_virtual_drain(void);
+extern _Atomic uint32_t gs_virtual_later;
+void gs_virtual_freed(uint64_t address, const struct gs_entry *entry);
+/* This process has some on the host of a device. */
+bool gs_virtual_lives(void);
+/* Move what lies on the host to the device, as far as `room` (of all processes) goes, or back. */
+void gs_virtual_move(const struct gs_here *here, CUstream stream, bool to_device,
+                     _Atomic uint64_t *brought, uint64_t most);
+
+/* ---- cuda_turn.c: whose memory on the host is on the device just now ------------------------ */
+
+/* Launches on this device are to ask. */
+bool gs_turns(int dev);
+/* Before a launch: waits for the turn, but not for ever. */
+void gs_turn_admit(const struct gs_here *here, CUstream stream);
+/* Around calls that wait for the device: who waits is not idle. */
+extern _Atomic uint32_t gs_turn_held;
+void gs_turn_waits(bool begins);
 
 /* ---- cuda_pool.c --------------------------------------------------------------------------- */
 

@@ -4,7 +4,14 @@
  * a free out of a pool, or a launch where compute is limited: otherwise a call pays two loads. */
 #include "compute.h"
 
+static void waits(void) {
+    if (atomic_load_explicit(&gs_turn_held, memory_order_relaxed))
+        gs_turn_waits(true);
+}
+
 static CUresult synced(CUresult result) {
+    if (atomic_load_explicit(&gs_turn_held, memory_order_relaxed))
+        gs_turn_waits(false);
     if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_pools_freed, memory_order_relaxed) &&
         gs_slot())
         gs_pools_synced();
@@ -12,13 +19,18 @@ static CUresult synced(CUresult result) {
 }
 
 #define GS_SYNC(context, ...) \
+    waits(); \
     struct gs_compute *compute = gs_compute_sync_begin(context); \
     return gs_compute_sync_end(compute, synced(real(__VA_ARGS__)))
 
 GS_EXPORT CUresult CUDAAPI cuCtxSynchronize(void) {
     GS_NEED(real, cuCtxSynchronize);
+    waits();
     struct gs_compute *compute = gs_compute_sync_begin(NULL);
-    return gs_compute_sync_end(compute, synced(real()));
+    CUresult result = synced(real());
+    if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_virtual_later, memory_order_relaxed))
+        gs_virtual_drain();
+    return gs_compute_sync_end(compute, result);
 }
 
 GS_EXPORT CUresult CUDAAPI cuCtxSynchronize_v2(CUcontext ctx) {

@@ -69,6 +69,7 @@ struct gs_self {
     _Atomic uint32_t lock_limit;
     _Atomic uint32_t lock_vmm;
     _Atomic uint32_t lock_pool;
+    _Atomic uint32_t lock_virtual;
     _Atomic uint32_t lock_compute[64]; /* of one context's law each: GS_MAX_COMPUTES */
 };
 
@@ -95,9 +96,20 @@ static inline struct gs_slot *gs_slot(void) {
 uint64_t gs_used(int dev);
 /* The memory limit: 0 for GS_NO_DEV, GS_UNLIMITED when there is none. */
 uint64_t gs_limit(int dev);
+/* Where the part of a share is counted that lies on the host; all functions here take it as a
+ * "dev", whose limit is 0 where there is no such part. */
+static inline int gs_host_part(int dev) {
+    return dev < 0 ? dev : (int)GS_HOST_PART((unsigned)dev);
+}
+/* Both parts together: what a program is told. */
+struct gs_whole {
+    uint64_t limit, used;
+    bool oversubscribed;
+};
+struct gs_whole gs_whole(int dev);
 /* What may change while a container lives, all of one moment. */
 struct gs_limit_now {
-    uint64_t generation, memory_bytes;
+    uint64_t generation, memory_bytes, virtual_bytes;
     uint32_t percent, priority, weight, flags;
 };
 struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev);
@@ -153,6 +165,7 @@ enum gs_kind {
     GS_KIND_WHOLE,      /* charged `bytes` */
     GS_KIND_POOLED,     /* memory of pool number `extra`; the pool is charged, not this */
     GS_KIND_FOREIGN,    /* another process's memory, opened here */
+    GS_KIND_VIRTUAL,    /* managed: `bytes` count on the device, `extra` on the host */
 };
 
 struct gs_entry {

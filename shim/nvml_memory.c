@@ -14,9 +14,11 @@ static nvmlReturn_t share(nvmlDevice_t device, uint64_t total_real, uint64_t fre
     nvmlReturn_t result = gs_nvml_dev(device, &dev);
     if (result != NVML_SUCCESS)
         return result;
-    uint64_t limit = gs_limit(dev), used = gs_used(dev);
-    n->total = limit < total_real ? limit : total_real;
-    n->used = used < n->total ? used : n->total;
+    struct gs_whole whole = gs_whole(dev);
+    if (whole.oversubscribed) /* the part on the host is no part of what the device has */
+        total_real = free_real = UINT64_MAX;
+    n->total = whole.limit < total_real ? whole.limit : total_real;
+    n->used = whole.used < n->total ? whole.used : n->total;
     n->free = n->total - n->used < free_real ? n->total - n->used : free_real;
     return NVML_SUCCESS;
 }

@@ -11,10 +11,23 @@
 #define PATIENCE 200u /* times 50 us and more */
 #define LASTING 20u   /* times 50 us and more */
 
+/* Zero unless a device of that number from the other end has a part on the host. */
+static uint64_t host_limit(const struct gs_limits *limits, unsigned part) {
+    unsigned dev = GS_HOST_PART(part);
+    if (part >= GS_MAX_DEVICES || limits->n_devices > GS_MAX_DEVICES / 2 ||
+        dev >= limits->n_devices)
+        return 0;
+    struct gs_limit_now now = gs_limit_now(limits, dev);
+    bool has = now.flags & GS_DEVICE_OVERSUBSCRIBE && now.virtual_bytes > now.memory_bytes;
+    return has ? now.virtual_bytes - now.memory_bytes : 0;
+}
+
 uint64_t gs_limit(int dev) {
     const struct gs_view *view = gs_region();
-    if (!view || dev < 0 || (uint32_t)dev >= view->limits->n_devices)
+    if (!view || dev < 0)
         return 0;
+    if ((uint32_t)dev >= view->limits->n_devices)
+        return host_limit(view->limits, (unsigned)dev);
     const struct gs_device_limit *l = &view->limits->device[dev];
     uint64_t generation = __atomic_load_n(&view->limits->generation, __ATOMIC_SEQ_CST);
     return __atomic_load_n(generation & 1 ? &l->memory_limit_bytes : &l->next_memory_limit_bytes,
@@ -30,6 +43,7 @@ struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev
         now.generation = __atomic_load_n(&limits->generation, __ATOMIC_ACQUIRE);
         bool first = now.generation & 1;
         now.memory_bytes = LOAD(first ? &l->memory_limit_bytes : &l->next_memory_limit_bytes);
+        now.virtual_bytes = LOAD(first ? &l->memory_virtual_bytes : &l->next_memory_virtual_bytes);
         now.percent = LOAD(first ? &l->compute_percent : &l->next_compute_percent);
         now.priority = LOAD(first ? &l->priority : &l->next_priority);
         now.weight = LOAD(first ? &l->weight : &l->next_weight);
@@ -86,6 +100,16 @@ static uint64_t sum(const struct gs_usage *usage, int dev, bool living_only) {
 uint64_t gs_used(int dev) {
     const struct gs_view *view = gs_region();
     return view && dev >= 0 && (unsigned)dev < GS_MAX_DEVICES ? sum(view->usage, dev, true) : 0;
+}
+
+struct gs_whole gs_whole(int dev) {
+    uint64_t host = gs_limit(gs_host_part(dev)), device = gs_limit(dev);
+    struct gs_whole whole = {.limit = device, .used = gs_used(dev), .oversubscribed = host != 0};
+    if (host) {
+        whole.limit = device + host < device ? GS_UNLIMITED : device + host;
+        whole.used += gs_used(gs_host_part(dev));
+    }
+    return whole;
 }
 
 /* The dead are looked at only when it matters: the first sum takes every slot as it is. */
@@ -223,6 +247,8 @@ unsigned gs_processes(int dev, void (*each)(uint32_t pid, uint64_t bytes, void *
     for (uint32_t i = 0; i < high; i++) {
         const struct gs_slot *slot = &view->usage->slot[i];
         uint64_t bytes = __atomic_load_n(&slot->bytes[dev], __ATOMIC_SEQ_CST);
+        if (gs_limit(gs_host_part(dev)))
+            bytes += __atomic_load_n(&slot->bytes[GS_HOST_PART((unsigned)dev)], __ATOMIC_SEQ_CST);
         if (bytes == 0 || !gs_alive(slot))
             continue;
         found++;

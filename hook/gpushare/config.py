@@ -67,7 +67,7 @@ KEYS = (
         "policy.unlimited says."),
     Key("sharing.memory_scaling", 1.0, configsharing.SCALING,
         "How much memory the equal shares have together, as a multiple of the device's: each gets this much divided by "
-        "split_count. More than 1.0 is refused in this version."),
+        "split_count. What is more than 1.0 lies in host memory (oversubscription)."),
     Key("sharing.cores_scaling", 1.0, configsharing.SCALING,
         "How much compute the equal shares have together, as a multiple of all of the device's time. More than 1.0 "
         "counts as compute_overcommit."),
@@ -84,6 +84,18 @@ KEYS = (
     Key("memory_overcommit", 1.0, {"type": "number", "minimum": 0.1, "maximum": 16},
         "How much memory may be granted on a device, as a multiple of what it has. 1.0 means that every container "
         "can use its whole limit at any time."),
+    Key("oversubscription.host_memory", "", _TEXT,
+        "How much of the host's memory shares may have that go on there (GPUSHARE_OVERSUBSCRIBE, memory_scaling above "
+        "1.0): such as 64Gi, or 50% of what the host has; empty: none, and they are refused. All of such a share "
+        "counts, its part on the device too."),
+    Key("oversubscription.scaling", 2.0, configsharing.SCALING,
+        "How much a container that sets GPUSHARE_OVERSUBSCRIBE may hold on device and host together, as a multiple of "
+        "its memory limit."),
+    Key("oversubscription.turn_ms", 0, {"type": "integer", "minimum": 0, "maximum": 2000},
+        "How long one oversubscribed container at a time has what it has in host memory on the device, in "
+        "milliseconds; 0: it stays on the host."),
+    Key("oversubscription.turn_memory", "25%", _TEXT,
+        "How much of each device is kept free of shares for that, where turn_ms is not 0: such as 4Gi or 25%."),
     Key("compute_overcommit", 1.0, {"type": "number", "minimum": 0.1, "maximum": 16},
         "How much compute may be granted on a device, as a multiple of all of its time. 1.0 means that every container "
         "can use its whole limit at any time. Only hard limits count: what a container without a limit, or with a soft "
@@ -223,6 +235,10 @@ def effective(config: Config) -> dict[str, Any]:
         "placement.strategy": config.placement,
         **configsharing.plain(config.sharing),
         "memory_overcommit": config.memory_overcommit,
+        "oversubscription.host_memory": config.host_memory,
+        "oversubscription.scaling": config.oversubscribe_scaling,
+        "oversubscription.turn_ms": config.turn_ms,
+        "oversubscription.turn_memory": config.turn_memory,
         "compute_overcommit": config.compute_overcommit,
         "compute.slice_us": config.slice_us,
         "compute.switch_us": config.switch_us,
@@ -364,12 +380,17 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
     """The validated file as a Config: missing keys take the table's defaults."""
     given = _flat(value)
     at = {key.path: given.get(key.path, key.default) for key in KEYS}
-    for key in ("memory_overcommit", "compute_overcommit"):
+    for key in ("memory_overcommit", "oversubscription.scaling", "compute_overcommit"):
         if at[key] != at[key]:  # NaN, which is neither below nor above any bound
             raise _error(path, lines, key, '"NaN" is wrong', "expected a number")
     maximum: Optional[str] = at["policy.max_memory"].strip()
     if maximum:
         _quantity(path, lines, "policy.max_memory", maximum, amount)
+    host_memory: str = at["oversubscription.host_memory"].strip()
+    turn_memory: str = at["oversubscription.turn_memory"].strip()
+    _quantity(path, lines, "oversubscription.turn_memory", turn_memory, amount)
+    if host_memory:
+        _quantity(path, lines, "oversubscription.host_memory", host_memory, amount)
     return Config(
         driver_root=os.path.normpath(at["driver.root"]),
         shim_dir=os.path.normpath(at["shim_dir"]),
@@ -400,6 +421,10 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
         slice_us=int(at["compute.slice_us"]),
         switch_us=int(at["compute.switch_us"]),
         sharing=_sharing(at, lines, path),
+        host_memory=host_memory,
+        oversubscribe_scaling=float(at["oversubscription.scaling"]),
+        turn_ms=int(at["oversubscription.turn_ms"]),
+        turn_memory=turn_memory,
     )
 
 

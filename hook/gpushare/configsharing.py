@@ -71,13 +71,6 @@ def _check(rule: SharingRule, key: str) -> SharingRule:
     for name, value in (("memory_scaling", rule.memory_scaling), ("cores_scaling", rule.cores_scaling)):
         if value != value:
             raise Wrong(f"{key}.{name}", '"NaN" is wrong', "expected a number")
-    if rule.memory_scaling > 1:
-        raise Wrong(
-            f"{key}.memory_scaling",
-            f"{rule.memory_scaling:g} shares out more memory than a device has, which needs virtual device memory, "
-            "and this version has none",
-            "write 1.0 or less",
-        )
     if rule.split_count and compute_percent(rule) < 1:
         raise Wrong(
             f"{key}.cores_scaling",

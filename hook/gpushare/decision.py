@@ -88,6 +88,8 @@ def facts(lease: Lease) -> str:
     """What a lease says: limits in the order of its devices, memory in bytes, compute in percent."""
     shares = lease.shares
     memory = ",".join("none" if s.memory_limit_bytes is None else str(s.memory_limit_bytes) for s in shares)
+    if any(s.virtual_bytes for s in shares):
+        memory += " virtual=" + ",".join(str(s.virtual_bytes) for s in shares)
     compute = ",".join("none" if s.compute_percent is None else str(s.compute_percent) for s in shares)
     backend = "+".join(sorted({name for s in shares for name in (s.memory_backend, s.compute_backend)}))
     mode = "soft" if any(s.soft for s in shares) else "hard"

@@ -43,6 +43,7 @@ def _facts(request: Request) -> list[tuple[str, str]]:
     ]
     optional = (
         ("priority", "high" if request.priority else ""),
+        ("oversubscribe", "yes" if request.oversubscribe else ""),
         ("backend", request.backend.replace("auto", "")),
         ("features", ",".join(request.features)),
         ("imex", ",".join(request.imex_channels)),
@@ -59,6 +60,8 @@ def _gets(plan: Plan) -> list[str]:
         device, limit = share.device, share.memory_limit_bytes
         whole = human(device.memory_bytes) if device.memory_bytes else "an unknown size"
         much = f"all of {whole}" if limit is None else f"{human(limit)} of {whole}"
+        if share.virtual_bytes:
+            much += f" and {human(share.virtual_bytes - (limit or 0))} in host memory"
         over = f", clamped from {share.clamped}" if share.clamped else ""
         if share.compute_percent is not None:
             much += f", {share.compute_percent}% of compute{' (soft)' if share.soft else ''}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from . import backends, names
 from .dialects import device_name
 from .errors import CapacityError, DeviceError, PolicyError, RequestError
-from .ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of
+from .ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of, turn_bytes
 from .light import NamedTuple, Optional
 from .model import Amount, Config, Device, Node, Policy, Request, Share
 from .quantity import amount, bytes_of, human
@@ -35,6 +35,7 @@ class Offer(NamedTuple):
     page: int
     equal_share: str  # "1 of 10" where the configuration gives it, not the container's own words
     holders: backends.Holders = backends.Holders()
+    virtual_bytes: int = 0  # with what lies on the host; 0 = nothing does
 
 
 def _held(holders: list[str]) -> str:
@@ -122,7 +123,7 @@ def _memory_of(wanted: Wanted, device: Device, ledger: Ledger, config: Config) -
 def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Config) -> int:
     """`memory` of the device if it is free. A device of unknown size serves one share: alone it cannot be
     oversold, and the driver itself says when it is full."""
-    total, used = capacity_bytes(device, config.memory_overcommit), ledger.used.get(device.uuid, 0)
+    total, used = capacity_bytes(device, config), ledger.used.get(device.uuid, 0)
     if total == 0 and (memory.percent is not None or used):
         raise DeviceError(
             f"{memory.text} of device {device_name(device)}: its memory size is not known",
@@ -208,22 +209,22 @@ def _require_free(request: Request, device: Device, ledger: Ledger, config: Conf
     if request.selection.conditions:
         from .dialects import conditions
 
-        total = capacity_bytes(device, config.memory_overcommit)
+        total = capacity_bytes(device, config)
         free_bytes = max(0, total - ledger.used.get(device.uuid, 0))
         conditions.require_free(request.selection.conditions, device, free_bytes, total)
 
 
 def offer(wanted: Wanted, request: Request, device: Device, node: Node, ledger: Ledger) -> Offer:
     """What `device` would give to a slot that asks for `wanted`, now."""
-    config, equal = node.config, ""
+    config, equal, scaling = node.config, "", 1.0
     _refuse_unnamed(device)
     _require(request, device, node)
     rule = rule_of(device, config)
     if rule is not None and wanted.memory is None:
         from . import sharing
 
-        given = sharing.share_of(device, rule)
-        equal = given.text
+        given = sharing.share_of(device, rule, turn_bytes(device, config))
+        equal, scaling = given.text, given.scaling
         wanted = Wanted(given.memory, given.compute_percent if wanted.compute is None else wanted.compute)
     wanted, over = _within_policy(wanted, device, config.policy)
     size = _memory_of(wanted, device, ledger, config)
@@ -232,10 +233,28 @@ def offer(wanted: Wanted, request: Request, device: Device, node: Node, ledger: 
     holders = backends.choose(
         size is not None, wanted.compute is not None, backends.Site(device, request, node, ledger)
     )
-    return Offer(size, wanted.compute, over, _page_of(device, ledger, config), equal, holders)
+    page, whole = _page_of(device, ledger, config), 0
+    if request.oversubscribe or scaling > 1:
+        from . import oversubscribing
+
+        whole = oversubscribing.whole_bytes(
+            size, max(scaling, config.oversubscribe_scaling * request.oversubscribe), device
+        )
+    return Offer(size, wanted.compute, over, page, equal, holders, whole)
 
 
 _LITTLE = Wanted(Amount(1, None, ""), 1)  # no maximum is below that
+
+
+def _refuse_beyond(share: Share, size: Optional[int]) -> None:
+    """What an oversubscribed container holds on device and host together stays what it was promised."""
+    whole = share.virtual_bytes
+    if whole and (size is None or size > whole):
+        raise RequestError(
+            f"{'no limit' if size is None else human(size)} of memory: this container has {human(whole)} on device and "
+            "host together",
+            f"ask for at most {human(whole)}",
+        )
 
 
 def regrant(share: Share, wanted: Wanted, soft: bool, node: Node, ledger: Ledger) -> Share:
@@ -256,6 +275,7 @@ def regrant(share: Share, wanted: Wanted, soft: bool, node: Node, ledger: Ledger
         size = _memory_of(wanted, device, ledger, config)
     elif wanted.memory is not None:  # of all of the device, for whatever nobody else has
         size = _limited_bytes(wanted.memory, device, Ledger({}), config)
+    _refuse_beyond(share, size)
     counted = (share.compute_percent or 0) if counts(share.compute_percent, share.soft) else 0
     if after > counted:
         _require_compute(wanted.compute, soft, device, ledger, config)

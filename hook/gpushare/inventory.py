@@ -190,4 +190,11 @@ def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
         _device(index, bus, version, fact, answer, context_bytes) for index, (bus, fact) in enumerate(zip(buses, facts))
     )
     cuda_version = answer.cuda_version or CUDA_VERSIONS.get(version.partition(".")[0], "")
-    return Inventory(root, version, devices, marker is not None, _mig_devices(root, devices, answer), cuda_version)
+    mig = _mig_devices(root, devices, answer)
+    return Inventory(root, version, devices, marker is not None, mig, cuda_version, host_memory_bytes())
+
+
+def host_memory_bytes() -> int:
+    """MemTotal of this host; 0 when it cannot be told."""
+    found = (line.split() for line in (short_read("/proc/meminfo", 4096) or "").splitlines())
+    return next((1024 * int(words[1]) for words in found if words[:1] == ["MemTotal:"] and words[1].isdigit()), 0)

@@ -22,7 +22,7 @@ def grantable_mib(node: Node) -> int:
     found = 0
     for device in usable_devices(node.inventory):
         if not allowed or is_among(device, allowed):
-            found += capacity_bytes(device, node.config.memory_overcommit) // MIB
+            found += capacity_bytes(device, node.config) // MIB
     return found
 
 

@@ -46,6 +46,7 @@ _SHARE: dict[str, tuple[type, ...]] = {
     "draining_bytes": (int,),
     "memory_backend": (str,),
     "compute_backend": (str,),
+    "virtual_bytes": (int,),
 }
 _DEVICE: dict[str, tuple[type, ...]] = {
     "index": (int,),
@@ -65,9 +66,9 @@ _DEVICE: dict[str, tuple[type, ...]] = {
 }
 # Fields that files of earlier versions do not have; they mean what they mean by default.
 _LATER = ("brand", "arch", "parent", "mig_index", "gpu_instance", "compute_instance")
-# No page: then nobody else gets this one
 _LATEST = 1e12  # seconds
-_EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0}
+# No page: then nobody else gets this one
+_EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0, "virtual_bytes": 0}
 _EARLIER_SHARE.update((name, Share._field_defaults[name]) for name in ("memory_backend", "compute_backend"))
 _EARLIER_LEASE = {"sandbox": ""}
 _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
@@ -112,7 +113,8 @@ def from_json(data: bytes, container_id: str) -> Lease:
     if not 0 <= fields["created"] < _LATEST:
         raise ValueError(f"lease.created is {fields['created']!r}")
     for slot, one in enumerate(shares):
-        if one.slot != slot or min(one.memory_limit_bytes or 0, one.draining_bytes, one.compute_percent or 0) < 0:
+        sizes = (one.memory_limit_bytes or 0, one.draining_bytes, one.virtual_bytes, one.compute_percent or 0)
+        if one.slot != slot or min(sizes) < 0:
             raise ValueError(f"share {slot} has numbers that cannot be")  # and would be somebody's room
         if not {one.memory_backend, one.compute_backend} <= set(names.BACKENDS):
             raise ValueError(f"share {slot} has a backend of another version of gpushare")

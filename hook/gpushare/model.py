@@ -35,6 +35,7 @@ class Inventory(NamedTuple):
     simulated: bool = False
     mig: tuple[Device, ...] = ()  # MIG devices, in the order of their GPUs
     cuda_version: str = ""  # the highest that the driver supports, "12.2"; "" when not known
+    host_memory_bytes: int = 0  # MemTotal; 0 = not known
 
 
 class Policy(NamedTuple):
@@ -85,6 +86,10 @@ class Config(NamedTuple):
     slice_us: int = 0  # of the devices, microseconds; 0 = what the shim takes as usual
     switch_us: int = 0
     sharing: tuple[SharingRule, ...] = ()  # the first that names a device counts
+    host_memory: str = ""  # for the whole of oversubscribed shares, of the host's; "" = none
+    oversubscribe_scaling: float = 2.0  # the whole of such a share, as a multiple of its part on the device
+    turn_ms: int = 0  # how long one of them has what it has on the host on the device; 0 = none ever has
+    turn_memory: str = "25%"  # of each device, kept free for that
 
 
 class Node(NamedTuple):
@@ -173,6 +178,7 @@ class Share(NamedTuple):
     draining_bytes: int = 0  # what it may still hold from before its limit was lowered; 0 = nothing above the limit
     memory_backend: str = "shim"  # who holds the limit: a row of backends.BACKENDS
     compute_backend: str = "shim"
+    virtual_bytes: int = 0  # oversubscribed: what it may hold on device and host together; 0 = nothing on the host
 
 
 class Lease(NamedTuple):

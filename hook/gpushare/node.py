@@ -24,7 +24,7 @@ from .errors import DeviceError, GpushareError
 from .light import Any, Optional, dumps, loads
 from .model import Config, Device, Inventory, Node, Policy, SharingRule
 
-SCHEMA = 3  # grows when the meaning of node.json changes
+SCHEMA = 4  # grows when the meaning of node.json changes
 FILE = "node.json"
 _TURN = "compile"  # beside it; who holds its lock compiles
 _DEVICES = ("devices", "mig")  # fields of Inventory that hold devices

@@ -22,6 +22,8 @@ def _share_text(share: Share) -> str:
         memory = "all memory"
     else:
         memory = f"{human(share.memory_limit_bytes)} ({share.memory_limit_bytes} bytes)"
+    if share.virtual_bytes:
+        memory += f", {human(share.virtual_bytes)} with host memory"
     compute = "" if share.compute_percent is None else f", {share.compute_percent}% compute"
     words = [word for word, on in (("soft", share.soft), ("high priority", share.priority > 0)) if on]
     return f"slot {share.slot} {share.device.uuid} {memory}{compute}" + "".join(f", {word}" for word in words)
@@ -35,6 +37,8 @@ class WriteLimits(NamedTuple):
     slice_us: int = 0  # see Config
     switch_us: int = 0
     mps: tuple[int, int, int] = (0, 0, 0)  # a mps.Grant
+    turn_ms: int = 0
+    turn_bytes: tuple[int, ...] = ()  # of each device; () = no turns
 
     @property
     def needs(self) -> str:
@@ -44,6 +48,8 @@ class WriteLimits(NamedTuple):
         times = (("slice", self.slice_us), ("switch", self.switch_us))
         words = [_share_text(share) for share in self.shares] + [f"{name} {us} us" for name, us in times if us]
         words += [f"MPS on slot {self.mps[0] - 1}"] if self.mps[0] else []
+        if self.turn_bytes:
+            words.append(f"turns of {self.turn_ms} ms on {', '.join(map(human, self.turn_bytes))}")
         return f"limits   {self.path}: " + "; ".join(words)
 
 

@@ -116,15 +116,21 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
             (device, fitting.offer(wanted[at], request, device, node, ledger)) for at, device in enumerate(devices)
         ]
     soft = request.compute_mode == "soft"
-    return tuple(
+    shares = tuple(
         Share(
             *(slot, device, offer.memory_limit_bytes, offer.compute_percent, soft, request.priority),
-            *(request.oversubscribe, offer.clamped, offer.page),
+            *(offer.virtual_bytes > 0, offer.clamped, offer.page),
+            virtual_bytes=offer.virtual_bytes,
             memory_backend=offer.holders.memory,
             compute_backend=offer.holders.compute,
         )
         for slot, (device, offer) in enumerate(chosen)
     )
+    if any(share.virtual_bytes for share in shares):
+        from . import oversubscribing
+
+        oversubscribing.require_budget(shares, node, ledger)
+    return shares
 
 
 # `any`
@@ -133,7 +139,7 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
 def _fullness(offer: Offer, device: Device, soft: bool, ledger: Ledger, config: Config) -> int:
     """How much of the device is granted once it gives this: memory and compute each for a half, then how many
     containers it has, which tells apart those that are limited in neither."""
-    total, used = capacity_bytes(device, config.memory_overcommit), ledger.used.get(device.uuid, 0)
+    total, used = capacity_bytes(device, config), ledger.used.get(device.uuid, 0)
     memory = _ALL
     if offer.memory_limit_bytes is not None and total:
         memory = (used + offer.memory_limit_bytes) * _ALL // total

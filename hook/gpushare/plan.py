@@ -15,6 +15,7 @@ from . import backends, forward, names, oci, pages
 from .driverfiles import DriverFiles, Library
 from .drivertable import ALWAYS
 from .errors import RequestError
+from .ledger import turn_bytes
 from .light import NamedTuple, Optional
 from .model import Bundle, Config, Image, LdEntry, Lease, Node, Request, Share
 from .ops import (
@@ -79,8 +80,12 @@ def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: Dr
     """Limits, the tenant's own tmpfs, and the private directory with the real libraries."""
     state = container_dir(config.state_dir, bundle.id)
     mps = backends.in_limits(shares, config.state_dir, oci.first_uid(bundle.spec))
+    limits = WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us, mps)
+    if config.turn_ms and any(share.virtual_bytes for share in shares):
+        turns = tuple(turn_bytes(share.device, config) for share in shares)
+        limits = limits._replace(turn_ms=config.turn_ms, turn_bytes=turns)
     return [
-        WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us, mps),
+        limits,
         TenantTmpfs(f"{state}/rw", USAGE_BYTES, TMPFS_INODES),
         Mount(f"{state}/share", names.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
         Mount(f"{state}/rw", names.RW_DIR, "dir", _DATA, "what this container's processes count"),

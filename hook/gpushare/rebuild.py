@@ -173,6 +173,7 @@ def _share(slot: int, limit: region.Limit, device: Device, mps_device: int = 0) 
         paused=bool(limit.flags & region.DEVICE_PAUSED),
         draining_bytes=limit.draining_bytes,
         compute_backend="mps" if mps_device == slot + 1 else "shim",
+        virtual_bytes=limit.virtual_bytes,
     )
 
 

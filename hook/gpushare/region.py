@@ -67,14 +67,14 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("page", "I"),
         ("slice_ns", "I"),
         ("switch_ns", "I"),
-        ("reserved", "4x"),
+        ("turn_mib", "I"),
         ("next_memory_limit_bytes", "Q"),
         ("next_compute_percent", "I"),
         ("next_priority", "I"),
         ("next_weight", "I"),
         ("next_flags", "I"),
         ("draining_bytes", "Q"),
-        ("reserved2", "8x"),
+        ("next_memory_virtual_bytes", "Q"),
     ),
     "gs_limits": (
         ("magic", "Q"),
@@ -87,7 +87,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("mps_token", "Q"),
         ("mps_uid", "I"),
         ("mps_device", "I"),
-        ("reserved", "8x"),
+        ("turn_us", "I"),
+        ("reserved", "4x"),
         ("device", f"{MAX_DEVICES * 192}x"),
     ),
     "gs_slot": (
@@ -155,6 +156,14 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("buffer", f"{2 * 1192}x"),
         ("reserved2", "40x"),
     ),
+    "gs_turn": (
+        ("held_from_ns", "Q"),
+        ("held_until_ns", "Q"),
+        ("used_ns", "Q"),
+        ("wants_from_ns", "Q"),
+        ("wants_until_ns", "Q"),
+        ("brought_bytes", "Q"),
+    ),
     "gs_pages": (
         ("magic", "Q"),
         ("version", "I"),
@@ -163,7 +172,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("high", "I"),
         ("reserved", "40x"),
         ("owner", f"{MAX_PAGES}Q"),
-        ("reserved2", "3776x"),
+        ("turn", "48x"),
+        ("reserved2", "3728x"),
         ("page", f"{MAX_PAGES * 2432}x"),
     ),
     "gs_peers": (
@@ -214,6 +224,7 @@ class Limit(NamedTuple):
     flags: int
     page: int = 0
     draining_bytes: int = 0  # as in model.Share
+    virtual_bytes: int = 0  # the same
 
 
 class Limits(NamedTuple):
@@ -233,6 +244,7 @@ class Slot(NamedTuple):
     pid: int
     started_ns: int  # CLOCK_MONOTONIC
     bytes: tuple[int, ...]  # per device of the container
+    host: tuple[int, ...] = ()  # the same, on the host: of shares that are oversubscribed
 
 
 class Bucket(NamedTuple):
@@ -259,6 +271,10 @@ class Usage(NamedTuple):
         orphans = self.orphans[device] if device < len(self.orphans) else 0
         return orphans + sum(slot.bytes[device] for slot in self.slots if device < len(slot.bytes))
 
+    def host_bytes(self, device: int) -> int:
+        """The same of the part of an oversubscribed share that lies on the host."""
+        return sum(slot.host[device] for slot in self.slots if device < len(slot.host))
+
 
 def uuid_bytes(uuid: str) -> bytes:
     """The raw 16 bytes of "GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx" (or MIG-). Raises RegionError."""
@@ -271,10 +287,15 @@ def uuid_bytes(uuid: str) -> bytes:
     return raw
 
 
+def host_part(slot: int) -> int:
+    """Where the part of a share is counted that lies on the host: GS_HOST_PART of the header."""
+    return MAX_DEVICES - 1 - slot
+
+
 def changing(share: Share) -> tuple[int, int, int, int, int]:
     """What of a share can change while its container lives: memory_limit_bytes, compute_percent, priority, weight and
-    flags, as struct gs_device_limit has them."""
-    flags = (DEVICE_COMPUTE_SOFT if share.soft else 0) | (DEVICE_OVERSUBSCRIBE if share.oversubscribe else 0)
+    flags, as struct gs_device_limit has them. (memory_virtual_bytes, too, which is not among them.)"""
+    flags = (DEVICE_COMPUTE_SOFT if share.soft else 0) | (DEVICE_OVERSUBSCRIBE if share.virtual_bytes else 0)
     return (
         UNLIMITED if share.memory_limit_bytes is None else share.memory_limit_bytes,
         NO_PERCENT if share.compute_percent is None else share.compute_percent,
@@ -301,12 +322,13 @@ def stores(shares: Sequence[Share], prefix: str) -> list[tuple[int, int]]:
             ("memory_limit_bytes", limit_bytes),
             ("compute_percent", percent | priority << 32),
             ("weight", weight | flags << 32),
+            ("memory_virtual_bytes", share.virtual_bytes),
         ):
             found.append((base + offset("gs_device_limit", prefix + field), word))
     return found
 
 
-def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0) -> bytes:
+def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0, turn_mib: int = 0) -> bytes:
     """One gs_device_limit. 0 microseconds: what is usual."""
     device = share.device
     text = device.uuid.encode("ascii", "replace")
@@ -320,7 +342,7 @@ def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0) -> bytes:
         device.memory_bytes,
         device.context_bytes,
         device.granularity_bytes,
-        device.memory_bytes if share.oversubscribe else 0,
+        share.virtual_bytes,
         percent,
         priority,
         weight,
@@ -328,8 +350,10 @@ def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0) -> bytes:
         share.page,
         1000 * slice_us,
         1000 * switch_us,
+        turn_mib,
         *(limit_bytes, percent, priority, weight, flags),
         share.draining_bytes,
+        share.virtual_bytes,
     )
 
 
@@ -340,8 +364,11 @@ def pack_limits(
     slice_us: int = 0,
     switch_us: int = 0,
     mps: tuple[int, int, int] = (0, 0, 0),
+    turn_us: int = 0,
+    turn_mib: Sequence[int] = (),
 ) -> bytes:
-    """A complete limits file: LIMITS_SIZE bytes, devices in slot order. `mps`: a mps.Grant.
+    """A complete limits file: LIMITS_SIZE bytes, devices in slot order. `mps`: a mps.Grant. `turn_mib`: of each
+    device, in that order.
 
     Raises RegionError when the shares are not the slots 0..n-1, or more than MAX_DEVICES.
     """
@@ -350,11 +377,12 @@ def pack_limits(
         slots = [share.slot for share in ordered]
         raise RegionError(f"shares have slots {slots}, must be 0, 1, ... and at most {MAX_DEVICES}")
     device, token, uid = mps
-    head = (LIMITS_MAGIC, ABI_VERSION, LIMITS_SIZE, len(ordered), 0, nonce, generation, token, uid, device)
+    head = (LIMITS_MAGIC, ABI_VERSION, LIMITS_SIZE, len(ordered), 0, nonce, generation, token, uid, device, turn_us)
     whole = bytearray(packer("gs_limits").pack(*head))
     start = offset("gs_limits", "device")
-    for share in ordered:
-        whole[start : start + DEVICE_SIZE] = pack_device(share, slice_us, switch_us)
+    for index, share in enumerate(ordered):
+        mib = turn_mib[index] if turn_mib else 0
+        whole[start : start + DEVICE_SIZE] = pack_device(share, slice_us, switch_us, mib)
         start += DEVICE_SIZE
     return bytes(whole)
 
@@ -379,15 +407,16 @@ def check(data: bytes, what: str, magic: int, size: int) -> None:
 def read_limits(data: bytes) -> Limits:
     """A limits file as values. Raises RegionError when it is damaged."""
     check(data, "limits file", LIMITS_MAGIC, LIMITS_SIZE)
-    _, _, _, n_devices, _, nonce, generation, mps_token, _, mps_device = packer("gs_limits").unpack(data)
+    _, _, _, n_devices, _, nonce, generation, mps_token, _, mps_device, _ = packer("gs_limits").unpack(data)
     if n_devices > MAX_DEVICES:
         raise RegionError(f"limits file is damaged: {n_devices} devices, at most {MAX_DEVICES}")
     devices = []
     for index in range(n_devices):
         fields = packer("gs_device_limit").unpack_from(data, offset("gs_limits", "device") + index * DEVICE_SIZE)
-        _, text, limit_bytes, total_bytes, _, _, _, percent, priority, _, flags, page, _, _, *second, draining = fields
+        _, text, limit_bytes, total_bytes, _, _, virtual, percent, priority, _, flags, page, _, _, _, *second = fields
+        *second, draining, next_virtual = second
         if generation % 2 == 0:
-            limit_bytes, percent, priority, _, flags = second
+            (limit_bytes, percent, priority, _, flags), virtual = second, next_virtual
         devices.append(
             Limit(
                 text.partition(b"\0")[0].decode("ascii", "replace"),
@@ -398,6 +427,7 @@ def read_limits(data: bytes) -> Limits:
                 flags,
                 page,
                 draining,
+                virtual if flags & DEVICE_OVERSUBSCRIBE else 0,
             )
         )
     return Limits(nonce, generation, tuple(devices), mps_token, mps_device)
@@ -422,7 +452,8 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
             continue
         _, live, generation, pid, started_ns, *charged = slot_struct.unpack_from(data, base + index * SLOT_SIZE)
         if live == owner & TID_MASK:
-            slots.append(Slot(index, pid, started_ns, tuple(charged[:count])))
+            host = tuple(charged[host_part(device)] for device in range(count)) if count <= MAX_DEVICES // 2 else ()
+            slots.append(Slot(index, pid, started_ns, tuple(charged[:count]), host))
             generations[index] = generation
     texts = tuple(text for bit, text in WARNINGS if warnings & bit)
     buckets = tuple(_bucket(data, index) for index in range(count))

@@ -175,8 +175,6 @@ def _check_words(request: Request, rules: Policy) -> None:
     from . import backends  # for those who ask for something
 
     backends.require_allowed(request, rules)
-    if request.oversubscribe:
-        raise RequestError(f"{names.ENV_OVERSUBSCRIBE}: not available in this version", "leave it out")
 
 
 def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:

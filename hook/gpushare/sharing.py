@@ -2,7 +2,7 @@
 only where the configuration has `sharing`.
 
     rule_of(device, rules)   -> SharingRule | None    the first that names the device
-    share_of(device, rule)   -> EqualShare
+    share_of(device, rule, kept) -> EqualShare        kept: bytes of the device that no share has
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class EqualShare(NamedTuple):
     memory: Amount
     compute_percent: int
     text: str  # "1 of 10"
+    scaling: float = 1.0  # the whole of it, as a multiple of `memory`: above 1.0 it is oversubscribed
 
 
 def _names(rule: SharingRule, device: Device) -> bool:
@@ -41,15 +42,18 @@ def compute_percent(rule: SharingRule) -> int:
     return min(100, int(100 * rule.cores_scaling) // rule.split_count)
 
 
-def share_of(device: Device, rule: SharingRule) -> EqualShare:
-    """S x M / K bytes in whole blocks, and S / K of the time. DeviceError while M is not known."""
+def share_of(device: Device, rule: SharingRule, kept: int = 0) -> EqualShare:
+    """S x M / K bytes in whole blocks, and S / K of the time; M / K on the device where S is above 1, the rest on the
+    host. DeviceError while M is not known."""
     if not device.memory_bytes:
         raise DeviceError(
             f"an equal share of device {device_name(device)}: its memory size is not known",
             "run `gpushare refresh` when nvidia-smi works",
             "of unknown size",
         )
-    size = int(device.memory_bytes * rule.memory_scaling) // rule.split_count
+    whole = int(device.memory_bytes * rule.memory_scaling)
+    size = min(whole, device.memory_bytes - kept) // rule.split_count
     size -= size % device.granularity_bytes
+    scaling = whole / rule.split_count / size if rule.memory_scaling > 1 and size else 1.0
     text = f"1 of {rule.split_count}"
-    return EqualShare(Amount(size, None, f"an equal share ({text})"), compute_percent(rule), text)
+    return EqualShare(Amount(size, None, f"an equal share ({text})"), compute_percent(rule), text, scaling)

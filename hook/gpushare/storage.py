@@ -155,8 +155,9 @@ def _write_limits(op: WriteLimits) -> None:
     temporary = op.path + ".new"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o444)
     try:
-        times = {"slice_us": op.slice_us, "switch_us": op.switch_us}
-        write_all(fd, region.pack_limits(op.shares, nonce, **times, mps=op.mps))
+        turns = [size >> 20 for size in op.turn_bytes]
+        more = (1, op.slice_us, op.switch_us, op.mps, 1000 * op.turn_ms, turns)
+        write_all(fd, region.pack_limits(op.shares, nonce, *more))
         os.fchmod(fd, 0o444)
     finally:
         os.close(fd)

@@ -27,7 +27,7 @@ def _left(verdict: placement.Verdict, request: Request, node: Node, ledger: Ledg
     """How full the device would be: what the strategy compares."""
     device, offer, config = verdict.device, verdict.offer, node.config
     assert offer is not None
-    total, used = capacity_bytes(device, config.memory_overcommit), ledger.used.get(device.uuid, 0)
+    total, used = capacity_bytes(device, config), ledger.used.get(device.uuid, 0)
     used += total if offer.memory_limit_bytes is None else offer.memory_limit_bytes
     percent = sum(size for _, size in ledger.compute.get(device.uuid, ()))
     if counts(offer.compute_percent, request.compute_mode == "soft"):

@@ -51,7 +51,8 @@
 
 enum gs_device_flag {
     GS_DEVICE_COMPUTE_SOFT = 1u << 0, /* borrow compute that others leave idle */
-    GS_DEVICE_OVERSUBSCRIBE = 1u << 1,
+    GS_DEVICE_OVERSUBSCRIBE =
+        1u << 1,                     /* memory_virtual_bytes counts, beyond the limit on the host */
     GS_DEVICE_PAUSED = 1u << 2,      /* launches are held */
     GS_DEVICE_MEMORY_DMEM = 1u << 8, /* for the host: the kernel holds the memory limit, too */
 };
@@ -64,7 +65,7 @@ struct gs_device_limit {
     uint64_t memory_total_bytes;   /* of the whole device; 0 = not known */
     uint64_t context_bytes;        /* charged for each process's context */
     uint64_t granularity_bytes;    /* the driver's physical block, 2 MiB */
-    uint64_t memory_virtual_bytes; /* with OVERSUBSCRIBE: the virtual total; else 0 */
+    uint64_t memory_virtual_bytes; /* with OVERSUBSCRIBE: limit and host part together; else 0 */
     uint32_t compute_percent;      /* 1..100; GS_NO_PERCENT = no limit */
     uint32_t priority;             /* 0 = normal, 1 = high */
     uint32_t weight;               /* soft sharing, 0 = by compute_percent */
@@ -72,7 +73,7 @@ struct gs_device_limit {
     uint32_t page;                 /* our own number in peers/<uuid>/ */
     uint32_t slice_ns;             /* the device's time slice; 0 = as usual (throttle.c) */
     uint32_t switch_ns;            /* what it takes to switch contexts, in the mean; 0 = as usual */
-    uint32_t reserved;
+    uint32_t turn_mib; /* kept free of shares, for who has the turn (gs_turn); 0: none */
     /* The second copy of what can change: in force while the generation is even. */
     uint64_t next_memory_limit_bytes;
     uint32_t next_compute_percent;
@@ -80,7 +81,7 @@ struct gs_device_limit {
     uint32_t next_weight;
     uint32_t next_flags;
     uint64_t draining_bytes; /* for the host: what was held when the limit was lowered below it */
-    uint8_t reserved2[8];
+    uint64_t next_memory_virtual_bytes;
 };
 
 /* The whole limits file: header, then GS_MAX_DEVICES entries (n_devices in use, slot order). */
@@ -95,7 +96,8 @@ struct gs_limits {
     uint64_t mps_token;  /* which MPS daemon this was granted; for the host (mps.py) */
     uint32_t mps_uid;    /* whose processes that serves, as the container counts; -1: everybody's */
     uint32_t mps_device; /* the slot whose compute MPS holds, plus one; 0: none */
-    uint8_t reserved[8];
+    uint32_t turn_us;    /* how long a turn is */
+    uint8_t reserved[4];
     struct gs_device_limit device[GS_MAX_DEVICES];
 };
 
@@ -115,6 +117,10 @@ struct gs_bucket {
 #define GS_RECENT 10u
 #define GS_RECENT_NS 125000000u
 #define GS_RECENT_MASK ((UINT64_C(1) << 40) - 1)
+
+/* With OVERSUBSCRIBE (at most GS_MAX_DEVICES / 2 devices) the part of a share that lies on the host
+ * is counted as one more device, from the other end. */
+#define GS_HOST_PART(dev) (GS_MAX_DEVICES - 1 - (dev))
 
 /* One process. First cache line: identity, rarely written; then the charges. 192 bytes. */
 struct gs_slot {
@@ -191,6 +197,18 @@ struct gs_page {
     uint8_t reserved2[40];
 };
 
+/* The turn on what is kept free of a device for the memory that oversubscribed containers have on
+ * the host: one of them has its own there, all of its processes together. Each says what it does.
+ */
+struct gs_turn {
+    _Atomic uint64_t held_from_ns;
+    _Atomic uint64_t held_until_ns; /* 0: it has none. Not believed longer than a turn is */
+    _Atomic uint64_t used_ns;       /* when it last launched or waited for work in it */
+    _Atomic uint64_t wants_from_ns;
+    _Atomic uint64_t wants_until_ns; /* not believed after this */
+    _Atomic uint64_t brought_bytes;  /* to the device in this turn */
+};
+
 /* A container's file for one device: a page for each context that works on it. A page of a process
  * that is gone can be taken by any other of the container. */
 #define GS_MAX_PAGES 32u
@@ -203,7 +221,8 @@ struct gs_pages {
     _Atomic uint32_t high; /* no page at or above this number was ever used */
     uint8_t reserved[40];
     _Atomic uint64_t owner[GS_MAX_PAGES]; /* GS_PAGE_OWNER, 0: nobody */
-    uint8_t reserved2[3776];
+    struct gs_turn turn;
+    uint8_t reserved2[3728];
     struct gs_page page[GS_MAX_PAGES];
 };
 
@@ -249,14 +268,14 @@ GS_AT(gs_device_limit, flags, 132);
 GS_AT(gs_device_limit, page, 136);
 GS_AT(gs_device_limit, slice_ns, 140);
 GS_AT(gs_device_limit, switch_ns, 144);
-GS_AT(gs_device_limit, reserved, 148);
+GS_AT(gs_device_limit, turn_mib, 148);
 GS_AT(gs_device_limit, next_memory_limit_bytes, 152);
 GS_AT(gs_device_limit, next_compute_percent, 160);
 GS_AT(gs_device_limit, next_priority, 164);
 GS_AT(gs_device_limit, next_weight, 168);
 GS_AT(gs_device_limit, next_flags, 172);
 GS_AT(gs_device_limit, draining_bytes, 176);
-GS_AT(gs_device_limit, reserved2, 184);
+GS_AT(gs_device_limit, next_memory_virtual_bytes, 184);
 _Static_assert(sizeof(struct gs_device_limit) == 192, "gs_device_limit");
 
 GS_AT(gs_limits, magic, 0);
@@ -269,7 +288,8 @@ GS_AT(gs_limits, generation, 32);
 GS_AT(gs_limits, mps_token, 40);
 GS_AT(gs_limits, mps_uid, 48);
 GS_AT(gs_limits, mps_device, 52);
-GS_AT(gs_limits, reserved, 56);
+GS_AT(gs_limits, turn_us, 56);
+GS_AT(gs_limits, reserved, 60);
 GS_AT(gs_limits, device, 64);
 _Static_assert(sizeof(struct gs_limits) == 64 + 16 * 192, "gs_limits");
 
@@ -345,7 +365,15 @@ GS_AT(gs_pages, n_pages, 16);
 GS_AT(gs_pages, high, 20);
 GS_AT(gs_pages, reserved, 24);
 GS_AT(gs_pages, owner, 64);
-GS_AT(gs_pages, reserved2, 320);
+GS_AT(gs_pages, turn, 320);
+GS_AT(gs_pages, reserved2, 368);
+GS_AT(gs_turn, held_from_ns, 0);
+GS_AT(gs_turn, held_until_ns, 8);
+GS_AT(gs_turn, used_ns, 16);
+GS_AT(gs_turn, wants_from_ns, 24);
+GS_AT(gs_turn, wants_until_ns, 32);
+GS_AT(gs_turn, brought_bytes, 40);
+_Static_assert(sizeof(struct gs_turn) == 48, "gs_turn");
 GS_AT(gs_pages, page, 4096);
 _Static_assert(sizeof(struct gs_pages) == 20 * 4096, "gs_pages");
 

@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import compute, start
+from tests.bench import compute, oversub, start
 from tests.lib import host, judge
 from tests.lib.runc import Container
 from tests.sim.simhost import make_simhost
@@ -119,6 +119,11 @@ def compute_in_containers(_directory: Path) -> dict[str, Figure]:
     return {**figures, "compute.real_steal": figure(steals, "percent")}
 
 
+def oversubscribed(_directory: Path) -> dict[str, Figure]:
+    """What it costs to hold more than the device has, with and without turns."""
+    return {key: figure(values, "ratio") for key, values in oversub.slowdowns().items()}
+
+
 def show(figures: dict[str, Figure]) -> None:
     table = Table(box=box.SIMPLE, show_edge=False)
     table.add_column("what")
@@ -134,7 +139,7 @@ def show(figures: dict[str, Figure]) -> None:
 def main() -> int:
     host.enter_private_mounts()
     figures: dict[str, Figure] = {}
-    for measure in (shim_cost, compute_shares, compute_in_containers, overshoot, start_cost):
+    for measure in (shim_cost, compute_shares, compute_in_containers, oversubscribed, overshoot, start_cost):
         with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
             figures.update(measure(Path(work)))
     content: dict[str, Any] = {key: value._asdict() for key, value in sorted(figures.items())}

@@ -51,6 +51,9 @@ BEHAVIOURS = (
     Behaviour(memory.pitch_is_a_multiple_of_512, "assumed", "pitch alignment of current GPUs"),
     Behaviour(memory.address_range_of_interior_pointer, "documented", "cuMemGetAddressRange: base and size"),
     Behaviour(memory.managed_memory_is_the_hosts_too, "documented", "managed memory is accessible from the host"),
+    Behaviour(
+        memory.managed_memory_comes_and_goes, "assumed", "managed memory takes the device's only while it is there"
+    ),
     Behaviour(memory.pinned_memory_takes_nothing, "documented", "page-locked memory is host memory"),
     Behaviour(memory.array_takes_what_it_says, "assumed", "arrays own whole blocks"),
     Behaviour(memory.mipmap_takes_more_than_its_first_level, "assumed", "all levels are allocated at once"),

@@ -121,6 +121,21 @@ def managed_memory_is_the_hosts_too(cuda: Driver) -> None:
     assert cuda.read(address, 4096) == b"\11" * 4096
 
 
+def managed_memory_comes_and_goes(cuda: Driver) -> None:
+    """On the host until it is used; a prefetch moves it, also where it prefers the host."""
+    cuda.context()
+    before, host = cuda.free_bytes(), c_int(-1)
+    address = cuda.out("cuMemAllocManaged", 64 * MIB, c_uint(1))
+    assert before - cuda.free_bytes() < 8 * MIB
+    for advice, device in ((3, host), (5, c_int(0))):  # preferred location, accessed by
+        cuda.ok("cuMemAdvise", c_uint64(address), c_size_t(64 * MIB), c_int(advice), device)
+    for device, least, most in ((c_int(0), 60 * MIB, 80 * MIB), (host, 0, 8 * MIB)):
+        cuda.ok("cuMemPrefetchAsync", c_uint64(address), c_size_t(64 * MIB), device, None)
+        cuda.ok("cuCtxSynchronize")
+        assert least <= before - cuda.free_bytes() <= most
+    cuda.free(address)
+
+
 def pinned_memory_takes_nothing(cuda: Driver) -> None:
     cuda.context()
     before = cuda.free_bytes()

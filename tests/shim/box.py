@@ -61,6 +61,8 @@ class Box:
     `shim`: a build of it; build/shim, or what GPUSHARE_TEST_SHIM names beside it (make test-asan).
     `compute`: percent per device; with it the box has pages, in the directory `company` that boxes of one simulated
     host share, or in one of its own.
+    `turn`: how long one is, in microseconds, and the bytes of each device for whoever has it.
+    `whole`: bytes per device on device and host together, for shares that are oversubscribed.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class Box:
         driver: Optional[Path] = None,
         compute: Optional[Sequence[int]] = None,
         company: Optional[Path] = None,
+        whole: Optional[Sequence[int]] = None,
+        turn: tuple[int, int] = (0, 0),
     ) -> None:
         from gpushare.model import Share
         from gpushare.region import pack_limits, pack_usage
@@ -89,14 +93,19 @@ class Box:
         self.nonce = int.from_bytes(os.urandom(8), "little")
         percent = [*(compute or ()), *(100,) * len(self.devices)]
         shares = [
-            Share(slot, device, limit, None if percent[slot] == 100 else percent[slot])
+            Share(
+                *(slot, device, limit, None if percent[slot] == 100 else percent[slot]),
+                virtual_bytes=whole[slot] if whole else 0,
+            )
             for slot, (device, limit) in enumerate(zip(self.devices, memory))
         ]
         self.limits = self.directory / "limits"
         self.usage = self.directory / "rw" / "usage"
         self.usage.parent.mkdir()
         self.usage.parent.chmod(0o1777)
-        self.limits.write_bytes(pack_limits(shares, self.nonce))
+        self.limits.write_bytes(
+            pack_limits(shares, self.nonce, turn_us=turn[0], turn_mib=[turn[1] >> 20] * len(shares))
+        )
         self.usage.write_bytes(pack_usage(self.nonce, len(shares)))
         self.limits.chmod(0o444)
         self.usage.chmod(0o666)

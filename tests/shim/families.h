@@ -40,8 +40,13 @@ static CUresult take_plain(size_t bytes, struct held *h) {
     return cuMemAlloc(&h->address, bytes);
 }
 
+/* All of it on the device, as it is charged. */
 static CUresult take_managed(size_t bytes, struct held *h) {
-    return cuMemAllocManaged(&h->address, bytes, CU_MEM_ATTACH_GLOBAL);
+    CUmemLocation device = {.type = CU_MEM_LOCATION_TYPE_DEVICE};
+    CUresult result = cuMemAllocManaged(&h->address, bytes, CU_MEM_ATTACH_GLOBAL);
+    if (result == CUDA_SUCCESS)
+        cuMemPrefetchAsync(h->address, bytes, device, 0, NULL);
+    return result;
 }
 
 static CUresult take_pitch(size_t bytes, struct held *h) {

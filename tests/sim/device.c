@@ -328,6 +328,34 @@ static bool is_gone(const struct sim_device *device, const struct sim_client *c)
     return c->state != SIM_CLIENT_LIVE || c->generation != device->generation;
 }
 
+static void take_from(struct sim_state *s, struct sim_client *c, uint64_t bytes) {
+    c->bytes -= bytes;
+    s->group[c->group].current_bytes -= bytes;
+    s->used_bytes -= bytes;
+}
+
+/* Managed memory of other clients, of whoever has most. */
+static void evict(struct sim_device *device, uint64_t bytes) {
+    struct sim_state *s = device->state;
+    uint64_t total = s->config.total_bytes;
+    while (bytes > total - s->used_bytes) {
+        struct sim_client *victim = NULL;
+        for (unsigned i = 0; i < s->clients_high; i++) {
+            struct sim_client *c = &s->client[i];
+            if (i + 1 != device->client && c->state == SIM_CLIENT_LIVE && c->managed_bytes &&
+                (!victim || c->managed_bytes > victim->managed_bytes))
+                victim = c;
+        }
+        if (!victim)
+            return;
+        uint64_t want = bytes - (total - s->used_bytes);
+        uint64_t take = want < victim->managed_bytes ? want : victim->managed_bytes;
+        take_from(s, victim, take);
+        victim->managed_bytes -= take;
+        victim->evicted_bytes += take;
+    }
+}
+
 enum sim_result sim_charge(struct sim_device *device, uint64_t bytes) {
     enum sim_result result = SIM_OK;
     sim_lock(device);
@@ -340,6 +368,8 @@ enum sim_result sim_charge(struct sim_device *device, uint64_t bytes) {
     } else {
         if (bytes > total - s->used_bytes)
             sim_reap(device);
+        if (bytes > total - s->used_bytes)
+            evict(device, bytes);
         if (bytes > total - s->used_bytes) {
             group->refused++;
             result = SIM_NO_MEMORY;
@@ -362,10 +392,39 @@ void sim_uncharge(struct sim_device *device, uint64_t bytes) {
     sim_lock(device);
     struct sim_state *s = device->state;
     struct sim_client *c = &s->client[device->client - 1];
+    if (!is_gone(device, c))
+        take_from(s, c, bytes);
+    sim_unlock(device);
+}
+
+enum sim_result sim_charge_managed(struct sim_device *device, uint64_t bytes) {
+    enum sim_result result = sim_charge(device, bytes);
+    if (result == SIM_OK) {
+        sim_lock(device);
+        device->state->client[device->client - 1].managed_bytes += bytes;
+        sim_unlock(device);
+    }
+    return result;
+}
+
+bool sim_was_evicted(struct sim_device *device, uint64_t bytes) {
+    sim_lock(device);
+    struct sim_client *c = &device->state->client[device->client - 1];
+    bool was = !is_gone(device, c) && c->evicted_bytes >= bytes;
+    if (was)
+        c->evicted_bytes -= bytes;
+    sim_unlock(device);
+    return was;
+}
+
+void sim_uncharge_managed(struct sim_device *device, uint64_t bytes) {
+    if (sim_was_evicted(device, bytes))
+        return;
+    sim_lock(device);
+    struct sim_client *c = &device->state->client[device->client - 1];
     if (!is_gone(device, c)) {
-        c->bytes -= bytes;
-        s->group[c->group].current_bytes -= bytes;
-        s->used_bytes -= bytes;
+        take_from(device->state, c, bytes);
+        c->managed_bytes -= bytes;
     }
     sim_unlock(device);
 }

@@ -95,9 +95,10 @@ struct sim_client {
     uint64_t busy_ns;     /* device time held: work, switches to it, kernels that spin */
     uint64_t work_ns;
     uint64_t switch_ns;
-    uint32_t programmatic; /* launches that may overlap with the kernel before them */
-    uint32_t parted;       /* those of them that an event was put before */
-    uint8_t reserved[16];
+    uint32_t programmatic;  /* launches that may overlap with the kernel before them */
+    uint32_t parted;        /* those of them that an event was put before */
+    uint64_t managed_bytes; /* of `bytes`: managed memory, which others may drive out */
+    uint64_t evicted_bytes; /* what was, and the client has not heard of it */
 };
 
 /* All clients of one pid namespace: one container. */
@@ -224,6 +225,12 @@ enum sim_result sim_join(struct sim_device *device);
 /* Buries clients whose record lock is gone, and returns memory that is due. Call locked. */
 void sim_reap(struct sim_device *device);
 enum sim_result sim_charge(struct sim_device *device, uint64_t bytes);
+/* For managed memory: that of others goes back to the host to make room for it, and it for others.
+ */
+enum sim_result sim_charge_managed(struct sim_device *device, uint64_t bytes);
+void sim_uncharge_managed(struct sim_device *device, uint64_t bytes);
+/* `bytes` of it were driven out, and are from now on known to be. */
+bool sim_was_evicted(struct sim_device *device, uint64_t bytes);
 void sim_uncharge(struct sim_device *device, uint64_t bytes);
 void sim_count_context(struct sim_device *device, int delta);
 uint64_t sim_used_bytes(struct sim_device *device);

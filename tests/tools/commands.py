@@ -122,6 +122,8 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "shares.parent_uuid": "the GPU of a MIG device, else null",
             "shares.memory_used_bytes": "of all its processes",
             "shares.memory_limit_bytes": "null: no limit",
+            "shares.memory_virtual_bytes": "of an oversubscribed share, on device and host together; else null",
+            "shares.memory_host_bytes": "what of it lies on the host",
             "shares.compute_percent": "limit; null: none",
             "shares.compute_mode": "`hard`, `soft`",
             "shares.memory_backend": "who holds the limit: `shim`, `dmem` (docs/backends.md)",

@@ -130,7 +130,14 @@ def test_lease_with_a_field_that_makes_no_sense(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("slot", 1), ("memory_limit_bytes", -GIB), ("draining_bytes", -1), ("compute_percent", -30)]
+    ("field", "value"),
+    [
+        ("slot", 1),
+        ("memory_limit_bytes", -GIB),
+        ("draining_bytes", -1),
+        ("virtual_bytes", -GIB),
+        ("compute_percent", -30),
+    ],
 )
 def test_numbers_that_cannot_be_are_nobodys_room(
     cli: Callable[..., Any], start: Callable[..., Path], state: Path, field: str, value: int

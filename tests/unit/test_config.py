@@ -61,6 +61,7 @@ driver: {root: /run/nvidia/driver/}
 shim_dir: /x/../shim
 runtime: {path: /opt/runc}
 memory_overcommit: 1.5
+oversubscription: {host_memory: " 64Gi", scaling: 1.5, turn_ms: 500, turn_memory: 4Gi}
 compute_overcommit: 2
 compute: {slice_us: 1500, switch_us: 80}
 placement: {strategy: spread}
@@ -100,6 +101,8 @@ def test_every_key_arrives() -> None:
         SharingRule(10, 0.5, 2.0),
     )
     expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "spread", policy, log, runtime, 2.0, 1500, 80, sharing)
+    expected = expected._replace(host_memory="64Gi", oversubscribe_scaling=1.5, turn_ms=500)
+    expected = expected._replace(turn_memory="4Gi")
     assert config.parse_config(EVERYTHING, "f") == expected
     untouched = [
         name
@@ -139,6 +142,10 @@ def test_effective_says_what_the_file_would(text: str) -> None:
         ("version: 1\nplacement: {strategy: random}", "is wrong; expected one of binpack, spread"),
         ("version: 1\nshim_dir: relative", "f.yaml:2: shim_dir: "),
         ("version: 1\nmemory_overcommit: 0", "f.yaml:2: memory_overcommit: "),
+        ("version: 1\noversubscription: {scaling: .nan}", 'oversubscription.scaling: "NaN" is wrong'),
+        ("version: 1\noversubscription: {turn_memory: ''}", 'oversubscription.turn_memory=""'),
+        ("version: 1\noversubscription:\n  host_memory: 0", "f.yaml:3: oversubscription.host_memory: "),
+        ("version: 1\noversubscription:\n  host_memory: 101%", "f.yaml:3: oversubscription.host_memory="),
         ("version: 1\ncompute_overcommit: 17", "f.yaml:2: compute_overcommit: "),
         ("version: 1\ncompute_overcommit: .nan", 'f.yaml:2: compute_overcommit: "NaN" is wrong; expected a number'),
         ("version: 1\nmemory_overcommit: '1'", "expected a value of type number"),
@@ -205,15 +212,13 @@ sharing:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{memory_scaling: 1.5}", "f.yaml:2: sharing.memory_scaling: 1.5 shares out more memory than a device has"),
-        ("{split_count: 2, memory_scaling: 2}", "needs virtual device memory, and this version has none; write 1.0"),
+        ("{memory_scaling: 17}", "f.yaml:2: sharing.memory_scaling: "),
         ("{memory_scaling: 0}", "f.yaml:2: sharing.memory_scaling: "),
         ("{memory_scaling: .nan}", 'f.yaml:2: sharing.memory_scaling: "NaN" is wrong'),
         ("{split_count: 101}", "f.yaml:2: sharing.split_count: "),
         ("{split_count: 50, cores_scaling: 0.4}", "0.4 divided by a split_count of 50 is less than 1% of compute"),
         ("{overrides: [{split_count: 2}]}", "f.yaml:2: sharing.overrides: an entry without model and devices"),
         ("{overrides: [{model: '|', split_count: 2}]}", 'f.yaml:2: sharing.overrides: model="|": '),
-        ("{overrides: [{model: a, split_count: 2, memory_scaling: 2}]}", "sharing.overrides.memory_scaling: 2 shares"),
         ("{overrides: [{model: a}]}", "f.yaml:2: sharing.overrides: no split_count"),
         ("{overrides: [{devices: [all], split_count: 2}]}", "expected an index such as 0 or a whole uuid"),
         ("{overrides: [{model: a, split_count: 2, x: 1}]}", "sharing.overrides.x: unknown key; known here: model, dev"),

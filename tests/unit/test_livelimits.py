@@ -149,14 +149,17 @@ def test_a_reader_sees_both_or_neither(tmp_path: Path) -> None:
     """Memory, compute and flags of two devices at once, by another process, as the header says to read them."""
     sizes = (GIB, 7 * GIB)
     both = [
-        tuple(pure.share(n, n, size)._replace(compute_percent=size // GIB, paused=size > GIB) for n in range(2))
+        tuple(
+            pure.share(n, n, size)._replace(compute_percent=size // GIB, paused=size > GIB, virtual_bytes=2 * size)
+            for n in range(2)
+        )
         for size in sizes
     ]
     fd = fd_of(tmp_path / "limits", *both[0])
     base, size = region.offset("gs_limits", "device"), region.DEVICE_SIZE
     at = region.offset("gs_limits", "generation") // 8
     copies = [[(base + n * size + region.offset("gs_device_limit", p + f)) // 8
-               for n in range(2) for f in ("memory_limit_bytes", "compute_percent", "weight")]
+               for n in range(2) for f in ("memory_limit_bytes", "compute_percent", "weight", "memory_virtual_bytes")]
               for p in ("next_", "")]  # fmt: skip
     wanted = {tuple(word for _, word in region.stores(shares, "")) for shares in both}
     ready, stop = os.pipe(), os.pipe()
@@ -200,7 +203,7 @@ def test_nothing_that_cannot_change_is_touched(tmp_path: Path) -> None:
     found = region.read_limits(after)
     assert (found.generation, found.nonce) == (3, 1)
     flags = region.DEVICE_COMPUTE_SOFT | region.DEVICE_PAUSED
-    assert found.devices[0][1:] == (2 * GIB, 16 * GIB, 40, 1, flags, 9, 0)
+    assert found.devices[0][1:] == (2 * GIB, 16 * GIB, 40, 1, flags, 9, 0, 0)
     for prefix in ("", "next_"):
         for at, word in region.stores((share(2 * GIB, 40, paused=True, priority=1, soft=True),), prefix):
             before[at : at + 8] = struct.pack("<Q", word)

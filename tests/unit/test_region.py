@@ -101,7 +101,7 @@ def test_c_reads_the_limits_that_python_wrote(tmp_path: Path) -> None:
     """Values, not only offsets: every field of two different devices arrives in C."""
     shares = (
         Share(0, device(0), 4 << 30, 30, soft=True, priority=1),
-        Share(1, device(1, memory_bytes=8 << 30), None, None, oversubscribe=True),
+        Share(1, device(1, memory_bytes=8 << 30), 2 << 30, None, virtual_bytes=8 << 30),
     )
     data = region.pack_limits(shares, nonce=0x1122334455667788, generation=7)
     (tmp_path / "limits").write_bytes(data)
@@ -129,11 +129,11 @@ def test_c_reads_the_limits_that_python_wrote(tmp_path: Path) -> None:
     assert output.stdout.splitlines() == [
         f"{region.LIMITS_MAGIC:x} 2 1122334455667788 7",
         f"0000 {UUID[:-2]}00 {4 << 30} {16 << 30} {300 << 20} {2 << 20} 0 30 1 0 1",
-        f"0001 {UUID[:-2]}01 {region.UNLIMITED} {8 << 30} {300 << 20} {2 << 20} {8 << 30} 100 0 0 2",
+        f"0001 {UUID[:-2]}01 {2 << 30} {8 << 30} {300 << 20} {2 << 20} {8 << 30} 100 0 0 2",
     ]
     back = region.read_limits(data)
     assert (back.nonce, back.generation) == (0x1122334455667788, 7)
-    assert [d.memory_limit_bytes for d in back.devices] == [4 << 30, None]
+    assert [(d.memory_limit_bytes, d.virtual_bytes) for d in back.devices] == [(4 << 30, 0), (2 << 30, 8 << 30)]
     assert [d.compute_percent for d in back.devices] == [30, None]
 
 
@@ -173,7 +173,7 @@ def test_memory_that_only_its_openers_hold_is_in_use() -> None:
 def test_a_file_of_before_there_was_a_second_copy() -> None:
     """Nothing was changed in those: the first copy is in force."""
     data = bytearray(region.pack_limits((Share(0, device(0), 4 << 30, 30),), nonce=1))
-    at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", "reserved")
+    at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", "turn_mib")
     data[at : at + 44] = bytes(44)
     (limit,) = region.read_limits(bytes(data)).devices
     assert (limit.memory_limit_bytes, limit.compute_percent) == (4 << 30, 30)

@@ -116,8 +116,6 @@ def test_a_request_needs_a_root_of_its_own(path: Any) -> None:
 def test_unavailable_words() -> None:
     with pytest.raises(PolicyError, match='backend "mps" is not allowed on this node .*; use shim'):
         resolve("GPUSHARE_MEMORY=4Gi", "GPUSHARE_BACKEND=mps")
-    with pytest.raises(RequestError, match="GPUSHARE_OVERSUBSCRIBE"):
-        resolve("GPUSHARE_MEMORY=4Gi", "GPUSHARE_OVERSUBSCRIBE=1")
     with pytest.raises(PolicyError, match='backend "shim" is not allowed'):
         resolve("GPUSHARE_MEMORY=4Gi", "GPUSHARE_BACKEND=shim", policy={"allowed_backends": ("mps",)})
 

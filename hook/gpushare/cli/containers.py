@@ -40,6 +40,7 @@ _LIST = (
 )
 # When any of them has one: why it is dead, damaged or over its limit, and the program that `gpushare run` started
 _NOTE, _COMMAND = Column("note"), Column("command", leaves=3)
+_HOST = Column("on host", right=True)  # when any of them may have something there
 
 
 @click.command("list")
@@ -57,10 +58,19 @@ def list_(paths: Paths, output: str) -> None:
     if not found and is_tty():
         write_line(facts.none())
         return
+    virtual = any(use.share.virtual_bytes for one in found for use in one.uses)
+    columns, rows = list(_LIST), [list(row) for one in found for row in _rows(one)]
+    if virtual:
+        at = columns.index(BAR)
+        columns.insert(at, _HOST)
+        texts = [host_text(use) for one in found for use in one.uses or (None,)]
+        for row, text in zip(rows, texts):
+            row.insert(at, text)
     more = [(_COMMAND, _command)] if is_tty() else [(_NOTE, lambda one: one.note), (_COMMAND, _command)]
     more = [(column, text) for column, text in more if any(text(one) for one in found)]
-    rows = [(*row, *(text(one) or "-" for _, text in more)) for one in found for row in _rows(one)]
-    write_table((*_LIST, *(column for column, _ in more)), rows)
+    owners = [one for one in found for _ in one.uses or (None,)]
+    rows = [[*row, *(text(one) or "-" for _, text in more)] for one, row in zip(owners, rows)]
+    write_table((*columns, *(column for column, _ in more)), rows)
     notes = [f"{names.short(one.id)}: {one.note}" for one in found if one.note] if is_tty() else []
     for line in ["", *notes] if notes else ():  # too long for a table that a person looks at
         write_line(line)
@@ -95,6 +105,14 @@ def limit_text(use: facts.Use) -> str:
     return "unlimited" if use.share.memory_limit_bytes is None else human(use.share.memory_limit_bytes)
 
 
+def host_text(use: Optional[facts.Use]) -> str:
+    """What lies on the host, and what may: "1 GiB of 4 GiB"."""
+    if use is None or not use.share.virtual_bytes:
+        return "-"
+    most = use.share.virtual_bytes - (use.share.memory_limit_bytes or 0)
+    return f"{human(use.host_bytes)} of {human(most)}"
+
+
 def compute_text(use: facts.Use) -> str:
     """What it had of the device's time in the last second, and its limit: "27% of 30%"."""
     had = "-" if use.compute is None else f"{use.compute.recent_percent:.0f}%"
@@ -121,6 +139,8 @@ def plain(one: facts.Container) -> dict[str, Any]:
                 "parent_uuid": use.share.device.parent or None,
                 "memory_used_bytes": use.used_bytes,
                 "memory_limit_bytes": use.share.memory_limit_bytes,
+                "memory_virtual_bytes": use.share.virtual_bytes or None,
+                "memory_host_bytes": use.host_bytes,
                 "compute_percent": use.share.compute_percent,
                 "compute_mode": "soft" if use.share.soft else "hard",
                 "priority": use.share.priority,
@@ -193,8 +213,10 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
 
 def _print_uses(one: facts.Container) -> None:
     write_line()
+    virtual = any(use.share.virtual_bytes for use in one.uses)
     columns = (
         *(Column("slot", True), Column("device", True), Column("memory used", True), Column("limit", True)),
+        *((_HOST,) if virtual else ()),
         *(BAR, Column("refused", True), Column("compute", True), Column("throttled", True)),
         *(Column("page", True, leaves=1), Column("uuid", leaves=2)),
     )
@@ -204,6 +226,7 @@ def _print_uses(one: facts.Container) -> None:
             device_name(use.share.device),
             human(use.used_bytes),
             limit_text(use),
+            *((host_text(use),) if virtual else ()),
             bar(use.used_bytes, use.limit_bytes),
             str(use.refused),
             compute_text(use) + (", high priority" if use.share.priority else ""),

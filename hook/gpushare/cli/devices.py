@@ -74,7 +74,7 @@ def listed(host: Node, ledger: placement.Ledger) -> list[dict[str, Any]]:
 def _plain(device: Device, host: Node, ledger: placement.Ledger) -> dict[str, Any]:
     """One device as JSON values. `grantable_bytes` is what may be granted in all (memory_overcommit); of compute
     hard limits count."""
-    grantable = placement.capacity_bytes(device, host.config.memory_overcommit)
+    grantable = placement.capacity_bytes(device, host.config)
     compute = sum(percent for _, percent in ledger.compute.get(device.uuid, ()))
     grantable_percent = capacity_percent(device, host.config)
     state = "open"

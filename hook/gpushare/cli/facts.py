@@ -32,6 +32,7 @@ class Use(NamedTuple):
     used_bytes: int
     refused: int  # allocations refused since the start
     compute: Optional[Compute] = None  # None: its page cannot be read
+    host_bytes: int = 0  # of an oversubscribed share: what lies on the host
 
     @property
     def limit_bytes(self) -> int:
@@ -75,7 +76,8 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
                 "new allocations fail until it is below"
             )
         refused_here = usage.refused[share.slot] if usage and share.slot < len(usage.refused) else 0
-        uses.append(Use(share, min(used, most), refused_here, _compute(usage, share.slot, lease.created)))
+        on_host = min(usage.host_bytes(share.slot), share.virtual_bytes) if usage else 0
+        uses.append(Use(share, min(used, most), refused_here, _compute(usage, share.slot, lease.created), on_host))
     if usage:
         slots = usage.slots
         notes.extend(usage.warnings)

@@ -70,8 +70,12 @@ static void read_flag(const struct function *f, const CUDA_KERNEL_NODE_PARAMS *p
 }
 
 static uint64_t duration_of(const struct function *f, const CUDA_KERNEL_NODE_PARAMS *p) {
-    uint64_t ns;
-    return f->time_in_argument && argument(p, 0, &ns) ? ns : f->duration_ns;
+    uint64_t ns, address, bytes;
+    if (!f->time_in_argument || !argument(p, 0, &ns))
+        return f->duration_ns;
+    if (f->reads && argument(p, 1, &address) && argument(p, 2, &bytes))
+        ns += managed_read_ns(address, bytes);
+    return ns;
 }
 
 static unsigned parts_of(const struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p) {

@@ -12,12 +12,18 @@ struct mem *mem_take(struct context *ctx, int device, uint64_t bytes, enum mem_k
     if (bytes > MAX_BYTES)
         return NULL;
     uint64_t span = round_up(bytes, SIM_BLOCK);
-    *error = charge(device, span);
+    bool lazy = kind == MEM_MANAGED;
+    *error = lazy ? join_device(device) : charge(device, span);
     if (*error != CUDA_SUCCESS)
         return NULL;
     struct mem *m = space_take(device, span / SIM_BLOCK);
+    if (m && lazy && !(m->place = calloc(span / SIM_BLOCK, 1))) {
+        space_give(m);
+        m = NULL;
+    }
     if (!m) {
-        uncharge(device, span);
+        if (!lazy)
+            uncharge(device, span);
         *error = CUDA_ERROR_OUT_OF_MEMORY;
         return NULL;
     }
@@ -42,7 +48,9 @@ void mem_give(struct mem *m) {
         if (m->next)
             m->next->prev = m->prev;
     }
-    if (m->shared_id)
+    if (m->place)
+        managed_leave(m);
+    else if (m->shared_id)
         sim_drop_shared(&sim.device[m->device].sim, m->shared_id);
     else
         uncharge(m->device, m->span);
@@ -142,7 +150,8 @@ EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t Wid
     return result;
 }
 
-/* Charged in full on the current device; whole blocks, like the real unified-memory blocks. */
+/* In whole blocks, like the real unified-memory blocks; on the host until it is used (managed.c).
+ */
 EXPORT CUresult cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize, unsigned int flags) {
     ENTER_CONTEXT(ctx);
     CUresult error;

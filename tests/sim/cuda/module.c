@@ -11,6 +11,7 @@
 #define TIME_IN_ARGUMENT "_ns_arg"
 #define WAITS "wait_flag" /* see launch.c */
 #define SETS "set_flag"
+#define READS "sweep"
 
 bool loading_is_lazy(void) {
     const char *mode = getenv("CUDA_MODULE_LOADING");
@@ -128,6 +129,7 @@ CUresult module_function(struct module *m, const char *name, struct function **o
                            .duration_ns = duration_of(m->ctx, name),
                            .waits = strncmp(name, WAITS, strlen(WAITS)) == 0,
                            .sets = strncmp(name, SETS, strlen(SETS)) == 0,
+                           .reads = strncmp(name, READS, strlen(READS)) == 0,
                            .time_in_argument = strstr(name, TIME_IN_ARGUMENT) != NULL,
                            .next = m->functions};
     f->attributes[CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK] = 1024;

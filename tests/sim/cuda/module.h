@@ -10,7 +10,7 @@ struct function {
     char *name;
     struct module *module;
     uint64_t duration_ns;
-    bool time_in_argument, waits, sets;
+    bool time_in_argument, waits, sets, reads;
     int attributes[CU_FUNC_ATTRIBUTE_MAX];
     struct function *next;
 };

@@ -50,6 +50,13 @@ struct module;
 
 enum mem_kind { MEM_DEVICE, MEM_MANAGED, MEM_ARRAY, MEM_SMALL, MEM_POOL, MEM_FOREIGN, MEM_GRAPH };
 
+/* Where a block of managed memory is, and what was advised of it. */
+enum place {
+    PLACE_RESIDENT = 1,    /* on the device, and charged there; else on the host */
+    PLACE_PREFER_HOST = 2, /* stays there when the device reads it */
+    PLACE_ACCESSED = 4,    /* mapped for the device: reading it on the host is no fault */
+};
+
 /* A span of whole blocks at a device address. */
 struct mem {
     enum mem_kind kind;
@@ -63,7 +70,8 @@ struct mem {
     uint64_t touched; /* content was written up to here: must be dropped on free */
     uint64_t id;      /* CU_POINTER_ATTRIBUTE_BUFFER_ID */
     bool sync_memops;
-    unsigned refs; /* of an imported span */
+    unsigned refs;  /* of an imported span */
+    uint8_t *place; /* of managed memory, for each block: enum place */
     struct mem *next, *prev;
 };
 
@@ -176,6 +184,11 @@ void mem_give_all(struct context *ctx);
 bool mem_range(uint64_t va, uint64_t *start, uint64_t *size, struct mem **mem);
 CUresult mem_alloc(struct context *ctx, uint64_t bytes, CUdeviceptr *va);
 CUresult mem_free(uint64_t va);
+
+/* managed.c */
+void managed_leave(struct mem *mem);
+/* What a kernel is held up that reads these bytes once: by what it fetches over the bus. */
+uint64_t managed_read_ns(uint64_t va, uint64_t bytes);
 
 /* small.c */
 CUresult small_alloc(struct context *ctx, uint64_t bytes, CUdeviceptr *va);

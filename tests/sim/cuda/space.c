@@ -101,6 +101,7 @@ void space_give(struct mem *m) {
     else if (m->touched)
         madvise((void *)m->va, m->touched, MADV_DONTNEED);
     mark(d, first, m->span / SIM_BLOCK, NULL);
+    free(m->place);
     if (first < d->hint)
         d->hint = first;
     free(m);

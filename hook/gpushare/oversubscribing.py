@@ -1,0 +1,68 @@
+"""Shares that go on in host memory (docs/oversubscription.md). Pure; a start needs it only where one does.
+
+    whole_bytes(size, scaling, device)      -> int     what a share may hold on device and host together
+    require_budget(shares, node, ledger)               raises CapacityError, PolicyError, RequestError
+    budget_bytes(config, inventory)         -> int     what of the host may be promised
+
+The budget counts the whole of each such share, its device part too: where a device is full for others' doing, all of
+it lies on the host, and it must have a place there.
+"""
+
+from __future__ import annotations
+
+from .dialects import device_name
+from .errors import CapacityError, PolicyError, RequestError
+from .ledger import Ledger
+from .light import Sequence
+from .model import Config, Device, Inventory, Node, Share
+from .names import ENV_MEMORY, ENV_OVERSUBSCRIBE
+from .quantity import amount, bytes_of, human
+from .region import MAX_DEVICES
+
+KEY = "oversubscription.host_memory"
+_MOST_DEVICES = MAX_DEVICES // 2  # the host parts are counted as devices, too
+
+
+def whole_bytes(size: int | None, scaling: float, device: Device) -> int:
+    """`size` times `scaling`, in whole blocks; 0 where that is nothing beyond it. RequestError without a limit."""
+    if size is None:
+        raise RequestError(
+            f"{ENV_OVERSUBSCRIBE}: no memory limit was asked for device {device_name(device)}, so there is nothing to "
+            "go beyond",
+            f"set {ENV_MEMORY}",
+        )
+    whole = round(size * scaling)
+    whole -= whole % device.granularity_bytes
+    return whole if whole > size else 0
+
+
+def budget_bytes(config: Config, inventory: Inventory) -> int:
+    """0: none, or the host's size is not known."""
+    if not config.host_memory:
+        return 0
+    return bytes_of(amount(KEY, config.host_memory), inventory.host_memory_bytes, 1)
+
+
+def require_budget(shares: Sequence[Share], node: Node, ledger: Ledger) -> None:
+    """All shares of one container, beside what is promised."""
+    asked = sum(share.virtual_bytes for share in shares)
+    if not asked:
+        return
+    budget = budget_bytes(node.config, node.inventory)
+    if not budget:
+        raise PolicyError(
+            f"{human(asked)} on device and host together was asked for, and {KEY} gives none",
+            f"set {KEY} in the node's config.yaml, or leave {ENV_OVERSUBSCRIBE} out",
+        )
+    if len(shares) > _MOST_DEVICES:
+        raise RequestError(
+            f"{len(shares)} devices with memory beyond them were asked for, at most {_MOST_DEVICES} are possible",
+            "ask for fewer devices",
+        )
+    if ledger.host_bytes + asked > budget:
+        free = max(0, budget - ledger.host_bytes)
+        raise CapacityError(
+            f"host memory of oversubscribed shares: {human(asked)} asked, {human(free)} free of {human(budget)} "
+            f"({KEY})",
+            "ask for less, or stop an oversubscribed container" if ledger.host_bytes else "ask for less",
+        )

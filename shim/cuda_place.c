@@ -1,0 +1,60 @@
+/* Where managed memory lies is the program's to say, but not of what stands in for device memory on
+ * the host (cuda_virtual.c): it would take more of the device than the share has. Such advice and
+ * prefetches are hints, so a program is told that they were taken. */
+#include "cuda_shim.h"
+
+static bool keeps(CUdeviceptr address) {
+    return gs_slot() && gs_virtual_holds(address);
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemAdvise(CUdeviceptr ptr, size_t count, CUmem_advise advice,
+                                       CUdevice device) {
+    GS_NEED(real, cuMemAdvise);
+    return keeps(ptr) ? CUDA_SUCCESS : real(ptr, count, advice, device);
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemAdvise_v2(CUdeviceptr ptr, size_t count, CUmem_advise advice,
+                                          CUmemLocation location) {
+    GS_NEED(real, cuMemAdvise_v2);
+    return keeps(ptr) ? CUDA_SUCCESS : real(ptr, count, advice, location);
+}
+
+#define GS_PREFETCH(fn) \
+    GS_EXPORT CUresult CUDAAPI fn(CUdeviceptr ptr, size_t count, CUdevice device, \
+                                  CUstream stream) { \
+        GS_NEED(real, fn); \
+        return keeps(ptr) ? CUDA_SUCCESS : real(ptr, count, device, stream); \
+    }
+GS_PREFETCH(cuMemPrefetchAsync)
+GS_PREFETCH(cuMemPrefetchAsync_ptsz)
+
+#define GS_PREFETCH_V2(fn) \
+    GS_EXPORT CUresult CUDAAPI fn(CUdeviceptr ptr, size_t count, CUmemLocation location, \
+                                  unsigned int flags, CUstream stream) { \
+        GS_NEED(real, fn); \
+        return keeps(ptr) ? CUDA_SUCCESS : real(ptr, count, location, flags, stream); \
+    }
+GS_PREFETCH_V2(cuMemPrefetchAsync_v2)
+GS_PREFETCH_V2(cuMemPrefetchAsync_v2_ptsz)
+
+/* All of a batch or nothing: a list of ours would have to outlive the call. */
+static bool keeps_any(const CUdeviceptr *ptrs, size_t count) {
+    for (size_t i = 0; ptrs && i < count; i++)
+        if (keeps(ptrs[i]))
+            return true;
+    return false;
+}
+
+#define GS_PREFETCH_BATCH(fn) \
+    GS_EXPORT CUresult CUDAAPI fn(CUdeviceptr *ptrs, size_t *sizes, size_t count, \
+                                  CUmemLocation *places, size_t *indices, size_t n_places, \
+                                  unsigned long long flags, CUstream stream) { \
+        GS_NEED(real, fn); \
+        if (keeps_any(ptrs, count)) \
+            return CUDA_SUCCESS; \
+        return real(ptrs, sizes, count, places, indices, n_places, flags, stream); \
+    }
+GS_PREFETCH_BATCH(cuMemPrefetchBatchAsync)
+GS_PREFETCH_BATCH(cuMemPrefetchBatchAsync_ptsz)
+GS_PREFETCH_BATCH(cuMemDiscardAndPrefetchBatchAsync)
+GS_PREFETCH_BATCH(cuMemDiscardAndPrefetchBatchAsync_ptsz)

@@ -1,0 +1,256 @@
+/* The part of a share that lies on the host. What a program allocates beyond the device part, or
+ * when the device is full for others' doing, is managed memory: its pages are told to stay on the
+ * host, and the device reads them there, so that it takes nothing of the device however it is used.
+ *
+ * The host part has a limit of its own, counted as one more device (gs_host_part). An allocation
+ * that fits in neither part alone is divided: the first pages of it may come to the device, and
+ * count there, the rest stays on the host. So whatever fits in both together is given. */
+#include "compute.h"
+
+#define ATTEMPTS 8
+#define MOST_LATER 1024u
+
+_Atomic uint32_t gs_virtual_later; /* frees that were put off */
+static _Atomic uint32_t live;      /* allocations of this kind; 0: there is nothing to look for */
+
+bool gs_virtual_has(int dev) {
+    return gs_limit(gs_host_part(dev)) != 0;
+}
+
+bool gs_virtual_is(CUdeviceptr address) {
+    struct gs_entry entry;
+    return atomic_load_explicit(&live, memory_order_relaxed) &&
+           gs_map_get(&gs_memory, address, &entry) && entry.kind == GS_KIND_VIRTUAL;
+}
+
+bool gs_virtual_holds(CUdeviceptr address) {
+    __typeof__(&cuMemGetAddressRange_v2) range = GS_REAL(cuMemGetAddressRange_v2);
+    CUdeviceptr base;
+    size_t bytes;
+    return atomic_load_explicit(&live, memory_order_relaxed) && range &&
+           range(&base, &bytes, address) == CUDA_SUCCESS && gs_virtual_is(base);
+}
+
+bool gs_virtual_lives(void) {
+    return atomic_load_explicit(&live, memory_order_relaxed) != 0;
+}
+
+/* ---- taking --------------------------------------------------------------------------------- */
+
+struct parts {
+    uint64_t device, host;
+};
+
+static void release(int dev, struct parts parts) {
+    gs_release(dev, parts.device);
+    gs_release(gs_host_part(dev), parts.host);
+}
+
+/* On the host as much as there is room for, the rest on the device. Others may come in between. */
+static bool reserve(int dev, uint64_t bytes, struct parts *parts) {
+    int host = gs_host_part(dev);
+    for (unsigned attempt = 0; attempt < ATTEMPTS; attempt++) {
+        uint64_t limit = gs_limit(host), used = gs_used(host);
+        uint64_t left = used < limit ? (limit - used) / GS_BLOCK * GS_BLOCK : 0;
+        parts->host = bytes < left ? bytes : left;
+        parts->device = bytes - parts->host;
+        if (!gs_reserve(host, parts->host))
+            continue;
+        if (gs_reserve(dev, parts->device))
+            return true;
+        gs_release(host, parts->host);
+        if (gs_whole(dev).used + bytes > gs_whole(dev).limit)
+            break;
+    }
+    return false;
+}
+
+/* `bytes` of the start may come to the device; whoever reads the rest does so from there. */
+static CUresult advise(CUdeviceptr address, uint64_t bytes, struct parts parts, CUdevice device) {
+    __typeof__(&cuMemAdvise) real = GS_REAL(cuMemAdvise);
+    uint64_t from = parts.device < bytes ? parts.device : bytes;
+    CUresult result = real ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
+    if (result == CUDA_SUCCESS && from)
+        result = real(address, from, CU_MEM_ADVISE_SET_PREFERRED_LOCATION, device);
+    if (result == CUDA_SUCCESS && from < bytes)
+        result =
+            real(address + from, bytes - from, CU_MEM_ADVISE_SET_PREFERRED_LOCATION, CU_DEVICE_CPU);
+    if (result == CUDA_SUCCESS && from < bytes)
+        result = real(address + from, bytes - from, CU_MEM_ADVISE_SET_ACCESSED_BY, device);
+    return result;
+}
+
+static CUresult take(CUdeviceptr *out, uint64_t bytes, unsigned int flags, struct parts parts,
+                     const struct gs_here *here) {
+    __typeof__(&cuMemAllocManaged) real = GS_REAL(cuMemAllocManaged);
+    CUresult result = real ? real(out, bytes, flags) : CUDA_ERROR_OUT_OF_MEMORY;
+    if (result != CUDA_SUCCESS)
+        return result;
+    struct gs_entry entry = {.bytes = parts.device,
+                             .extra = parts.host,
+                             .context = (uint64_t)(uintptr_t)here->context,
+                             .dev = here->dev,
+                             .kind = GS_KIND_VIRTUAL};
+    if (advise(*out, bytes, parts, here->device) != CUDA_SUCCESS) {
+        gs_log("oversubscription", "this device cannot use memory that stays on the host");
+    } else {
+        atomic_fetch_add(&live, 1);
+        if (gs_map_put(&gs_memory, *out, &entry)) {
+            gs_compute_forget(); /* launches that are remembered ask for no turn */
+            return CUDA_SUCCESS;
+        }
+        atomic_fetch_sub(&live, 1);
+    }
+    GS_REAL(cuMemFree_v2)(*out);
+    *out = 0;
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult gs_virtual_alloc(CUdeviceptr *out, uint64_t bytes, unsigned int flags) {
+    struct gs_here here;
+    struct parts parts;
+    if (!gs_here(&here))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    uint64_t rounded = gs_round_up(bytes, GS_BLOCK);
+    bool fits = gs_virtual_has(here.dev) && reserve(here.dev, rounded, &parts);
+    if (!fits && gs_virtual_has(here.dev) && atomic_load(&gs_virtual_later)) {
+        gs_virtual_drain();
+        fits = reserve(here.dev, rounded, &parts);
+    }
+    if (!fits) {
+        gs_count_refusal(here.dev);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    CUresult result = take(out, bytes, flags, parts, &here);
+    if (result != CUDA_SUCCESS)
+        release(here.dev, parts);
+    return result;
+}
+
+/* ---- giving back ---------------------------------------------------------------------------- */
+
+/* The driver frees such memory at once only, and waits for the device before that. A free in a
+ * stream must not: the work in it may wait for what this thread does next. */
+static struct later {
+    CUdeviceptr address;
+    CUevent event;
+} later[MOST_LATER]; /* behind lock_virtual; the first gs_virtual_later are in use */
+
+static bool put(CUdeviceptr address, CUevent event) {
+    gs_lock(&gs_self()->lock_virtual);
+    uint32_t n = atomic_load(&gs_virtual_later);
+    bool room = n < MOST_LATER;
+    if (room) {
+        later[n] = (struct later){address, event};
+        atomic_store(&gs_virtual_later, n + 1);
+    }
+    gs_unlock(&gs_self()->lock_virtual);
+    return room;
+}
+
+/* Take out one for which `want` is true. */
+static bool pick(bool (*want)(const struct later *one, uint64_t arg), uint64_t arg,
+                 struct later *out) {
+    bool found = false;
+    gs_lock(&gs_self()->lock_virtual);
+    uint32_t n = atomic_load(&gs_virtual_later);
+    for (uint32_t i = 0; i < n && !found; i++) {
+        if (!want(&later[i], arg))
+            continue;
+        *out = later[i];
+        later[i] = later[n - 1];
+        atomic_store(&gs_virtual_later, n - 1);
+        found = true;
+    }
+    gs_unlock(&gs_self()->lock_virtual);
+    return found;
+}
+
+bool gs_virtual_free_later(CUdeviceptr address, CUstream stream) {
+    __typeof__(&cuEventCreate) create = GS_REAL(cuEventCreate);
+    __typeof__(&cuEventRecord) record = GS_REAL(cuEventRecord);
+    __typeof__(&cuEventDestroy_v2) destroy = GS_REAL(cuEventDestroy_v2);
+    CUevent event;
+    if (!create || !record || !destroy || !GS_REAL(cuEventQuery) ||
+        create(&event, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS)
+        return false;
+    if (record(event, stream) == CUDA_SUCCESS && put(address, event))
+        return true;
+    destroy(event);
+    return false;
+}
+
+static bool is_reached(const struct later *one, uint64_t arg) {
+    (void)arg;
+    return GS_REAL(cuEventQuery)(one->event) == CUDA_SUCCESS;
+}
+
+void gs_virtual_drain(void) {
+    struct later one;
+    while (pick(is_reached, 0, &one)) {
+        GS_REAL(cuEventDestroy_v2)(one.event);
+        cuMemFree_v2(one.address);
+    }
+}
+
+static bool is_at(const struct later *one, uint64_t address) {
+    return one->address == address;
+}
+
+/* Also when its context goes: the address may soon be another allocation's. */
+void gs_virtual_freed(uint64_t address, const struct gs_entry *entry) {
+    struct later one;
+    if (atomic_load(&gs_virtual_later))
+        pick(is_at, address, &one);
+    atomic_fetch_sub(&live, 1);
+    release(entry->dev, (struct parts){entry->bytes, entry->extra});
+}
+
+/* ---- moving, for turns ---------------------------------------------------------------------- */
+
+struct move {
+    const struct gs_here *here;
+    CUstream stream;
+    bool to_device;
+    _Atomic uint64_t *brought;
+    uint64_t most;
+};
+
+/* Others may bring theirs at the same time: what they had room for is theirs. */
+static uint64_t room_for(const struct move *m, uint64_t bytes) {
+    uint64_t seen = atomic_load(m->brought), took;
+    do {
+        took = seen < m->most ? m->most - seen : 0;
+        took = took < bytes ? took : bytes;
+    } while (!atomic_compare_exchange_strong(m->brought, &seen, seen + took));
+    return took;
+}
+
+/* Asked of every entry, of which none is wanted. */
+static bool move_one(uint64_t address, const struct gs_entry *entry, void *arg) {
+    const struct move *m = arg;
+    CUdeviceptr base;
+    size_t size;
+    if (entry->kind != GS_KIND_VIRTUAL || entry->dev != m->here->dev ||
+        GS_REAL(cuMemGetAddressRange_v2)(&base, &size, address) != CUDA_SUCCESS ||
+        entry->bytes >= size)
+        return false;
+    uint64_t bytes = size - entry->bytes;
+    if (m->to_device)
+        bytes = room_for(m, bytes);
+    if (bytes)
+        GS_REAL(cuMemPrefetchAsync)
+    (address + entry->bytes, bytes, m->to_device ? m->here->device : CU_DEVICE_CPU, m->stream);
+    return false;
+}
+
+static void taken(uint64_t address, const struct gs_entry *entry, void *arg) {
+    (void)address, (void)entry, (void)arg;
+}
+
+void gs_virtual_move(const struct gs_here *here, CUstream stream, bool to_device,
+                     _Atomic uint64_t *brought, uint64_t most) {
+    struct move move = {here, stream, to_device, brought, most};
+    if (gs_virtual_lives() && GS_REAL(cuMemPrefetchAsync) && GS_REAL(cuMemGetAddressRange_v2))
+        gs_map_take_all(&gs_memory, move_one, taken, &move);
+}

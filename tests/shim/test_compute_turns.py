@@ -1,0 +1,156 @@
+"""Turns: which of the tenants that have memory on the host has it on the device, judged by the device's ledger."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from gpushare.region import offset
+
+from tests.shim.box import GIB, Box
+from tests.shim.inside import MIB
+from tests.shim.test_compute_life import HELPERS
+from tests.shim.test_live import talk
+from tests.sim.ledger import Ledger
+from tests.sim.simhost import make_simhost
+
+ON_DEVICE = 902 * MIB  # context, the allocation in the device part, and code
+ON_HOST = 128 * MIB
+SETUP = (
+    HELPERS
+    + """
+def say(*words):
+    print(*words, flush=True)
+    sys.stdin.readline()
+start()
+held, function = [], kernel("sweep_ns_arg")
+ok(alloc(600 * MIB, held)), ok(alloc(128 * MIB, held))
+
+def sweep():
+    words = (c_uint64(200000), held[1], c_uint64(128 * MIB))
+    places = (c_void_p * 3)(*(ctypes.addressof(word) for word in words))
+    ok(cuda.cuLaunchKernel(function, 64, 1, 1, 1, 1, 1, 0, None, places, None))
+
+def work(seconds):
+    end, rounds = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        sweep()
+        ok(cuda.cuCtxSynchronize())
+        rounds += 1
+    return rounds
+say("ready")
+"""
+)
+
+
+@contextmanager
+def tenants(directory: Path, turn_ms: int, count: int = 2) -> Iterator[Sequence[Box]]:
+    simhost = make_simhost(directory / "host", gpus=1, memory_bytes=4 * GIB)
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Box(
+                    [GIB],
+                    whole=[2 * GIB],
+                    gpu_bytes=4 * GIB,
+                    simhost=simhost,
+                    compute=[100],
+                    company=directory / "company",
+                    turn=(1000 * turn_ms, 256 * MIB),
+                )
+            )
+            for _ in range(count)
+        ]
+
+
+def held_bytes(box: Box) -> list[int]:
+    with Ledger(box.device()) as ledger:
+        return [client.bytes for client in ledger.clients() if client.alive]
+
+
+def test_one_at_a_time_has_its_memory_on_the_device(tmp_path: Path) -> None:
+    with tenants(tmp_path, 400) as (a, b):
+        program = SETUP + "say(work(2.5))"
+        with talk(a, program) as first, talk(b, program) as second:
+            assert first() == second() == ["ready"]
+            seen: list[list[int]] = []
+            over = threading.Event()
+
+            def watch() -> None:
+                while not over.wait(0.002):
+                    seen.append(held_bytes(a))
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            results: list[list[str]] = []
+            other = threading.Thread(target=lambda: results.append(second()))
+            other.start()
+            results.append(first())
+            other.join()
+            over.set()
+            watcher.join()
+    assert all(int(rounds) > 250 for (rounds,) in results), results  # over the bus there would be some 110
+    both = sum(sum(size > ON_DEVICE for size in sizes) > 1 for sizes in seen)
+    assert both < len(seen) / 10, (both, len(seen))  # one that is held up longer than it may be idle
+    swapped = {tuple(size > ON_DEVICE + ON_HOST // 2 for size in sizes) for sizes in seen}
+    assert {(True, False), (False, True)} <= swapped
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "time.sleep(20)", "pass"])
+def test_a_holder_that_is_gone_or_idle_holds_nobody_up(tmp_path: Path, end: str) -> None:
+    """Killed, asleep, ended: the other has its turn long before that of the first would be over, and its memory."""
+    with tenants(tmp_path, 2000) as (a, b):
+        with talk(b, SETUP + "began = time.monotonic()\nwork(0.3)\nsay(time.monotonic() - began)") as second:
+            assert second() == ["ready"]
+            with talk(a, SETUP + f"say(work(0.2))\n{end}\nsys.stdout.close()") as first:
+                assert first() == ["ready"]
+                first()
+                assert max(held_bytes(a)) == ON_DEVICE + ON_HOST
+                first_goes = threading.Thread(target=_ends, args=(first,))
+                first_goes.start()
+                (took,) = second()
+                assert float(took) < 1.5
+                assert ON_DEVICE + ON_HOST in held_bytes(b)
+        first_goes.join()
+
+
+def _ends(following: object) -> None:
+    try:
+        following()  # type: ignore[operator]
+    except (AssertionError, OSError, ValueError):
+        pass  # it says nothing more
+
+
+def test_one_that_lies_is_waited_for_once(tmp_path: Path) -> None:
+    """It says all the time that its turn has just begun, that it is busy, and that it has waited longest."""
+    with tenants(tmp_path, 200) as (a, b), a.pages().open("r+b") as file, mmap.mmap(file.fileno(), 0) as page:
+        at, over = offset("gs_pages", "turn"), threading.Event()
+
+        def lie() -> None:
+            while not over.wait(0.001):
+                now = time.monotonic_ns()
+                struct.pack_into("<5Q", page, at, now, now + 190_000_000, now, 1, now + 40_000_000)
+
+        liar = threading.Thread(target=lie)
+        liar.start()
+        try:
+            program = SETUP + "began = time.monotonic()\nsweep()\nsay(time.monotonic() - began)"
+            with talk(b, program) as following:
+                assert following() == ["ready"]
+                (took,) = following()
+                assert 0.15 < float(took) < 1.5
+                assert held_bytes(b) == [ON_DEVICE]
+        finally:
+            over.set()
+            liar.join()
+        for words in ((0, 2**64 - 1, 2**64 - 1, 0, 0), (0, 0, 0, 1, 2**64 - 1)):  # nor is one that overdoes it
+            struct.pack_into("<5Q", page, at, *words)
+            with talk(b, program) as following:
+                following()
+                assert float(following()[0]) < 0.15

@@ -1,0 +1,237 @@
+"""Shares that go on in host memory: what is given, what is counted where, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from gpushare.region import Usage, read_usage
+
+from tests.shim.box import CONTEXT_BYTES, GIB, Box
+from tests.shim.inside import MIB, peak, run
+from tests.sim.ledger import Ledger
+
+DEVICE, WHOLE = 1 * GIB, 2 * GIB
+CONTEXT = CONTEXT_BYTES
+HELPERS = """
+def managed(address):
+    value = c_uint()
+    ok(cuda.cuPointerGetAttribute(byref(value), 8, address))
+    return value.value
+
+def free(address):
+    ok(cuda.cuMemFree_v2(address))
+
+def pitched(out):
+    pitch = c_size_t()
+    return cuda.cuMemAllocPitch_v2(out, byref(pitch), c_size_t(1 << 20), c_size_t(512), c_uint(4))
+
+TAKE = {
+    "plain": lambda out: cuda.cuMemAlloc_v2(out, c_size_t(512 * MIB)),
+    "pitch": pitched,
+    "managed": lambda out: cuda.cuMemAllocManaged(out, c_size_t(512 * MIB), c_uint(1)),
+    "async": lambda out: cuda.cuMemAllocAsync(out, c_size_t(512 * MIB), None),
+    "pool": lambda out: cuda.cuMemAllocFromPoolAsync(out, c_size_t(512 * MIB), pool(), None),
+}
+
+def pool():
+    found = c_void_p()
+    ok(cuda.cuDeviceGetDefaultMemPool(byref(found), 0))
+    return found
+"""
+
+
+def usage(box: Box) -> Usage:
+    return read_usage(box.usage.read_bytes(), 1)
+
+
+def oversubscribed(device: int = DEVICE, whole: int = WHOLE, gpu_bytes: int = 16 * GIB) -> Box:
+    return Box([device], whole=[whole], gpu_bytes=gpu_bytes)
+
+
+@pytest.mark.parametrize("family", ["plain", "pitch", "managed", "async", "pool"])
+def test_each_way_to_allocate_goes_on_on_the_host(family: str) -> None:
+    """Beyond the device part, up to the whole and not a block more; then all of it again, freed by either call."""
+    program = f"""
+        context, take = start(), TAKE["{family}"]
+        pooled = "{family}" in ("async", "pool")
+        for give in (free, (lambda address: ok(cuda.cuMemFreeAsync(address, None))) if pooled else free):
+            got = []
+            for n in range(5):
+                address = c_uint64()
+                got.append(take(byref(address)) or address)
+            print(sum(isinstance(one, c_uint64) for one in got), got[-1], managed(got[2]))
+            ctypes.memset(got[2].value, 7, 4096)
+            for address in got[:-2]:
+                give(address)
+            give(got[-2]) if isinstance(got[-2], c_uint64) else None
+            ok(cuda.cuCtxSynchronize())
+        if pooled:
+            ok(cuda.cuMemPoolTrimTo(pool(), c_size_t(0)))
+        print(info()[0])
+    """
+    with oversubscribed() as box:
+        words = run(box, program, helpers=HELPERS)
+        # 2 GiB less a context: three of 512 MiB
+        assert words == ["3", "2", "1", "3", "2", "1", str(WHOLE - CONTEXT)]
+        assert peak(box) <= DEVICE
+        assert usage(box).slots == ()
+
+
+def test_both_parts_are_counted_and_the_total_is_what_programs_see() -> None:
+    program = """
+        start()
+        total, held = c_size_t(), []
+        ok(cuda.cuDeviceTotalMem_v2(byref(total), 0))
+        print(total.value, *info())
+        ok(alloc(512 * MIB)), ok(alloc(512 * MIB))
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        ok(nvml.nvmlInit_v2())
+        device, memory = c_void_p(), (c_uint64 * 3)()
+        ok(nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)))
+        ok(nvml.nvmlDeviceGetMemoryInfo(device, byref(memory)))
+        count, rows = c_uint(4), (c_uint64 * 12)()
+        ok(nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, byref(count), byref(rows)))
+        print(*info(), *memory, count.value, rows[1])
+        sys.stdout.flush()
+        sys.stdin.readline()
+    """
+    with oversubscribed() as box:
+        from tests.shim.test_live import talk
+
+        with talk(box, program) as following:
+            assert following() == [str(n) for n in (WHOLE, WHOLE - CONTEXT, WHOLE)]
+            held = CONTEXT + GIB
+            assert following() == [str(n) for n in (WHOLE - held, WHOLE, WHOLE, WHOLE - held, held, 1, held)]
+            now = usage(box)
+            assert (now.used_bytes(0), now.host_bytes(0)) == (CONTEXT + 512 * MIB, 512 * MIB)
+            with Ledger(box.device()) as ledger:
+                assert ledger.used_bytes == CONTEXT + 512 * MIB
+
+
+def test_one_that_fits_in_neither_part_alone_is_divided() -> None:
+    """1.7 GiB are free, 0.7 of them on the device: 1.6 in one piece, and nothing of it is lost when it is freed."""
+    program = """
+        context, held = start(), []
+        for _ in range(2):
+            ok(alloc(1638 * MIB, held))
+            print(alloc(200 * MIB), info()[0])
+            ok(cuda.cuMemFree_v2(held.pop()))
+            print(info()[0])
+        ok(alloc(info()[0] // (2 * MIB) * 2 * MIB))
+        print(info()[0])
+    """
+    with oversubscribed() as box:
+        left = WHOLE - CONTEXT - 1638 * MIB
+        rest = (WHOLE - CONTEXT) % (2 * MIB)
+        one = ["2", str(left), str(WHOLE - CONTEXT)]
+        assert run(box, program) == [*one, *one, str(rest)]
+
+
+def test_a_full_device_fails_nobody_within_the_whole() -> None:
+    """Somebody outside of all shares has the device: everything lies on the host then, the device part too."""
+    with Box([15 * GIB]) as other:
+        outsider = "start()\nok(alloc(14 * GIB))\nprint('full', flush=True)\nsys.stdin.readline()"
+        from tests.shim.test_live import talk
+
+        with talk(other, outsider) as following, Box([2 * GIB], whole=[3 * GIB], simhost=other.simhost) as box:
+            following()
+            program = """
+                start()
+                n = 0
+                while alloc(256 * MIB) == SUCCESS:
+                    n += 1
+                print(n, info()[0] < 256 * MIB, alloc_async(2 * MIB), alloc_async(256 * MIB))
+            """
+            assert run(box, program) == ["10", "True", "0", "2"]
+
+
+def test_what_lies_on_the_host_stays_there() -> None:
+    """Advice and prefetches of a program cannot bring it to the device, and it cannot be shared."""
+    program = """
+        start()
+        held = []
+        ok(alloc(600 * MIB, held)), ok(alloc(600 * MIB, held))
+        address, inside = held[1], c_uint64(held[1].value + 5 * MIB)
+        handle = (ctypes.c_char * 64)()
+        print(cuda.cuIpcGetMemHandle(handle, address), cuda.cuIpcGetMemHandle(handle, held[0]))
+        for at in (address, inside):
+            ok(cuda.cuMemAdvise(at, c_size_t(2 * MIB), 3, 0))
+            ok(cuda.cuMemAdvise(at, c_size_t(2 * MIB), 4, 0))
+            ok(cuda.cuMemPrefetchAsync(at, c_size_t(2 * MIB), 0, None))
+            ok(cuda.cuMemPrefetchAsync_v2(at, c_size_t(2 * MIB), c_uint64(1), 0, None))
+        own = c_uint64()
+        ok(cuda.cuMemAllocManaged(byref(own), c_size_t(4 * MIB), 1))
+        ok(cuda.cuMemPrefetchAsync(own, c_size_t(4 * MIB), 0, None))
+        ok(cuda.cuCtxSynchronize())
+    """
+    with oversubscribed() as box:
+        assert run(box, program) == ["801", "0"]
+        assert peak(box) == CONTEXT + 604 * MIB  # the program's own managed memory came, nothing else
+
+
+def test_a_free_in_a_stream_waits_for_nobody() -> None:
+    """The stream waits for what this thread writes only after the free, so a free that blocks would never return; and
+    the address is not given to somebody else before the stream came to it."""
+    program = """
+        start()
+        held, stream, flag = [], c_void_p(), c_void_p()
+        ok(alloc(700 * MIB, held)), ok(alloc(700 * MIB, held))
+        ok(cuda.cuMemHostAlloc(byref(flag), c_size_t(64), 0))
+        ctypes.memset(flag, 0, 64)
+        ok(cuda.cuStreamCreate(byref(stream), 1))
+        ok(cuda.cuStreamWaitValue32(stream, flag, c_uint(1), 0))
+        ok(cuda.cuMemFreeAsync(held[1], stream))
+        print(alloc(700 * MIB), info()[0] < GIB)
+        ctypes.memset(flag, 1, 1)
+        ok(cuda.cuStreamSynchronize(stream))
+        print(alloc(700 * MIB))
+    """
+    with oversubscribed() as box:
+        assert run(box, program) == ["2", "True", "0"]
+
+
+def test_processes_and_contexts_that_go_take_theirs_with_them() -> None:
+    """Killed, reset, exited: the host part of the dead counts as nothing at once."""
+    program = """
+        start()
+        pids = []
+        me = [sys.executable, "-c", open("/proc/self/cmdline").read().split("\\0")[2], "child"]
+        if len(sys.argv) > 1:
+            ok(alloc(1200 * MIB))
+            print("held", flush=True)
+            os.kill(os.getpid(), 9)
+        child = subprocess.Popen(me, stdout=subprocess.PIPE)
+        assert child.stdout.readline() == b"held\\n"
+        child.wait()
+        ok(alloc(1000 * MIB)), ok(alloc(600 * MIB))
+        ok(cuda.cuDevicePrimaryCtxReset_v2(0))
+        start()
+        print(info()[0])
+    """
+    with oversubscribed() as box:
+        assert run(box, program) == [str(WHOLE - CONTEXT)]
+
+
+def test_a_limit_that_is_lowered_leaves_the_rest_on_the_host() -> None:
+    with oversubscribed() as box:
+        from tests.shim.test_live import talk
+
+        program = """
+            start()
+            def say(*words):
+                print(*words, flush=True)
+                sys.stdin.readline()
+            say(*info())
+            say(alloc(512 * MIB), alloc(1024 * MIB), alloc(512 * MIB), *info())
+        """
+        with talk(box, program) as following:
+            assert following() == [str(WHOLE - CONTEXT), str(WHOLE)]
+            box.set_limit(memory_limit_bytes=512 * MIB, memory_virtual_bytes=WHOLE)
+            assert following() == ["0", "0", "2", str(WHOLE - CONTEXT - 1536 * MIB), str(WHOLE)]
+        assert peak(box) <= 512 * MIB
+
+
+def test_a_share_without_it_is_as_before() -> None:
+    """The virtual total of a share that is not oversubscribed is nothing, whatever the file says beside the flag."""
+    with Box([GIB]) as box:
+        box.set_limit(memory_virtual_bytes=8 * GIB)
+        assert run(box, "start()\nprint(alloc(GIB), *info())") == ["2", str(GIB - CONTEXT), str(GIB)]
