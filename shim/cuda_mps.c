@@ -21,6 +21,8 @@
 
 /* The socket that listened last, to see that it is the same one afterwards. */
 static ino_t socket_inode;
+/* The driver was initialised while no daemon was there, which it does once: it stays without. */
+static bool without;
 
 static const struct gs_device_limit *device_of(const struct gs_limits *limits) {
     uint32_t device = limits->mps_device;
@@ -51,12 +53,27 @@ static void pipe_of(const struct gs_device_limit *device, char *out, size_t size
     snprintf(out, size, PIPES "%.63s", device->uuid_text);
 }
 
+/* "12" or "12.5", at least 1 and at most `percent`. Spellings that depend on who reads them (0x1E,
+ * 1e1, 12,5 in some locales) are none: what the driver cannot read is no limit to it. */
+static bool is_lower(const char *text, uint32_t percent) {
+    size_t whole = strspn(text, "0123456789"), part = 0;
+    if (whole == 0 || whole > 3)
+        return false;
+    if (text[whole] == '.') {
+        part = strspn(text + whole + 1, "0123456789");
+        if (part == 0 || part > 6)
+            return false;
+    }
+    bool over = part && strspn(text + whole + 1, "0") != part;
+    unsigned long number = strtoul(text, NULL, 10);
+    return text[whole + (part ? part + 1 : 0)] == 0 && number >= 1 && number + over <= percent;
+}
+
 /* A lower percentage of the program's own stays. */
 static void say_percent(uint32_t percent) {
     const char *name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", *own = getenv(name);
-    char text[16], *end = NULL;
-    double asked = own ? strtod(own, &end) : 0;
-    if (end && end != own && *end == 0 && asked > 0 && asked <= percent)
+    char text[16];
+    if (own && is_lower(own, percent))
         return;
     snprintf(text, sizeof(text), "%u", percent);
     setenv(name, text, 1);
@@ -80,6 +97,8 @@ CUresult gs_mps_enter(const struct gs_limits *limits) {
         return CUDA_SUCCESS;
     if (limits->mps_uid != ANY_UID && limits->mps_uid != geteuid())
         return refuse("it serves one user at a time, and this process is another's");
+    if (without)
+        return refuse("the driver has begun without it in this process");
     char pipe[128];
     pipe_of(device, pipe, sizeof(pipe));
     if (!(socket_inode = listening(pipe)))
@@ -100,6 +119,6 @@ CUresult gs_mps_entered(const struct gs_limits *limits) {
     if (!device)
         return CUDA_SUCCESS;
     pipe_of(device, pipe, sizeof(pipe));
-    return listening(pipe) == socket_inode ? CUDA_SUCCESS
-                                           : refuse("its control daemon went meanwhile");
+    without = listening(pipe) != socket_inode;
+    return without ? refuse("its control daemon went meanwhile") : CUDA_SUCCESS;
 }

@@ -236,17 +236,29 @@ def _holder(limit: str, limited: bool, site: Site) -> tuple[str, dict[str, str]]
     return "", why_not
 
 
+def _nobody(limit: str, limited: bool, site: Site, why_not: dict[str, str]) -> str:
+    """Who stands for a limit that nobody set and nobody holds: the shim, where it can be beside those that are on the
+    device, whom a container without a limit must not slow down. "": nobody; `why_not` says it then."""
+    if limited or (why_not and asked(site.request)):
+        return ""
+    reason = BACKENDS[SHIM].supports(limit, site)
+    if reason is not None:
+        why_not[SHIM] = reason
+    return "" if reason else SHIM
+
+
 def choose(memory: bool, compute: bool, site: Site) -> Holders:
     """Who holds the limits of a share of this device; `memory`, `compute`: whether there is one. Raises DeviceError,
     PolicyError and RequestError."""
     where, found = f"device {device_name(site.device)}", []
     for limit, limited in zip(LIMITS, (memory, compute)):
         name, why_not = _holder(limit, limited, site)
-        if not name and why_not and (limited or asked(site.request)):
+        name = name or _nobody(limit, limited, site, why_not)
+        if not name and why_not:
             reasons_of = "; ".join(f"{backend} cannot: {reason}" for backend, reason in why_not.items())
             raise DeviceError(
                 f"nothing holds a limit on {limit} of {where}: {reasons_of}",
-                f"set {names.ENV_BACKEND}={SHIM}" if asked(site.request) else f"add {SHIM} to policy.allowed_backends",
+                _way_out(site, why_not),
                 reasons_of,
             )
         if not name and limited:
@@ -255,7 +267,7 @@ def choose(memory: bool, compute: bool, site: Site) -> Holders:
                 f"nothing that is allowed on this node holds a limit on {limit} (policy.allowed_backends: {allowed})",
                 f"add {SHIM} to policy.allowed_backends",
             )
-        found.append(name or SHIM)
+        found.append(name)
     for name in asked(site.request):
         if name not in found and not BACKENDS[name].optional:
             raise RequestError(
@@ -263,6 +275,12 @@ def choose(memory: bool, compute: bool, site: Site) -> Holders:
                 f"set {names.ENV_MEMORY}, or leave {name} out",
             )
     return Holders(*found)
+
+
+def _way_out(site: Site, why_not: dict[str, str]) -> str:
+    if SHIM in why_not:
+        return "use another device, or stop those containers"
+    return f"set {names.ENV_BACKEND}={SHIM}" if asked(site.request) else f"add {SHIM} to policy.allowed_backends"
 
 
 def require_kept(share: Share) -> None:

@@ -230,11 +230,11 @@ def offer(wanted: Wanted, request: Request, device: Device, node: Node, ledger: 
     size = _memory_of(wanted, device, ledger, config)
     _require_free(request, device, ledger, config)
     _require_compute(wanted.compute, request.compute_mode == "soft", device, ledger, config)
-    holders = backends.choose(
-        size is not None, wanted.compute is not None, backends.Site(device, request, node, ledger)
-    )
+    beyond = request.oversubscribe or scaling > 1
+    site = backends.Site(device, request._replace(oversubscribe=beyond), node, ledger)
+    holders = backends.choose(size is not None, wanted.compute is not None, site)
     page, whole = _page_of(device, ledger, config), 0
-    if request.oversubscribe or scaling > 1:
+    if beyond:
         from . import oversubscribing
 
         whole = oversubscribing.whole_bytes(

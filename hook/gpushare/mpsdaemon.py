@@ -1,7 +1,7 @@
 """Starting and stopping MPS on a device. Not on the start path.
 
     start(host, device, wish)          -> Started     runs or adopts the daemon, sets its limits, then offers it
-    stop(host, uuid, leases, force)    -> bool        False: there was none
+    stop(host, uuid, force)            -> bool        False: there was none
 
 mps/<uuid>/ of the state directory: pipe/ and log/ are the daemon's, shm/ is its /dev/shm (a tmpfs of its own, which its
 containers share), share/ is what containers see, `pid` is for systemd, and `ready` says that all of it is true. A start
@@ -20,14 +20,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from . import linux, mps, mpscontrol, mpsprocess, procs, rootless, storage
+from . import leases, mps, mpscontrol, mpsprocess, mpsshm, procs, rootless, storage
 from .errors import CapacityError, DeviceError, KernelError, RequestError
-from .model import Device, Lease, Node
+from .model import Device, Node
 from .mpscontrol import Control
 
 _START_S = 30.0  # a driver without persistence mode takes seconds to come up
 _SOCKET_BYTES = 107  # sun_path in unix(7), without the byte that ends it
-_SHM_OPTIONS = {"size": "64m", "nr_inodes": "4096", "mode": "1777"}  # a file of 4 KiB for each client
 _SHARED = ("control", "log")  # of pipe/: see mps.py
 
 
@@ -60,7 +59,7 @@ def start(host: Node, device: Device, wish: Wish) -> Started:
     if len(os.fsencode(f"{folder}/pipe/control_privileged")) > _SOCKET_BYTES:
         raise RequestError(f"a socket below {folder!r} would have too long a path", "use a shorter state directory")
     storage.prepare(host.config.state_dir)
-    os.makedirs(folder, 0o755, exist_ok=True)
+    os.makedirs(folder, 0o700, exist_ok=True)
     with _locked(folder):
         return _start(host, device, wish, folder, program)
 
@@ -80,8 +79,9 @@ def _start(host: Node, device: Device, wish: Wish, folder: str, program: str) ->
         _clear(folder)
         daemon = _launch(control, folder, device, wish, extra)
     else:
-        _require_adoptable(daemon, device, wish, folder)
+        _require_adoptable(daemon, device, wish, folder, extra)
     try:
+        _open_to(folder, wish.uid)
         _set_limits(control, wish)
         return Started(how, _offer(host, device, wish, folder, program, daemon.pid))
     except BaseException:
@@ -105,7 +105,18 @@ def _options(control: Control, wish: Wish) -> tuple[str, ...]:
     return (flag,)
 
 
-def _require_adoptable(daemon: mpscontrol.Daemon, device: Device, wish: Wish, folder: str) -> None:
+def _open_to(folder: str, uid: int) -> None:
+    """Containers have what they need as a mount. On the host a server that does not run as root has to get here, and
+    then every user can: whoever can connect can set the daemon's defaults."""
+    os.chmod(folder, 0o755 if uid else 0o700)
+    os.chmod(os.path.dirname(folder), 0o755)
+    os.makedirs(f"{folder}/share", exist_ok=True)
+    os.chmod(f"{folder}/share", 0o755)
+
+
+def _require_adoptable(
+    daemon: mpscontrol.Daemon, device: Device, wish: Wish, folder: str, extra: Sequence[str]
+) -> None:
     """A daemon that listens where ours would, and was not offered: of a start that was killed, or a person's own."""
     who = f"the MPS daemon in {folder + '/pipe'!r} (pid {daemon.pid})"
     if daemon.uid != os.geteuid():
@@ -113,11 +124,15 @@ def _require_adoptable(daemon: mpscontrol.Daemon, device: Device, wish: Wish, fo
     try:
         with open(f"/proc/{daemon.pid}/environ", "rb") as file:
             sees_it = f"CUDA_VISIBLE_DEVICES={device.uuid}".encode() in file.read().split(b"\0")
+        with open(f"/proc/{daemon.pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
         there, ours = os.stat(f"/proc/{daemon.pid}/root/dev/shm"), os.stat(f"{folder}/shm")
     except OSError as error:
         raise DeviceError(f"{who}: {error.strerror}", "stop it") from None
     if not sees_it:
         raise DeviceError(f"{who} was not started for this device alone", "stop it")
+    if not set(map(os.fsencode, extra)) <= set(words):
+        raise DeviceError(f"{who} serves one user at a time", "stop it, or name the user: --uid N")
     if (wish.shm == mps.SHM_OWN) != os.path.samestat(there, ours):
         raise DeviceError(f"{who} was started with another /dev/shm", "stop it, or use the other --shm")
 
@@ -140,15 +155,17 @@ def _require_same(found: mps.MpsState, host: Node, wish: Wish, program: str, uui
 def _clear(folder: str) -> None:
     """What a daemon that died has left."""
     shutil.rmtree(f"{folder}/pipe", ignore_errors=True)
-    for name in ("pipe", "log", "shm", "share"):
-        os.makedirs(f"{folder}/{name}", 0o755, exist_ok=True)
+    os.makedirs(f"{folder}/shm", exist_ok=True)
+    for name in ("pipe", "log", "share"):
+        os.makedirs(f"{folder}/{name}", exist_ok=True)
+        os.chmod(f"{folder}/{name}", 0o755)  # whatever our umask is
 
 
 def _launch(control: Control, folder: str, device: Device, wish: Wish, extra: Sequence[str]) -> mpscontrol.Daemon:
     """Starts the daemon and waits until it listens. Its parent ends then."""
     shm = f"{folder}/shm" if wish.shm == mps.SHM_OWN else ""
     if shm:
-        _mount_shm(shm)
+        mpsshm.mount(shm)
     env = {
         **control.env,
         "CUDA_MPS_PIPE_DIRECTORY": control.pipe,
@@ -159,7 +176,7 @@ def _launch(control: Control, folder: str, device: Device, wish: Wish, extra: Se
     def prepare() -> None:
         os.umask(0o022)
         if shm:
-            _use_as_dev_shm(shm)
+            mpsshm.use(shm)
 
     try:
         done = subprocess.run(
@@ -182,39 +199,6 @@ def _launch(control: Control, folder: str, device: Device, wish: Wish, extra: Se
         said = (done.stdout + done.stderr).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise DeviceError(f"{mpscontrol.NAME} -d: {said[0]}", f"see {folder}/log")
     return daemon
-
-
-def _mount_shm(path: str) -> None:
-    """A tmpfs of its own, so that a tenant who fills it takes nothing from the state directory. One that is there
-    stays: containers of a daemon that died have it, and are to meet the next one there."""
-    if os.path.ismount(path):
-        for name in os.listdir(path):
-            os.unlink(f"{path}/{name}")
-        return
-    flags = sum(linux.ATTRIBUTES[name] for name in ("nosuid", "nodev", "noexec"))
-    mount = linux.detached_tmpfs(_SHM_OPTIONS, flags, path)
-    target = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        linux.move_mount(mount, target, path)
-        linux.mount_setattr(mount, 0, linux.MS_PRIVATE, path)
-    finally:
-        os.close(target)
-        os.close(mount)
-
-
-def _unmount(path: str) -> None:
-    while os.path.ismount(path):
-        linux.umount(path, linux.MNT_DETACH | linux.UMOUNT_NOFOLLOW)
-
-
-def _use_as_dev_shm(path: str) -> None:
-    """In the child that becomes the daemon: its own /dev/shm, seen by nobody else."""
-    linux.unshare(linux.CLONE_NEWNS, "mount namespace")
-    root = os.open("/", os.O_PATH | os.O_CLOEXEC)
-    linux.mount_setattr(root, 0, linux.MS_SLAVE, "/", recursive=True)
-    tree = linux.open_tree(path)
-    target = os.open("/dev/shm", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    linux.move_mount(tree, target, "/dev/shm")
 
 
 def _set_limits(control: Control, wish: Wish) -> None:
@@ -285,7 +269,7 @@ def _forget(folder: str) -> None:
 # The end
 
 
-def stop(host: Node, uuid: str, leases: Sequence[Lease], force: bool) -> bool:
+def stop(host: Node, uuid: str, force: bool) -> bool:
     """Ends the daemon and removes what it left. False when there was nothing. Raises CapacityError while containers
     have it, unless `force`."""
     folder = mps.directory(host.config.state_dir, uuid)
@@ -293,11 +277,13 @@ def stop(host: Node, uuid: str, leases: Sequence[Lease], force: bool) -> bool:
         return False
     with _locked(folder):
         found = mps.state(uuid, host.config.state_dir)
-        using = [] if found.problem else [one.id for one in mps.holders(leases, uuid)]
-        if using and not force:
-            raise CapacityError(f"containers have MPS on {uuid}: {', '.join(using)}", "stop them, or add --force")
-        _forget(folder)
-        daemon = mpscontrol.listening(f"{folder}/pipe")
+        daemon = mpscontrol.listening(f"{folder}/pipe")  # whatever the ready file says
+        with leases.locked(host.config.state_dir):  # so nobody is given it between these two
+            holders = mps.holders(leases.view(host.config.state_dir).live, uuid)
+            if holders and daemon is not None and not force:
+                using = ", ".join(one.id for one in holders)
+                raise CapacityError(f"containers have MPS on {uuid}: {using}", "stop them, or add --force")
+            _forget(folder)
         program = mpscontrol.program(host.inventory.root)
         if daemon is not None:
             env = mpscontrol.environment(host, program) if program else {}
@@ -305,8 +291,8 @@ def stop(host: Node, uuid: str, leases: Sequence[Lease], force: bool) -> bool:
         was_there = daemon is not None or os.path.lexists(f"{folder}/pipe") or found.was_running
         for name in ("pipe", "log"):
             shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
-        if not mps.holders(leases, uuid):  # who still has these mounted is to find the next daemon there
-            _unmount(f"{folder}/shm")
+        if not holders:  # who still has these mounted is to find the next daemon there
+            mpsshm.unmount(f"{folder}/shm")
             shutil.rmtree(folder, ignore_errors=True)
         return was_there
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from . import linux, mpscontrol, procs
 from .errors import DeviceError, GpushareError, KernelError
@@ -20,16 +20,16 @@ _QUIT_S = 10
 def end_orphans(pipe: str) -> None:
     """Servers whose daemon has died hold the GPU and serve nobody new: they go. A daemon of ours whose directory is
     gone, with the state directory, can still have clients, and nobody can talk to it. Raises DeviceError."""
-    servers = []
+    servers, variable = [], os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={pipe}")
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/environ", "rb") as environ, open(f"/proc/{name}/cmdline", "rb") as command:
-                mine = os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={pipe}") in environ.read().split(b"\0")
-                is_server = os.path.basename(command.read().partition(b"\0")[0]) == mpscontrol.SERVER.encode()
+                mine = variable in environ.read().split(b"\0")
+                kind = _kind(name, command.read().split(b"\0")) if mine else ""
         except OSError:  # gone, or a kernel thread's
             continue
-        process = procs.find(int(name)) if mine else None
-        if process is not None and not is_server:
+        process = procs.find(int(name)) if kind else None
+        if process is not None and kind == mpscontrol.NAME:
             raise DeviceError(
                 f"an MPS daemon whose directory {pipe!r} was lost runs (pid {name})",
                 "kill it when the containers that have it have ended",
@@ -37,6 +37,20 @@ def end_orphans(pipe: str) -> None:
         servers += [process] if process is not None else []
     for process in servers:
         _kill(process)
+
+
+def _kind(name: str, words: Sequence[bytes]) -> str:
+    """mpscontrol.SERVER, NAME for a control daemon, or "" for whoever has the variable besides: a person's shell, and
+    what it starts, or a program in a container, that of a tenant who wants no daemon to start. Raises OSError."""
+    if not os.path.samestat(os.stat(f"/proc/{name}/ns/pid"), os.stat("/proc/self/ns/pid")):
+        return ""
+    programs = [os.path.basename(os.fsdecode(word)) for word in words[:2]]  # the second one of a script
+    if programs[0] == mpscontrol.SERVER:
+        return mpscontrol.SERVER
+    with open(f"/proc/{name}/status", encoding="utf-8", errors="replace") as file:
+        uids = next(line.split()[1:] for line in file if line.startswith("Uid:"))
+    is_daemon = mpscontrol.NAME in programs and {b"-d", b"-f"} & set(words)
+    return mpscontrol.NAME if is_daemon and str(os.geteuid()) in uids else ""
 
 
 def end(control: Control, pid: int) -> None:

@@ -73,5 +73,5 @@ def _put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) ->
         or failed("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device))
         or failed(_SET, device, ctypes.byref(wanted))
         or failed(_GET, device, ctypes.byref(found))
-        or ("" if found.hardLimit <= hard else f"{_GET} says {found.hardLimit}, not {hard}")
+        or ("" if 0 < found.hardLimit <= hard else f"{_GET} says {found.hardLimit}, not {hard}")
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -139,6 +141,92 @@ def test_death_is_an_error_and_never_a_client_without_a_limit(
     assert (row["state"], row["restart"]) == ("running", [one.id])
 
 
+def test_a_driver_that_began_without_the_daemon_stays_refused(host: Node, container: Callable[..., Container]) -> None:
+    """It dies between the shim's look and the driver's, which goes on without and never looks again. A daemon that is
+    there when the program tries once more changes nothing about that."""
+    pid = start(host)
+    one = container("runtime").start()
+    os.kill(pid, signal.SIGKILL)
+    reap_zombies()
+    control = host.state / "mps" / UUID / "share" / "control"
+    control.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(control))
+    listener.listen(0)  # room for the shim, who looks first; the driver waits outside
+    command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "again"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdin and program.stdout
+        assert select.select([listener], [], [], 30)[0]
+        listener.close()
+        assert json.loads(program.stdout.readline()) == CONNECTION_FAILED
+        start(host)
+        program.stdin.write("\n")
+        program.stdin.close()
+        assert json.loads(program.stdout.readline())["cuInit"] == CONNECTION_FAILED
+    assert client(one)["multiprocessors"] == 15
+
+
+WORDLESS = ("0x1E", "1e1", " 12", "12 ", "12.", "nan", "inf", "-1", "0", "0.5", "+12", "30.5", "31", "0012", "", "12,5")
+SPELLINGS = {**dict.fromkeys(WORDLESS, "30"), "30.0": "30.0", "12.5": "12.5"}
+
+
+def test_a_percentage_that_can_be_read_in_two_ways_is_not_passed_on(
+    host: Node, container: Callable[..., Container]
+) -> None:
+    start(host)
+    one = container("hook").start()
+    script = 'for own in "$@"; do CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$own ' + " ".join(CLIENT) + "; done"
+    done = one.exec("sh", "-c", script, "sh", *SPELLINGS)
+    said = [json.loads(line)["ACTIVE_THREAD_PERCENTAGE"] for line in done.stdout.splitlines()]
+    assert dict(zip(SPELLINGS, said)) == SPELLINGS
+
+
+def test_tenants_cannot_keep_a_daemon_from_starting(
+    host: Node, container: Callable[..., Container], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they left in the /dev/shm that stays, who they say they are; and a person's shell has the variable, too."""
+    pid, folder = start(host), host.state / "mps" / UUID
+    one = container("hook").start()
+    assert one.exec("mkdir", "-p", "/dev/shm/a/b", "/dev/shm/empty").returncode == 0
+    assert one.exec("ln", "-s", "/", "/dev/shm/root").returncode == 0
+    os.kill(pid, signal.SIGKILL)
+    reap_zombies()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(folder / "pipe"))
+    words = ["runc", "--root", str(one.bundle / "runtime"), "exec", "--env", f"CUDA_MPS_PIPE_DIRECTORY={folder}/pipe"]
+    name = "/tmp/nvidia-cuda-mps-control"
+    words += [one.id, "sh", "-c", f"ln -s /bin/sh {name}; exec {name} -c 'echo; read line' -d"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as liar:
+        assert liar.stdin and liar.stdout
+        assert liar.stdout.readline() == b"\n"
+        start(host)
+        assert liar.poll() is None
+        liar.stdin.close()
+        assert liar.wait(30) == 1  # end of file, and not a signal
+    assert [name for name in os.listdir(folder / "shm") if not name.startswith("cuda.shm.")] == []
+    assert client(one)["multiprocessors"] == 15
+
+
+def test_other_users_of_the_host_do_not_reach_it(host: Node, container: Callable[..., Container]) -> None:
+    """Whoever connects can set the daemon's defaults. And a tight umask does not keep a container's user out."""
+    folder = host.state / "mps" / UUID
+    code = "import socket, sys; socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(sys.argv[1])"
+
+    def reaches(name: str) -> bool:
+        words = ["/usr/bin/python3", "-c", code, str(folder / name / "control")]
+        return subprocess.run(words, user=1000, group=1000, extra_groups=[], capture_output=True).returncode == 0
+
+    start(host)
+    assert not reaches("pipe") and not reaches("share")
+    assert host.cli("mps", "stop").returncode == 0
+    umask = os.umask(0o077)
+    try:
+        start(host, "--uid", "1000")
+    finally:
+        os.umask(umask)
+    assert reaches("pipe"), "where its server has to"
+    assert client(container("hook", user=(1000, 1000)).start())["multiprocessors"] == 15
+
+
 def test_only_who_was_granted_it_sees_it(host: Node, container: Callable[..., Container], way: str) -> None:
     """The pipe of GPU 0 is nothing to a container of GPU 1; to those that have it, root's socket is nothing either."""
     start(host)
@@ -165,6 +253,11 @@ def test_one_user_at_a_time(host: Node, container: Callable[..., Container]) -> 
 
 def test_several_users_where_the_driver_lets_them_in(host: Node, container: Callable[..., Container]) -> None:
     mpscontrol.install(host.driver_root, multiuser=True)
+    start(host)
+    (host.state / "mps" / UUID / "ready").unlink()
+    refused = host.cli("mps", "start", "--device", "0", "--uid", "any")
+    assert "serves one user at a time; stop it" in refused.stderr, "one is not adopted that cannot do it"
+    assert host.cli("mps", "stop").returncode == 0
     start(host, "--uid", "any")
     one, two = container("hook").start(), container("runtime", user=(1000, 1000)).start()
     assert [client(one)["cuInit"], client(two)["cuInit"], client(two, user="1001")["cuInit"]] == [0, 0, 0]
@@ -191,9 +284,12 @@ def test_refused_with_the_reason(host: Node, container: Callable[..., Container]
 def test_stop_waits_for_nobody_unless_told_to(host: Node, container: Callable[..., Container]) -> None:
     start(host)
     one = container("runtime").start()
-    refused = host.cli("mps", "stop")
-    assert refused.returncode == 75 and one.id in refused.stderr
-    assert client(one)["cuInit"] == 0
+    ready = host.state / "mps" / UUID / "ready"
+    for text in (ready.read_text(), '{"version": 2}', ""):
+        ready.write_text(text)  # whatever it says: the daemon is there, and serves
+        refused = host.cli("mps", "stop")
+        assert refused.returncode == 75 and one.id in refused.stderr
+        assert client(one)["cuInit"] == 0
     assert host.cli("mps", "stop", "--force").returncode == 0
     assert client(one)["cuInit"] == CONNECTION_FAILED
     start(host)

@@ -130,6 +130,35 @@ def test_bad_combinations_are_refused_with_the_reason(
         given(request_, host, *held)
 
 
+@pytest.mark.parametrize("allowed", [("mps", "shim"), ("shim",), ("mps",)])
+@pytest.mark.parametrize("why_not", ["serves 48 processes at most", "another user's"])
+def test_a_container_without_a_limit_does_not_slow_down_clients_of_mps(
+    allowed: tuple[str, ...], why_not: str, able: dict[str, Optional[str]]
+) -> None:
+    """Nobody has to hold a limit for it, and it still may not be there: its work and that of MPS's clients take turns,
+    which no percentage of theirs knows of."""
+    able["mps"] = why_not
+    request = asked(memory="shim" in allowed, compute=False)
+    policy = model.Policy(allowed_backends=allowed, unlimited="shared")
+    host = node()._replace(config=model.Config(policy=policy))
+    assert given(request, host).compute_backend == "shim"
+    with pytest.raises(DeviceError, match="shim cannot: containers of MPS are on the device.*; use another device"):
+        given(request, host, other("mps"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"), [("mps", "no memory beyond the device"), ("dmem", "managed memory is not counted")]
+)
+def test_equal_shares_of_more_than_there_is_are_oversubscribed_too(backend: str, reason: str) -> None:
+    """Who never asked for it has memory beyond the device all the same."""
+    rule, request = model.SharingRule(2, 1.5), asked(backend, memory=False, compute=False)
+    host = node()._replace(config=node().config._replace(sharing=(rule,), host_memory="64Gi"))
+    with pytest.raises(DeviceError, match=reason):
+        given(request, host)
+    kept = host._replace(config=host.config._replace(sharing=(rule._replace(memory_scaling=1.0),)))
+    assert backend in (given(request, kept).memory_backend, given(request, kept).compute_backend)
+
+
 def test_rootless_has_the_shim_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
     for backend in ("mps", "dmem"):

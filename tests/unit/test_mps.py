@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import configparser
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import backends, model, mps, mpscontrol, names, oci, placement, procs, rebuild, region
+from gpushare import (
+    backends,
+    leases,
+    model,
+    mps,
+    mpscontrol,
+    mpsdaemon,
+    mpsprocess,
+    names,
+    oci,
+    placement,
+    procs,
+    rebuild,
+    region,
+)
 from gpushare.cli.mps import mps_group
-from gpushare.errors import DeviceError
+from gpushare.errors import CapacityError, DeviceError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,6 +135,33 @@ def test_ops_and_limits_of_a_container(tmp_path: Path) -> None:
     ready(tmp_path, start=1)
     with pytest.raises(DeviceError, match="MPS: its control daemon .* has died; .*mps start"):
         backends.in_limits((share,), str(tmp_path), 5)
+
+
+def test_nobody_is_given_a_daemon_while_it_is_decided_whether_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starts take the lock of the leases, and look at the ready file under it."""
+    ready(tmp_path)
+    path = Path(mps.directory(str(tmp_path), DEVICE.uuid)) / mps.READY
+    (tmp_path / "lock").touch()
+    share = pure.share(0, 0, GIB)._replace(compute_backend="mps")
+    live = [pure.lease(share)]
+    host = pure.node()._replace(config=model.Config(state_dir=str(tmp_path)))
+
+    def view(state_dir: str) -> leases.View:
+        with open(tmp_path / "lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert path.exists()
+        return leases.View(tuple(live), (), (), ())
+
+    monkeypatch.setattr(leases, "view", view)
+    monkeypatch.setattr(mpscontrol, "listening", lambda pipe: mpscontrol.Daemon(1 << 22, 0))
+    monkeypatch.setattr(mpsprocess, "end", lambda control, pid: None)
+    with pytest.raises(CapacityError, match="containers have MPS"):
+        mpsdaemon.stop(host, DEVICE.uuid, False)
+    assert path.exists()
+    live.clear()
+    assert mpsdaemon.stop(host, DEVICE.uuid, False) and not path.parent.exists()
 
 
 @pytest.mark.parametrize(

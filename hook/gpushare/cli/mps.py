@@ -124,10 +124,9 @@ def _limits(found: mps.MpsState) -> str:
 def stop(paths: Paths, wanted: tuple[str, ...], force: bool, output: str) -> None:
     """End the control daemon of each device, and what it has started."""
     host = facts.host(paths)
-    live = leases.view(paths.state_dir).live
     known = mpsstatus.known(paths.state_dir)
     uuids = [one.uuid for one in _devices(host, wanted)] if wanted else known
-    done = [(uuid, mpsdaemon.stop(host, uuid, live, force)) for uuid in uuids]
+    done = [(uuid, mpsdaemon.stop(host, uuid, force)) for uuid in uuids]
     if output == "json":
         write_json([{"uuid": uuid, "stopped": was_there} for uuid, was_there in done])
         return

@@ -1,6 +1,8 @@
 """Starts CUDA and says what MPS made of it: one line of JSON; then waits for its standard input to end when told to.
 
-mpsclient.py [hold] [bytes of one allocation]
+mpsclient.py [hold | again] [bytes of one allocation]
+
+again: when a line has come, once more; the driver was initialised before
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ WORDS = ("PIPE_DIRECTORY", "ACTIVE_THREAD_PERCENTAGE", "PINNED_DEVICE_MEM_LIMIT"
 
 
 def main(words: list[str]) -> int:
+    if "again" in words:
+        print(json.dumps(ctypes.CDLL("libcuda.so.1").cuInit(0)), flush=True)
+        sys.stdin.readline()
     cuda, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_char_p
     said: dict[str, object] = {"cuInit": cuda.cuInit(0)}
