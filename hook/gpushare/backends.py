@@ -116,6 +116,12 @@ def _mps_ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]
     return mps.ops(shares, node.config)
 
 
+def _mps_change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
+    from . import mps
+
+    mps.require_offered(before, after, folder)
+
+
 def _dmem(limit: str, site: Site) -> Optional[str]:
     if site.device.parent:
         return "the driver has no regions for MIG devices"
@@ -167,7 +173,7 @@ BACKENDS: dict[str, Backend] = {
             supports=_mps,
             keeps=lambda share: _mps_words(share.soft, share.priority),
             ops=_mps_ops,
-            change=_no_change,
+            change=_mps_change,
             enforced_by="NVIDIA's MPS server: each process of the container gets at most its percentage of the "
             "multiprocessors, at the same time as others. The container's memory over all processes stays with "
             "the shim.",

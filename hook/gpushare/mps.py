@@ -4,6 +4,7 @@
     state(uuid, state_dir)           -> MpsState  running or why not; files and /proc only, no process is started
     unsupported(site)                -> why not   what this daemon cannot do for a container; None: it can
     ops(shares, config)              -> ops       what a container gets besides its limits file
+    require_offered(before, after, folder)          of a limit that changes
     grant_of(shares, state_dir, uid) -> Grant     what of it the limits file says
 
 `ready` is written last and by rename, so a daemon is seen when its limits are set, never before. share/ has hard links
@@ -17,7 +18,7 @@ from __future__ import annotations
 import os
 
 from . import driverroot, names, procs
-from .errors import DeviceError
+from .errors import CapacityError, DeviceError
 from .light import TYPE_CHECKING, Any, NamedTuple, Optional, Sequence, loads
 from .model import Config, Lease, Request, Share
 from .ops import Mount, Op
@@ -156,6 +157,18 @@ def ops(shares: tuple[Share, ...], config: Config) -> tuple[Op, ...]:
         if state(uuid, config.state_dir).shm != SHM_HOST:
             found.append(Mount(f"{own}/shm", "/dev/shm", "dir", _DATA, "memory that MPS and its clients share"))
     return tuple(found)
+
+
+def require_offered(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
+    """A larger percentage is one that the daemon gives: it would stay at its own. `folder`: containers/<id>. Raises
+    CapacityError."""
+    state_dir = os.path.dirname(os.path.dirname(folder))
+    for old, new in zip(before, after):
+        most = state(new.device.uuid, state_dir).thread_percent if granted(new) else 0
+        if most and (new.compute_percent or 0) > max(most, old.compute_percent or 0):
+            raise CapacityError(
+                f"MPS was started for at most {most}% of compute on {new.device.uuid}", f"ask for at most {most}%"
+            )
 
 
 def grant_of(shares: Sequence[Share], state_dir: str, uid: int) -> Grant:

@@ -59,6 +59,11 @@ def require_budget(shares: Sequence[Share], node: Node, ledger: Ledger) -> None:
             f"{len(shares)} devices with memory beyond them were asked for, at most {_MOST_DEVICES} are possible",
             "ask for fewer devices",
         )
+    if ledger.blocked:  # by leases that cannot be read: nobody knows what was promised to them
+        raise CapacityError(
+            "host memory of oversubscribed shares is in use by containers that gpushare does not know",
+            "stop them and run `gpushare prune --assume-free`",
+        )
     if ledger.host_bytes + asked > budget:
         free = max(0, budget - ledger.host_bytes)
         raise CapacityError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import fcntl
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,22 @@ CASES = [
 def test_whom_it_serves(tmp_path: Path, state: Any, request_: model.Request, leases: int, reason: str | None) -> None:
     found = mps.unsupported(site(tmp_path, state, request_, leases))
     assert found is None if reason is None else reason in (found or "")
+
+
+@pytest.mark.parametrize(
+    "before, after, refused", [(30, 60, False), (30, 61, True), (None, 100, True), (90, 80, False), (80, None, False)]
+)
+def test_a_limit_that_changes_is_one_that_the_daemon_gives(
+    tmp_path: Path, before: int | None, after: int | None, refused: bool
+) -> None:
+    """One of before that is more than a daemon gives which was started since can always be lowered."""
+    ready(tmp_path)
+    old, new = (
+        pure.share(0, 0, GIB)._replace(compute_backend="mps", compute_percent=percent) for percent in (before, after)
+    )
+    with pytest.raises(CapacityError, match="at most 60% of compute") if refused else nullcontext():
+        backends.change((old,), (new,), f"{tmp_path}/containers/c1")
+    backends.change((), (new,), f"{tmp_path}/containers/c1")
 
 
 def test_ops_and_limits_of_a_container(tmp_path: Path) -> None:

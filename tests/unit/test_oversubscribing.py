@@ -61,6 +61,14 @@ def test_refusals_say_what_is_missing(host: Node, env: list[str], error: type[Gp
         grant(host, *env, ON)
 
 
+def test_what_a_lease_that_cannot_be_read_was_promised_is_not_free() -> None:
+    """It blocks its own device only; the host's memory is that of all of them."""
+    held = ledger(blocked=("GPU-of-a-damaged-lease",))
+    with pytest.raises(CapacityError, match="host memory .* does not know; stop them and run `gpushare prune"):
+        grant(host_of(), "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=1Gi", ON, held=held)
+    assert grant(host_of(), "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=1Gi", held=held)[0].virtual_bytes == 0
+
+
 def test_more_devices_than_can_be_counted() -> None:
     many = tuple(share(slot, 0, GI)._replace(virtual_bytes=2 * GI) for slot in range(9))
     with pytest.raises(RequestError, match="9 devices .* at most 8"):
