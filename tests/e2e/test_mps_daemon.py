@@ -105,6 +105,11 @@ def test_policy_says_what_no_container_exceeds(host: Host) -> None:
     host.mps("start")
     assert host.ask("get_default_active_thread_percentage") == "60.0"
     assert host.ask("get_default_device_pinned_mem_limit 0") == "4G"
+    hint = "No container is given it: add mps to policy.allowed_backends (shim)"
+    assert hint in host.node.cli("mps", "start").stdout, "and whom it gets at all"
+    more = {"max_memory": "25%", "max_compute": "60%", "allowed_backends": ["shim", "mps"]}
+    write_config(host.node.config, host.node.driver_root, policy=more)
+    assert hint not in host.node.cli("mps", "start").stdout
 
 
 def test_second_start_is_the_first(host: Host) -> None:

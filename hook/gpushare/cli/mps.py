@@ -109,6 +109,9 @@ def start(
     for one, (how, new) in done:
         what = {"running": "runs already", "adopted": "ran already and is used now"}.get(how, "runs")
         write_line(f"MPS {what} on {device_name(one)} ({one.uuid}): pid {new.pid}, at most {_limits(new)}")
+    allowed = host.config.policy.allowed_backends
+    if done and mps.NAME not in allowed:
+        write_line(f"No container is given it: add {mps.NAME} to policy.allowed_backends ({', '.join(allowed)})")
 
 
 def _limits(found: mps.MpsState) -> str:
