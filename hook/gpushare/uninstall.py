@@ -15,7 +15,7 @@ import os
 import shutil
 from typing import NamedTuple
 
-from . import labels, leases, linux, names, storage
+from . import labels, leases, linux, mps, mpsstatus, names, storage
 from .engines import configure, record
 from .engines.base import Settings
 from .engines.configure import ENGINES, Outcome
@@ -42,10 +42,10 @@ class Plan(NamedTuple):
 
 
 def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
-    """Raises CapacityError while containers hold leases, unless `force`; ConfigError."""
+    """Raises CapacityError while containers hold leases or MPS runs, unless `force`; ConfigError."""
     state_dir = host.at(settings.state_dir)
     if not force:
-        refuse_leases(state_dir)
+        refuse_used(state_dir)
     outcomes = (configure.undo(ENGINES[name], settings, host, dry_run=True) for name in ENGINES)
     files = [labels.FILE] if host.has(labels.FILE) else []
     folders = []
@@ -61,6 +61,14 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
         tuple(folders),
         tuple(files),
     )
+
+
+def refuse_used(state_dir: str) -> None:
+    """Raises CapacityError also while MPS runs: nobody could talk to its daemon any more, and it keeps its GPU."""
+    refuse_leases(state_dir)
+    running = [uuid for uuid in mpsstatus.known(state_dir) if not mps.state(uuid, state_dir).problem]
+    if running:
+        raise CapacityError(f"MPS runs on {', '.join(running)}", "`gpushare mps stop` first")
 
 
 def refuse_leases(state_dir: str) -> None:
@@ -83,7 +91,7 @@ def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:
     host.remove_folders([os.path.dirname(record.FOLDER), record.FOLDER])
     if plan.state_dir:
         if not force:
-            refuse_leases(plan.state_dir)
+            refuse_used(plan.state_dir)
         unmount_state(plan.state_dir)
     for path in plan.files:
         os.unlink(host.at(path))

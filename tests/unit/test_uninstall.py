@@ -18,6 +18,7 @@ from gpushare.ops import TenantTmpfs, WriteLimits
 
 from tests.lib import rootfs
 from tests.unit import pure
+from tests.unit.test_mps import ready
 
 HAND = '{\n  "debug": true\n}\n'
 MAIN = "version = 2\n"
@@ -183,3 +184,15 @@ def test_labels_are_written_whole_and_once(
     assert os.listdir(path.parent) == ["gpushare"]
     assert capfd.readouterr().out == f"create {path}\n"
     assert main(["labels", "--output", str(path)]) == 0 and capfd.readouterr().out == "nothing to do\n"
+
+
+def test_mps_that_runs_is_not_left_without_its_directory(root: Path, cli: Callable[..., Any]) -> None:
+    state = root / "run/gpushare"
+    ready(state)
+    code, _, said = cli()
+    assert code == 75 and "MPS runs on " in said and "`gpushare mps stop` first" in said
+    assert storage.is_ready(str(state)) and json.loads((root / "etc/docker/daemon.json").read_text()) != json.loads(
+        HAND
+    )
+    ready(state, start=1)  # it has died
+    assert cli("--yes")[0] == 0 and not state.exists()

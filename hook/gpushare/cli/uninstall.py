@@ -19,7 +19,7 @@ from .runtime import settings_of
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Say what would be done, do nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--force", is_flag=True, help="Also while containers hold a share; they go on running.")
+@click.option("--force", is_flag=True, help="Also while containers hold a share, or MPS runs; they go on running.")
 @click.option("--purge", is_flag=True, help="Also remove /etc/gpushare.")
 @click.option("--root", default="/", metavar="DIR", help="Change files below DIR.")
 @with_format
