@@ -69,14 +69,17 @@ static bool is_lower(const char *text, uint32_t percent) {
     return text[whole + (part ? part + 1 : 0)] == 0 && number >= 1 && number + over <= percent;
 }
 
-/* A lower percentage of the program's own stays. */
+/* A lower percentage of the program's own stays. What we said to its parent is not its own: the
+ * limit may have been raised since. */
 static void say_percent(uint32_t percent) {
-    const char *name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", *own = getenv(name);
+    const char *name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", *ours = "_GPUSHARE_MPS_SAID";
+    const char *own = getenv(name), *said = getenv(ours);
     char text[16];
-    if (own && is_lower(own, percent))
+    if (own && !(said && strcmp(own, said) == 0) && is_lower(own, percent))
         return;
     snprintf(text, sizeof(text), "%u", percent);
     setenv(name, text, 1);
+    setenv(ours, text, 1);
 }
 
 static void say_memory(uint64_t bytes) {

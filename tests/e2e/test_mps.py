@@ -300,7 +300,13 @@ def test_limit_of_a_living_container(host: Node, container: Callable[..., Contai
     """MPS reads a client's percentage once: programs that begin later have the new one."""
     start(host)
     one = container("hook").start()
-    assert host.cli("limit", "set", one.id, "--compute", "50").returncode == 0
+    command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "child"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin and parent.stdout and parent.stdout.readline() == "0\n"
+        assert host.cli("limit", "set", one.id, "--compute", "50").returncode == 0
+        parent.stdin.write("\n")
+        parent.stdin.close()
+        assert json.loads(parent.stdout.readline())["multiprocessors"] == 24, "what its parent was told is not its own"
     assert client(one)["multiprocessors"] == 24
     assert host.cli("limit", "set", one.id, "--compute-mode", "soft").returncode != 0
 

@@ -1,7 +1,8 @@
 """Starts CUDA and says what MPS made of it: one line of JSON; then waits for its standard input to end when told to.
 
-mpsclient.py [hold | again] [bytes of one allocation]
+mpsclient.py [hold | again | child] [bytes of one allocation]
 
+child: when a line has come, the same in a child of this program, instead
 again: when a line has come, once more; the driver was initialised before
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import subprocess
 import sys
 
 MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
@@ -16,9 +18,11 @@ WORDS = ("PIPE_DIRECTORY", "ACTIVE_THREAD_PERCENTAGE", "PINNED_DEVICE_MEM_LIMIT"
 
 
 def main(words: list[str]) -> int:
-    if "again" in words:
+    if {"again", "child"} & set(words):
         print(json.dumps(ctypes.CDLL("libcuda.so.1").cuInit(0)), flush=True)
         sys.stdin.readline()
+    if "child" in words:
+        return subprocess.run([sys.executable, __file__, *words[1:]]).returncode
     cuda, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_char_p
     said: dict[str, object] = {"cuInit": cuda.cuInit(0)}
