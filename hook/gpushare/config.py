@@ -149,6 +149,9 @@ KEYS = (
         "each limit by itself."),
     Key("policy.unlimited", "exclusive", {"enum": ["exclusive", "shared", "deny"]},
         "What a container without a memory limit gets: the device for itself, the device beside others, or nothing."),
+    Key("reconcile.action", "report", {"enum": ["report", "stop"]},
+        "What `gpushare export` does with a container that, as the driver counts, uses more memory than its limit: it "
+        "writes a line to log.decisions, or does that and kills the container."),
     Key("log.decisions", "syslog", {"type": "string", "pattern": _LOG},
         "Where one line goes for each share that is granted, refused or released: syslog, which is the journal where "
         "systemd runs; none; or the absolute path of a file, or of a socket that takes what /dev/log does."),
@@ -259,6 +262,7 @@ def effective(config: Config) -> dict[str, Any]:
         "policy.allowed_devices": list(policy.allowed_devices),
         "policy.allowed_backends": list(policy.allowed_backends),
         "policy.unlimited": policy.unlimited,
+        "reconcile.action": config.reconcile,
         "log.decisions": config.log,
     }
 
@@ -425,6 +429,7 @@ def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
         oversubscribe_scaling=float(at["oversubscription.scaling"]),
         turn_ms=int(at["oversubscription.turn_ms"]),
         turn_memory=turn_memory,
+        reconcile=at["reconcile.action"],
     )
 
 

@@ -2,7 +2,7 @@
 
     granted    who got what, and in whose words          released   a share that ended, and who saw it
     refused    who got nothing, and what kind of reason  withheld   devices taken from a privileged container
-    changed    who has other limits now, or is paused
+    changed    who has other limits now, or is paused    exceeded   who uses more than its limit, as the driver says
 
     decision=granted id=web dialect=own devices=GPU-1 memory=4294967296 compute=30 ... way=runtime ms=21.4
 
@@ -142,6 +142,13 @@ def changed(where: str, lease: Lease) -> None:
     """What a container that runs has from now on: `gpushare limit set`, pause, resume."""
     paused = "yes" if any(share.paused for share in lease.shares) else "no"
     _write(open_sink(where), INFO, f"decision=changed {facts(lease)} paused={paused} way=cli")
+
+
+def exceeded(where: str, lease: Lease, uuid: str, physical_bytes: int, limit_bytes: int, action: str) -> None:
+    """`gpushare export`: the driver counts more on a device than the container's limit (0: it has no share of it)."""
+    what = f"id={value(lease.id)} dialect={value(lease.dialect)} devices={uuid} used={physical_bytes}"
+    fields = f"decision=exceeded {what} memory={limit_bytes} action={action} way=export"
+    _write(open_sink(where), WARNING, fields)
 
 
 def ending(where: str, by: str) -> Callable[[Lease], None]:

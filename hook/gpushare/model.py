@@ -90,6 +90,7 @@ class Config(NamedTuple):
     oversubscribe_scaling: float = 2.0  # the whole of such a share, as a multiple of its part on the device
     turn_ms: int = 0  # how long one of them has what it has on the host on the device; 0 = none ever has
     turn_memory: str = "25%"  # of each device, kept free for that
+    reconcile: str = "report"  # report | stop: a container that uses more than its limit, as the driver says
 
 
 class Node(NamedTuple):

@@ -36,7 +36,7 @@ def end_orphans(pipe: str) -> None:
             )
         servers += [process] if process is not None else []
     for process in servers:
-        _kill(process)
+        kill(process)
 
 
 def _kind(name: str, words: Sequence[bytes]) -> str:
@@ -63,7 +63,7 @@ def end(control: Control, pid: int) -> None:
         pass
     for one in family:
         _wait(one, 1000)
-        _kill(one)
+        kill(one)
 
 
 def _wait(process: procs.Process, milliseconds: int) -> None:
@@ -78,7 +78,7 @@ def _wait(process: procs.Process, milliseconds: int) -> None:
         os.close(fd)
 
 
-def _kill(process: procs.Process) -> None:
+def kill(process: procs.Process) -> None:
     try:
         fd = linux.pidfd_open(process.pid)
     except KernelError:  # gone

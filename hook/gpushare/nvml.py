@@ -135,9 +135,9 @@ def _gpus(library: str) -> dict[str, Gpu]:
     found = {}
     for index in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-        brand = _told(pynvml.nvmlDeviceGetBrand, gpu)
-        major_minor = _told(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
-        found[_text(pynvml.nvmlDeviceGetUUID(gpu))] = Gpu(
+        brand = told(pynvml.nvmlDeviceGetBrand, gpu)
+        major_minor = told(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
+        found[text_of(pynvml.nvmlDeviceGetUUID(gpu))] = Gpu(
             int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total),
             BRANDS[brand] if brand is not None and 0 <= brand < len(BRANDS) else "",
             ".".join(map(str, major_minor or ())),
@@ -149,17 +149,17 @@ def _gpus(library: str) -> dict[str, Gpu]:
 def _migs(pynvml: Any, gpu: Any) -> tuple[Mig, ...]:
     """MIG devices of one GPU; none where NVML knows no MIG, or it is off. Their numbers may have gaps."""
     found = []
-    for index in range(_told(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu) or 0):
-        mig = _told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, index)
+    for index in range(told(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu) or 0):
+        mig = told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, index)
         if mig is not None:
             gi, ci = pynvml.nvmlDeviceGetGpuInstanceId(mig), pynvml.nvmlDeviceGetComputeInstanceId(mig)
-            memory = _told(pynvml.nvmlDeviceGetMemoryInfo, mig)
-            uuid = _text(pynvml.nvmlDeviceGetUUID(mig))
+            memory = told(pynvml.nvmlDeviceGetMemoryInfo, mig)
+            uuid = text_of(pynvml.nvmlDeviceGetUUID(mig))
             found.append(Mig(uuid, index, int(gi), int(ci), int(memory.total) if memory else 0))
     return tuple(found)
 
 
-def _told(ask: Callable[..., Any], *arguments: Any) -> Any:
+def told(ask: Callable[..., Any], *arguments: Any) -> Any:
     """What NVML says; None where this driver or this GPU does not support the question."""
     import pynvml
 
@@ -181,5 +181,5 @@ def _cuda_version(library: str) -> str:
     return "" if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)

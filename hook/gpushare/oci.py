@@ -236,6 +236,11 @@ def pod_namespace(annotations: dict[str, str]) -> str:
     return _agreed(annotations, names.POD_NAMESPACE_ANNOTATIONS)
 
 
+def pod_name(annotations: dict[str, str]) -> str:
+    """The name of the container's pod, "" when no engine says, or two do."""
+    return _agreed(annotations, names.POD_NAME_ANNOTATIONS)
+
+
 def sandbox_id(annotations: dict[str, str]) -> str:
     """The id of the sandbox that all containers of one pod share, "" when no engine says."""
     return _first(annotations, names.SANDBOX_ID_ANNOTATIONS)

@@ -31,6 +31,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 COMMANDS = {
     "list": ("containers", "list_"),
     "top": ("top", "top"),
+    "export": ("export", "export"),
     "inspect": ("containers", "inspect"),
     "limit": ("limit", "limit"),
     "pause": ("limit", "pause"),

@@ -1,0 +1,262 @@
+"""gpushare export."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, Optional
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+import click
+
+from .. import driverfiles, gpuuse, inventory, livelimits, node, reconcile
+from ..errors import GpushareError, RequestError, what_to_do
+from ..model import Lease
+from . import facts
+from .options import Paths, with_no_color
+from .output import write, write_line
+
+PORT = 9878
+_CLIENTS = 32  # at once; more are turned away
+_CLIENT_S = 10.0  # of silence
+_HINTS = {
+    errno.EADDRINUSE: "is another exporter running? give another --port",
+    errno.EADDRNOTAVAIL: "give an address of this host",
+    errno.EACCES: "give a --port above 1023, or run as root",
+}
+
+
+@click.command()
+@click.option("--listen", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where it is served.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=PORT,
+    show_default=True,
+    metavar="NUMBER",
+    help="0: any that is free; the first line says which.",
+)
+@click.option("--socket", "path", metavar="FILE", help="A unix socket (0600) instead of a port.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often use is compared with limits.",
+)
+@click.option("--once", is_flag=True, help="Print the metrics, then end; nothing is reported or stopped.")
+@with_no_color
+@click.pass_obj
+def export(paths: Paths, listen: str, port: int, path: Optional[str], interval: float, once: bool) -> int:
+    """Metrics for Prometheus, of containers and devices, on loopback.
+
+    It also compares what the driver counts with the limits of containers, at every interval: who uses more, twice in a
+    row, has gone round the shim. It gets a line in log.decisions, and is killed if reconcile.action is stop. There is
+    no password and no encryption: whoever reaches the address reads it.
+    """
+    if once:
+        watched = Watched(paths, None)
+        watched.look(act=False)
+        write(watched.text())
+        return 0
+    asker = gpuuse.Asker()  # before there are threads
+    try:
+        return _serve(Watched(paths, asker), listen, port, path, interval)
+    finally:
+        asker.close()
+
+
+class Watched:
+    """Metrics, and the looks at the driver behind them. Raises PermissionError for who may not read leases."""
+
+    def __init__(self, paths: Paths, asker: Optional[gpuuse.Asker]) -> None:
+        from .metrics import Metrics
+        from .node import installed
+
+        self._paths, self._asker, self._watch = paths, asker, reconcile.Watch()
+        self._config = node.load_config_only(*paths)
+        facts.containers(paths.state_dir)  # what cannot be read at all is said at once
+        self.metrics = Metrics(paths, installed())
+
+    def look(self, act: bool = True) -> None:
+        """Asks the driver, compares, acts. Raises DeviceError when nobody is there to ask it."""
+        from .metrics import Seen
+
+        try:
+            self._config = node.load_config_only(*self._paths)  # never compiled anew: that forks, and there are threads
+        except (GpushareError, OSError):
+            pass  # somebody edits it: the one before counts
+        root, library = self._config.driver_root, ""
+        try:
+            library = driverfiles.nvml_library(root, inventory.driver_version(root))
+        except (GpushareError, OSError):
+            pass  # no driver is loaded
+        gpus = self._asker.read(library) if self._asker else gpuuse.read(library)
+        look, now = reconcile.Look((), {}), 0.0
+        if gpus is not None:
+            try:
+                leases = self._leases()
+            except (GpushareError, OSError):
+                pass  # the scrape says so
+            else:
+                now = time.time()
+                look = reconcile.judge(leases, gpus, reconcile.Owners(leases))
+                if act:
+                    self._watch.follow(leases, look, self._config.log, self._config.reconcile)
+        self.metrics.seen = Seen(gpus, look, now or self.metrics.seen.time_s, dict(self._watch.exceeded))
+
+    def _leases(self) -> list[Lease]:
+        found = facts.containers(self._paths.state_dir)
+        running = [one.lease for one in found if one.lease is not None and one.state in ("running", "paused")]
+        return list(livelimits.settled(self._paths.state_dir, tuple(running), keep=False))
+
+    def text(self) -> str:
+        """The metrics now, in Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self._registry()).decode()
+
+    def app(self) -> Any:
+        """The same as a WSGI application."""
+        from prometheus_client import make_wsgi_app
+
+        return make_wsgi_app(self._registry())
+
+    def _registry(self) -> Any:
+        from prometheus_client import CollectorRegistry
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self.metrics)
+        return registry
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _CLIENT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not worth a line."""
+
+    def address_string(self) -> str:
+        return "local"
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, address: Any, family: int) -> None:
+        self.address_family = family
+        self._room = threading.BoundedSemaphore(_CLIENTS)
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """As of the class above, without the look-up of our own name, which may take seconds."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "localhost", 0
+        self.setup_environ()
+
+    def get_request(self) -> Any:
+        request, address = super().get_request()
+        return request, address or ("local", 0)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away in the middle is nobody's concern; anything else is one line."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            from .. import log
+
+            log.to_stderr(log.line_of(error)[0] if isinstance(error, Exception) else str(error))
+
+
+def _bound(listen: str, port: int, path: Optional[str]) -> _Server:
+    """Raises RequestError or GpushareError: one line that names the place."""
+    if path is not None:
+        return _bound_to_file(os.path.abspath(path))
+    try:
+        address = ipaddress.ip_address(listen)
+    except ValueError:
+        raise RequestError(f"--listen {listen!r}: not an address", "give 127.0.0.1, ::1, or 0.0.0.0 for all") from None
+    where = f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+    try:
+        return _Server((str(address), port), socket.AF_INET6 if address.version == 6 else socket.AF_INET)
+    except OSError as error:
+        hint = _HINTS.get(error.errno or 0) or what_to_do(error)
+        raise GpushareError(f"cannot serve on {where}: {error.strerror}", hint) from None
+
+
+def _bound_to_file(path: str) -> _Server:
+    """A socket that somebody listens on is left alone; one of a server that was killed is replaced."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise GpushareError(f"cannot serve on {path!r}: {error.strerror}", what_to_do(error)) from None
+        else:
+            raise GpushareError(f"cannot serve on {path!r}: somebody does", "give another --socket")
+    before = os.umask(0o177)
+    try:
+        return _Server(path, socket.AF_UNIX)
+    except OSError as error:
+        raise GpushareError(f"cannot serve on {path!r}: {error.strerror}", what_to_do(error)) from None
+    finally:
+        os.umask(before)
+
+
+def _serve(watched: Watched, listen: str, port: int, path: Optional[str], interval: float) -> int:
+    """Until SIGTERM, which is the usual end."""
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    before = signal.signal(signal.SIGTERM, lambda *_: os.write(writer, b"."))
+    server: Optional[_Server] = None
+    try:
+        watched.look()
+        server = _bound(listen, port, path)
+        server.set_app(watched.app())
+        bound = server.socket.getsockname()
+        place = f"unix:{bound}" if path is not None else f"http://{_host_of(bound[0])}:{bound[1]}/metrics"
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
+        write_line(f"serving metrics at {place}")
+        sys.stdout.flush()
+        due = time.monotonic() + interval
+        while not select.select([reader], [], [], max(0.0, due - time.monotonic()))[0]:
+            watched.look()
+            due = time.monotonic() + interval
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+            if path is not None:
+                os.unlink(os.path.abspath(path))
+        os.close(reader)
+        os.close(writer)
+
+
+def _host_of(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,217 @@
+"""What `gpushare export` tells Prometheus: the table of metrics, and their samples.
+
+Read by what `gpushare top` reads (sample.py), at each scrape; what the driver counts is of its last look (`Seen`).
+Names follow promtool's rules; a test has them as a table. docs/metrics.md says the same, compared by a test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Optional
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from .. import names, oci
+from ..errors import GpushareError
+from ..gpuuse import Gpu
+from ..model import Lease
+from ..reconcile import Finding, Look
+from . import facts
+from .options import Paths
+from .sample import Line, Sampler
+
+SHARE_LABELS = ("container", "pod", "namespace", "uuid", "slot", "id")
+DEVICE_LABELS = ("uuid", "device", "model")
+_MAX_SPEC_BYTES = 4 << 20
+
+
+class Metric(NamedTuple):
+    """One row; a name with _total is a counter."""
+
+    name: str
+    labels: tuple[str, ...]
+    help: str
+
+
+METRICS = (
+    Metric("gpushare_memory_used_bytes", SHARE_LABELS, "Memory that the container's processes say they use."),
+    Metric("gpushare_memory_limit_bytes", SHARE_LABELS, "Memory limit of the share; none without a limit."),
+    Metric("gpushare_memory_physical_bytes", SHARE_LABELS, "Memory of the container's processes as the driver counts."),
+    Metric("gpushare_memory_over_bytes", SHARE_LABELS,
+           "What the driver counts beyond the limit and the uncertainty of context sizes; 0: the limit is kept."),
+    Metric("gpushare_compute_used_ratio", SHARE_LABELS, "Share of the device's time over the last second, 0 to 1."),
+    Metric("gpushare_compute_limit_ratio", SHARE_LABELS, "Compute limit of the share, 0 to 1; none without a limit."),
+    Metric("gpushare_compute_seconds_total", SHARE_LABELS, "Device time that the container had."),
+    Metric("gpushare_throttled_seconds_total", SHARE_LABELS,
+           "Time that threads were held back by the compute limit, summed over threads."),
+    Metric("gpushare_oom_total", SHARE_LABELS, "Allocations refused by the memory limit."),
+    Metric("gpushare_exceeded_total", ("container", "pod", "namespace", "id"),
+           "How often the container was found to use more than its limit, as the driver counts."),
+    Metric("gpushare_device_memory_bytes", DEVICE_LABELS, "Memory of the device."),
+    Metric("gpushare_device_memory_used_bytes", DEVICE_LABELS, "Memory in use on the device, as NVML says."),
+    Metric("gpushare_device_memory_granted_bytes", DEVICE_LABELS, "Sum of memory limits on the device."),
+    Metric("gpushare_device_memory_unshared_bytes", DEVICE_LABELS,
+           "Memory of processes that are in no container with a share, as NVML says."),
+    Metric("gpushare_device_compute_granted_ratio", DEVICE_LABELS, "Sum of hard compute limits on the device."),
+    Metric("gpushare_device_utilization_ratio", DEVICE_LABELS, "Part of the last moments with work, as NVML says."),
+    Metric("gpushare_device_temperature_celsius", DEVICE_LABELS, "Temperature of the GPU, as NVML says."),
+    Metric("gpushare_device_power_watts", DEVICE_LABELS, "Power that the GPU takes, as NVML says."),
+    Metric("gpushare_device_containers", DEVICE_LABELS, "Containers with a share of the device."),
+    Metric("gpushare_damaged_leases", (), "Leases that cannot be read; their devices are blocked."),
+    Metric("gpushare_state_up", (), "1 when leases and devices could be read at this scrape."),
+    Metric("gpushare_driver_up", (), "1 when NVML answered at its last look."),
+    Metric("gpushare_reconcile_timestamp_seconds", (), "When use was last compared with limits, unix time."),
+    Metric("gpushare_build_info", ("version",), "Version of gpushare; always 1."),
+)  # fmt: skip
+
+
+class Seen(NamedTuple):
+    """The driver's last answer, and what came of it. `gpus` None: it did not answer."""
+
+    gpus: Optional[dict[str, Gpu]] = None
+    look: Look = Look((), {})
+    time_s: float = 0.0  # unix; 0: never
+    exceeded: dict[str, int] = {}
+
+
+class Names:
+    """Container, pod and namespace as Kubernetes calls them, from the container's config.json; read once for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, float], tuple[str, str, str]] = {}
+
+    def of(self, lease: Lease) -> tuple[str, str, str]:
+        """A container that is in no pod is called by its id."""
+        key = (lease.id, lease.created)
+        if key not in self._known:
+            said = _annotations(lease)
+            named = oci.container_name(said), oci.pod_name(said), oci.pod_namespace(said)
+            self._known[key] = (named[0] or lease.id, *named[1:])
+        return self._known[key]
+
+    def keep(self, leases: list[Lease]) -> None:
+        """Forgets all others."""
+        live = {(lease.id, lease.created) for lease in leases}
+        self._known = {key: value for key, value in self._known.items() if key in live}
+
+
+def _annotations(lease: Lease) -> dict[str, str]:
+    if lease.dialect == names.RUN_DIALECT or not os.path.isabs(lease.bundle):
+        return {}
+    try:
+        with open(os.path.join(lease.bundle, "config.json"), "rb") as file:
+            said = json.loads(file.read(_MAX_SPEC_BYTES)).get("annotations") or {}
+        return {key: value for key, value in said.items() if isinstance(value, str)}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+class Metrics(Collector):
+    """A scrape. `seen` is replaced as a whole by who asks the driver; scrapes of several readers take turns."""
+
+    def __init__(self, paths: Paths, version: str) -> None:
+        self.seen = Seen()
+        self._sampler = Sampler(paths)
+        self._version = version
+        self._names = Names()
+        self._turn = threading.Lock()
+
+    def describe(self) -> Iterator[Any]:
+        """Nothing is read when a registry asks what there will be."""
+        yield from _families().values()
+
+    def collect(self) -> Iterator[Any]:
+        with self._turn:
+            families = _families()
+            self._fill(families)
+        yield from families.values()
+
+    def _fill(self, families: dict[str, Any]) -> None:
+        seen = self.seen
+
+        def put(name: str, labels: tuple[str, ...], value: Optional[float]) -> None:
+            if value is not None:
+                families[name].add_metric([_utf8(label) for label in labels], value)
+
+        put("gpushare_build_info", (self._version,), 1)
+        put("gpushare_driver_up", (), int(seen.gpus is not None))
+        put("gpushare_reconcile_timestamp_seconds", (), seen.time_s or None)
+        try:
+            sample = self._sampler.take()
+        except (GpushareError, OSError):
+            put("gpushare_state_up", (), 0)
+            return
+        put("gpushare_state_up", (), int(not sample.note))
+        put("gpushare_damaged_leases", (), sum(line.container.state == "damaged" for line in sample.lines))
+        lines = [line for line in sample.lines if line.use is not None and line.container.state not in facts.GONE]
+        findings = {(one.id, one.uuid): one for one in seen.look.findings}
+        leases: dict[str, Lease] = {}
+        for line in lines:
+            lease = line.container.lease
+            assert lease is not None and line.use is not None
+            leases[lease.id] = lease
+            device = line.use.share.device.uuid
+            labels = (*self._names.of(lease), device, str(line.use.share.slot), lease.id)
+            for name, value in _of_share(line, findings.pop((lease.id, device), None)):
+                put(name, labels, value)
+        for (container_id, uuid), one in findings.items():  # on a device that it has no share of
+            if container_id in leases and one.slot is None:
+                labels = (*self._names.of(leases[container_id]), uuid, "", container_id)
+                put("gpushare_memory_physical_bytes", labels, one.physical_bytes)
+                put("gpushare_memory_over_bytes", labels, one.over_bytes)
+        for container_id, lease in leases.items():
+            count = seen.exceeded.get(container_id, 0)
+            put("gpushare_exceeded_total", (*self._names.of(lease), container_id), count)
+        self._names.keep(list(leases.values()))
+        for facts_of in sample.devices:
+            named = (facts_of["uuid"], facts_of["name"], facts_of["model"])
+            for name, value in _of_device(facts_of, seen):
+                put(name, named, value)
+
+
+def _of_share(line: Line, finding: Optional[Finding]) -> Iterator[tuple[str, Optional[float]]]:
+    use = line.use
+    assert use is not None
+    share, compute = use.share, use.compute
+    yield "gpushare_memory_used_bytes", use.used_bytes
+    yield "gpushare_memory_limit_bytes", share.memory_limit_bytes
+    yield "gpushare_compute_limit_ratio", None if share.compute_percent is None else share.compute_percent / 100
+    yield "gpushare_oom_total", use.refused
+    if compute is not None:
+        yield "gpushare_compute_used_ratio", compute.recent_percent / 100
+        yield "gpushare_compute_seconds_total", compute.busy_ns / 1e9
+        yield "gpushare_throttled_seconds_total", compute.waited_ns / 1e9
+    if finding is not None:
+        yield "gpushare_memory_physical_bytes", finding.physical_bytes
+        yield "gpushare_memory_over_bytes", finding.over_bytes
+
+
+def _of_device(known: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Optional[float]]]:
+    yield "gpushare_device_memory_bytes", known["memory_bytes"] or None
+    yield "gpushare_device_memory_granted_bytes", known["granted_bytes"]
+    yield "gpushare_device_compute_granted_ratio", known["compute_granted_percent"] / 100
+    yield "gpushare_device_containers", known["containers"]
+    gpu = (seen.gpus or {}).get(known["uuid"])
+    if gpu is not None:
+        yield "gpushare_device_memory_used_bytes", gpu.used_bytes
+        yield "gpushare_device_memory_unshared_bytes", seen.look.nobodys_bytes.get(known["uuid"])
+        yield "gpushare_device_utilization_ratio", None if gpu.busy_percent is None else gpu.busy_percent / 100
+        yield "gpushare_device_temperature_celsius", gpu.celsius
+        yield "gpushare_device_power_watts", None if gpu.milliwatts is None else gpu.milliwatts / 1000
+
+
+def _families() -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for one in METRICS:
+        kind = CounterMetricFamily if one.name.endswith("_total") else GaugeMetricFamily
+        made[one.name] = kind(one.name, one.help, labels=one.labels)
+    return made
+
+
+def _utf8(text: str) -> str:
+    """Ids and annotations come from outside."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,26 @@
+"""Takes memory of a GPU from the real driver, past the shim: a library loaded by its path is not the one that stands in
+its place. Prints "held" and stays."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
+REAL_CUDA, BYTES = sys.argv[1], int(sys.argv[2])
+
+
+def call(result: int) -> None:
+    if result:
+        raise SystemExit(f"error {result} of the driver")
+
+
+cuda = ctypes.CDLL(REAL_CUDA)
+context, pointer = ctypes.c_void_p(), ctypes.c_uint64()
+call(cuda.cuInit(0))
+call(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+call(cuda.cuCtxSetCurrent(context))
+call(cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(BYTES)))
+print("held", flush=True)
+while True:
+    signal.pause()
