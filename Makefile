@@ -129,7 +129,7 @@ gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes b
 
 dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the host, and an archive of them
 
-docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md hook/gpushare/dialects/triggers.py ## write the generated pages of docs/
+docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md hook/gpushare/dialects/triggers.py ## write the generated pages of docs/
 
 docs/config.md: hook/gpushare/config.py tests/tools/config_docs.py
 	$(VENV_PYTHON) tests/tools/config_docs.py >$@.new && mv $@.new $@
@@ -139,6 +139,9 @@ docs/dialects.md: hook/gpushare/dialects/table.py tests/tools/dialect_docs.py
 
 docs/backends.md: hook/gpushare/backends.py hook/gpushare/dmem.py tests/tools/backend_docs.py
 	$(VENV_PYTHON) tests/tools/backend_docs.py >$@.new && mv $@.new $@
+
+docs/metrics.md: hook/gpushare/cli/metrics.py tests/tools/metrics_docs.py
+	$(VENV_PYTHON) tests/tools/metrics_docs.py >$@.new && mv $@.new $@
 
 hook/gpushare/dialects/triggers.py: hook/gpushare/dialects/table.py tests/tools/dialect_docs.py
 	$(VENV_PYTHON) tests/tools/dialect_docs.py --triggers >$@.new && mv $@.new $@

@@ -83,8 +83,8 @@ def _finding(lease: Lease, uuid: str, used: Mapping[int, int]) -> Finding:
     if share is None:
         return Finding(lease.id, uuid, None, physical, 0, 0, pids)
     limit = share.memory_limit_bytes
-    if limit is not None:
-        limit = max(limit, share.draining_bytes)
+    if limit is not None:  # with its turn, an oversubscribed share has on the device what is else on the host
+        limit = max(limit, share.draining_bytes, share.virtual_bytes)
     return Finding(lease.id, uuid, share.slot, physical, limit, slack_bytes(share.device, len(pids)), pids)
 
 

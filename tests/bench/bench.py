@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import compute, oversub, start
+from tests.bench import compute, oversub, scrape, start
 from tests.lib import host, judge
 from tests.lib.runc import Container
 from tests.sim.simhost import make_simhost
@@ -86,6 +86,11 @@ def shim_cost(directory: Path) -> dict[str, Figure]:
     return {key: Figure(**value) for key, value in json.loads(done.stdout).items()}
 
 
+def scrape_cost(directory: Path) -> dict[str, Figure]:
+    """One scrape of `gpushare export` on a host with a hundred shares."""
+    return {f"metrics.scrape_{scrape.SHARES}_ms": figure(scrape.scrapes_ms(directory), "ms")}
+
+
 COMPUTE_UNITS = {
     "compute.mae_pp_1s": "points",
     "compute.mae_pp_100ms": "points",
@@ -139,7 +144,7 @@ def show(figures: dict[str, Figure]) -> None:
 def main() -> int:
     host.enter_private_mounts()
     figures: dict[str, Figure] = {}
-    for measure in (shim_cost, compute_shares, compute_in_containers, oversubscribed, overshoot, start_cost):
+    for measure in (shim_cost, compute_shares, compute_in_containers, oversubscribed, overshoot, scrape_cost, start_cost):
         with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
             figures.update(measure(Path(work)))
     content: dict[str, Any] = {key: value._asdict() for key, value in sorted(figures.items())}

@@ -16,7 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import doctor, leases, livelimits, log, mps, mpscontrol, mpsdaemon, mpsstatus, node, procs
+from gpushare import (
+    doctor,
+    gpuuse,
+    leases,
+    livelimits,
+    log,
+    mps,
+    mpscontrol,
+    mpsdaemon,
+    mpsstatus,
+    node,
+    procs,
+    reconcile,
+)
 from gpushare.cli import node as cli_node
 from gpushare.cli import runtime, sample, topscreen
 from gpushare.cli.options import Paths
@@ -36,6 +49,10 @@ COLUMNS = 100
 CASES = {
     "list": ["list", "$ list", "list --format json", "list --format xml"],
     "top": ["top --once", "$ top --once --sort name", "top --once --format json", "top --interval 0"],
+    "export": [
+        *("export --once", "export --port 70000", "export --listen nowhere", "export --interval 0"),
+        "export --socket /proc/none",
+    ],
     "inspect": ["inspect 0123", "$ inspect 0123", "inspect 0123 --format json", "inspect refused", "inspect nobody"],
     "limit": [
         *("limit show 0123", "$ limit show web-1", "limit show web-1 --format json", "limit show nobody"),
@@ -125,6 +142,9 @@ def world(
     monkeypatch.setattr(livelimits, "_refuse_unheld", lambda *_: None)  # these containers have no mounts
     monkeypatch.setattr(doctor, "CHECKS", [doctor.Check(name, "", lambda _, one=one: one) for name, one in ROWS])  # type: ignore[misc]
     _with_mps(monkeypatch)
+    uses = gpuuse.Gpu(16 * GIB, 4 * GIB, 37, 61, 142_500, (gpuuse.Process(PID, 5 * GIB), gpuuse.Process(99, None)))
+    monkeypatch.setattr(gpuuse, "read", lambda _: {pure.UUIDS[0]: uses})
+    monkeypatch.setattr(reconcile, "Owners", lambda _: {PID: LONG}.get)
     for name, value in (("COLUMNS", str(COLUMNS)), ("TERM", "xterm-256color"), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)
     places = {"ROOT": tmp_path / "root", "BUNDLE": tmp_path / "bundle", "EMPTY": tmp_path / "empty"}

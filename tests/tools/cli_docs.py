@@ -16,8 +16,8 @@ HEAD = """\
 Generated from the commands by `make docs`; a test compares them. The same is in the manual pages (`make man`; in the
 archive below `share/man`) and behind `--help`.
 
-* `--config` and `--state` stand before the command. All commands but `run` and `completion` have `--format table|json`
-  and `--no-color`.
+* `--config` and `--state` stand before the command. All commands but `run`, `export` and `completion` have
+  `--format table|json` and `--no-color`.
 * On a terminal there are colours and bars, and columns for which it is too narrow are told below the table; in a pipe
   there is only text, aligned and never cut. `--no-color`, `NO_COLOR=1` and
   `TERM=dumb` leave out colour. A program reads `--format json`: one document; of `top` one in each line.

@@ -78,6 +78,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare top --sort compute", "the busiest first"),
         ("gpushare top --format json --interval 10", "an object every ten seconds, one in a line"),
     ),
+    "export": (
+        ("gpushare export --once", "what Prometheus would be told now"),
+        ("gpushare export --listen 0.0.0.0 --port 9878", "for everybody who reaches this host (docs/metrics.md)"),
+    ),
     "inspect": (("gpushare inspect 3f2a", "the container whose id begins so"),),
     "explain": (("gpushare explain .", "the bundle in this directory"),),
     "limit set": (

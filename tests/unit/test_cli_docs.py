@@ -25,8 +25,8 @@ from tests.unit.clihost import GIB, charge
 
 EVERYTHING = list(walk())
 LEAVES = [command for command in EVERYTHING if not command.subcommands()]
-# What prints no table: it becomes a program, and it prints a script
-WITHOUT_FORMAT = {"run", "completion"}
+# What prints no table: it becomes a program, prints a script, speaks Prometheus' language
+WITHOUT_FORMAT = {"run", "completion", "export"}
 
 
 def test_page_is_generated() -> None:

@@ -83,6 +83,7 @@ policy:
   allowed_devices: ["0", GPU-x]
   allowed_backends: [mps]
   unlimited: deny
+reconcile: {action: stop}
 log: {decisions: /var/log/gpushare.log}
 """
 
@@ -103,6 +104,7 @@ def test_every_key_arrives() -> None:
     expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "spread", policy, log, runtime, 2.0, 1500, 80, sharing)
     expected = expected._replace(host_memory="64Gi", oversubscribe_scaling=1.5, turn_ms=500)
     expected = expected._replace(turn_memory="4Gi")
+    expected = expected._replace(reconcile="stop")
     assert config.parse_config(EVERYTHING, "f") == expected
     untouched = [
         name

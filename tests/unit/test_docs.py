@@ -10,7 +10,7 @@ from gpushare.cli import containers, devices
 from gpushare.dialects import conditions, driverwords
 
 from tests.lib.host import TREE
-from tests.tools import backend_docs, config_docs, dialect_docs
+from tests.tools import backend_docs, config_docs, dialect_docs, metrics_docs
 
 
 def test_config_docs_are_generated() -> None:
@@ -23,6 +23,10 @@ def test_dialect_docs_are_generated() -> None:
 
 def test_backend_docs_are_generated() -> None:
     assert (TREE / "docs" / "backends.md").read_text() == backend_docs.text(), "run `make docs`"
+
+
+def test_metrics_docs_are_generated() -> None:
+    assert (TREE / "docs" / "metrics.md").read_text() == metrics_docs.text(), "run `make docs`"
 
 
 def test_what_a_start_knows_of_dialects_is_generated() -> None:

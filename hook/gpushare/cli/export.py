@@ -63,26 +63,32 @@ def export(paths: Paths, listen: str, port: int, path: Optional[str], interval: 
     row, has gone round the shim. It gets a line in log.decisions, and is killed if reconcile.action is stop. There is
     no password and no encryption: whoever reaches the address reads it.
     """
+    watched = Watched(paths)
     if once:
-        watched = Watched(paths, None)
         watched.look(act=False)
         write(watched.text())
         return 0
-    asker = gpuuse.Asker()  # before there are threads
+    server = _bound(listen, port, path)
     try:
-        return _serve(Watched(paths, asker), listen, port, path, interval)
+        watched.asker = gpuuse.Asker()  # before there are threads
+        return _serve(watched, server, interval)
     finally:
-        asker.close()
+        server.server_close()
+        if path is not None:
+            os.unlink(os.path.abspath(path))
+        if watched.asker is not None:
+            watched.asker.close()
 
 
 class Watched:
     """Metrics, and the looks at the driver behind them. Raises PermissionError for who may not read leases."""
 
-    def __init__(self, paths: Paths, asker: Optional[gpuuse.Asker]) -> None:
+    def __init__(self, paths: Paths) -> None:
         from .metrics import Metrics
         from .node import installed
 
-        self._paths, self._asker, self._watch = paths, asker, reconcile.Watch()
+        self._paths, self._watch = paths, reconcile.Watch()
+        self.asker: Optional[gpuuse.Asker] = None  # None: this process may fork
         self._config = node.load_config_only(*paths)
         facts.containers(paths.state_dir)  # what cannot be read at all is said at once
         self.metrics = Metrics(paths, installed())
@@ -100,7 +106,7 @@ class Watched:
             library = driverfiles.nvml_library(root, inventory.driver_version(root))
         except (GpushareError, OSError):
             pass  # no driver is loaded
-        gpus = self._asker.read(library) if self._asker else gpuuse.read(library)
+        gpus = self.asker.read(library) if self.asker else gpuuse.read(library)
         look, now = reconcile.Look((), {}), 0.0
         if gpus is not None:
             try:
@@ -165,6 +171,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = "localhost", 0
         self.setup_environ()
 
+    def place(self) -> str:
+        """For people."""
+        bound = self.socket.getsockname()
+        if isinstance(bound, str):
+            return f"unix:{bound}"
+        return f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}/metrics"
+
     def get_request(self) -> Any:
         request, address = super().get_request()
         return request, address or ("local", 0)
@@ -228,35 +241,25 @@ def _bound_to_file(path: str) -> _Server:
         os.umask(before)
 
 
-def _serve(watched: Watched, listen: str, port: int, path: Optional[str], interval: float) -> int:
+def _serve(watched: Watched, server: _Server, interval: float) -> int:
     """Until SIGTERM, which is the usual end."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     before = signal.signal(signal.SIGTERM, lambda *_: os.write(writer, b"."))
-    server: Optional[_Server] = None
     try:
         watched.look()
-        server = _bound(listen, port, path)
         server.set_app(watched.app())
-        bound = server.socket.getsockname()
-        place = f"unix:{bound}" if path is not None else f"http://{_host_of(bound[0])}:{bound[1]}/metrics"
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
-        write_line(f"serving metrics at {place}")
-        sys.stdout.flush()
-        due = time.monotonic() + interval
-        while not select.select([reader], [], [], max(0.0, due - time.monotonic()))[0]:
-            watched.look()
+        try:
+            write_line(f"serving metrics at {server.place()}")
+            sys.stdout.flush()
             due = time.monotonic() + interval
+            while not select.select([reader], [], [], max(0.0, due - time.monotonic()))[0]:
+                watched.look()
+                due = time.monotonic() + interval
+        finally:
+            server.shutdown()
         return 0
     finally:
         signal.signal(signal.SIGTERM, before)
-        if server is not None:
-            server.shutdown()
-            server.server_close()
-            if path is not None:
-                os.unlink(os.path.abspath(path))
         os.close(reader)
         os.close(writer)
-
-
-def _host_of(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -40,6 +40,7 @@ class Metric(NamedTuple):
 METRICS = (
     Metric("gpushare_memory_used_bytes", SHARE_LABELS, "Memory that the container's processes say they use."),
     Metric("gpushare_memory_limit_bytes", SHARE_LABELS, "Memory limit of the share; none without a limit."),
+    Metric("gpushare_memory_host_bytes", SHARE_LABELS, "What of an oversubscribed share lies in host memory."),
     Metric("gpushare_memory_physical_bytes", SHARE_LABELS, "Memory of the container's processes as the driver counts."),
     Metric("gpushare_memory_over_bytes", SHARE_LABELS,
            "What the driver counts beyond the limit and the uncertainty of context sizes; 0: the limit is kept."),
@@ -179,6 +180,7 @@ def _of_share(line: Line, finding: Optional[Finding]) -> Iterator[tuple[str, Opt
     share, compute = use.share, use.compute
     yield "gpushare_memory_used_bytes", use.used_bytes
     yield "gpushare_memory_limit_bytes", share.memory_limit_bytes
+    yield "gpushare_memory_host_bytes", use.host_bytes if share.virtual_bytes else None
     yield "gpushare_compute_limit_ratio", None if share.compute_percent is None else share.compute_percent / 100
     yield "gpushare_oom_total", use.refused
     if compute is not None:

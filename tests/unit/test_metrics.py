@@ -1,0 +1,197 @@
+"""What Prometheus is told: names by promtool's rules, and that rules and dashboard ask for what there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from gpushare import leases, names
+from gpushare.cli import metrics
+from gpushare.cli.export import Watched
+from gpushare.cli.options import Paths
+from gpushare.errors import GpushareError
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.registry import CollectorRegistry
+
+from tests.lib.host import TREE
+from tests.unit import pure
+from tests.unit.clihost import GIB, charge, compute, frozen, init, start, state
+
+__all__ = ["frozen", "init", "start", "state"]  # fixtures
+PACKAGED = TREE / "packaging" / "metrics"
+NAMES = {one.name: one for one in metrics.METRICS}
+
+# The linter of client_golang, testutil/promlint, which `promtool check metrics` is: what a name must not have
+NOT_BASE = r"(minutes?|hours?|days?|weeks?|percent(age)?|kelvins?|fahrenheit|bits?|calories|inches|kilobytes?|[mun]s)"
+RULES = {
+    "its type": r"_(gauge|counter|histogram|summary|untyped)(_|$)",
+    "an abbreviated unit": r"_(s|ms|us|ns|sec|b|kb|mb|gb|tb|pb|m|h|d)(_|$)",
+    "a unit that is not a base unit": rf"_{NOT_BASE}(_|$)",
+    "a prefix before a unit": r"_(milli|micro|nano|kilo|mega|giga|kibi|mebi|gibi)[a-z]",
+    "capital letters": r"[A-Z]",
+    "a colon, which is for recording rules": r":",
+    "the endings of histograms": r"_(bucket|count|sum)$",
+}
+
+
+@pytest.mark.parametrize("one", metrics.METRICS, ids=lambda one: one.name)
+def test_names_follow_promtool(one: metrics.Metric) -> None:
+    assert re.fullmatch(r"gpushare_[a-z_]+", one.name) and one.help.endswith(".") | ("; " in one.help)
+    for what, pattern in RULES.items():
+        assert not re.search(pattern, one.name), f"{one.name} has {what}"
+    assert not {"le", "quantile", *(label for label in one.labels if label.startswith("__"))} & set(one.labels)
+
+
+@pytest.mark.parametrize("name", ["x_mb", "x_ms_total", "x_gauge", "xUsed", "x_percent", "x_count", "x_milliwatts"])
+def test_rules_find_what_promtool_would(name: str) -> None:
+    assert any(re.search(pattern, name) for pattern in RULES.values())
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for group in yaml.safe_load((PACKAGED / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+    dashboard = json.loads((PACKAGED / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["name"], variable["query"]
+
+
+@pytest.mark.parametrize(("where", "text"), [*expressions()])
+def test_alerts_and_dashboard_ask_for_what_there_is(where: str, text: str) -> None:
+    asked = set(re.findall(r"gpushare_\w+", text))
+    assert asked and asked <= NAMES.keys(), where
+    for name in asked:
+        rated = re.search(rf"(rate|increase)\({name}\b", text)
+        assert bool(rated) == name.endswith("_total"), f"{where}: {name}"
+
+
+def test_alerts_name_labels_that_their_metrics_have() -> None:
+    for group in yaml.safe_load((PACKAGED / "alerts.yaml").read_text())["groups"]:
+        assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
+        for rule in group["rules"]:
+            have = set.intersection(*(set(NAMES[name].labels) for name in re.findall(r"gpushare_\w+", rule["expr"])))
+            used = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
+            assert used <= have | {"instance"}, rule["alert"]
+
+
+def test_dashboard_has_no_panel_over_another() -> None:
+    taken: set[tuple[int, int]] = set()
+    panels = json.loads((PACKAGED / "dashboard.json").read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken and at["x"] + at["w"] <= 24, panel["title"]
+        taken |= cells
+
+
+Samples = dict[tuple[str, str, str], tuple[float, dict[str, str]]]
+
+
+def scraped(state: Path) -> Samples:
+    """As OpenMetrics, whose parser is the strict one: (name, id, slot) -> (value, labels)."""
+    registry = CollectorRegistry()
+    registry.register(metrics.Metrics(Paths("/none.yaml", str(state)), "1.2"))
+    found: Samples = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            key = sample.name, sample.labels.get("id", sample.labels.get("device", "")), sample.labels.get("slot", "")
+            assert key not in found, f"{key} twice"
+            found[key] = sample.value, dict(sample.labels)
+    return found
+
+
+def in_pod(state: Path, folder: Path, name: str, **said: Any) -> None:
+    """The container's bundle, as an engine writes it."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"annotations": said}))
+    path = state / "containers" / name / "lease.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bundle": str(folder)}))
+
+
+def test_figures_are_those_of_list(state: Path, start: Callable[..., Path], frozen: None) -> None:
+    page = start("a", pure.share(0, 0, 4 * GIB)._replace(compute_percent=30), pure.share(1, 1, None))
+    charge(page, 0, 7, 3 * GIB, GIB, refused=2)
+    compute(page, 0, 50, waited_ns=1, busy_ns=2)
+    seen = scraped(state)
+    assert seen["gpushare_memory_used_bytes", "a", "0"][0] == 3 * GIB
+    assert seen["gpushare_memory_used_bytes", "a", "1"][0] == GIB
+    assert seen["gpushare_memory_limit_bytes", "a", "0"][0] == 4 * GIB
+    assert ("gpushare_memory_limit_bytes", "a", "1") not in seen, "no limit, no number"
+    assert seen["gpushare_compute_used_ratio", "a", "0"][0] == pytest.approx(0.5, abs=0.01)
+    assert seen["gpushare_compute_limit_ratio", "a", "0"][0] == 0.3
+    assert ("gpushare_compute_limit_ratio", "a", "1") not in seen
+    assert seen["gpushare_oom_total", "a", "0"][0] == 2
+    assert seen["gpushare_device_memory_granted_bytes", "0", ""][0] == 4 * GIB
+    assert seen["gpushare_build_info", "", ""] == (1, {"version": "1.2"})
+    assert seen["gpushare_driver_up", "", ""][0] == 0, "nobody has asked it"
+
+
+def test_names_of_kubernetes_and_of_nobody(state: Path, start: Callable[..., Path], tmp_path: Path) -> None:
+    keys = (names.CONTAINER_NAME_ANNOTATIONS, names.POD_NAME_ANNOTATIONS, names.POD_NAMESPACE_ANNOTATIONS)
+    for engine in (0, 1):
+        name = f"k{engine}"
+        start(name, pure.share(0, 0, GIB))
+        in_pod(state, tmp_path / name, name, **dict(zip((key[engine] for key in keys), ("main", "train-0", "ml"))))
+    start("odd", pure.share(0, 0, GIB))
+    in_pod(state, tmp_path / "odd", "odd", **{keys[0][0]: 'a"\n\\}\ud800 1', keys[1][0]: 7, keys[2][0]: ["x"]})
+    start("bare", pure.share(0, 0, GIB))
+    start("torn", pure.share(0, 0, GIB))
+    in_pod(state, tmp_path / "torn", "torn")
+    (tmp_path / "torn" / "config.json").write_text("[" * 100_000)
+    seen = scraped(state)
+
+    def named(name: str) -> tuple[str, ...]:
+        labels = seen["gpushare_memory_limit_bytes", name, "0"][1]
+        return labels["container"], labels["pod"], labels["namespace"]
+
+    assert named("k0") == named("k1") == ("main", "train-0", "ml")  # twice the same pod: ids tell them apart
+    assert named("odd") == ('a"\n\\}\\ud800 1', "", "")
+    assert (named("bare"), named("torn")) == (("bare", "", ""), ("torn", "", ""))
+
+
+def test_dead_and_damaged_have_no_use(state: Path, start: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    start("dead", pure.share(0, 0, GIB))
+    start("torn", pure.share(0, 0, GIB))
+    (state / "containers" / "torn" / "lease.json").write_text("{")
+    monkeypatch.setattr(leases, "why_dead", lambda *_: "gone")
+    seen = scraped(state)
+    assert seen["gpushare_damaged_leases", "", ""][0] == 1
+    assert not [key for key in seen if key[1] in ("dead", "torn")]
+
+
+def test_state_that_cannot_be_read_is_a_metric(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: str) -> Any:
+        raise GpushareError("no")
+
+    monkeypatch.setattr(leases, "view", broken)
+    assert scraped(state)["gpushare_state_up", "", ""][0] == 0
+
+
+def test_nothing_forks_once_there_are_threads(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A look of the server asks the child that was made before; whatever the configuration has become."""
+    config = tmp_path / "c.yaml"
+    config.write_text("version: 1\n")
+    watched = Watched(Paths(str(config), str(state)))
+
+    class Asker:
+        def read(self, library: str) -> Any:
+            return {}
+
+    watched.asker = Asker()  # type: ignore[assignment]
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("fork"))
+    watched.look()
+    config.write_text("version: 1\nreconcile: {action: stop}\n")
+    watched.look()
+    assert watched.metrics.seen.gpus == {}
