@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -75,7 +76,8 @@ def export(paths: Paths, listen: str, port: int, path: Optional[str], interval: 
     finally:
         server.server_close()
         if path is not None:
-            os.unlink(os.path.abspath(path))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.abspath(path))
         if watched.asker is not None:
             watched.asker.close()
 
