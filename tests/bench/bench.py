@@ -144,7 +144,15 @@ def show(figures: dict[str, Figure]) -> None:
 def main() -> int:
     host.enter_private_mounts()
     figures: dict[str, Figure] = {}
-    for measure in (shim_cost, compute_shares, compute_in_containers, oversubscribed, overshoot, scrape_cost, start_cost):
+    for measure in (
+        shim_cost,
+        compute_shares,
+        compute_in_containers,
+        oversubscribed,
+        overshoot,
+        scrape_cost,
+        start_cost,
+    ):
         with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
             figures.update(measure(Path(work)))
     content: dict[str, Any] = {key: value._asdict() for key, value in sorted(figures.items())}

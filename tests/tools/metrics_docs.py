@@ -25,9 +25,9 @@ Generated from the table in `hook/gpushare/cli/metrics.py` by `make docs`; a tes
         static_configs: [{{targets: ["127.0.0.1:{PORT}"]}}]
 
 It serves on loopback, without password or encryption; `--listen 0.0.0.0` is for everybody who reaches the host. It
-needs root (leases are root's) and the host's pid namespace; for another user it shows what he has himself. Alert rules
-for Prometheus are in `packaging/metrics/alerts.yaml`, a dashboard for Grafana in `packaging/metrics/dashboard.json` (from a package: below
-`/usr/share/doc/gpushare`).
+needs root (leases are root's) and the host's pid namespace; for another user it shows what he has himself. Alert
+rules for Prometheus are in `packaging/metrics/alerts.yaml`, a dashboard for Grafana in
+`packaging/metrics/dashboard.json` (from a package: below `/usr/share/doc/gpushare`).
 
 * `container`, `pod` and `namespace` are those of Kubernetes, from the container's `config.json`; outside of a pod
   `container` is its id and the others are empty. `id` is always the engine's id, `slot` the device's number in the

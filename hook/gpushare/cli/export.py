@@ -58,11 +58,12 @@ _HINTS = {
 @with_no_color
 @click.pass_obj
 def export(paths: Paths, listen: str, port: int, path: Optional[str], interval: float, once: bool) -> int:
-    """Metrics for Prometheus, of containers and devices, on loopback.
+    """Serve metrics to Prometheus.
 
-    It also compares what the driver counts with the limits of containers, at every interval: who uses more, twice in a
-    row, has gone round the shim. It gets a line in log.decisions, and is killed if reconcile.action is stop. There is
-    no password and no encryption: whoever reaches the address reads it.
+    Of containers and devices, on loopback. It also compares what the driver counts with the limits of containers,
+    at every interval: who uses more, twice in a row, has gone round the shim. It gets a line in log.decisions, and
+    is killed if reconcile.action is stop. There is no password and no encryption: whoever reaches the address reads
+    it.
     """
     watched = Watched(paths)
     if once:
