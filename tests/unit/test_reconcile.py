@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -85,11 +86,13 @@ def test_said_once_for_each_time(tmp_path: Path) -> None:
     assert watch.exceeded == {}, "nothing is kept of who has ended"
 
 
-@pytest.fixture
-def sleeper() -> Any:
+def _sleep() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "inf"]) as process:
         yield process
         process.kill()
+
+
+sleeper, bystander = pytest.fixture(_sleep, name="sleeper"), pytest.fixture(_sleep, name="bystander")
 
 
 def running(process: subprocess.Popen[bytes], **changes: Any) -> Lease:
@@ -99,16 +102,14 @@ def running(process: subprocess.Popen[bytes], **changes: Any) -> Lease:
     return lease._replace(init_pid=process.pid, init_start=found.start)._replace(**changes)
 
 
-def test_stop_ends_the_first_process_and_nobody_else(sleeper: Any, tmp_path: Path) -> None:
-    with subprocess.Popen(["sleep", "inf"]) as bystander:
-        look, watch = judged(GIB, {1: 3 * GIB, 2: 0}), reconcile.Watch()
-        look = look._replace(findings=tuple(one._replace(pids=(bystander.pid,)) for one in look.findings))
-        watch.follow([running(sleeper)], look, "none", "stop")
-        assert sleeper.poll() is None, "one look is not enough"
-        watch.follow([running(sleeper)], look, "none", "stop")
-        assert sleeper.wait(10) == -signal.SIGKILL
-        assert bystander.poll() is None, "its pid was the container's when NVML was asked"
-        bystander.kill()
+def test_stop_ends_the_first_process_and_nobody_else(sleeper: Any, bystander: Any) -> None:
+    look, watch = judged(GIB, {1: 3 * GIB, 2: 0}), reconcile.Watch()
+    look = look._replace(findings=tuple(one._replace(pids=(bystander.pid,)) for one in look.findings))
+    watch.follow([running(sleeper)], look, "none", "stop")
+    assert sleeper.poll() is None, "one look is not enough"
+    watch.follow([running(sleeper)], look, "none", "stop")
+    assert sleeper.wait(10) == -signal.SIGKILL
+    assert bystander.poll() is None, "its pid was the container's when NVML was asked"
 
 
 def test_a_pid_that_is_another_process_by_now_is_left_alone(sleeper: Any) -> None:
@@ -116,11 +117,10 @@ def test_a_pid_that_is_another_process_by_now_is_left_alone(sleeper: Any) -> Non
     assert sleeper.poll() is None
 
 
-def test_processes_that_were_over_are_ended_beside_the_first(sleeper: Any) -> None:
+def test_processes_that_were_over_are_ended_beside_the_first(sleeper: Any, bystander: Any) -> None:
     """In the host's pid namespace they would outlive it."""
-    with subprocess.Popen(["sleep", "inf"]) as other:
-        reconcile.stop(running(sleeper), (other.pid,), lambda pid: "c1" if pid == other.pid else None)
-        assert (sleeper.wait(10), other.wait(10)) == (-signal.SIGKILL, -signal.SIGKILL)
+    reconcile.stop(running(sleeper), (bystander.pid,), {bystander.pid: "c1"}.get)
+    assert (sleeper.wait(10), bystander.wait(10)) == (-signal.SIGKILL, -signal.SIGKILL)
 
 
 def test_owner_is_told_by_cgroup_and_never_by_one_that_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
