@@ -30,7 +30,7 @@ def accepted(who: str, bundle: Bundle) -> bool:
 def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
     """Refused, not overlooked: ignoring a limit would lift it."""
     for name, value in mine.sources:
-        is_variable = name in names.ANNOTATIONS
+        is_variable = name in names.ANNOTATIONS or name.startswith(names.ENV_CDI_PREFIX)
         if not accepted(policy.accept_env if is_variable else policy.accept_annotations, bundle):
             key = "env" if is_variable else "annotations"
             raise PolicyError(

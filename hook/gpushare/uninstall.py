@@ -2,7 +2,7 @@
 
     engines   our entries (engines/configure.undo)
     state     the tmpfs of leases and shares
-    labels    node-feature-discovery's feature file
+    labels    node-feature-discovery's feature file; cdi: devices for CDI
     config    /etc/gpushare, only when asked for
 
 The programs belong to whoever installed them: a package manager, or tar.
@@ -15,7 +15,7 @@ import os
 import shutil
 from typing import NamedTuple
 
-from . import labels, leases, linux, mps, mpsstatus, names, storage
+from . import cdi, labels, leases, linux, mps, mpsstatus, names, storage
 from .engines import configure, record
 from .engines.base import Settings
 from .engines.configure import ENGINES, Outcome
@@ -47,7 +47,7 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
     if not force:
         refuse_used(state_dir)
     outcomes = (configure.undo(ENGINES[name], settings, host, dry_run=True) for name in ENGINES)
-    files = [labels.FILE] if host.has(labels.FILE) else []
+    files = [path for path in (labels.FILE, *cdi.FILES) if host.has(path)]
     folders = []
     if purge:
         usual = os.path.dirname(names.CONFIG_PATH)

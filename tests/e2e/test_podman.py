@@ -474,3 +474,46 @@ def test_checkpoint_reaches_the_low_level_runtime(podman: Podman, tmp_path: Path
         )
         assert done.returncode != 0
         assert "cannot be restored from a checkpoint" in done.stderr
+
+
+# CDI
+
+
+@pytest.fixture
+def cdi(podman: Podman, tmp_path: Path) -> Iterator[Path]:
+    """What `gpushare cdi generate` writes, where podman looks; and nobody has told podman of our hooks."""
+    made = Path("/etc/cdi").exists()
+    Path("/etc/cdi").mkdir(exist_ok=True)
+    run("mount", "-t", "tmpfs", "gpushare-test", "/etc/cdi")
+    aside = tmp_path / "hooks"
+    aside.mkdir()
+    for path in podman.hooks_dir.iterdir():
+        path.rename(aside / path.name)
+    try:
+        done = podman.node.cli("cdi", "generate", "--output", "/etc/cdi/gpushare.yaml")
+        assert (done.returncode, done.stdout) == (0, "create /etc/cdi/gpushare.yaml\n"), done.stderr
+        yield Path("/etc/cdi/gpushare.yaml")
+    finally:
+        for path in aside.iterdir():
+            path.rename(podman.hooks_dir / path.name)
+        run("umount", "/etc/cdi")
+        if not made:
+            Path("/etc/cdi").rmdir()
+
+
+def test_device_of_cdi(podman: Podman, cdi: Path) -> None:
+    """With the file alone podman gives a share, which ends with the container; with our runtime, too, there is one."""
+    (gpu,) = json.loads(podman.node.cli("devices", "--format", "json").stdout)
+    for name in ("any", gpu["uuid"]):
+        with podman.start(Want(SLEEP, TWO_GIB), "--device", f"gpushare.io/share={name}") as one:
+            assert podman.node.leases() == [one.id]
+            answer = one.exec(PROBE).answer()
+            assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
+        assert podman.node.leases() == []
+    if podman.way == "hook":
+        assert podman.run(Want(("ls", OURS), TWO_GIB)).code != 0, "without the device nobody looks at the container"
+    assert "which CDI has set" in refusal(
+        podman, Want(SLEEP, {"GPUSHARE_DEVICES": "0"}), "--device", "gpushare.io/share=any"
+    )
+    done = podman.run(Want(), 60, "--device", "gpushare.io/share=GPU-00000000-dead-0000-0000-000000000000")
+    assert done.code != 0 and "unresolvable CDI devices" in done.err

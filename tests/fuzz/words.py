@@ -18,7 +18,13 @@ def words() -> list[str]:
     found |= {word.name for row in table.ROWS for word in (*row.variables, *row.annotations)}
     found |= {value for value in mutate.VALUES if isinstance(value, str)}
     found |= {*commandline.OWN, *commandline.GLOBAL_VALUE, *commandline.COMMAND_VALUE, *commandline.HANDLED}
-    found |= {names.ANNOTATION_PREFIX, names.APPLIED_ANNOTATION, nvidia.ENV_DEVICES, nvidia.VOLUME_ROOT}
+    found |= {
+        names.ANNOTATION_PREFIX,
+        names.APPLIED_ANNOTATION,
+        names.ENV_CDI_PREFIX,
+        nvidia.ENV_DEVICES,
+        nvidia.VOLUME_ROOT,
+    }
     return sorted(word for word in found if word and word.isascii())
 
 

@@ -30,6 +30,7 @@ from gpushare import (
     procs,
     reconcile,
 )
+from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import node as cli_node
 from gpushare.cli import runtime, sample, topscreen
 from gpushare.cli.options import Paths
@@ -77,6 +78,10 @@ CASES = {
         *("runtime configure lxc", "runtime configure --undo"),
     ],
     "labels": ["labels --dry-run", "labels --dry-run --format json", "labels --output relative/../x --format yaml"],
+    "cdi": [
+        *("cdi generate", "cdi generate --format json", "cdi generate --format table"),
+        *("cdi generate --output x.txt", "cdi generate --output x.json --format yaml"),
+    ],
     "mps": [
         *("mps status", "$ mps status", "mps status --format json", "mps start --device 0", "mps stop --device 1"),
         *("mps start --uid me", "mps start --compute 400", "mps stop --device 9"),
@@ -137,8 +142,9 @@ def world(
     monkeypatch.setattr(node, "compile_node", lambda config, directory, write=True: host)
     monkeypatch.setattr(leases, "recover", lambda *_: ())
     monkeypatch.setattr(cli_node, "installed", lambda: "0.1.0")
-    monkeypatch.setattr(runtime, "check_program", lambda path: "/opt/gpushare/bin/gpushare-runtime")
-    monkeypatch.setattr(runtime, "foreign_owners", lambda _: [])
+    for module in (cli_cdi, runtime):
+        monkeypatch.setattr(module, "check_program", lambda path: f"/opt/gpushare/bin/{os.path.basename(path)}")
+        monkeypatch.setattr(module, "foreign_owners", lambda _: [])
     monkeypatch.setattr(livelimits, "_refuse_unheld", lambda *_: None)  # these containers have no mounts
     monkeypatch.setattr(doctor, "CHECKS", [doctor.Check(name, "", lambda _, one=one: one) for name, one in ROWS])  # type: ignore[misc]
     _with_mps(monkeypatch)

@@ -12,12 +12,18 @@ from gpushare.cli.main import PROGRAM, group
 
 from tests.tools.config_docs import WHEN
 
-_COMMON = {"--help", "--no-color", "--format"}
+_COMMON = {"--help", "--no-color"}
+_FORMATS = ["table", "json"]
 COMMON = (
     ("--format [table|json]", "For people, or for programs. [default: table]"),
     ("--no-color", "No colour, as with NO_COLOR=1."),
     ("-h, --help", "Show the help of a command and exit."),
 )
+
+
+def _is_format(one: click.Parameter) -> bool:
+    """The one that nearly all have; that of `cdi generate` is about a file."""
+    return "--format" in one.opts and list(getattr(one.type, "choices", ())) == _FORMATS
 
 
 class Command(NamedTuple):
@@ -45,12 +51,12 @@ class Command(NamedTuple):
     def options(self) -> list[tuple[str, str]]:
         """(how it is written, what it means) without those that all commands have."""
         wanted = (one for one in self.click.get_params(self.context) if isinstance(one, click.Option))
-        mine = (one for one in wanted if not {*one.opts} & _COMMON)
+        mine = (one for one in wanted if not {*one.opts} & _COMMON and not _is_format(one))
         found = (one.get_help_record(self.context) for one in mine)
         return [(names, " ".join(text.split())) for names, text in filter(None, found)]
 
     def has_format(self) -> bool:
-        return any("--format" in one.opts for one in self.click.params)
+        return any(map(_is_format, self.click.params))
 
     def subcommands(self) -> list[str]:
         return self.click.list_commands(self.context) if isinstance(self.click, click.Group) else []
@@ -97,6 +103,12 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare runtime configure docker --profile workstation", "docker, and a configuration file to begin with"),
     ),
     "labels": (("gpushare labels --dry-run", "what Kubernetes would be told"),),
+    "cdi generate": (
+        (
+            "gpushare cdi generate --output /etc/cdi/gpushare.yaml",
+            "then `podman run --device gpushare.io/share=any ...`",
+        ),
+    ),
     "mps start": (
         ("gpushare mps start --device 0", "containers may ask for GPUSHARE_BACKEND=mps on that GPU"),
         ("gpushare mps start --compute 60 --memory 20Gi", "no container gets more than that"),
@@ -276,6 +288,16 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "file": "where it is written",
             "action": "`create`, `change`; null: nothing to do",
             "features": "name and value",
+        },
+    ),
+    "cdi generate": (
+        "a CDI specification",
+        {
+            "cdiVersion": "the oldest that has what is in it",
+            "kind": "`gpushare.io/share`",
+            "devices": "one object for each",
+            "devices.name": "`any`, or a uuid",
+            "devices.containerEdits": "its variable, and our hooks",
         },
     ),
     "mps start": (

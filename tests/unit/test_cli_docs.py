@@ -12,6 +12,7 @@ from typing import Any
 import click
 import pytest
 from gpushare import doctor, errors, livelimits, log, mps, mpsdaemon, node
+from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import main as cli_main
 from gpushare.cli import runtime
 from gpushare.cli.main import COMMANDS, group
@@ -97,9 +98,10 @@ def world(
     bundle.mkdir()
     (bundle / "config.json").write_text('{"root": {"path": "x"}, "process": {"env": []}}')
     (tmp_path / "config.yaml").write_text("version: 1\n")
-    monkeypatch.setattr(runtime, "check_program", lambda path: path)
+    for module in (cli_cdi, runtime):
+        monkeypatch.setattr(module, "check_program", lambda path: path)
+        monkeypatch.setattr(module, "foreign_owners", lambda paths: [])
     monkeypatch.setattr(livelimits, "_refuse_unheld", lambda *_: None)  # this container has no mounts
-    monkeypatch.setattr(runtime, "foreign_owners", lambda paths: [])
     monkeypatch.setattr(mpsdaemon, "start", lambda *_: mpsdaemon.Started("started", mps.MpsState(pid=7)))
     more = {
         "top": ["--once"],

@@ -32,6 +32,7 @@ COMMANDS = [
     ["config", "show"],
     ["explain", "/"],
     ["labels", "--dry-run"],
+    ["cdi", "generate"],
     ["runtime", "status"],
     ["mps", "status"],
     ["mps", "stop"],

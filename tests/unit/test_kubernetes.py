@@ -24,7 +24,9 @@ from tests.unit import pure
 
 FOLDER = TREE / "packaging" / "kubernetes"
 SCHEMAS = TREE / "tests" / "schemas"
-MANIFESTS = sorted(path.name for path in FOLDER.glob("*.yaml"))
+MANIFESTS = [
+    str(path.relative_to(FOLDER)) for glob in ("*.yaml", "optional/*.yaml") for path in sorted(FOLDER.glob(glob))
+]
 RESOURCE = "gpushare.io/memory-mib"
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
@@ -34,8 +36,7 @@ def documents(name: str) -> list[Any]:
 
 
 def by_kind(kind: str) -> Any:
-    (found,) = (one for name in MANIFESTS for one in documents(name) if one["kind"] == kind)
-    return found
+    return next(one for name in MANIFESTS for one in documents(name) if one["kind"] == kind)  # of two, the first file's
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -62,6 +63,11 @@ def test_parts_fit_together() -> None:
     (rule,) = by_kind("NodeFeatureRule")["spec"]["rules"]
     assert rule["extendedResources"] == {RESOURCE: f"@local.feature.{RESOURCE}"} and RESOURCE in features
     assert list(rule["matchFeatures"][0]["matchExpressions"]) == [RESOURCE]
+    assert list(by_kind("ResourceQuota")["spec"]["hard"]) == [f"requests.{RESOURCE}"]
+    (tainting,) = documents("optional/taint.yaml")[0]["spec"]["rules"]
+    ((taint,), (toleration,)) = tainting["taints"], runtime_class["scheduling"]["tolerations"]
+    assert (taint["key"], taint["effect"]) == (toleration["key"], toleration["effect"])
+    assert tainting["matchFeatures"] == rule["matchFeatures"]  # just the nodes that have the resource
     policy, binding = by_kind("ValidatingAdmissionPolicy"), by_kind("ValidatingAdmissionPolicyBinding")
     assert binding["spec"]["policyName"] == policy["metadata"]["name"]
     assert binding["spec"]["validationActions"] == ["Deny"] and policy["spec"]["failurePolicy"] == "Fail"
@@ -141,6 +147,7 @@ SCOPED = "app.gpushare.io/memory"
 ALLOWED = {
     "asks for nothing": pod(container(), runtime=None),
     "asks for nothing, other annotations": pod(container(X="1"), runtime=None, annotations={"a.io/b": "c"}),
+    "another device of CDI": pod(container(), runtime=None, annotations={"cdi.k8s.io/x": "nvidia.com/gpu=0"}),
     "variable": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi")),
     "variable in MiB": pod(container(mib="512", GPUSHARE_MEMORY="512Mi")),
     "limit as the API server writes it": pod(container(mib="4k", GPUSHARE_MEMORY="4000Mi")),
@@ -196,6 +203,11 @@ REFUSED = {
         pod(container(mib="4096"), annotations={SCOPED: "4Gi", "app.gpushare.io/devices": "all"}),
         "of one device",
     ),
+    "device of CDI": (
+        pod(container(), runtime=None, annotations={"cdi.k8s.io/x": "nvidia.com/gpu=0,gpushare.io/share=any"}),
+        "of CDI",
+    ),
+    "all devices, as CDI would": (pod(container(mib="1", GPUSHARE_MEMORY="1Mi", GPUSHARE_CDI_A="all")), "of CDI"),
     "for every container": (
         pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), annotations={"gpushare.io/memory": "4Gi"}),
         "for which container",
@@ -240,4 +252,16 @@ def test_examples_are_let_in_and_mean_what_they_say(policy: Policy, name: str) -
 
 def test_readme_names_every_manifest() -> None:
     text = Path(FOLDER / "README.md").read_text()
-    assert [name for name in MANIFESTS if name not in text and not name.startswith("example-annotation")] == []
+    wanted = [name for name in MANIFESTS if not name.endswith("kustomization.yaml") and "annotation" not in name]
+    assert wanted and [name for name in wanted if name not in text] == []
+
+
+def test_page_has_every_label_and_a_pod_that_is_let_in(policy: Policy) -> None:
+    page = (TREE / "docs" / "kubernetes.md").read_text()
+    rows = set(re.findall(r"^\| `(gpushare\.io/[a-z.]+)`", page, re.MULTILINE))
+    assert rows == {"gpushare.io/present", *(f"gpushare.io/{name}" for name in labels.device_labels(pure.node()))}
+    (sample,) = re.findall(r"(?:^ {4}.*\n)+", page, re.MULTILINE)
+    spec = yaml.safe_load(sample)["spec"]
+    assert policy.refusals({"metadata": {"name": "p"}, "spec": spec}) == []
+    spec["containers"][0]["env"][0]["value"] = "8Gi"
+    assert policy.refusals({"metadata": {"name": "p"}, "spec": spec}) != []

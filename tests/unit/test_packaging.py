@@ -24,7 +24,7 @@ KUSTOMIZATIONS = sorted(KUBERNETES.rglob("kustomization.yaml"))
 INSTALLER = KUBERNETES / "installer"
 API = "1.30"  # the oldest that has all that we use
 PROJECT = (TREE / "pyproject.toml").read_text()
-OTHERS = ("nodefeaturerule.yaml", "kustomization.yaml")  # not of Kubernetes itself
+OTHERS = ("nodefeaturerule.yaml", "taint.yaml", "kustomization.yaml")  # not of Kubernetes itself
 
 
 def version() -> str:

@@ -14,6 +14,7 @@ import pytest
 from gpushare import labels, leasefile, leases, procs, storage
 from gpushare.cli import facts, main
 from gpushare.engines.configure import ENGINES
+from gpushare.model import Node, SharingRule
 from gpushare.ops import TenantTmpfs, WriteLimits
 
 from tests.lib import rootfs
@@ -160,7 +161,45 @@ def test_labels_count_what_can_be_granted(policy: Any, overcommit: float, mib: i
     assert f"# +no-label\ngpushare.io/memory-mib={mib}\n" in text
     assert f"gpushare.io/present={'true' if mib else 'false'}\n" in text
     for line in text.splitlines():
-        assert line.startswith("#") or re.fullmatch(r"[a-z0-9.]+/[a-z-]+=[a-z0-9]+", line), line
+        assert line.startswith("#") or re.fullmatch(
+            r"[a-z0-9.]+/[a-z.-]+=[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?", line
+        ), line
+
+
+@pytest.mark.parametrize(
+    ("models", "memory", "rules", "labels_"),
+    [
+        (("NVIDIA H100 PCIe",) * 2, (81559, 81559), (), ("2", "NVIDIA-H100-PCIe", "81559", "1")),
+        (("NVIDIA H100 PCIe",) * 2, (81559, 81559), (SharingRule(4),), ("2", "NVIDIA-H100-PCIe-SHARED", "81559", "4")),
+        (("Tesla T4",) * 2, (1, 1), (SharingRule(1),), ("2", "Tesla-T4", "1", "1")),  # one replica is no sharing
+        (("Tesla T4",) * 2, (1, 1), (SharingRule(4, devices=("0",)),), ("2", None, None, None)),
+        (("Tesla T4", "Tesla V100"), (1, 1), (SharingRule(4),), ("2", None, None, None)),
+        (("Tesla T4",) * 2, (1, 2), (), ("2", None, None, None)),
+        (("Tesla T4",), (0,), (), ("1", "Tesla-T4", None, "1")),  # its size is not known
+        (("RTX  6000 (Ada)",), (1,), (), ("1", "RTX-6000-Ada", "1", "1")),
+        (("?",), (1,), (SharingRule(2),), ("1", None, "1", "2")),
+        (("x" * 80,), (1,), (SharingRule(2),), ("1", "x" * 56 + "-SHARED", "1", "2")),
+        ((), (), (), ("0", None, None, None)),
+    ],
+)
+def test_labels_are_those_of_gpu_feature_discovery(models: Any, memory: Any, rules: Any, labels_: Any) -> None:
+    found = [pure.device(i, model=model, memory_bytes=mib << 20) for i, (model, mib) in enumerate(zip(models, memory))]
+    node = pure.node()
+    node = Node(node.config._replace(sharing=rules), node.inventory._replace(devices=tuple(found)))
+    told = labels.device_labels(node)
+    assert tuple(told.get(f"gpu.{name}") for name in ("count", "product", "memory", "replicas")) == labels_
+    lines = labels.feature_file(node).splitlines()
+    for name, value in told.items():
+        at = lines.index(f"gpushare.io/{name}={value}")
+        assert lines[at - 1] != "# +no-label"
+        assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?", value)
+
+
+def test_labels_leave_out_devices_that_are_not_allowed() -> None:
+    node = pure.node(allowed_devices=("1",))
+    other = node.inventory.devices[0]._replace(model="Another", memory_bytes=1 << 30)
+    mixed = node._replace(inventory=node.inventory._replace(devices=(other, node.inventory.devices[1])))
+    assert labels.device_labels(mixed)["gpu.product"] == "Test-GPU" and labels.device_labels(mixed)["gpu.count"] == "1"
 
 
 def test_divided_gpus_count_as_their_parts() -> None:

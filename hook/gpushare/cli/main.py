@@ -43,6 +43,7 @@ COMMANDS = {
     "config": ("config", "config"),
     "runtime": ("runtime", "runtime"),
     "labels": ("labels", "labels"),
+    "cdi": ("cdi", "cdi_group"),
     "mps": ("mps", "mps_group"),
     "uninstall": ("uninstall", "uninstall"),
     "refresh": ("node", "refresh"),

@@ -110,6 +110,7 @@ def unknown(env: Env) -> list[tuple[str, str]]:
         if name[: len(_PREFIX)].upper() == _PREFIX
         and name not in ROWS
         and name not in _OTHER_VARIABLES
+        and not name.startswith(names.ENV_CDI_PREFIX)
         and not any(f"_{word}_" in f"{name}_" for word in ("SERVICE_HOST", "SERVICE_PORT", "PORT"))
     ]
 
@@ -142,20 +143,37 @@ def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> N
             raise wrong(key, value, "unknown annotation", hint)
 
 
+def _from_cdi(env: Env, value: Optional[str]) -> Optional[Found]:
+    """The devices that CDI gave, as one value of GPUSHARE_DEVICES. That one, `value`, may say the same and nothing
+    else: the engine was asked for these devices, and another word must neither add to them nor take them away."""
+    given = [Found(name, text.strip()) for name, text in env if name.startswith(names.ENV_CDI_PREFIX)]
+    if not given:
+        return None
+    found = Found(given[0].name, ",".join(dict.fromkeys(item.value for item in given)))
+    if value is not None and value.strip() and value.strip() != found.value:
+        raise RequestError(
+            f"{names.ENV_DEVICES}={shown(value)} and {found.name}={shown(found.value)}, which CDI has set, contradict",
+            f"leave out {names.ENV_DEVICES}, or the CDI device",
+        )
+    return found
+
+
 def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool) -> dict[str, Found]:
     """Every name of ours that is set: variables, and annotations that are for this container."""
     found: dict[str, Found] = {}
     for variable, key in names.ANNOTATIONS.items():
         value = one_value(variable, [value for name, value in env if name == variable])
+        cdi = _from_cdi(env, value) if variable == names.ENV_DEVICES else None
+        source, value = (variable, value) if cdi is None else cdi
         scoped_key = f"{container}.{key}"
         chosen = scoped_key if container and scoped_key in annotations else key if unscoped else ""
         said = annotations.get(chosen)
         if value is not None and said is not None and value.strip() != said.strip():
             raise RequestError(
-                f"{variable}={shown(value)} and annotation {chosen}={shown(said)} contradict", "keep one of them"
+                f"{source}={shown(value)} and annotation {chosen}={shown(said)} contradict", "keep one of them"
             )
         if value is not None:
-            found[variable] = Found(variable, value)
+            found[variable] = Found(source, value)
         elif said is not None:
             found[variable] = Found(chosen, said)
     return found

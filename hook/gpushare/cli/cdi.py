@@ -1,0 +1,84 @@
+"""gpushare cdi."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Optional
+
+import click
+import yaml
+
+from .. import cdi as devices
+from .. import log
+from ..engines.base import Change
+from ..engines.host import Host, check_program, foreign_owners
+from . import facts
+from .options import Paths, with_no_color
+from .output import write, write_line
+from .runtime import settings_of
+
+_FORMATS = {".json": "json", ".yaml": "yaml"}  # by a file's ending, which is how engines know what it is
+
+
+class _Whole(yaml.SafeDumper):
+    """Hooks are the same for every device, and each is written out: not all readers like aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+@click.group("cdi")
+def cdi_group() -> None:
+    """The Container Device Interface."""
+
+
+@cdi_group.command()
+@click.option("--output", "path", metavar="FILE", help="Write it there, such as /etc/cdi/gpushare.yaml.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["json", "yaml"]),
+    help="How it is written.  [default: as FILE's ending says, else yaml]",
+)
+@click.option("--program", default="", metavar="FILE", help="gpushare-hook, when it is not beside this program.")
+@with_no_color
+@click.pass_obj
+def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: str) -> None:
+    """Write the devices that engines can give to containers.
+
+    They are gpushare.io/share=any and gpushare.io/share=UUID for each device; how much of it is GPUSHARE_MEMORY and the
+    like. Run it again when devices or policy have changed.
+    """
+    kind = _format_of(path, kind)
+    settings = settings_of(paths, "")
+    settings = settings._replace(hook=check_program(os.path.abspath(program) if program else settings.hook))
+    node = facts.host(paths)
+    value = devices.document(node, settings)
+    text = json.dumps(value, indent=2) + "\n"
+    if kind == "yaml":
+        text = "# Written by `gpushare cdi generate`.\n" + yaml.dump(value, Dumper=_Whole, sort_keys=False)
+    if path is None:
+        write(text)
+    else:
+        path, host = os.path.abspath(path), Host()
+        change = Change(path, host.read(path), text)
+        if change.before != text:
+            host.write([change])
+        write_line("nothing to do" if change.before == text else change.describe())
+    for uuid in devices.device_names(node)[1]:
+        log.to_stderr(f"gpushare: device {uuid!r} is left out: CDI has no such names; containers can ask for any")
+    for note in foreign_owners([settings.hook]):
+        log.to_stderr(f"gpushare: {note}")
+
+
+def _format_of(path: Optional[str], kind: Optional[str]) -> str:
+    """Raises click.UsageError for a file that engines would not read. JSON is YAML too, but not the other way round."""
+    if path is None:
+        return kind or "yaml"
+    ending = os.path.splitext(path)[1]
+    if ending not in _FORMATS:
+        raise click.UsageError(f"--output {path!r}: engines read files that end in {' or '.join(_FORMATS)} only")
+    if ending == ".json" and kind == "yaml":
+        raise click.UsageError(f"--format yaml: {path!r} would not be JSON")
+    return kind or _FORMATS[ending]

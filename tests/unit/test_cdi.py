@@ -1,0 +1,186 @@
+"""gpushare cdi generate: the devices are valid, and a container that is given them asks for just these."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Optional
+
+import jsonschema
+import pytest
+import yaml
+from gpushare import cdi, request, uninstall
+from gpushare.cli import cdi as cli_cdi
+from gpushare.cli import facts, main
+from gpushare.engines.base import Settings
+from gpushare.engines.host import Host
+from gpushare.errors import PolicyError, RequestError
+from gpushare.model import Node, Request
+
+from tests.lib.host import TREE
+from tests.unit import pure
+
+SETTINGS = Settings("/usr/bin/gpushare-runtime", "/usr/bin/gpushare-hook", state_dir="/run/other")
+SCHEMA = jsonschema.Draft202012Validator(json.loads((TREE / "tests/schemas/cdi.json").read_text()))
+FIRST, SECOND = pure.UUIDS
+
+
+def edits(value: dict[str, Any], *names: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """(environment, hooks) that an engine adds for these devices, as it does it: a variable of the same name is
+    replaced."""
+    by_name = {one["name"]: one["containerEdits"] for one in value["devices"]}
+    env = dict(line.split("=", 1) for name in names for line in by_name[name]["env"])
+    return [f"{key}={text}" for key, text in env.items()], [hook for name in names for hook in by_name[name]["hooks"]]
+
+
+def asked(node: Node, *names: str, env: tuple[str, ...] = (), annotations: Any = None) -> Optional[Request]:
+    given, _ = edits(cdi.document(node, SETTINGS), *names)
+    return request.resolve(pure.bundle(*env, *given, annotations=annotations), node)
+
+
+@pytest.mark.parametrize(
+    ("uuids", "policy", "names", "version"),
+    [
+        (pure.UUIDS, {}, ["any", *pure.UUIDS], "0.3.0"),
+        (pure.UUIDS, {"allowed_devices": ("1",)}, ["any", SECOND], "0.3.0"),
+        (("0-1", SECOND), {}, ["any", "0-1", SECOND], "0.5.0"),
+        (("MIG-GPU-aa/1/0", SECOND), {}, ["any", SECOND], "0.3.0"),  # what drivers before 470 call a MIG device
+    ],
+)
+def test_devices(uuids: tuple[str, ...], policy: Any, names: list[str], version: str) -> None:
+    node = pure.node(**policy)
+    found = tuple(pure.device(index, uuid=uuid) for index, uuid in enumerate(uuids))
+    value = cdi.document(node._replace(inventory=node.inventory._replace(devices=found)), SETTINGS)
+    SCHEMA.validate(value)
+    assert (value["kind"], value["cdiVersion"]) == ("gpushare.io/share", version)
+    assert [one["name"] for one in value["devices"]] == names
+    for name in names:
+        _, hooks = edits(value, name)
+        assert [(hook["hookName"], hook["path"]) for hook in hooks] == [
+            ("prestart", SETTINGS.hook),
+            ("poststop", SETTINGS.hook),
+        ]
+        assert all(hook["args"] == ["gpushare-hook", "--state", "/run/other", hook["hookName"]] for hook in hooks)
+
+
+def test_no_gpu() -> None:
+    """What a node without one writes is valid, and `any` is refused at the start with the reason."""
+    value = cdi.document(pure.node(devices=0), SETTINGS)
+    SCHEMA.validate(value)
+    assert [one["name"] for one in value["devices"]] == ["any"]
+
+
+@pytest.mark.parametrize(
+    ("names", "selection"),
+    [
+        (("any",), ("any", 1, ())),
+        ((SECOND,), ("list", 0, (SECOND,))),
+        ((SECOND, FIRST), ("list", 0, (SECOND, FIRST))),  # in the order in which they were given
+    ],
+)
+def test_what_a_container_gets(names: tuple[str, ...], selection: Any) -> None:
+    found = asked(pure.node(), *names, env=("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=all"))
+    assert found is not None
+    assert (found.selection.kind, found.selection.count, found.selection.names) == selection
+    assert [amount.limit_bytes for _, amount in found.memory] == [4 << 30]
+    assert found.sources[0][0] == cdi.variable(names[0])
+
+
+def test_same_word_beside_it() -> None:
+    for env, said in ((("GPUSHARE_DEVICES=any",), None), ((), {"gpushare.io/devices": "any"})):
+        assert asked(pure.node(), "any", env=env, annotations=said) == asked(pure.node(), "any")
+
+
+@pytest.mark.parametrize(
+    ("names", "env", "annotations", "match"),
+    [
+        (("any", FIRST), (), None, "any"),
+        ((FIRST, "any"), (), None, "any cannot be combined"),
+        ((FIRST,), ("GPUSHARE_DEVICES=1",), None, "which CDI has set"),
+        ((FIRST,), ("GPUSHARE_DEVICES=none",), None, "which CDI has set"),
+        ((FIRST,), (), {"gpushare.io/devices": SECOND}, "GPUSHARE_CDI_GPU_aaaaaaaa.* contradict"),
+    ],
+)
+def test_contradictions(names: tuple[str, ...], env: tuple[str, ...], annotations: Any, match: str) -> None:
+    with pytest.raises(RequestError, match=match):
+        asked(pure.node(), *names, env=env, annotations=annotations)
+
+
+def test_policy_holds() -> None:
+    """The variable is a request like any other, since an image can set it, too."""
+    for words, key in (({"accept_env": "never"}, "env"), ({"accept_env": "privileged"}, "env")):
+        with pytest.raises(PolicyError, match=rf"GPUSHARE_CDI_GPU_aaaaaaaa.*policy\.accept\.{key} "):
+            asked(pure.node(**words), FIRST)
+    assert asked(pure.node(accept_annotations="never", annotations="scoped"), FIRST) is not None
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "host", lambda paths: pure.node())
+    monkeypatch.setattr(cli_cdi, "check_program", lambda path: "/usr/bin/gpushare-hook")
+    monkeypatch.setattr(cli_cdi, "foreign_owners", lambda paths: [])
+
+
+@pytest.mark.parametrize(
+    ("ending", "words", "is_json"),
+    [
+        ("yaml", (), False),
+        ("json", (), True),
+        ("yaml", ("--format", "json"), True),
+        ("json", ("--format", "json"), True),
+    ],
+)
+def test_file(host: None, ending: str, words: tuple[str, ...], is_json: bool, tmp_path: Path, capfd: Any) -> None:
+    path = tmp_path / "cdi" / f"gpushare.{ending}"
+    line = ["cdi", "generate", "--output", str(path), *words]
+    assert main(line) == 0 and main(line) == 0
+    assert capfd.readouterr() == (f"create {path}\nnothing to do\n", "")
+    text = path.read_text()
+    assert text.startswith("{") == is_json and "&id" not in text
+    value = yaml.safe_load(text)
+    SCHEMA.validate(value)
+    assert value == json.loads(json.dumps(cdi.document(pure.node(), SETTINGS._replace(state_dir="/run/gpushare"))))
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_program_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Engines would run it as root: it is looked at before the file is written, and is the one that was named."""
+    monkeypatch.setattr(facts, "host", lambda paths: pure.node())
+    hook = tmp_path / "gpushare-hook"
+    line = ["cdi", "generate", "--program", str(hook)]
+    assert main(line) == 78 and f"{str(hook)!r} is not a program" in capfd.readouterr().err
+    monkeypatch.setattr(cli_cdi, "check_program", lambda path: path)
+    monkeypatch.setattr(cli_cdi, "foreign_owners", lambda paths: [f"{paths[0]} is not root's"])
+    assert main(line) == 0
+    text, error = capfd.readouterr()
+    assert f"path: {hook}\n" in text and error == f"gpushare: {hook} is not root's\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("--output", "{}/gpushare.conf"), "engines read files that end in .json or .yaml only"),
+        (("--output", "{}/gpushare.json", "--format", "yaml"), "would not be JSON"),
+    ],
+)
+def test_file_that_engines_would_not_read(
+    host: None, words: tuple[str, ...], match: str, tmp_path: Path, capfd: Any
+) -> None:
+    assert main(["cdi", "generate", *(word.format(tmp_path) for word in words)]) == 2
+    assert match in capfd.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_device_without_a_name_is_told(host: None, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    node = pure.node(devices=1)
+    odd = node._replace(inventory=node.inventory._replace(devices=(pure.device(0, uuid="MIG-GPU-aa/1/0"),)))
+    monkeypatch.setattr(facts, "host", lambda paths: odd)
+    assert main(["cdi", "generate"]) == 0
+    assert "'MIG-GPU-aa/1/0' is left out" in capfd.readouterr().err
+
+
+def test_uninstall_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "etc/cdi").mkdir(parents=True)
+    (tmp_path / "etc/cdi/gpushare.yaml").touch()
+    (tmp_path / "etc/cdi/nvidia.yaml").touch()
+    settings = SETTINGS._replace(state_dir=str(tmp_path / "run"))
+    assert uninstall.plan(settings, Host(str(tmp_path)), purge=False, force=True).files == ("/etc/cdi/gpushare.yaml",)
