@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Mounts of a test run are its own: nothing is left on the machine, even when the run is killed."""
     if config.getoption("programs"):
         host.use_programs(config.getoption("programs"))
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a run in a shell's background, and what tests start in it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.geteuid() == 0:
         host.enter_private_mounts()
         processes.become_subreaper()
