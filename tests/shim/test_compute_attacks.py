@@ -285,12 +285,16 @@ LATE = {
 }
 
 
+WON_ONCE = 0.7  # seconds of the device; asking instead of waiting wins 0.54 to 0.62
+
+
 @pytest.mark.parametrize("what", LATE)
 def test_little_is_won_by_what_is_known_late(what: str) -> None:
     """The first long ones of what was known as short: some hundred, and what they took is paid afterwards. A
-    capture is left alone for a fifth of a second."""
+    capture is left alone for a fifth of a second. It is won once: as much in three seconds as in ten."""
+    seconds = 3
     with boxes(LIMIT) as (box,):
-        assert gets(box, LATE[what], 3) < LIMIT + 2 * POINTS
+        assert (gets(box, LATE[what], seconds) - LIMIT) / 100 * seconds < WON_ONCE
 
 
 # ---- what a container writes into its own files ------------------------------------------------------------------
