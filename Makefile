@@ -92,7 +92,7 @@ test: root build gpu-programs dist $(TEST_SETUP) ## the linters and every test; 
 	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the programs of the bundle
-	@$(VENV_PYTHON) -m pytest --programs $(DIST) tests/e2e $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) --programs $(DIST) tests/e2e $(PYTEST_ARGS)
 
 test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both ways in: table and build/attacks.json
 	@$(VENV_PYTHON) -m tests.attacks $(ATTACK_ARGS)
