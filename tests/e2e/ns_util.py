@@ -203,6 +203,10 @@ def sandbox(rootfs: Path, setup: str = "", propagates: bool = False, mapped: int
         box.close()
 
 
+# Parts of glibc that every image with glibc has, and that NVIDIA's driver needs
+GLIBC = ("libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1")
+
+
 def make_image(root: Path, layout: str = "multiarch", programs: Sequence[str] = TOOLS) -> Path:
     """A small glibc image from the host's files. "multiarch" is Debian's layout (/usr/lib/<triplet>, /lib a link);
     "lib64" is Fedora's (/usr/lib64). Its cache is made by ldconfig, which is in the image too."""
@@ -225,6 +229,7 @@ def make_image(root: Path, layout: str = "multiarch", programs: Sequence[str] = 
         os.symlink(f"usr/{name}", root / name)
     sources = [shutil.which(p) or p for p in programs] + [LDCONFIG]
     files = {Path(os.path.realpath(library)) for p in sources for library in _libraries(p)}
+    files |= {Path(os.path.realpath(f"{LIBDIR}/{name}")) for name in GLIBC}
     for file in files | {Path(os.path.realpath("/lib64/ld-linux-x86-64.so.2"))}:
         is_loader = file.name.startswith("ld-")
         shutil.copy2(file, root / ("usr/lib64" if is_loader else libdir[1:]) / file.name)
