@@ -1,6 +1,12 @@
 /* Contexts: each takes memory before the program asks for any (context_bytes of the limits file),
  * and takes everything that was allocated in it along when it goes. */
+#include <errno.h>
+#include <time.h>
+
 #include "compute.h"
+
+#define NAPS 50u /* 100 ms in all: on failure only */
+#define NAP_NS 2000000
 
 /* context -> entry: bytes = its charge, extra = device | attached uses << 32 */
 static struct gs_map contexts;
@@ -136,6 +142,16 @@ CUresult gs_context_begin(struct gs_charge *charge, CUdevice device) {
     return result;
 }
 
+bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned *round) {
+    const struct timespec nap = {.tv_nsec = NAP_NS};
+    int saved = errno;
+    if (result != CUDA_ERROR_OUT_OF_MEMORY || charge->passed || (*round)++ >= NAPS)
+        return false;
+    nanosleep(&nap, NULL);
+    errno = saved;
+    return true;
+}
+
 CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcontext *context,
                          CUdevice device) {
     gs_now_current(NULL); /* a new context is current where it was made */
@@ -251,10 +267,15 @@ static void primary_gone(CUdevice device) {
 CUresult gs_primary_used(CUdevice device, CUresult (*call)(void *arg), void *arg) {
     struct gs_charge charge = {.passed = true};
     CUresult result = CUDA_SUCCESS;
+    unsigned round = 0;
+    bool begun = true;
     gs_lock(&gs_self()->lock_context);
     if (!primary_active(device))
-        result = gs_context_begin(&charge, device);
-    if (result == CUDA_SUCCESS && (result = call(arg)) != CUDA_SUCCESS)
+        begun = (result = gs_context_begin(&charge, device)) == CUDA_SUCCESS;
+    while (begun && (result = call(arg)) != CUDA_SUCCESS &&
+           gs_context_again(&charge, result, &round)) {
+    }
+    if (begun && result != CUDA_SUCCESS)
         gs_charge_abort(&charge);
     else if (result == CUDA_SUCCESS && device >= 0 && device < GS_MAX_ORDINALS) {
         primary[device].retained++;
@@ -280,9 +301,13 @@ static CUresult retain_locked(__typeof__(&cuDevicePrimaryCtxRetain) real, CUcont
                               CUdevice device) {
     struct gs_charge charge = {.passed = true};
     CUresult result = CUDA_SUCCESS;
+    unsigned round = 0;
     if (!primary_active(device) && (result = gs_context_begin(&charge, device)) != CUDA_SUCCESS)
         return result;
-    if ((result = real(pctx, device)) != CUDA_SUCCESS || !pctx) {
+    do
+        result = real(pctx, device);
+    while (gs_context_again(&charge, result, &round));
+    if (result != CUDA_SUCCESS || !pctx) {
         gs_charge_abort(&charge);
         return result;
     }

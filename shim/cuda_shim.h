@@ -40,6 +40,10 @@ struct gs_charge;
 CUresult gs_context_begin(struct gs_charge *charge, CUdevice device);
 CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcontext *context,
                          CUdevice device);
+/* A process that died gives its memory back a moment after its share is free again: a context that
+ * fits the limit and not the device waits for that. True after a pause, when `result` of the
+ * driver is worth another call; `round` counts from 0. */
+bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned *round);
 /* A context's charge changed (it was reserved or released by the caller). */
 void gs_context_grow(CUcontext context, int64_t bytes);
 /* Around `call`, which makes something that keeps the device's primary context alive. */

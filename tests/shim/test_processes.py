@@ -11,6 +11,7 @@ import pytest
 
 from tests.shim.box import CONTEXT_BYTES, GIB, TREE, Box
 from tests.shim.inside import MIB, PRELUDE, peak, run
+from tests.sim.simhost import make_simhost
 
 
 def test_a_forked_child_has_no_share() -> None:
@@ -115,6 +116,28 @@ def test_killed_at_any_instant_of_starting(seed: int) -> None:
         used, taken = map(int, done.stdout.split())
         assert used == CONTEXT_BYTES
         assert GIB - CONTEXT_BYTES - taken < 2 * MIB
+
+
+@pytest.mark.parametrize(
+    "call", ["cuDevicePrimaryCtxRetain(byref(context), 0)", "cuCtxCreate_v2(byref(context), 0, 0)"]
+)
+def test_a_context_waits_for_memory_of_the_dead(tmp_path: Path, call: str) -> None:
+    """A container that filled the device has just ended: the next one's share is free, its memory a moment later."""
+    simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=GIB, late_return_ms=40)
+    with Box([GIB], gpu_bytes=GIB, simhost=simhost) as before, Box([GIB], gpu_bytes=GIB, simhost=simhost) as after:
+        run(before, "start()\nfill()")
+        (result,) = run(after, f"context = c_void_p()\nok(cuda.cuInit(0))\nprint(cuda.{call})")
+        assert result == "0"
+
+
+def test_a_context_is_refused_where_the_device_stays_full(tmp_path: Path) -> None:
+    simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=GIB)
+    with Box([GIB], gpu_bytes=GIB, simhost=simhost) as before, Box([GIB], gpu_bytes=GIB, simhost=simhost) as after:
+        words = ["python3", "-c", PRELUDE + "start()\nfill()\nprint(flush=True)\nsys.stdin.read()"]
+        with before.popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+            assert holder.stdout and holder.stdout.readline()
+            assert run(after, "ok(cuda.cuInit(0))\nprint(cuda.cuDevicePrimaryCtxRetain(byref(c_void_p()), 0))") == ["2"]
+            holder.communicate()
 
 
 def test_a_thousand_and_more_processes_at_once() -> None:
