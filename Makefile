@@ -25,7 +25,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo dist test test-attacks test-kills test-asan test-tsan test-dist fuzz lint format bench gpu-check docs man clean root
+.PHONY: help setup build demo dist test test-attacks test-kills test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -111,7 +111,11 @@ fuzz: root build $(TEST_SETUP) ## fuzz all that reads untrusted bytes, or TARGET
 	@$(MAKE) --no-print-directory -j$(shell nproc) fuzz-programs
 	@$(VENV_PYTHON) -m tests.fuzz --seconds $(SECONDS) $(TARGET)
 
-lint: $(SETUP) ## ruff, mypy --strict, clang-format, names that must not be committed
+lint: $(SETUP) ## ruff, mypy --strict, clang-format, cppcheck, shellcheck, codespell, names that must not be committed
+	@tests/tools/lint
+
+check: $(SETUP) ## all static checks: lint, and gcc -fanalyzer through the shim and the launchers
+	@$(MAKE) --no-print-directory -j$(shell nproc) shim-analyzed $(LAUNCHERS_ANALYZED)
 	@tests/tools/lint
 
 format: $(SETUP) ## rewrite Python and C files in the house format

@@ -91,7 +91,7 @@ static bool was_held(uint64_t owner) {
 
 static uint64_t my_name(void) {
     const struct gs_slot *slot = gs_slot();
-    return GS_PAGE_OWNER(gs_self()->index, slot->generation);
+    return slot ? GS_PAGE_OWNER(gs_self()->index, slot->generation) : 0;
 }
 
 /* Without one, the context is charged all the time that it is busy: nobody would hear of it. */

@@ -13,7 +13,8 @@ static uint64_t key_of(const void *handle) {
 
 static uint64_t loaded_key(CUlibrary library, CUcontext context) {
     uint64_t key = (key_of(library) * UINT64_C(0x9e3779b97f4a7c15)) ^ key_of(context);
-    return key & (UINT64_MAX >> 1) ? key & (UINT64_MAX >> 1) : 1;
+    key &= UINT64_MAX >> 1;
+    return key ? key : 1;
 }
 
 #define UNMEASURED UINT64_C(1) /* in gs_loaded, beside the library's handle */

@@ -116,11 +116,11 @@ static uint64_t generation(void) {
 
 /* False: it did not come to us in the time in which it should have. */
 static bool wait_for_it(int dev, struct gs_turn *own) {
-    uint64_t since = gs_compute_now(), none = 0, ticket;
+    uint64_t since = gs_compute_now(), none = 0;
     atomic_compare_exchange_strong(&own->wants_from_ns, &none, since);
     for (;;) {
         uint64_t now = gs_compute_now(), length = length_ns();
-        ticket = atomic_load(&own->wants_from_ns);
+        uint64_t ticket = atomic_load(&own->wants_from_ns);
         ticket = ticket ? ticket : since;
         atomic_store(&own->wants_until_ns, now + WANTED);
         atomic_thread_fence(memory_order_seq_cst);

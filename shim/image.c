@@ -122,7 +122,7 @@ static struct gs_image fatbin(const unsigned char *image, size_t size) {
             break;
         }
         const unsigned char *data = image + at + entry.header_size;
-        struct gs_image one = entry.flags & (FATBIN_LZ4 | FATBIN_ZSTD)
+        struct gs_image one = (entry.flags & (FATBIN_LZ4 | FATBIN_ZSTD))
                                   ? unpacked(data, &entry)
                                   : program(data, entry.size, entry.kind);
         most.bytes = one.bytes > most.bytes ? one.bytes : most.bytes;

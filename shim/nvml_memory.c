@@ -27,7 +27,9 @@ GS_EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t
     GS_NVML_ENTER(real, nvmlDeviceGetMemoryInfo, device, memory);
     nvmlMemory_t whole;
     struct numbers n;
-    nvmlReturn_t result = GS_NVML_CALL(real, device, memory ? &whole : NULL);
+    if (!memory) /* what the driver says to that */
+        return GS_NVML_CALL(real, device, NULL);
+    nvmlReturn_t result = GS_NVML_CALL(real, device, &whole);
     if (result != NVML_SUCCESS ||
         (result = share(device, whole.total, whole.free, &n)) != NVML_SUCCESS)
         return result;
@@ -39,9 +41,11 @@ GS_EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t
  * the share. */
 GS_EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory) {
     GS_NVML_ENTER(real, nvmlDeviceGetMemoryInfo_v2, device, memory);
-    nvmlMemory_v2_t whole = {.version = memory ? memory->version : 0};
+    if (!memory)
+        return GS_NVML_CALL(real, device, NULL);
+    nvmlMemory_v2_t whole = {.version = memory->version};
     struct numbers n;
-    nvmlReturn_t result = GS_NVML_CALL(real, device, memory ? &whole : NULL);
+    nvmlReturn_t result = GS_NVML_CALL(real, device, &whole);
     if (result != NVML_SUCCESS ||
         (result = share(device, whole.total, whole.free, &n)) != NVML_SUCCESS)
         return result;

@@ -83,12 +83,12 @@ static uint64_t number(struct text *t) {
 
 /* What does not fit 64 bits, or is negative, is not a size. */
 static uint64_t product(struct text *t) {
-    uint64_t value = number(t), right;
+    uint64_t value = number(t);
     while (!t->bad) {
         bool times = eat(t, "*"), over = !times && eat(t, "/");
         if (!times && !over && !eat(t, "%"))
             break;
-        right = number(t);
+        uint64_t right = number(t);
         if (times)
             t->bad |= __builtin_mul_overflow(value, right, &value);
         else if (right == 0)

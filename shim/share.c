@@ -66,7 +66,9 @@ static bool is_free(const struct gs_usage *usage, const struct gs_share *row, ui
 
 int gs_share_add(uint64_t id, bool import, int dev, uint64_t bytes) {
     struct gs_usage *usage = gs_region()->usage;
-    struct gs_slot *slot = gs_slot();
+    const struct gs_slot *slot = gs_slot();
+    if (!slot) /* a forked child, whose calls do not come this far */
+        return -1;
     uint64_t mine = (uint64_t)slot->generation << 32 | (uint64_t)(slot - usage->slot);
     if (import)
         mine |= GS_SHARE_IMPORT;

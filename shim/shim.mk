@@ -4,6 +4,7 @@
 #   shim-asan       the same with AddressSanitizer and UBSan, in build/shim-asan
 #   shim-tsan       the same with ThreadSanitizer, in build/shim-tsan
 #   shim-release    what is handed out: against glibc 2.17, for each machine, in build/shim-release/<machine>
+#   shim-analyzed   the same, looked through by gcc -fanalyzer for make check, in build/shim-analyzed
 #   docs            docs/shim-symbols.md from the table
 #
 # A name that symbols.tsv calls intercepted and that has no wrapper fails the link.
@@ -13,7 +14,7 @@ SHIM_CUDA_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(filter-out $(addprefix
 SHIM_NVML_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(wildcard shim/nvml_*.c))
 
 SHIM_CFLAGS := -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -ftls-model=initial-exec -fno-semantic-interposition \
-	-fstack-protector-strong -Wall -Wextra -Werror -MMD -MP
+	-fstack-protector-strong -Wall -Wextra -Wshadow -Werror -MMD -MP
 SHIM_LDFLAGS := -shared -Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,relro -Wl,-z,now -Wl,-z,nodelete -Wl,--no-as-needed
 SHIM_LIBS := -ldl -lpthread
 
@@ -74,6 +75,7 @@ SHIM_THREADS := -fsanitize=thread -fno-omit-frame-pointer -Wno-tsan
 $(eval $(call shim_build,build/shim,$$(CC),,))
 $(eval $(call shim_build,build/shim-asan,$$(CC),$$(SHIM_SANITIZE),$$(SHIM_SANITIZE)))
 $(eval $(call shim_build,build/shim-tsan,$$(CC),$$(SHIM_THREADS),-fsanitize=thread))
+$(eval $(call shim_build,build/shim-analyzed,$$(CC),-fanalyzer,))
 
 # Of x86-64 it is the same code as in build/shim, linked to an older C library: what that has not, fails the link.
 # For other machines clang compiles it.
@@ -90,10 +92,11 @@ $(eval $(call shim_release,nvml))
 $(eval $(call shim_build,build/shim-release/aarch64,$$(SHIM_ZIG) -target aarch64-linux-gnu.2.17,$$(SHIM_RELEASE_FLAGS),-Wl$$(comma)-s))
 $(addprefix build/shim-release/aarch64/,stub/cuda.so stub/nvml.so gen/cuda/symbols.h gen/nvml/symbols.h): | build/.setup-dist
 
-.PHONY: shim shim-asan shim-tsan shim-release docs
+.PHONY: shim shim-asan shim-tsan shim-analyzed shim-release docs
 shim: build/shim/libcuda.so build/shim/libnvidia-ml.so ## build the shim
 shim-asan: build/shim-asan/libcuda.so build/shim-asan/libnvidia-ml.so ## build the shim with AddressSanitizer
 shim-tsan: build/shim-tsan/libcuda.so build/shim-tsan/libnvidia-ml.so ## build the shim with ThreadSanitizer
+shim-analyzed: build/shim-analyzed/libcuda.so build/shim-analyzed/libnvidia-ml.so ## look through the shim with gcc -fanalyzer
 shim-release: $(foreach machine,$(SHIM_MACHINES),$(SHIM_RELEASE_$(machine))) ## build the shim against glibc 2.17
 docs: ## write docs/shim-symbols.md from the table
 	$(PYTHON) shim/gen_symbols.py docs >docs/shim-symbols.md

@@ -95,9 +95,9 @@ static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64
             f->single_ns += (own - f->single_ns) / (f->single_ns ? 8 : 1);
         double bounded = ratio < 8 ? ratio : 8;
         if (segment->probe || ns == GS_UNKNOWN) {
-            int64_t first = segment->probe ? own : (int64_t)took;
+            int64_t alone = segment->probe ? own : (int64_t)took;
             f->probing = false;
-            atomic_store(&f->ns, first > LEAST ? first : LEAST);
+            atomic_store(&f->ns, alone > LEAST ? alone : LEAST);
             continue;
         }
         ns += (int64_t)((took - (double)ns) * (double)step);

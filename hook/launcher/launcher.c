@@ -178,11 +178,11 @@ static int runtime(char **argv) {
 
 /* Reads all of standard input and puts it back there, for Python. */
 static char *read_state(size_t *size) {
-    char *text = malloc(MAX_STATE_BYTES + 1);
+    static char text[MAX_STATE_BYTES + 1];
     size_t have = 0;
     int file = memfd_create("state", 0);
     ssize_t got = 1;
-    if (!text || file < 0)
+    if (file < 0)
         return NULL;
     while (got > 0 && have <= MAX_STATE_BYTES) {
         got = read(0, text + have, MAX_STATE_BYTES + 1 - have);

@@ -152,8 +152,10 @@ static bool in_use(const struct lease *lease) {
         fstat(lease->directory, &folder) != 0 || page.st_dev == folder.st_dev)
         return false;
     snprintf(device, sizeof device, "%u:%u", major(page.st_dev), minor(page.st_dev));
+    if (readlink("/proc/self/ns/mnt", ours, 64) <= 0)
+        return true;
     DIR *proc = opendir("/proc");
-    if (!proc || readlink("/proc/self/ns/mnt", ours, 64) <= 0)
+    if (!proc)
         return true;
     strcat(ours, " /");
     bool found = false;
