@@ -135,7 +135,7 @@ dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the 
 
 docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md hook/gpushare/dialects/triggers.py ## write the generated pages of docs/
 
-docs/config.md: hook/gpushare/config.py tests/tools/config_docs.py
+docs/config.md: hook/gpushare/configkeys.py tests/tools/config_docs.py
 	$(VENV_PYTHON) tests/tools/config_docs.py >$@.new && mv $@.new $@
 
 docs/dialects.md: hook/gpushare/dialects/table.py tests/tools/dialect_docs.py

@@ -263,7 +263,7 @@ def undo(state_dir: str, container_id: str, undo_applied: Optional[Callable[[], 
 
 def _poststop(options: Options, state: oci.State) -> int:
     """Releases the container's lease and its files."""
-    from . import leases, storage
+    from . import leaseend, leases, storage
 
     if not storage.is_ready(options.state_dir):
         return 0
@@ -271,8 +271,8 @@ def _poststop(options: Options, state: oci.State) -> int:
     if lease is not None and lease.state == "held" and lease.bundle == state.bundle:
         _wait_gone(lease.init_pid, lease.init_start)
     ended = decision.ending(decision.configured(options.config, options.state_dir) if lease else "", "poststop")
-    if not leases.release_reserved_by(options.state_dir, state.id, state.bundle, os.getppid(), ended):
-        kept = leases.release(options.state_dir, state.id, ended)
+    if not leaseend.release_reserved_by(options.state_dir, state.id, state.bundle, os.getppid(), ended):
+        kept = leaseend.release(options.state_dir, state.id, ended)
         if kept:
             log.to_stderr(f"gpushare: {kept}")
     storage.empty_trash(options.state_dir)

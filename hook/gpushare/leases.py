@@ -2,7 +2,7 @@
 
     reserve(...)   -> "reserved", owned by the hook's process      atomic with the placement, under the lock
     hold(...)      -> "held", owned by the container's init
-    release(...)      gone, with its directory; idempotent, needs no pid
+    leaseend.release(...)  gone, with its directory; idempotent, needs no pid
 
 A lease is dead when its owner is (pid *and* start time), or when it is of another boot; a dead lease counts for nothing
 and is replaced or swept by whoever comes next. A lease file that cannot be read is the opposite: use of unknown extent,
@@ -73,7 +73,7 @@ class locked:
         os.close(self._fd)
 
 
-def _user(state_dir: str, container_id: str) -> int:
+def user_of_page(state_dir: str, container_id: str) -> int:
     """A process that sees this container's page where the container does; 0 when there is none."""
     return procs.with_mount(storage.page_device(state_dir, container_id), names.RW_DIR)
 
@@ -86,7 +86,7 @@ def why_dead(state_dir: str, lease: Lease, boot_id: str) -> str:
     if lease.state == "reserved":
         dead = not procs.alive(lease.creator_pid, lease.creator_start)
         return f"its start (pid {lease.creator_pid}) was killed" if dead else ""
-    if procs.alive(lease.init_pid, lease.init_start) or _user(state_dir, lease.id):
+    if procs.alive(lease.init_pid, lease.init_start) or user_of_page(state_dir, lease.id):
         return ""
     return (
         f"its program (pid {lease.init_pid}) has ended" if ends(lease) else f"its init (pid {lease.init_pid}) is gone"
@@ -133,7 +133,7 @@ def _damaged(state_dir: str, container_id: str, reason: str) -> Damaged:
     return Damaged(container_id, reason, uuids)
 
 
-def _judged(state_dir: str, container_id: str) -> Union[Lease, Damaged, None]:
+def judged(state_dir: str, container_id: str) -> Union[Lease, Damaged, None]:
     """The lease of one container; None where a start was killed before it had one. A start writes its lease first, so
     files without a lease are those of a container that has lost it."""
     try:
@@ -159,7 +159,7 @@ def view(state_dir: str) -> View:
     except OSError as error:
         raise KernelError(f"{state_dir!r}: {error.strerror}", "run as root") from error
     for container_id in ids:
-        lease = _judged(state_dir, container_id)
+        lease = judged(state_dir, container_id)
         if lease is None:
             if os.path.isdir(storage.container_dir(state_dir, container_id)):
                 partial.append(container_id)
@@ -176,7 +176,7 @@ def _write(state_dir: str, lease: Lease) -> None:
     storage.write_lease(state_dir, lease.id, leasefile.to_json(lease))
 
 
-def _drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
+def drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
     """Takes a lease away (as release.c does), its pages first: whoever is killed in between leaves a dead lease that
     still names them. False when there is none. The caller holds the lock."""
     for share in shares:
@@ -187,10 +187,10 @@ def _drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
     return storage.discard(state_dir, container_id)
 
 
-def _sweep(state_dir: str, seen: View) -> tuple[list[Lease], list[str]]:
+def discard_dead(state_dir: str, seen: View) -> tuple[list[Lease], list[str]]:
     """Discards what is dead or was never finished; those leases, and these ids. The caller holds the lock."""
-    dead = [lease for lease, _ in seen.dead if _drop(state_dir, lease.id, lease.shares)]
-    return dead, [name for name in seen.partial if _drop(state_dir, name, ())]
+    dead = [lease for lease, _ in seen.dead if drop(state_dir, lease.id, lease.shares)]
+    return dead, [name for name in seen.partial if drop(state_dir, name, ())]
 
 
 def _refuse_taken(container_id: str, seen: View) -> None:
@@ -242,7 +242,7 @@ def _reserve(
         with locked(state_dir):
             _rebuild(state_dir, node)
             seen = view(state_dir)
-            dead += _sweep(state_dir, seen)[0]
+            dead += discard_dead(state_dir, seen)[0]
             _refuse_taken(bundle.id, seen)
             policy.refuse_second(request, bundle, seen.live)
             live = _changed(state_dir, seen.live)
@@ -284,7 +284,7 @@ def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
             pages.take(state_dir, uuid, share.page, {page: who for page, (who, _) in holders.items()})
             pages.settle(state_dir, uuid, {page: region.granted(one) for page, (_, one) in holders.items()})
     except (OSError, GpushareError) as error:
-        _drop(state_dir, lease.id, lease.shares)
+        drop(state_dir, lease.id, lease.shares)
         if isinstance(error, OSError):
             raise KernelError(f"directory of {lease.id!r}: {error.strerror}", what_to_do(error)) from error
         raise
@@ -350,65 +350,10 @@ def is_held_by(state_dir: str, container_id: str, init: procs.Process) -> bool:
     return lease is not None and lease.state == "held" and (lease.init_pid, lease.init_start) == (init.pid, init.start)
 
 
-def release(state_dir: str, container_id: str, ended: Optional[Ended] = None) -> str:
-    """Releases `container_id` unless a living process holds it; "" or why it was left. `ended` is told when it did.
-
-    Not even poststop may free what is in use: runc calls it for a failed create too, also when the id is one that
-    another container (of another runc root) holds. Where the lease cannot be read, whoever sees the container's page
-    shows that it lives.
-    """
-    if not storage.is_ready(state_dir):
-        return ""
-    with locked(state_dir):
-        lease = _judged(state_dir, container_id)
-        if isinstance(lease, Damaged):
-            pid = _user(state_dir, container_id)
-            if pid:
-                return f"lease of {container_id!r} is kept: {lease.reason}, and pid {pid} is alive"
-        elif lease is not None and not why_dead(state_dir, lease, procs.boot_id()):
-            pid = lease.init_pid or lease.creator_pid
-            return f"lease of {container_id!r} is kept: pid {pid} or one that it left is alive"
-        gone = _drop(state_dir, container_id, lease.shares if isinstance(lease, Lease) else ())
-    if gone and ended and isinstance(lease, Lease):
-        ended(lease)
-    return ""
-
-
-def release_reserved_by(
-    state_dir: str, container_id: str, bundle: str, creator_pid: int, ended: Optional[Ended] = None
-) -> bool:
-    """Releases a lease that is only reserved, when its living creator itself says that nothing came of it: runc calls
-    poststop after a create that failed, and gpushare-runtime has become that runc."""
-    if not storage.is_ready(state_dir):
-        return False
-    with locked(state_dir):
-        lease = find(state_dir, container_id)
-        if lease is None or (lease.state, lease.bundle, lease.creator_pid) != ("reserved", bundle, creator_pid):
-            return False
-        gone = _drop(state_dir, container_id, lease.shares)
-    if gone and ended:
-        ended(lease)
-    return gone
-
-
 def undo(state_dir: str, container_id: str) -> None:
     """Takes back what this very process reserved or held under this id, and nothing else."""
     me = procs.myself()
     with locked(state_dir):
         lease = find(state_dir, container_id)
         if lease is not None and (lease.creator_pid, lease.creator_start) == (me.pid, me.start):
-            _drop(state_dir, container_id, lease.shares)
-
-
-def sweep(state_dir: str, assume_free: bool = False, ended: Optional[Ended] = None) -> list[str]:
-    """Discards all dead and partial leases, with `assume_free` also damaged ones; returns their ids."""
-    with locked(state_dir):
-        seen = view(state_dir)
-        dead, partial = _sweep(state_dir, seen)
-        gone = [lease.id for lease in dead] + partial
-        if assume_free:
-            gone += [damage.id for damage in seen.damaged if storage.discard(state_dir, damage.id)]
-    if ended:
-        for lease in dead:
-            ended(lease)
-    return gone
+            drop(state_dir, container_id, lease.shares)

@@ -1,6 +1,6 @@
 """Configurations to begin with: what a workstation and what a node of a cluster differ in from the defaults.
 
-    WORKSTATION, CLUSTER -> dict     dotted key -> value, as in config.KEYS
+    WORKSTATION, CLUSTER -> dict     dotted key -> value, as in configkeys.KEYS
     PROFILES, NAMES                  by name
     text(profile)        -> str      a commented config.yaml with every key; raises ConfigError
     says_nothing(text)   -> bool     a file as packages bring it, which a profile may replace
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import VERSION, rendered
+from .config import rendered
+from .configkeys import VERSION
 from .errors import ConfigError
 
 # Whoever starts containers owns the machine: every way of asking counts, and a container that names no limit gets the

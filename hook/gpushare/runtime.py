@@ -282,7 +282,7 @@ def _restore(call: Call, paths: Paths) -> int:
 def _delete(call: Call, paths: Paths) -> int:
     """The lease of a container that is gone is released even where the low-level runtime calls no poststop. The
     launcher does the same (launcher.c, release.c), and leaves to us what it does not know."""
-    from . import leases, storage
+    from . import leaseend, leases, storage
 
     try:
         known = leases.find(paths.state_dir, oci.check_id(call.container_id))
@@ -293,7 +293,7 @@ def _delete(call: Call, paths: Paths) -> int:
     code = _child(lowlevel.runtime_of(paths.config, paths.state_dir), call.rest)
     try:
         ended = decision.ending(decision.configured(*paths), "delete")
-        leases.release(paths.state_dir, call.container_id, ended)
+        leaseend.release(paths.state_dir, call.container_id, ended)
         storage.empty_trash(paths.state_dir)
     except GpushareError as error:
         log.to_stderr(f"gpushare: {error}")  # the next start finishes it; the container is gone

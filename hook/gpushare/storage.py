@@ -21,9 +21,12 @@ import time
 
 from . import linux, names, region, rootless
 from .errors import KernelError, of_file
-from .light import Sequence, Union
+from .light import TYPE_CHECKING, Sequence, Union
 from .model import Share
 from .ops import TenantTmpfs, WriteLimits
+
+if TYPE_CHECKING:
+    from .usagefile import Usage
 
 TENANT_INODES = 2  # the root directory and `usage`
 TENANT_BYTES = region.USAGE_SIZE
@@ -314,10 +317,12 @@ def read_limits(path: str) -> region.Limits:
     return region.read_limits(_pread(path, region.LIMITS_SIZE, "limits file"))
 
 
-def read_usage(state_dir: str, container_id: str, n_devices: int) -> region.Usage:
+def read_usage(state_dir: str, container_id: str, n_devices: int) -> Usage:
     """What a container says that it uses. Raises RegionError."""
+    from . import usagefile  # no start reads it
+
     path = os.path.join(container_dir(state_dir, container_id), "rw", "usage")
-    return region.read_usage(_pread(path, region.USAGE_SIZE, "usage file"), n_devices)
+    return usagefile.read_usage(_pread(path, region.USAGE_SIZE, "usage file"), n_devices)
 
 
 def page_device(state_dir: str, container_id: str) -> str:

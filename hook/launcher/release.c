@@ -1,7 +1,7 @@
-/* The end of a container where it is simple: its lease goes, with its files. As leases.release and
- * storage.empty_trash, for a lease that `held` says this program handed over (adopt.c). What is not
- * exactly as a start leaves it, is in use, or cannot be removed, is for Python, which does all of
- * it again: each step leaves what the next look finds. */
+/* The end of a container where it is simple: its lease goes, with its files. As leaseend.release
+ * and storage.empty_trash, for a lease that `held` says this program handed over (adopt.c). What is
+ * not exactly as a start leaves it, is in use, or cannot be removed, is for Python, which does all
+ * of it again: each step leaves what the next look finds. */
 
 #define _GNU_SOURCE
 #include <ctype.h>

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leases, runtime, storage
+from gpushare import leaseend, runtime, storage
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -335,7 +335,7 @@ def test_whatever_is_in_there_the_answer_is_one_line(
     after = (one.bundle / "config.json").read_bytes()
     if code == 0:
         assert text == ""
-        leases.release(str(node.state), one.id)  # its process has ended: the next start would do this
+        leaseend.release(str(node.state), one.id)  # its process has ended: the next start would do this
         storage.empty_trash(str(node.state))
     else:
         assert code in (64, 69, 71, 75, 77, 78), text

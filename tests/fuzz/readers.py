@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpushare import config, elf, ldcache, leasefile, oci, pages, quantity, region, request
+from gpushare import config, elf, ldcache, leasefile, oci, pages, quantity, region, request, usagefile
 from gpushare.errors import GpushareError
 from gpushare.model import Amount, Bundle, LdEntry, Node
 
@@ -180,12 +180,12 @@ def limits(data: bytes) -> None:
 def usage(data: bytes) -> None:
     """A tenant's usage file."""
     with refusing():
-        found = region.read_usage(patched(USAGE, data), 2)
+        found = usagefile.read_usage(patched(USAGE, data), 2)
         assert len(found.slots) <= region.MAX_SLOTS and found.n_devices <= 2
         for device in range(found.n_devices):
             assert found.used_bytes(device) >= 0 and found.refused[device] >= 0
             for now_ns in (0, 1 << 40, (1 << 63) - 1):
-                assert 0 <= region.recent_percent(found.buckets[device], now_ns) <= 100
+                assert 0 <= usagefile.recent_percent(found.buckets[device], now_ns) <= 100
 
 
 # Below build/: a fuzzer ends without cleaning up.

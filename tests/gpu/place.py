@@ -111,9 +111,9 @@ class Place:
 
     def refused(self) -> int:
         """How often an allocation was refused here, as the shim says."""
-        from gpushare import region
+        from gpushare import usagefile
 
-        return region.read_usage((self.directory / "rw" / "usage").read_bytes()).refused[0]
+        return usagefile.read_usage((self.directory / "rw" / "usage").read_bytes()).refused[0]
 
 
 # ---- inside --------------------------------------------------------------------------------------------------------

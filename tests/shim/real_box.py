@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpushare import region
+from gpushare import region, usagefile
 from gpushare.model import Device, Share
 
 from tests.lib.host import BUILD, TREE
@@ -79,8 +79,8 @@ class RealBox:
         if data is not None:
             path.write_bytes(data)
 
-    def usage(self) -> region.Usage:
-        return region.read_usage((self.rw / "usage").read_bytes())
+    def usage(self) -> usagefile.Usage:
+        return usagefile.read_usage((self.rw / "usage").read_bytes())
 
     def run(self, *program: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a program in the box, with no environment but `env`; its output is text."""

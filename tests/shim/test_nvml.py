@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import region
+from gpushare import region, usagefile
 
 from tests.shim.real_box import GIB, NONCE, RealBox, compile_c, limits
 
@@ -35,7 +35,7 @@ def use(box: RealBox, *processes: tuple[int, int], dead: tuple[tuple[int, int], 
     data = bytearray(region.pack_usage(NONCE, 1))
     rows = [(*process, True) for process in processes] + [(*process, False) for process in dead]
     for number, (pid, used, alive) in enumerate(rows):
-        owner = 5000 + number if alive else region.OWNER_DIED
+        owner = 5000 + number if alive else usagefile.OWNER_DIED
         slot = region.packer("gs_slot").pack(owner, 5000 + number, 1, pid, 1, used, *[0] * (region.MAX_DEVICES - 1))
         start = region.offset("gs_usage", "slot") + number * region.SLOT_SIZE
         data[start : start + len(slot)] = slot
@@ -85,7 +85,7 @@ def test_a_device_that_was_not_granted(box: RealBox) -> None:
     use(box, (101, GIB))
     assert set(probe(box, "errors", 1).values()) == {NO_PERMISSION}
     assert probe(box, "listed", 1, "Compute", "v3", 8)[0] == NO_PERMISSION
-    assert box.usage().warnings == (region.WARNINGS[2][1],)
+    assert box.usage().warnings == (usagefile.WARNINGS[2][1],)
     assert NO_PERMISSION not in probe(box, "errors", 0).values()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpushare.region import Usage, read_usage
+from gpushare.usagefile import Usage, read_usage
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import region
+from gpushare import region, usagefile
 
 from shim import gen_symbols
 from tests.lib.host import BUILD, TREE
@@ -171,7 +171,7 @@ def test_an_unknown_function_of_an_intercepted_name_is_not_handed_out(binding: s
     assert rows["cuGetProcAddress", "cuMemAlloc", 99000][2] in ("", "untouched")
     # Not a name of ours: passed, whatever it is
     assert rows["cuGetProcAddress_v2", "cuDriverGetVersion", 99000] == [0, 0, "unknown"]
-    assert box.usage().warnings == (region.WARNINGS[0][1],)
+    assert box.usage().warnings == (usagefile.WARNINGS[0][1],)
 
 
 # ---- NVML's calls into itself ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leasefile, leases, node, procs, region, storage
+from gpushare import leasefile, leases, node, procs, region, storage, usagefile
 from gpushare.cli import main
 from gpushare.model import Share
 from gpushare.ops import TenantTmpfs, WriteLimits
@@ -88,10 +88,10 @@ def charge(page: Path, number: int, pid: int, *charged: int, refused: int = 0) -
 
 def compute(page: Path, device: int, percent: float, waited_ns: int = 0, busy_ns: int = 0) -> None:
     """What the shim of a container would write that had this share of the last windows, and of those to come."""
-    window = time.monotonic_ns() // region.RECENT_NS
-    cells = [0] * region.RECENT
+    window = time.monotonic_ns() // usagefile.RECENT_NS
+    cells = [0] * usagefile.RECENT
     for one in range(window - 9, window + 1):
-        cells[one % region.RECENT] = ((one << 40) | int(region.RECENT_NS * percent / 100)) & ((1 << 64) - 1)
+        cells[one % usagefile.RECENT] = ((one << 40) | int(usagefile.RECENT_NS * percent / 100)) & ((1 << 64) - 1)
     bucket = region.packer("gs_bucket")
     data = bytearray(page.read_bytes())
     at = region.offset("gs_usage", "bucket") + device * bucket.size

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from gpushare import config, names
+from gpushare import config, configkeys, names
 from gpushare.errors import ConfigError
 from gpushare.model import Config, Policy, SharingRule
 
@@ -119,7 +119,7 @@ def test_every_key_arrives() -> None:
 def test_effective_says_what_the_file_would(text: str) -> None:
     loaded = config.parse_config(text, "f")
     values = config.effective(loaded)
-    assert list(values) == [key.path for key in config.KEYS]
+    assert list(values) == [key.path for key in configkeys.KEYS]
     again = "\n".join(f"{json.dumps(path)}: {json.dumps(value)}" for path, value in values.items())
     assert config._config(yaml.safe_load(again), {}, "f") == loaded
 
@@ -241,7 +241,7 @@ def test_equal_shares_that_make_no_sense_are_refused(text: str, message: str) ->
 
 def test_the_sample_says_every_key() -> None:
     flat = config._flat(yaml.safe_load(config.sample()))
-    assert list(flat) == [key.path for key in config.KEYS if key.path != "shim_dir"]
+    assert list(flat) == [key.path for key in configkeys.KEYS if key.path != "shim_dir"]
     assert "\n# shim_dir: " in config.sample()
 
 

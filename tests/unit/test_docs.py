@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from gpushare import config, constraints, dialects, drivertable, errors
+from gpushare import configkeys, constraints, dialects, drivertable, errors
 from gpushare.cli import containers, devices
 from gpushare.dialects import conditions, driverwords
 
@@ -66,7 +66,7 @@ def test_both_readmes_show_the_same_commands() -> None:
 def test_placement_words_are_described() -> None:
     text = (TREE / "docs" / "placement.md").read_text()
     words = [f"any,{name}{sign}" for name, (sign, _) in conditions.CONDITIONS.items()]
-    for key in config.KEYS:
+    for key in configkeys.KEYS:
         if key.path.startswith(("placement.", "sharing.")):
             words += [key.path.rpartition(".")[2], *key.schema.get("enum", ())]
     assert [word for word in words if word not in text] == []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import leases, log, storage
+from gpushare import leaseend, log, storage
 from gpushare.doctor import FAIL, OK, WARN, Machine, Result
 from gpushare.errors import CapacityError
 
@@ -53,7 +53,7 @@ def test_leases(machine: Machine, start: Callable[..., Path], state: Path) -> No
     path.write_text("{")
     result = ask("leases", machine)
     assert result.result == FAIL and "gone: lease.json is damaged" in result.detail and "--assume-free" in result.hint
-    leases.sweep(str(state), assume_free=True)
+    leaseend.sweep(str(state), assume_free=True)
     assert "2 released shares are not removed" in ask("leases", machine).detail
     storage.empty_trash(str(state))
     assert ask("leases", machine).result == OK

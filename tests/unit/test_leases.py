@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import hook, leasefile, leases, procs, storage
+from gpushare import hook, leaseend, leasefile, leases, procs, storage
 from gpushare.errors import CapacityError, GpushareError, KernelError
 from gpushare.model import Amount, Bundle, Lease, Node, Request, Selection
 from gpushare.ops import WriteLimits
@@ -89,11 +89,11 @@ def test_reserved_held_released(state: str, init: subprocess.Popen[bytes]) -> No
     assert leases.view(state).live == (held,)
     assert leases.find(state, "c1") == held
     assert (held.init_pid, held.cgroup) == (init.pid, "/c1")
-    assert "is alive" in leases.release(state, "c1")  # its init lives
+    assert "is alive" in leaseend.release(state, "c1")  # its init lives
     init.kill()
     init.wait()
-    assert leases.release(state, "c1") == ""
-    assert leases.release(state, "c1") == ""  # idempotent
+    assert leaseend.release(state, "c1") == ""
+    assert leaseend.release(state, "c1") == ""  # idempotent
     assert leases.view(state) == leases.View((), (), (), ())
 
 
@@ -106,14 +106,14 @@ def test_held_as_the_launcher_writes_it(state: str, init: subprocess.Popen[bytes
     held = reserved._replace(state="held", init_pid=who.pid, init_start=who.start, cgroup="/a b")
     assert leases.view(state).live == (held,) and leases.find(state, "c1") == held
     assert leases.is_held_by(state, "c1", who)
-    assert not leases.release_reserved_by(state, "c1", reserved.bundle, reserved.creator_pid)
+    assert not leaseend.release_reserved_by(state, "c1", reserved.bundle, reserved.creator_pid)
     for damaged in ("", text[:-1], text + "\n", text.replace(f"{reserved.creator_pid} ", "1 "), text.replace(" ", "")):
         path.write_text(damaged)
         assert [damage.id for damage in leases.view(state).damaged] == ["c1"], damaged
     path.write_text(text)
     init.kill()
     init.wait()
-    assert leases.release(state, "c1") == "" and leases.view(state) == leases.View((), (), (), ())
+    assert leaseend.release(state, "c1") == "" and leases.view(state) == leases.View((), (), (), ())
 
 
 def test_lease_survives_a_round_trip_through_its_file() -> None:
@@ -301,9 +301,9 @@ def test_damaged_lease_blocks_its_devices(state: str, content: bytes) -> None:
     for container_id in ("c1", "c2"):
         with pytest.raises(CapacityError, match="prune --assume-free"):
             reserve(state, container_id)
-    leases.sweep(state)
+    leaseend.sweep(state)
     assert lease_file(state, "c1").exists()
-    assert leases.sweep(state, assume_free=True) == ["c1"]
+    assert leaseend.sweep(state, assume_free=True) == ["c1"]
     assert reserve(state, "c1", 16 * GIB).id == "c1"
 
 
@@ -347,7 +347,7 @@ def test_files_without_their_lease_are_in_use(state: str) -> None:
     assert damage == ("c1", "lease.json is missing", {pure.UUIDS[0]})
     with pytest.raises(CapacityError, match="prune --assume-free"):
         reserve(state, "c2")
-    assert leases.sweep(state) == []
+    assert leaseend.sweep(state) == []
 
 
 def test_link_in_place_of_a_lease_is_not_followed(state: str, tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_link_in_place_of_a_lease_is_not_followed(state: str, tmp_path: Path) ->
 
 def test_no_state_directory_means_no_leases(tmp_path: Path) -> None:
     assert leases.view(str(tmp_path / "none")) == leases.View((), (), (), ())
-    assert leases.release(str(tmp_path / "none"), "c1") == ""
+    assert leaseend.release(str(tmp_path / "none"), "c1") == ""
 
 
 # Processes

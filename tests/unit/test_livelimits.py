@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from gpushare import (
     hook,
+    leaseend,
     leasefile,
     leases,
     linux,
@@ -253,7 +254,7 @@ def killed_at(number: int, work: Callable[[], object]) -> bool:
 
 
 def ended(state: str) -> None:
-    leases.sweep(state)
+    leaseend.sweep(state)
     with leases.locked(state):
         livelimits.finish(state)
 
@@ -306,7 +307,7 @@ def test_who_is_killed_leaves_a_whole_change_or_none(
         assert limits(state).generation % 2 == 1
         seen.add(mine.memory_limit_bytes)
         if then == "start":
-            assert leases.release(state, "c2") != ""  # it lives: this process
+            assert leaseend.release(state, "c2") != ""  # it lives: this process
             leases.undo(state, "c2")
         leases.rewrite(state, first)
         path.write_bytes(whole)
@@ -374,7 +375,7 @@ def test_a_start_and_a_change_never_get_the_same_bytes(held: Callable[..., Lease
         assert counted <= 16 * GIB
         outcomes.add(tuple(codes))
         assert codes in ([0, 75], [75, 0], [0, 0]), codes  # both: the start's process was gone before the change
-        leases.sweep(state)
+        leaseend.sweep(state)
         leases.rewrite(state, first)
     assert outcomes & {(0, 75), (0, 0)} and (75, 0) in outcomes, outcomes
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import hook, leases, pages, procs, region, storage
+from gpushare import hook, leaseend, leases, pages, procs, region, storage
 from gpushare.errors import CapacityError, KernelError
 from gpushare.model import Amount, Lease, Node, Request, Selection
 
@@ -287,7 +287,7 @@ def test_dead_reservation_gives_its_page_back(state: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert index(state)[0] == {0}
-    assert leases.sweep(state) == ["dead"]
+    assert leaseend.sweep(state) == ["dead"]
     assert index(state)[0] == frozenset() and files(state) == {"index"}
 
 
@@ -341,7 +341,7 @@ def test_release_killed_at_any_call_is_finished_by_the_next(state: str) -> None:
 
     def release() -> None:
         with leases.locked(state):
-            leases._drop(state, "c2", shares)
+            leases.drop(state, "c2", shares)
 
     for call in range(200):
         shares = reserve(state, "c2").shares

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import region
+from gpushare import region, usagefile
 from gpushare.model import Device, Share
 
 HEADER = Path(__file__).resolve().parents[2] / "shim" / "include" / "gpushare_abi.h"
@@ -27,21 +27,21 @@ CONSTANTS = {
     "GS_MAX_SLOTS": region.MAX_SLOTS,
     "GS_UNLIMITED": region.UNLIMITED,
     "GS_NO_PERCENT": region.NO_PERCENT,
-    "GS_RECENT": region.RECENT,
-    "GS_RECENT_NS": region.RECENT_NS,
+    "GS_RECENT": usagefile.RECENT,
+    "GS_RECENT_NS": usagefile.RECENT_NS,
     "GS_MAX_SHARES": region.MAX_SHARES,
-    "GS_SHARE_IMPORT": region.SHARE_IMPORT,
-    "GS_SHARE_ORPHAN": region.SHARE_ORPHAN,
-    "GS_SHARE_SLOT": region.SHARE_SLOT,
-    "GS_SHARES_LOST": region.SHARES_LOST,
-    "GS_TID_MASK": region.TID_MASK,
-    "GS_OWNER_DIED": region.OWNER_DIED,
+    "GS_SHARE_IMPORT": usagefile.SHARE_IMPORT,
+    "GS_SHARE_ORPHAN": usagefile.SHARE_ORPHAN,
+    "GS_SHARE_SLOT": usagefile.SHARE_SLOT,
+    "GS_SHARES_LOST": usagefile.SHARES_LOST,
+    "GS_TID_MASK": usagefile.TID_MASK,
+    "GS_OWNER_DIED": usagefile.OWNER_DIED,
     "GS_DEVICE_COMPUTE_SOFT": region.DEVICE_COMPUTE_SOFT,
     "GS_DEVICE_OVERSUBSCRIBE": region.DEVICE_OVERSUBSCRIBE,
     "GS_DEVICE_PAUSED": region.DEVICE_PAUSED,
-    "GS_WARN_UNKNOWN_PROC": region.WARNINGS[0][0],
-    "GS_WARN_NO_SLOT": region.WARNINGS[1][0],
-    "GS_WARN_UNGRANTED": region.WARNINGS[2][0],
+    "GS_WARN_UNKNOWN_PROC": usagefile.WARNINGS[0][0],
+    "GS_WARN_NO_SLOT": usagefile.WARNINGS[1][0],
+    "GS_WARN_UNGRANTED": usagefile.WARNINGS[2][0],
 }
 
 
@@ -137,7 +137,7 @@ def test_c_reads_the_limits_that_python_wrote(tmp_path: Path) -> None:
     assert [d.compute_percent for d in back.devices] == [30, None]
 
 
-def with_rows(*rows: tuple[int, int, int], used: int = 1) -> region.Usage:
+def with_rows(*rows: tuple[int, int, int], used: int = 1) -> usagefile.Usage:
     """A usage file of two devices with two processes, in slots 0 and 1, both of generation 5, and these rows."""
     data = bytearray(region.pack_usage(1, 2))
     for slot in range(2):
@@ -150,19 +150,19 @@ def with_rows(*rows: tuple[int, int, int], used: int = 1) -> region.Usage:
         data[at : at + size] = region.packer("gs_share").pack(*row)
     at = region.offset("gs_usage", "shares_used")
     data[at : at + 8] = used.to_bytes(8, "little")
-    return region.read_usage(bytes(data), 2)
+    return usagefile.read_usage(bytes(data), 2)
 
 
 def test_memory_that_only_its_openers_hold_is_in_use() -> None:
     bytes_ = 1 << 56 | 64 << 20  # of device 1
-    exported, freed, dead = 0 | 5 << 32, 0 | 5 << 32 | region.SHARE_ORPHAN, 0 | 4 << 32
-    opened, closed = 1 | 5 << 32 | region.SHARE_IMPORT, 1 | 4 << 32 | region.SHARE_IMPORT
+    exported, freed, dead = 0 | 5 << 32, 0 | 5 << 32 | usagefile.SHARE_ORPHAN, 0 | 4 << 32
+    opened, closed = 1 | 5 << 32 | usagefile.SHARE_IMPORT, 1 | 4 << 32 | usagefile.SHARE_IMPORT
     for owner, opener, used, counted in (
         (exported, opened, 1, 0),  # charged to its process
         (freed, opened, 1, 64 << 20),
         (dead, opened, 1, 64 << 20),
         (freed, closed, 1, 0),
-        (freed, closed, region.SHARES_LOST, 64 << 20),
+        (freed, closed, usagefile.SHARES_LOST, 64 << 20),
         (freed, opened, 0, 0),
     ):
         usage = with_rows((9, owner, bytes_), (9, opener, 0), used=used)
@@ -203,13 +203,13 @@ def test_only_live_slots_count() -> None:
     data = usage_with(
         {
             0: (100, 100, 7, (10, 1)),
-            1: (region.OWNER_DIED, 100, 8, (1 << 40,)),  # the kernel found the owner dead
+            1: (usagefile.OWNER_DIED, 100, 8, (1 << 40,)),  # the kernel found the owner dead
             2: (101, 0, 9, (1 << 40,)),  # taken, bytes not zeroed yet
             3: (0, 0, 9, (1 << 40,)),  # released
             1023: (102 | waiters, 102, 10, (5, 2)),  # above slots_high, which is not believed
         }
     )
-    usage = region.read_usage(bytes(data))
+    usage = usagefile.read_usage(bytes(data))
     assert [(slot.number, slot.pid, slot.bytes) for slot in usage.slots] == [(0, 7, (10, 1)), (1023, 10, (5, 2))]
     assert (usage.used_bytes(0), usage.used_bytes(1), usage.nonce) == (15, 3, 99)
 
@@ -218,45 +218,45 @@ def test_refusals_and_warnings_are_named() -> None:
     data = usage_with({})
     struct.pack_into("<I", data, region.offset("gs_usage", "warnings"), 0b110)
     struct.pack_into("<QQ", data, region.offset("gs_usage", "refused"), 3, 4)
-    usage = region.read_usage(bytes(data))
+    usage = usagefile.read_usage(bytes(data))
     assert usage.refused == (3, 4)
-    assert [text for _, text in region.WARNINGS[1:]] == list(usage.warnings)
+    assert [text for _, text in usagefile.WARNINGS[1:]] == list(usage.warnings)
 
 
 def with_bucket(data: bytearray, device: int, *recent: int, waited_ns: int = 0, busy_ns: int = 0) -> bytearray:
     bucket = region.packer("gs_bucket")
     at = region.offset("gs_usage", "bucket") + device * bucket.size
-    cells = (*recent, *(0,) * (region.RECENT - len(recent)))
+    cells = (*recent, *(0,) * (usagefile.RECENT - len(recent)))
     data[at : at + bucket.size] = bucket.pack(1, 2, 3, waited_ns, busy_ns, *cells, 4)
     return data
 
 
 def recent_of(windows: dict[int, int]) -> list[int]:
     """Cells as the shim writes them: {window: nanoseconds charged in it}."""
-    cells = [0] * region.RECENT
+    cells = [0] * usagefile.RECENT
     for window, charged_ns in windows.items():
-        cells[window % region.RECENT] = ((window << 40) | charged_ns) & ((1 << 64) - 1)
+        cells[window % usagefile.RECENT] = ((window << 40) | charged_ns) & ((1 << 64) - 1)
     return cells
 
 
 def percent(windows: dict[int, int], now_ns: int) -> float:
     data = with_bucket(usage_with({}), 1, *recent_of(windows), waited_ns=77, busy_ns=88)
-    nothing, bucket = region.read_usage(bytes(data)).buckets[:2]
+    nothing, bucket = usagefile.read_usage(bytes(data)).buckets[:2]
     assert (bucket.waited_ns, bucket.busy_ns) == (77, 88)
-    assert (nothing.waited_ns, nothing.busy_ns, region.recent_percent(nothing, now_ns)) == (0, 0, 0.0)
-    return region.recent_percent(bucket, now_ns)
+    assert (nothing.waited_ns, nothing.busy_ns, usagefile.recent_percent(nothing, now_ns)) == (0, 0, 0.0)
+    return usagefile.recent_percent(bucket, now_ns)
 
 
 @pytest.mark.parametrize("first", [1, 4_000, (1 << 24) - 4, 1 << 24, (1 << 30) + 5])  # 24 days of windows, and beyond
 def test_last_second_is_eight_complete_windows(first: int) -> None:
-    third = region.RECENT_NS // 4
-    now = (first + 9) * region.RECENT_NS + 1  # window first + 9 has begun
+    third = usagefile.RECENT_NS // 4
+    now = (first + 9) * usagefile.RECENT_NS + 1  # window first + 9 has begun
     windows = {window: third for window in range(first, first + 10)}
     assert percent(windows, now) == 25.0
     assert percent({first + 9: third, first: third}, now) == 0.0  # not complete yet, or too long ago
     assert percent({first + 1: third}, now) == percent({first + 8: third}, now) == 25.0 / 8
-    assert percent(windows, now + 4 * region.RECENT_NS) == 25.0 * 5 / 8  # idle since then
-    assert percent(windows, now + 1000 * region.RECENT_NS) == 0.0
+    assert percent(windows, now + 4 * usagefile.RECENT_NS) == 25.0 * 5 / 8  # idle since then
+    assert percent(windows, now + 1000 * usagefile.RECENT_NS) == 0.0
     assert percent({first + 8: 1 << 39}, now) == 100.0  # a long kernel is charged at its end
     assert percent({}, 0) == 0.0
 
@@ -264,19 +264,22 @@ def test_last_second_is_eight_complete_windows(first: int) -> None:
 def test_a_device_count_from_the_tenant_is_bounded_by_the_grant() -> None:
     data = usage_with({0: (1, 1, 1, (5, 6, 7))}, n_devices=2)
     struct.pack_into("<I", data, region.offset("gs_usage", "n_devices"), 0xFFFFFFFF)
-    assert region.read_usage(bytes(data), n_devices=1).slots[0].bytes == (5,)
-    assert region.read_usage(bytes(data)).n_devices == region.MAX_DEVICES
+    assert usagefile.read_usage(bytes(data), n_devices=1).slots[0].bytes == (5,)
+    assert usagefile.read_usage(bytes(data)).n_devices == region.MAX_DEVICES
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, region.USAGE_SIZE - 1, region.USAGE_SIZE + 1])
 def test_a_file_of_another_size_is_damaged(size: int) -> None:
     with pytest.raises(region.RegionError, match=f"damaged: {size} bytes"):
-        region.read_usage((region.pack_usage(1, 1) + b"x")[:size].ljust(size, b"\0"))
+        usagefile.read_usage((region.pack_usage(1, 1) + b"x")[:size].ljust(size, b"\0"))
 
 
 def test_a_file_of_another_version_is_not_called_damaged() -> None:
-    for data, read in ((region.pack_usage(1, 1), region.read_usage), (b"\0" * region.LIMITS_SIZE, region.read_limits)):
-        magic = data[:8] if read is region.read_usage else struct.pack("<Q", region.LIMITS_MAGIC)
+    for data, read in (
+        (region.pack_usage(1, 1), usagefile.read_usage),
+        (b"\0" * region.LIMITS_SIZE, region.read_limits),
+    ):
+        magic = data[:8] if read is usagefile.read_usage else struct.pack("<Q", region.LIMITS_MAGIC)
         with pytest.raises(region.RegionError, match=f"is of version 9, this is {region.ABI_VERSION}; use the"):
             read(magic + struct.pack("<I", 9) + data[12:])
 
@@ -287,13 +290,13 @@ def test_garbage_never_raises_anything_but_damaged() -> None:
     for _ in range(40):
         noise = rng.randbytes(region.USAGE_SIZE)
         with pytest.raises(region.RegionError, match="damaged"):
-            region.read_usage(noise)
-        usage = region.read_usage(header + noise[16:])  # a right header, noise behind it
+            usagefile.read_usage(noise)
+        usage = usagefile.read_usage(header + noise[16:])  # a right header, noise behind it
         assert usage.n_devices <= region.MAX_DEVICES
         assert all(0 <= used < 1 << 64 for slot in usage.slots for used in slot.bytes)
         assert len(usage.buckets) == usage.n_devices
         for bucket in usage.buckets:
-            cells = {(cell >> 40) * region.RECENT_NS + 1 for cell in bucket.recent}
-            assert all(0.0 <= region.recent_percent(bucket, now) <= 100.0 for now in (0, (1 << 63) - 1, *cells))
+            cells = {(cell >> 40) * usagefile.RECENT_NS + 1 for cell in bucket.recent}
+            assert all(0.0 <= usagefile.recent_percent(bucket, now) <= 100.0 for now in (0, (1 << 63) - 1, *cells))
         with pytest.raises(region.RegionError, match="damaged"):
             region.read_limits(os.urandom(region.LIMITS_SIZE))

@@ -6,7 +6,7 @@ import os
 import time
 from typing import NamedTuple, Optional
 
-from .. import leases, log, names, node, procs, region, rootless, storage
+from .. import leases, log, names, node, procs, region, rootless, storage, usagefile
 from ..errors import GpushareError, RequestError
 from ..model import Lease, Node, Share
 from ..quantity import human
@@ -49,11 +49,11 @@ class Container(NamedTuple):
     note: str  # why it is ended, dead or damaged, what its page warns of
     lease: Optional[Lease]
     uses: tuple[Use, ...]
-    slots: tuple[region.Slot, ...]
+    slots: tuple[usagefile.Slot, ...]
 
 
 def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container:
-    slots: tuple[region.Slot, ...] = ()
+    slots: tuple[usagefile.Slot, ...] = ()
     notes = [note] if note else []
     usage = None
     if state in ("running", "paused"):
@@ -84,14 +84,14 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
     return Container(lease.id, state, "; ".join(notes), lease, tuple(uses), slots)
 
 
-def _compute(usage: Optional[region.Usage], slot: int, created: float) -> Optional[Compute]:
+def _compute(usage: Optional[usagefile.Usage], slot: int, created: float) -> Optional[Compute]:
     """No number is beyond what there can be in the container's lifetime."""
     if usage is None or slot >= len(usage.buckets):
         return None
     bucket = usage.buckets[slot]
     age_ns = int(max(0.0, time.time() - created) * 1e9)
     return Compute(
-        region.recent_percent(bucket, time.monotonic_ns()),
+        usagefile.recent_percent(bucket, time.monotonic_ns()),
         min(bucket.busy_ns, age_ns),
         min(bucket.waited_ns, age_ns * region.MAX_SLOTS),
     )
@@ -161,7 +161,7 @@ def host(paths: Paths) -> Node:
         return node.compile_node(paths.config, paths.state_dir, write=False)
 
 
-def processes(one: Container) -> list[tuple[region.Slot, Optional[int]]]:
+def processes(one: Container) -> list[tuple[usagefile.Slot, Optional[int]]]:
     """The container's slots with the pid on this host, None where it cannot be told."""
     if one.lease is None or not one.slots:
         return []

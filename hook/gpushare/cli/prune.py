@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional
 
 import click
 
-from .. import decision, leases, livelimits, log, names, storage
+from .. import decision, leaseend, leases, livelimits, log, names, storage
 from ..errors import GpushareError
 from .options import Paths, with_format
 from .output import Column, write_json, write_line, write_table
@@ -66,7 +66,7 @@ def items(state_dir: str, assume_free: bool) -> list[Item]:
 
 def remove(state_dir: str, found: list[Item], assume_free: bool, ended: Optional[leases.Ended] = None) -> list[str]:
     """Removes them. Leases are judged again under the lock, so that one which came to life meanwhile stays."""
-    leases.sweep(state_dir, assume_free, ended)
+    leaseend.sweep(state_dir, assume_free, ended)
     problems = []
     try:
         with leases.locked(state_dir):
