@@ -1,6 +1,7 @@
 """Who holds which limit: the one table of backends (start path).
 
     BACKENDS                                      one row each; docs/backends.md is written from it
+    BEYOND                                        the row of memory beyond the device, whose holder nobody names
     require_allowed(request, policy)              what no device is needed to judge
     choose(memory, compute, site)      -> Holders for one device; raises the reason why not
     reasons(share, site)               -> text    why those, for explain
@@ -24,11 +25,12 @@ from .dialects import device_name
 from .errors import DeviceError, PolicyError, RequestError
 from .ledger import Ledger
 from .light import Callable, NamedTuple, Optional, Sequence
-from .model import Device, Node, Policy, Request, Share
+from .model import Device, Lease, Node, Policy, Request, Share
 from .ops import Op
 from .quantity import shown
 
 MEMORY, COMPUTE = "memory", "compute"
+VIRTUAL = "memory beyond the device"  # of an oversubscribed share: what goes on in host memory
 LIMITS = (MEMORY, COMPUTE)
 AUTO, SHIM, MPS, DMEM = "auto", "shim", "mps", "dmem"
 
@@ -53,7 +55,7 @@ class Backend(NamedTuple):
     """One row. The texts are for docs/backends.md."""
 
     name: str
-    holds: tuple[str, ...]  # of LIMITS
+    holds: tuple[str, ...]  # of LIMITS, or VIRTUAL
     in_cgroup: bool  # whether it needs a cgroup that is the container's own
     optional: bool  # whether it is there for something even where nobody sets a limit that it holds
     supports: Callable[[str, Site], Optional[str]]  # (limit, where) -> why it cannot; None: it can
@@ -200,6 +202,25 @@ BACKENDS: dict[str, Backend] = {
     )
 }
 
+# Whoever holds the memory of such a share has to let it go on, which the shim alone does: see the rows' `supports`.
+BEYOND = Backend(
+    name="oversubscribe",
+    holds=(VIRTUAL,),
+    in_cgroup=False,
+    optional=True,
+    supports=lambda limit, site: None,
+    keeps=lambda share: None,
+    ops=_no_ops,
+    change=_no_change,
+    enforced_by="our library, which counts both parts against their limits: what the device's part has no room for is "
+    "managed memory that stays on the host, and what fits in neither fails. The host's budget is promised whole before "
+    "a start.",
+    bypassed_by="whatever goes around the shim, as above; where the kernel does not count pages of managed memory, the "
+    "container's memory cgroup does not hold it either",
+    changes_live="the border between both parts, with the memory limit: at once; the whole stays as it was promised",
+    tried="on the simulated driver (docs/oversubscription.md)",
+)
+
 
 # Choosing
 
@@ -329,11 +350,22 @@ def for_programs(request: Request, node: Node) -> Node:
 def in_limits(shares: tuple[Share, ...], state_dir: str, uid: int) -> tuple[int, int, int]:
     """What of a holder the shim has to know, for the limits file: a mps.Grant. `uid`: of the container's first process,
     as it counts. Raises DeviceError."""
-    if all(share.compute_backend != MPS for share in shares):
+    theirs = _of(BACKENDS[MPS], shares)
+    if not theirs:
         return (0, 0, 0)
     from . import mps
 
-    return mps.grant_of(shares, state_dir, uid)
+    return mps.grant_of(theirs, state_dir, uid)
+
+
+def allows(policy: Policy, name: str) -> bool:
+    return name in policy.allowed_backends
+
+
+def having(name: str, leases: Sequence[Lease], uuid: str) -> tuple[Lease, ...]:
+    """Containers of which that backend holds a limit on this device."""
+    row = BACKENDS[name]
+    return tuple(lease for lease in leases if any(share.device.uuid == uuid for share in _of(row, lease.shares)))
 
 
 # Telling

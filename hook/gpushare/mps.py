@@ -7,6 +7,7 @@
     require_offered(before, after, folder)          of a limit that changes
     grant_of(shares, state_dir, uid) -> Grant     what of it the limits file says
 
+`shares` are those whose compute MPS holds: backends.py knows which these are.
 `ready` is written last and by rename, so a daemon is seen when its limits are set, never before. share/ has hard links
 to what clients need of pipe/: without control_privileged, by which the daemon would be stopped, and without the lock
 file, which would keep the next one from starting. It is what containers have mounted, so programs that start in them
@@ -20,7 +21,7 @@ import os
 from . import driverroot, names, procs
 from .errors import CapacityError, DeviceError
 from .light import TYPE_CHECKING, Any, NamedTuple, Optional, Sequence, loads
-from .model import Config, Lease, Request, Share
+from .model import Config, Request, Share
 from .ops import Mount, Op
 
 if TYPE_CHECKING:
@@ -136,22 +137,11 @@ def _several(request: Request, gpus: int) -> bool:
     return {"all": gpus, "any": chosen.count, "list": len(chosen.names)}.get(chosen.kind, 1) > 1
 
 
-def granted(share: Share) -> bool:
-    return NAME in (share.compute_backend,)
-
-
-def holders(leases: Sequence[Lease], uuid: str) -> tuple[Lease, ...]:
-    """Containers that were granted MPS on a device."""
-    return tuple(
-        lease for lease in leases if any(granted(share) and share.device.uuid == uuid for share in lease.shares)
-    )
-
-
 def ops(shares: tuple[Share, ...], config: Config) -> tuple[Op, ...]:
     """The pipe directory, read-only: sockets are connected to through it all the same. And the daemon's /dev/shm over
     the container's, since client and server open a file in it by name, and glibc knows no other place."""
     found: list[Op] = []
-    for share in filter(granted, shares):
+    for share in shares:
         uuid, own = share.device.uuid, directory(config.state_dir, share.device.uuid)
         found.append(Mount(f"{own}/share", f"{names.MPS_DIR}/{uuid}", "dir", ("ro", *_DATA), "where MPS listens"))
         if state(uuid, config.state_dir).shm != SHM_HOST:
@@ -164,7 +154,7 @@ def require_offered(before: Sequence[Share], after: Sequence[Share], folder: str
     CapacityError."""
     state_dir = os.path.dirname(os.path.dirname(folder))
     for old, new in zip(before, after):
-        most = state(new.device.uuid, state_dir).thread_percent if granted(new) else 0
+        most = state(new.device.uuid, state_dir).thread_percent
         if most and (new.compute_percent or 0) > max(most, old.compute_percent or 0):
             raise CapacityError(
                 f"MPS was started for at most {most}% of compute on {new.device.uuid}", f"ask for at most {most}%"
@@ -174,7 +164,7 @@ def require_offered(before: Sequence[Share], after: Sequence[Share], folder: str
 def grant_of(shares: Sequence[Share], state_dir: str, uid: int) -> Grant:
     """For the limits file, which is written after the shares were granted: a daemon that died meanwhile refuses the
     start. Raises DeviceError."""
-    for share in filter(granted, shares):
+    for share in shares:
         found = state(share.device.uuid, state_dir)
         if found.problem:
             raise DeviceError(f"MPS: {found.problem}", found.hint)

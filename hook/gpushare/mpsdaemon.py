@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from . import leases, mps, mpscontrol, mpsprocess, mpsshm, procs, rootless, storage
+from . import backends, leases, mps, mpscontrol, mpsprocess, mpsshm, procs, rootless, storage
 from .errors import CapacityError, DeviceError, KernelError, RequestError
 from .model import Device, Node
 from .mpscontrol import Control
@@ -279,7 +279,7 @@ def stop(host: Node, uuid: str, force: bool) -> bool:
         found = mps.state(uuid, host.config.state_dir)
         daemon = mpscontrol.listening(f"{folder}/pipe")  # whatever the ready file says
         with leases.locked(host.config.state_dir):  # so nobody is given it between these two
-            holders = mps.holders(leases.view(host.config.state_dir).live, uuid)
+            holders = backends.having(mps.NAME, leases.view(host.config.state_dir).live, uuid)
             if holders and daemon is not None and not force:
                 using = ", ".join(one.id for one in holders)
                 raise CapacityError(f"containers have MPS on {uuid}: {using}", "stop them, or add --force")

@@ -1,6 +1,7 @@
 """What became of an MPS daemon, its limits and its containers, for people. Not on the start path.
 
 known(state_dir)                             -> uuids          of which a daemon has left something
+look(host, device, leases)                   -> Seen           all that `gpushare mps status` shows of one
 affected(found, uuid, leases, state_dir)     -> leases         that were granted a daemon that is no longer there
 limits_now(control), expected(found)         -> text           what it says, and what it was given
 deaths(folder, pid)                          -> text           servers that have died
@@ -12,13 +13,55 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from . import mps, mpscontrol, region, storage
-from .model import Lease
+from . import backends, mps, mpscontrol, region, storage
+from .errors import GpushareError
+from .model import Device, Lease, Node
 from .mpscontrol import Control
 
 _LOG_BYTES = 1 << 18  # the end of a log is enough
 _DEATH = re.compile(r" Control +(\d+)\] Server (\d+) exited with status (-?\d+)")
+
+
+class Seen(NamedTuple):
+    """One device."""
+
+    state: str  # running | stopped | dead | changed
+    found: mps.MpsState
+    servers: tuple[int, ...]
+    clients: tuple[int, ...]
+    containers: tuple[Lease, ...]
+    affected: tuple[Lease, ...]
+    note: str
+
+
+def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
+    """Asks the daemon itself. Never raises: one that does not answer is dead."""
+    found = mps.state(device.uuid, host.config.state_dir)
+    containers = backends.having(mps.NAME, live, device.uuid)
+    gone = affected(found, device.uuid, live, host.config.state_dir)
+    if found.problem:
+        state = "dead" if found.was_running else "stopped"
+        return Seen(state, found, (), (), containers, gone, found.problem if found.was_running else "")
+    folder = mps.directory(host.config.state_dir, device.uuid)
+    try:
+        control = control_of(host, folder)
+        servers = control.numbers("get_server_list")
+        clients = tuple(pid for server in servers for pid in control.numbers(f"get_client_list {server}"))
+        now, wanted = limits_now(control), expected(found)
+    except GpushareError as error:
+        return Seen("dead", found, (), (), containers, gone, error.message)
+    state, note = "running", deaths(folder, found.pid)
+    if now != wanted:
+        state, note = "changed", f"its limits are {now}, not {wanted}"
+    return Seen(state, found, servers, clients, containers, gone, note)
+
+
+def control_of(host: Node, folder: str) -> Control:
+    """Of the daemon whose files are in `folder`."""
+    program = mpscontrol.program(host.inventory.root) or mpscontrol.NAME
+    return Control(program, f"{folder}/pipe", mpscontrol.environment(host, program))
 
 
 def known(state_dir: str) -> list[str]:
@@ -32,9 +75,8 @@ def known(state_dir: str) -> list[str]:
 
 def affected(found: mps.MpsState, uuid: str, leases: Sequence[Lease], state_dir: str) -> tuple[Lease, ...]:
     """Containers whose daemon is gone: programs that run in them get errors."""
-    return tuple(
-        lease for lease in mps.holders(leases, uuid) if found.problem or _token(state_dir, lease.id) != found.token
-    )
+    theirs = backends.having(mps.NAME, leases, uuid)
+    return tuple(lease for lease in theirs if found.problem or _token(state_dir, lease.id) != found.token)
 
 
 def _token(state_dir: str, container_id: str) -> int:

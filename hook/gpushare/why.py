@@ -66,10 +66,11 @@ def placed(request: Request, node: Node, ledger: Ledger, shares: Sequence[Share]
 
 def held(request: Request, node: Node, ledger: Ledger, shares: Sequence[Share]) -> tuple[str, ...]:
     """One line, or one for each device where they differ."""
-    found = {
-        placement.short_name(share.device): backends.reasons(share, backends.Site(share.device, request, node, ledger))
-        for share in shares
-    }
+    found = {}
+    for share in shares:  # equal shares can go beyond the device where the container did not ask for that
+        asked = request._replace(oversubscribe=request.oversubscribe or share.virtual_bytes > 0)
+        site = backends.Site(share.device, asked, node, ledger)
+        found[placement.short_name(share.device)] = backends.reasons(share, site)
     told = {device: text for device, text in found.items() if text}
     if len(set(found.values())) == 1:
         return tuple(told.values())[:1]

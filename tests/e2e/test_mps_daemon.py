@@ -248,6 +248,30 @@ def test_several_users_need_a_driver_that_has_that(host: Host) -> None:
     assert not (host.folder / "ready").exists()
 
 
+def test_this_driver_has_nothing_of_the_other_protocol(host: Host, tmp_path: Path) -> None:
+    """docs/mps.md says what of it 535 knows: no option, no variable, no named servers. So nothing of it is used."""
+    env = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
+    for words in (["-p", "3"], ["--protocol", "3"], ["-m"], ["--multiuser"]):
+        done = subprocess.run(
+            [host.control, "-d", *words], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
+        )
+        assert (done.returncode, done.stderr) == (1, "Cannot find MPS control daemon process\n"), words
+    assert list(tmp_path.glob("control*")) == []
+    code = host.control.read_bytes()
+    assert set(re.findall(rb"\bCUDA_MPS_\w+", code)) == {
+        b"CUDA_MPS_" + name
+        for name in (b"PIPE_DIRECTORY", b"LOG_DIRECTORY", b"ACTIVE_THREAD_PERCENTAGE", b"CLIENT_PRIORITY")
+    }
+    (started,) = host.mps("start")
+    assert host.ask("server list") == 'Unknown command "server"'
+    assert host.ask("ps -p 3").splitlines()[0] == "Server 3 not found"
+    daemon = Path(f"/proc/{started['pid']}/environ").read_text().split("\0")
+    names = {word.partition("=")[0] for word in daemon if word}
+    assert "CUDA_MPS_PIPE_DIRECTORY" in names and names <= {
+        *("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+    }
+
+
 def test_stop_leaves_nothing(host: Host) -> None:
     host.mps("start")
     pid = host.pid()

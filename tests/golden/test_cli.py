@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from gpushare import (
+    backends,
     doctor,
     gpuuse,
     leases,
@@ -185,12 +186,12 @@ def _with_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     uuid = pure.node().inventory.devices[0].uuid
     answers = {"get_server_list": "900", "get_client_list 900": "71\n72"}
     monkeypatch.setattr(mps, "state", lambda name, _: runs if name == uuid else died)
-    monkeypatch.setattr(mps, "holders", lambda live, name: live if name == uuid else ())
+    monkeypatch.setattr(backends, "having", lambda _, live, name: live if name == uuid else ())
     monkeypatch.setattr(mpscontrol, "program", lambda _: "/usr/bin/nvidia-cuda-mps-control")
     monkeypatch.setattr(mpscontrol.Control, "ask", lambda self, command: answers[command])
     monkeypatch.setattr(mpscontrol, "environment", lambda *_: {})
     monkeypatch.setattr(mpsstatus, "limits_now", lambda _: "60.0%, 8G")
-    monkeypatch.setattr(mpsstatus, "affected", lambda found, name, live, _: mps.holders(live, name)[1:])
+    monkeypatch.setattr(mpsstatus, "affected", lambda found, name, live, _: backends.having("mps", live, name)[1:])
     monkeypatch.setattr(mpsdaemon, "start", lambda *_: mpsdaemon.Started("started", runs))
 
 

@@ -32,6 +32,9 @@ memory by the kernel and compute by the shim.
 * The shim stands in every container. Whoever enforces a limit, the shim shows it and counts, and keeps it too where it
   can.
 * All of a MIG device, without a limit, needs no backend for its memory: that is the hardware's.
+* Memory beyond the device (`GPUSHARE_OVERSUBSCRIBE`, `memory_scaling` above 1: [more](oversubscription.md))
+  is `oversubscribe` below, a name that nobody asks for: who holds the memory of such a share lets it go on, and that is
+  the shim alone.
 
 """
 
@@ -64,6 +67,7 @@ CASES: tuple[tuple[str, dict[str, Any], model.Device, tuple[model.Device, ...], 
     ("`mps` with a soft compute limit", {"backend": "mps", "compute_mode": "soft"}, GPU, UNDIVIDED, ()),
     ("`mps` with a high priority", {"backend": "mps", "priority": 1}, GPU, UNDIVIDED, ()),
     ("`mps` with oversubscribed memory", {"backend": "mps", "oversubscribe": True}, GPU, UNDIVIDED, ()),
+    ("`mps` with several GPUs", {"backend": "mps", "selection": model.Selection("any", 2)}, GPU, UNDIVIDED, ()),
     ("`mps` on a MIG device", {"backend": "mps"}, PART, DIVIDED, ()),
     ("`mps` on a GPU that is divided into MIG devices", {"backend": "mps"}, GPU, DIVIDED, ()),
     ("`mps` beside containers without it", {"backend": "mps"}, GPU, UNDIVIDED, ("shim",)),
@@ -78,33 +82,35 @@ def _nothing_against(device: model.Device, inventory: model.Inventory) -> Option
     return None
 
 
-def _nothing_against_client(site: backends.Site) -> Optional[str]:
-    return None
+def _runs(uuid: str, state_dir: str) -> mps.MpsState:
+    return mps.MpsState(driver_version="615", thread_percent=100, clients=60)
 
 
 def refusal(asked: dict[str, Any], device: model.Device, mig: tuple[model.Device, ...], beside: tuple[str, ...]) -> str:
     """What the table says of a case, on a host that has every backend."""
-    was = mps.unsupported, dmem.unsupported, rootless.is_rootless
+    was = mps.state, dmem.unsupported, rootless.is_rootless
     try:
-        mps.unsupported = _nothing_against_client
+        mps.state = _runs
         dmem.unsupported = _nothing_against
         rootless.is_rootless = lambda: False
         rules = model.Policy(allowed_backends=tuple(backends.BACKENDS))
         node = model.Node(model.Config(policy=rules), model.Inventory("/", "615", (GPU,), mig=mig))
         memory = ((None, model.Amount(1 << 30, None, "1Gi")),)
-        request = model.Request("own", model.Selection("any", 1), (), **{"memory": memory, **asked})
+        request = model.Request(
+            "own", **{"selection": model.Selection("any", 1), "capabilities": (), "memory": memory, **asked}
+        )
         site = backends.Site(device, request, node, Ledger({}, holding={device.uuid: frozenset(beside)}))
         backends.choose(bool(request.memory), True, site)
     except GpushareError as error:
         return error.brief
     finally:
-        mps.unsupported, dmem.unsupported, rootless.is_rootless = was
+        mps.state, dmem.unsupported, rootless.is_rootless = was
     raise AssertionError(f"{asked} is not refused")
 
 
 def text() -> str:
     """The whole page."""
-    rows = backends.BACKENDS.values()
+    rows = (*backends.BACKENDS.values(), backends.BEYOND)
     facts = (
         ("holds", [" and ".join(row.holds) for row in rows]),
         ("enforced by", [row.enforced_by for row in rows]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import re
@@ -18,6 +19,8 @@ GIB = 1 << 30
 ALL = ("shim", "mps", "dmem")
 GPU, PART = device(0), device(0, uuid="MIG-00000000-0000-0000-0000-000000000001", parent=device(0).uuid, mig_index=0)
 
+UNSUPPORTED = mps.unsupported
+
 
 @pytest.fixture(autouse=True)
 def able(monkeypatch: pytest.MonkeyPatch) -> dict[str, Optional[str]]:
@@ -27,6 +30,15 @@ def able(monkeypatch: pytest.MonkeyPatch) -> dict[str, Optional[str]]:
     monkeypatch.setattr(dmem, "unsupported", lambda one, config: why_not["dmem"])
     monkeypatch.setattr(rootless, "is_rootless", lambda: False)
     return why_not
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch, able: dict[str, Optional[str]]) -> pytest.MonkeyPatch:
+    """MPS runs, and what it can do for a container is asked of itself."""
+    state = mps.MpsState(driver_version="535", thread_percent=100, clients=48)
+    monkeypatch.setattr(mps, "state", lambda uuid, state_dir: state)
+    monkeypatch.setattr(mps, "unsupported", UNSUPPORTED)
+    return monkeypatch
 
 
 def asked(
@@ -61,20 +73,63 @@ def other(compute_backend: str) -> model.Lease:
 def test_every_part_of_gpushare_knows_the_same_backends() -> None:
     assert tuple(backends.BACKENDS) == names.BACKENDS
     assert all(set(row.holds) <= set(backends.LIMITS) and row.holds for row in backends.BACKENDS.values())
-    assert all(row.enforced_by and row.bypassed_by and row.changes_live for row in backends.BACKENDS.values())
+    rows = (*backends.BACKENDS.values(), backends.BEYOND)
+    assert all(row.enforced_by and row.bypassed_by and row.changes_live and row.tried for row in rows)
+    assert backends.BEYOND.name not in names.BACKENDS and backends.BEYOND.holds == (backends.VIRTUAL,)
+
+
+# What reads or writes a format that has the holders in it, and decides nothing
+FORMATS = {
+    ("region.py", "HOLDERS.get(share.memory_backend, 0)"),
+    ("leasefile.py", "{one.memory_backend, one.compute_backend} <= set(names.BACKENDS)"),
+}
+KNOWN = re.compile(r"""(?<![\w.])(['"])(shim|mps|dmem)\1|\b(SHIM|MPS|DMEM|mps\.NAME|\w+_backend)\b(?!\()""")
+LOOKUPS = ("get", "startswith", "endswith", "index", "count", "find", "__contains__")
+
+
+def questions(node: ast.AST) -> list[ast.AST]:
+    """What of an expression or a case is compared, or looked up."""
+    if isinstance(node, (ast.Compare, ast.MatchValue)):
+        return [node]
+    if isinstance(node, ast.Subscript):
+        return [node.slice]
+    method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOOKUPS
+    return list(node.args) if method else []  # type: ignore[attr-defined]
+
+
+def asking(text: str, file: str) -> set[tuple[str, str]]:
+    """Where a source asks which backend something is: `==`, `in`, `match`, a dictionary of them, ..."""
+    return {
+        (file, ast.unparse(node))
+        for node in ast.walk(ast.parse(text))
+        if any(KNOWN.search(ast.unparse(part)) for part in questions(node))
+    }
 
 
 def test_nobody_else_asks_which_backend_it_is() -> None:
     hook = Path(backends.__file__).parent
-    pattern = re.compile(r"backend\w*\s*(==|!=|in)\s|(==|!=)\s*[\"'](shim|mps|dmem)[\"']")
-    found = [
-        f"{path.name}: {line}"
-        for path in hook.rglob("*.py")
-        if path.stem not in ("backends", *names.BACKENDS)
-        for line in path.read_text().splitlines()
-        if pattern.search(line) and not line.lstrip().startswith(("#", "for "))
-    ]
-    assert not found
+    files = [path for path in hook.rglob("*.py") if path != Path(backends.__file__)]
+    assert set().union(*(asking(path.read_text(), path.name) for path in files)) == FORMATS
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'if share.memory_backend == "dmem": pass',
+        'x = "mps" != holder',
+        'x = holder in ("shim", "mps")',
+        "x = NAME in (share.compute_backend,)",
+        "x = backends.MPS not in allowed",
+        "x = mps.NAME in allowed",
+        'match holder:\n case "mps": pass',
+        "x = {1: 2}[share.compute_backend]",
+        "x = TABLE.get(share.compute_backend)",
+        'x = request.backend.startswith("mps")',
+    ],
+)
+def test_whoever_asked_would_be_found(code: str) -> None:
+    assert asking(code, "x.py")
+    assert not asking('x = ["mps"]\ny = share._replace(memory_backend="shim")\nz = other.NAME == "a"', "x.py")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +183,76 @@ def test_bad_combinations_are_refused_with_the_reason(
     able.update(why_not)
     with pytest.raises(error, match=text):
         given(request_, host, *held)
+
+
+# What a container or its host can be, and which backend cannot be had then, with what it says of it. Whatever is not
+# in this table can be had.
+OVER, SOFT, URGENT, MIG, SEVERAL, ROOTLESS = "oversubscribe", "soft", "high priority", "MIG", "several", "rootless"
+FEATURES = (OVER, SOFT, URGENT, MIG, SEVERAL, ROOTLESS)
+CANNOT = {
+    ("mps", OVER): "mps cannot: it has no memory beyond the device's own",
+    ("mps", SOFT): "mps cannot: its percentages are hard: it does not lend what others leave idle",
+    ("mps", URGENT): "mps cannot: it has no high priority, only a low one",
+    ("mps", MIG): "mps cannot: it is offered for whole GPUs, not inside of MIG devices",
+    ("mps", SEVERAL): "mps cannot: a program connects to the daemon of one GPU, and this container asks for several",
+    ("mps", ROOTLESS): "mps cannot: its daemon belongs to root, and this is rootless",
+    ("dmem", OVER): "dmem cannot: managed memory is not counted there",
+    ("dmem", MIG): "dmem cannot: the driver has no regions for MIG devices",
+    ("dmem", ROOTLESS): "dmem cannot: it needs rights over cgroups, and this is rootless",
+}
+COMBINATIONS = [kit for n in range(len(FEATURES) + 1) for kit in itertools.combinations(FEATURES, n)]
+
+
+@pytest.mark.parametrize("kit", COMBINATIONS, ids=lambda kit: "+".join(kit) or "plain")
+def test_every_combination_is_had_or_refused_with_its_reason(kit: tuple[str, ...], running: pytest.MonkeyPatch) -> None:
+    running.setattr(rootless, "is_rootless", lambda: ROOTLESS in kit)
+    host = node(mig=MIG in kit)
+    host = host._replace(config=host.config._replace(host_memory="64Gi"))
+    first = "0:0" if MIG in kit else "0"
+    words = {
+        "oversubscribe": OVER in kit,
+        "compute_mode": "soft" if SOFT in kit else "hard",
+        "priority": int(URGENT in kit),
+    }
+    for backend in ("shim", "mps", "dmem", "dmem,mps", "auto"):
+        request = asked(backend, **words)._replace(
+            selection=model.Selection("list", names=(first, "1") if SEVERAL in kit else (first,))
+        )
+        cannot = {name: {CANNOT[name, word] for word in kit if (name, word) in CANNOT} for name in ("mps", "dmem")}
+        expected = set().union(*(cannot[name] for name in backend.split(",") if name in cannot))
+        if expected:
+            with pytest.raises(DeviceError) as refused:
+                given(request, host)
+            assert refused.value.brief in expected and refused.value.hint == "set GPUSHARE_BACKEND=shim"
+            continue
+        shares = placement.grant(request, host, placement.ledger_of((), host.config.policy))
+        assert len(shares) == 1 + (SEVERAL in kit)
+        for share in shares:
+            assert (share.soft, share.priority, share.virtual_bytes > 0) == (SOFT in kit, URGENT in kit, OVER in kit)
+            wanted = backend.split(",") if backend != "auto" else ()
+            assert share.compute_backend == ("mps" if "mps" in wanted else "shim")
+            assert share.memory_backend == ("dmem" if "dmem" in wanted else "shim")
+
+
+@pytest.mark.parametrize("kit", COMBINATIONS[1:], ids="+".join)
+def test_auto_says_whom_it_passed_over(kit: tuple[str, ...], running: pytest.MonkeyPatch) -> None:
+    """Also where nobody asked for memory beyond the device, and an equal share has it."""
+    running.setattr(rootless, "is_rootless", lambda: ROOTLESS in kit)
+    host = node("mps", "dmem", "shim", mig=MIG in kit)
+    rule = model.SharingRule(4, 1.5 if OVER in kit else 1.0)
+    host = host._replace(config=host.config._replace(host_memory="64Gi", sharing=(rule,)))
+    words = {"compute_mode": "soft" if SOFT in kit else "hard", "priority": int(URGENT in kit)}
+    first = "0:0" if MIG in kit else "0"
+    request = asked(memory=False, **words)._replace(
+        selection=model.Selection("list", names=(first, "1") if SEVERAL in kit else (first,))
+    )
+    ledger = placement.ledger_of((), host.config.policy)
+    share, *_ = placement.grant(request, host, ledger)
+    text = why.held(request, host, ledger, (share,))[0]
+    for name, holder in (("mps", share.compute_backend), ("dmem", share.memory_backend)):
+        reasons = [CANNOT[name, word].replace(" cannot", "") for word in kit if (name, word) in CANNOT]
+        assert holder == ("shim" if reasons else name)
+        assert any(f"not {reason}" in text for reason in reasons) == bool(reasons), text
 
 
 @pytest.mark.parametrize("allowed", [("mps", "shim"), ("shim",), ("mps",)])

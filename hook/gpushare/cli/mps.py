@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, Optional
 
 import click
 
-from .. import leases, mps, mpscontrol, mpsdaemon, mpsstatus, names, quantity
+from .. import backends, leases, mps, mpsdaemon, mpsstatus, names, quantity
 from ..dialects import device_name, find_devices
-from ..errors import GpushareError, RequestError
-from ..model import Device, Lease, Node
+from ..errors import RequestError
+from ..model import Device, Node
 from ..quantity import human
 from . import facts
 from .options import Paths, with_format
@@ -23,13 +23,7 @@ class Row(NamedTuple):
     """One device, as `status` shows it."""
 
     device: Device
-    state: str  # running | stopped | dead | changed
-    found: mps.MpsState
-    servers: tuple[int, ...]
-    clients: tuple[int, ...]
-    containers: tuple[Lease, ...]
-    affected: tuple[Lease, ...]
-    note: str
+    seen: mpsstatus.Seen
 
 
 @click.group(name="mps")
@@ -109,9 +103,10 @@ def start(
     for one, (how, new) in done:
         what = {"running": "runs already", "adopted": "ran already and is used now"}.get(how, "runs")
         write_line(f"MPS {what} on {device_name(one)} ({one.uuid}): pid {new.pid}, at most {_limits(new)}")
-    allowed = host.config.policy.allowed_backends
-    if done and mps.NAME not in allowed:
-        write_line(f"No container is given it: add {mps.NAME} to policy.allowed_backends ({', '.join(allowed)})")
+    rules = host.config.policy
+    if done and not backends.allows(rules, mps.NAME):
+        allowed = ", ".join(rules.allowed_backends)
+        write_line(f"No container is given it: add {mps.NAME} to policy.allowed_backends ({allowed})")
 
 
 def _limits(found: mps.MpsState) -> str:
@@ -150,39 +145,17 @@ def status(paths: Paths, wanted: tuple[str, ...], output: str) -> None:
     """
     host = facts.host(paths)
     live = leases.view(paths.state_dir).live
-    rows = [_row(host, device, live) for device in _devices(host, wanted)]
+    rows = [Row(device, mpsstatus.look(host, device, live)) for device in _devices(host, wanted)]
     if output == "json":
         write_json([_plain(row) for row in rows])
     else:
         write_table(_COLUMNS, [_cells(row) for row in rows])
         for row in rows:
-            if row.affected:
-                which = ", ".join(names.short(one.id) for one in row.affected)
+            if row.seen.affected:
+                which = ", ".join(names.short(one.id) for one in row.seen.affected)
                 write_line(f"MPS on {device_name(row.device)} is not the one they were started with; restart: {which}")
-    if any(row.state in ("dead", "changed") or row.affected for row in rows):
+    if any(row.seen.state in ("dead", "changed") or row.seen.affected for row in rows):
         raise SystemExit(1)
-
-
-def _row(host: Node, device: Device, live: tuple[Lease, ...]) -> Row:
-    found = mps.state(device.uuid, host.config.state_dir)
-    containers = mps.holders(live, device.uuid)
-    affected = mpsstatus.affected(found, device.uuid, live, host.config.state_dir)
-    if found.problem:
-        state = "dead" if found.was_running else "stopped"
-        return Row(device, state, found, (), (), containers, affected, found.problem if found.was_running else "")
-    program = mpscontrol.program(host.inventory.root) or mpscontrol.NAME
-    folder = mps.directory(host.config.state_dir, device.uuid)
-    control = mpscontrol.Control(program, f"{folder}/pipe", mpscontrol.environment(host, program))
-    try:
-        servers = control.numbers("get_server_list")
-        clients = tuple(pid for server in servers for pid in control.numbers(f"get_client_list {server}"))
-        now, expected = mpsstatus.limits_now(control), mpsstatus.expected(found)
-    except GpushareError as error:
-        return Row(device, "dead", found, (), (), containers, affected, error.message)
-    state, note = "running", mpsstatus.deaths(folder, found.pid)
-    if now != expected:
-        state, note = "changed", f"its limits are {now}, not {expected}"
-    return Row(device, state, found, servers, clients, containers, affected, note)
 
 
 _COLUMNS = (
@@ -199,34 +172,36 @@ _COLUMNS = (
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    found, runs = row.found, row.state in ("running", "changed")
+    seen = row.seen
+    found, runs = seen.found, seen.state in ("running", "changed")
     return (
         device_name(row.device),
-        row.state,
+        seen.state,
         str(found.pid) if runs else "-",
         ("any" if found.uid == mps.ANY_UID else str(found.uid)) if runs else "-",
         f"{found.thread_percent}%" if runs else "-",
         (human(found.memory_bytes) if found.memory_bytes else "all") if runs else "-",
-        f"{len(row.clients)}/{found.clients}" if runs else "-",
-        ", ".join(names.short(one.id) for one in row.containers) or "-",
-        row.note or "-",
+        f"{len(seen.clients)}/{found.clients}" if runs else "-",
+        ", ".join(names.short(one.id) for one in seen.containers) or "-",
+        seen.note or "-",
     )
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    found, runs = row.found, row.state in ("running", "changed")
+    seen = row.seen
+    found, runs = seen.found, seen.state in ("running", "changed")
     return {
         "device": device_name(row.device),
         "uuid": row.device.uuid,
-        "state": row.state,
-        "note": row.note,
+        "state": seen.state,
+        "note": seen.note,
         "pid": found.pid if runs else None,
         "uid": found.uid if runs and found.uid != mps.ANY_UID else None,
         "compute_percent": found.thread_percent if runs else None,
         "memory_bytes": found.memory_bytes or None if runs else None,
-        "clients": list(row.clients),
+        "clients": list(seen.clients),
         "clients_max": found.clients if runs else None,
-        "servers": list(row.servers),
-        "containers": [one.id for one in row.containers],
-        "restart": [one.id for one in row.affected],
+        "servers": list(seen.servers),
+        "containers": [one.id for one in seen.containers],
+        "restart": [one.id for one in seen.affected],
     }
