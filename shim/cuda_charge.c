@@ -23,13 +23,6 @@ static bool reserve(int dev, uint64_t bytes) {
     return false;
 }
 
-static bool reserve_or_count(int dev, uint64_t bytes) {
-    bool fits = reserve(dev, bytes);
-    if (!fits)
-        gs_count_refusal(dev);
-    return fits;
-}
-
 CUresult gs_charge_try(struct gs_charge *charge, uint64_t bytes) {
     struct gs_here here;
     if (!gs_slot())
@@ -50,11 +43,18 @@ CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes) {
     return result;
 }
 
-CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes) {
+CUresult gs_charge_try_on(struct gs_charge *charge, CUdevice device, uint64_t bytes) {
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     *charge = (struct gs_charge){.dev = gs_dev_of(device), .bytes = gs_round_up(bytes, GS_BLOCK)};
-    return reserve_or_count(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    return reserve(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes) {
+    CUresult result = gs_charge_try_on(charge, device, bytes);
+    if (result == CUDA_ERROR_OUT_OF_MEMORY)
+        gs_count_refusal(charge->dev);
+    return result;
 }
 
 void gs_charge_abort(struct gs_charge *charge) {

@@ -73,6 +73,8 @@ CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes);
 CUresult gs_charge_try(struct gs_charge *charge, uint64_t bytes);
 /* The same on a named device, bound to no context. */
 CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes);
+/* The same for a caller that goes on elsewhere: no refusal is counted. */
+CUresult gs_charge_try_on(struct gs_charge *charge, CUdevice device, uint64_t bytes);
 void gs_charge_abort(struct gs_charge *charge);
 /* The driver gave [address, +bytes). CUDA_ERROR_OUT_OF_MEMORY: it took more than there is; free it.
  */

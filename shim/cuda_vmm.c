@@ -3,7 +3,7 @@
  * which is never held while the driver is called. */
 #include <stdlib.h>
 
-#include "cuda_shim.h"
+#include "vmm.h"
 
 struct physical {
     uint64_t bytes;
@@ -13,6 +13,8 @@ struct physical {
     int row;       /* in share.c */
     bool exported; /* without a row it stays charged */
     bool foreign;  /* another process's */
+    bool moved;    /* to the host, from the device `asked` (cuda_vmm_host.c) */
+    CUdevice asked;
 };
 
 /* A mapping, a sparse tile or a multicast binding: a use of memory that has no handle of its own.
@@ -146,15 +148,25 @@ static CUresult range_gone(struct use *list, CUresult result) {
     return result;
 }
 
+bool gs_vmm_asked(CUmemGenericAllocationHandle handle, CUdevice *device) {
+    lock();
+    struct physical *memory = of_handle(handle);
+    bool moved = memory && memory->moved;
+    if (moved)
+        *device = memory->asked;
+    unlock();
+    return moved;
+}
+
 static CUresult created(struct gs_charge *charge, CUresult result,
-                        const CUmemGenericAllocationHandle *handle) {
+                        const CUmemGenericAllocationHandle *handle, bool moved, CUdevice asked) {
     struct physical *memory = result == CUDA_SUCCESS && handle ? malloc(sizeof(*memory)) : NULL;
     if (!memory) {
         if (result != CUDA_SUCCESS)
             gs_charge_abort(charge);
         return result; /* without memory for a record the charge stays */
     }
-    *memory = (struct physical){charge->bytes, charge->dev, 1, 1, -1, false, false};
+    *memory = (struct physical){charge->bytes, charge->dev, 1, 1, -1, false, false, moved, asked};
     struct gs_entry entry = {.extra = (uintptr_t)memory, .dev = charge->dev};
     lock();
     gs_map_put(&handles, *handle, &entry);
@@ -162,7 +174,8 @@ static CUresult created(struct gs_charge *charge, CUresult result,
     return result;
 }
 
-/* On the device that it names; memory on the host costs the device nothing. */
+/* On the device that it names, or beyond it where the share is oversubscribed; what the program
+ * itself wants on the host costs the device nothing. */
 GS_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,
                                        const CUmemAllocationProp *prop, unsigned long long flags) {
     GS_NEED(real, cuMemCreate);
@@ -171,10 +184,17 @@ GS_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, siz
         return CUDA_ERROR_NOT_INITIALIZED;
     if (!prop || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
         return real(handle, size, prop, flags);
-    CUresult result = gs_charge_begin_on(&charge, prop->location.id, size);
-    if (result != CUDA_SUCCESS)
-        return result;
-    return created(&charge, real(handle, size, prop, flags), handle);
+    CUdevice asked = prop->location.id;
+    CUresult result = gs_charge_try_on(&charge, asked, size);
+    if (result == CUDA_SUCCESS) {
+        result = real(handle, size, prop, flags);
+        if (result != CUDA_ERROR_OUT_OF_MEMORY || !gs_virtual_has(charge.dev))
+            return created(&charge, result, handle, false, asked);
+        gs_charge_abort(&charge);
+    }
+    if (result == CUDA_ERROR_OUT_OF_MEMORY && !flags)
+        result = gs_vmm_on_host(handle, size, prop, &charge);
+    return result == CUDA_SUCCESS ? created(&charge, result, handle, true, asked) : result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
@@ -243,7 +263,7 @@ GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocation
         memory->refs++;
         memory->uses++;
     } else if (result == CUDA_SUCCESS && handle && id) {
-        *fresh = (struct physical){0, GS_NO_DEV, 1, 1, row, false, true};
+        *fresh = (struct physical){0, GS_NO_DEV, 1, 1, row, false, true, false, 0};
         struct gs_entry entry = {.extra = (uintptr_t)fresh, .dev = GS_NO_DEV};
         gs_map_put(&handles, *handle, &entry);
         fresh = NULL;

@@ -71,6 +71,7 @@ static const struct attribute attributes[] = {
     {CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, 1},
     {CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR},
     {CU_DEVICE_ATTRIBUTE_UNIFIED_FUNCTION_POINTERS, 1},
+    {CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, 0},
 };
 
 static bool attribute_of_device(CUdevice_attribute attribute, const struct sim_config *c,

@@ -3,7 +3,8 @@
  * A block begins on the host. A kernel that reads it fetches it over the bus: one that prefers the
  * host stays there, so each reading pays; any other comes to the device (a fault, and the way over
  * the bus) and is charged there. Where the device is full managed memory of other processes goes
- * back, else one of the process's own blocks first, which is another way over the bus. Only kernels
+ * back, else one of the process's own blocks first, which is another way over the bus. Physical
+ * memory of the host (vmm.c) is read over the bus each time. Only kernels
  * called `sweep` read memory (launch.c): sweep_ns_arg(ns, address, bytes) takes `ns` when all of it
  * is on the device. */
 #include "work.h"
@@ -75,6 +76,9 @@ static uint64_t read_block_ns(struct mem *m, uint64_t block) {
 uint64_t managed_read_ns(uint64_t va, uint64_t bytes) {
     uint64_t ns = 0, start, size;
     struct mem *m;
+    int device;
+    if (bytes && vmm_range(va, &start, &size, &device))
+        return device < 0 ? copy_duration_ns(bytes) : 0;
     if (!bytes || !mem_range(va, &start, &size, &m) || m->kind != MEM_MANAGED ||
         va - start + bytes > size)
         return 0;

@@ -48,7 +48,7 @@ bool vmm_range(uint64_t va, uint64_t *start, uint64_t *size, int *device) {
         return false;
     *start = m->va;
     *size = m->bytes;
-    *device = m->physical->device;
+    *device = m->physical->on_host ? -1 : m->physical->device;
     return true;
 }
 
@@ -180,6 +180,8 @@ static CUresult make_exportable(struct physical *p) {
     p->fd = memfd_create("sim-device-memory", MFD_CLOEXEC);
     if (p->fd < 0 || ftruncate(p->fd, (off_t)p->bytes) || fstat(p->fd, &st))
         return CUDA_ERROR_OPERATING_SYSTEM;
+    if (p->on_host) /* nobody finds it: importing memory of the host is not modelled */
+        return CUDA_SUCCESS;
     p->shared_id = sim_share(&sim.device[p->device].sim, p->bytes, st.st_ino, NULL);
     return p->shared_id ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
@@ -191,7 +193,8 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,
     CHECK_VALUE(prop->type == CU_MEM_ALLOCATION_TYPE_PINNED);
     CHECK_VALUE(!(prop->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
     bool on_host = prop->location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA;
-    CHECK_VALUE(on_host || prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE);
+    CHECK_VALUE(on_host ? prop->location.id == 0
+                        : prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE);
     int device = on_host ? 0 : prop->location.id;
     CHECK_DEVICE(device);
     CUresult result = join_device(device);
@@ -202,7 +205,7 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,
     struct physical *p = physical_open(device, size, prop);
     CHECK(p, CUDA_ERROR_OUT_OF_MEMORY);
     p->on_host = on_host;
-    if (prop->requestedHandleTypes && !on_host)
+    if (prop->requestedHandleTypes)
         result = make_exportable(p);
     if (result == CUDA_SUCCESS) {
         *handle = (CUmemGenericAllocationHandle)p;
