@@ -98,8 +98,11 @@ test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both
 	@$(VENV_PYTHON) -m tests.attacks $(ATTACK_ARGS)
 
 KILL_TESTS := $(addprefix tests/e2e/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py test_kill_points.py)
+# Each test in so many parts, for the workers; what was survived is in build/kills, so an interrupted run goes on there.
+KILL_PARTS := 12
 test-kills: root build $(TEST_SETUP) ## kill -9 at every point of starts and ends, where make test takes some of them
-	@GPUSHARE_EVERY_POINT=1 $(VENV_PYTHON) -m pytest --timeout 7200 -k killed $(KILL_TESTS) $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	@GPUSHARE_EVERY_POINT=$(KILL_PARTS) $(VENV_PYTHON) -m pytest --timeout 3600 -k killed $(KILL_TESTS) $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	@GPUSHARE_EVERY_POINT=$(KILL_PARTS) $(VENV_PYTHON) -m tests.lib.kills
 
 test-asan: root build shim-asan $(TEST_SETUP) ## every test of the shim over its build with AddressSanitizer and UBSan
 	@GPUSHARE_TEST_SHIM=shim-asan $(VENV_PYTHON) -m pytest tests/shim tests/fuzz $(PYTEST_ARGS)

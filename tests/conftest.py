@@ -44,12 +44,12 @@ TURNS = turns.Turns()
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """Before a test's time limit begins: waiting for a turn is not its fault."""
-    alone = turns.is_alone(item.nodeid)
-    TURNS.enter(alone)
+    company = turns.company_of(item.nodeid)
+    TURNS.enter(company, os.environ.get("PYTEST_XDIST_WORKER"))
     try:
         return (yield)
     finally:
-        TURNS.leave(alone, nextitem is not None and turns.is_alone(nextitem.nodeid))
+        TURNS.leave(company, turns.company_of(nextitem.nodeid) if nextitem else None)
 
 
 @pytest.hookimpl(trylast=True)

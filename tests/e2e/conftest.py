@@ -11,6 +11,7 @@ import pytest
 
 from tests.lib.engines.image import make_root
 from tests.lib.host import Node
+from tests.lib.kills import PARTS, Kills
 from tests.lib.rootfs import run
 from tests.lib.tenant import Tenant
 
@@ -24,6 +25,17 @@ def _nothing_is_left(no_leaks: None) -> None:
 def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The root file system of the image that all engines start."""
     return make_root(tmp_path_factory.mktemp("image") / "root")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if PARTS and "kills" in metafunc.fixturenames:
+        metafunc.parametrize("kills", range(PARTS), indirect=True, ids=lambda part: f"part {part}")
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> Kills:
+    """At which points to kill: some, or, in `make test-kills`, a part of all."""
+    return Kills(request.node.nodeid, getattr(request, "param", 0))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 from gpushare import leases, procs
 
-from tests.e2e.programs.interrupted_hook import points, some, write_adopt, write_runtime
+from tests.e2e.programs.interrupted_hook import points, write_adopt, write_runtime
 from tests.e2e.test_lifecycle import left
 from tests.lib import driverhost
 from tests.lib.host import BUILD, Node
+from tests.lib.kills import Kills
 from tests.lib.runc import Container, RuntimeFailed
 from tests.lib.spec import Mount
 
@@ -213,7 +215,7 @@ def test_volume_over_etc_is_left_alone(container: MakeContainer, node: Node, tmp
 
 
 def test_create_killed_at_any_point_leaves_nothing(
-    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
 ) -> None:
     """kill -9 between any two system calls of gpushare-runtime, before it becomes runc: no poststop, and the next
     create of the same bundle gets the whole device."""
@@ -224,15 +226,14 @@ def test_create_killed_at_any_point_leaves_nothing(
         probe.delete()
     total = points(tmp_path)
     assert total > 100
-    kept = 0
-    for at in some(1, total + 1, 9):
+    for at in kills.some(1, total + 1, 9):
         one = container(["true"], env=ALL, name=f"at{at}", runtime=through(node, write_runtime(tmp_path, at)))
         before = upper(one)
         original = json.loads((one.bundle / "config.json").read_text())
         with pytest.raises(RuntimeFailed):
             one.create()
         assert upper(one) == before, f"point {at} of {total}"
-        kept += len(left(node))
+        kills.left += len(left(node))
         one._runtime = (*node.runtime(), *one._runtime[-2:])
         assert one.run() == 0, f"point {at} of {total}: {one.stderr}"
         assert node.leases() == [one.id]
@@ -241,10 +242,12 @@ def test_create_killed_at_any_point_leaves_nothing(
         assert node.cli("explain", "--restore", str(one.bundle)).returncode == 0
         assert json.loads((one.bundle / "config.json").read_text()) == original, f"point {at} of {total}"
         one.close()
-    assert kept > 0  # else no kill hit a create that had something to leave
+    assert kills.left > 0  # else no kill hit a create that had something to leave
 
 
-def test_adoption_killed_at_any_call_leaves_nothing(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_adoption_killed_at_any_call_leaves_nothing(
+    container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
+) -> None:
     """kill -9 at any system call of the launcher: the container never runs, and the next start gets the device."""
     probe = container(["true"], env=ALL, runtime=through(node, write_runtime(tmp_path, hook=write_adopt(tmp_path))))
     assert probe.run() == 0, probe.stderr
@@ -252,7 +255,7 @@ def test_adoption_killed_at_any_call_leaves_nothing(container: MakeContainer, no
     total = len(calls(tmp_path))
     assert total > 100 and not asked_python(tmp_path)
     first = next(number for number, call in enumerate(calls(tmp_path)) if call.startswith("flock("))
-    for at in [*some(2, first - 2, 31), *some(first - 2, total, 7)]:
+    for at in itertools.chain(kills.some(2, first - 2, 31), kills.some(first - 2, total, 7)):
         hook = write_adopt(tmp_path, at)
         one = container(["true"], env=ALL, name=f"at{at}", runtime=through(node, write_runtime(tmp_path, hook=hook)))
         with pytest.raises(RuntimeFailed):
@@ -267,7 +270,7 @@ def test_adoption_killed_at_any_call_leaves_nothing(container: MakeContainer, no
 
 
 def test_delete_killed_at_any_call_is_finished_by_the_next(
-    container: MakeContainer, node: Node, tmp_path: Path
+    container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
 ) -> None:
     """kill -9 of gpushare-runtime itself; runc, its child, may be at work or done. Also two deletes at once."""
 
@@ -283,15 +286,14 @@ def test_delete_killed_at_any_call_is_finished_by_the_next(
     delete(one, "strace", "-qq", "-o", str(log)).communicate(timeout=60)
     total = len(log.read_text().splitlines())
     assert left(node) == [] and 30 < total < 120  # the launcher alone: Python makes hundreds
-    unfinished = 0
-    for at in some(2, total, 4):
+    for at in kills.some(2, total, 4):
         one = started(f"at{at}")
         killer = ("strace", "-qq", "-o", str(log), f"--inject=all:signal=KILL:when={at}")
         delete(one, *killer).communicate(timeout=60)  # a run may be some calls shorter than the first
-        unfinished += node.leases() == [one.id]
+        kills.left += node.leases() == [one.id]
         both = delete(one), delete(one)
         for each in both:
             _, said = each.communicate(timeout=60)
             assert b"Traceback" not in said and b"internal error" not in said, said
         assert left(node) == [], f"call {at} of {total}"
-    assert unfinished > 0
+    assert kills.left > 0

@@ -4,6 +4,7 @@ kernel's directory is mounted on this run's /proc/driver, and in the container b
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,12 +13,13 @@ from pathlib import Path
 import pytest
 from gpushare import leases, mountns, procmask
 
-from tests.e2e.programs.interrupted_hook import some, write_adopt, write_runtime
+from tests.e2e.programs.interrupted_hook import write_adopt, write_runtime
 from tests.e2e.test_adopt import ALL, MakeContainer, asked_python, calls, graphics, through, upper
 from tests.e2e.test_lifecycle import left
 from tests.e2e.test_procmask import GPUS, VERSION, files, make_driver_proc
 from tests.lib import driverhost
 from tests.lib.host import Node
+from tests.lib.kills import Kills
 from tests.lib.rootfs import run
 from tests.lib.runc import Container, RuntimeFailed
 
@@ -173,7 +175,7 @@ def test_way_back_is_to_where_it_was(make: Callable[..., Container], tmp_path: P
 
 
 def test_adoption_with_a_mask_killed_at_any_call_leaves_nothing(
-    make: Callable[..., Container], node: Node, tmp_path: Path
+    make: Callable[..., Container], node: Node, tmp_path: Path, kills: Kills
 ) -> None:
     probe = make()
     assert probe.run() == 0, probe.stderr
@@ -181,7 +183,7 @@ def test_adoption_with_a_mask_killed_at_any_call_leaves_nothing(
     made = calls(tmp_path)
     first = next(number for number, call in enumerate(made) if call.startswith("open_tree("))
     inner = next(number for number, call in enumerate(made) if call.startswith("setns("))
-    for at in [*some(first, inner, 17), *some(inner, len(made), 7)]:
+    for at in itertools.chain(kills.some(first, inner, 17), kills.some(inner, len(made), 7)):
         one = make(at, name=f"at{at}")
         with pytest.raises(RuntimeFailed):
             one.create()

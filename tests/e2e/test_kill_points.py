@@ -16,6 +16,7 @@ from gpushare import cgroup, leases, procs
 from tests.e2e.programs import interrupted_hook, watched_start
 from tests.lib import programs
 from tests.lib.host import Node
+from tests.lib.kills import Kills
 from tests.lib.rootfs import mount_points
 from tests.lib.runc import Container, RuntimeFailed
 
@@ -84,7 +85,7 @@ def own_cgroups() -> list[str]:
 
 
 def test_gpushare_run_killed_at_any_point_leaves_nothing(
-    make_node: Callable[..., Node], simhost: Path, tmp_path: Path
+    make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
 ) -> None:
     """The third way in, without an engine: the next program gets the whole device, and prune finds the rest."""
     node = make_node(simhost)
@@ -95,18 +96,18 @@ def test_gpushare_run_killed_at_any_point_leaves_nothing(
 
     whole = interrupted_hook.write_cli(tmp_path)
     assert [run(whole, "first"), run(whole, "second")] == [0, 0]  # the first start on a host has more to do
-    total, kept = interrupted_hook.points(tmp_path), 0
+    total = interrupted_hook.points(tmp_path)
     assert total > 40
     assert node.cli("prune").returncode == 0
     before = mount_points(), own_cgroups()
-    for at in interrupted_hook.some(1, total + 1, 67):
+    for at in kills.some(1, total + 1, 67):
         assert run(interrupted_hook.write_cli(tmp_path, at), "killed") == -signal.SIGKILL
-        kept += len(node.left())
+        kills.left += len(node.left())
         assert run(whole, "next") == 0, f"point {at} of {total}"
         assert node.leases() == [f"{OURS}next"], f"point {at} of {total}"
         assert node.cli("prune").returncode == 0
         assert node.left() == [] and (mount_points(), own_cgroups()) == before, f"point {at} of {total}"
-    assert kept > 0  # else no kill hit a start that had something to leave
+    assert kills.left > 0  # else no kill hit a start that had something to leave
 
 
 def killed(one: Container) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from gpushare import region
 
-from tests.e2e.programs.interrupted_hook import points, some, write_hook
+from tests.e2e.programs.interrupted_hook import points, write_hook
 from tests.lib import rootfs
 from tests.lib.host import Node
+from tests.lib.kills import Kills
 from tests.lib.runc import Container, RuntimeFailed
 
 MakeContainer = Callable[..., Container]
@@ -149,15 +150,14 @@ def test_containers_that_start_together_never_get_more_than_there_is(container: 
 
 
 def test_start_killed_at_any_point_leaves_nothing(
-    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
 ) -> None:
     """kill -9 between any two system calls. With poststop (runc) it cleans up; without one (crun calls none after a
     failed create) the next start of the same id does, in the same bundle, and gets the whole device."""
     node = make_node(simhost)
     total = points_of_a_start(container, node, tmp_path)
     assert total > 100
-    kept = 0
-    for number, at in enumerate(some(1, total, 13)):
+    for number, at in enumerate(kills.some(1, total, 13)):
         hooks = node.hook()._replace(program=write_hook(tmp_path, at)).entries()
         with_poststop = number % 2 == 0
         one = container(["true"], env=ALL, name=f"at{at}")
@@ -166,7 +166,7 @@ def test_start_killed_at_any_point_leaves_nothing(
             one.create()
         if with_poststop:
             assert left(node) == [], f"point {at} of {total}"
-        kept += len(left(node))
+        kills.left += len(left(node))
         assert node.cli("list").returncode == 0
         use_hook(one, node.hook().entries())
         assert one.run() == 0, f"point {at} of {total}: {one.stderr}"
@@ -174,11 +174,11 @@ def test_start_killed_at_any_point_leaves_nothing(
         one.delete()
         assert left(node) == [], f"point {at} of {total}"
         one.close()
-    assert kept > 0  # else no kill hit a start that had something to leave
+    assert kills.left > 0  # else no kill hit a start that had something to leave
 
 
 def test_very_first_start_killed_at_any_point_leaves_a_host_that_works(
-    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
 ) -> None:
     """The first start on a host also mounts the state directory and compiles node.json."""
     first = make_node(simhost, "count")
@@ -187,7 +187,7 @@ def test_very_first_start_killed_at_any_point_leaves_a_host_that_works(
     more = points(tmp_path) - points_of_a_start(container, first, tmp_path)
     assert more > 10
     probe.delete()
-    for at in some(1, more + 10, 5):
+    for at in kills.some(1, more + 10, 5):
         node = make_node(simhost, f"first{at}")
         one = container(["true"], env=ALL, name=f"first{at}")
         use_hook(one, node.hook()._replace(program=write_hook(tmp_path, at)).entries())
@@ -228,7 +228,7 @@ def test_start_that_is_told_to_end_undoes_itself(
     node = make_node(simhost)
     total = points_of_a_start(container, node, tmp_path)
     refused = 0
-    for at in some(5, total, 23):
+    for at in range(5, total, 23):
         hook = node.hook()._replace(program=write_hook(tmp_path, at, signal.SIGTERM))
         one = container(["true"], env=ALL, name=f"term{at}")
         use_hook(one, {"prestart": hook.entries()["prestart"]})

@@ -3,6 +3,7 @@ Python, what is left when it is killed."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 from gpushare import leases, pages
 
-from tests.e2e.programs.interrupted_hook import some, write_adopt, write_runtime
+from tests.e2e.programs.interrupted_hook import write_adopt, write_runtime
 from tests.e2e.test_adopt import ALL, asked_python, calls, through
 from tests.lib.host import Node
+from tests.lib.kills import Kills
 from tests.lib.runc import Container, RuntimeFailed
 
 MakeContainer = Callable[..., Container]
@@ -159,7 +161,7 @@ def test_signals_of_a_delete_reach_the_runtime(
 
 
 def test_poststop_killed_at_any_call_is_finished_by_the_next(
-    container: MakeContainer, node: Node, tmp_path: Path
+    container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
 ) -> None:
     """kill -9 of the launcher at each system call: the next start gets the whole device, and all goes in the end."""
     program = write_runtime(tmp_path, hook=write_adopt(tmp_path, stage="poststop"))
@@ -170,13 +172,12 @@ def test_poststop_killed_at_any_call_is_finished_by_the_next(
     total = len(calls(tmp_path))
     assert total > 60 and not asked_python(tmp_path)
     first = next(number for number, call in enumerate(calls(tmp_path)) if call.startswith("flock("))
-    kept = 0
-    for at in [*some(3, first - 1, 23), *some(first - 1, total, 5)]:
+    for at in itertools.chain(kills.some(3, first - 1, 23), kills.some(first - 1, total, 5)):
         hook = write_adopt(tmp_path, at, "poststop")
         one = container(["true"], env=ALL, name=f"at{at}", runtime=through(node, write_runtime(tmp_path, hook=hook)))
         assert one.run() == 0, f"call {at} of {total}: {one.stderr}"
         subprocess.run(["runc", *one._runtime[-2:], "delete", one.id], capture_output=True)
-        kept += len(node.left())
+        kills.left += len(node.left())
         again = container(["true"], env=ALL, name=f"next{at}", runtime=node.runtime())
         assert again.run() == 0, f"call {at} of {total}: {again.stderr}"
         assert node.leases() == [again.id] and page_numbers(node) == [0]
@@ -184,4 +185,4 @@ def test_poststop_killed_at_any_call_is_finished_by_the_next(
         assert node.left() == [] and page_numbers(node) == [], f"call {at} of {total}"
         for each in (one, again):
             each.close()
-    assert kept > 0
+    assert kills.left > 0

@@ -2,11 +2,14 @@
 
     group_of(nodeid)    tests of one group run one after the other, in one worker
     scheduler(...)      which group a worker takes next: those that take long come first, so that all end together
-    Turns().enter(...)  before each test: those that are `alone` wait until nothing else runs, and then others wait
+    Turns().enter(...)  before each test: who is in the company of whom
 
 Every worker has a mount namespace, a TMPDIR and a process id of its own, and names what it makes after them. What is
-still of the whole machine decides the groups: nodes in /dev, and what an engine keeps in /run and /etc. Tests that
-measure real time get both processors.
+still of the whole machine decides the groups: nodes in /dev, and what an engine keeps in /run and /etc.
+
+Tests that are judged by a real clock begin, while nothing else runs: first, one at a time, those that measure what a
+call costs, and then the others, side by side. These sleep for most of their time (a simulated device needs no
+processor), so they do not take from each other what they measure; a test that starts containers would.
 """
 
 from __future__ import annotations
@@ -18,16 +21,24 @@ from typing import Any
 
 import pytest
 
+from . import kills
 from .host import BUILD
 
-# Judged by a real clock: shares of a device, reaction times
-CLOCK = (
+# Costs of a call, and of a whole card
+ALONE = (
     "tests/gpu/test_gpu_check.py",
-    "tests/shim/test_compute",
-    "tests/sim/test_classic.py",
-    "tests/sim/test_scheduling.py",
+    "tests/shim/test_compute_cost.py",
+)
+# Judged by a real clock: shares of a device, reaction times. Each file is a group; those that take long come first.
+CLOCK = (
+    "tests/shim/test_compute_attacks.py",
+    "tests/shim/test_compute.py",
+    "tests/shim/test_compute_life.py",
     "tests/e2e/test_compute.py",
+    "tests/sim/test_scheduling.py",
+    "tests/sim/test_classic.py",
     "tests/e2e/test_compute_limits.py",
+    "tests/shim/test_compute_turns.py",
     "tests/e2e/test_live_limits.py::test_a_container_without_a_compute_limit",
     "tests/e2e/test_live_limits.py::test_a_pause_holds",
     "tests/e2e/test_live_limits.py::test_a_program_without_a_container",
@@ -56,12 +67,10 @@ PODMAN = (
 # One daemon serves many tests
 CONTAINERD = ("tests/e2e/test_containerd",)
 DOCKER = ("tests/e2e/test_docker",)
-GROUPS = {"clock": CLOCK, "driver": DRIVER, "podman": PODMAN, "containerd": CONTAINERD, "docker": DOCKER}
+GROUPS = {"alone": ALONE, "driver": DRIVER, "podman": PODMAN, "containerd": CONTAINERD, "docker": DOCKER}
 
 # Groups and files in the order in which they are begun; all others come after them, those with more tests first.
-# Whatever is alone begins: nothing else runs yet that it would have to wait for.
 FIRST = (
-    "clock",
     "podman",
     "docker",
     "driver",
@@ -85,19 +94,30 @@ FIRST = (
 )
 
 
-def is_alone(nodeid: str) -> bool:
-    return nodeid.startswith(CLOCK)
+# Which tests may be in one another's company
+ONE, CALM, ANY = "one at a time", "side by side with others that a clock judges", "with any others but those"
+
+
+def company_of(nodeid: str) -> str:
+    return ONE if nodeid.startswith(ALONE) else CALM if nodeid.startswith(CLOCK) else ANY
 
 
 def group_of(nodeid: str) -> str:
-    """A name of GROUPS, else the test's file."""
+    """A name of GROUPS, else the test's file; the test itself in a run that takes it in parts."""
+    if kills.PARTS:
+        return nodeid
+    if nodeid.startswith(CLOCK):
+        return "clock " + nodeid.partition("::")[0]
     return next((name for name, rows in GROUPS.items() if nodeid.startswith(rows)), nodeid.partition("::")[0])
 
 
 def rank(nodeid: str) -> int:
-    """The smaller, the earlier its group begins."""
+    """The smaller, the earlier its group begins. Who is alone comes first: nothing runs yet that it has to wait for."""
+    if nodeid.startswith(ALONE):
+        return 0
+    clock = next((place for place, row in enumerate(CLOCK, 1) if nodeid.startswith(row)), 0)
     group = group_of(nodeid)
-    return FIRST.index(group) if group in FIRST else len(FIRST)
+    return clock or len(CLOCK) + 1 + (FIRST.index(group) if group in FIRST else len(FIRST))
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:
@@ -121,28 +141,40 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+SEATS = 8  # as many workers as may be calm at once, at most
+
+
 class Turns:
-    """Of one worker; nothing at all where there is one only. Whoever waits to be alone keeps the door: those who would
-    go on beside the present ones wait behind him, so he comes in when these have ended."""
+    """Of one worker; nothing at all where there is one only. Each worker has a seat: a calm test takes its own, one
+    that is alone takes all, and any other test shares all with its like. Whoever waits for a seat keeps the door: those
+    who would go on beside the present ones wait behind him, so he comes in when these have ended."""
 
     def __init__(self, folder: Path = BUILD) -> None:
         self._folder = folder
         self._fds: list[int] = []
 
-    def enter(self, alone: bool) -> None:
-        """Before a test. Whoever is inside stays inside: see `leave`."""
-        if "PYTEST_XDIST_WORKER" not in os.environ or self._fds:
+    def enter(self, company: str, worker: str | None) -> None:
+        """Before a test. `worker` is its name, None when there is only one. Whoever is inside stays inside: see
+        `leave`."""
+        if worker is None or self._fds:
             return
-        for name in ("door", "room"):
-            self._fds.append(os.open(self._folder / f".tests-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        door, room = self._fds
+        door = self._open("door")
         fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
+        try:
+            mine = int(worker[2:]) % SEATS
+            for seat in (mine,) if company == CALM else range(SEATS):
+                self._fds.append(self._open(f"seat-{seat}"))
+                fcntl.flock(self._fds[-1], fcntl.LOCK_SH if company == ANY else fcntl.LOCK_EX)
+        finally:
+            fcntl.flock(door, fcntl.LOCK_UN)
+            os.close(door)
 
-    def leave(self, alone: bool, alone_next: bool) -> None:
-        """After a test. One that is alone hands the empty room on to the next one that wants it."""
-        if alone and alone_next:
+    def _open(self, name: str) -> int:
+        return os.open(self._folder / f".tests-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def leave(self, company: str, next_one: str | None) -> None:
+        """After a test. One that a clock judges hands its seats on to the next one that wants the same."""
+        if company != ANY and next_one == company:
             return
         for fd in self._fds:
             fcntl.flock(fd, fcntl.LOCK_UN)  # also for a process that a test has forked and left

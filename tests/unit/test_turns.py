@@ -36,63 +36,99 @@ def test_who_takes_things_of_the_machine_is_in_one_group(uses: str, group: str) 
 
 
 def test_every_row_names_something() -> None:
-    for row in (row for rows in turns.GROUPS.values() for row in rows):
+    for row in (row for rows in (*turns.GROUPS.values(), turns.CLOCK) for row in rows):
         assert any(test.startswith(row) for test in FUNCTIONS), row
     groups = {turns.group_of(test) for test in FUNCTIONS}
     assert [name for name in turns.FIRST if name not in groups] == []
 
 
-def test_who_is_alone_comes_first() -> None:
-    """Else all would have to wait for each other once more."""
-    assert {turns.rank(test) for test in FUNCTIONS if turns.is_alone(test)} == {0}
-    assert min(turns.rank(test) for test in FUNCTIONS if not turns.is_alone(test)) == 1
+def test_who_is_alone_comes_first_and_then_those_that_are_calm() -> None:
+    """Else all would have to wait for each other once more. No group is of two kinds."""
+    kinds = [company for _, company in sorted({(turns.rank(test), turns.company_of(test)) for test in FUNCTIONS})]
+    assert [kind for kind, before in zip(kinds, ["", *kinds]) if kind != before] == [turns.ONE, turns.CALM, turns.ANY]
+    groups = {(turns.group_of(test), turns.company_of(test)) for test in FUNCTIONS}
+    assert len(groups) == len({group for group, _ in groups})
 
 
-def test_who_wants_to_be_alone_waits_for_the_others_and_they_for_him(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
-    said: list[str] = []
-    leave = {name: threading.Event() for name in ("alone", "later")}
-    entered = {name: threading.Event() for name in leave}
+class Visitor:
+    """A worker with a row of tests: `began` has those that were let in, and each goes on until it is told to `end`."""
 
-    def come(name: str) -> None:
-        mine = turns.Turns(tmp_path)
-        for test in (name, f"{name} again"):
-            mine.enter(alone=name == "alone")
-            said.append(test)
-            entered[name].set()
-            leave[name].wait(60)
-            mine.leave(name == "alone", alone_next=test == "alone")
+    def __init__(self, folder: Path, number: int, *companies: str) -> None:
+        self.began: list[str] = []
+        self._in, self._out = threading.Semaphore(0), threading.Semaphore(0)
+        self._turns, self._worker = turns.Turns(folder), f"gw{number}"
+        self._thread = threading.Thread(target=self._run, args=(companies,))
+        self._thread.start()
 
-    threads = {name: threading.Thread(target=come, args=(name,)) for name in leave}
-    present = turns.Turns(tmp_path), turns.Turns(tmp_path)
-    for one in present:  # these two, together
-        one.enter(alone=False)
-    threads["alone"].start()
-    with open(tmp_path / ".tests-door", "rb") as door:
-        while True:  # until he keeps the door
+    def _run(self, companies: tuple[str, ...]) -> None:
+        for company, after in zip(companies, (*companies[1:], None)):
+            self._turns.enter(company, self._worker)
+            self.began.append(company)
+            self._in.release()
+            self._out.acquire()
+            self._turns.leave(company, after)
+
+    def is_in(self) -> bool:
+        """Waits until a further test was let in."""
+        return self._in.acquire(timeout=60)
+
+    def end(self) -> None:
+        self._out.release()
+
+    def gone(self) -> None:
+        self.end()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def until_kept(folder: Path) -> None:
+    """Until somebody waits for a seat."""
+    with open(folder / ".tests-door", "rb") as door:
+        while True:
             try:
                 fcntl.flock(door, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 fcntl.flock(door, fcntl.LOCK_UN)
             except BlockingIOError:
-                break
-    threads["later"].start()
-    assert said == []
-    for one in present:
-        one.leave(alone=False, alone_next=False)
-    assert entered["alone"].wait(60)
-    assert not entered["later"].wait(0.2) and said == ["alone"]
-    leave["alone"].set()
-    assert entered["later"].wait(60)
-    assert said[:3] == ["alone", "alone again", "later"]  # who is alone stays until his last test
-    leave["later"].set()
-    for thread in threads.values():
-        thread.join(60)
+                return
 
 
-def test_one_worker_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+@pytest.mark.parametrize(
+    ("inside", "waits"),
+    [(turns.ANY, turns.ONE), (turns.ANY, turns.CALM), (turns.CALM, turns.ONE), (turns.CALM, turns.ANY)],
+)
+def test_who_wants_another_company_waits_and_those_behind_him_too(tmp_path: Path, inside: str, waits: str) -> None:
+    present = [Visitor(tmp_path, number, inside) for number in (0, 1)]
+    assert all(one.is_in() for one in present)  # these two, together
+    other = Visitor(tmp_path, 2, waits)
+    until_kept(tmp_path)
+    later = Visitor(tmp_path, 3, inside)
+    present[0].gone()
+    until_kept(tmp_path)
+    assert other.began == later.began == []
+    present[1].gone()
+    assert other.is_in()
+    until_kept(tmp_path)  # by the one behind him
+    assert later.began == []
+    other.gone()
+    assert later.is_in()
+    later.gone()
+
+
+@pytest.mark.parametrize("company", [turns.ONE, turns.CALM])
+def test_who_a_clock_judges_stays_until_his_last_test(tmp_path: Path, company: str) -> None:
+    one = Visitor(tmp_path, 0, company, company, turns.ANY)
+    assert one.is_in()
+    other = Visitor(tmp_path, 1, turns.ANY)
+    until_kept(tmp_path)
+    one.end()
+    assert one.is_in() and one.began == [company, company] and other.began == []
+    one.end()
+    assert other.is_in() and one.is_in()
+    other.gone()
+    one.gone()
+
+
+def test_one_worker_waits_for_nobody(tmp_path: Path) -> None:
     for one in (turns.Turns(tmp_path), turns.Turns(tmp_path)):
-        one.enter(alone=True)
+        one.enter(turns.ONE, None)
     assert list(tmp_path.iterdir()) == []

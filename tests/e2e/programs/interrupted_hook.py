@@ -3,13 +3,12 @@ the product has no such switch.
 
 The points lie before and after each system call that can change something, counted by the interpreter's profiler.
 `write_hook`, `write_runtime` and `write_cli` make the program; with `at` 0 it sends nothing and writes down how many
-points it passed. `write_adopt` stands before the launcher, whose system calls strace counts. `some` says at which of
-the points a test kills; `make test-kills` (GPUSHARE_EVERY_POINT=1) takes all of them.
+points it passed. `write_adopt` stands before the launcher, whose system calls strace counts. tests/lib/kills.py says
+at which of the points a test kills.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -149,11 +148,6 @@ def write_adopt(directory: Path, at: int = 0, stage: str = "adopt") -> Path:
     program.write_text(_ADOPT.format(launcher=launcher, stage=stage, log=log, inject=inject))
     program.chmod(0o755)
     return program
-
-
-def some(first: int, end: int, step: int) -> range:
-    """Points from `first` to before `end`, one of `step`."""
-    return range(first, end, 1 if os.environ.get("GPUSHARE_EVERY_POINT") else step)
 
 
 def points(directory: Path) -> int:

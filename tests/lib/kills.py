@@ -1,0 +1,84 @@
+"""At which points tests kill a program: some of them in `make test`, every one in `make test-kills`.
+
+With GPUSHARE_EVERY_POINT=n in the environment each such test is n tests, with every nth point each, so that all
+workers have some until the end. Each point that was survived is written down in build/kills/<what was tried>/<test>,
+and a run that was interrupted goes on from there. What was tried is a digest of our programs: other ones begin anew,
+and a whole run begins anew after one that ended well (`forget`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from .host import BUILD, TREE
+
+PARTS = int(os.environ.get("GPUSHARE_EVERY_POINT") or 0)
+PLACE = BUILD / "kills"
+
+
+@functools.cache
+def tried() -> Path:
+    """The directory for the programs of now, made; those of others go."""
+    digest = hashlib.sha256()
+    sources = (TREE / "hook").rglob("*.py"), (TREE / "hook" / "launcher").glob("*.[ch]"), [BUILD / "bin/gpushare-hook"]
+    for source in sorted(path for paths in sources for path in paths):
+        digest.update(source.read_bytes())
+    place = PLACE / digest.hexdigest()[:16]
+    for other in PLACE.glob("*") if PLACE.is_dir() else ():
+        if other != place:
+            shutil.rmtree(other, ignore_errors=True)
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def forget() -> None:
+    """After a whole run."""
+    shutil.rmtree(PLACE, ignore_errors=True)
+
+
+class Kills:
+    """The points of one test. It adds to `left` what a kill left behind: a test that never found anything would not
+    have tried what it says."""
+
+    def __init__(self, test: str, part: int) -> None:
+        self.left = 0
+        self._part = part
+        self._record = tried() / re.sub(r"\W+", "-", test) if PARTS else None
+
+    def some(self, first: int, end: int, step: int, kind: str = "") -> Iterator[int]:
+        """Points from `first` to before `end`: one of `step`, or every one of this part that no earlier run has
+        survived. A test with two rows of them gives a `kind` where a number may be in both."""
+        if self._record is None:
+            yield from range(first, end, step)
+            return
+        done = self._done(kind)
+        for at in range(first + (self._part - first) % PARTS, end, PARTS):
+            if at in done:
+                continue
+            before = self.left
+            yield at
+            with open(self._record, "a") as file:
+                file.write(f"{kind}:{at} {self.left - before}\n")
+
+    def _done(self, kind: str) -> set[int]:
+        assert self._record is not None
+        found = set()
+        for line in self._record.read_text().splitlines() if self._record.exists() else ():
+            point, left = line.split()
+            name, _, at = point.partition(":")
+            if name == kind:
+                found.add(int(at))
+                self.left += int(left)
+        return found
+
+
+if __name__ == "__main__":
+    points = sum(len(file.read_text().splitlines()) for file in tried().iterdir())
+    print(f"killed at {points} points, and nothing was left each time")
+    forget()
