@@ -39,6 +39,10 @@ WARNINGS = (
     (1 << 2, "the driver shows a device that was not granted"),
 )
 
+# Worked out once: `gpushare export` reads the pages of all containers at each scrape
+_USAGE, _SLOT, _BUCKET = packer("gs_usage"), packer("gs_slot"), packer("gs_bucket")
+_SLOTS_AT, _BUCKETS_AT = offset("gs_usage", "slot"), offset("gs_usage", "bucket")
+
 
 class Slot(NamedTuple):
     """One live process of a container: `pid` is what the process calls itself (not believed)."""
@@ -85,18 +89,18 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
     `slots_high` is not used: a tenant could hide slots behind it. Raises RegionError when the header is not ours.
     """
     check(data, "usage file", USAGE_MAGIC, USAGE_SIZE)
-    fields = packer("gs_usage").unpack(data)
+    fields = _USAGE.unpack(data)
     _, _, _, _, stated_devices, nonce, _, warnings = fields[:8]
     count = min(n_devices, stated_devices, MAX_DEVICES)
     slots = []
     generations: dict[int, int] = {}  # of those that live
-    base = offset("gs_usage", "slot")
-    slot_struct = packer("gs_slot")
-    owners = memoryview(data)[base : base + MAX_SLOTS * SLOT_SIZE].cast("I")[:: SLOT_SIZE // 4]  # the first field
+    owners = memoryview(data)[_SLOTS_AT : _SLOTS_AT + MAX_SLOTS * SLOT_SIZE].cast("I")[
+        :: SLOT_SIZE // 4
+    ]  # the first field
     for index, owner in enumerate(owners):
         if not owner & TID_MASK:  # nearly all of them: 2 ms for nothing
             continue
-        _, live, generation, pid, started_ns, *charged = slot_struct.unpack_from(data, base + index * SLOT_SIZE)
+        _, live, generation, pid, started_ns, *charged = _SLOT.unpack_from(data, _SLOTS_AT + index * SLOT_SIZE)
         if live == owner & TID_MASK:
             host = tuple(charged[host_part(device)] for device in range(count)) if count <= MAX_DEVICES // 2 else ()
             slots.append(Slot(index, pid, started_ns, tuple(charged[:count]), host))
@@ -128,8 +132,7 @@ def _orphans(data: bytes, generations: dict[int, int], count: int) -> tuple[int,
 
 
 def _bucket(data: bytes, index: int) -> Bucket:
-    bucket = packer("gs_bucket")
-    _, _, _, waited, busy, *recent, _ = bucket.unpack_from(data, offset("gs_usage", "bucket") + index * bucket.size)
+    _, _, _, waited, busy, *recent, _ = _BUCKET.unpack_from(data, _BUCKETS_AT + index * _BUCKET.size)
     return Bucket(waited, busy, tuple(recent))
 
 

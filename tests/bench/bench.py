@@ -88,7 +88,11 @@ def shim_cost(directory: Path) -> dict[str, Figure]:
 
 def scrape_cost(directory: Path) -> dict[str, Figure]:
     """One scrape of `gpushare export` on a host with a hundred shares."""
-    return {f"metrics.scrape_{scrape.SHARES}_ms": figure(scrape.scrapes_ms(directory), "ms")}
+    took = scrape.scrapes_ms(directory)
+    return {
+        f"export.scrape_{scrape.SHARES}_ms": figure(took.scrapes, "ms"),
+        f"export.scrape_{scrape.SHARES}_cpu_ms": Figure(took.processor, took.processor, scrape.SCRAPES, "ms"),
+    }
 
 
 COMPUTE_UNITS = {

@@ -104,7 +104,11 @@ def _state(lease: Lease) -> str:
 
 def containers(state_dir: str, only: str = "") -> list[Container]:
     """All containers, the oldest first, damaged ones last; or the one whose id is `only`, if it is there."""
-    seen = leases.view(state_dir)
+    return containers_of(state_dir, leases.view(state_dir), only)
+
+
+def containers_of(state_dir: str, seen: leases.View, only: str = "") -> list[Container]:
+    """The same, of a view that the caller has."""
     found = [_container(state_dir, lease, _state(lease), "") for lease in seen.live if only in ("", lease.id)]
     found += [
         _container(state_dir, lease, GONE[leases.ends(lease)], reason)

@@ -65,7 +65,8 @@ class Sampler:
 
     def take(self) -> Sample:
         """Raises GpushareError when the state directory cannot be read."""
-        found = facts.containers(self._paths.state_dir)
+        seen = leases.view(self._paths.state_dir)
+        found = facts.containers_of(self._paths.state_dir, seen)
         now, lines = {}, []
         for one in found:
             if not one.uses:
@@ -76,7 +77,7 @@ class Sampler:
                     now[key] = time.monotonic_ns(), use.compute.waited_ns
                 lines.append(Line(one, use, self._throttled(key, now.get(key))))
         self._before = now
-        return Sample(time.time(), tuple(lines), self._devices(found), self._note)
+        return Sample(time.time(), tuple(lines), self._devices(seen, found), self._note)
 
     def _throttled(self, key: tuple[str, float, int], now: Optional[tuple[int, int]]) -> Optional[float]:
         """Since the sample before; in the first one since the container's start, as vmstat(8) does."""
@@ -88,14 +89,13 @@ class Sampler:
             then_ns, waited_ns = now[0] - int(max(1.0, time.time() - key[1]) * 1e9), 0
         return min(_MOST_PERCENT, max(0.0, 100 * (now[1] - waited_ns) / max(1, now[0] - then_ns)))
 
-    def _devices(self, found: list[facts.Container]) -> tuple[dict[str, Any], ...]:
+    def _devices(self, seen: leases.View, found: list[facts.Container]) -> tuple[dict[str, Any], ...]:
         """node.json is read anew, so a change shows; while it is stale, what was last known."""
         fresh = node.read_node(self._paths.config, self._paths.state_dir)
         if fresh is not None:
             self._host, self._note = fresh, ""
         if self._host is None:
             return ()
-        seen = leases.view(self._paths.state_dir)
         live = livelimits.settled(self._paths.state_dir, seen.live, keep=False)
         ledger = placement.ledger_of(live, self._host.config.policy, seen.blocked(self._host))
         uses = [use for one in found if one.state not in facts.GONE for use in one.uses]
