@@ -51,5 +51,19 @@ $(PACKAGES_SETUP): packaging/bootstrap $(TEST_SETUP)
 	@packaging/bootstrap packages
 	@touch $@
 
-test-packages: root build packages $(PACKAGES_SETUP) ## install, use, upgrade and remove each package; build all of them twice
+# The simulated driver for aarch64, and the program that takes and gives memory by it. stress is linked to a later C
+# library, that of the Debian whose programs make test-packages starts.
+AARCH64 := build/aarch64
+AARCH64_CC = $(SHIM_ZIG) -target aarch64-linux-gnu.2.36
+$(AARCH64)/sim/libcuda.so.1 $(AARCH64)/sim/libnvidia-ml.so.1 &: $(wildcard tests/sim/*.[ch] tests/sim/*/*.[ch]) build/.setup-dist
+	$(MAKE) --no-print-directory -f tests/sim/sim.mk BUILD=$(AARCH64) CC='$(AARCH64_CC)' PYTHON='$(PYTHON)' \
+	    CUDA_INCLUDE=$(CUDA_INCLUDE) NVML_INCLUDE=$(NVML_INCLUDE) \
+	    $(AARCH64)/$(SIM_LIBCUDA:build/%=%) $(AARCH64)/$(SIM_LIBNVML:build/%=%)
+	@ln -f $(AARCH64)/$(SIM_LIBCUDA:build/%=%) $(AARCH64)/sim/libcuda.so.1
+	@ln -f $(AARCH64)/$(SIM_LIBNVML:build/%=%) $(AARCH64)/sim/libnvidia-ml.so.1
+
+$(AARCH64)/stress: tests/shim/stress.c tests/shim/families.h tests/packages/robust.c $(AARCH64)/sim/libcuda.so.1
+	$(AARCH64_CC) -O2 -rdynamic -Wall -Wextra -Werror -I$(CUDA_INCLUDE) -o $@ $(filter %.c %.so.1,$^) -ldl
+
+test-packages: root build packages $(PACKAGES_SETUP) $(AARCH64)/stress ## install, use, upgrade and remove each package; build all of them twice
 	@$(VENV_PYTHON) -m pytest -o python_files='check_*.py' tests/packages $(PYTEST_ARGS)

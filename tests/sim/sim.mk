@@ -43,7 +43,7 @@ $(SIM_OUT)/nvml_stubs.c $(SIM_OUT)/libnvidia-ml.map &: $(SIM_NVML_OBJECTS) $(SIM
 	@$(SIM_PYTHON) $(SIM_DIR)/generate.py nvml $(SIM_OUT)/nvml_stubs.c $(SIM_OUT)/libnvidia-ml.map $(SIM_NVML_OBJECTS)
 
 $(SIM_OUT)/%.o: $(SIM_OUT)/%.c $(SIM_HEADERS)
-	@$(CC) $(SIM_CFLAGS) -Wno-builtin-declaration-mismatch -Wno-unused-parameter -c -o $@ $<
+	@$(CC) $(SIM_CFLAGS) -Wno-unknown-warning-option -Wno-builtin-declaration-mismatch -Wno-unused-parameter -c -o $@ $<
 
 # Like the real ones: libcuda is bound to itself, NVML calls its own exports through its PLT.
 $(SIM_LIBCUDA): $(SIM_CUDA_OBJECTS) $(SIM_OUT)/generated.o $(SIM_OUT)/generated_stubs.o
