@@ -66,29 +66,23 @@ def end(control: Control, pid: int) -> None:
         kill(one)
 
 
-def _wait(process: procs.Process, milliseconds: int) -> None:
+def _wait(process: procs.Process, milliseconds: int, send: int = 0) -> None:
+    """Until that very process is gone; with `send`, this signal first."""
     try:
         fd = linux.pidfd_open(process.pid)
     except KernelError:  # gone
         return
     try:
         if procs.alive(process.pid, process.start):
+            if send:
+                signal.pidfd_send_signal(fd, send)
             _gone(fd, milliseconds)
     finally:
         os.close(fd)
 
 
 def kill(process: procs.Process) -> None:
-    try:
-        fd = linux.pidfd_open(process.pid)
-    except KernelError:  # gone
-        return
-    try:
-        if procs.alive(process.pid, process.start):
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-            _gone(fd, 5000)
-    finally:
-        os.close(fd)
+    _wait(process, 5000, signal.SIGKILL)
 
 
 def _gone(pidfd: int, milliseconds: int) -> bool:

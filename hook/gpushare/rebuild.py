@@ -132,6 +132,17 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
     )
 
 
+def _mounted(namespace: mountns.Namespace, path: str) -> int:
+    """A copy of the container's own mount at `path`, detached. Raises OSError and KernelError."""
+    with namespace:
+        resolve = linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
+        found = linux.openat2(linux.AT_FDCWD, path, os.O_PATH, resolve=resolve)
+        try:
+            return linux.open_tree("", dir_fd=found)
+        finally:
+            os.close(found)
+
+
 def _keep_pages(state_dir: str, found: Found, uuid: str) -> None:
     """The pages of a device where this container has them, so that it and those to come see each other. Where that
     cannot be, they do not, and its page's number stays its own."""
@@ -142,13 +153,7 @@ def _keep_pages(state_dir: str, found: Found, uuid: str) -> None:
         try:
             if not namespace.is_ours():
                 return
-            with namespace:
-                resolve = linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
-                peers = linux.openat2(linux.AT_FDCWD, f"{names.PEERS_DIR}/{uuid}", os.O_PATH, resolve=resolve)
-                try:
-                    tree = linux.open_tree("", dir_fd=peers)
-                finally:
-                    os.close(peers)
+            tree = _mounted(namespace, f"{names.PEERS_DIR}/{uuid}")
         finally:
             namespace.close()
         try:
@@ -213,13 +218,7 @@ def open_limits(state_dir: str, container_id: str) -> int:
                     "of its own: its limits cannot be changed any more",
                     "start it again",
                 )
-            with namespace:
-                resolve = linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
-                share = linux.openat2(linux.AT_FDCWD, names.PRIVATE_DIR, os.O_PATH, resolve=resolve)
-                try:
-                    tree = linux.open_tree("", dir_fd=share)
-                finally:
-                    os.close(share)
+            tree = _mounted(namespace, names.PRIVATE_DIR)
         finally:
             namespace.close()
         try:

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.e2e import docker_host, engines
+from tests.e2e.docker_host import DockerHost
+from tests.lib.engines.containerd import Containerd
 from tests.lib.engines.image import make_root
 from tests.lib.host import Node
 from tests.lib.kills import PARTS, Kills
@@ -25,6 +28,35 @@ def _nothing_is_left(no_leaks: None) -> None:
 def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The root file system of the image that all engines start."""
     return make_root(tmp_path_factory.mktemp("image") / "root")
+
+
+@pytest.fixture(scope="module")
+def _docker_host(image_root: Path) -> Iterator[DockerHost]:
+    with docker_host.docker_host(image_root) as made:
+        yield made
+
+
+@pytest.fixture
+def docker(_docker_host: DockerHost) -> Iterator[DockerHost]:
+    """A module's own docker, which nothing is left of after a test."""
+    yield _docker_host
+    left = _docker_host.daemon.must("ps", "-aq").split()
+    if left:
+        _docker_host.daemon.docker("rm", "-f", *left)
+    assert _docker_host.node.leases() == [], "a lease was left behind"
+
+
+@pytest.fixture(scope="module", params=["hook", "runtime"])
+def _containerd(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Containerd]:
+    with engines.containerd(request.param, image_root) as made:
+        yield made
+
+
+@pytest.fixture
+def containerd(_containerd: Containerd) -> Iterator[Containerd]:
+    """A module's own containerd, by either way in."""
+    yield _containerd
+    assert _containerd.node.leases() == [], "a lease was left behind"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,19 +6,17 @@ from __future__ import annotations
 import json
 import os
 import select
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lib import programs
+from tests.lib import judge, programs
 from tests.lib.busy import build, words
 from tests.lib.host import Node
 from tests.lib.runc import Container
 from tests.lib.spec import Mount
-from tests.sim.ledger import Ledger
 
 MakeContainer = Callable[..., Container]
 POINTS = 5  # a loaded machine with two cores; make bench has the exact figures
@@ -44,19 +42,11 @@ def shares(simhost: Path, watched: Iterable[Container]) -> dict[int, float]:
     pidfds = [os.pidfd_open(one.pid) for one in watched]
     for fd in pidfds:
         poll.register(fd, select.POLLIN)
-    with Ledger(str(simhost / "dev" / "nvidia0")) as ledger:
-        begin, before = time.monotonic_ns(), ledger.snapshot()
-        ended = poll.poll(1000)
-        after, end = ledger.snapshot(), time.monotonic_ns()
-    for fd in pidfds:
-        os.close(fd)
-    assert not ended, "a container has ended"
-    was = {(client.index, client.generation): client.busy_ns for client in before.clients}
-    got: dict[int, float] = {}
-    for client in after.clients:
-        took = client.busy_ns - was.get((client.index, client.generation), 0)
-        got[client.pidns] = got.get(client.pidns, 0) + 100 * took / (end - begin)
-    return got
+    try:
+        return judge.time_shares(str(simhost / "dev" / "nvidia0"), poll).of
+    finally:
+        for fd in pidfds:
+            os.close(fd)
 
 
 def share(simhost: Path, one: Container, *others: Container) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,10 @@ BOTH = {"GPUSHARE_DEVICES": "all", "GPUSHARE_MEMORY": "16Gi"}  # starts only whe
 DEVICES = ("sh", "-c", "ls -d /dev/nvidia[0-9]* /usr/lib/gpushare 2>/dev/null")
 
 
-@pytest.fixture(scope="module", params=["hook", "runtime"])
-def _made(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Containerd]:
-    with engines.containerd(request.param, image_root) as made:
-        yield made
-
-
 @pytest.fixture
-def engine(_made: Containerd) -> Iterator[Containerd]:
-    _made.programs.started()
-    yield _made
-    assert _made.node.leases() == [], "a lease was left behind"
+def engine(containerd: Containerd) -> Containerd:
+    containerd.programs.started()
+    return containerd
 
 
 def total_bytes(one: PodContainer) -> int:

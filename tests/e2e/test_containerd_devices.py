@@ -27,30 +27,18 @@ TWO_GIB = {**VOID, "GPUSHARE_MEMORY": "2Gi"}
 NODES = {"nvidia0": 0, "nvidia1": 1, "nvidiactl": 255}
 
 
-@pytest.fixture(scope="module", params=["hook", "runtime"])
-def _made(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Containerd]:
-    with engines.containerd(request.param, image_root) as made:
-        yield made
-
-
 @pytest.fixture
-def engine(_made: Containerd) -> Iterator[Containerd]:
-    yield _made
-    assert _made.node.leases() == [], "a lease was left behind"
-
-
-@pytest.fixture
-def real_nodes(engine: Containerd, tmp_path: Path) -> Iterator[Path]:
+def real_nodes(containerd: Containerd, tmp_path: Path) -> Iterator[Path]:
     """The driver root of a host whose device nodes are real: no driver answers, but the cgroup does."""
     root = make_simhost(tmp_path / "real", gpus=2, memory_bytes=16 * GIB)
     (root / ".gpushare-sim").unlink()
     for name, minor in NODES.items():
         (root / "dev" / name).unlink()
         os.mknod(root / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(195, minor))
-    before = engine.node.config.read_text()
-    write_config(engine.node.config, root)
+    before = containerd.node.config.read_text()
+    write_config(containerd.node.config, root)
     yield root
-    engine.node.config.write_text(before)
+    containerd.node.config.write_text(before)
 
 
 def access(one: PodContainer, minor: int) -> str:
@@ -67,28 +55,28 @@ def device(root: Path, name: str) -> dict[str, str]:
     return {"container_path": f"/dev/{name}", "host_path": str(root / "dev" / name), "permissions": "rw"}
 
 
-def test_real_nodes_of_another_gpu_stay_out_of_reach(engine: Containerd, real_nodes: Path) -> None:
-    with engine.pod() as pod:
+def test_real_nodes_of_another_gpu_stay_out_of_reach(containerd: Containerd, real_nodes: Path) -> None:
+    with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "0"}))
         assert (access(one, 0), access(one, 1), access(one, 255)) == (ALLOWED, DENIED, ALLOWED)
         other = pod.run(Want(SLEEP), "nothing")
         assert (access(other, 0), access(other, 255)) == (DENIED, DENIED)
 
 
-def test_access_survives_an_update(engine: Containerd, real_nodes: Path) -> None:
-    with engine.pod() as pod:
+def test_access_survives_an_update(containerd: Containerd, real_nodes: Path) -> None:
+    with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "1"}))
         limit = {"cpu_shares": 512, "memory_limit_in_bytes": 512 << 20}
         pod.daemon.cri.call("UpdateContainerResources", container_id=one.id, linux=limit)
         assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
 
 
-def test_devices_of_the_request_name_what_is_granted(engine: Containerd, real_nodes: Path) -> None:
+def test_devices_of_the_request_name_what_is_granted(containerd: Containerd, real_nodes: Path) -> None:
     """A device plugin put both GPUs there, and the container says that it wants one: the other goes."""
     devices = [device(real_nodes, name) for name in NODES]
-    with engine.pod() as pod:
+    with containerd.pod() as pod:
         want = Want(SLEEP, {**VOID, "GPUSHARE_DEVICES": "1"})
-        if engine.way == "hook":
+        if containerd.way == "hook":
             with pytest.raises(CriError, match="already has an NVIDIA device ./dev/nvidia"):
                 pod.run(want, devices=devices)
             return
@@ -96,15 +84,15 @@ def test_devices_of_the_request_name_what_is_granted(engine: Containerd, real_no
         assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
         assert one.exec("ls", "/dev/nvidia0").code != 0
         alone = pod.run(Want(SLEEP, VOID), "alone", devices=[device(real_nodes, "nvidia0")])
-        assert engine.node.leases() == sorted([one.id, alone.id])
+        assert containerd.node.leases() == sorted([one.id, alone.id])
         with pytest.raises(
             CriError, match=f"held by {alone.id[:12]} "
         ):  # nobody said how much, so it is the whole device
             pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "0"}), "late")
 
 
-def test_void_without_devices_is_left_alone(engine: Containerd) -> None:
-    with engine.pod() as pod:
+def test_void_without_devices_is_left_alone(containerd: Containerd) -> None:
+    with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, VOID))
         assert one.exec("ls", "-d", "/dev/nvidia0", "/usr/lib/gpushare").out == ""
 
@@ -159,36 +147,36 @@ def inject(spec: dict[str, Any], described: dict[str, Any], name: str, root: Pat
             spec.setdefault("hooks", {}).setdefault(hook["hookName"], []).append(entry)
 
 
-def ctr_spec(engine: Containerd, env: dict[str, str]) -> dict[str, Any]:
-    spec = engine.base_spec()
+def ctr_spec(containerd: Containerd, env: dict[str, str]) -> dict[str, Any]:
+    spec = containerd.base_spec()
     spec["process"]["args"] = [PROBE]
     spec["process"]["env"] = [f"{key}={value}" for key, value in env.items()]
     return spec
 
 
-def test_ctr(engine: Containerd) -> None:
+def test_ctr(containerd: Containerd) -> None:
     """Without CRI: no pod, no annotations, one container."""
-    if engine.way == "runtime":
-        words = ("--runc-binary", str(engine.programs.runtime), "--env", "GPUSHARE_MEMORY=2Gi")
-        done = engine.daemon.try_ctr("run", "--rm", *words, engines.IMAGE, "by-ctr", PROBE)
+    if containerd.way == "runtime":
+        words = ("--runc-binary", str(containerd.programs.runtime), "--env", "GPUSHARE_MEMORY=2Gi")
+        done = containerd.daemon.try_ctr("run", "--rm", *words, engines.IMAGE, "by-ctr", PROBE)
     else:
-        done = engine.ctr_run("by-ctr", ctr_spec(engine, {"GPUSHARE_MEMORY": "2Gi"}))
+        done = containerd.ctr_run("by-ctr", ctr_spec(containerd, {"GPUSHARE_MEMORY": "2Gi"}))
     assert Result(done.returncode, done.stdout, done.stderr).answer()["total_bytes"] == 2 * GIB
 
 
-def test_ctr_shows_the_refusal(engine: Containerd) -> None:
-    done = engine.ctr_run("by-ctr", ctr_spec(engine, {"GPUSHARE_MEMORY": "lots"}))
+def test_ctr_shows_the_refusal(containerd: Containerd) -> None:
+    done = containerd.ctr_run("by-ctr", ctr_spec(containerd, {"GPUSHARE_MEMORY": "lots"}))
     assert done.returncode != 0
     assert 'GPUSHARE_MEMORY="lots"' in done.stderr
 
 
 @pytest.mark.parametrize("index", ["0", "1"])
-def test_cdi_specification(engine: Containerd, index: str) -> None:
-    root = engine.node.driver_root
-    spec = ctr_spec(engine, {"GPUSHARE_MEMORY": "2Gi"})
+def test_cdi_specification(containerd: Containerd, index: str) -> None:
+    root = containerd.node.driver_root
+    spec = ctr_spec(containerd, {"GPUSHARE_MEMORY": "2Gi"})
     inject(spec, cdi(root), index, root)
-    done = engine.ctr_run("by-cdi", spec)
-    if engine.way == "hook":
+    done = containerd.ctr_run("by-cdi", spec)
+    if containerd.way == "hook":
         assert done.returncode != 0
         assert 'already has an NVIDIA createContainer hook "/usr/bin/nvidia-cdi-hook" and 9 more' in done.stderr
         return
@@ -196,13 +184,13 @@ def test_cdi_specification(engine: Containerd, index: str) -> None:
     assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, 2 * GIB, 2 * GIB)
 
 
-def test_driver_in_the_mounts_of_a_pod(engine: Containerd) -> None:
+def test_driver_in_the_mounts_of_a_pod(containerd: Containerd) -> None:
     """Older device plugins mount the driver's files; what remains of them must not stand before the limit."""
-    root = engine.node.driver_root
+    root = containerd.node.driver_root
     library = f"{LIBDIR}/libcuda.so.{VERSION}"
     mounts = (Mount(root / library, f"/{library}"), Mount(root / "dev/nvidia1", "/dev/nvidia1", ("rw",)))
-    with engine.pod() as pod:
-        if engine.way == "hook":
+    with containerd.pod() as pod:
+        if containerd.way == "hook":
             with pytest.raises(CriError, match=f"already has an NVIDIA mount at ./{library}"):
                 pod.run(Want(SLEEP, TWO_GIB, mounts=mounts))
             return

@@ -4,46 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from tests.e2e import engines
 from tests.lib.engines.base import SLEEP, Want
 from tests.lib.engines.containerd import Containerd
 from tests.lib.engines.cri import CriError
 from tests.lib.host import write_config
 
 
-@pytest.fixture(scope="module", params=["hook", "runtime"])
-def _made(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Containerd]:
-    with engines.containerd(request.param, image_root) as made:
-        yield made
-
-
-@pytest.fixture
-def engine(_made: Containerd) -> Iterator[Containerd]:
-    yield _made
-    assert _made.node.leases() == [], "a lease was left behind"
-
-
 @contextmanager
-def configured(engine: Containerd, text: str = "", **config: object) -> Iterator[None]:
+def configured(containerd: Containerd, text: str = "", **config: object) -> Iterator[None]:
     """With another config.yaml: `text`, or these keys."""
-    before = engine.node.config.read_text()
+    before = containerd.node.config.read_text()
     if text:
-        engine.node.config.write_text(text)
+        containerd.node.config.write_text(text)
     else:
-        write_config(engine.node.config, engine.node.driver_root, **config)
+        write_config(containerd.node.config, containerd.node.driver_root, **config)
     try:
         yield
     finally:
-        engine.node.config.write_text(before)
+        containerd.node.config.write_text(before)
 
 
-def refusal(engine: Containerd, env: dict[str, str]) -> str:
+def refusal(containerd: Containerd, env: dict[str, str]) -> str:
     """The text of the error when a container starts with `env`."""
-    with engine.pod() as made, pytest.raises(CriError) as failed:
+    with containerd.pod() as made, pytest.raises(CriError) as failed:
         made.run(Want(SLEEP, env))
     detail = failed.value.detail
     assert "Traceback" not in detail
@@ -62,43 +48,45 @@ def refusal(engine: Containerd, env: dict[str, str]) -> str:
     ],
     ids=str,
 )
-def test_value_that_makes_no_sense_is_quoted(engine: Containerd, env: dict[str, str], words: tuple[str, ...]) -> None:
-    detail = refusal(engine, env)
+def test_value_that_makes_no_sense_is_quoted(
+    containerd: Containerd, env: dict[str, str], words: tuple[str, ...]
+) -> None:
+    detail = refusal(containerd, env)
     for word in words:
         assert word in detail
 
 
-def test_no_room_names_who_has_it(engine: Containerd) -> None:
+def test_no_room_names_who_has_it(containerd: Containerd) -> None:
     ten = {"GPUSHARE_DEVICES": "0", "GPUSHARE_MEMORY": "10Gi"}
-    with engine.pod() as pod:
+    with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, ten))
-        detail = refusal(engine, ten)
+        detail = refusal(containerd, ten)
         assert f"held by {one.id[:12]} " in detail
         assert "10Gi" in detail
 
 
-def test_policy(engine: Containerd) -> None:
-    with configured(engine, policy={"accept": {"env": "never"}}):
-        detail = refusal(engine, {"GPUSHARE_MEMORY": "1Gi"})
+def test_policy(containerd: Containerd) -> None:
+    with configured(containerd, policy={"accept": {"env": "never"}}):
+        detail = refusal(containerd, {"GPUSHARE_MEMORY": "1Gi"})
     assert 'GPUSHARE_MEMORY="1Gi": requests in env are not accepted on this node' in detail
     assert "set policy.accept.env" in detail
-    with configured(engine, policy={"require_limits": True}):
-        assert "policy.require_limits" in refusal(engine, {"NVIDIA_VISIBLE_DEVICES": "all"})
+    with configured(containerd, policy={"require_limits": True}):
+        assert "policy.require_limits" in refusal(containerd, {"NVIDIA_VISIBLE_DEVICES": "all"})
 
 
 @pytest.mark.parametrize("text", ["version: [", "version: 1\nmemory_overcomit: 2\n"], ids=["syntax", "key"])
-def test_configuration_that_is_wrong(engine: Containerd, text: str) -> None:
+def test_configuration_that_is_wrong(containerd: Containerd, text: str) -> None:
     """Nothing is granted, the place is named, and containers that ask for nothing start as before."""
-    with configured(engine, text):
-        assert str(engine.node.config) in refusal(engine, {"GPUSHARE_MEMORY": "1Gi"})
-        with engine.pod() as pod:
+    with configured(containerd, text):
+        assert str(containerd.node.config) in refusal(containerd, {"GPUSHARE_MEMORY": "1Gi"})
+        with containerd.pod() as pod:
             assert pod.run(Want(("id",))).wait().code == 0
 
 
-def test_low_level_runtime_that_is_not_there(engine: Containerd) -> None:
-    if engine.way == "hook":  # it is containerd's own business then
+def test_low_level_runtime_that_is_not_there(containerd: Containerd) -> None:
+    if containerd.way == "hook":  # it is containerd's own business then
         return
-    with configured(engine, runtime={"path": "/no/such/runc"}), pytest.raises(CriError) as failed:
-        engine.pod()
+    with configured(containerd, runtime={"path": "/no/such/runc"}), pytest.raises(CriError) as failed:
+        containerd.pod()
     assert "runtime.path '/no/such/runc' is not a program" in failed.value.detail
     assert "set it to runc or crun" in failed.value.detail

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,6 @@ from tests.lib.engines.image import PROBE
 
 RUNC = ("--runtime", "runc", "--network", "none")
 LIBDIR = "/usr/lib/x86_64-linux-gnu"
-
-
-@pytest.fixture(scope="module")
-def _made(image_root: Path) -> Iterator[DockerHost]:
-    with docker_host(image_root) as made:
-        yield made
-
-
-@pytest.fixture
-def docker(_made: DockerHost) -> Iterator[DockerHost]:
-    yield _made
-    left = _made.daemon.must("ps", "-aq").split()
-    if left:
-        _made.daemon.docker("rm", "-f", *left)
-    assert _made.node.leases() == [], "a lease was left behind"
 
 
 # Kinds of containers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,6 @@ from tests.lib.rootfs import mount_points, run, unmount_below
 
 RUNC = ("--runtime", "runc", "--network", "none")
 LIBDIR = "/usr/lib/x86_64-linux-gnu"
-
-
-@pytest.fixture(scope="module")
-def _made(image_root: Path) -> Iterator[DockerHost]:
-    with docker_host(image_root) as made:
-        yield made
-
-
-@pytest.fixture
-def docker(_made: DockerHost) -> Iterator[DockerHost]:
-    yield _made
-    left = _made.daemon.must("ps", "-aq").split()
-    if left:
-        _made.daemon.docker("rm", "-f", *left)
-    assert _made.node.leases() == [], "a lease was left behind"
 
 
 # Files
@@ -120,8 +104,8 @@ def test_shared_volume_would_show_the_share_on_the_host(docker: DockerHost, tmp_
 
 
 @pytest.fixture(scope="module")
-def asking(_made: DockerHost) -> str:
-    return _made.load("asking", "ENV GPUSHARE_MEMORY=1Gi", "USER 1000", f'CMD ["{PROBE}"]')
+def asking(_docker_host: DockerHost) -> str:
+    return _docker_host.load("asking", "ENV GPUSHARE_MEMORY=1Gi", "USER 1000", f'CMD ["{PROBE}"]')
 
 
 def test_image_that_asks(docker: DockerHost, asking: str) -> None:

@@ -53,7 +53,7 @@ class Place:
         from gpushare import region
         from gpushare.model import Device, Share
 
-        from tests.gpu.company import join
+        from tests.shim.company import grant, join
 
         self._temporary = tempfile.TemporaryDirectory(prefix="gpu-check-")
         self.directory = Path(self._temporary.name)
@@ -65,7 +65,8 @@ class Place:
         for name in ("lower/gpushare", "rw", "dev"):
             (self.directory / name).mkdir(parents=True)
         company = company or self.directory / "company"
-        number = join(company, region.granted(share))
+        number = join(company, machine.uuid)
+        grant(company, machine.uuid, number, region.granted(share))
         limits = bytearray(region.pack_limits([share], nonce))
         for name, value in (("page", number), ("slice_ns", limit.slice_ns), ("switch_ns", limit.switch_ns)):
             at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", name)
@@ -84,8 +85,8 @@ class Place:
                 "real": {stem: str(path) for stem, path in machine.real.items()},
                 "covers": [(stem, str(path)) for stem, path in machine.covers],
                 "simhost": str(machine.simhost or ""),
-                "peers": str(company),
-                "pages": str(company / str(number)),
+                "peers": str(company / machine.uuid),
+                "pages": str(company / machine.uuid / str(number)),
                 "uuid": machine.uuid,
             }
         )

@@ -26,13 +26,13 @@ def build(directory: Path) -> Path:
     out = directory / "stress"
     flags = ("-O2", "-Wall", "-Wextra", "-Werror", f"-I{BUILD}/include/cuda")
     driver = next((BUILD / "sim").glob("libcuda.so.*"))
-    subprocess.run(["gcc", *flags, "-o", out, TREE / "tests/shim/stress.c", driver], check=True)
+    subprocess.run(["gcc", *flags, "-o", str(out), str(TREE / "tests/shim/stress.c"), str(driver)], check=True)
     return out
 
 
 def books(device: Path) -> Books:
     """Read by a process of its own: this one may have the simulated driver loaded."""
-    command = [sys.executable, TREE / "tests/sim/ledger.py", device, "--format", "json"]
+    command = [sys.executable, str(TREE / "tests/sim/ledger.py"), str(device), "--format", "json"]
     said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return Books(said["used_bytes"], max(group["peak_bytes"] for group in said["groups"]))
 

@@ -9,25 +9,18 @@ from __future__ import annotations
 import json
 import select
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.lib.busy import build, words
+from tests.lib.judge import TimeShares, time_shares
 from tests.shim.box import Box
 from tests.sim.ledger import Ledger
 
 LONG_S = 1000  # for as long as it is looked at
 READY_S = 60
 TRIES = 5
-
-
-class Shares(NamedTuple):
-    """Percent of a stretch of wall time."""
-
-    of: dict[int, float]  # per pid namespace: one run in one box
-    device: float  # with switches between contexts
 
 
 def living(box: Box, slot: int) -> set[int]:
@@ -95,25 +88,13 @@ def tenants(*places: tuple[Box, dict[str, Any]]) -> Iterator[list[Tenant]]:
             tenant.kill()
 
 
-def observe(box: Box, seconds: float, watched: Sequence[Tenant] = (), slot: int = 0) -> Shares:
+def observe(box: Box, seconds: float, watched: Sequence[Tenant] = (), slot: int = 0) -> TimeShares:
     """What everybody gets of a device for so long; ends at once, with a failure, when a watched tenant ends."""
     poll = select.poll()
     for tenant in watched:
         assert tenant.process.stdout is not None
         poll.register(tenant.process.stdout, select.POLLIN | select.POLLHUP)
-    with Ledger(box.device(slot)) as ledger:
-        begin, before = time.monotonic_ns(), ledger.snapshot()
-        ended = poll.poll(seconds * 1000)
-        after, end = ledger.snapshot(), time.monotonic_ns()
-    assert not ended, "a tenant has ended"
-    got: dict[int, int] = {}
-    was = {(c.index, c.generation): c.busy_ns for c in before.clients}
-    for client in after.clients:
-        got[client.pidns] = got.get(client.pidns, 0) + client.busy_ns - was.get((client.index, client.generation), 0)
-    took = end - begin
-    return Shares(
-        {ns: 100 * ns_busy / took for ns, ns_busy in got.items()}, 100 * (after.busy_ns - before.busy_ns) / took
-    )
+    return time_shares(box.device(slot), poll, seconds)
 
 
 def holds(tenant: Tenant, percent: float, points: float, seconds: float = 1.0, least: float | None = None) -> None:

@@ -22,7 +22,7 @@ from .. import driverfiles, gpuuse, inventory, livelimits, node, reconcile
 from ..errors import GpushareError, RequestError, what_to_do
 from ..model import Lease
 from . import facts
-from .options import Paths, with_no_color
+from .options import Paths, with_interval, with_no_color
 from .output import write, write_line
 
 PORT = 9878
@@ -46,14 +46,7 @@ _HINTS = {
     help="0: any that is free; the first line says which.",
 )
 @click.option("--socket", "path", metavar="FILE", help="A unix socket (0600) instead of a port.")
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.1, 3600),
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How often use is compared with limits.",
-)
+@with_interval(10.0, "How often use is compared with limits.")
 @click.option("--once", is_flag=True, help="Print the metrics, then end; nothing is reported or stopped.")
 @with_no_color
 @click.pass_obj

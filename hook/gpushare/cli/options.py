@@ -40,6 +40,18 @@ def with_format(command: Command) -> Command:
     return option(with_no_color(command))
 
 
+def with_interval(default_s: float, meaning: str) -> Callable[[Command], Command]:
+    """Adds --interval SECONDS."""
+    return click.option(
+        "--interval",
+        type=click.FloatRange(0.1, 3600),
+        default=default_s,
+        show_default=True,
+        metavar="SECONDS",
+        help=meaning,
+    )
+
+
 def complete_ids(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """For `shell_complete` of an argument ID: containers and refusals. Whoever may not see them gets none; an error has
     no place while somebody types."""

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from . import facts, output, topscreen
-from .options import Paths, with_format
+from .options import Paths, with_format, with_interval
 from .output import BAR_CELLS
 from .sample import Sample, Sampler
 from .topscreen import CONTAINERS, DEVICES, PLAIN, SORTS, Cell, View
@@ -23,14 +23,7 @@ _TURN = {"left": -1, "right": 1}
 
 @click.command()
 @click.option("--once", is_flag=True, help="One look, then end.")
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.1, 3600),
-    default=2.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time between two looks.",
-)
+@with_interval(2.0, "Time between two looks.")
 @click.option("--sort", type=click.Choice(list(SORTS)), default="memory", show_default=True, help="What comes first.")
 @with_format
 @click.pass_obj

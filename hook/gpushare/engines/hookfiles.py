@@ -88,6 +88,14 @@ def withdraw(path: str, text: str) -> Optional[str]:
     return None if program(path, text) else text
 
 
+def withdraw_or_drop(path: str, text: str, before: Optional[str], ours: Sequence[tomltext.Keys]) -> Optional[str]:
+    """Of a hook's file, or of a TOML file what is `ours` in it; None where nothing was or is left."""
+    if path.endswith(".json"):
+        return withdraw(path, text)
+    left = tomltext.drop(text, ours, path)
+    return left if left.strip() or before else None
+
+
 def refuse_arguments(settings: Settings, engine: str) -> None:
     """For engines that give a runtime no arguments. Raises ConfigError."""
     if settings.runtime_args():

@@ -44,10 +44,7 @@ def propose(settings: Settings, files: Files) -> Proposal:
 
 
 def withdraw(path: str, text: str, before: Optional[str]) -> Optional[str]:
-    if path.endswith(".json"):
-        return hookfiles.withdraw(path, text)
-    left = tomltext.drop(text, _OURS, path)
-    return left if left.strip() or before else None
+    return hookfiles.withdraw_or_drop(path, text, before, _OURS)
 
 
 def entry(path: str, text: str) -> str:
