@@ -22,6 +22,7 @@ def words() -> list[str]:
         names.ANNOTATION_PREFIX,
         names.APPLIED_ANNOTATION,
         names.ENV_CDI_PREFIX,
+        *names.ALLOCATED,
         nvidia.ENV_DEVICES,
         nvidia.VOLUME_ROOT,
     }

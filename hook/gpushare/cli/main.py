@@ -44,6 +44,7 @@ COMMANDS = {
     "runtime": ("runtime", "runtime"),
     "labels": ("labels", "labels"),
     "cdi": ("cdi", "cdi_group"),
+    "k8s-plugin": ("k8s_plugin", "k8s_plugin"),
     "mps": ("mps", "mps_group"),
     "uninstall": ("uninstall", "uninstall"),
     "refresh": ("node", "refresh"),

@@ -23,7 +23,7 @@ from . import Env, nvidia, one_value, parse_devices
 
 UNNAMED = Selection("any", count=0)
 VOID = Selection("void")
-_OTHER_VARIABLES = frozenset(("GPUSHARE_LOG",))  # ours, but no request
+_OTHER_VARIABLES = frozenset(("GPUSHARE_LOG", *names.ALLOCATED))  # ours, but no rows
 _PREFIX = "GPUSHARE_"
 
 
@@ -161,6 +161,11 @@ def _from_cdi(env: Env, value: Optional[str]) -> Optional[Found]:
 def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool) -> dict[str, Found]:
     """Every name of ours that is set: variables, and annotations that are for this container."""
     found: dict[str, Found] = {}
+    allocated: dict[str, str] = {}
+    if any(name in names.ALLOCATED for name, _ in env):
+        from . import allocated as kubelets
+
+        allocated = kubelets.read(env)
     for variable, key in names.ANNOTATIONS.items():
         value = one_value(variable, [value for name, value in env if name == variable])
         cdi = _from_cdi(env, value) if variable == names.ENV_DEVICES else None
@@ -168,6 +173,11 @@ def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool)
         scoped_key = f"{container}.{key}"
         chosen = scoped_key if container and scoped_key in annotations else key if unscoped else ""
         said = annotations.get(chosen)
+        if variable in allocated:
+            for name, text in ((source, value), (chosen, said)):
+                kubelets.refuse_other(variable, name, text, allocated[variable])
+            found[variable] = Found(variable, allocated[variable])
+            continue
         if value is not None and said is not None and value.strip() != said.strip():
             raise RequestError(
                 f"{source}={shown(value)} and annotation {chosen}={shown(said)} contradict", "keep one of them"

@@ -32,20 +32,20 @@ class CriError(Exception):
 
 
 @functools.cache
-def _methods() -> dict[str, tuple[str, Any, Any]]:
+def methods(proto: Path = _PROTO, package: str = _PACKAGE) -> dict[str, tuple[str, Any, Any]]:
     """name -> (path on the wire, class of the request, class of the response)"""
     with tempfile.NamedTemporaryFile() as out:
-        if protoc.main(["protoc", f"-I{_PROTO.parent}", f"--descriptor_set_out={out.name}", str(_PROTO)]):
-            raise RuntimeError(f"{_PROTO} does not compile")
+        if protoc.main(["protoc", f"-I{proto.parent}", f"--descriptor_set_out={out.name}", str(proto)]):
+            raise RuntimeError(f"{proto} does not compile")
         described = descriptor_pb2.FileDescriptorSet.FromString(Path(out.name).read_bytes())
     pool = descriptor_pool.DescriptorPool()
     found = {}
     for file in described.file:
         pool.Add(file)
         for service in file.service:
-            for method in pool.FindServiceByName(f"{_PACKAGE}.{service.name}").methods:
+            for method in pool.FindServiceByName(f"{package}.{service.name}").methods:
                 classes = map(message_factory.GetMessageClass, (method.input_type, method.output_type))
-                found[method.name] = (f"/{_PACKAGE}.{service.name}/{method.name}", *classes)
+                found[method.name] = (f"/{package}.{service.name}/{method.name}", *classes)
     return found
 
 
@@ -59,7 +59,7 @@ class Cri:
 
     def call(self, method: str, timeout_s: float = _TIMEOUT_S, **fields: Any) -> Any:
         """The response. `fields` of the request, nested ones as dictionaries. Raises CriError."""
-        path, request, response = _methods()[method]
+        path, request, response = methods()[method]
         function = self._channel.unary_unary(path, request.SerializeToString, response.FromString)
         try:
             return function(json_format.ParseDict(fields, request()), timeout=timeout_s, wait_for_ready=True)

@@ -1,0 +1,83 @@
+"""gpushare k8s-plugin."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from .. import node
+from ..errors import GpushareError, RequestError
+from ..model import Node
+from ..quantity import size_bytes
+from . import facts
+from .options import Paths, with_no_color
+from .output import write_line
+
+FOLDER = "/var/lib/kubelet/device-plugins"
+_MIB = 1 << 20
+
+
+@click.command("k8s-plugin")
+@click.option("--kubelet", "folder", default=FOLDER, show_default=True, metavar="DIR", help="Where its socket is.")
+@click.option(
+    "--memory-unit",
+    "unit",
+    default="1Mi",
+    show_default=True,
+    metavar="SIZE",
+    help="What one of gpushare.io/memory-mib is; another unit gives another name, such as memory-gib.",
+)
+@click.option(
+    "--whole", multiple=True, metavar="DEVICE", help="Give it as a whole, as gpushare.io/gpu; can be repeated."
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.05, 3600),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often the devices are looked at.",
+)
+@with_no_color
+@click.pass_obj
+def k8s_plugin(paths: Paths, folder: str, unit: str, whole: tuple[str, ...], interval: float) -> None:
+    """Offer the devices of this node to kubelet, as a device plugin.
+
+    As gpushare.io/memory-mib, in units of a device's memory, and as gpushare.io/gpu: equal shares (sharing in the
+    configuration), and devices that are given as a whole. What kubelet chooses is what a container gets. It needs
+    grpcio and protobuf, which pip install 'gpushare[kubernetes]' brings.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what went wrong is a line of ours
+    unit_mib = _unit_mib(unit)
+    from ..kubelet import plugin  # with gRPC, after the command line has been read
+
+    settings = plugin.Settings(os.path.abspath(folder), unit_mib, whole, interval)
+    plugin.run(_node(paths, whole), paths.state_dir, settings, _say)
+
+
+def _say(text: str) -> None:
+    write_line(text)
+    sys.stdout.flush()
+
+
+def _unit_mib(text: str) -> int:
+    size = size_bytes("--memory-unit", text)
+    if size % _MIB:
+        raise RequestError(f"--memory-unit={text!r}: not whole MiB", "write 1Mi, 64Mi or 1Gi")
+    return size // _MIB
+
+
+def _node(paths: Paths, whole: tuple[str, ...]) -> Node:
+    """As it was compiled last, which needs no driver's library: in a pod there is none. Devices that are named must be
+    there now. Raises RequestError."""
+    from ..dialects import is_among, usable_devices
+
+    found = node.last(paths.state_dir) or facts.host(paths)
+    for name in whole:
+        if not any(is_among(device, [name]) for device in usable_devices(found.inventory)):
+            raise RequestError(f"--whole {name!r}: no such device", "see `gpushare devices`")
+    if not found.inventory.devices:
+        raise GpushareError("this host has no device", "load the driver")
+    return found

@@ -1,0 +1,217 @@
+"""What kubelet is offered, and that a container gets of it what kubelet has chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpushare import names, request
+from gpushare.errors import DeviceError, GpushareError, PolicyError, RequestError
+from gpushare.kubelet import offers
+from gpushare.kubelet.offers import GPU, MEMORY, Offered
+from gpushare.model import Node, SharingRule
+
+from tests.unit import pure
+
+FIRST, SECOND = pure.UUIDS
+BOTH = frozenset(pure.UUIDS)
+A, B = "aaaaaaaa", "bbbbbbbb"
+
+
+def shared(node: Node, *rules: SharingRule, **changes: Any) -> Node:
+    return node._replace(config=node.config._replace(sharing=rules, **changes))
+
+
+def summary(node: Node, unit_mib: int = 1, whole: tuple[str, ...] = ()) -> dict[str, list[tuple[str, int, int]]]:
+    found = offers.offered(node, unit_mib, whole)
+    return {kind: [(one.key, one.count, one.mib) for one in some] for kind, some in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("node", "words", "memory", "gpu"),
+    [
+        (pure.node(), {}, [(A, 16384, 1), (B, 16384, 1)], []),
+        (pure.node(), {"unit_mib": 1024}, [(A, 16, 1024), (B, 16, 1024)], []),
+        (pure.node(), {"unit_mib": 6000}, [(A, 2, 6000), (B, 2, 6000)], []),  # what is left of a device is in no unit
+        (pure.node(overcommit=1.5), {}, [(A, 24576, 1), (B, 24576, 1)], []),
+        (pure.node(allowed_devices=("1",)), {}, [(B, 16384, 1)], []),
+        (pure.node(memory_bytes=0), {"whole": ("0",)}, [], []),
+        (pure.node(), {"whole": ("1",)}, [(A, 16384, 1)], [(B, 1, 16384)]),
+        (pure.node(overcommit=1.5), {"whole": (FIRST, "1")}, [], [(A, 1, 16384), (B, 1, 16384)]),
+        (shared(pure.node(), SharingRule(10)), {}, [], [(A, 10, 0), (B, 10, 0)]),
+        (shared(pure.node(), SharingRule(10, devices=("0",))), {}, [(B, 16384, 1)], [(A, 10, 0)]),
+        (shared(pure.node(), SharingRule(10)), {"whole": ("1",)}, [], [(A, 10, 0), (B, 1, 16384)]),
+    ],
+)
+def test_every_device_is_in_one_resource(node: Node, words: Any, memory: Any, gpu: Any) -> None:
+    assert summary(node, **words) == {MEMORY: memory, GPU: gpu}
+
+
+def test_ids_are_a_devices_own() -> None:
+    """The same without the other device; the whole uuid where two begin alike; never more than kubelet's 63
+    characters."""
+    node = pure.node()
+    alone = node._replace(inventory=node.inventory._replace(devices=(pure.device(1),)))
+    assert summary(alone)[MEMORY] == summary(node)[MEMORY][1:]
+    twins = (pure.device(0, uuid=f"GPU-aaaaaaaa-{0:027}"), pure.device(1, uuid=f"GPU-aaaaaaaa-{1:027}"))
+    found = offers.offered(node._replace(inventory=node.inventory._replace(devices=twins)), 1)[MEMORY]
+    ids = [unit for one in found for unit in one.ids()]
+    assert len(set(ids)) == 2 * 16384 and max(map(len, ids)) <= 63
+    for one in found:
+        env = offers.allocate(MEMORY, found, {device.uuid for device in twins}, list(one.ids())[:7])
+        assert env == {names.ENV_ALLOCATED_MEMORY: f"{one.device.uuid}=7Mi"}
+
+
+@pytest.mark.parametrize(
+    ("unit_mib", "name"),
+    [(1, "memory-mib"), (64, "memory-64mib"), (1024, "memory-gib"), (4096, "memory-4gib"), (1536, "memory-1536mib")],
+)
+def test_the_unit_is_in_the_name(unit_mib: int, name: str) -> None:
+    assert offers.resource(MEMORY, unit_mib) == f"gpushare.io/{name}"
+    assert offers.resource(GPU, unit_mib) == "gpushare.io/gpu"
+
+
+def of(kind: str, **words: Any) -> tuple[Offered, ...]:
+    node = shared(pure.node(), SharingRule(4)) if kind == GPU and "whole" not in words else pure.node()
+    return offers.offered(node, words.get("unit_mib", 1), words.get("whole", ()))[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "offered", "ids", "value"),
+    [
+        (MEMORY, of(MEMORY), [f"{B}-{n}" for n in range(16383, 12287, -1)], f"{SECOND}=4096Mi"),
+        (MEMORY, of(MEMORY, unit_mib=64), [f"{A}-3", f"{A}-9"], f"{FIRST}=128Mi"),
+        (GPU, of(GPU), [f"{B}-3"], SECOND),
+        (GPU, of(GPU), [f"{B}-3", f"{A}-0"], f"{FIRST},{SECOND}"),
+        (GPU, of(GPU, whole=("0", "1")), [f"{B}-0", f"{A}-0"], f"{FIRST}=16384Mi,{SECOND}=16384Mi"),
+    ],
+)
+def test_a_container_gets_what_kubelet_chose(kind: str, offered: Any, ids: list[str], value: str) -> None:
+    """All the way to the request of the container that is started with it."""
+    env = offers.allocate(kind, offered, BOTH, ids)
+    assert env == {offers.VARIABLES[kind]: value}
+    bundle = pure.bundle(*(f"{name}={text}" for name, text in env.items()), "NVIDIA_VISIBLE_DEVICES=all")
+    found = request.resolve(bundle, pure.node(annotations="scoped"))
+    assert found is not None and found.selection.kind == "list"
+    assert ",".join(found.selection.names) == ",".join(item.partition("=")[0] for item in value.split(","))
+    sizes = {item.partition("=")[2] for item in value.split(",")} - {""}
+    assert {f"{amount.limit_bytes // 2**20}Mi" for _, amount in found.memory if amount.limit_bytes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "healthy", "ids", "match"),
+    [
+        (MEMORY, BOTH, [], "no device"),
+        (MEMORY, BOTH, [f"{A}-0", f"{B}-0"], r"free in no single device \(kubelet chose 1 of GPU 0, 1 of GPU 1\)"),
+        (MEMORY, BOTH, [f"{A}-16384"], "is offered"),
+        (MEMORY, BOTH, [f"{A}--1"], "is offered"),
+        (MEMORY, BOTH, [f"{A}-1\u0661"], "is offered"),
+        (MEMORY, BOTH, ["GPU-cccccccc-0"], "is offered"),
+        (MEMORY, BOTH, ["x" * 10_000], "'x{80}' is offered"),
+        (MEMORY, {FIRST}, [f"{B}-0"], "is gone"),
+        (GPU, BOTH, [f"{A}-0", f"{A}-1"], "2 GPUs are asked for, and kubelet chose from 1"),
+        (GPU, {FIRST}, [f"{A}-0", f"{B}-1"], r"device 1 \(GPU-bbbb.*is gone"),
+    ],
+)
+def test_what_no_container_can_get(kind: str, healthy: Any, ids: list[str], match: str) -> None:
+    with pytest.raises((RequestError, DeviceError), match=match) as caught:
+        offers.allocate(kind, of(kind), healthy, ids)
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+def ids_of(*ranges: tuple[str, int, int]) -> list[str]:
+    return [f"{key}-{number}" for key, first, end in ranges for number in range(first, end)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement", "available", "must", "size", "wanted"),
+    [
+        # memory: from one device, the fuller or the emptier one
+        (MEMORY, "binpack", ids_of((A, 0, 16384), (B, 0, 9000)), [], 2, [f"{B}-0", f"{B}-1"]),
+        (MEMORY, "spread", ids_of((A, 0, 16384), (B, 0, 9000)), [], 2, [f"{A}-0", f"{A}-1"]),
+        (MEMORY, "binpack", ids_of((B, 0, 9), (A, 0, 9)), [], 1, [f"{A}-0"]),
+        (MEMORY, "binpack", ids_of((A, 0, 10), (B, 7, 9)), [], 3, [f"{A}-0", f"{A}-1", f"{A}-2"]),
+        (MEMORY, "binpack", ids_of((A, 9, 11), (B, 0, 1)), [], 2, [f"{A}-9", f"{A}-10"]),
+        (MEMORY, "binpack", ids_of((A, 0, 10), (B, 0, 3)), [f"{A}-5"], 2, [f"{A}-5", f"{A}-0"]),
+        (MEMORY, "binpack", ids_of((A, 0, 3), (B, 0, 3)), [], 4, []),
+        (MEMORY, "binpack", ids_of((A, 0, 1), (B, 0, 9)), [f"{A}-5"], 4, []),
+        (MEMORY, "binpack", ids_of((A, 0, 1)), [], -1, []),
+        # GPUs: each of another device
+        (GPU, "binpack", ids_of((A, 0, 4), (B, 2, 4)), [], 1, [f"{B}-2"]),
+        (GPU, "spread", ids_of((A, 0, 4), (B, 2, 4)), [], 1, [f"{A}-0"]),
+        (GPU, "binpack", ids_of((A, 0, 4), (B, 2, 4)), [], 2, [f"{B}-2", f"{A}-0"]),
+        (GPU, "binpack", ids_of((A, 0, 4), (B, 2, 4)), [f"{B}-3"], 2, [f"{B}-3", f"{A}-0"]),
+        (GPU, "binpack", ids_of((A, 0, 4)), [], 2, []),
+    ],
+)
+def test_preferred(kind: str, placement: str, available: Any, must: Any, size: int, wanted: list[str]) -> None:
+    found = offers.preferred(kind, of(kind), placement, available, must, size)
+    assert found == wanted
+    if found:
+        assert offers.allocate(kind, of(kind), BOTH, found)
+
+
+# What a container says besides
+
+GIVEN = f"{names.ENV_ALLOCATED_MEMORY}={SECOND}=4096Mi"
+
+
+def asked(*env: str, annotations: Any = None, **policy: Any) -> Any:
+    return request.resolve(pure.bundle(*env, annotations=annotations), pure.node(**policy))
+
+
+@pytest.mark.parametrize(
+    ("env", "annotations"),
+    [
+        (("GPUSHARE_MEMORY=4Gi",), None),
+        (("GPUSHARE_DEVICES=any", "GPUSHARE_MEMORY=4096MiB"), None),
+        ((f"GPUSHARE_DEVICES={SECOND}", GIVEN), None),
+        (("NVIDIA_VISIBLE_DEVICES=0",), None),
+        ((), {"gpushare.io/memory": "4Gi"}),
+    ],
+)
+def test_the_same_said_by_the_pod(env: tuple[str, ...], annotations: Any) -> None:
+    for order in ((GIVEN, *env), (*env, GIVEN)):
+        assert asked(*order, annotations=annotations) == asked(GIVEN)
+
+
+def test_more_said_by_the_pod() -> None:
+    found = asked(GIVEN, "GPUSHARE_COMPUTE=30")
+    assert (found.selection.names, found.compute) == ((SECOND,), ((None, 30),))
+
+
+@pytest.mark.parametrize(
+    ("env", "annotations", "match"),
+    [
+        (("GPUSHARE_MEMORY=8Gi",), None, 'GPUSHARE_MEMORY="8Gi", and kubelet gave "4096Mi"'),
+        (("GPUSHARE_MEMORY=25%",), None, "contradict"),
+        (("GPUSHARE_MEMORY=0=4Gi",), None, "contradict"),
+        (("GPUSHARE_DEVICES=all",), None, "contradict"),
+        (("GPUSHARE_DEVICES=0",), None, "contradict"),
+        (("GPUSHARE_DEVICES=void",), None, "contradict"),
+        (("GPUSHARE_DEVICES=any:2",), None, "contradict"),
+        ((f"GPUSHARE_CDI_A={FIRST}",), None, "GPUSHARE_CDI_A=.* contradict"),
+        ((), {"gpushare.io/memory": "8Gi"}, "gpushare.io/memory=.* contradict"),
+        ((GIVEN + "0",), None, "given twice"),
+        ((f"{names.ENV_ALLOCATED_GPU}={FIRST}",), None, "one of these resources"),
+    ],
+)
+def test_what_the_pod_may_not_say(env: tuple[str, ...], annotations: Any, match: str) -> None:
+    for order in ((GIVEN, *env), (*env, GIVEN)):
+        with pytest.raises(GpushareError, match=match):
+            asked(*order, annotations=annotations)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "=", "=4Gi", f"{FIRST}=", f"{FIRST}=x", f"{FIRST}=1Gi,{SECOND}=2Gi", f"{FIRST},,"]
+)
+def test_values_that_no_plugin_wrote(value: str) -> None:
+    with pytest.raises(RequestError):
+        asked(f"{names.ENV_ALLOCATED_MEMORY}={value}")
+
+
+def test_policy_holds() -> None:
+    with pytest.raises(PolicyError, match=r"policy\.accept\.env"):
+        asked(GIVEN, accept_env="never")
+    with pytest.raises(RequestError, match="unknown name"):
+        asked(GIVEN, "GPUSHARE_ALLOCATED_CORES=1")
