@@ -132,6 +132,10 @@ class Kubelet:
         with self.changed:
             assert self.changed.wait_for(until, TIMEOUT_S), self.describe()
 
+    def told(self, *names: str) -> bool:
+        """Whether these resources have been listed since they were registered."""
+        return all(name in self.endpoints and self.endpoints[name].lists for name in names)
+
     def describe(self) -> str:
         return str({name: (one.lists, len(one.devices), one.ended) for name, one in self.endpoints.items()})
 

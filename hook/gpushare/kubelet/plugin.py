@@ -10,6 +10,7 @@ bell (/proc and /sys tell nobody), so they are looked at every `interval_s`; tha
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import select
@@ -20,13 +21,12 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Callable, NamedTuple, Optional
 
-import grpc
-
 from .. import inventory, node
 from ..dialects import device_name
 from ..errors import DeviceError, GpushareError, what_to_do
 from ..model import Device, Node
 from . import offers, protocol, service
+from .protocol import grpc
 from .service import Service
 
 _REGISTER_S = 15.0  # kubelet connects to us before it answers, and gives itself 10 s for that
@@ -53,6 +53,9 @@ def run(first: Node, state_dir: str, settings: Settings, say: Say) -> None:
     tried again."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     before = signal.signal(signal.SIGTERM, lambda *_: os.write(writer, b"."))
+    log, lines = logging.getLogger("grpc"), _Lines(say)
+    log.addHandler(lines)
+    log.propagate = False
     try:
         with ExitStack() as stack:
             plugin = Plugin(first, state_dir, settings, say, stack)
@@ -60,9 +63,22 @@ def run(first: Node, state_dir: str, settings: Settings, say: Say) -> None:
             while not plugin.wait(reader):
                 plugin.look()
     finally:
+        log.removeHandler(lines)
         signal.signal(signal.SIGTERM, before)
         os.close(reader)
         os.close(writer)
+
+
+class _Lines(logging.Handler):
+    """What gRPC has to say, in one line each, without a traceback."""
+
+    def __init__(self, say: Say) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._say("gRPC: " + " ".join(f"{record.getMessage()} {error or ''}".split())[:400])
 
 
 class Plugin:

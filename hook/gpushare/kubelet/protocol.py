@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import GpushareError
 
 try:
+    import grpc as grpc  # for those below: here is said what to do where it is missing
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 except ImportError:
     raise GpushareError(

@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, NamedTuple, Optional
 
-import grpc
-
 from ..errors import ConfigError, DeviceError, GpushareError, RequestError
 from . import offers as pure
 from . import protocol
 from .offers import Offered
+from .protocol import grpc
 
 _THREADS = 8
 _MAX_PATH_BYTES = 107  # of a socket: unix(7)

@@ -1,0 +1,104 @@
+"""gpushare k8s-plugin: what it says when it cannot begin, and how much kubelet is told at once."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare.cli import facts, main
+from gpushare.errors import ConfigError
+from gpushare.kubelet import offers, protocol, service
+from gpushare.kubelet.offers import MEMORY
+
+from tests.lib.engines.cri import methods
+from tests.lib.host import TREE
+from tests.lib.kubelet import PROTO, VERSION
+from tests.unit import pure
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """kubelet's; the path of a socket must be short."""
+    node = pure.node()
+    monkeypatch.setattr(facts, "host", lambda paths: node)
+    with tempfile.TemporaryDirectory(prefix="gpushare-", dir="/tmp", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+def nobody(folder: Path) -> None:
+    """A socket that a kubelet has left."""
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(folder / "kubelet.sock"))
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "code", "line"),
+    [
+        (shutil.rmtree, (), 1, r"'/tmp/gpushare-\w+': No such file or directory; is this a node of a cluster\?"),
+        (None, (), 1, r"'/tmp/gpushare-\w+/kubelet.sock': kubelet is not there; is this a node"),
+        (lambda folder: (folder / "kubelet.sock").touch(), (), 1, "kubelet.sock': kubelet is not there"),
+        (nobody, (), 1, "kubelet.sock': kubelet does not answer; "),
+        (None, ("--memory-unit", "1000k"), 64, "--memory-unit='1000k': not whole MiB; write 1Mi, 64Mi or 1Gi"),
+        (None, ("--memory-unit", "x"), 64, '--memory-unit="x": not an amount of memory'),
+        (None, ("--whole", "7"), 64, "--whole '7': no such device; see `gpushare devices`"),
+        (None, ("--interval", "0"), 2, "0.05<=x<=3600"),
+    ],
+)
+def test_one_clear_line(folder: Path, make: Any, words: Any, code: int, line: str, tmp_path: Path, capfd: Any) -> None:
+    if make is not None:
+        make(folder)
+    assert main(["--state", str(tmp_path), "k8s-plugin", "--kubelet", str(folder), *words]) == code
+    said, error = capfd.readouterr()
+    assert re.search(line, error) and error.count("\n") == 1 and "registered" not in said, error
+    assert not folder.exists() or [path.name for path in folder.iterdir() if path.name != "kubelet.sock"] == []
+
+
+def test_without_grpc() -> None:
+    """It is an extra: who has not asked for it is told what to install, and all else of gpushare works."""
+    text = "import sys; sys.modules['grpc'] = sys.modules['google.protobuf'] = None; from gpushare.cli import main; "
+    command = [sys.executable, "-c", text + "sys.exit(main(sys.argv[1:]))"]
+    done = subprocess.run([*command, "k8s-plugin"], cwd=TREE / "hook", capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"gpushare: .*needs grpcio and protobuf.*; pip install 'gpushare\[kubernetes\]'\n", done.stderr)
+    done = subprocess.run([*command, "k8s-plugin", "--help"], cwd=TREE / "hook", capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("gib", "devices", "unit_mib", "fits"),
+    [
+        (140, 1, 1, True),  # an H200 in units of one MiB
+        (80, 2, 1, False),
+        (80, 2, 2, True),
+    ],
+)
+def test_how_much_fits_in_a_message(gib: int, devices: int, unit_mib: int, fits: bool) -> None:
+    node = pure.node(devices=devices, memory_bytes=gib << 30)
+    found = offers.offered(node, unit_mib)[MEMORY]
+    resource = service.Service(MEMORY, offers.resource(MEMORY, unit_mib), print)
+    if fits:
+        resource.show(found, frozenset(pure.UUIDS), "binpack")
+        assert resource.size == devices * (gib << 10) // unit_mib
+    else:
+        with pytest.raises(ConfigError, match=r"163840 units of gpushare.io/memory-mib are \d{7} bytes.*--memory-unit"):
+            resource.show(found, frozenset(pure.UUIDS), "binpack")
+
+
+def test_messages_are_kubelets() -> None:
+    """Field by field, as protoc reads what Kubernetes has; there are more there."""
+    _, asked, _ = methods(PROTO, VERSION)["Allocate"]
+    theirs = asked.DESCRIPTOR.file.message_types_by_name
+    for name in protocol._MESSAGES:
+        ours = protocol.message(name).DESCRIPTOR
+        for field in ours.fields:
+            other = theirs[name].fields_by_name[field.name]
+            assert (field.number, field.type, field.is_repeated) == (other.number, other.type, other.is_repeated), name
+    assert methods(PROTO, VERSION)["Register"][0] == protocol.REGISTER
