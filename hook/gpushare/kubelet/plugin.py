@@ -31,6 +31,12 @@ from .service import Service
 
 _REGISTER_S = 15.0  # kubelet connects to us before it answers, and gives itself 10 s for that
 _LISTENS_S = 2.0  # between a socket's name and somebody who listens
+_CHANNEL = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 20),
+    ("grpc.max_reconnect_backoff_ms", 200),
+]
+_AGAIN_S = 5.0  # after a registration that failed
 _OURS = re.compile(r"gpushare-[a-z0-9-]+-[0-9a-f]{8}\.sock")
 # inotify(7): created, deleted, moved in or out, or the directory itself; only a directory
 _EVENTS = 0x100 | 0x200 | 0x40 | 0x80 | 0x400 | 0x800 | 0x01000000
@@ -101,7 +107,8 @@ class Plugin:
 
     def wait(self, reader: int) -> bool:
         """Until there is something to look at. True: it is the end."""
-        ready = select.select([reader, self._watch.fd], [], [], self._settings.interval_s)[0]
+        longest_s = self._settings.interval_s if self._registered else min(_AGAIN_S, self._settings.interval_s)
+        ready = select.select([reader, self._watch.fd], [], [], longest_s)[0]
         if self._watch.fd in ready:
             self._watch.drain()
         return reader in ready
@@ -208,14 +215,14 @@ def _register(place: str, one: Service) -> None:
         resource_name=one.name,
         options=service.options(),
     )
-    timeout_s = _REGISTER_S if _listens(place) else _LISTENS_S
-    with grpc.insecure_channel(f"unix:{place}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with grpc.insecure_channel(f"unix:{place}", options=_CHANNEL) as channel:
         call = channel.unary_unary(protocol.REGISTER, protocol.serializer("RegisterRequest"), protocol.reader("Empty"))
         try:
-            call(request, timeout=timeout_s, wait_for_ready=True)
+            grpc.channel_ready_future(channel).result(timeout=_LISTENS_S)
+            call(request, timeout=_REGISTER_S)
+        except grpc.FutureTimeoutError:
+            raise GpushareError(f"{place!r}: kubelet does not answer", _FIRST) from None
         except grpc.RpcError as error:
-            if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-                raise GpushareError(f"{place!r}: kubelet does not answer", _FIRST) from None
             raise GpushareError(f"{place!r}: kubelet refuses {one.name}: {error.details()}") from None
 
 
