@@ -18,8 +18,15 @@ build/.setup-dist: $(SETUP) packaging/bootstrap
 	@packaging/venv "$(PYTHON)" package
 	@touch $@
 
+# WITH=kubernetes: also what gpushare k8s-plugin needs
+export WITH ?=
+build/dist/.with: .FORCE
+	@mkdir -p $(@D)
+	@[ "$$(cat $@ 2>/dev/null)" = "$(WITH)" ] && [ -f $@ ] || echo "$(WITH)" >$@
+.PHONY: .FORCE
+
 # The archive's files have one owner, one order, one time and modes that no umask decides.
-$(DIST)/.complete: build/.setup-dist build/dist/boot $(LAUNCHERS) $(SHIM_RELEASE_x86_64) build/man/.complete $(DIST_SOURCES) packaging/dist.mk
+$(DIST)/.complete: build/.setup-dist build/dist/boot $(LAUNCHERS) $(SHIM_RELEASE_x86_64) build/man/.complete $(DIST_SOURCES) packaging/dist.mk build/dist/.with
 	@rm -rf $(DIST)
 	build/venv/bin/pyinstaller --noconfirm --log-level WARN --distpath build/dist --workpath build/dist/work packaging/gpushare.spec
 	tar -C build/dist --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$$SOURCE_DATE_EPOCH" --mode=u=rwX,go=rX \

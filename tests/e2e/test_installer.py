@@ -38,7 +38,7 @@ int main(int c, char **v) {
 class Pod:
     """One run of the image over a node."""
 
-    def __init__(self, node: Path, image: Path, argument: str) -> None:
+    def __init__(self, node: Path, image: Path, *arguments: str) -> None:
         dockerfile = (FOLDER / "Dockerfile").read_text()
         (entry,) = (line for line in dockerfile.splitlines() if line.startswith("ENTRYPOINT "))
         words = json.loads(entry[len("ENTRYPOINT ") :])
@@ -48,7 +48,7 @@ class Pod:
         pipe = subprocess.PIPE
         environment = {"LC_ALL": "C", "PATH": os.environ["PATH"]}
         self.process = subprocess.Popen(
-            [*own, str(node), str(image), *words, argument], env=environment, stdin=subprocess.DEVNULL, stdout=pipe,
+            [*own, str(node), str(image), *words, *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=pipe,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self.lines: list[str] = []
@@ -120,12 +120,12 @@ def image(tmp_path: Path, bundle: Path, node: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def start(node: Path, image: Path) -> Iterator[Callable[[str], Pod]]:
-    """start(argument) -> Pod, killed at the end."""
+def start(node: Path, image: Path) -> Iterator[Callable[..., Pod]]:
+    """start(argument...) -> Pod, killed at the end."""
     made: list[Pod] = []
 
-    def begin(argument: str) -> Pod:
-        made.append(Pod(node, image, argument))
+    def begin(*arguments: str) -> Pod:
+        made.append(Pod(node, image, *arguments))
         return made[-1]
 
     yield begin
@@ -148,8 +148,11 @@ def tree(node: Path) -> set[str]:
     return {str(path.relative_to(node)) for place in places for path in place.rglob("*")}
 
 
-def test_installs_and_takes_away(node: Path, start: Callable[[str], Pod]) -> None:
+def test_installs_and_takes_away(node: Path, start: Callable[..., Pod]) -> None:
     before = tree(node)
+    early = start("run", "export")
+    early.until("gpushare: gpushare is not on this node yet")
+    assert early.process.wait(timeout=60) == 1
     pod = start("install")
     pod.until("ready")
     (home,) = (path for path in (node / "opt/gpushare").iterdir() if path.is_dir() and not path.is_symlink())
@@ -160,6 +163,12 @@ def test_installs_and_takes_away(node: Path, start: Callable[[str], Pod]) -> Non
     assert "gpushare.io/present=true\n" in (node / FEATURES).read_text()
     assert called(node) == ["systemctl restart containerd"]
     assert pod.process.poll() is None
+    assert (node / "run/gpushare/node.json").is_file()  # which the device plugin reads
+
+    # What other pods of the image do is done by the node's program, in its root.
+    exporter = start("run", "export", "--port", "0")
+    exporter.until("serving metrics at http://127.0.0.1:")
+    assert exporter.stop() == 0, exporter.lines
 
     # A pod that is started again finds all as it should be.
     pod.process.kill()
@@ -174,7 +183,7 @@ def test_installs_and_takes_away(node: Path, start: Callable[[str], Pod]) -> Non
     assert not (node / FEATURES).exists()
 
 
-def test_stays_while_a_container_has_a_share(node: Path, start: Callable[[str], Pod], tmp_path: Path) -> None:
+def test_stays_while_a_container_has_a_share(node: Path, start: Callable[..., Pod], tmp_path: Path) -> None:
     """The pod of an older version ends, the next one finds its node as it was; its `remove` goes on nevertheless."""
     own = {"version": 1, "log": {"decisions": "/tmp/decisions"}}
     (node / "etc/gpushare").mkdir()

@@ -109,6 +109,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "then `podman run --device gpushare.io/share=any ...`",
         ),
     ),
+    "k8s-plugin": (
+        ("gpushare k8s-plugin", "gpushare.io/memory-mib, in units of 1 MiB"),
+        ("gpushare k8s-plugin --memory-unit 1Gi --whole 0", "gpushare.io/memory-gib, and GPU 0 as gpushare.io/gpu"),
+    ),
     "mps start": (
         ("gpushare mps start --device 0", "containers may ask for GPUSHARE_BACKEND=mps on that GPU"),
         ("gpushare mps start --compute 60 --memory 20Gi", "no container gets more than that"),

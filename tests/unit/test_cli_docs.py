@@ -26,8 +26,8 @@ from tests.unit.clihost import GIB, charge
 
 EVERYTHING = list(walk())
 LEAVES = [command for command in EVERYTHING if not command.subcommands()]
-# What prints no table: it becomes a program, prints a script, speaks Prometheus' language
-WITHOUT_FORMAT = {"run", "completion", "export"}
+# What prints no table: it becomes a program, prints a script, speaks Prometheus' language or kubelet's
+WITHOUT_FORMAT = {"run", "completion", "export", "k8s-plugin"}
 
 
 def test_page_is_generated() -> None:

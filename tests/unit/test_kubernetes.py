@@ -18,6 +18,7 @@ import yaml
 from celpy import celtypes
 from gpushare import labels, names
 from gpushare.engines.base import RUNTIME
+from gpushare.kubelet import offers
 
 from tests.lib.host import TREE
 from tests.unit import pure
@@ -39,7 +40,7 @@ def by_kind(kind: str) -> Any:
     return next(one for name in MANIFESTS for one in documents(name) if one["kind"] == kind)  # of two, the first file's
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize("name", [*MANIFESTS, "exporter/podmonitor.yaml"])
 def test_manifests_have_the_fields_of_their_api(name: str) -> None:
     for document in documents(name):
         schema = json.loads((SCHEMAS / f"{document['kind'].lower()}.json").read_text())
@@ -84,8 +85,8 @@ def quantity(text: celtypes.StringType) -> celtypes.IntType:
 class Policy:
     """The policy, evaluated as the API server does: variables in their order, then the validations."""
 
-    def __init__(self) -> None:
-        spec = by_kind("ValidatingAdmissionPolicy")["spec"]
+    def __init__(self, name: str = "admissionpolicy.yaml") -> None:
+        spec = next(one for one in documents(name) if one["kind"] == "ValidatingAdmissionPolicy")["spec"]
         self.environment = celpy.Environment()
         self.functions: Any = {"quantity": quantity, "asInteger": lambda value: value, "contains": self.contains}
         self.conditions = [self.compiled(one["expression"]) for one in spec["matchConditions"]]
@@ -208,6 +209,7 @@ REFUSED = {
         "of CDI",
     ),
     "all devices, as CDI would": (pod(container(mib="1", GPUSHARE_MEMORY="1Mi", GPUSHARE_CDI_A="all")), "of CDI"),
+    "as kubelet would": (pod(container(mib="1", GPUSHARE_MEMORY="1Mi", GPUSHARE_ALLOCATED_GPU="x")), "ALLOCATED_"),
     "for every container": (
         pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), annotations={"gpushare.io/memory": "4Gi"}),
         "for which container",
@@ -241,6 +243,65 @@ def test_every_validation_has_a_pod_that_only_it_refuses(policy: Policy) -> None
     assert alone == {message for message, _ in policy.validations}
 
 
+# With the device plugin
+
+GPUS = {"gpushare.io/gpu": 1}
+
+
+def limited(name: str = "app", limits: Any = None, **env: Optional[str]) -> dict[str, Any]:
+    return {**container(name, **env), "resources": {"limits": {RESOURCE: "4096"} if limits is None else limits}}
+
+
+WITH_PLUGIN = {
+    "asks for nothing": (pod(container(), runtime=None), ""),
+    "no request but ours": (pod(container(GPUSHARE_LOG="debug"), runtime=None), ""),
+    "memory": (pod(limited()), ""),
+    "memory in another unit": (pod(limited(limits={"gpushare.io/memory-64mib": 2})), ""),
+    "a GPU": (pod(limited(limits=GPUS)), ""),
+    "each another": (pod(limited("a"), limited("b", GPUS), container("c")), ""),
+    "with more": (pod(limited(GPUSHARE_COMPUTE="30"), annotations={"app.gpushare.io/priority": "high"}), ""),
+    "no runtime class": (pod(limited(), runtime=None), "needs runtimeClassName"),
+    "a GPU, no runtime class": (pod(limited(limits=GPUS), runtime=None), "needs runtimeClassName"),
+    "more without a limit": (pod(container(GPUSHARE_COMPUTE="30")), "can say more"),
+    "limit of another container": (pod(limited("a"), container("b", GPUSHARE_COMPUTE="30")), "can say more"),
+    "annotation without a limit": (pod(container(), annotations={"app.gpushare.io/compute": "30"}), "can say more"),
+    "annotation for all": (pod(limited(), annotations={"gpushare.io/compute": "30"}), "can say more"),
+    "both": (pod(limited(limits={**GPUS, RESOURCE: 1})), "not both"),
+    "an amount of its own": (pod(limited(GPUSHARE_MEMORY="4Gi")), "leave it out"),
+    "an amount from elsewhere": (pod(limited(GPUSHARE_MEMORY=None)), "leave it out"),
+    "an annotation of its own": (pod(limited(), annotations={SCOPED: "4Gi"}), "leave it out"),
+    "a device of its own": (pod(limited(GPUSHARE_DEVICES="0")), "leave it out"),
+    "as kubelet would": (pod(limited(GPUSHARE_ALLOCATED_MEMORY="x=80Gi")), "leave it out"),
+    "as CDI would": (pod(limited(GPUSHARE_CDI_A="all")), "leave it out"),
+    "of CDI": (pod(limited(), annotations={"cdi.k8s.io/x": "gpushare.io/share=any"}), "leave it out"),
+    "init container": (pod(container(), initContainers=[limited("i", GPUSHARE_MEMORY="9Gi")]), "leave it out"),
+    "debugger": (pod(limited(), ephemeralContainers=[container("d", GPUSHARE_COMPUTE="1")]), "ephemeral"),
+}
+
+
+@pytest.fixture(scope="module")
+def plugin_policy() -> Policy:
+    return Policy("plugin/admissionpolicy.yaml")
+
+
+@pytest.mark.parametrize("case", WITH_PLUGIN)
+def test_policy_of_the_plugin(plugin_policy: Policy, case: str) -> None:
+    asked, message = WITH_PLUGIN[case]
+    refusals = plugin_policy.refusals(asked)
+    assert refusals == [] if not message else len(refusals) == 1 and message in refusals[0]
+
+
+def test_policy_of_the_plugin_has_no_rule_in_vain(plugin_policy: Policy) -> None:
+    found = {one for asked, message in WITH_PLUGIN.values() if message for one in plugin_policy.refusals(asked)}
+    assert found == {message for message, _ in plugin_policy.validations}
+    both = [documents(name) for name in ("admissionpolicy.yaml", "plugin/admissionpolicy.yaml")]
+    for ours, other in zip(*both):  # one takes the place of the other
+        assert (ours["kind"], ours["metadata"]) == (other["kind"], other["metadata"])
+    assert both[0][0]["spec"]["matchConstraints"] == both[1][0]["spec"]["matchConstraints"]
+    (example,) = documents("plugin/example-plugin.yaml")
+    assert plugin_policy.refusals(example) == []
+
+
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if name.startswith("example-")])
 def test_examples_are_let_in_and_mean_what_they_say(policy: Policy, name: str) -> None:
     (example,) = documents(name)
@@ -256,8 +317,8 @@ def test_readme_names_every_manifest() -> None:
     assert wanted and [name for name in wanted if name not in text] == []
 
 
-def test_page_has_every_label_and_a_pod_that_is_let_in(policy: Policy) -> None:
-    page = (TREE / "docs" / "kubernetes.md").read_text()
+def test_page_has_every_label_and_a_pod_that_is_let_in(policy: Policy, plugin_policy: Policy) -> None:
+    page, _, plugin = (TREE / "docs" / "kubernetes.md").read_text().partition("## The device plugin")
     rows = set(re.findall(r"^\| `(gpushare\.io/[a-z.]+)`", page, re.MULTILINE))
     assert rows == {"gpushare.io/present", *(f"gpushare.io/{name}" for name in labels.device_labels(pure.node()))}
     (sample,) = re.findall(r"(?:^ {4}.*\n)+", page, re.MULTILINE)
@@ -265,3 +326,9 @@ def test_page_has_every_label_and_a_pod_that_is_let_in(policy: Policy) -> None:
     assert policy.refusals({"metadata": {"name": "p"}, "spec": spec}) == []
     spec["containers"][0]["env"][0]["value"] = "8Gi"
     assert policy.refusals({"metadata": {"name": "p"}, "spec": spec}) != []
+    resources = set(re.findall(r"^\| `(gpushare\.io/[a-z-]+)`", plugin, re.MULTILINE))
+    assert resources == {offers.resource(kind, 1) for kind in offers.VARIABLES}
+    ((limits,),) = (
+        list(yaml.safe_load(text).values()) for text in re.findall(r"^ {4}(limits: .*)\n", plugin, re.MULTILINE)
+    )
+    assert plugin_policy.refusals(pod(limited(limits=limits))) == []

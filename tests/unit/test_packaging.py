@@ -13,7 +13,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from gpushare import config, profiles
+from gpushare import config, names, profiles
+from gpushare.cli import export, k8s_plugin
 from gpushare.cli.main import COMMANDS
 
 from tests.lib.host import TREE
@@ -24,7 +25,7 @@ KUSTOMIZATIONS = sorted(KUBERNETES.rglob("kustomization.yaml"))
 INSTALLER = KUBERNETES / "installer"
 API = "1.30"  # the oldest that has all that we use
 PROJECT = (TREE / "pyproject.toml").read_text()
-OTHERS = ("nodefeaturerule.yaml", "taint.yaml", "kustomization.yaml")  # not of Kubernetes itself
+OTHERS = ("nodefeaturerule.yaml", "taint.yaml", "podmonitor.yaml", "kustomization.yaml")  # not of Kubernetes itself
 
 
 def version() -> str:
@@ -65,7 +66,7 @@ def test_no_manifest_is_forgotten() -> None:
         for name in yaml.safe_load(path.read_text())["resources"]
     }
     left = [path.name for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml" and path not in named]
-    assert [name for name in left if not name.startswith("example-")] == []
+    assert [name for name in left if not name.startswith("example-")] == ["podmonitor.yaml"]  # not all have its API
 
 
 def daemon_set() -> Any:
@@ -85,6 +86,47 @@ def test_the_installer_can_do_what_it_has_to() -> None:
     assert namespace["labels"] == {"pod-security.kubernetes.io/enforce": "privileged"}
 
 
+def pod_of(path: str) -> tuple[Any, Any]:
+    """(the pod, its container) of a DaemonSet."""
+    spec = yaml.safe_load((KUBERNETES / path).read_text())["spec"]
+    assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    (container,) = spec["template"]["spec"]["containers"]
+    return spec["template"]["spec"], container
+
+
+def test_the_plugin_has_no_rights() -> None:
+    """But over kubelet's directory: no privileges, no token, and of the state it reads what `refresh` has written."""
+    pod, container = pod_of("plugin/daemonset.yaml")
+    security = container["securityContext"]
+    assert not {"hostPID", "hostNetwork", "serviceAccountName"} & pod.keys() and "privileged" not in security
+    assert (security["allowPrivilegeEscalation"], security["capabilities"]) == (False, {"drop": ["ALL"]})
+    assert pod["automountServiceAccountToken"] is False
+    assert {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]} == {
+        k8s_plugin.FOLDER: False,
+        names.STATE_DIR: True,
+    }
+    for mount, volume in zip(container["volumeMounts"], pod["volumes"]):
+        assert (mount["name"], mount["mountPath"]) == (volume["name"], volume["hostPath"]["path"])
+    assert container["args"][0] in COMMANDS
+    k8s_plugin.k8s_plugin.make_context("k8s-plugin", container["args"][1:])
+    assert 'gpushare("refresh")' in (INSTALLER / "install.py").read_text()
+
+
+def test_the_exporter_and_who_asks_it() -> None:
+    pod, container = pod_of("exporter/daemonset.yaml")
+    (service,) = yaml.safe_load_all((KUBERNETES / "exporter/service.yaml").read_text())
+    (monitor,) = yaml.safe_load_all((KUBERNETES / "exporter/podmonitor.yaml").read_text())
+    labels = {"app.kubernetes.io/name": "gpushare-exporter"}
+    assert service["spec"]["selector"] == monitor["spec"]["selector"]["matchLabels"] == labels
+    (port,) = container["ports"]
+    (served,) = service["spec"]["ports"]
+    assert (port["containerPort"], port["name"]) == (export.PORT, served["targetPort"])
+    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": port["name"], "interval": "30s"}]
+    verb, command, *words = container["args"]
+    assert verb == "run" and command in COMMANDS and pod["hostPID"]
+    assert export.export.make_context(command, words).params["listen"] == "0.0.0.0"
+
+
 def test_removal_is_the_same_daemon_set_with_another_word() -> None:
     (patch,) = yaml.safe_load((KUBERNETES / "remove/kustomization.yaml").read_text())["patches"]
     (step,) = yaml.safe_load(patch["patch"])
@@ -98,6 +140,9 @@ def test_removal_is_the_same_daemon_set_with_another_word() -> None:
 def test_version_and_licence_are_the_same_everywhere() -> None:
     (image,) = yaml.safe_load((INSTALLER / "kustomization.yaml").read_text())["images"]
     assert image == {"name": daemon_set()["spec"]["template"]["spec"]["containers"][0]["image"], "newTag": version()}
+    for folder in ("plugin", "exporter"):
+        (image,) = yaml.safe_load((KUBERNETES / folder / "kustomization.yaml").read_text())["images"]
+        assert image == {"name": pod_of(f"{folder}/daemonset.yaml")[1]["image"], "newTag": version()}
     for name in ("README.md", "README.zh-CN.md", "packaging/kubernetes/installer/Dockerfile"):
         named = re.findall(r"gpushare[-_\w]*[-_:](\d+\.\d+\.\d+)", (TREE / name).read_text())
         assert named and set(named) == {version()}, name

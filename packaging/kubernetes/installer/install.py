@@ -1,11 +1,12 @@
 """Puts gpushare on a node of a cluster and takes it away again: what the image runs, in the Python of the bundle.
 
-usage: install.py install | remove       the node's root is at /host
+usage: install.py install | remove | run WORDS...       the node's root is at /host
 
     install    copy the bundle to /opt/gpushare on the node, tell the engine of it, write the node's features for
                node-feature-discovery (labels and the memory to share), and keep them right until the pod ends. Then
                undo all that, unless containers have a share: an upgrade finds them as they are.
     remove     undo it now, also while containers have a share; they go on running.
+    run        `gpushare WORDS...` in the node's root, in place of this program.
 
 GPUSHARE_ENGINE (containerd), GPUSHARE_PROFILE (cluster) and GPUSHARE_RESTART (always: the engine is made to read its
 configuration when that has changed; never) are read from the environment. Programs of the node run in its root, with
@@ -28,6 +29,8 @@ FOLDER = "/opt/gpushare"  # on the node: a directory for each content, and `curr
 CONFIG = "/etc/gpushare/config.yaml"
 WRITTEN = FOLDER + "/config.sha256"  # of the configuration that we wrote, to know it again
 AGAIN_S = 300  # how often features are written anew: devices may have changed
+PROGRAM = FOLDER + "/current/bin/gpushare"
+ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
 ENDS = {signal.SIGTERM, signal.SIGINT}
 
 
@@ -41,7 +44,6 @@ def on_node(path: str) -> str:
 
 def run(*words: str) -> str:
     """Output of a program of the node. Raises Failed."""
-    environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
 
     def enter() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
@@ -50,7 +52,7 @@ def run(*words: str) -> str:
 
     try:
         done = subprocess.run(
-            words, stdout=subprocess.PIPE, preexec_fn=enter, env=environment, stdin=subprocess.DEVNULL
+            words, stdout=subprocess.PIPE, preexec_fn=enter, env=ENVIRONMENT, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise Failed(f"{words[0]}: {error}") from None
@@ -61,7 +63,7 @@ def run(*words: str) -> str:
 
 def gpushare(*words: str) -> dict:
     """What a command of ours on the node did, as JSON."""
-    value = json.loads(run(FOLDER + "/current/bin/gpushare", *words, "--format", "json"))
+    value = json.loads(run(PROGRAM, *words, "--format", "json"))
     return value if isinstance(value, dict) else {"items": value}
 
 
@@ -138,7 +140,17 @@ def install() -> None:
                 shutil.rmtree(on_node(f"{FOLDER}/{entry}"))
 
 
+def become(*words: str) -> None:
+    """That program of the node. Raises OSError."""
+    if not os.path.lexists(on_node(FOLDER + "/current")):
+        raise Failed("gpushare is not on this node yet")
+    os.chroot(HOST)
+    os.chdir("/")
+    os.execve(PROGRAM, ["gpushare", *words], ENVIRONMENT)
+
+
 def label() -> None:
+    gpushare("refresh")  # what the device plugin reads
     done = gpushare("labels")
     if done["action"]:
         print(f"{done['action']} {done['file']}: {done['features']}", flush=True)
@@ -168,10 +180,16 @@ def read(path: str) -> str:
         return ""
 
 
-def main(verb: str = "") -> int:
-    if verb not in ("install", "remove"):
-        print("usage: install.py install|remove", file=sys.stderr)
+def main(verb: str = "", *words: str) -> int:
+    if verb not in ("install", "remove", "run") or (verb != "run" and words):
+        print("usage: install.py install|remove|run WORDS...", file=sys.stderr)
         return 2
+    if verb == "run":
+        try:
+            become(*words)
+        except (Failed, OSError) as error:
+            print(f"gpushare: {error}", file=sys.stderr)
+        return 1
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # a change is never left half done
     try:
         if verb == "remove":
@@ -190,4 +208,4 @@ def main(verb: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    sys.exit(main(*sys.argv[1:]))
