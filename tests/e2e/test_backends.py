@@ -1,93 +1,316 @@
-"""What holds for every backend that holds a container's memory, and what a host refuses that has it not. (MPS: its own
-files.)"""
+"""What is promised of a limit holds whoever holds it, and what a backend cannot is refused with its reason. A stage for
+each row of the table of backends, and the kinds of limits for each of them: what a stage supports, and the words of
+each refusal, are read from there. (What only one of them has: test_mps.py, test_mps_daemon.py, test_oversubscribe.py.)
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
-from gpushare import backends
+from gpushare import backends, inventory, leases, model
 
+from tests.bench.compute import PROGRAM as BUSY
+from tests.bench.compute import wait_for_work
+from tests.e2e.backend_stage import COMPUTE, GIB, MEMORY, ROWS, TAKER, Kernel, Stage, must
+from tests.lib import busy
 from tests.lib.host import Node
-from tests.lib.judge import peak_bytes
+from tests.lib.processes import wait_exit
 from tests.lib.runc import Container, RuntimeFailed
-from tests.lib.tenant import Tenant
+from tests.lib.spec import Mount
+from tests.sim.ledger import Ledger
+from tests.sim.simhost import default_uuid, make_simhost
 
-GIB = 1 << 30
-REGION = "nvidia/{bus_id}/vidmem"
-MEMORY = [row.name for row in backends.BACKENDS.values() if backends.MEMORY in row.holds]
+MULTIPROCESSORS = 48  # of a simulated device
+LAST_BYTES = 2 << 20  # the driver's own block
+OUT_OF_MEMORY = 2  # CUresult
+RAISED: dict[str, Any] = {
+    "GPUSHARE_MEMORY": "16Gi",
+    "GPUSHARE_COMPUTE": "100%",
+    "GPUSHARE_BACKEND": "shim",
+    "GPUSHARE_OVERSUBSCRIBE": "1",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100",
+    "CUDA_MPS_PIPE_DIRECTORY": "/tmp",
+    "NVIDIA_VISIBLE_DEVICES": "all",
+}
 
-
-class Kernel:
-    """A cgroup tree of plain files below a simulated driver root, with a dmem controller for one container."""
-
-    def __init__(self, root: Path, container: Container, bus_id: str) -> None:
-        spec = json.loads((container.bundle / "config.json").read_text())
-        tree = root / "sys/fs/cgroup"
-        self.leaf, self.region = tree / spec["linux"]["cgroupsPath"].strip("/"), REGION.format(bus_id=bus_id)
-        self.leaf.mkdir(parents=True)
-        (tree / "dmem.capacity").write_text(f"{self.region} {16 * GIB}\n")
-        for name in ("dmem.max", "dmem.min"):
-            (self.leaf / name).write_text("")
-
-    def limits(self) -> set[str]:
-        return {(self.leaf / name).read_text() for name in ("dmem.max", "dmem.min")}
+STAGES = [("shim", "runtime"), ("mps", "hook"), ("dmem", "hook"), ("dmem", "runtime"), ("oversubscribe", "runtime")]
 
 
-def bus_id(node: Node) -> str:
-    found: str = json.loads(node.cli("devices", "--format", "json").stdout)[0]["bus_id"]
-    return found
+def test_every_row_has_a_stage() -> None:
+    assert {name for name, _ in STAGES} == set(ROWS)
 
 
-@pytest.fixture
-def any_backend(make_node: Callable[..., Node], simhost: Path) -> Node:
-    return make_node(simhost, "any", policy={"allowed_backends": ["shim", "mps", "dmem"]})
+@pytest.fixture(scope="module", params=STAGES, ids="-".join)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with tempfile.TemporaryDirectory(
+        prefix="gs-", dir="/tmp"
+    ) as state:  # a socket's path has room for a short one only
+        made = Stage(tmp_path_factory.mktemp("stage"), Path(state), *request.param)
+        try:
+            yield made
+        finally:
+            made.close()
 
 
-@pytest.mark.parametrize("backend", MEMORY)
-def test_a_memory_limit_is_kept_and_changed_whoever_holds_it(
-    tmp_path: Path, simhost: Path, any_backend: Node, backend: str, way: str
-) -> None:
-    env = {"GPUSHARE_MEMORY": "2Gi", "GPUSHARE_BACKEND": backend}
-    one = Tenant(tmp_path, "one", env, any_backend, way=way)
-    kernel = Kernel(simhost, one.container, bus_id(any_backend))
+# Kinds of limits
+
+
+def whole(stage: Stage, device: int) -> int:
+    """What a container sees: with memory beyond the device, twice as much."""
+    return device * (2 if backends.VIRTUAL in stage.row.holds else 1)
+
+
+def reached_and_kept(stage: Stage) -> None:
+    said, size = stage.take(), whole(stage, MEMORY)
+    assert (said["cuda_total_bytes"], said["nvml_total_bytes"], said["refusal"]) == (size, size, OUT_OF_MEMORY)
+    slack = LAST_BYTES * (2 if size > MEMORY else 1)  # of each part
+    assert said["free_bytes"] - slack < said["got_bytes"] <= said["free_bytes"] < size
+    assert MEMORY - slack - said["free_bytes"] % LAST_BYTES < stage.peak_bytes() <= MEMORY
+    by_kernel = {f"{stage.kernel.regions[0]} {MEMORY}"} if stage.holder(backends.MEMORY) == "dmem" else {""}
+    assert stage.kernel.limits(stage.main) == by_kernel
+
+
+def of_all_processes(stage: Stage) -> None:
+    command = ["runc", "--root", str(stage.main.bundle / "runtime"), "exec", stage.main.id, *TAKER, "hold", str(GIB)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdin and first.stdout
+        try:
+            assert json.loads(first.stdout.readline())["got_bytes"] == GIB
+            beside = stage.take()["got_bytes"]
+        finally:
+            first.stdin.close()
+    assert 0 < beside <= stage.take()["got_bytes"] - GIB
+    assert stage.peak_bytes() <= MEMORY
+
+
+def in_exec(stage: Stage) -> None:
+    """Whatever its environment says, and without any."""
+    said = stage.take("1", **RAISED)
+    assert said == stage.take("1", clear=True)
+    assert (said["cuda_total_bytes"], said["multiprocessors"]) == (
+        whole(stage, MEMORY),
+        multiprocessors(stage, COMPUTE),
+    )
+
+
+def multiprocessors(stage: Stage, percent: int) -> int:
+    """Who has a percentage of them sees so many; the shim gives time instead (test_compute_of_...)."""
+    by_mps = stage.holder(backends.COMPUTE) == "mps"
+    return math.ceil(MULTIPROCESSORS * percent / 100) if by_mps else MULTIPROCESSORS
+
+
+def live(stage: Stage) -> None:
+    """For programs that begin later, both; test_live_limits.py has those that run."""
+    for size, text, percent in ((GIB, "1Gi", 50), (MEMORY, "2Gi", COMPUTE)):
+        must(stage.node, "limit", "set", stage.main.id, "--memory", text, "--compute", str(percent))
+        said = stage.take()
+        assert said["multiprocessors"] == multiprocessors(stage, percent)
+        beyond = backends.VIRTUAL in stage.row.holds  # the border moves, the whole stays
+        assert said["cuda_total_bytes"] == said["nvml_total_bytes"] == (whole(stage, MEMORY) if beyond else size)
+        assert said["free_bytes"] - 2 * LAST_BYTES < said["got_bytes"] < said["cuda_total_bytes"]
+        if stage.holder(backends.MEMORY) == "dmem":
+            assert stage.kernel.limits(stage.main) == {f"{stage.kernel.regions[0]} {size}"}
+
+
+def told(stage: Stage) -> None:
+    """Who holds what, and why."""
+    said = must(stage.node, "explain", str(stage.main.bundle))
+    for limit in backends.LIMITS:
+        name = stage.holder(limit)
+        why = "asked" if name == stage.row.name else f"{stage.row.name} does not hold {limit}"
+        why = why if stage.row.name in backends.BACKENDS else "auto, the first allowed one that can"
+        assert f"{limit} by {name} ({why}" in said, said
+
+
+def given_back(stage: Stage) -> None:
+    """By poststop; by prune, when the container is gone without; and the next one has it."""
+    before = stage.node.left(), stage.node.leases()
+    for poststop in (True, False):
+        with stage.one() as one:
+            one.start()
+            assert one.id in stage.node.leases()
+            if poststop:
+                one.delete()
+            else:
+                os.kill(one.pid, signal.SIGKILL)
+                one.exit_code = wait_exit(one.pid, 30)
+                must(stage.node, "prune")
+            assert (stage.node.left(), stage.node.leases()) == before
+    if stage.holder(backends.COMPUTE) == "mps":
+        (row,) = json.loads(must(stage.node, "mps", "status", "--device", "0", "--format", "json"))
+        assert row["containers"] == [stage.main.id]
+
+
+KINDS: dict[str, Callable[[Stage], None]] = {
+    "memory": reached_and_kept,
+    "processes": of_all_processes,
+    "exec": in_exec,
+    "live": live,
+    "explain": told,
+    "end": given_back,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_limit_holds_whoever_holds_it(stage: Stage, kind: str) -> None:
+    KINDS[kind](stage)
+
+
+# What a row does not support
+
+
+class Word(NamedTuple):
+    """Something that not every backend has: for a start, as a request has it, and for one that runs."""
+
+    env: dict[str, str]
+    request: dict[str, Any]
+    live: tuple[str, ...] = ()
+    share: dict[str, Any] = {}
+
+
+WORDS = {
+    "soft": Word(
+        {"GPUSHARE_COMPUTE_MODE": "soft"}, {"compute_mode": "soft"}, ("--compute-mode", "soft"), {"soft": True}
+    ),
+    "priority": Word({"GPUSHARE_PRIORITY": "1"}, {"priority": 1}, ("--priority", "high"), {"priority": 1}),
+    "oversubscribe": Word({"GPUSHARE_OVERSUBSCRIBE": "true"}, {"oversubscribe": True}),
+    "several devices": Word(
+        {"GPUSHARE_DEVICES": "0,1"}, {"selection": model.Selection("list", names=("0", "1"))}
+    ),
+}  # fmt: skip
+
+
+def reason_of(stage: Stage, word: Word) -> str:
+    """What the row says of it; "" when it can."""
+    site = stage.site(**word.request)
+    return next(filter(None, (stage.row.supports(limit, site) for limit in stage.row.holds)), "")
+
+
+def test_what_a_backend_cannot_is_refused_with_its_reason(stage: Stage) -> None:
+    """And what it can, all at once, starts."""
+    (share,) = (lease.shares[0] for lease in leases.view(str(stage.node.state)).live)
+    env, held = {}, stage.node.leases()
+    for word in WORDS.values():
+        reason = reason_of(stage, word)
+        if reason:
+            said = f"{stage.row.name} cannot: {reason}; set GPUSHARE_BACKEND=shim"
+            with stage.one(**word.env) as one, pytest.raises(RuntimeFailed, match=re.escape(said)):
+                one.create()
+            assert stage.node.leases() == held
+        else:
+            env.update(word.env)
+        kept = stage.row.keeps(share._replace(**word.share)) if word.live else None
+        if kept:
+            done = stage.node.cli("limit", "set", stage.main.id, *word.live)
+            assert done.returncode != 0 and f"{stage.row.name} holds a limit of device 0: {kept}" in done.stderr
+    if env:
+        with stage.one(**env) as one:
+            one.create()
+            assert one.id in stage.node.leases()
+
+
+# What a host has not: (what is taken away from it, what is said then)
+def mps_ended(stage: Stage, one: Container) -> Path:
+    return stage.node.state / "mps" / default_uuid(0) / "ready"
+
+
+def no_region(stage: Stage, one: Container) -> Path:
+    return stage.kernel.tree / "dmem.capacity"
+
+
+def no_controller(stage: Stage, one: Container) -> Path:
+    return stage.kernel.leaf(one) / "dmem.max"
+
+
+TAKEN_AWAY: dict[str, tuple[tuple[Callable[[Stage, Container], Path], str], ...]] = {
+    "mps": ((mps_ended, "mps cannot: its control daemon is not running .*set GPUSHARE_BACKEND=shim"),),
+    "dmem": (
+        (no_region, "dmem cannot: the kernel has no dmem controller .*set GPUSHARE_BACKEND=shim"),
+        (no_controller, r"dmem\.max.* is not there: .*write \+dmem"),
+    ),
+}
+
+
+def test_a_host_that_has_not_what_was_asked_for_starts_nothing(stage: Stage) -> None:
+    held = stage.node.leases()
+    for path_of, said in TAKEN_AWAY.get(stage.row.name, ()):
+        with stage.one() as one:
+            path = path_of(stage, one)
+            path.rename(f"{path}.away")
+            try:
+                with pytest.raises(RuntimeFailed, match=said):
+                    one.create()
+            finally:
+                Path(f"{path}.away").rename(path)
+        assert stage.node.leases() == held
+
+
+def test_a_backend_that_is_alone_drops_no_limit(stage: Stage) -> None:
+    """Where it is all that policy allows, a limit that it is not for starts nothing."""
+    missing = [limit for limit in backends.LIMITS if limit not in stage.row.holds]
+    if stage.row.name not in backends.BACKENDS or not missing:
+        return  # the shim, which holds both
+    stage.allow(stage.row.name)
     try:
-        one.container.start()
-        asked = any_backend.cli("explain", str(one.container.bundle))
-        assert f"memory by {backend} (asked)" in asked.stdout, asked
-        assert one.expect("seen")["cuda_total_bytes"] == 2 * GIB
-        by_kernel = backends.BACKENDS[backend].in_cgroup
-        assert kernel.limits() == ({f"{kernel.region} {2 * GIB}"} if by_kernel else {""})
-        changed = any_backend.cli("limit", "set", one.container.id, "--memory", "1Gi")
-        assert changed.returncode == 0, changed.stderr
-        assert kernel.limits() == ({f"{kernel.region} {GIB}"} if by_kernel else {""})
-        one.go()
-        assert one.expect("full")["refusal"] == "CUDA_ERROR_OUT_OF_MEMORY"
-        assert GIB // 2 < peak_bytes(simhost, one.pid_namespace()) <= GIB
-        (granted, *_) = any_backend.decisions()
-        assert backend in granted["backend"].split("+")
+        said = f"nothing that is allowed on this node holds a limit on {missing[0]}"
+        with stage.one() as one, pytest.raises(RuntimeFailed, match=said):
+            one.create()
     finally:
-        one.close()
+        stage.allow(*backends.BACKENDS)
 
 
-@pytest.mark.parametrize("backend", [name for name in backends.BACKENDS if name != backends.SHIM])
-def test_a_host_that_has_not_what_was_asked_for_starts_nothing(
-    container: Callable[..., Container], any_backend: Node, backend: str, way: str
-) -> None:
-    env = {"GPUSHARE_MEMORY": "2Gi", "GPUSHARE_COMPUTE": "30%", "GPUSHARE_BACKEND": backend}
-    one = container(["true"], env=env, **any_backend.way(way))
-    with pytest.raises(RuntimeFailed, match=f"{backend} cannot: .*set GPUSHARE_BACKEND=shim"):
-        one.start()
-    assert any_backend.leases() == []
+# Compute that the shim holds is a part of the device's time: judged by its ledger, and by a clock
+
+SHARES = {"shim": 30, "dmem": 50}
+RUN_S, POINTS, TRIES = 1.0, 5.0, 8
 
 
-def test_a_container_s_cgroup_without_the_controller_starts_nothing(
-    container: Callable[..., Container], any_backend: Node, simhost: Path, way: str
-) -> None:
-    one = container(["true"], env={"GPUSHARE_MEMORY": "2Gi", "GPUSHARE_BACKEND": "dmem"}, **any_backend.way(way))
-    (Kernel(simhost, one, bus_id(any_backend)).leaf / "dmem.max").unlink()
-    with pytest.raises(RuntimeFailed, match=r"dmem\.max.* is not there: .*write \+dmem"):
-        one.start()
-    assert any_backend.leases() == []
+def test_compute_is_reached_and_kept_whoever_holds_the_memory(tmp_path: Path, make_node: Callable[..., Node]) -> None:
+    """One container beside the other, each with its own holder of memory."""
+    root = make_simhost(tmp_path / "host", gpus=1, memory_bytes=16 * GIB)
+    node = make_node(root, policy={"allowed_backends": list(backends.BACKENDS)})
+    kernel = Kernel(root, [one.bus_id for one in inventory.read_inventory(str(root)).devices])
+    assert all(backends.COMPUTE not in ROWS[name].holds or name == backends.SHIM for name in SHARES)
+    with ExitStack() as stack:
+        ledger = stack.enter_context(Ledger(str(root / "dev" / "nvidia0")))
+        spaces = []
+        for name, percent in SHARES.items():
+            env = {"GPUSHARE_MEMORY": "2Gi", "GPUSHARE_COMPUTE": f"{percent}%", "GPUSHARE_BACKEND": name}
+            mounts = [Mount(busy.build(), BUSY)]
+            one = Container(
+                tmp_path / "c",
+                [BUSY, *busy.words(seconds=60, kernel=50)],
+                env=env,
+                mounts=mounts,
+                **node.way("runtime"),
+            )
+            stack.enter_context(one)
+            kernel.make(one)
+            one.start()
+            spaces.append(os.stat(f"/proc/{one.pid}/ns/pid").st_ino)
+            wait_for_work(ledger, one, spaces[-1])
+        seen: list[list[float]] = []
+        for _ in range(TRIES):
+            begin = time.monotonic_ns()
+            time.sleep(RUN_S)  # the device's own time is what is measured
+            end = begin + int(RUN_S * 1e9) - 50_000_000
+            each = [100 * statistics.fmean(ledger.history(space).shares(begin, end, 10_000_000)) for space in spaces]
+            seen.append(each)
+            limits = list(SHARES.values())
+            assert all(got < limit + POINTS for got, limit in zip(each, limits)) or len(seen) == 1, seen
+            if len(seen) > 1 and all(got > limit - POINTS for got, limit in zip(each, limits)):
+                return
+        pytest.fail(f"{seen} instead of {SHARES}")

@@ -39,6 +39,7 @@ CLOCK = (
     "tests/sim/test_classic.py",
     "tests/e2e/test_compute_limits.py",
     "tests/shim/test_compute_turns.py",
+    "tests/e2e/test_backends.py::test_compute_is_reached",
     "tests/e2e/test_live_limits.py::test_a_container_without_a_compute_limit",
     "tests/e2e/test_live_limits.py::test_a_pause_holds",
     "tests/e2e/test_live_limits.py::test_a_program_without_a_container",

@@ -209,7 +209,7 @@ def test_every_combination_is_had_or_refused_with_its_reason(kit: tuple[str, ...
     host = node(mig=MIG in kit)
     host = host._replace(config=host.config._replace(host_memory="64Gi"))
     first = "0:0" if MIG in kit else "0"
-    words = {
+    words: dict[str, Any] = {
         "oversubscribe": OVER in kit,
         "compute_mode": "soft" if SOFT in kit else "hard",
         "priority": int(URGENT in kit),
@@ -241,7 +241,7 @@ def test_auto_says_whom_it_passed_over(kit: tuple[str, ...], running: pytest.Mon
     host = node("mps", "dmem", "shim", mig=MIG in kit)
     rule = model.SharingRule(4, 1.5 if OVER in kit else 1.0)
     host = host._replace(config=host.config._replace(host_memory="64Gi", sharing=(rule,)))
-    words = {"compute_mode": "soft" if SOFT in kit else "hard", "priority": int(URGENT in kit)}
+    words: dict[str, Any] = {"compute_mode": "soft" if SOFT in kit else "hard", "priority": int(URGENT in kit)}
     first = "0:0" if MIG in kit else "0"
     request = asked(memory=False, **words)._replace(
         selection=model.Selection("list", names=(first, "1") if SEVERAL in kit else (first,))

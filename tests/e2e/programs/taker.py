@@ -1,0 +1,55 @@
+"""In a container: what it sees of the first GPU, and how much it gets, in one line of JSON. Only ctypes: it begins soon.
+
+taker.py [hold] [bytes of one allocation]     none: until refused; hold: until its standard input ends
+
+{"cuInit", "multiprocessors", "cuda_total_bytes", "nvml_total_bytes", "free_bytes", "got_bytes", "refusal"}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+
+MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+FIRST_BYTES, LAST_BYTES = 256 << 20, 2 << 20
+
+
+class Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+def nvml_total_bytes() -> int:
+    nvml, device, memory = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), Memory()
+    nvml.nvmlInit_v2()
+    nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
+    nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+    return int(memory.total)
+
+
+def main(words: list[str]) -> int:
+    cuda, said = ctypes.CDLL("libcuda.so.1"), {"nvml_total_bytes": nvml_total_bytes()}
+    said["cuInit"] = cuda.cuInit(0)
+    count, device, context, address = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    cuda.cuDeviceGetAttribute(ctypes.byref(count), MULTIPROCESSORS, device)
+    said["refusal"] = cuda.cuCtxCreate_v2(ctypes.byref(context), 0, device)
+    cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    said.update(multiprocessors=count.value, cuda_total_bytes=total.value, free_bytes=free.value, got_bytes=0)
+    sizes = [int(word) for word in words if word.isdigit()]
+    size = FIRST_BYTES
+    while sizes or (size >= LAST_BYTES and not [word for word in words if word.isdigit()]):
+        asked = sizes.pop() if sizes else size
+        error = cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(asked))
+        if error == 0:
+            said["got_bytes"] += asked
+        else:
+            said["refusal"], size = error, size // 2
+    print(json.dumps(said), flush=True)
+    if "hold" in words:
+        sys.stdin.read()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
