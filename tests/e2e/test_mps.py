@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.lib.doctor import finding
 from tests.lib.host import BIN, PYTHON, TREE, Node, python_mounts
 from tests.lib.processes import reap_zombies
 from tests.lib.rootfs import unmount_below
@@ -133,12 +134,18 @@ def test_death_is_an_error_and_never_a_client_without_a_limit(
     assert said["cuInit"] == CONNECTION_FAILED and said["PIPE_DIRECTORY"] == "/none"
     row = status(host, 1)
     assert (row["state"], row["restart"]) == ("dead", [one.id])
+    found = finding(host, "MPS")
+    assert found.result == "fail" and f"(pid {pid}) has died; programs get errors in {one.id}" in found.detail
     with pytest.raises(RuntimeFailed, match=f"control daemon .pid {pid}. has died"):
         container(way).create()
     start(host)
     assert client(one)["multiprocessors"] == 15, "programs that begin now find the new one"
     row = status(host, 1)
     assert (row["state"], row["restart"]) == ("running", [one.id])
+    found = finding(host, "MPS")
+    assert found.result == "warn" and f"is not the one that {one.id} began with" in found.detail
+    one.delete()
+    assert finding(host, "MPS").detail == "runs on GPU 0, at most 100%, for 0 containers"
 
 
 def test_a_driver_that_began_without_the_daemon_stays_refused(host: Node, container: Callable[..., Container]) -> None:

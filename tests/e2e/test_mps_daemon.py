@@ -18,6 +18,7 @@ import pytest
 from gpushare import mps, region
 from gpushare.model import Device, Share
 
+from tests.lib.doctor import finding
 from tests.lib.host import Node, write_config
 from tests.lib.processes import reap_zombies
 from tests.lib.rootfs import unmount_below
@@ -126,6 +127,8 @@ def test_death_is_noticed_and_a_start_is_clean(host: Host) -> None:
     before = host.kill()
     (row,) = host.mps("status", code=1)
     assert row["state"] == "dead" and f"pid {before}" in row["note"] and row["pid"] is None
+    (host.folder / "ready").unlink()  # as after another boot that kept the directory
+    assert finding(host.node, "MPS").detail == f"stale {host.folder}/pipe: nobody listens there"
     (again,) = host.mps("start", "--compute", "70")
     assert again["how"] == "started" and again["pid"] != before
     assert host.ask("get_default_active_thread_percentage", "share") == "70.0"  # where tenants connect, too
@@ -141,6 +144,7 @@ def test_daemon_of_a_start_that_was_killed_is_adopted_with_its_limits_set(host: 
     (host.folder / "share" / "control").unlink()
     host.ask("set_default_active_thread_percentage 100")
     assert host.mps("status")[0]["state"] == "stopped"
+    assert f"(pid {pid}) whose limits are not set" in finding(host.node, "MPS").detail
     (again,) = host.mps("start", "--compute", "30")
     assert (again["how"], again["pid"]) == ("adopted", pid)
     assert host.ask("get_default_active_thread_percentage") == "30.0" and (host.folder / "share" / "control").exists()
@@ -182,6 +186,7 @@ def test_daemon_of_another_user_is_named_and_let_be(host: Host) -> None:
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(host.folder / "log")}
     subprocess.run([program, "-d"], env=env, user=1000, group=1000, check=True, timeout=20)
     said = host.refused("start")
+    assert "is of uid 1000, who sets its limits as he likes" in finding(host.node, "MPS").detail
     assert "is of uid 1000" in said and host.ask("get_default_active_thread_percentage") == "100.0"
     host.ask("quit")
 
@@ -240,6 +245,7 @@ def test_status_says_when_somebody_changed_the_limits(host: Host) -> None:
     host.ask("set_default_active_thread_percentage 90")
     (row,) = host.mps("status", code=1)
     assert row["state"] == "changed" and row["note"] == "its limits are 90.0%, 16G, not 40.0%, 16G"
+    assert finding(host.node, "MPS").detail == f"the daemon of GPU 0: {row['note']}"
 
 
 def test_several_users_need_a_driver_that_has_that(host: Host) -> None:

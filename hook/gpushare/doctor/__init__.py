@@ -16,7 +16,7 @@ from ..engines.base import Settings
 from ..engines.host import Host
 from ..errors import DeviceError, GpushareError
 from ..inventory import read_inventory
-from . import driver, engines, kernel, shim, state
+from . import driver, engines, kernel, mps, shim, state
 from .base import FAIL, OK, SKIP, WARN, Check, Machine, Result, failed
 
 __all__ = ["CHECKS", "FAIL", "OK", "SKIP", "WARN", "Check", "Machine", "Result", "examine", "look"]
@@ -42,6 +42,9 @@ CHECKS = (
     Check("state", "the state directory is ours and has room", state.directory),
     Check("leases", "every lease can be read and belongs to a container that lives", state.stale_leases),
     Check("containers", "containers that run were started with the driver that is loaded", state.versions),
+    Check(
+        "MPS", "daemons run as root with the limits they were given, and no container had one that died", mps.daemons
+    ),
     Check("refusals", "no container was refused in the last day", state.refusals),
 )
 

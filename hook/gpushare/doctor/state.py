@@ -33,7 +33,7 @@ def directory(machine: Machine) -> Result:
 def stale_leases(machine: Machine) -> Result:
     seen = leases.view(machine.state_dir)
     if seen.damaged:
-        what = _some([f"{names.short(one.id)}: {one.reason}" for one in seen.damaged])
+        what = some([f"{names.short(one.id)}: {one.reason}" for one in seen.damaged])
         return Result(
             FAIL, f"{what}; its devices get no new leases", "if these containers are gone: gpushare prune --assume-free"
         )
@@ -45,7 +45,7 @@ def stale_leases(machine: Machine) -> Result:
     trash = storage.trash(machine.state_dir)
     held = f"{len(seen.live)} {'container holds' if len(seen.live) == 1 else 'containers hold'} a share"
     if left or trash:
-        what = f"left behind: {_some(left)}" if left else f"{len(trash)} released shares are not removed"
+        what = f"left behind: {some(left)}" if left else f"{len(trash)} released shares are not removed"
         return Result(WARN, f"{held}; {what}", "gpushare prune")
     return Result(OK, held)
 
@@ -57,7 +57,7 @@ def versions(machine: Machine) -> Result:
     live = leases.view(machine.state_dir).live
     old = changes.outdated(live, machine.node)
     if old:
-        return Result(WARN, _some([f"{name} {why}" for name, why in old]), "start these containers again")
+        return Result(WARN, some([f"{name} {why}" for name, why in old]), "start these containers again")
     return Result(OK, f"all use {machine.node.inventory.driver_version}" if live else "no container runs")
 
 
@@ -80,6 +80,7 @@ def refusals(machine: Machine) -> Result:
     return Result(WARN, f"{many} refused in the last day; {'' if len(recent) == 1 else 'the last, '}{last}", hint)
 
 
-def _some(texts: list[str]) -> str:
+def some(texts: list[str]) -> str:
+    """A few of them, for one line."""
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return ", ".join(texts[:_SHOWN]) + more

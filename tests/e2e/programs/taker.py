@@ -1,4 +1,4 @@
-"""In a container: what it sees of the first GPU, and how much it gets, in one line of JSON. Only ctypes: it begins soon.
+"""In a container: what it sees of the first GPU, and how much it gets, in one line of JSON. Only ctypes, to begin soon.
 
 taker.py [hold] [bytes of one allocation]     none: until refused; hold: until its standard input ends
 

@@ -1,0 +1,170 @@
+"""The check of MPS: whether containers can be clients of the daemons that were started, and who has to start again.
+
+A table of findings, for each device of which a daemon has left something; the first that applies is what is said of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Callable, NamedTuple, Optional
+
+from .. import backends, leases, mps, mpscontrol, mpsstatus, names, rootless
+from ..dialects import device_name
+from ..model import Device, Lease, Node
+from .base import FAIL, OK, SKIP, WARN, Machine, Result, no_driver
+from .state import some
+
+_WORST = (FAIL, WARN, OK)
+
+
+class Case(NamedTuple):
+    """One device. `daemon`: who listens in its pipe directory; `found`: what the ready file says."""
+
+    host: Node
+    device: Device
+    folder: str
+    daemon: Optional[mpscontrol.Daemon]
+    found: mps.MpsState
+    live: tuple[Lease, ...]
+
+    @property
+    def name(self) -> str:
+        return f"GPU {device_name(self.device)}"
+
+    @property
+    def start(self) -> str:
+        return f"gpushare mps start --device {device_name(self.device)}"
+
+    @property
+    def again(self) -> str:
+        device = device_name(self.device)
+        return f"gpushare mps stop --force --device {device}, and start it again; then the containers that have it"
+
+    def affected(self) -> str:
+        """Containers whose programs have a daemon that is no more, for people; "" when there are none."""
+        uuid, state_dir = self.device.uuid, self.host.config.state_dir
+        return some([names.short(one.id) for one in mpsstatus.affected(self.found, uuid, self.live, state_dir)])
+
+
+def _wrong_user(case: Case) -> Optional[Result]:
+    if case.daemon is None or case.daemon.uid == 0:
+        return None
+    who = f"the daemon of {case.name} (pid {case.daemon.pid}) is of uid {case.daemon.uid}"
+    return Result(FAIL, f"{who}, who sets its limits as he likes", f"have it ended, then {case.start}")
+
+
+def _dead(case: Case) -> Optional[Result]:
+    if not case.found.was_running or case.daemon is not None:
+        return None
+    named = case.affected()
+    also = (f"; programs get errors in {named}", f", then start {named} again") if named else ("", "")
+    return Result(FAIL, f"the daemon of {case.name} (pid {case.found.pid}) has died{also[0]}", case.start + also[1])
+
+
+def _not_offered(case: Case) -> Optional[Result]:
+    if case.daemon is None or not case.found.problem:
+        return None
+    return Result(
+        FAIL, f"a daemon listens for {case.name} (pid {case.daemon.pid}) whose limits are not set", case.start
+    )
+
+
+def _stale(case: Case) -> Optional[Result]:
+    if case.daemon is not None or not case.found.problem:
+        return None
+    named = case.affected()
+    if named:
+        return Result(FAIL, f"the daemon of {case.name} is gone; programs get errors in {named}", case.start)
+    remove = f"gpushare mps stop --device {device_name(case.device)}"
+    return Result(WARN, f"stale {case.folder}/pipe: nobody listens there", f"{case.start}, or {remove}")
+
+
+def _deaf(case: Case) -> Optional[Result]:
+    if case.daemon is not None and case.daemon.pid == case.found.pid:
+        return None
+    if case.daemon is None:
+        return Result(FAIL, f"the daemon of {case.name} (pid {case.found.pid}) listens no more", case.again)
+    other = f"pid {case.daemon.pid} listens for {case.name}, and pid {case.found.pid} was given its limits"
+    return Result(FAIL, other, case.again)
+
+
+def _asked(case: Case) -> Optional[Result]:
+    """What the daemon itself says."""
+    seen = mpsstatus.look(case.host, case.device, case.live)
+    if seen.state != "running":
+        return Result(FAIL, f"the daemon of {case.name}: {seen.note}", case.again)
+    driver, loaded = case.found.driver_version, case.host.inventory.driver_version
+    if driver != loaded:
+        return Result(WARN, f"the daemon of {case.name} was started with driver {driver}, not {loaded}", case.again)
+    named = case.affected()
+    if named:
+        return Result(
+            WARN, f"the daemon of {case.name} is not the one that {named} began with", "start these containers again"
+        )
+    return Result(WARN, f"{case.name}: {seen.note}", "start these programs again") if seen.note else None
+
+
+def _well(case: Case) -> Optional[Result]:
+    having = len(backends.having(mps.NAME, case.live, case.device.uuid))
+    many = "1 container" if having == 1 else f"{having} containers"
+    return Result(OK, f"runs on {case.name}, at most {case.found.thread_percent}%, for {many}")
+
+
+FINDINGS: tuple[Callable[[Case], Optional[Result]], ...] = (
+    *(_wrong_user, _dead, _not_offered, _stale),  # it cannot be used
+    *(_deaf, _asked, _well),  # it was offered
+)
+
+
+def daemons(machine: Machine) -> Result:
+    """All devices in one line: the worst, with what to do about it."""
+    if machine.node is None:
+        return no_driver(machine)
+    if os.geteuid() != 0 or rootless.is_rootless():
+        return Result(SKIP, "needs root")
+    host, left = machine.node, mpsstatus.known(machine.state_dir)
+    here = {device.uuid: device for device in host.inventory.devices}
+    found = [
+        Result(WARN, f"{mps.directory(machine.state_dir, uuid)} is of a GPU that is gone", "gpushare mps stop")
+        for uuid in left
+        if uuid not in here
+    ]
+    live = leases.view(machine.state_dir).live if left else ()
+    cases = [_case(host, here[uuid], machine.state_dir, live) for uuid in left if uuid in here]
+    found += [_finding(case) for case in cases if not _is_stopped(case)]
+    return _joined(found) if found else _unused(host)
+
+
+def _case(host: Node, device: Device, state_dir: str, live: tuple[Lease, ...]) -> Case:
+    folder = mps.directory(state_dir, device.uuid)
+    daemon = mpscontrol.listening(f"{folder}/pipe")
+    return Case(host, device, folder, daemon, mps.state(device.uuid, state_dir), live)
+
+
+def _is_stopped(case: Case) -> bool:
+    """By somebody who meant it: nothing is left that anybody could take for a daemon."""
+    left = os.path.lexists(f"{case.folder}/pipe") or os.path.lexists(f"{case.folder}/{mps.READY}")
+    return case.daemon is None and not left and not case.affected()
+
+
+def _finding(case: Case) -> Result:
+    return next(result for result in (ask(case) for ask in FINDINGS) if result is not None)
+
+
+def _joined(found: Sequence[Result]) -> Result:
+    worst = min(found, key=lambda one: _WORST.index(one.result))
+    same = [one.detail for one in found if one.result == worst.result]
+    return Result(worst.result, some(same), worst.hint)
+
+
+def _unused(host: Node) -> Result:
+    if not backends.allows(host.config.policy, mps.NAME):
+        return Result(OK, "not in use")
+    if mpscontrol.program(host.inventory.root) is None:
+        return Result(
+            WARN,
+            f"policy.allowed_backends has mps, and the driver in {host.inventory.root} has no {mpscontrol.NAME}",
+            "install it: it is part of the driver",
+        )
+    return Result(WARN, "policy.allowed_backends has mps, and no GPU has a daemon", "gpushare mps start")

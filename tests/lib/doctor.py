@@ -1,0 +1,14 @@
+"""One check of `gpushare doctor`, asked in this process: the command asks all of them."""
+
+from __future__ import annotations
+
+from gpushare import doctor
+from gpushare.engines.base import Settings
+
+from .host import BIN, Node
+
+
+def finding(node: Node, name: str) -> doctor.Result:
+    settings = Settings(str(BIN / "gpushare-runtime"), str(BIN / "gpushare-hook"), state_dir=str(node.state))
+    (check,) = (check for check in doctor.CHECKS if check.name == name)
+    return doctor.answer(check, doctor.look(str(node.config), str(node.state), settings))

@@ -1,0 +1,146 @@
+"""gpushare doctor: MPS. Daemons are values here; e2e/test_mps.py and test_mps_daemon.py ask of some that run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import mps, mpscontrol, mpsstatus, procs, rootless
+from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result
+from gpushare.model import Policy
+
+from tests.unit import pure
+from tests.unit.clihost import GIB
+from tests.unit.doctorhost import ask, machine, root
+
+__all__ = ["machine", "root"]  # fixtures
+
+UUID = pure.device(0).uuid
+PID = os.getpid()
+ROOTS = mpscontrol.Daemon(PID, 0)
+
+
+@pytest.fixture
+def allowed(machine: Machine, root: Path) -> Machine:
+    """A host whose policy and driver have MPS."""
+    program = root / "usr/bin/nvidia-cuda-mps-control"
+    program.write_text("")
+    program.chmod(0o755)
+    assert machine.config
+    return machine._replace(config=machine.config._replace(policy=Policy(allowed_backends=("mps", "shim"))))
+
+
+@pytest.fixture
+def daemon(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """daemon(listens, said, **ready): who listens, what the daemon says of its limits, what its ready file has."""
+
+    def make(
+        listens: mpscontrol.Daemon | None = ROOTS,
+        said: str = "60.0%, 1G",
+        is_ready: bool = True,
+        **ready: Any,
+    ) -> None:
+        me, folder = procs.myself(), Path(mps.directory(machine.state_dir, UUID))
+        (folder / "pipe").mkdir(parents=True, exist_ok=True)
+        content: dict[str, Any] = {"version": 1, "pid": PID, "start": me.start, "boot_id": procs.boot_id()}
+        content.update(driver_version=pure.VERSION, build="", thread_percent=60, memory_bytes=GIB, clients=48)
+        content.update({"uid": 0, "shm": "own", **ready})
+        if is_ready:
+            (folder / mps.READY).write_text(json.dumps(content))
+        monkeypatch.setattr(mpscontrol, "listening", lambda pipe: listens)
+        monkeypatch.setattr(mpscontrol.Control, "ask", lambda self, command: "")
+        monkeypatch.setattr(mpsstatus, "limits_now", lambda control: said)
+
+    return make
+
+
+def test_nothing_is_said_where_nobody_uses_it(machine: Machine, allowed: Machine, root: Path) -> None:
+    assert ask("MPS", machine) == Result(OK, "not in use")
+    assert ask("MPS", allowed) == Result(
+        WARN, "policy.allowed_backends has mps, and no GPU has a daemon", "gpushare mps start"
+    )
+    (root / "usr/bin/nvidia-cuda-mps-control").unlink()
+    assert "has no nvidia-cuda-mps-control" in ask("MPS", allowed).detail
+
+
+def test_whoever_has_no_rights_is_told_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rootless, "is_rootless", lambda: True)
+    assert ask("MPS", machine) == Result(SKIP, "needs root")
+
+
+START, AGAIN = "gpushare mps start --device 0", "gpushare mps stop --force --device 0, and start it again; then "
+NOBODY, SOMEBODY, OTHER = None, mpscontrol.Daemon(1, 1000), mpscontrol.Daemon(9, 0)
+DEAD = {"start": 1}
+CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "well": ({}, OK, "runs on GPU 0, at most 60%, for 1 container", ""),
+    "wrong user": (
+        *({"listens": SOMEBODY}, FAIL, "the daemon of GPU 0 (pid 1) is of uid 1000, who sets its limits as he likes"),
+        f"have it ended, then {START}",
+    ),
+    "dead": (
+        *({"listens": NOBODY, **DEAD}, FAIL, f"the daemon of GPU 0 (pid {PID}) has died; programs get errors in c1"),
+        f"{START}, then start c1 again",
+    ),
+    "dead, another": ({"listens": OTHER, **DEAD}, FAIL, "(pid 9) whose limits are not set", START),
+    "not offered": ({"is_ready": False}, FAIL, f"for GPU 0 (pid {PID}) whose limits are not set", START),
+    "damaged": ({"uid": "me"}, FAIL, "whose limits are not set", START),
+    "gone": ({"listens": NOBODY, "is_ready": False}, FAIL, "is gone; programs get errors in c1", START),
+    "deaf": ({"listens": NOBODY}, FAIL, f"the daemon of GPU 0 (pid {PID}) listens no more", AGAIN),
+    "other pid": ({"listens": OTHER}, FAIL, f"pid 9 listens for GPU 0, and pid {PID} was given", AGAIN),
+    "limits changed": ({"said": "100.0%, 1G"}, FAIL, "its limits are 100.0%, 1G, not 60.0%, 1G", AGAIN),
+    "upgrade": ({"driver_version": "1.2"}, WARN, f"was started with driver 1.2, not {pure.VERSION}", AGAIN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_with_a_daemon(
+    case: str,
+    allowed: Machine,
+    daemon: Callable[..., None],
+    start: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments, result, detail, hint = CASES[case]
+    start("c1", pure.share(0, 0, GIB)._replace(compute_backend="mps"))
+    start("other", pure.share(0, 0, GIB))
+    daemon(**arguments)
+    token = mps.state(UUID, allowed.state_dir).token
+    monkeypatch.setattr(mpsstatus, "_token", lambda state_dir, container_id: token)
+    found = ask("MPS", allowed)
+    assert found.result == result and detail in found.detail and found.hint.startswith(hint), found
+    assert "other" not in found.detail and bool(found.hint) == (result != OK)
+
+
+def test_a_pipe_directory_that_nobody_has(allowed: Machine, daemon: Callable[..., None]) -> None:
+    daemon(listens=None, is_ready=False)
+    folder = mps.directory(allowed.state_dir, UUID)
+    found = ask("MPS", allowed)
+    assert found == Result(
+        WARN, f"stale {folder}/pipe: nobody listens there", f"{START}, or gpushare mps stop --device 0"
+    )
+    os.rmdir(f"{folder}/pipe")
+    assert ask("MPS", allowed).detail == "policy.allowed_backends has mps, and no GPU has a daemon"
+
+
+def test_containers_that_began_with_another_daemon(
+    allowed: Machine, daemon: Callable[..., None], start: Callable[..., Path]
+) -> None:
+    daemon()
+    start("c1", pure.share(0, 0, GIB)._replace(compute_backend="mps"))
+    assert ask("MPS", allowed) == Result(
+        WARN, "the daemon of GPU 0 is not the one that c1 began with", "start these containers again"
+    )
+
+
+def test_the_worst_of_several_is_said_and_a_gpu_that_is_gone(allowed: Machine, daemon: Callable[..., None]) -> None:
+    daemon()
+    Path(mps.directory(allowed.state_dir, "GPU-gone")).mkdir()
+    found = ask("MPS", allowed)
+    assert found.result == WARN and found.detail.endswith("mps/GPU-gone is of a GPU that is gone")
+    daemon(said="100.0%, 1G")
+    found = ask("MPS", allowed)
+    assert found.result == FAIL and "its limits are" in found.detail and "GPU-gone" not in found.detail
