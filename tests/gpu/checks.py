@@ -9,6 +9,7 @@ from tests.gpu import checks_busy as busy
 from tests.gpu import checks_compute as compute
 from tests.gpu import checks_driver as driver
 from tests.gpu import checks_memory as memory
+from tests.gpu import checks_mps as mps
 from tests.gpu import checks_product as product
 from tests.gpu.session import Result, Session
 
@@ -37,6 +38,7 @@ CHECKS = (
     Check("memory.torch", "PyTorch up to the limit", product.torch_limit, 60, TORCH),
     Check("run", "gpushare run on this machine", product.run, 40),
     Check("run.compute", "gpushare run with 30 % of compute", product.run_compute, 40),
+    Check("mps", "gpushare mps, and a program with 30 % of it", mps.mps, 60),
     Check("pool", "how a memory pool grows", memory.pool, 20),
     Check("latency", "calls, native and under the shim", driver.latency, 60),
     Check("slices", "time slices of two contexts", driver.slices, 20, HARDWARE),

@@ -25,7 +25,7 @@ def has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _gpushare() -> list[str]:
+def gpushare() -> list[str]:
     """The program as it was built here; the bundle, which needs nothing of this machine; else the source tree with what
     this python3 has."""
     if (TREE / "build" / ".setup").exists() and GPUSHARE.exists():
@@ -61,7 +61,7 @@ def under_run(session: Session, flags: list[str], program: list[str]) -> dict[st
     config = session.work / "config.yaml"
     root = str(session.machine.simhost or "/")
     config.write_text(json.dumps({"version": 1, "driver": {"root": root}, "shim_dir": str(session.machine.shim)}))
-    command = [*_gpushare(), "--config", str(config), "--state", str(session.work / "state"), "run"]
+    command = [*gpushare(), "--config", str(config), "--state", str(session.work / "state"), "run"]
     if os.geteuid() == 0:
         command = ["unshare", "-m", *command]  # the state's mounts go with it
     code, out, err = processes.run([*command, *flags, "--", *program], session.deadline)

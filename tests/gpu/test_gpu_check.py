@@ -56,7 +56,7 @@ def test_every_check_has_a_result(whole: tuple[int, dict[str, Any], str]) -> Non
 
 def test_what_holds_is_held(whole: tuple[int, dict[str, Any], str]) -> None:
     checks = whole[1]["checks"]
-    for name in (*MEMORY, "loader", "run", "compute.uncapped", "compute.waiting"):
+    for name in (*MEMORY, "loader", "run", "mps", "compute.uncapped", "compute.waiting"):
         assert checks[name]["verdict"] == "held", checks[name]["note"]
     assert checks["context"]["values"]["first_bytes"] == 300 << 20, "what the simulator takes for a context"
     assert checks["memory.plain"]["values"]["device_bytes"] == checks["memory.plain"]["values"]["limit_bytes"]
