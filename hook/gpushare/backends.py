@@ -213,9 +213,9 @@ BEYOND = Backend(
     ops=_no_ops,
     change=_no_change,
     enforced_by="our library, which counts both parts against their limits: what the device's part has no room for is "
-    "managed memory that stays on the host, and what fits in neither fails. The host's budget is promised whole before "
-    "a start.",
-    bypassed_by="whatever goes around the shim, as above; where the kernel does not count pages of managed memory, the "
+    "memory of the host (managed memory; of cuMemCreate, the NUMA node's), and what fits in neither fails. The host's "
+    "budget is promised whole before a start.",
+    bypassed_by="whatever goes around the shim, as above; where the kernel does not count pages of that memory, the "
     "container's memory cgroup does not hold it either",
     changes_live="the border between both parts, with the memory limit: at once; the whole stays as it was promised",
     tried="on the simulated driver (docs/oversubscription.md)",

@@ -1,8 +1,8 @@
 """NVIDIA's MPS as a backend: what its daemon is told is what a program gets, whatever that says of itself.
 
 The daemon is started, and its clients, in a mount namespace of their own with a state directory of their own: nothing
-of this machine's gpushare is touched, and no setting of the card. What a client sees of the multiprocessors is documented
-by NVIDIA ("MPS", CUDA_MPS_ACTIVE_THREAD_PERCENTAGE), and what the simulator plays (tests/sim/cuda/mps.c).
+of this machine's gpushare is touched, and no setting of the card. What a client sees of the multiprocessors is as
+NVIDIA documents it ("MPS", CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) and as the simulator plays it (tests/sim/cuda/mps.c).
 """
 
 from __future__ import annotations
