@@ -11,13 +11,14 @@ from typing import Any
 
 from gpushare import backends, config, inventory, leases, model, placement
 
+from tests.lib import newerdriver
 from tests.lib.host import PYTHON, TREE, Node, python_mounts, write_config
 from tests.lib.judge import peak_bytes
 from tests.lib.processes import reap_zombies
 from tests.lib.rootfs import unmount_below
 from tests.lib.runc import Container
 from tests.sim import mpscontrol
-from tests.sim.simhost import make_simhost
+from tests.sim.simhost import default_uuid, make_simhost
 
 GIB = 1 << 30
 PROGRAM = TREE / "tests" / "e2e" / "programs" / "taker.py"
@@ -46,7 +47,23 @@ class Kernel:
             (self.leaf(container) / name).write_text("")
 
     def limits(self, container: Container) -> set[str]:
-        return {(self.leaf(container) / name).read_text() for name in ("dmem.max", "dmem.min")}
+        """What is said of the container, wherever the host says it."""
+        return {text for name in ("dmem.max", "dmem.min") if (text := (self.leaf(container) / name).read_text())}
+
+
+class Driver(Kernel):
+    """The same where the kernel has no such controller, and the driver holds limits of cgroups that NVML was told."""
+
+    def __init__(self, root: Path, bus_ids: list[str]) -> None:
+        super().__init__(root, bus_ids)
+        (self.tree / "dmem.capacity").unlink()
+        newerdriver.renew(root)
+        self.root = root
+
+    def limits(self, container: Container) -> set[str]:
+        last = {call[0]: call[2:] for call in newerdriver.calls(self.root) if call[1] == str(self.leaf(container))}
+        regions = {default_uuid(number): region for number, region in enumerate(self.regions)}
+        return super().limits(container) | {f"{regions[uuid]} {size}" for uuid, sizes in last.items() for size in sizes}
 
 
 # How a host comes to have what a row needs, beside the cgroup tree, and what asks for it
@@ -63,21 +80,23 @@ def must(node: Node, *command: str) -> str:
 class Stage:
     """A host that has every backend, and one container, which asked for one of them."""
 
-    def __init__(self, directory: Path, state: Path, name: str, way: str) -> None:
-        self.row, self.way, self.directory = ROWS[name], way, directory
+    def __init__(
+        self, directory: Path, state: Path, name: str, row: str, way: str, kernel: type[Kernel] = Kernel
+    ) -> None:
+        self.name, self.row, self.way, self.directory = name, ROWS[row], way, directory
         self.root = make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB, late_return_ms=0)
         mpscontrol.install(self.root)
         self.node = Node(directory / "node", self.root)
         self.node.move(str(self.node.config), str(state))
         self.allow(*backends.BACKENDS)
-        self.kernel = Kernel(self.root, [one.bus_id for one in inventory.read_inventory(str(self.root)).devices])
-        if name in PREPARE:
-            PREPARE[name](self.node)
+        self.kernel = kernel(self.root, [one.bus_id for one in inventory.read_inventory(str(self.root)).devices])
+        if row in PREPARE:
+            PREPARE[row](self.node)
         self.main = self.container()
         self.main.start()
 
-    def allow(self, *names: str) -> None:
-        more = {"policy": {"allowed_backends": names}, "oversubscription": {"host_memory": "64Gi"}}
+    def allow(self, *names: str, host_memory: str = "64Gi") -> None:
+        more = {"policy": {"allowed_backends": names}, "oversubscription": {"host_memory": host_memory}}
         write_config(self.node.config, self.root, **more)
 
     def container(self, *command: str, **env: str) -> Container:

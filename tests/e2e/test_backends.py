@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +24,14 @@ from gpushare import backends, inventory, leases, model
 
 from tests.bench.compute import PROGRAM as BUSY
 from tests.bench.compute import wait_for_work
-from tests.e2e.backend_stage import COMPUTE, GIB, MEMORY, ROWS, TAKER, Kernel, Stage, must
+from tests.e2e.backend_stage import COMPUTE, GIB, MEMORY, ROWS, TAKER, Driver, Kernel, Stage, must
 from tests.lib import busy
 from tests.lib.host import Node
 from tests.lib.processes import wait_exit
 from tests.lib.runc import Container, RuntimeFailed
 from tests.lib.spec import Mount
 from tests.sim.ledger import Ledger
-from tests.sim.simhost import default_uuid, make_simhost
+from tests.sim.simhost import LIBDIR, default_uuid, make_simhost
 
 MULTIPROCESSORS = 48  # of a simulated device
 LAST_BYTES = 2 << 20  # the driver's own block
@@ -46,19 +46,25 @@ RAISED: dict[str, Any] = {
     "NVIDIA_VISIBLE_DEVICES": "all",
 }
 
-STAGES = [("shim", "runtime"), ("mps", "hook"), ("dmem", "hook"), ("dmem", "runtime"), ("oversubscribe", "runtime")]
+STAGES: dict[str, tuple[Any, ...]] = {  # (row, way, what holds limits below us)
+    "shim": ("shim", "runtime"),
+    "mps": ("mps", "hook"),
+    "dmem": ("dmem", "hook"),
+    "dmem by NVML": ("dmem", "runtime", Driver),
+    "oversubscribe": ("oversubscribe", "runtime"),
+}
 
 
 def test_every_row_has_a_stage() -> None:
-    assert {name for name, _ in STAGES} == set(ROWS)
+    assert {row for row, *_ in STAGES.values()} == set(ROWS)
 
 
-@pytest.fixture(scope="module", params=STAGES, ids="-".join)
+@pytest.fixture(scope="module", params=STAGES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with tempfile.TemporaryDirectory(
         prefix="gs-", dir="/tmp"
     ) as state:  # a socket's path has room for a short one only
-        made = Stage(tmp_path_factory.mktemp("stage"), Path(state), *request.param)
+        made = Stage(tmp_path_factory.mktemp("stage"), Path(state), request.param, *STAGES[request.param])
         try:
             yield made
         finally:
@@ -78,21 +84,30 @@ def reached_and_kept(stage: Stage) -> None:
     assert (said["cuda_total_bytes"], said["nvml_total_bytes"], said["refusal"]) == (size, size, OUT_OF_MEMORY)
     slack = LAST_BYTES * (2 if size > MEMORY else 1)  # of each part
     assert said["free_bytes"] - slack < said["got_bytes"] <= said["free_bytes"] < size
-    assert MEMORY - slack - said["free_bytes"] % LAST_BYTES < stage.peak_bytes() <= MEMORY
-    by_kernel = {f"{stage.kernel.regions[0]} {MEMORY}"} if stage.holder(backends.MEMORY) == "dmem" else {""}
-    assert stage.kernel.limits(stage.main) == by_kernel
+    assert min(said["got_bytes"], MEMORY - slack) <= stage.peak_bytes() <= MEMORY
+    below = {f"{stage.kernel.regions[0]} {MEMORY}"} if stage.holder(backends.MEMORY) == "dmem" else set()
+    assert stage.kernel.limits(stage.main) == below
 
 
 def of_all_processes(stage: Stage) -> None:
-    command = ["runc", "--root", str(stage.main.bundle / "runtime"), "exec", stage.main.id, *TAKER, "hold", str(GIB)]
+    command = [
+        "runc",
+        "--root",
+        str(stage.main.bundle / "runtime"),
+        "exec",
+        stage.main.id,
+        *TAKER,
+        "hold",
+        str(GIB // 2),
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdin and first.stdout
         try:
-            assert json.loads(first.stdout.readline())["got_bytes"] == GIB
+            assert json.loads(first.stdout.readline())["got_bytes"] == GIB // 2
             beside = stage.take()["got_bytes"]
         finally:
             first.stdin.close()
-    assert 0 < beside <= stage.take()["got_bytes"] - GIB
+    assert 0 < beside <= stage.take()["got_bytes"] - GIB // 2
     assert stage.peak_bytes() <= MEMORY
 
 
@@ -222,51 +237,82 @@ def test_what_a_backend_cannot_is_refused_with_its_reason(stage: Stage) -> None:
             assert one.id in stage.node.leases()
 
 
-# What a host has not: (what is taken away from it, what is said then)
-def mps_ended(stage: Stage, one: Container) -> Path:
-    return stage.node.state / "mps" / default_uuid(0) / "ready"
+# What a host may lack: how that is made so for a container, and what is said then
 
 
-def no_region(stage: Stage, one: Container) -> Path:
-    return stage.kernel.tree / "dmem.capacity"
+@contextmanager
+def away(path: Path) -> Iterator[None]:
+    path.rename(f"{path}.away")
+    yield
+    Path(f"{path}.away").rename(path)
 
 
-def no_controller(stage: Stage, one: Container) -> Path:
-    return stage.kernel.leaf(one) / "dmem.max"
+@contextmanager
+def there(path: Path, text: str) -> Iterator[None]:
+    path.write_text(text)
+    yield
+    path.unlink()
 
 
-TAKEN_AWAY: dict[str, tuple[tuple[Callable[[Stage, Container], Path], str], ...]] = {
-    "mps": ((mps_ended, "mps cannot: its control daemon is not running .*set GPUSHARE_BACKEND=shim"),),
+@contextmanager
+def less_promised(stage: Stage) -> Iterator[None]:
+    stage.allow(*backends.BACKENDS, host_memory="5Gi")
+    yield
+    stage.allow(*backends.BACKENDS)
+
+
+Lack = Callable[[Stage, Container], AbstractContextManager[None]]
+LACKING: dict[str, tuple[tuple[Lack, str], ...]] = {
+    "shim": (),
+    "mps": (
+        (
+            lambda stage, one: away(stage.node.state / "mps" / default_uuid(0) / "ready"),
+            "mps cannot: its control daemon is not running .*set GPUSHARE_BACKEND=shim",
+        ),
+    ),
     "dmem": (
-        (no_region, "dmem cannot: the kernel has no dmem controller .*set GPUSHARE_BACKEND=shim"),
-        (no_controller, r"dmem\.max.* is not there: .*write \+dmem"),
+        (
+            lambda stage, one: away(stage.kernel.tree / "dmem.capacity"),
+            "dmem cannot: the kernel has no dmem controller .*set GPUSHARE_BACKEND=shim",
+        ),
+        (
+            lambda stage, one: away(stage.kernel.leaf(one) / "dmem.max"),
+            r"dmem\.max.* is not there: .*write \+dmem",
+        ),
+    ),
+    "dmem by NVML": (
+        (
+            lambda stage, one: there(stage.root / LIBDIR / "broken", "4"),
+            "nvmlDeviceSetMemoryLimits_v1 returned 4; use the backend shim",
+        ),
+    ),
+    "oversubscribe": (
+        (
+            lambda stage, one: less_promised(stage),
+            "host memory of oversubscribed shares: 4 GiB asked, 1 GiB free of 5 GiB",
+        ),
     ),
 }
 
 
 def test_a_host_that_has_not_what_was_asked_for_starts_nothing(stage: Stage) -> None:
     held = stage.node.leases()
-    for path_of, said in TAKEN_AWAY.get(stage.row.name, ()):
-        with stage.one() as one:
-            path = path_of(stage, one)
-            path.rename(f"{path}.away")
-            try:
-                with pytest.raises(RuntimeFailed, match=said):
-                    one.create()
-            finally:
-                Path(f"{path}.away").rename(path)
+    for lack, said in LACKING[stage.name]:
+        with stage.one() as one, lack(stage, one), pytest.raises(RuntimeFailed, match=said):
+            one.create()
         assert stage.node.leases() == held
 
 
 def test_a_backend_that_is_alone_drops_no_limit(stage: Stage) -> None:
     """Where it is all that policy allows, a limit that it is not for starts nothing."""
-    missing = [limit for limit in backends.LIMITS if limit not in stage.row.holds]
-    if stage.row.name not in backends.BACKENDS or not missing:
-        return  # the shim, which holds both
-    stage.allow(stage.row.name)
+    alone = stage.row.name if stage.row.name in backends.BACKENDS else backends.SHIM
+    missing = [limit for limit in backends.LIMITS if limit not in backends.BACKENDS[alone].holds]
+    stage.allow(alone)
     try:
-        said = f"nothing that is allowed on this node holds a limit on {missing[0]}"
-        with stage.one() as one, pytest.raises(RuntimeFailed, match=said):
+        with stage.one() as one, ExitStack() as refused:
+            if missing:
+                said = f"nothing that is allowed on this node holds a limit on {missing[0]}"
+                refused.enter_context(pytest.raises(RuntimeFailed, match=said))
             one.create()
     finally:
         stage.allow(*backends.BACKENDS)

@@ -26,7 +26,7 @@ from tests.gpu.session import Result, Session, size, verdict
 
 PERCENT, MOST = 30, 60  # of a program; of the daemon
 STOP_S = 30.0  # for the end, also of a check that has no time left
-RAISED = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
+RAISED: dict[str, Any] = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
 
 
 class Host:

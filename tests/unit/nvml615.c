@@ -1,7 +1,7 @@
 /* The memory limits of the NVML of driver 615, kept in a file beside this library: a line for each
  * call, "uuid cgroup soft hard". A file "broken" there has the code that setting returns; "deaf":
  * limits are taken, and not kept; "mute": asked for them it answers nothing; "hangs": it never
- * answers. */
+ * answers. With SIMULATOR it is part of the simulated NVML, which knows devices. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -31,6 +31,17 @@ static FILE *beside(const char *name, const char *mode) {
     return fopen(path, mode);
 }
 
+#ifdef SIMULATOR
+int nvmlDeviceGetUUID(void *device, char *uuid, unsigned size);
+
+static int known(void *device) {
+    return nvmlDeviceGetUUID(device, uuid_of, sizeof uuid_of) == 0;
+}
+#else
+static int known(void *device) {
+    return device == uuid_of;
+}
+
 int nvmlInit_v2(void);
 int nvmlInit_v2(void) {
     while (beside("hangs", "r"))
@@ -45,11 +56,13 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
     return strncmp(uuid, "MIG-", 4) == 0 ? 3 : 0;
 }
 
+#endif
+
 int nvmlDeviceSetMemoryLimits_v1(void *device, struct set *limits);
 int nvmlDeviceSetMemoryLimits_v1(void *device, struct set *limits) {
     int code = 0;
     FILE *broken = beside("broken", "r");
-    if (device != uuid_of || (broken && fscanf(broken, "%d", &code) == 1))
+    if (!known(device) || (broken && fscanf(broken, "%d", &code) == 1))
         return broken ? code : 2;
     if (beside("deaf", "r"))
         return 0;
@@ -68,7 +81,7 @@ int nvmlDeviceGetMemoryLimits_v1(void *device, struct get *found) {
         return 0;
     found->limits.soft = 0;
     found->limits.hard = UINT64_MAX;
-    while (file && device == uuid_of &&
+    while (file && known(device) &&
            fscanf(file, "%95s %4095s %llu %llu", uuid, name, &soft, &hard) == 4)
         if (strcmp(uuid, uuid_of) == 0 && strcmp(name, found->limits.name) == 0) {
             found->limits.soft = soft;
