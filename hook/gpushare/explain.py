@@ -31,6 +31,14 @@ def _by_slot(pairs: tuple[tuple[Optional[int], str], ...]) -> str:
     return ",".join(text if slot is None else f"{slot}={text}" for slot, text in pairs) or "no limit"
 
 
+def _beyond(request: Request) -> str:
+    """Of memory that is asked for device and host together."""
+    if not request.scalings:
+        return ""
+    times = _by_slot(tuple((slot, f"{scaling:g}") for slot, scaling in request.scalings))
+    return f"memory is that of device and host together, {times} times its part on the device"
+
+
 def _facts(request: Request) -> list[tuple[str, str]]:
     """What was understood, as (label, text)."""
     soft = f", {request.compute_mode}" if request.compute and request.compute_mode != "hard" else ""
@@ -43,7 +51,7 @@ def _facts(request: Request) -> list[tuple[str, str]]:
     ]
     optional = (
         ("priority", "high" if request.priority else ""),
-        ("oversubscribe", "yes" if request.oversubscribe else ""),
+        ("oversubscribe", "yes" if request.oversubscribe else _beyond(request)),
         ("backend", request.backend.replace("auto", "")),
         ("features", ",".join(request.features)),
         ("imex", ",".join(request.imex_channels)),

@@ -24,6 +24,7 @@ class Wanted(NamedTuple):
 
     memory: Optional[Amount]
     compute: Optional[int]
+    scaling: float = 1.0  # above that, `memory` is for device and host together: so many times its part on the device
 
 
 class Offer(NamedTuple):
@@ -63,7 +64,7 @@ def _within_policy(wanted: Wanted, device: Device, policy: Policy) -> tuple[Want
     """(what may be granted, what was asked where that was more). Maxima and required limits, per container and
     device."""
     clamps, over = policy.over_maximum == "clamp", []
-    memory, compute = wanted
+    memory, compute = wanted.memory, wanted.compute
     if memory is None and (policy.require_limits or policy.unlimited == "deny" or (policy.max_memory and not clamps)):
         key = "require_limits" if policy.require_limits else "unlimited" if policy.unlimited == "deny" else "max_memory"
         raise PolicyError(f"no memory limit was asked for, and policy.{key} requires one", f"set {names.ENV_MEMORY}")
@@ -226,6 +227,13 @@ def offer(wanted: Wanted, request: Request, device: Device, node: Node, ledger: 
         given = sharing.share_of(device, rule, turn_bytes(device, config))
         equal, scaling = given.text, given.scaling
         wanted = Wanted(given.memory, given.compute_percent if wanted.compute is None else wanted.compute)
+    part, asked_bytes = None, 0
+    if wanted.scaling > 1 and wanted.memory is not None:
+        from . import oversubscribing
+
+        scaling = wanted.scaling
+        part, asked_bytes = oversubscribing.divided(wanted.memory, scaling, device)
+        wanted = wanted._replace(memory=part)
     wanted, over = _within_policy(wanted, device, config.policy)
     size = _memory_of(wanted, device, ledger, config)
     _require_free(request, device, ledger, config)
@@ -240,6 +248,8 @@ def offer(wanted: Wanted, request: Request, device: Device, node: Node, ledger: 
         whole = oversubscribing.whole_bytes(
             size, max(scaling, config.oversubscribe_scaling * request.oversubscribe), device
         )
+        if part is not None and size == part.limit_bytes:  # not clamped: all that was asked, to the block
+            whole = asked_bytes
     return Offer(size, wanted.compute, over, page, equal, holders, whole)
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from . import placement
 from .dialects import injected, table, usable_devices
 from .dialects.demand import Demand, Limit, once
-from .dialects.table import COMPUTE, EVERYTHING, MEMORY, PRIORITY, Said
+from .dialects.table import BEYOND, COMPUTE, EVERYTHING, MEMORY, PRIORITY, Said
 from .errors import PolicyError, RequestError
 from .hearing import MODE, Heard, limits_of, line
 from .light import Any, Optional, Sequence
-from .limits import Wish, merged
+from .limits import Wish, merged, scaled
 from .model import Device, Inventory, Node, Request, Selection
 from .quantity import shown
 
@@ -148,6 +148,11 @@ def with_limits(request: Request, heard: Heard, node: Node) -> Request:
         if found:
             changes[field] = found
         used += said
+    idle: list[Said] = []
+    if BEYOND not in heard.taken:
+        most = node.config.oversubscribe_scaling
+        changes["scalings"], said, idle = scaled(demands, changes.get(MEMORY, ()), devices, most)
+        used += said
     limited = {dialect for dialect, said in used}
     if COMPUTE in changes and MODE not in heard.taken:
         timed = [demand for demand in demands if not all(limit.is_none for limit in demand.compute)]
@@ -161,7 +166,8 @@ def with_limits(request: Request, heard: Heard, node: Node) -> Request:
     sources = request.sources + tuple(pair for pair in pairs if pair not in request.sources)
     dialects = request.dialect.split("+")
     dialects += [one.dialect for one in demands if one.dialect in limited and one.dialect not in dialects]
-    notes = (note for demand in demands for note in demand.ignored)
+    notes = [note for demand in demands for note in demand.ignored]
+    notes += [line(one, "no memory limit, so there is nothing to go beyond") for one in dict.fromkeys(idle)]
     return request._replace(
         dialect="+".join(dialects), sources=sources, ignored=(*request.ignored, *heard.ignored, *notes), **changes
     )

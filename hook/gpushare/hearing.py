@@ -13,7 +13,7 @@ from __future__ import annotations
 from . import names, policy
 from .dialects import injected, nvidia, own, table
 from .dialects.demand import Demand, Limit, once
-from .dialects.table import COMPUTE, DEVICES, EVERYTHING, MEMORY, PRIORITY, Said, Spoken
+from .dialects.table import BEYOND, COMPUTE, DEVICES, EVERYTHING, MEMORY, PRIORITY, Said, Spoken
 from .light import NamedTuple, Optional
 from .model import Bundle, Node, Policy, Request
 from .quantity import shown
@@ -25,6 +25,7 @@ _FIELDS = {  # what a word can be about -> the name of ours that says it
     COMPUTE: names.ENV_COMPUTE,
     PRIORITY: names.ENV_PRIORITY,
     DEVICES: names.ENV_DEVICES,
+    BEYOND: names.ENV_OVERSUBSCRIBE,
 }
 
 
@@ -62,6 +63,8 @@ def _own_names(mine: Optional[Request]) -> dict[str, str]:
         name = next((name for name, _ in mine.sources if name == variable or name.endswith(suffix)), "") if mine else ""
         if name and not (field == DEVICES and mine is not None and mine.selection == own.UNNAMED):
             found[field] = name
+    if MEMORY in found:  # whose limit is not read
+        found.setdefault(BEYOND, found[MEMORY])
     return found
 
 

@@ -2,6 +2,7 @@
 
     Wish                                                     the limits of one dialect for one resource
     merged(resource, wishes, devices, everywhere, disagree)  -> (as in Request, the words that were used)
+    scaled(demands, memory, devices, most)                   -> (Request.scalings, the words, those of no use)
 
 `devices`: the device of each slot, None where the node will pick one of `everywhere`. Loaded only when a word of
 another scheduler occurs.
@@ -10,7 +11,7 @@ another scheduler occurs.
 from __future__ import annotations
 
 from .dialects import device_name
-from .dialects.demand import Limit
+from .dialects.demand import Beyond, Demand, Limit
 from .dialects.table import MEMORY, Said
 from .errors import RequestError
 from .light import Any, Callable, NamedTuple, Optional, Sequence
@@ -143,3 +144,40 @@ def merged(
     if all(one == found[0] for one in found):
         return ((None, found[0]),), used
     return tuple(enumerate(found)), used
+
+
+def _beyond(demands: Sequence[Demand], device: Optional[Device]) -> Optional[tuple[str, Beyond]]:
+    """What the first that says something about this device says about it."""
+    own = {device.uuid, device.parent} - {""} if device else set()
+    for demand in demands:
+        by_device = {one.device: one for one in demand.beyond}
+        found = next((by_device[uuid] for uuid in own if uuid in by_device), by_device.get(None))
+        if found is not None:
+            return demand.dialect, found
+    return None
+
+
+def scaled(
+    demands: Sequence[Demand],
+    memory: Sequence[tuple[Optional[int], Amount]],
+    devices: Sequence[Optional[Device]],
+    most: float,
+) -> tuple[tuple[tuple[Optional[int], float], ...], list[tuple[str, Said]], list[Said]]:
+    """The slots whose memory is for device and host together, at `most` so many times their part on the device."""
+    by_slot, used, idle = dict(memory), [], []
+    scalings: list[float] = []
+    for slot, device in enumerate(devices):
+        asked, found = by_slot.get(slot, by_slot.get(None)), _beyond(demands, device)
+        scalings.append(1.0)
+        if found is None or (found[1].scaling or most) <= 1:
+            continue
+        if asked is None or asked.percent == 100.0:  # no limit, so nothing to go beyond
+            idle.append(found[1].said)
+            continue
+        scalings[slot] = min(found[1].scaling or most, most)
+        used.append((found[0], found[1].said))
+    if all(scaling <= 1 for scaling in scalings):
+        return (), used, idle
+    if all(scaling == scalings[0] for scaling in scalings):
+        return ((None, scalings[0]),), used, idle
+    return tuple(enumerate(scalings)), used, idle

@@ -154,6 +154,8 @@ class Request(NamedTuple):
     priority: int = 0
     backend: str = "auto"  # or rows of backends.BACKENDS, separated by commas
     oversubscribe: bool = False
+    # per slot: its memory is meant for device and host together, so many times its part on the device
+    scalings: tuple[tuple[Optional[int], float], ...] = ()
     sources: tuple[tuple[str, str], ...] = ()  # (variable or annotation, value) that were used
     ignored: tuple[str, ...] = ()  # one line each, for explain
     features: tuple[str, ...] = ()  # of drivertable.FEATURES: "gds", "mofed", ...

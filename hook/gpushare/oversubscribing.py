@@ -1,7 +1,8 @@
 """Shares that go on in host memory (docs/oversubscription.md). Pure; a start needs it only where one does.
 
     whole_bytes(size, scaling, device)      -> int     what a share may hold on device and host together
-    require_budget(shares, node, ledger)               raises CapacityError, PolicyError, RequestError
+    divided(memory, scaling, device)        -> Amount on the device, bytes in all    of an amount that is for both
+    require_budget(shares, node, ledger, sources)      raises CapacityError, PolicyError, RequestError
     budget_bytes(config, inventory)         -> int     what of the host may be promised
 
 The budget counts the whole of each such share, its device part too: where a device is full for others' doing, all of
@@ -10,16 +11,19 @@ it lies on the host, and it must have a place there.
 
 from __future__ import annotations
 
+from . import names
 from .dialects import device_name
 from .errors import CapacityError, PolicyError, RequestError
 from .ledger import Ledger
 from .light import Sequence
-from .model import Config, Device, Inventory, Node, Share
+from .model import Amount, Config, Device, Inventory, Node, Share
 from .names import ENV_MEMORY, ENV_OVERSUBSCRIBE
 from .quantity import amount, bytes_of, human
 from .region import MAX_DEVICES
 
 KEY = "oversubscription.host_memory"
+_OURS = (ENV_OVERSUBSCRIBE, names.ANNOTATIONS[ENV_OVERSUBSCRIBE])
+_OTHERS = ("CUDA_OVERSUBSCRIBE", "CUDA_MEM_OVERSOLD", "CUDA_MEM_RATIO")  # dialects.table.BEYOND
 _MOST_DEVICES = MAX_DEVICES // 2  # the host parts are counted as devices, too
 
 
@@ -36,6 +40,17 @@ def whole_bytes(size: int | None, scaling: float, device: Device) -> int:
     return whole if whole > size else 0
 
 
+def divided(memory: Amount, scaling: float, device: Device) -> tuple[Amount, int]:
+    """What `memory` of device and host together, `scaling` times its part on the device, takes of the device; and all
+    of it. Whole blocks, rounded down: where limits add up to `scaling` times the device, their parts fit into it."""
+    block = max(1, device.granularity_bytes)
+    whole = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
+    whole -= whole % block
+    part = int(whole / scaling)
+    part -= part % block
+    return Amount(part, None, f"{memory.text} ({human(part)} of it on the device)"), whole
+
+
 def budget_bytes(config: Config, inventory: Inventory) -> int:
     """0: none, or the host's size is not known."""
     if not config.host_memory:
@@ -43,8 +58,16 @@ def budget_bytes(config: Config, inventory: Inventory) -> int:
     return bytes_of(amount(KEY, config.host_memory), inventory.host_memory_bytes, 1)
 
 
-def require_budget(shares: Sequence[Share], node: Node, ledger: Ledger) -> None:
-    """All shares of one container, beside what is promised."""
+def _without(sources: Sequence[tuple[str, str]]) -> str:
+    """What to do where there is no budget, by the words of the request."""
+    said = next((name for name, _ in sources if name.startswith(_OTHERS) or name.endswith(_OURS)), "")
+    return f"leave {said} out" if said else "sharing.memory_scaling to 1.0"
+
+
+def require_budget(
+    shares: Sequence[Share], node: Node, ledger: Ledger, sources: Sequence[tuple[str, str]] = ()
+) -> None:
+    """All shares of one container, beside what is promised. `sources`: what asked for them."""
     asked = sum(share.virtual_bytes for share in shares)
     if not asked:
         return
@@ -52,7 +75,7 @@ def require_budget(shares: Sequence[Share], node: Node, ledger: Ledger) -> None:
     if not budget:
         raise PolicyError(
             f"{human(asked)} on device and host together was asked for, and {KEY} gives none",
-            f"set {KEY} in the node's config.yaml, or leave {ENV_OVERSUBSCRIBE} out",
+            f"set {KEY} in the node's config.yaml, or {_without(sources)}",
         )
     if len(shares) > _MOST_DEVICES:
         raise RequestError(

@@ -77,8 +77,14 @@ def _wanted(request: Request, slots: int) -> tuple[Wanted, ...]:
                 f"{said}: no amount for slot {missing[0]}, and this container gets {_devices(slots)}",
                 "give every slot an amount, or one amount for all",
             )
+    scalings = dict(request.scalings)
     return tuple(
-        Wanted(memory.get(slot, memory.get(None)), compute.get(slot, compute.get(None))) for slot in range(slots)
+        Wanted(
+            memory.get(slot, memory.get(None)),
+            compute.get(slot, compute.get(None)),
+            scalings.get(slot, scalings.get(None, 1.0)),
+        )
+        for slot in range(slots)
     )
 
 
@@ -129,7 +135,7 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
     if any(share.virtual_bytes for share in shares):
         from . import oversubscribing
 
-        oversubscribing.require_budget(shares, node, ledger)
+        oversubscribing.require_budget(shares, node, ledger, request.sources)
     return shares
 
 

@@ -3,7 +3,7 @@
     == what this case is about
     NAME=value            a variable
     @key=value            an annotation
-    !key=value            a field of Policy, JSON
+    !key=value            a field of Policy, or else of Config, JSON
     --
     dialect ...           what `gpushare explain` says above the plan, or the refusal
 
@@ -22,7 +22,7 @@ import pytest
 from gpushare import explain, placement, plan, request
 from gpushare.dialects import table
 from gpushare.errors import GpushareError
-from gpushare.model import Device, Inventory, Lease, Node
+from gpushare.model import Device, Inventory, Lease, Node, Policy
 
 from tests.unit import pure
 
@@ -63,7 +63,8 @@ def explained(case: Case) -> str:
         key: tuple(value) if isinstance(value, list) else value
         for key, value in (_rule(line) for line in case.given if line[0] == "!")
     }
-    node = Node(pure.node(**rules).config, Inventory("/", pure.VERSION, DEVICES))
+    config = {key: rules.pop(key) for key in tuple(rules) if key not in Policy._fields}
+    node = Node(pure.node(**rules).config._replace(**config), Inventory("/", pure.VERSION, DEVICES))
     bundle = pure.bundle(*env, annotations=annotations)
     try:
         asked = request.resolve(bundle, node) if request.mentions(bundle) else None

@@ -27,8 +27,10 @@ to run.
 * Limits for which nobody names a device ask for one, as ours do; those of an MPS client never ask. An annotation
   reaches every container of a pod, so in a pod it counts for containers that name a device, and for one of them only.
 * A limit that is malformed, has no unit, or is for a device that the container does not get keeps the container from
-  starting, with the word and its value in the message. So do limits beyond what a device has (oversubscription),
-  which nothing can hold yet.
+  starting, with the word and its value in the message.
+* Limits that are meant to go on in host memory do so where the node has a budget for it
+  (`oversubscription.host_memory`, [oversubscription.md](oversubscription.md)); elsewhere the container does not start,
+  and the message says which key is missing.
 * Words that switch limits off (`CUDA_DISABLE_CONTROL`, `CGPU_DISABLE` and the others below) do not: whoever sets a
   variable of his container could lift his own limit. `policy.accept.switches` can allow it. They keep the other
   system's own library out of the container, as its device plugin does with `CUDA_DISABLE_CONTROL=true`, and so are a
@@ -55,6 +57,7 @@ ABOUT = {
     table.COMPUTE: "compute",
     table.DEVICES: "devices",
     table.PRIORITY: "priority",
+    table.BEYOND: "host memory",
     table.SWITCH: "switches limits on or off",
     table.EVERYTHING: "everything",
     table.OTHER: "other",

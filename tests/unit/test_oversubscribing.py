@@ -85,6 +85,22 @@ def test_equal_shares_beyond_the_device() -> None:
     assert (more.memory_limit_bytes, more.virtual_bytes) == (4 * GI, 8 * GI)
 
 
+@pytest.mark.parametrize("scaling", [1.5, 2.0, 3.3])
+def test_limits_of_both_parts_fill_device_and_no_more(scaling: float) -> None:
+    """As HAMi hands them out: limits that add up to the scaled device all fit, whatever rounding does; each is all that
+    was asked for, and one more does not fit."""
+    host, leases = host_of("64Gi", scaling), list[Lease]()
+    total = int(16 * 1024 * scaling)
+    for number, size in enumerate((total // 3, total // 5, total // 7, total - total // 3 - total // 5 - total // 7)):
+        env = ["NVIDIA_VISIBLE_DEVICES=0", f"CUDA_DEVICE_MEMORY_LIMIT_0={size}m", "CUDA_OVERSUBSCRIBE=true"]
+        (one,) = grant(host, *env, held=ledger(*leases))
+        assert one.virtual_bytes == size // 2 * 2 << 20
+        assert 0 <= one.virtual_bytes / scaling - (one.memory_limit_bytes or 0) < 2 << 20
+        leases.append(lease(one, container_id=f"c{number}"))
+    with pytest.raises(CapacityError, match=r"2000Mi \(.* of it on the device\) asked, .* free of 16 GiB"):
+        grant(host, env[0], "CUDA_DEVICE_MEMORY_LIMIT_0=2000m", env[2], held=ledger(*leases))
+
+
 def test_what_is_kept_for_turns_is_nobody_s_share() -> None:
     host = host_of()
     host = host._replace(config=host.config._replace(turn_ms=500, turn_memory="25%"))

@@ -1,6 +1,6 @@
 """What another scheduler's words say, before it is known which devices the container gets.
 
-    Limit, Demand                               plain data
+    Limit, Beyond, Demand                       plain data
     memory, number, fraction, percent, flag     values as these systems write them; RequestError quotes name and value
     once(said)                                  -> each name once, contradictory duplicates refused
 
@@ -37,6 +37,15 @@ class Limit(NamedTuple):
         return self.size is None and self.part is None
 
 
+class Beyond(NamedTuple):
+    """Whether limits of memory, of one GPU or (None) of all others, are for device and host memory together. `scaling`:
+    how many times their part on the device; None: the node says it, 1.0 and less: it lies on the device."""
+
+    said: Said
+    device: Optional[str] = None
+    scaling: Optional[float] = None
+
+
 class Demand(NamedTuple):
     """What one dialect says. `devices`: those that it names itself, by the word `named`."""
 
@@ -52,6 +61,7 @@ class Demand(NamedTuple):
     alias: str = ""  # what the same system writes into NVIDIA_VISIBLE_DEVICES for these devices, with another meaning
     off: tuple[tuple[Said, str], ...] = ()  # words that switch limits off: (word, memory | compute | everything)
     ignored: tuple[str, ...] = ()
+    beyond: tuple[Beyond, ...] = ()
 
 
 def once(said: Iterable[Said]) -> tuple[Said, ...]:

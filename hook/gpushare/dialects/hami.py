@@ -4,16 +4,16 @@
 
 Sources: HAMi's device plugin (nvinternal/plugin/server.go, Allocate) writes `3000m` for each device and one
 CUDA_DEVICE_SM_LIMIT; HAMi-core (multiprocess_memory_limit.c, get_limit_from_env) reads them: k, m and g are 1024-based,
-a number for one device wins over the one for all, and a limit on multiprocessors of 0 is none. KAI and Koordinator's
-koordlet write the same for HAMi-core, without a number.
+a number for one device wins over the one for all, and a limit on multiprocessors of 0 is none. With
+deviceMemoryScaling above 1 the plugin sets CUDA_OVERSUBSCRIBE, and limits add up to so many times the device. KAI and
+Koordinator's koordlet write the same for HAMi-core, without a number.
 """
 
 from __future__ import annotations
 
-from ..errors import RequestError
 from ..model import Inventory
-from ..quantity import shown, wrong
-from .demand import BINARY, Demand, Limit, flag, memory, number, percent
+from ..quantity import wrong
+from .demand import BINARY, Beyond, Demand, Limit, flag, memory, number, percent
 from .table import Said
 
 _UNITS = {unit: size for unit, size in BINARY.items() if unit != "t"}
@@ -32,10 +32,7 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
         elif stem == "CUDA_TASK_PRIORITY":
             demand = demand._replace(priority=0 if number(one, 0, 1, "a priority") else 1, prioritised=one)
         elif stem == "CUDA_OVERSUBSCRIBE" and flag(one):
-            raise RequestError(
-                f"{one.name}={shown(one.value)}: limits beyond what the device has are not available in this version",
-                "leave it out (HAMi: deviceMemoryScaling 1), or ask with GPUSHARE_MEMORY",
-            )
+            demand = demand._replace(beyond=(Beyond(one),))
         elif stem == "CUDA_DISABLE_CONTROL" and flag(one):
             demand = demand._replace(off=(*demand.off, (one, "everything")))
         elif stem == "GPU_CORE_UTILIZATION_POLICY":

@@ -18,8 +18,8 @@ from ..light import Any, Callable, NamedTuple, Optional
 from . import Env
 
 # What a word is about
-MEMORY, COMPUTE, DEVICES, PRIORITY, SWITCH, EVERYTHING, OTHER = (
-    "memory", "compute", "devices", "priority", "switch", "everything", "other",
+MEMORY, COMPUTE, DEVICES, PRIORITY, BEYOND, SWITCH, EVERYTHING, OTHER = (
+    "memory", "compute", "devices", "priority", "beyond", "switch", "everything", "other",
 )  # fmt: skip
 _ASKS = (MEMORY, COMPUTE, DEVICES, EVERYTHING)
 
@@ -78,14 +78,16 @@ SCHEDULERS = (
             Word("CUDA_DEVICE_MEMORY_LIMIT", MEMORY, "slot"),
             Word("CUDA_DEVICE_SM_LIMIT", COMPUTE, "slot"),
             Word("CUDA_TASK_PRIORITY", PRIORITY),
-            Word("CUDA_OVERSUBSCRIBE", OTHER),
+            Word("CUDA_OVERSUBSCRIBE", BEYOND),
             Word("GPU_CORE_UTILIZATION_POLICY", SWITCH),
             Word("CUDA_DISABLE_CONTROL", SWITCH),
         ),
         memory="`3000m`: k, m, g are 1024-based; without a letter bytes",
         compute="percent; 0 and 100 are no limit",
         trap="The number counts devices inside the container, not on the host. Priority 0 is the high one. "
-        "`CUDA_OVERSUBSCRIBE=true` is refused: its limits may be more than the device has.",
+        "With `CUDA_OVERSUBSCRIBE=true` a limit is for device and host memory together, and "
+        "`oversubscription.scaling`, which should be HAMi's deviceMemoryScaling, says how many times its part on the "
+        "device it is.",
     ),
     Row(
         "vgpu-manager",
@@ -94,8 +96,8 @@ SCHEDULERS = (
             Word("CUDA_MEM_LIMIT", MEMORY, "index"),
             Word("CUDA_CORE_LIMIT", COMPUTE, "index"),
             Word("CUDA_CORE_SOFT_LIMIT", COMPUTE, "index"),
-            Word("CUDA_MEM_RATIO", OTHER, "index"),
-            Word("CUDA_MEM_OVERSOLD", OTHER, "index"),
+            Word("CUDA_MEM_RATIO", BEYOND, "index"),
+            Word("CUDA_MEM_OVERSOLD", BEYOND, "index"),
             Word("GPU_DEVICES_UUID", DEVICES),
             Word("MANAGER_VISIBLE_DEVICES", DEVICES),
             Word("MANAGER_VISIBLE_DEVICE", DEVICES, "index"),
@@ -106,7 +108,8 @@ SCHEDULERS = (
         trap="The number is that of `MANAGER_VISIBLE_DEVICE_<number>`, else the place in `MANAGER_VISIBLE_DEVICES` "
         "(which has a uuid of zeros for devices of others) or, in older versions, in `GPU_DEVICES_UUID`; where none of "
         "them says it, the index on the host, so that `CUDA_MEM_LIMIT_3` also names device 3. Empty values are no "
-        "limit. Oversold memory (a ratio above 1) is refused.",
+        "limit. Where memory is oversold (a ratio above 1) a limit is for device and host memory together, and the "
+        "ratio says how many times its part on the device it is, up to `oversubscription.scaling`.",
     ),
     Row(
         "volcano",

@@ -6,17 +6,19 @@ Sources: vgpu-manager's library (loader: iec_to_bytes, get_mem_limit and the oth
 1024-based; the numbered variable wins over the one without a number; i is the place in the list of devices. Its
 device plugin (vnum) sets CUDA_CORE_LIMIT_i only below 100, and lists devices in GPU_DEVICES_UUID, by now in
 MANAGER_VISIBLE_DEVICES with a place for each device of the host; its DRA driver writes MANAGER_VISIBLE_DEVICE_i, and
-empty values for no limit. A soft limit above the limit is its policy "balance": more while others are idle.
+empty values for no limit. A soft limit above the limit is its policy "balance": more while others are idle. With
+CUDA_MEM_OVERSOLD[_i], which earlier versions leave out, a limit divided by CUDA_MEM_RATIO[_i] is what it may take of
+the device, and the rest is managed memory.
 """
 
 from __future__ import annotations
 
-from ..errors import DeviceError, RequestError
+from ..errors import DeviceError
 from ..light import NamedTuple, Optional, Union
 from ..model import Device, Inventory
 from ..quantity import shown, wrong
 from . import find_devices, parse_devices
-from .demand import BINARY, Demand, Limit, flag, fraction, memory, percent
+from .demand import BINARY, Beyond, Demand, Limit, flag, fraction, memory, percent
 from .table import DEVICES, Said
 
 _NONE = "GPU-00000000-0000-0000-0000-000000000000"  # of a device that is not this container's
@@ -79,23 +81,27 @@ def _device(one: Said, numbers: Numbers, inventory: Inventory) -> Optional[str]:
     return gpus[0]
 
 
-def _oversold(said: tuple[Said, ...]) -> None:
+def _oversold(said: tuple[Said, ...], numbers: Numbers, inventory: Inventory) -> tuple[Beyond, ...]:
+    """Of each device that has words of its own, and of all others."""
+    ratios: dict[Optional[str], tuple[Said, float]] = {}
+    sold: dict[Optional[str], tuple[Said, bool]] = {}
     for one in said:
-        if not one.value.strip():
-            continue
-        sold = one.word.name == "CUDA_MEM_OVERSOLD" and flag(one)
-        if one.word.name == "CUDA_MEM_RATIO":
+        if one.word.name == "CUDA_MEM_RATIO" and one.value.strip():
             top, bottom = fraction(one, "a ratio")
-            sold = top > bottom
-        if sold:
-            raise RequestError(
-                f"{one.name}={shown(one.value)}: memory beyond what the device has is not available in this version",
-                "leave it out, or ask with GPUSHARE_MEMORY",
-            )
+            ratios[_device(one, numbers, inventory)] = one, top / bottom
+        elif one.word.name == "CUDA_MEM_OVERSOLD" and one.value.strip():
+            sold[_device(one, numbers, inventory)] = one, flag(one)
+    found = []
+    for device in dict.fromkeys((*ratios, *sold)):
+        ratio, switch = ratios.get(device) or ratios.get(None), sold.get(device) or sold.get(None)
+        if switch is not None and not (switch[1] and ratio):
+            found.append(Beyond(switch[0], device, None if switch[1] else 1.0))
+        elif ratio is not None:
+            found.append(Beyond(ratio[0], device, ratio[1]))
+    return tuple(found)
 
 
 def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
-    _oversold(said)
     numbers = _numbers(said, inventory)
     limits: dict[str, list[Limit]] = {"CUDA_MEM_LIMIT": [], "CUDA_CORE_LIMIT": [], "CUDA_CORE_SOFT_LIMIT": []}
     for one in said:
@@ -124,6 +130,7 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
         devices=devices,
         named=numbers.named,
         off=off,
+        beyond=_oversold(said, numbers, inventory),
     )
 
 
