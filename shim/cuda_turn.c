@@ -9,17 +9,20 @@
  *
  * What others say is believed no longer than a turn is, and a holder that neither launches nor
  * waits for the device has it no more. So one that was killed, or sleeps, holds nobody up, and its
- * memory on the device can be driven out by the driver. One that lies is waited for once, as long
- * as all others could take: then the launch goes ahead, and reads over the bus. */
+ * memory on the device can be driven out by the driver. One that lies is waited for as long as all
+ * others could take: then the launch goes ahead, and reads over the bus, and whoever stood in its
+ * way is not believed for a while, by none of the launches that follow. */
 #include "compute_parts.h"
 
 #define LOOK (1 * MS)    /* between looks at what others say, at least */
 #define WANTED (50 * MS) /* who waits says so again within this time */
 #define LONGEST (2000 * MS)
+#define DOUBTED 32u /* turns for which one that lied is not believed */
 #define MIB (UINT64_C(1) << 20)
 
 _Atomic uint32_t gs_turn_held;                       /* this process had a turn on any device */
 static _Atomic uint64_t brought_for[GS_MAX_DEVICES]; /* held_from_ns of the turn in which it did */
+static _Atomic uint64_t doubted_until_ns[GS_MAX_DEVICES][GS_MAX_PEERS];
 
 static uint64_t length_ns(void) {
     const struct gs_view *view = gs_region();
@@ -50,11 +53,14 @@ static bool is_held(const struct gs_turn *t, uint64_t now, uint64_t length) {
 
 struct look {
     uint64_t now, length, ticket;
+    int dev;
     uint32_t number;
-    bool held, earlier, wanted; /* by others; `earlier`: wanted before our ticket */
-    uint64_t again_ns;          /* when it may be over */
-    unsigned others;            /* that have it or want it */
+    bool held, earlier;              /* by others; `earlier`: wanted before our ticket */
+    uint64_t again_ns;               /* when it may be over */
+    unsigned others;                 /* that have it or want it */
+    uint8_t before_us[GS_MAX_PEERS]; /* who: NOT_YET, BEFORE, HOLDS */
 };
+enum { NOT_YET, BEFORE, HOLDS };
 
 /* 0: it has none, else when to look again. Over, but not sent home yet: it has a moment for that.
  */
@@ -74,16 +80,19 @@ static void look_at(const struct gs_turn *t, uint32_t number, void *arg) {
     uint64_t wants_until = atomic_load(&t->wants_until_ns);
     bool holds = over != 0;
     bool wants = ticket && wants_until > l->now && wants_until <= l->now + 2 * WANTED;
+    bool earlier = wants && (ticket < l->ticket || (ticket == l->ticket && number < l->number));
+    if (atomic_load_explicit(&doubted_until_ns[l->dev][number], memory_order_relaxed) > l->now)
+        return;
     if (holds)
         l->again_ns = l->held ? min64(l->again_ns, over) : over;
     l->held |= holds;
-    l->wanted |= wants;
-    l->earlier |= wants && (ticket < l->ticket || (ticket == l->ticket && number < l->number));
+    l->earlier |= earlier;
     l->others += holds || wants;
+    l->before_us[number] = holds ? HOLDS : earlier ? BEFORE : NOT_YET;
 }
 
 static struct look look(int dev, uint64_t ticket) {
-    struct look l = {.now = gs_compute_now(), .length = length_ns(), .ticket = ticket};
+    struct look l = {.now = gs_compute_now(), .length = length_ns(), .ticket = ticket, .dev = dev};
     l.number = gs_region()->limits->device[dev].page;
     gs_pages_turns(dev, look_at, &l);
     return l;
@@ -114,9 +123,18 @@ static uint64_t generation(void) {
     return __atomic_load_n(&gs_region()->limits->generation, __ATOMIC_ACQUIRE);
 }
 
+/* Each of those before us had time for its turn: who has it now, or only wants it, lied, or was
+ * kept from it by one that did. */
+static void doubt(const struct look *seen) {
+    for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
+        if (seen->before_us[i] == (seen->held ? HOLDS : BEFORE))
+            atomic_store(&doubted_until_ns[seen->dev][i], seen->now + DOUBTED * seen->length);
+}
+
 /* False: it did not come to us in the time in which it should have. */
 static bool wait_for_it(int dev, struct gs_turn *own) {
     uint64_t since = gs_compute_now(), none = 0;
+    unsigned others = 0;
     atomic_compare_exchange_strong(&own->wants_from_ns, &none, since);
     for (;;) {
         uint64_t now = gs_compute_now(), length = length_ns();
@@ -129,8 +147,11 @@ static bool wait_for_it(int dev, struct gs_turn *own) {
             return true;
         if (!seen.held && !seen.earlier && take(dev, own, now, length))
             return true;
-        if (now > since + (seen.others + 1) * (length + idle_ns(length)))
+        others = seen.others > others ? seen.others : others;
+        if (now > since + (others + 1) * (length + idle_ns(length))) {
+            doubt(&seen);
             return false;
+        }
         uint64_t again = seen.held ? seen.again_ns : now;
         gs_compute_wait(again > now + LOOK ? again : now + LOOK, generation());
     }

@@ -71,6 +71,32 @@ def test_what_lives_keeps_its_share(
     sleeper("10Gi", way)
 
 
+def test_what_lives_keeps_its_host_memory(
+    make_node: Callable[..., Node], simhost: Path, container: MakeContainer
+) -> None:
+    """Two shares of 6 GiB on a device of 16, 9 GiB in all of each, in a budget of 20: both sums are those of before."""
+    node = make_node(simhost, oversubscription={"host_memory": "20Gi", "scaling": 1.5})
+
+    def start(memory: str) -> Container:
+        env = {"GPUSHARE_MEMORY": memory, "GPUSHARE_OVERSUBSCRIBE": "1"}
+        mounts = python_mounts(TENANT, GRAB)
+        return container(["sleep", "inf"], env=env, mounts=mounts, **node.way("runtime")).start()
+
+    first, second = start("6Gi"), start("6Gi")
+    unmounted(node)
+    with pytest.raises(RuntimeFailed, match="5Gi asked, 4 GiB free of 16 GiB"):
+        start("5Gi")
+    with pytest.raises(RuntimeFailed, match="host memory of oversubscribed shares: 4.50 GiB asked, 2 GiB free of 20"):
+        start("3Gi")
+    for one in (first, second):
+        (share,) = listed(node)[one.id]["shares"]
+        assert (share["memory_limit_bytes"], share["memory_virtual_bytes"]) == (6 * GIB, 9 * GIB)
+    grabbed = json.loads(first.exec(PYTHON, f"/opt/{GRAB.name}").stdout)
+    assert 8 * GIB < grabbed["got_bytes"] < grabbed["total_bytes"] == 9 * GIB
+    second.delete()
+    start("6Gi")
+
+
 def test_removed_limits_block_the_device(sleeper: Callable[..., Container], node: Node, way: str) -> None:
     """Nobody knows any more what the living one may use; nothing that it starts now gets anything."""
     first = sleeper("1Gi", way)

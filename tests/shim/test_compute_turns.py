@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import random
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -32,8 +33,8 @@ start()
 held, function = [], kernel("sweep_ns_arg")
 ok(alloc(600 * MIB, held)), ok(alloc(128 * MIB, held))
 
-def sweep():
-    words = (c_uint64(200000), held[1], c_uint64(128 * MIB))
+def sweep(ms=0.2):
+    words = (c_uint64(int(1e6 * ms)), held[1], c_uint64(128 * MIB))
     places = (c_void_p * 3)(*(ctypes.addressof(word) for word in words))
     ok(cuda.cuLaunchKernel(function, 64, 1, 1, 1, 1, 1, 0, None, places, None))
 
@@ -127,30 +128,99 @@ def _ends(following: object) -> None:
         pass  # it says nothing more
 
 
-def test_one_that_lies_is_waited_for_once(tmp_path: Path) -> None:
-    """It says all the time that its turn has just begun, that it is busy, and that it has waited longest."""
-    with tenants(tmp_path, 200) as (a, b), a.pages().open("r+b") as file, mmap.mmap(file.fileno(), 0) as page:
-        at, over = offset("gs_pages", "turn"), threading.Event()
+@pytest.mark.parametrize("sign", ["SIGSTOP", "SIGKILL"])
+def test_a_holder_that_is_stopped_while_it_waits_for_the_device_holds_nobody_up_for_longer(
+    tmp_path: Path, sign: str
+) -> None:
+    """It has said that it is busy until its work is done, which nobody hears of any more: its turn ends with its time.
+    Not sooner, so it is long enough to be told from a turn that is given up, which takes twice as long."""
+    with tenants(tmp_path, 700) as (a, b):
+        end = f"threading.Timer(0.1, os.kill, (os.getpid(), signal.{sign})).start()"
+        with (
+            talk(b, SETUP + "began = time.monotonic()\nwork(0.01)\nsay(time.monotonic() - began)") as second,
+            talk(a, f"import signal\n{SETUP}sweep(9000)\n{end}\nsay('holds')\nok(cuda.cuCtxSynchronize())") as first,
+        ):
+            assert second() == first() == ["ready"]
+            assert first() == ["holds"]
+            first_goes = threading.Thread(target=_ends, args=(first,))
+            first_goes.start()
+            (took,) = second()
+            assert float(took) < 1.2
+            assert ON_DEVICE + ON_HOST in held_bytes(b)
+        first_goes.join()
 
-        def lie() -> None:
-            while not over.wait(0.001):
-                now = time.monotonic_ns()
-                struct.pack_into("<5Q", page, at, now, now + 190_000_000, now, 1, now + 40_000_000)
 
-        liar = threading.Thread(target=lie)
+def _holds(now: int) -> tuple[int, ...]:
+    return now, now + 190_000_000, now + 2_000_000_000, 1, now + 90_000_000, 1
+
+
+def _wants(now: int) -> tuple[int, ...]:
+    return 0, 0, 0, 1, now + 90_000_000, 0
+
+
+def _garbage(now: int) -> tuple[int, ...]:
+    chaos = random.Random(now)
+    near = (0, 1, now, now + 90_000_000, now + 200_000_000, 2**63, 2**64 - 1)
+    return tuple(chaos.choice((*near, chaos.getrandbits(64))) for _ in range(6))
+
+
+@contextmanager
+def lies(box: Box, lie: Callable[[int], tuple[int, ...]]) -> Iterator[None]:
+    """A tenant that does nothing but write this into its page, a thousand times a second."""
+    over = threading.Event()
+
+    def write(page: mmap.mmap) -> None:
+        while not over.wait(0.001):
+            struct.pack_into("<6Q", page, offset("gs_pages", "turn"), *lie(time.monotonic_ns()))
+
+    with box.pages().open("r+b") as file, mmap.mmap(file.fileno(), 0) as page:
+        liar = threading.Thread(target=write, args=(page,))
         liar.start()
         try:
-            program = SETUP + "began = time.monotonic()\nsweep()\nsay(time.monotonic() - began)"
-            with talk(b, program) as following:
-                assert following() == ["ready"]
-                (took,) = following()
-                assert 0.15 < float(took) < 1.5
-                assert held_bytes(b) == [ON_DEVICE]
+            yield
         finally:
             over.set()
             liar.join()
-        for words in ((0, 2**64 - 1, 2**64 - 1, 0, 0), (0, 0, 0, 1, 2**64 - 1)):  # nor is one that overdoes it
-            struct.pack_into("<5Q", page, at, *words)
-            with talk(b, program) as following:
-                following()
-                assert float(following()[0]) < 0.15
+
+
+@pytest.mark.parametrize("lie", [_holds, _wants, _garbage], ids=lambda lie: lie.__name__)
+def test_one_that_lies_is_waited_for_once(tmp_path: Path, lie: Callable[[int], tuple[int, ...]]) -> None:
+    """It says all the time that its turn has just begun, that it is busy, that it has waited longest, or anything. The
+    first launch goes ahead over the bus, and those after it as if there were no liar."""
+    program = SETUP + "".join(
+        f"began = time.monotonic()\nwork({seconds})\nsay(time.monotonic() - began)\n" for seconds in (0, 0.2)
+    )
+    program = program.replace("while time.monotonic() < end:", "while not rounds or time.monotonic() < end:")
+    with tenants(tmp_path, 200) as (a, b), lies(a, lie), talk(b, program) as following:
+        assert following() == ["ready"]
+        (first,) = following()
+        assert (0.3 if lie is _holds else 0) < float(first) < 1.5
+        if lie is _holds:
+            assert held_bytes(b) == [ON_DEVICE]
+        (more,) = following()
+        assert float(more) < 0.6
+        assert held_bytes(b) == [ON_DEVICE + ON_HOST]
+
+
+def test_a_liar_does_not_keep_the_others_from_taking_turns(tmp_path: Path) -> None:
+    with tenants(tmp_path, 200, count=3) as (a, b, c), lies(a, _holds):
+        program = SETUP + "say(work(1.5))"
+        with talk(b, program) as first, talk(c, program) as second:
+            assert first() == second() == ["ready"]
+            results: list[list[str]] = []
+            other = threading.Thread(target=lambda: results.append(second()))
+            other.start()
+            results.append(first())
+            other.join()
+    assert all(int(rounds) > 60 for (rounds,) in results), results  # 4 of one, if each launch waited
+
+
+@pytest.mark.parametrize("words", [(0, 2**64 - 1, 2**64 - 1, 0, 0, 0), (0, 0, 0, 1, 2**64 - 1, 0)])
+def test_one_that_overdoes_it_is_not_believed(tmp_path: Path, words: tuple[int, ...]) -> None:
+    with tenants(tmp_path, 200) as (a, b):
+        with a.pages().open("r+b") as file:
+            file.seek(offset("gs_pages", "turn"))
+            file.write(struct.pack("<6Q", *words))
+        with talk(b, SETUP + "began = time.monotonic()\nsweep()\nsay(time.monotonic() - began)") as following:
+            following()
+            assert float(following()[0]) < 0.15

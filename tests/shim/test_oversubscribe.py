@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
 import pytest
 from gpushare.usagefile import Usage, read_usage
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
+from tests.shim.test_live import talk
 from tests.sim.ledger import Ledger
+from tests.sim.simhost import make_simhost
 
 DEVICE, WHOLE = 1 * GIB, 2 * GIB
 CONTEXT = CONTEXT_BYTES
@@ -81,7 +88,8 @@ def test_both_parts_are_counted_and_the_total_is_what_programs_see() -> None:
         start()
         total, held = c_size_t(), []
         ok(cuda.cuDeviceTotalMem_v2(byref(total), 0))
-        print(total.value, *info())
+        print(total.value, *info(), flush=True)
+        sys.stdin.readline()
         ok(alloc(512 * MIB)), ok(alloc(512 * MIB))
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         ok(nvml.nvmlInit_v2())
@@ -94,17 +102,14 @@ def test_both_parts_are_counted_and_the_total_is_what_programs_see() -> None:
         sys.stdout.flush()
         sys.stdin.readline()
     """
-    with oversubscribed() as box:
-        from tests.shim.test_live import talk
-
-        with talk(box, program) as following:
-            assert following() == [str(n) for n in (WHOLE, WHOLE - CONTEXT, WHOLE)]
-            held = CONTEXT + GIB
-            assert following() == [str(n) for n in (WHOLE - held, WHOLE, WHOLE, WHOLE - held, held, 1, held)]
-            now = usage(box)
-            assert (now.used_bytes(0), now.host_bytes(0)) == (CONTEXT + 512 * MIB, 512 * MIB)
-            with Ledger(box.device()) as ledger:
-                assert ledger.used_bytes == CONTEXT + 512 * MIB
+    with oversubscribed() as box, talk(box, program) as following:
+        assert following() == [str(n) for n in (WHOLE, WHOLE - CONTEXT, WHOLE)]
+        held = CONTEXT + GIB
+        assert following() == [str(n) for n in (WHOLE - held, WHOLE, WHOLE, WHOLE - held, held, 1, held)]
+        now = usage(box)
+        assert (now.used_bytes(0), now.host_bytes(0)) == (CONTEXT + 512 * MIB, 512 * MIB)
+        with Ledger(box.device()) as ledger:
+            assert ledger.used_bytes == CONTEXT + 512 * MIB
 
 
 def test_one_that_fits_in_neither_part_alone_is_divided() -> None:
@@ -130,8 +135,6 @@ def test_a_full_device_fails_nobody_within_the_whole() -> None:
     """Somebody outside of all shares has the device: everything lies on the host then, the device part too."""
     with Box([15 * GIB]) as other:
         outsider = "start()\nok(alloc(14 * GIB))\nprint('full', flush=True)\nsys.stdin.readline()"
-        from tests.shim.test_live import talk
-
         with talk(other, outsider) as following, Box([2 * GIB], whole=[3 * GIB], simhost=other.simhost) as box:
             following()
             program = """
@@ -142,6 +145,47 @@ def test_a_full_device_fails_nobody_within_the_whole() -> None:
                 print(n, info()[0] < 256 * MIB, alloc_async(2 * MIB), alloc_async(256 * MIB))
             """
             assert run(box, program) == ["10", "True", "0", "2"]
+
+
+def test_three_that_fill_the_device_all_have_their_whole(tmp_path: Path) -> None:
+    """At one and a half times a device that they divide without a rest, all at once, in every order in which they come:
+    nobody is refused within his whole, nobody takes more of the device than his part, also while they free and take."""
+    device, whole, step = 2 * GIB, 3 * GIB, 64 * MIB
+    program = f"""
+        def say(*words):
+            print(*words, flush=True)
+            sys.stdin.readline()
+        start()
+        say("ready")
+        held = []
+        def fill():
+            while alloc({step}, held) == SUCCESS:
+                pass
+            return len(held)
+        counts = [fill()]
+        for _ in range(5):
+            for address in held[::3]:
+                free(address)
+            del held[::3]
+            counts.append(fill())
+        say(*counts)
+    """
+    with ExitStack() as stack:
+        simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=3 * device)
+        boxes = [
+            stack.enter_context(Box([device], whole=[whole], gpu_bytes=3 * device, simhost=simhost)) for _ in range(3)
+        ]
+        all_three = [stack.enter_context(talk(box, HELPERS + textwrap.dedent(program))) for box in boxes]
+        assert [one() for one in all_three] == [["ready"]] * 3
+        with ThreadPoolExecutor(3) as pool:
+            counts = list(pool.map(lambda one: one(), all_three))
+        assert counts == [[str((whole - CONTEXT) // step)] * 6] * 3
+        for box in boxes:
+            now = usage(box)
+            assert now.used_bytes(0) <= device and now.host_bytes(0) <= whole - device
+        with Ledger(boxes[0].device()) as ledger:
+            assert max(group.peak_bytes for group in ledger.groups()) <= device
+            assert 3 * (device - step) < ledger.used_bytes <= 3 * device
 
 
 def test_what_lies_on_the_host_stays_there() -> None:
@@ -213,8 +257,6 @@ def test_processes_and_contexts_that_go_take_theirs_with_them() -> None:
 
 def test_a_limit_that_is_lowered_leaves_the_rest_on_the_host() -> None:
     with oversubscribed() as box:
-        from tests.shim.test_live import talk
-
         program = """
             start()
             def say(*words):
