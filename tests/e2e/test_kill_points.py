@@ -107,7 +107,7 @@ def test_gpushare_run_killed_at_any_point_leaves_nothing(
         assert node.leases() == [f"{OURS}next"], f"point {at} of {total}"
         assert node.cli("prune").returncode == 0
         assert node.left() == [] and (mount_points(), own_cgroups()) == before, f"point {at} of {total}"
-    assert kills.left > 0  # else no kill hit a start that had something to leave
+    kills.some_left_something()
 
 
 def killed(one: Container) -> None:

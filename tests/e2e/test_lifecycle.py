@@ -174,7 +174,7 @@ def test_start_killed_at_any_point_leaves_nothing(
         one.delete()
         assert left(node) == [], f"point {at} of {total}"
         one.close()
-    assert kills.left > 0  # else no kill hit a start that had something to leave
+    kills.some_left_something()
 
 
 def test_very_first_start_killed_at_any_point_leaves_a_host_that_works(

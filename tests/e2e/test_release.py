@@ -185,4 +185,4 @@ def test_poststop_killed_at_any_call_is_finished_by_the_next(
         assert node.left() == [] and page_numbers(node) == [], f"call {at} of {total}"
         for each in (one, again):
             each.close()
-    assert kills.left > 0
+    kills.some_left_something()

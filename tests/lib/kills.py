@@ -1,7 +1,7 @@
 """At which points tests kill a program: some of them in `make test`, every one in `make test-kills`.
 
 With GPUSHARE_EVERY_POINT=n in the environment each such test is n tests, with every nth point each, so that all
-workers have some until the end. Each point that was survived is written down in build/kills/<what was tried>/<test>,
+workers have some until the end. Each point that was survived is written down in build/kills/<what was tried>/<test>/,
 and a run that was interrupted goes on from there. What was tried is a digest of our programs: other ones begin anew,
 and a whole run begins anew after one that ended well (`forget`).
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,13 +42,16 @@ def forget() -> None:
 
 
 class Kills:
-    """The points of one test. It adds to `left` what a kill left behind: a test that never found anything would not
-    have tried what it says."""
+    """The points of one test. It adds to `left` what a kill left behind, and says at its end that some did."""
 
     def __init__(self, test: str, part: int) -> None:
         self.left = 0
         self._part = part
-        self._record = tried() / re.sub(r"\W+", "-", test) if PARTS else None
+        self._record: Path | None = None
+        if PARTS:
+            place = tried() / test.rpartition("::")[2].partition("[")[0]
+            place.mkdir(exist_ok=True)
+            self._record = place / f"part-{part}"
 
     def some(self, first: int, end: int, step: int, kind: str = "") -> Iterator[int]:
         """Points from `first` to before `end`: one of `step`, or every one of this part that no earlier run has
@@ -66,6 +68,13 @@ class Kills:
             with open(self._record, "a") as file:
                 file.write(f"{kind}:{at} {self.left - before}\n")
 
+    def some_left_something(self) -> None:
+        """Else this did not try what it says. Of a test in parts that holds for all of them together: see `whole`."""
+        if self._record is None:
+            assert self.left > 0
+        else:
+            (self._record.parent / "leaves").touch()
+
     def _done(self, kind: str) -> set[int]:
         assert self._record is not None
         found = set()
@@ -78,7 +87,15 @@ class Kills:
         return found
 
 
+def whole(place: Path) -> int:
+    """After all parts of the test with this directory: at how many points it killed."""
+    lines = [line for part in place.glob("part-*") for line in part.read_text().splitlines()]
+    left = sum(int(line.split()[1]) for line in lines)
+    assert left > 0 or not (place / "leaves").exists(), f"{place.name}: no kill left anything behind"
+    return len(lines)
+
+
 if __name__ == "__main__":
-    points = sum(len(file.read_text().splitlines()) for file in tried().iterdir())
-    print(f"killed at {points} points, and nothing was left each time")
+    for place in sorted(tried().iterdir()):
+        print(f"{whole(place):5} points  {place.name}")
     forget()

@@ -1,0 +1,75 @@
+"""Every point is tried in one part, once, also when the run is interrupted; and a run that found nothing fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lib import kills
+from tests.lib.kills import Kills
+
+
+class Interrupted(Exception):
+    """Where a test fails, or the run is stopped."""
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run in three parts; its records."""
+    monkeypatch.setattr(kills, "PARTS", 3)
+    monkeypatch.setattr(kills, "PLACE", tmp_path / "kills")
+    kills.tried.cache_clear()
+    yield kills.tried()
+    kills.tried.cache_clear()
+
+
+def play(part: int, end: int = 20, stop: int = 0, left: int = 0) -> list[int]:
+    """A test that is interrupted at `stop`; what it tried."""
+    one, seen = Kills(f"tests/e2e/test_x.py::test_x[part {part}]", part), []
+    for at in one.some(2, end, 7):
+        seen.append(at)
+        if at == stop:
+            raise Interrupted
+        one.left += left
+    one.some_left_something()
+    return seen
+
+
+def test_parts_have_every_point_once(parts: Path) -> None:
+    seen = [at for part in range(3) for at in play(part, left=1)]
+    assert sorted(seen) == list(range(2, 20))
+    assert kills.whole(parts / "test_x") == 18
+
+
+def test_it_goes_on_at_the_point_that_was_not_survived(parts: Path) -> None:
+    with pytest.raises(Interrupted):
+        play(1, stop=10, left=1)
+    assert play(1) == [10, 13, 16, 19]
+    assert play(1) == []
+    assert kills.whole(parts / "test_x") == 6
+
+
+def test_nothing_left_by_any_part_is_a_failure(parts: Path) -> None:
+    play(0)
+    with pytest.raises(AssertionError, match="test_x: no kill left anything behind"):
+        kills.whole(parts / "test_x")
+    play(1, left=1)
+    assert kills.whole(parts / "test_x") == 12
+
+
+def test_other_programs_begin_anew(parts: Path) -> None:
+    other = parts.parent / "0123"
+    other.mkdir()
+    kills.tried.cache_clear()
+    assert kills.tried() == parts and not other.exists()
+    kills.forget()
+    assert not parts.exists()
+
+
+def test_without_parts_some_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kills, "PARTS", 0)
+    assert play(0, left=1) == [2, 9, 16]
+    with pytest.raises(AssertionError):
+        play(0)
