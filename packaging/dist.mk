@@ -10,7 +10,7 @@ export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 
 
 build/dist/boot: hook/launcher/boot.c hook/launcher/launcher.mk | $(SETUP)
 	@mkdir -p $(@D)
-	$(CC) $(LAUNCHER_CFLAGS) $(LAUNCHER_LDFLAGS) -o $@.new $<
+	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) $(LAUNCHER_LDFLAGS) -o $@.new $<
 	@mv $@.new $@
 
 build/.setup-dist: $(SETUP) packaging/bootstrap

@@ -10,9 +10,8 @@ packages: $(PACKAGES)/SHA256SUMS ## make build/packages: archive, wheels, .deb, 
 
 # The launchers of a wheel have their Python beside them, under another name.
 WHEEL_CFLAGS := $(LAUNCHER_CFLAGS) '-DPYTHON_PROGRAM="%s/%s.py"'
-WHEEL_CC_x86_64 = $(CC)
-# musl's header ends before stx_mnt_id, which is the first word of its padding.
-WHEEL_CC_aarch64 = $(SHIM_ZIG) -target aarch64-linux-musl -DSTATX_MNT_ID=0x1000U '-Dstx_mnt_id=__pad1[0]'
+WHEEL_CC_x86_64 = $(LAUNCHER_CC)
+WHEEL_CC_aarch64 = $(SHIM_ZIG) -target aarch64-linux-musl
 define wheel_launchers
 build/wheel/$(1)/gpushare-runtime build/wheel/$(1)/gpushare-hook: $(LAUNCHER_SOURCES) $(LAUNCHER_TABLES) packaging/packages.mk build/.setup-dist
 	@mkdir -p $$(@D)

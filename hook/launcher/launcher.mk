@@ -5,7 +5,9 @@ LAUNCHER_SOURCES := $(addprefix hook/launcher/,adopt.c args.c attach.c decision.
 LAUNCHER_TABLES := build/launcher/launcher_tables.h
 LAUNCHER_CFLAGS := -std=gnu11 -O2 -g -Wall -Wextra -Wshadow -Werror -fstack-protector-strong -Ibuild/launcher -Wno-unused-variable -ffile-prefix-map=$(CURDIR)=.
 LAUNCHERS_ANALYZED := $(LAUNCHERS:build/bin/%=build/launcher/analyzed/%)
-# Static: it starts in a third of the time, and on any distribution.
+# Static: it starts in a third of the time, and on any distribution. With musl: glibc asks the processor for the sizes of
+# its caches before main, and in a virtual machine each such question goes to the hypervisor (0.3 ms of a start's 0.4).
+LAUNCHER_CC := musl-gcc -idirafter /usr/include -idirafter /usr/include/$(shell $(CC) -print-multiarch)
 LAUNCHER_LDFLAGS := -static -Wl,-z,relro -Wl,-z,now
 
 $(LAUNCHER_TABLES): hook/launcher/tables.py $(wildcard hook/gpushare/*.py hook/gpushare/dialects/*.py) | $(SETUP)
@@ -19,5 +21,5 @@ $(LAUNCHERS_ANALYZED): LAUNCHER_CFLAGS += -fanalyzer
 %/gpushare-hook: LAUNCHER_IS_HOOK := 1
 $(LAUNCHERS) $(LAUNCHERS_ANALYZED): $(LAUNCHER_SOURCES) hook/launcher/adopt.h hook/launcher/launcher.h $(LAUNCHER_TABLES) hook/launcher/launcher.mk | $(SETUP)
 	@mkdir -p $(@D)
-	$(CC) $(LAUNCHER_CFLAGS) -DIS_HOOK=$(LAUNCHER_IS_HOOK) $(LAUNCHER_LDFLAGS) -o $@.new $(LAUNCHER_SOURCES)
+	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) -DIS_HOOK=$(LAUNCHER_IS_HOOK) $(LAUNCHER_LDFLAGS) -o $@.new $(LAUNCHER_SOURCES)
 	@mv $@.new $@

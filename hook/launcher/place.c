@@ -9,6 +9,8 @@
 #include <linux/magic.h>
 #include <linux/mount.h>
 #include <linux/openat2.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,12 +28,22 @@ int in_root(int root, const char *path, int flags) {
     return (int)syscall(SYS_openat2, root, path, &how, sizeof how);
 }
 
+/* struct statx of the kernel's <linux/stat.h>, which cannot be included beside a C library's <sys/stat.h>; that of musl
+ * before 1.2.5 lacks it, and later ones end before stx_mnt_id. */
+struct statx_words {
+    uint32_t mask, others[35];
+    uint64_t mount_id, rest[13];
+};
+_Static_assert(offsetof(struct statx_words, mount_id) == 144, "as the kernel has it");
+_Static_assert(sizeof(struct statx_words) == 256, "as the kernel has it");
+#define WANT_MOUNT_ID 0x1000U /* STATX_MNT_ID */
+
 bool mount_of(int fd, unsigned long long *mount) {
-    struct statx status;
-    if (statx(fd, "", AT_EMPTY_PATH, STATX_MNT_ID, &status) != 0 ||
-        !(status.stx_mask & STATX_MNT_ID))
+    struct statx_words status;
+    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, WANT_MOUNT_ID, &status) != 0 ||
+        !(status.mask & WANT_MOUNT_ID))
         return false;
-    *mount = status.stx_mnt_id;
+    *mount = status.mount_id;
     return true;
 }
 
