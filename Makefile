@@ -25,7 +25,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo dist test test-attacks test-kills test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-attacks test-kills test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,16 @@ root:
 
 demo: root build ## two containers share one simulated 16 GiB GPU
 	@$(VENV_PYTHON) -m tests.demo
+
+playground: root build ## a shell with a simulated GPU, gpushare and docker: docs/tour.md
+	@packaging/bootstrap playground
+	@$(VENV_PYTHON) -m tests.demo.playground
+
+pictures: root build ## draw the pictures of README.md anew, from what the programs show
+	@PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.pictures
+
+newcomer: root ## how long it takes from a clone to the demo, and to a docker container with a share
+	@tests/tools/newcomer
 
 # With the bundle: both ways in, every engine there is, command lines and refusals.
 DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_engines.py test_cli.py test_doctor.py test_refused.py)

@@ -44,7 +44,7 @@ def remark(text: str) -> None:
 
 
 def tenant(number: int, name: str, text: str) -> None:
-    console.print(Text(f"  {name:<5} ", style=f"bold {COLOURS[number % len(COLOURS)]}") + Text(text))
+    console.print(Text.assemble((f"  {name:<5} ", f"bold {COLOURS[number % len(COLOURS)]}"), text))
 
 
 def seen(number: int, name: str, event: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.demo.__main__ import judged
 from tests.lib import host
+from tests.tools import pictures
 
 DEMO = [sys.executable, "-m", "tests.demo"]
 GIB = 1 << 30
@@ -26,14 +27,15 @@ def _no_files_left() -> Iterator[None]:
 
 
 def test_demo_twice() -> None:
-    for _ in range(2):
-        done = subprocess.run(DEMO, cwd=host.TREE, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "\x1b" not in done.stdout  # colours are for terminals
-        for word in ("alice", "bob"):
-            assert f"  {word}-" in done.stdout, "gpushare list shows both"
-        assert done.stdout.count(" kept") == 2 and "not a byte more" in done.stdout
-        assert "300 MiB is the program's CUDA context" in done.stdout
+    """For a program that reads it, and on a terminal, where it looks like the picture in README.md."""
+    done = subprocess.run(DEMO, cwd=host.TREE, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\x1b" not in done.stdout  # colours are for terminals
+    for word in ("alice", "bob"):
+        assert f"  {word}-" in done.stdout, "gpushare list shows both"
+    assert done.stdout.count(" kept") == 2 and "not a byte more" in done.stdout
+    assert "300 MiB is the program's CUDA context" in done.stdout
+    assert pictures.texts(pictures.draw("demo")) == pictures.drawn("demo"), "run `make pictures`"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,6 +3,7 @@
  *
  *     probe            sees the device and takes memory until refused
  *     probe hold       the same, then waits for the end of its input before it gives anything back
+ *     probe hold 2048  the same with so many MiB at most
  *
  * {"pidns", "devices", "total_bytes", "nvml_total_bytes", "got_bytes", "refused": the error that
  * ended it} or {"failed": "what", "code": N} when it does not come that far. */
@@ -10,6 +11,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -45,6 +47,7 @@ int main(int argc, char **argv) {
     int devices = 0, device = 0, refused = 0;
     void *handle = NULL, *context = NULL;
     size_t free_bytes = 0, total_bytes = 0, got_bytes = 0;
+    size_t most_bytes = argc > 2 ? strtoull(argv[2], NULL, 10) << 20 : (size_t)-1;
     nvml_memory memory = {0};
 
     CALL(NVML, "nvmlInit_v2");
@@ -56,7 +59,7 @@ int main(int argc, char **argv) {
     CALL(CUDA, "cuDevicePrimaryCtxRetain", &context, device);
     CALL(CUDA, "cuCtxSetCurrent", context);
     CALL(CUDA, "cuMemGetInfo_v2", &free_bytes, &total_bytes);
-    for (size_t size = 256u << 20; size >= LAST_BYTES;) {
+    for (size_t size = 256u << 20; size >= LAST_BYTES && size <= most_bytes - got_bytes;) {
         unsigned long long pointer;
         int code = CUDA("cuMemAlloc_v2")(&pointer, size);
         if (code) {

@@ -1,0 +1,93 @@
+"""`make pictures`: the pictures of README.md, each the screen of a real program on a simulated GPU.
+
+    PYTHONPATH=hook:. build/venv/bin/python -m tests.tools.pictures [demo] [top]      writes docs/pictures/NAME.svg
+
+Figures and process ids differ from run to run; tests compare the rest with what is drawn today.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from tests.lib.host import TREE
+from tests.lib.terminal import Terminal
+
+from . import screen_svg
+
+PICTURES = TREE / "docs" / "pictures"
+PLAYGROUND = (sys.executable, "-m", "tests.demo.playground", "--no-docker")
+# Two programs with a share each: their memory is held by one process, their GPU time used by another
+COMPANY = """
+run() { name=$1 memory=$2 compute=$3 held=$4; shift 4
+    gpushare run --name $name --memory $memory --compute $compute -- \\
+        sh -c "sleep inf | probe hold $held & exec busy --seconds 600 $*" >/dev/null 2>&1 & }
+run train 6Gi 60 5300
+run serve 4Gi 30 2600 --mode pause --pause 3000
+exec gpushare top --interval 1
+"""
+
+
+class Picture(NamedTuple):
+    title: str
+    command: tuple[str, ...]
+    columns: int
+    lines: int
+    ready: Callable[[str], bool]  # what the screen shows when it is worth a picture
+
+
+def both_work(text: str) -> bool:
+    """Both hold what they want to, and each has had its part of a second."""
+    rows = [re.findall(r"(\d+)%", line) for line in text.splitlines() if line.startswith(("train ", "serve "))]
+    return len(rows) == 2 and all(len(row) > 4 and int(row[0]) > 60 and int(row[3]) > 75 for row in rows)
+
+
+TABLE = {
+    "demo": Picture(
+        "make demo: two containers share one GPU",
+        (sys.executable, "-m", "tests.demo"),
+        80,
+        44,
+        lambda text: "not a byte more" in text,
+    ),
+    "top": Picture(
+        "gpushare top: what two shares use of a GPU", (*PLAYGROUND, "bash", "-c", COMPANY), 112, 10, both_work
+    ),
+}
+
+
+def draw(name: str) -> str:
+    """The program runs until its screen is ready -> SVG. AssertionError with the screen when it never is."""
+    one = TABLE[name]
+    with Terminal(one.command, one.columns, one.lines, env={"PYTHONPATH": f"{TREE}/hook:{TREE}"}) as terminal:
+        terminal.expect(one.ready, 60)
+        picture = screen_svg.svg(terminal.screen, one.title)
+        if terminal.process.poll() is None:
+            terminal.press("q")
+        terminal.end(60)
+    return picture
+
+
+def texts(picture: str) -> list[str]:
+    """What a reader sees, in the order of the screen; every figure is the same one, since they differ each time."""
+    found = ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")
+    return [re.sub(r"\d+(?:[.:]\d+)*", "0", one.text or "") for one in found]
+
+
+def drawn(name: str) -> list[str]:
+    """The texts of the picture that is there."""
+    return texts((PICTURES / f"{name}.svg").read_text())
+
+
+def main(names: list[str]) -> None:
+    PICTURES.mkdir(exist_ok=True)
+    for name in names or TABLE:
+        (PICTURES / f"{name}.svg").write_text(draw(name))
+        print(PICTURES.relative_to(TREE) / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

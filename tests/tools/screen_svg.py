@@ -1,0 +1,98 @@
+"""A terminal's screen (pyte) as an SVG picture: plain text in a monospaced font of the reader's, no script, no web font.
+
+Every run of equal characters is one <text> with the width that it has to have, so columns stay under each other in any
+font. Block characters of bars are drawn as rectangles: fonts leave gaps between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+import pyte
+
+CELL_WIDTH, CELL_HEIGHT, FONT_SIZE, BASELINE, MARGIN = 8.4, 19, 14, 14, 14
+BACKGROUND, FOREGROUND = "#161b22", "#e6edf3"
+COLOURS = {
+    "black": "#484f58", "red": "#ff7b72", "green": "#56d364", "brown": "#e3b341",  # pyte says brown for yellow
+    "blue": "#79c0ff", "magenta": "#d2a8ff", "cyan": "#56d4dd", "white": "#b1bac4",
+}  # fmt: skip
+FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
+BLOCKS = {"█": 1.0, "░": 0.25}  # character -> how much of its colour
+
+
+class Style(NamedTuple):
+    colour: str
+    background: str
+    bold: bool
+    block: float  # 0 unless one of BLOCKS
+
+
+def _colour(name: str, default: str) -> str:
+    """pyte's names, or six hexadecimal digits of one of the 256 colours."""
+    if name == "default":
+        return default
+    name = name.replace("bright", "")
+    return COLOURS.get(name, f"#{name}")
+
+
+def _style(cell: pyte.screens.Char) -> Style:
+    colour, background = _colour(cell.fg, FOREGROUND), _colour(cell.bg, BACKGROUND)
+    if cell.reverse:
+        colour, background = background, colour
+    return Style(colour, background, cell.bold, BLOCKS.get(cell.data, 0.0))
+
+
+def _line(row: int, cells: list[pyte.screens.Char]) -> Iterator[str]:
+    """What is to be seen of one line of the screen."""
+    y, column = MARGIN + row * CELL_HEIGHT, 0
+    for style, group in groupby(cells, _style):
+        text = "".join(cell.data for cell in group)
+        x, width = MARGIN + column * CELL_WIDTH, len(text) * CELL_WIDTH
+        column += len(text)
+        box = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{CELL_HEIGHT}"'
+        if style.background != BACKGROUND:
+            yield f'<rect {box} fill="{style.background}"/>'
+        if style.block:
+            bar = f'x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="{CELL_HEIGHT - 6}"'
+            yield f'<rect {bar} fill="{style.colour}" opacity="{style.block}"/>'
+        elif text.strip():
+            # words of their own, so that a font with another width shifts none of them
+            yield from _words(text, x, y + BASELINE, style)
+
+
+def _words(text: str, x: float, y: float, style: Style) -> Iterator[str]:
+    weight = ' font-weight="bold"' if style.bold else ""
+    at = 0
+    while at < len(text):
+        end = text.find("  ", at)
+        end = len(text) if end < 0 else end
+        word = text[at:end]
+        if word.strip():
+            first = len(word) - len(word.lstrip())
+            shown = word.strip()
+            place = f'x="{x + (at + first) * CELL_WIDTH:.1f}" y="{y}" textLength="{len(shown) * CELL_WIDTH:.1f}"'
+            yield f'<text {place} fill="{style.colour}"{weight}>{escape(shown, quote=False)}</text>'
+        at = end + 1
+
+
+def lines(screen: pyte.Screen) -> list[list[pyte.screens.Char]]:
+    """Its cells, without empty lines above and below."""
+    used = [row for row, text in enumerate(screen.display) if text.strip()]
+    rows = range(used[0], used[-1] + 1) if used else range(0)
+    return [[screen.buffer[row][column] for column in range(screen.columns)] for row in rows]
+
+
+def svg(screen: pyte.Screen, title: str) -> str:
+    shown = lines(screen)
+    width = round(2 * MARGIN + screen.columns * CELL_WIDTH)
+    height = 2 * MARGIN + len(shown) * CELL_HEIGHT
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        f' font-family="{FONTS}" font-size="{FONT_SIZE}" xml:space="preserve">'
+    )
+    body = "\n".join(part for row, cells in enumerate(shown) for part in _line(row, cells))
+    frame = f'<rect width="{width}" height="{height}" rx="8" fill="{BACKGROUND}"/>'
+    return f"{head}\n<title>{escape(title)}</title>\n{frame}\n{body}\n</svg>\n"
