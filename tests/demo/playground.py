@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import busy, host, processes
-from tests.lib.engines.dockerd import Dockerd
+from tests.lib.engines.dockerd import CLIENT, Dockerd
 from tests.lib.engines.image import PROBE, make_root, make_tar
 from tests.lib.rootfs import mount_tmpfs, run, unmount_below
 from tests.sim.simhost import make_simhost
@@ -112,6 +112,7 @@ def prepare(directory: Path, docker: bool, cleanup: contextlib.ExitStack) -> dic
         pid = (directory / "docker" / "pid").read_text()
         (tools / "systemctl").write_text(SYSTEMCTL.replace("PID", pid))
         (tools / "systemctl").chmod(0o755)
+        (tools / "docker").symlink_to(CLIENT)
     return environment
 
 

@@ -28,7 +28,7 @@ from .. import processes
 from ..rootfs import run, unmount_below
 from .base import Result
 
-_CLIENT = "/usr/bin/docker"  # of the same package as the daemon; a newer one in PATH may refuse to speak to it
+CLIENT = "/usr/bin/docker"  # of the same package as the daemon; a newer one in PATH may refuse to speak to it
 _SHIM_SOCKETS = Path("/run/containerd")
 _CGROUPS = Path("/sys/fs/cgroup")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
@@ -114,7 +114,7 @@ class Dockerd:
     def command(self, *args: str) -> list[str]:
         """The client, with nobody's configuration."""
         words = ("--config", str(self.directory / "client"), "-H", f"unix://{self.directory / 'socket'}")
-        return [_CLIENT, *words, *args]
+        return [CLIENT, *words, *args]
 
     def docker(self, *args: str, timeout_s: float = 60) -> Result:
         done = subprocess.run(

@@ -1,0 +1,1 @@
+"""What README.md and docs/ say to type is typed."""

@@ -1,0 +1,79 @@
+"""The commands of a page: in blocks that are indented by four spaces.
+
+    $ gpushare list            a command whose output follows, up to the next "$ " or the end of the block
+    make demo                  in a block without "$ " every line is a command if it begins with the name of a program
+
+In an output a line `...` stands for any lines, and `...` in a line for any text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tests.lib.host import TREE
+
+PAGES = ("README.md", "README.zh-CN.md", "HACKING.md", "packaging/kubernetes/README.md")
+PROGRAMS = (
+    "gpushare", "gpushare-hook", "gpushare-runtime", "make", "docker", "podman", "kubectl", "systemctl", "dpkg", "tar", "ln", "source",
+)  # fmt: skip
+INDENT = "    "
+
+
+class Command(NamedTuple):
+    page: str
+    line: int  # of the command, from 1
+    text: str
+    output: tuple[str, ...]
+    shown: bool  # it has a "$ "
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}: {self.text}"
+
+
+def pages() -> list[str]:
+    return [*PAGES, *sorted(f"docs/{path.name}" for path in (TREE / "docs").glob("*.md"))]
+
+
+def blocks(text: str) -> Iterator[tuple[int, list[str]]]:
+    """(number of its first line, its lines without indent). Continued lines of a list are no block."""
+    block: list[str] = []
+    before, in_list = "", False
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        if line.startswith(INDENT) and (block or not before.strip()) and not in_list:
+            block.append(line[len(INDENT) :])
+        else:
+            if block:
+                yield number - len(block), block
+            block = []
+            if line.strip() and not line.startswith(" "):
+                in_list = line.startswith("* ")
+        before = line
+
+
+def commands(page: str) -> list[Command]:
+    found = []
+    for first, block in blocks((TREE / page).read_text()):
+        if any(line.startswith("$ ") for line in block):
+            found += list(_shown(page, first, block))
+            continue
+        found += [
+            Command(page, first + at, text, (), False)
+            for at, line in enumerate(block)
+            for text in _typed(line)
+        ]
+    return found
+
+
+def _shown(page: str, first: int, block: list[str]) -> Iterator[Command]:
+    starts = [at for at, line in enumerate(block) if line.startswith("$ ")]
+    for at, end in zip(starts, [*starts[1:], len(block)]):
+        yield Command(page, first + at, block[at][2:], tuple(block[at + 1 : end]), True)
+
+
+def _typed(line: str) -> list[str]:
+    """A command, or several side by side (HACKING has a table of them), without what is said of them."""
+    parts = [part.strip() for part in re.split(r"\s+# |\s{2,}", line)]
+    return [part for part in parts if part.split(" ")[0] in PROGRAMS]

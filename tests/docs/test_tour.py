@@ -1,0 +1,96 @@
+"""docs/tour.md and README.md, typed into the playground. GOLDEN_WRITE=1 writes what the commands print into the tour."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.docs.blocks import INDENT, Command, commands
+from tests.docs.session import Done, Session, agrees
+from tests.lib.host import TREE
+from tests.tools import pictures
+
+TOUR = "docs/tour.md"
+WRITE = bool(os.environ.get("GOLDEN_WRITE"))
+# What README.md says -> what is typed here
+INSTEAD = {
+    " --profile workstation": "",  # the playground has a configuration, which names the simulated driver
+    " IMAGE ": " demo ",
+}
+COMPANY = """
+begin() {
+    docker run -d --name $1 --runtime gpushare -e GPUSHARE_MEMORY=$2 -e GPUSHARE_COMPUTE=$3 demo busy --seconds 600
+}
+begin train 6Gi 60% && begin serve 4Gi 30%
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(no_leaks: None) -> None:
+    """Neither mounts nor processes."""
+
+
+@pytest.fixture(scope="module")
+def playground() -> Iterator[Session]:
+    with Session() as session:
+        yield session
+
+
+def judge(command: Command, done: Done) -> None:
+    """It prints what the page shows, and fails only with a message of ours that is on the page."""
+    page = "\n".join(command.output)
+    assert done.code == 0 or "gpushare: " in page, f"{command.place}: exit code {done.code}\n{done.out}"
+    assert WRITE or agrees(done.out, command.output), f"{command.place}\n{done.out}\n-- and on the page:\n{page}"
+
+
+def test_the_readme(playground: Session) -> None:
+    """What it shows of docker and of `gpushare`; where its other commands are tried is in test_commands.py."""
+    wanted = ("gpushare runtime", "docker run", "gpushare list", "gpushare devices", "gpushare limit")
+    todo = [one for one in commands("README.md") if one.text.startswith(wanted)]
+    assert len(todo) == len(wanted)
+    names: dict[str, str] = {}
+    for one in todo:
+        if one.shown and not names:
+            started = playground.run(COMPANY).out.split()
+            names = dict(zip((one[:12] for one in started), ("train", "serve")))
+        text = one.text
+        for word, other in (*INSTEAD.items(), *((name, id) for id, name in names.items())):
+            text = text.replace(word, other)
+        done = playground.run(text)
+        for id, name in names.items():
+            done = done._replace(out=done.out.replace(id, name))
+        if one.shown:
+            judge(one, done)
+        assert done.code == 0, f"{one.place}: {done}"
+        if text.startswith("gpushare runtime"):
+            assert playground.run("systemctl reload docker").code == 0
+        if text.startswith("docker run"):
+            assert "/    4096MiB" in done.out
+    assert playground.run("docker rm -f train serve && gpushare runtime configure docker --undo").code == 0
+
+
+def test_the_tour(playground: Session) -> None:
+    todo = [one for one in commands(TOUR) if one.shown]
+    assert len(todo) > 15
+    done = {one.line: playground.run(one.text) for one in todo}
+    if WRITE:
+        write(todo, done)
+    for one in todo:
+        judge(one, done[one.line])
+
+
+def test_the_picture_of_top() -> None:
+    """That of the demo is compared in tests/e2e/test_demo.py, which runs it anyway."""
+    assert pictures.texts(pictures.draw("top")) == pictures.drawn("top"), "run `make pictures`"
+
+
+def write(todo: list[Command], done: dict[int, Done]) -> None:
+    """Into the page, but where somebody has written `...`."""
+    lines = (TREE / TOUR).read_text().splitlines()
+    for one in reversed(todo):
+        if not any("..." in line for line in one.output):
+            printed = [f"{INDENT}{line}".rstrip() for line in done[one.line].out.splitlines()]
+            lines[one.line : one.line + len(one.output)] = printed
+    (TREE / TOUR).write_text("\n".join(lines) + "\n")
