@@ -38,18 +38,22 @@ def pages() -> list[str]:
 
 
 def blocks(text: str) -> Iterator[tuple[int, list[str]]]:
-    """(number of its first line, its lines without indent). Continued lines of a list are no block."""
+    """(number of its first line, its lines without indent). Empty lines do not end one, as in Markdown; what continues
+    the text of a list is none."""
     block: list[str] = []
-    before, in_list = "", False
-    for number, line in enumerate([*text.splitlines(), ""], 1):
-        if line.startswith(INDENT) and (block or not before.strip()) and not in_list:
+    first, before, in_list = 0, "", False
+    for number, line in enumerate([*text.splitlines(), "end"], 1):
+        if line.startswith(INDENT) and (block or not before) and not in_list:
+            first = first if block else number
             block.append(line[len(INDENT) :])
-        else:
+        elif line or not block:
             if block:
-                yield number - len(block), block
+                yield first, "\n".join(block).rstrip().splitlines()
             block = []
-            if line.strip() and not line.startswith(" "):
+            if line and not line.startswith(" "):
                 in_list = line.startswith("* ")
+        else:
+            block.append("")
         before = line
 
 
@@ -59,18 +63,16 @@ def commands(page: str) -> list[Command]:
         if any(line.startswith("$ ") for line in block):
             found += list(_shown(page, first, block))
             continue
-        found += [
-            Command(page, first + at, text, (), False)
-            for at, line in enumerate(block)
-            for text in _typed(line)
-        ]
+        typed = [(first + at, text) for at, line in enumerate(block) for text in _typed(line)]
+        found += [Command(page, line, text, (), False) for line, text in typed]
     return found
 
 
 def _shown(page: str, first: int, block: list[str]) -> Iterator[Command]:
     starts = [at for at, line in enumerate(block) if line.startswith("$ ")]
     for at, end in zip(starts, [*starts[1:], len(block)]):
-        yield Command(page, first + at, block[at][2:], tuple(block[at + 1 : end]), True)
+        output = "\n".join(block[at + 1 : end]).rstrip().splitlines()
+        yield Command(page, first + at, block[at][2:], tuple(output), True)
 
 
 def _typed(line: str) -> list[str]:
