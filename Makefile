@@ -146,7 +146,7 @@ gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes b
 
 dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the host, and an archive of them
 
-docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md hook/gpushare/dialects/triggers.py ## write the generated pages of docs/
+docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md docs/troubleshooting.md hook/gpushare/dialects/triggers.py ## write the generated pages of docs/
 
 docs/config.md: hook/gpushare/configkeys.py tests/tools/config_docs.py
 	$(VENV_PYTHON) tests/tools/config_docs.py >$@.new && mv $@.new $@
@@ -159,6 +159,9 @@ docs/backends.md: hook/gpushare/backends.py hook/gpushare/dmem.py tests/tools/ba
 
 docs/metrics.md: hook/gpushare/cli/metrics.py tests/tools/metrics_docs.py
 	$(VENV_PYTHON) tests/tools/metrics_docs.py >$@.new && mv $@.new $@
+
+docs/troubleshooting.md: $(wildcard hook/gpushare/*.py hook/gpushare/*/*.py hook/launcher/*.c) tests/tools/error_docs.py tests/tools/error_texts.py
+	PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.error_docs >$@.new && mv $@.new $@
 
 hook/gpushare/dialects/triggers.py: hook/gpushare/dialects/table.py tests/tools/dialect_docs.py
 	$(VENV_PYTHON) tests/tools/dialect_docs.py --triggers >$@.new && mv $@.new $@

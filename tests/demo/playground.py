@@ -3,9 +3,11 @@
     python -m tests.demo.playground [--no-docker] [COMMAND...]      default: an interactive bash
 
 One simulated GPU of 16 GiB, `gpushare` in PATH, /etc/gpushare/config.yaml that names both, a docker daemon and its
-image `demo` with two CUDA programs: `probe` takes memory until it is refused, `busy` keeps the GPU busy. All of it is in a mount namespace: /etc and /var/lib are copies (overlays) without gpushare's and docker's files,
-/run is empty. There is no network but loopback. What is written there, containers and programs go when COMMAND ends,
-whose exit code is ours.
+image `demo` with two CUDA programs: `probe` takes memory until it is refused, `busy` keeps the GPU busy.
+
+All of it is in a mount namespace: /etc and /var/lib are copies (overlays) without gpushare's and docker's files, /run
+is empty. There is no network but loopback. What is written there, containers and programs go when COMMAND ends, whose
+exit code is ours.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from tests.lib.host import TREE
 
 PAGES = ("README.md", "README.zh-CN.md", "HACKING.md", "packaging/kubernetes/README.md")
 PROGRAMS = (
-    "gpushare", "gpushare-hook", "gpushare-runtime", "make", "docker", "podman", "kubectl", "systemctl", "dpkg", "tar", "ln", "source",
+    "gpushare", "gpushare-hook", "gpushare-runtime", "make", "docker", "podman", "kubectl", "systemctl", "journalctl",
+    "dpkg", "tar", "ln", "source", "pip", "nvidia-smi", "nvidia-cuda-mps-control", "helm", "rpm",
 )  # fmt: skip
 INDENT = "    "
 

@@ -1,4 +1,4 @@
-"""docs/tour.md and README.md, typed into the playground. GOLDEN_WRITE=1 writes what the commands print into the tour."""
+"""docs/tour.md and README.md, typed into the playground. GOLDEN_WRITE=1 writes what is printed into the tour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A terminal's screen (pyte) as an SVG picture: plain text in a monospaced font of the reader's, no script, no web font.
+"""A terminal's screen (pyte) as an SVG picture: plain text in a font of the reader's, no script, no web font.
 
 Every run of equal characters is one <text> with the width that it has to have, so columns stay under each other in any
 font. Block characters of bars are drawn as rectangles: fonts leave gaps between them.

@@ -10,7 +10,7 @@ from gpushare.cli import containers, devices
 from gpushare.dialects import conditions, driverwords
 
 from tests.lib.host import TREE
-from tests.tools import backend_docs, config_docs, dialect_docs, metrics_docs
+from tests.tools import backend_docs, config_docs, dialect_docs, error_docs, error_texts, metrics_docs
 
 
 def test_config_docs_are_generated() -> None:
@@ -27,6 +27,33 @@ def test_backend_docs_are_generated() -> None:
 
 def test_metrics_docs_are_generated() -> None:
     assert (TREE / "docs" / "metrics.md").read_text() == metrics_docs.text(), "run `make docs`"
+
+
+def test_troubleshooting_is_generated() -> None:
+    assert (TREE / "docs" / "troubleshooting.md").read_text() == error_docs.text(), "run `make docs`"
+
+
+def test_troubleshooting_knows_every_kind_of_error() -> None:
+    defined = set()
+    for path in error_texts.SOURCES.rglob("*.py"):
+        defined |= set(re.findall(r"^class (\w+)\((?!Value)\w*Error\)", path.read_text(), re.MULTILINE))
+    assert {"GpushareError", *defined} <= set(error_texts.ERRORS)
+
+
+def test_troubleshooting_has_what_is_really_said() -> None:
+    """Messages of golden tests, which nobody has taken from the sources: each fits a row."""
+    rows = re.findall(r"^\| `+ ?(.*?) ?`+ \| ", error_docs.text(), re.MULTILINE)
+    shapes = [re.compile(_shape(row.replace("\\|", "|"))) for row in rows if row != "PATH: REASON"]
+    said = []
+    for path in sorted((TREE / "tests" / "golden").rglob("*.txt")):
+        said += re.findall(r"^refused \(\w+, exit \d+\): (.*)", path.read_text(), re.MULTILINE)
+        said += [text for text in re.findall(r"^gpushare: (.*)", path.read_text(), re.MULTILINE) if "; " in text]
+    assert len(said) > 20
+    assert [text for text in said if not any(shape.match(text) for shape in shapes)] == []
+
+
+def _shape(row: str) -> str:
+    return re.escape(row).replace(re.escape("NAME=VALUE"), ".+=.*").replace("…", ".*") + "(;|$)"
 
 
 def test_what_a_start_knows_of_dialects_is_generated() -> None:

@@ -1,0 +1,130 @@
+"""Every command on every page: it is run, or what it says is understood, or there is a reason why neither."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import click
+import pytest
+from gpushare import names, request
+from gpushare.cli.main import group
+
+from tests.docs import blocks
+from tests.docs.blocks import Command
+from tests.lib.host import TREE
+from tests.unit import pure
+
+# Beginning of a command -> the test that does it, or why nobody does
+ELSEWHERE = {
+    "docker build": "it needs a registry; tests/e2e/test_installer.py",
+    "docker exec": "tests/docs/test_tour.py",
+    "docker rm": "tests/docs/test_tour.py",
+    "dpkg -i": "tests/packages/check_install.py",
+    "journalctl": "it needs systemd's journal; tests/e2e/test_decisions.py",
+    "kubectl": "it needs a cluster; tests/unit/test_kubernetes.py",
+    "ln -s": "tests/e2e/test_bundle.py",
+    "systemctl": "it needs systemd; tests/packages/check_contents.py",
+    "tar": "tests/e2e/test_bundle.py",
+}
+ALL = [one for page in blocks.pages() for one in blocks.commands(page)]
+USAGE = re.compile(r"\[OPTIONS\]|\{bash\|zsh\|fish\}")  # docs/cli.md, which is generated from click
+
+
+def of(program: str) -> list[Command]:
+    return [one for one in ALL if one.text.split(" ")[0] == program and not USAGE.search(one.text)]
+
+
+def words(command: Command) -> list[str]:
+    """As a shell would split it: what another command prints is an id, and `...` nothing."""
+    text = re.sub(r"\$\([^)]*\)", "ID", command.text)
+    text = re.sub(r"\s\.\.\.$", "", text).replace("GPU-<uuid>", "GPU-0")
+    return shlex.split(re.sub(r"\s[<>]\S+$", "", text))
+
+
+def test_pages_are_read() -> None:
+    """A change of style must not make the tests below look at nothing."""
+    assert len(ALL) > 100
+    assert {one.page for one in ALL} >= {"README.md", "docs/tour.md", "docs/cli.md", "docs/docker.md", "docs/podman.md"}
+
+
+@pytest.mark.parametrize("one", of("gpushare"), ids=lambda one: one.place)
+def test_gpushare_understands(one: Command) -> None:
+    """Its commands, options and values are known; nothing is done."""
+    command: click.Command = group
+    arguments = words(one)[1:]
+    context = command.make_context("gpushare", arguments)
+    while isinstance(command, click.Group):
+        name, found, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
+        assert found, f"{one.place}: no command {name}"
+        command = found
+        context = command.make_context(name, arguments, parent=context)
+
+
+def test_make_has_the_targets() -> None:
+    files = [TREE / "Makefile", *TREE.glob("*/*.mk"), *TREE.glob("*/*/*.mk")]
+    targets = {name for path in files for name in re.findall(r"^([\w-]+):", path.read_text(), re.MULTILINE)}
+    for one in of("make"):
+        named = [word.strip(",:.") for word in one.text.split(" ")[1:2]]
+        named = [word for word in named if "=" not in word]
+        assert set(named) <= targets, one.place
+
+
+@pytest.mark.parametrize("one", [*of("docker"), *of("podman")], ids=lambda one: one.place)
+def test_containers_ask_for_what_there_is(one: Command) -> None:
+    """Through us, and with requests that make sense."""
+    if one.text.startswith(tuple(ELSEWHERE)):
+        return
+    said = words(one)
+    ours = ("--runtime gpushare", "--device gpushare.io/share=", "runtime gpushare", "--hooks-dir")
+    assert any(way in one.text for way in ours) or one.text.startswith("podman run") or "docker ps" in one.text, (
+        one.place
+    )
+    env = [value.split("=", 1) for flag, value in zip(said, said[1:]) if flag in ("-e", "--env")]
+    asked = dict(pair for pair in env if len(pair) == 2)
+    if any(name.startswith("GPUSHARE_") for name in asked):
+        wanted = request.read(pure.bundle(asked), pure.node().inventory)
+        assert wanted is not None, one.place
+
+
+def test_others_are_done_elsewhere() -> None:
+    """Each reason is needed, and the test that it names is there."""
+    rest = [one for one in ALL if one.text.split(" ")[0] not in ("gpushare", "make", "podman", "source")]
+    rest = [
+        one for one in rest if not one.text.startswith(("docker run", "docker compose", "docker ps", "docker inspect"))
+    ]
+    unexplained = [one.place for one in rest if not one.text.startswith(tuple(ELSEWHERE))]
+    assert unexplained == []
+    assert [begin for begin in ELSEWHERE if not any(one.text.startswith(begin) for one in rest)] == []
+    for why in ELSEWHERE.values():
+        assert (TREE / why.rpartition(" ")[2]).is_file(), why
+
+
+@pytest.mark.parametrize("page", blocks.pages())
+def test_links_lead_somewhere(page: str) -> None:
+    """Files, and headings in them."""
+    text = (TREE / page).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, heading = target.partition("#")
+        path = (TREE / page).parent / name if name else TREE / page
+        assert path.exists(), f"{page} -> {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert heading in anchors, f"{page} -> {target}"
+
+
+def test_names_of_variables_exist() -> None:
+    """GPUSHARE_... on any page is one that somebody reads."""
+    known = {value for key, value in vars(names).items() if key.startswith("ENV_")} | {"GPUSHARE_LOG"}
+    for page in blocks.pages():
+        for word in re.findall(r"\bGPUSHARE_[A-Z_]+\b", (TREE / page).read_text()):
+            assert word in known or word in SEEN_BY_OTHERS, f"{page}: {word}"
+
+
+# Of our own tests and tools
+SEEN_BY_OTHERS = (
+    "GPUSHARE_CONFORMANCE_LIB", "GPUSHARE_RACES", "GPUSHARE_CDI_", "GPUSHARE_", "GPUSHARE_EVERY_POINT",
+)  # fmt: skip
