@@ -1,0 +1,86 @@
+"""docs/migration.md: what was there before and what comes after are the same share, as `gpushare explain` says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.docs import blocks
+from tests.lib.host import TREE, Node
+from tests.lib.runc import Container
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(no_leaks: None) -> None:
+    """Neither mounts nor processes."""
+
+
+class Side(NamedTuple):
+    """Environment of a container, and keys of the node's configuration."""
+
+    env: dict[str, str]
+    config: dict[str, Any]
+
+
+class Step(NamedTuple):
+    name: str
+    before: Side
+    after: Side
+    memory_bytes: int
+    compute_percent: int
+
+
+def side(text: str) -> Side:
+    """The first block of `text`: lines NAME=VALUE, the rest YAML."""
+    _, lines = next(blocks.blocks(text))
+    env = dict(line.split("=", 1) for line in lines if re.match(r"[A-Z_0-9]+=", line))
+    rest = "\n".join(line for line in lines if not re.match(r"[A-Z_0-9]+=", line))
+    return Side(env, yaml.safe_load(rest) or {})
+
+
+def steps() -> list[Step]:
+    found = []
+    for section in (TREE / "docs" / "migration.md").read_text().split("\n## ")[1:]:
+        if "**Before**" not in section:
+            continue
+        _, before, after = re.split(r"\*\*(?:Before|After)\*\*", section)
+        share = re.search(r"^Share: (\d+) (GiB|MiB), (\d+) % of compute", after, re.MULTILINE)
+        assert share, section
+        size = int(share[1]) * MIB * (1024 if share[2] == "GiB" else 1)
+        found.append(Step(section.splitlines()[0], side(before), side(after), size, int(share[3])))
+    return found
+
+
+def test_all_systems_are_there() -> None:
+    assert [one.name for one in steps()] == [
+        "From NVIDIA's time-slicing",
+        "From HAMi",
+        "From 4paradigm's device plugin",
+    ]
+
+
+@pytest.mark.parametrize("step", steps(), ids=lambda step: step.name)
+def test_before_and_after(
+    container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, step: Step
+) -> None:
+    for name, one in (("before", step.before), ("after", step.after)):
+        node = make_node(simhost, name, **one.config)
+        bundle = container(["true"], env=one.env, hook=node.hook()).bundle
+        explained = node.cli("explain", str(bundle), "--format", "json")
+        assert explained.returncode == 0, explained.stderr
+        (share,) = shares(json.loads(explained.stdout))
+        assert share == (step.memory_bytes, step.compute_percent), name
+
+
+def shares(explained: dict[str, Any]) -> list[tuple[int, int]]:
+    """(memory, compute) of each device, as they would be written into the container's limits."""
+    (limits,) = [op for op in explained["plan"]["ops"] if op["op"] == "WriteLimits"]
+    return [(share["memory_limit_bytes"], share["compute_percent"]) for share in limits["shares"]]
