@@ -77,6 +77,7 @@ def _shown(page: str, first: int, block: list[str]) -> Iterator[Command]:
 
 
 def _typed(line: str) -> list[str]:
-    """A command, or several side by side (HACKING has a table of them), without what is said of them."""
+    """A command without what is said of it behind two spaces or "#"; `make` stands several times in HACKING's lines."""
     parts = [part.strip() for part in re.split(r"\s+# |\s{2,}", line)]
-    return [part for part in parts if part.split(" ")[0] in PROGRAMS]
+    known = [part for part in parts if part.split(" ")[0] in PROGRAMS]
+    return known if line.startswith("make ") else [part for part in parts[:1] if part in known]

@@ -79,6 +79,7 @@ FIRST = (
     "tests/e2e/test_placement.py",
     "tests/e2e/test_stress.py",
     "tests/e2e/test_soak.py",
+    "tests/docs/test_tour.py",
     "tests/e2e/test_adopt.py",
     "tests/e2e/test_release.py",
     "tests/e2e/test_lifecycle.py",

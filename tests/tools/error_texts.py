@@ -17,9 +17,10 @@ from gpushare import backends, names
 from tests.lib.host import TREE
 
 SOURCES = TREE / "hook" / "gpushare"
+# SyscallError says "CALL PATH: REASON": one row for all
 ERRORS = (
     "ConfigError", "RequestError", "PolicyError", "CapacityError", "DeviceError", "KernelError", "GpushareError",
-    "RegionError", "SyscallError", "UsageError", "BadParameter", "CannotExecute", "Interrupted",  # SyscallError: "CALL PATH: REASON", one row for all
+    "RegionError", "SyscallError", "UsageError", "BadParameter", "CannotExecute", "Interrupted",
 )  # fmt: skip
 # function of ours -> (its files, () for all; the error that it makes; which argument is the reason, which what to do)
 MAKERS = {
@@ -160,6 +161,6 @@ def _of_launcher() -> Iterator[Message]:
             yield Message("KernelError", f"../launcher/{path.name}", 0, re.sub(r"'?%\w+'?", "{x}", text), hint)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def messages() -> list[Message]:
     return [*_of_python(), *_of_launcher()]

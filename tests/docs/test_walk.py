@@ -1,0 +1,37 @@
+"""HACKING's walk from config.json to a refused allocation: what it names is there."""
+
+from __future__ import annotations
+
+import re
+
+from tests.lib.host import TREE
+
+HOOK, SHIM = TREE / "hook" / "gpushare", TREE / "shim"
+
+
+def walk() -> str:
+    text = (TREE / "HACKING.md").read_text()
+    return text[text.index("    runc create, a container") : text.index("By the other way in")]
+
+
+def test_the_files_and_functions_are_there() -> None:
+    functions = re.findall(r"\b([a-z_]+)\.([a-z_]+)\b", walk())
+    python = [
+        (module, name) for module, name in functions if (HOOK / f"{module}.py").exists() and name not in ("json", "py")
+    ]
+    assert len(python) >= 9
+    for module, name in python:
+        assert re.search(rf"^def {name}\(", (HOOK / f"{module}.py").read_text(), re.MULTILINE), f"{module}.{name}"
+    for name in re.findall(r"\b(cuda_\w+\.c|quota\.c)\b", walk()):
+        assert (SHIM / name).exists(), name
+
+
+def test_each_step_of_the_shim_leads_to_the_next() -> None:
+    sources = {path.name: path.read_text() for path in SHIM.glob("*.c")}
+    names = re.findall(r"\bgs_\w+\b", walk())
+    assert len(names) >= 5
+    for name in names:
+        assert any(re.search(rf"\b{name}\(", text) for text in sources.values()), name
+    assert "gs_slot_claim(" in sources["cuda_init.c"]
+    assert "gs_charge_try(" in sources["cuda_memory.c"]
+    assert "gs_reserve" in sources["cuda_charge.c"] or "gs_bound" in sources["cuda_charge.c"]
