@@ -90,6 +90,17 @@ def test_both_readmes_show_the_same_commands() -> None:
     assert blocks("README.md") == blocks("README.zh-CN.md")
 
 
+def test_both_readmes_say_the_same() -> None:
+    """As far as it needs no knowledge of Chinese: links, pictures, names and figures."""
+    english, chinese = ((TREE / name).read_text() for name in ("README.md", "README.zh-CN.md"))
+    links = [set(re.findall(r"\]\(([^)]+)\)", text)) - {"README.md", "README.zh-CN.md"} for text in (english, chinese)]
+    assert links[0] == links[1]
+    named = [{" ".join(word.split()) for word in re.findall(r"`([^`]+)`", text)} for text in (english, chinese)]
+    assert named[0] - named[1] == set()
+    figures = [re.findall(r"\| *([\d.,]+(?: \w+)?) \|$", text, re.MULTILINE) for text in (english, chinese)]
+    assert figures[0] == figures[1] and len(figures[0]) > 5
+
+
 def test_placement_words_are_described() -> None:
     text = (TREE / "docs" / "placement.md").read_text()
     words = [f"any,{name}{sign}" for name, (sign, _) in conditions.CONDITIONS.items()]
