@@ -61,6 +61,23 @@ def test_gpushare_understands(one: Command) -> None:
         context = command.make_context(name, arguments, parent=context)
 
 
+@pytest.mark.parametrize("page", blocks.pages())
+def test_commands_within_the_text_exist(page: str) -> None:
+    """`gpushare mps stop --device …`: its command and options, whatever the values."""
+    for said in re.findall(r"`gpushare ([^`]*)`", (TREE / page).read_text()):
+        command: click.Command = group
+        context = click.Context(group)
+        for word in said.split(" -- ")[0].split():
+            if word.startswith("-"):
+                known = [name for one in command.get_params(context) for name in one.opts]
+                known += [name for one in group.get_params(context) for name in one.opts]
+                assert word.split("=")[0].strip(",.") in known, f"{page}: gpushare {said}"
+            elif isinstance(command, click.Group) and not word.startswith("/"):
+                found = [command.get_command(context, name) for name in word.split("|")]
+                assert all(found) or word in ("...", "…", "COMMAND"), f"{page}: gpushare {said}"
+                command = found[0] or command
+
+
 def test_make_has_the_targets() -> None:
     files = [TREE / "Makefile", *TREE.glob("*/*.mk"), *TREE.glob("*/*/*.mk")]
     targets = {name for path in files for name in re.findall(r"^([\w-]+):", path.read_text(), re.MULTILINE)}
