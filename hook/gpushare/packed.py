@@ -68,7 +68,6 @@ PROGRAMS = {  # program -> what its start imports: first, also for containers th
         "apply cachefile driverfiles leases node placement plan policy procmask rootfs storage",
     ),
 }
-_new_spec = type(sys.__spec__)  # ModuleSpec, without importing importlib
 _spec_of_file = importer.spec_from_file_location
 MAGIC: bytes = importer.MAGIC_NUMBER
 _MAX_BYTES = 8 << 20
@@ -126,8 +125,7 @@ def _make(half: memoryview, folder: str) -> None:
 
 def _make_module(name: str, is_package: bool, file: str, code: CodeType) -> None:
     module = type(sys)(name)
-    module.__spec__ = spec = _new_spec(name, _Loaded, origin=file, is_package=is_package)  # type: ignore[arg-type]
-    spec._initializing = False  # type: ignore[attr-defined]  # each import looks; a missing one takes 0.5 us
+    module.__spec__ = spec = _Spec(name, is_package, file)  # type: ignore[assignment]
     module.__package__, module.__file__ = spec.parent, file
     if is_package:
         module.__path__ = spec.submodule_search_locations = [os.path.dirname(file)]
@@ -152,6 +150,19 @@ class _Loaded:
     @staticmethod
     def exec_module(module: ModuleType) -> None:
         """It has run."""
+
+
+class _Spec:
+    """What is looked at of a ModuleSpec, whose making and whose `parent` are functions in Python."""
+
+    _initializing = False  # each import looks; a missing one takes 0.5 us
+    loader, loader_state, cached, has_location = _Loaded, None, None, False
+    submodule_search_locations: Optional[list[str]] = None
+    _uninitialized_submodules: list[str] = []  # since Python 3.11; a stack
+
+    def __init__(self, name: str, is_package: bool, file: str) -> None:
+        self.name, self.origin = name, file
+        self.parent = name if is_package else name.rpartition(".")[0]
 
 
 class _Rest:
