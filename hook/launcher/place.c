@@ -28,8 +28,8 @@ int in_root(int root, const char *path, int flags) {
     return (int)syscall(SYS_openat2, root, path, &how, sizeof how);
 }
 
-/* struct statx of the kernel's <linux/stat.h>, which cannot be included beside a C library's <sys/stat.h>; that of musl
- * before 1.2.5 lacks it, and later ones end before stx_mnt_id. */
+/* struct statx of the kernel's <linux/stat.h>, which cannot be included beside a C library's
+ * <sys/stat.h>; that of musl before 1.2.5 lacks it, and later ones end before stx_mnt_id. */
 struct statx_words {
     uint32_t mask, others[35];
     uint64_t mount_id, rest[13];

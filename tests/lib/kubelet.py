@@ -96,10 +96,10 @@ class Kubelet:
         for path in self.folder.iterdir():
             if stat.S_ISSOCK(path.lstat().st_mode):
                 path.unlink()
-        path, asked, answer = methods(PROTO, VERSION)["Register"]
+        method, asked, answer = methods(PROTO, VERSION)["Register"]
         handler = grpc.unary_unary_rpc_method_handler(self._register, asked.FromString, answer.SerializeToString)
         server = grpc.server(ThreadPoolExecutor(4))
-        service, _, name = path.strip("/").partition("/")
+        service, _, name = method.strip("/").partition("/")
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
         server.add_insecure_port(f"unix:{self.folder / 'kubelet.sock'}")
         server.start()
