@@ -157,9 +157,15 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
         kubelet.start()
         kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
         one.expect(f"registered {GPU}")
-        endpoint = kubelet.endpoints[MEMORY]
-        (folder / Path(endpoint.path).name).unlink()
-        kubelet.wait(lambda: kubelet.endpoints.get(MEMORY) not in (None, endpoint) and kubelet.healthy(MEMORY))
+        removed = dict(kubelet.endpoints)
+        (folder / Path(removed[MEMORY].path).name).unlink()
+        kubelet.wait(lambda: all(kubelet.endpoints[name] is not one for name, one in removed.items()))
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.stop()
+        shutil.rmtree(folder)  # a node that is set up anew
+        folder.mkdir()
+        kubelet.start()
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
 
         # health
         kubelet.used.clear()

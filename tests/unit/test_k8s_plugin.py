@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from gpushare.cli import facts, main
 from gpushare.errors import ConfigError
-from gpushare.kubelet import offers, protocol, service
+from gpushare.kubelet import offers, plugin, protocol, service
 from gpushare.kubelet.offers import MEMORY
 
 from tests.lib.engines.cri import methods
@@ -52,9 +52,19 @@ def nobody(folder: Path) -> None:
         (None, ("--interval", "0"), 2, "0.05<=x<=3600"),
     ],
 )
-def test_one_clear_line(folder: Path, make: Any, words: Any, code: int, line: str, tmp_path: Path, capfd: Any) -> None:
+def test_one_clear_line(
+    folder: Path,
+    make: Any,
+    words: Any,
+    code: int,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Any,
+) -> None:
     if make is not None:
         make(folder)
+    monkeypatch.setattr(plugin, "_LISTENS_S", 0.2)
     assert main(["--state", str(tmp_path), "k8s-plugin", "--kubelet", str(folder), *words]) == code
     said, error = capfd.readouterr()
     assert re.search(line, error) and error.count("\n") == 1 and "registered" not in said, error
@@ -102,3 +112,25 @@ def test_messages_are_kubelets() -> None:
             other = theirs[name].fields_by_name[field.name]
             assert (field.number, field.type, field.is_repeated) == (other.number, other.type, other.is_repeated), name
     assert methods(PROTO, VERSION)["Register"][0] == protocol.REGISTER
+
+
+def test_what_is_gone(tmp_path: Path) -> None:
+    whole, divided = pure.device(0), pure.device(1)
+    part = divided._replace(uuid="MIG-cccccccc", parent=divided.uuid, gpu_instance=3, compute_instance=0)
+    version = tmp_path / "sys/module/nvidia/version"
+    gpus = [tmp_path / "proc/driver/nvidia/gpus" / one.bus_id for one in (whole, divided)]
+    instance = tmp_path / "proc/driver/nvidia/capabilities/gpu1/mig/gi3/ci0/access"
+    for path in (*(gpu / "information" for gpu in gpus), version, instance):
+        path.parent.mkdir(parents=True)
+        path.write_text("535.1\n")
+
+    def gone() -> dict[str, str]:
+        return plugin._gone(str(tmp_path), [whole, part])
+
+    assert gone() == {}
+    shutil.rmtree(instance.parent)
+    assert gone() == {part.uuid: "the MIG device is no more"}
+    shutil.rmtree(gpus[0])
+    assert gone() == {part.uuid: "the MIG device is no more", whole.uuid: f"no GPU at {whole.bus_id} any more"}
+    version.unlink()
+    assert set(gone().values()) == {"no driver is loaded"}

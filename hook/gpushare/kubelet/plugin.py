@@ -242,14 +242,17 @@ class _Watch:
             raise GpushareError(f"{folder!r}: {os.strerror(failed.errno or 0)}", hint)
 
     def _add(self) -> Optional[OSError]:
+        try:
+            found = os.stat(self._folder)
+        except OSError as error:
+            return error
         if self._library.inotify_add_watch(self.fd, os.fsencode(self._folder), _EVENTS) < 0:
             return OSError(ctypes.get_errno(), "")
-        found = os.stat(self._folder)
         self._watched = (found.st_dev, found.st_ino)
         return None
 
     def renew(self) -> None:
-        """Where somebody has replaced the directory. A new one is found at the next look."""
+        """Where somebody has replaced the directory. One that is not there yet is found at a later look."""
         try:
             found = os.stat(self._folder)
         except OSError:
