@@ -115,7 +115,7 @@ test-kills: root build $(TEST_SETUP) ## kill -9 at every point of starts and end
 	@GPUSHARE_EVERY_POINT=$(KILL_PARTS) $(VENV_PYTHON) -m tests.lib.kills
 
 test-asan: root build shim-asan $(TEST_SETUP) ## every test of the shim over its build with AddressSanitizer and UBSan
-	@GPUSHARE_TEST_SHIM=shim-asan $(VENV_PYTHON) -m pytest tests/shim tests/fuzz $(PYTEST_ARGS)
+	@GPUSHARE_TEST_SHIM=shim-asan $(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) tests/shim tests/fuzz $(PYTEST_ARGS)
 
 test-tsan: root build ## threads, processes and forks over the shim with ThreadSanitizer, for SECONDS (60)
 	@$(VENV_PYTHON) -m tests.shim.sanitized --seconds $(SECONDS)

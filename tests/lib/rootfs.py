@@ -52,8 +52,8 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
 
 def mount_points() -> list[str]:
     """Where something is mounted, in mount order, from this process's view."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return [line.split(" ")[4].encode().decode("unicode_escape") for line in lines]
+    points = [line.split(" ", 5)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return [point.encode().decode("unicode_escape") if "\\" in point else point for point in points]
 
 
 def unmount_below(directory: Path) -> None:
