@@ -160,7 +160,7 @@ docs/backends.md: hook/gpushare/backends.py hook/gpushare/dmem.py tests/tools/ba
 docs/metrics.md: hook/gpushare/cli/metrics.py tests/tools/metrics_docs.py
 	$(VENV_PYTHON) tests/tools/metrics_docs.py >$@.new && mv $@.new $@
 
-docs/troubleshooting.md: $(wildcard hook/gpushare/*.py hook/gpushare/*/*.py hook/launcher/*.c) tests/tools/error_docs.py tests/tools/error_texts.py
+docs/troubleshooting.md: $(wildcard hook/gpushare/*.py hook/gpushare/*/*.py hook/launcher/*.c shim/*.c) tests/tools/error_docs.py tests/tools/error_texts.py
 	PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.error_docs >$@.new && mv $@.new $@
 
 hook/gpushare/dialects/triggers.py: hook/gpushare/dialects/table.py tests/tools/dialect_docs.py

@@ -10,7 +10,7 @@ import sys
 from gpushare import errors
 
 from tests.tools.config_docs import WHEN
-from tests.tools.error_texts import Message, messages, shown
+from tests.tools.error_texts import Message, messages, of_shim, shown
 
 HEAD = """\
 # Troubleshooting, by message
@@ -35,7 +35,7 @@ SYMPTOMS = (
     ("`CUDA_ERROR_MPS_CONNECTION_FAILED` (805)", "a container with `GPUSHARE_BACKEND=mps`, whose MPS daemon is gone", "`gpushare mps status`, `gpushare mps start`, then start the program anew ([mps](mps.md))"),
     ("`CUDA_ERROR_MPS_MAX_CLIENTS_REACHED` (808)", "MPS serves so many processes already", "fewer processes, or `GPUSHARE_BACKEND=shim`"),
     ("`CUDA_ERROR_NOT_INITIALIZED` (3) in a child process", "it was forked after `cuInit`; CUDA does not survive that, with or without gpushare", "start workers with `spawn` instead of `fork`"),
-    ("`cudaErrorSoftwareValidityNotEstablished` (917)", "recent CUDA runtimes refuse a driver that is not NVIDIA's, as the simulated one", "on a simulated GPU use programs of the driver API, as `make playground` has them"),
+    ("`cudaErrorSoftwareValidityNotEstablished` (103)", "recent CUDA runtimes refuse a driver that is not NVIDIA's, as the simulated one", "on a simulated GPU use programs of the driver API, as `make playground` has them"),
     ("it is slow", "its compute limit holds its launches back", "`gpushare top`, column THROTTLED; `gpushare limit set ID --compute 60`, or `GPUSHARE_COMPUTE_MODE=soft`"),
     ("it hangs", "somebody has paused it", "`gpushare list` says `paused`; `gpushare resume ID`"),
 )  # fmt: skip
@@ -104,6 +104,18 @@ WORKED_OUT = {
     "<what_to_do(error)>": _FULL,
     "<rootless.hint()>": "run as root, or set XDG_RUNTIME_DIR to a directory of yours",
 }
+# File of the library -> what to do about what it says
+SHIM_ADVICE = {
+    "compute_launch.c": "give the container a limit of memory only, and tell us what it launches",
+    "cuda_foreign.c": "leave GPUSHARE_OVERSUBSCRIBE out where processes share memory",
+    "cuda_init.c": "start the container anew, with fewer processes; `gpushare doctor`",
+    "cuda_mps.c": "`gpushare mps status`; start the daemon, then the program",
+    "cuda_virtual.c": "leave GPUSHARE_OVERSUBSCRIBE out on this device",
+    "cuda_vmm_host.c": "leave GPUSHARE_OVERSUBSCRIBE out on this device",
+    "getproc.c": "tell us which function it is: the program gets none",
+    "nvml_init.c": "start the container anew",
+    "region.c": "the share's files are damaged, hidden, or of another version: start the container anew",
+}
 SYSCALL = (
     "| `CALL PATH: REASON`, as `openat2 '/etc/ld.so.cache': Permission denied` | the kernel refused that call on that path: "
     "its reason says why; of a path in the image, look at what the image has there |\n"
@@ -147,6 +159,9 @@ def rows(wanted: str) -> list[str]:
 
 def text() -> str:
     page = HEAD + "".join(f"| {cell(a)} | {cell(b)} | {cell(c)} |\n" for a, b, c in SYMPTOMS)
+    page += "\nWith `GPUSHARE_LOG=1` in its environment the library says on standard error, after `gpushare: `, why it refused:\n"
+    page += "\n| message | what to do |\n|---|---|\n"
+    page += "".join(f"| {cell(code(said))} | {SHIM_ADVICE[file]} |\n" for file, said in of_shim())
     page += "\n## What the engine says\n\n| what it says | why | what to do |\n|---|---|---|\n"
     page += "".join(f"| {cell(a)} | {cell(b)} | {cell(c)} |\n" for a, b, c in ENGINES)
     page += "\n## What gpushare says\n\nAfter `gpushare: `. `…` stands for what is filled in; what to do is said in the same line, after a semicolon.\n"

@@ -161,6 +161,22 @@ def _of_launcher() -> Iterator[Message]:
             yield Message("KernelError", f"../launcher/{path.name}", 0, re.sub(r"'?%\w+'?", "{x}", text), hint)
 
 
+_LOGGED = r'gs_log\("([^"]+)", "([^"]+)"\)|gs_log\(("[^"]+"), symbol\)'
+_REASON = r'refuse\("([^"]+)"\)|\*why = [^;"]*"([^"]+)"(?: : "([^"]+)")?|return "([^"]+)"|: "((?:usage|limits): [^"]+)"'
+
+
+def of_shim() -> list[tuple[str, str]]:
+    """(file, text): what the library in the container says with GPUSHARE_LOG=1."""
+    found = []
+    for path in sorted((TREE / "shim").glob("*.c")):
+        text = path.read_text()
+        if "gs_log(" in text:
+            logged = [": ".join(part.strip('"') for part in parts if part) for parts in re.findall(_LOGGED, text)]
+            reasons = [part for parts in re.findall(_REASON, text) for part in parts if part]
+            found += [(path.name, one) for one in [*logged, *reasons]]
+    return found
+
+
 @functools.cache
 def messages() -> list[Message]:
     return [*_of_python(), *_of_launcher()]
