@@ -8,7 +8,7 @@
 #include "gs.h"
 
 #define ATTEMPTS 6
-#define LOOKS 2 /* that find no room after a refusal, before it is believed */
+#define LOOKS 2       /* that find no room after a refusal, before it is believed */
 #define PATIENCE 200u /* times 50 us and more */
 #define LASTING 20u   /* times 50 us and more */
 

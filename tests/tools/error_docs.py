@@ -76,7 +76,10 @@ ADVICE = {
     ("dialects/conditions.py", ""): "ask for less, or for another device (`gpushare devices`)",
     ("dialects/demand.py", ""): "write it as that system does ([dialects](dialects.md))",
     ("engines/host.py", "… is larger"): "is it the right file?",
-    ("kubelet/offers.py", "device"): "`gpushare devices`; kubelet starts the pod elsewhere when it is told of the device",
+    (
+        "kubelet/offers.py",
+        "device",
+    ): "`gpushare devices`; kubelet starts the pod elsewhere when it is told of the device",
     ("kubelet/offers.py", ""): "kubelet knows an older offer: restart the plugin, start the pod anew",
     ("kubelet/plugin.py", ""): "see kubelet's log: it says why",
     ("leases.py", "the container's init"): "see why: the engine's log",
