@@ -74,6 +74,16 @@ def test_every_make_target_that_the_docs_name_exists() -> None:
         assert named <= targets, f"{name} names {sorted(named - targets)}"
 
 
+def test_the_version_is_that_of_pyproject_everywhere() -> None:
+    (version,) = re.findall(r'^version = "(.*)"$', (TREE / "pyproject.toml").read_text(), re.MULTILINE)
+    named = r"(?:gpushare(?:-installer)?[-_:]|newTag: )([0-9]+\.[0-9]+\.[0-9]+)"
+    kubernetes = ("README.md", "installer/Dockerfile", "installer/kustomization.yaml")
+    for name in ("README.md", "README.zh-CN.md", *(f"packaging/kubernetes/{one}" for one in kubernetes)):
+        assert set(re.findall(named, (TREE / name).read_text())) == {version}, name
+    newest = re.search(r"^## ([0-9.]+)", (TREE / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest and newest[1] == version
+
+
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
 def test_samples_have_the_columns_that_the_commands_have(readme: str) -> None:
     lines = (TREE / readme).read_text().splitlines()
