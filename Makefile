@@ -124,6 +124,9 @@ fuzz: root build $(TEST_SETUP) ## fuzz all that reads untrusted bytes, or TARGET
 	@$(MAKE) --no-print-directory -j$(shell nproc) fuzz-programs
 	@$(VENV_PYTHON) -m tests.fuzz --seconds $(SECONDS) $(TARGET)
 
+# What is generated: cppcheck reads it, too
+lint check format: $(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h
+
 lint: $(SETUP) ## ruff, mypy --strict, clang-format, cppcheck, shellcheck, codespell, names that must not be committed
 	@tests/tools/lint
 
