@@ -43,6 +43,8 @@ def refusal(containerd: Containerd, env: dict[str, str]) -> str:
         ({"GPUSHARE_MEMORY": "lots"}, ('GPUSHARE_MEMORY="lots"', "4Gi")),
         ({"GPUSHARE_MEMORY": "17Gi"}, ('GPUSHARE_MEMORY="17Gi"', "GPU 0: 16 GiB of 16 GiB free", "ask for less")),
         ({"GPUSHARE_MEMROY": "1Gi"}, ('GPUSHARE_MEMROY="1Gi"', "did you mean GPUSHARE_MEMORY?")),
+        # a device plugin's variable, and the pod's own beside it
+        ({"GPUSHARE_ALLOCATED_MEMORY": "0=1Gi", "GPUSHARE_MEMORY": "2Gi"}, ('GPUSHARE_MEMORY="2Gi"', 'gave "1Gi"')),
         ({"GPUSHARE_DEVICES": "7", "GPUSHARE_MEMORY": "1Gi"}, ('GPUSHARE_DEVICES="7"',)),
         ({"NVIDIA_VISIBLE_DEVICES": "GPU-none", "GPUSHARE_MEMORY": "1Gi"}, ('NVIDIA_VISIBLE_DEVICES="GPU-none"',)),
     ],
