@@ -28,11 +28,17 @@ EACH = 64  # MiB of a simulated device: as many ids as a test can read
 DEADLINE_S = 60
 
 
+def program() -> Path:
+    """Of the bundle that is tested, where it was made with gRPC (WITH=kubernetes); else of the source tree."""
+    has_grpc = any(host.BIN.parent.glob("libexec/_internal/lib/*/grpc"))
+    return (host.BIN if has_grpc else host.BUILD / "bin") / "gpushare"
+
+
 class Plugin:
     """The program; `lines` are what it has said so far."""
 
     def __init__(self, node: Node, folder: Path, *words: str) -> None:
-        command = [host.BIN / "gpushare", "--config", node.config, "--state", node.state, "k8s-plugin"]
+        command = [program(), "--config", node.config, "--state", node.state, "k8s-plugin"]
         self.process = subprocess.Popen(
             [*map(str, command), "--kubelet", str(folder), "--interval", "0.1", *words],
             stdout=subprocess.PIPE,
