@@ -110,14 +110,26 @@ def test_what_cannot_be_promised_does_not_start(
     assert shares(node) == []
 
 
-def test_equal_shares_that_are_more_than_the_device(
-    make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
+@pytest.mark.parametrize(
+    ("scaled", "env"),
+    [
+        ({"sharing": {"split_count": 4, "memory_scaling": 1.5}}, {"GPUSHARE_DEVICES": "any"}),
+        ({}, {"CUDA_DEVICE_MEMORY_LIMIT_0": "6144m", "CUDA_OVERSUBSCRIBE": "true", "NVIDIA_VISIBLE_DEVICES": "0"}),
+    ],
+    ids=["equal shares", "hami"],
+)
+def test_words_that_name_both_parts_together(
+    make_node: Callable[..., Node],
+    simhost: Path,
+    tmp_path: Path,
+    way: str,
+    scaled: dict[str, Any],
+    env: dict[str, str],
 ) -> None:
-    """`memory_scaling` 1.5 in four shares: a quarter of the device each, and half as much again on the host."""
-    node = make_node(
-        simhost, sharing={"split_count": 4, "memory_scaling": 1.5}, oversubscription={"host_memory": "64Gi"}
-    )
-    one = Tenant(tmp_path / "tenants", "a", {"GPUSHARE_DEVICES": "any"}, node, way=way)
+    """Four shares with a `memory_scaling` of 1.5, a limit of HAMi's: a quarter of the device, and half as much again on
+    the host."""
+    node = make_node(simhost, **scaled, oversubscription={"host_memory": "64Gi", "scaling": 1.5})
+    one = Tenant(tmp_path / "tenants", "a", env, node, way=way)
     try:
         one.container.start()
         assert one.expect("seen")["cuda_total_bytes"] == 6 * GIB
