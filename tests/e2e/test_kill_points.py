@@ -95,10 +95,11 @@ def test_gpushare_run_killed_at_any_point_leaves_nothing(
         return subprocess.run(command, stdin=subprocess.DEVNULL, env=programs.ENVIRONMENT, timeout=60).returncode
 
     whole = interrupted_hook.write_cli(tmp_path)
-    assert [run(whole, "first"), run(whole, "second")] == [0, 0]  # the first start on a host has more to do
+    for name in ("first", "second"):  # the first start on a host has more to do, as has one that finds a dead lease
+        assert run(whole, name) == 0
+        assert node.cli("prune").returncode == 0
     total = interrupted_hook.points(tmp_path)
     assert total > 40
-    assert node.cli("prune").returncode == 0
     before = mount_points(), own_cgroups()
     for at in kills.some(1, total + 1, 67):
         assert run(interrupted_hook.write_cli(tmp_path, at), "killed") == -signal.SIGKILL
