@@ -267,7 +267,7 @@ static CUresult launch_in_turn(launch_fn real, CUgraphExec exec, CUstream stream
     } \
     GS_EXPORT CUresult CUDAAPI name(CUgraphExec exec, CUstream stream) { \
         if (atomic_load_explicit(&with_memory, memory_order_relaxed) != 0 || \
-            !gs_compute_passes(exec, 0, 0, 0, key(stream))) \
+            !gs_compute_passes_graph(exec, key(stream))) \
             return name##_slow(exec, stream); \
         return GS_REAL_NOW(name)(exec, stream); \
     }

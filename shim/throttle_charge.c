@@ -65,13 +65,6 @@ int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *s
     return work > least ? work : least;
 }
 
-/* An interrupted segment is no average one: the longer it takes, the likelier it is hit. */
-int64_t gs_throttle_when_hit(const struct gs_segment *segment, int64_t work_ns) {
-    const struct gs_predictor *f = segment->n_functions ? segment->function[0] : NULL;
-    return f && f->moment[0] > 0 ? (int64_t)((float)work_ns * f->moment[1] / f->moment[0])
-                                 : work_ns;
-}
-
 static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64_t own,
                   float weight) {
     int64_t markers = segment->n_marked * (int64_t)t->marker_ns;
@@ -93,7 +86,6 @@ static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64
                           segment->end_ns);
         if (segment->single && segment->start_event >= 0)
             f->single_ns += (own - f->single_ns) / (f->single_ns ? 8 : 1);
-        double bounded = ratio < 8 ? ratio : 8;
         if (segment->probe || ns == GS_UNKNOWN) {
             int64_t alone = segment->probe ? own : (int64_t)took;
             f->probing = false;
@@ -102,17 +94,7 @@ static void learn(const struct gs_throttle *t, struct gs_segment *segment, int64
         }
         ns += (int64_t)((took - (double)ns) * (double)step);
         atomic_store(&f->ns, ns > LEAST ? ns : LEAST);
-        if (weight < 1) /* what was divided is no measure of how they differ */
-            continue;
-        step = step < 0.05f ? step : 0.05f;
-        f->moment[0] += step * ((float)bounded - f->moment[0]);
-        f->moment[1] += step * ((float)(bounded * bounded) - f->moment[1]);
     }
-}
-
-/* Its launches all take the same. */
-bool gs_throttle_even(const struct gs_predictor *f) {
-    return f && f->moment[1] < 1.02f * f->moment[0] * f->moment[0];
 }
 
 /* Its launches ran one after the other, and most of such segments are in nobody's way. */
@@ -156,8 +138,10 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
             weight = (float)(1 / (1 - (slice < 0.75 ? slice : 0.75)));
         }
         t->straddled = 0;
-        if (sure)
+        if (sure) {
             learn(t, segment, most, c->contexts ? weight : 2);
+            gs_throttle_spread(segment, most, 1);
+        }
         return most;
     }
     t->straddled++;
@@ -169,13 +153,15 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     own = own < most ? own : most;
     if (hid)
         return own < most - hid ? own : most - hid;
+    if (sure)
+        gs_throttle_spread(segment, own, 0.5f);
     /* What short ones take is known without what others say; no less for it. */
     bool brief = is_brief(t, segment);
+    bool seldom = segment->work_ns >= (int64_t)whole(t); /* one is in nobody's way */
     bool streak = t->straddled >= STREAK && !(brief && own < segment->work_ns);
     if (sure && (streak || segment->probe ||
-                 (!brief && (!gs_throttle_even(segment->function[0]) ||
-                             segment->work_ns >= (int64_t)whole(t)))))
-        learn(t, segment, own, 0.99f);
+                 (!brief && (!gs_throttle_even(segment->function[0]) || seldom))))
+        learn(t, segment, own, seldom || streak || segment->probe ? 0.99f : 0.3f);
     return own;
 }
 
@@ -268,7 +254,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
                 gs_throttle_company(t, peer, n, segment->before_ns, segment->start_ns).ran;
     if (segment->start_event >= 0 && (said || (segment->idle && t->others_ppm)))
         own += switched(t, segment, &c, said);
-    else if (segment->start_event >= 0 && contexts == 1) /* that marker ended with its stamp */
+    if (segment->start_event >= 0) /* that marker ended with its stamp */
         own += t->marker_ns;
     record(t->bucket, segment, own);
     if (segment->launches && own > 0)
@@ -280,11 +266,12 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     return true;
 }
 
-/* A first word to the others, before they have had theirs. */
+/* A first word to the others, before they have had theirs. Much longer than what it takes alone is
+ * not all its own, even if it is too short for a slice of theirs: their work may have been over. */
 uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_segment *segment) {
     uint64_t took = segment->end_ns - segment->start_ns;
-    if (took <= whole(t) || t->contexts == 1)
+    uint64_t hit = (uint64_t)gs_throttle_when_hit(segment, segment->work_ns);
+    if (t->contexts == 1 || (took <= whole(t) && (segment->probe || took <= 2 * hit)))
         return took;
-    return segment->probe ? took / t->contexts
-                          : min64(took, (uint64_t)gs_throttle_when_hit(segment, segment->work_ns));
+    return segment->probe ? took / t->contexts : min64(took, hit);
 }

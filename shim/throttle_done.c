@@ -15,13 +15,15 @@ static bool join(const struct gs_run *a, struct gs_run *b) {
     return true;
 }
 
-/* Where there is no more room, the oldest two become one: the stamps of the last slices stay. */
+/* Where there is no more room, two of the older half become one: the later stamps stay, since the
+ * others have not charged that time yet. */
 static void append(struct gs_activity *a, const struct gs_run *run) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS, i = 1;
     if (n == GS_RUNS) {
-        while (i < n && !join(&a->run[i - 1], &a->run[i]))
+        uint32_t most = n / 2;
+        while (i < most && !join(&a->run[i - 1], &a->run[i]))
             i++;
-        i = i < n ? i : 1; /* or the oldest goes */
+        i = i < most ? i : 1; /* or the oldest goes */
         memmove(&a->run[i - 1], &a->run[i], (n - i) * sizeof(a->run[0]));
         n--;
     }

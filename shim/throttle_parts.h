@@ -24,7 +24,7 @@
 #define SPARSE 16u                  /* so many launches are marked one by one */
 #define DOUBTFUL (64 * (int64_t)MS) /* so long in doubt, until some are marked again */
 #define STREAK 16u                  /* interrupted ones in a row, until they are learned from */
-#define LEAST (2 * (int64_t)US)     /* no launch is expected to take less */
+#define LEAST ((int64_t)US)         /* no launch is expected to take less */
 #define ON_ITS_WAY (5 * MS)         /* a launch may be, from its admission into its stream */
 #define MAX_PEERS 64u
 #define FINDS 64u              /* looks until a cost of switches is believed */
@@ -108,12 +108,16 @@ void gs_throttle_seen(const struct gs_segment *segment);
 /* Its launches took `took_ns` each in the mean; `sure`: at least. */
 void gs_throttle_timed(struct gs_predictor *f, int64_t took_ns, bool sure, uint64_t at);
 
-/* ---- throttle_charge.c ------------------------------------------------------------------ */
-
-/* What a segment takes that was interrupted. */
+/* What a segment takes that was interrupted: the longer it takes, the likelier it is. */
 int64_t gs_throttle_when_hit(const struct gs_segment *segment, int64_t work_ns);
 /* Its launches all take the same. */
 bool gs_throttle_even(const struct gs_predictor *f);
+/* A segment took `own`: how they differ is learned from those that were interrupted, too, since
+ * these are the longer ones. What was divided is no good measure of it: less of `weight`. */
+void gs_throttle_spread(struct gs_segment *segment, int64_t own, float weight);
+
+/* ---- throttle_charge.c ------------------------------------------------------------------ */
+
 /* What of a segment's time was surely busy. */
 int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *segment, bool *sure);
 /* What it is to be said to have held, as soon as it is done. */

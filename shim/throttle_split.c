@@ -105,10 +105,37 @@ static struct side side(const struct gs_throttle *t, int64_t length, bool fresh)
 
 /* A turn of another context, as far as it is seen. It should be a slice. */
 struct turn {
-    unsigned owner; /* ME: none */
-    uint64_t from;  /* its first stamp */
-    double ns, variance;
+    unsigned owner;      /* ME: none */
+    bool mine;           /* it began when mine ended */
+    uint64_t from;       /* its first stamp */
+    double ns, variance; /* before that */
 };
+
+/* When the context of stamp `a` gave the device to that of `b`: so long after `a`. */
+static struct side change(const struct gs_throttle *t, const struct stamp *a,
+                          const struct stamp *b) {
+    double gap = (double)(b->at - a->at), most = gap - t->switch_ns;
+    struct side first = side(t, a->after, a->fresh), last = side(t, b->before, false);
+    double both = first.variance + last.variance, rest = most - first.ns - last.ns;
+    double left = first.ns + (both > 0 ? rest * first.variance / both : rest / 2);
+    left = left < most ? left : most;
+    return (struct side){left > 0 ? left : 0, both > 0 ? first.variance * last.variance / both : 0};
+}
+
+/* The turn that is over with `end` after stamp `a` seems to be so much longer than a slice, for
+ * each of variance: what of it is an error of its ends is in proportion to theirs. */
+static double excess(const struct gs_throttle *t, const struct turn *turn, const struct stamp *a,
+                     const struct stamp *b, struct side end) {
+    struct side slice = side(t, 0, true);
+    double both = end.variance + turn->variance;
+    double more = turn->ns + (double)(a->at - turn->from) + end.ns - slice.ns;
+    if (turn->owner != a->owner || a->fresh || a->after <= 0 ||
+        a->after + b->before >= 4 * (int64_t)t->slice_ns)
+        return 0;
+    double less = -more - slice.ns / 5; /* than by its noise and one deviation and a half: its work
+                                         * was over */
+    return less < 0 || less * less < 2.25 * both ? more / (both + slice.variance) : 0;
+}
 
 /* My part of the time from stamp `a` to the next stamp `b`. */
 static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
@@ -132,12 +159,23 @@ static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsi
         }
         turns += !mine && lasting;
     }
-    if (same && turns == 0 && gap > (double)a->after + (double)whole(t))
-        turns = present; /* they need not last: the time is too long for one alone */
+    double alone = (double)a->after + (double)whole(t);
+    double most = (double)t->slice_ns * 5 / 4 + switch_ns;
+    /* They need not last: the time is too long for one alone. */
+    bool cut = same && turns == 0 && gap > (alone < most ? alone : most);
+    if (cut)
+        turns = present + !mine;
+    if (free)
+        *turn = (struct turn){b->owner, false, b->at, 0, 0};
     if (free && !present)
         return gap > switch_ns ? gap - switch_ns : 0;
-    if (!mine && (!lasting || turns == 0))
-        return 0;
+    if (!mine && ((!lasting && !cut) || turns == 0)) {
+        if (same || a->owner == ME)
+            return 0;
+        struct side end = change(t, a, b);
+        *turn = (struct turn){b->owner, false, b->at, gap - switch_ns - end.ns, end.variance};
+        return seen.mine ? seen.variance * excess(t, &seen, a, b, end) : 0;
+    }
     if (same && turns == 0)
         return gap;
     struct side first = side(t, a->after, a->fresh), last = side(t, b->before, false);
@@ -145,27 +183,15 @@ static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsi
     bool again = gs_throttle_lasts(t, a->after), before = gs_throttle_lasts(t, b->before);
     unsigned lasts = same ? again : again + before;
     if (rest < 0 || (turns == 0 && (!lasts || rest < t->slice_ns))) { /* one switch, somewhere */
-        double both = first.variance + last.variance;
-        double left = first.ns + (both > 0 ? rest * first.variance / both : rest / 2);
-        left = left < gap - switch_ns ? left : gap - switch_ns;
-        left = left > 0 ? left : 0;
         if (!mine)
             return 0;
-        both = both > 0 ? first.variance * last.variance / both : 0;
+        struct side end = change(t, a, b);
         if (a->owner == ME) {
-            *turn = (struct turn){b->owner, b->at, gap - switch_ns - left, both};
-            return left;
+            *turn = (struct turn){b->owner, true, b->at, gap - switch_ns - end.ns, end.variance};
+            return end.ns;
         }
-        own = gap - left;
-        if (seen.owner == a->owner && !a->fresh && a->after > 0 &&
-            a->after + b->before < 4 * (int64_t)t->slice_ns) {
-            struct side slice = side(t, 0, true);
-            both += seen.variance;
-            double excess = seen.ns + (double)(a->at - seen.from) + left - slice.ns;
-            if (excess > -slice.ns / 5) /* else it had no more work */
-                own += excess * both / (both + slice.variance);
-        }
-        return own;
+        return gap - end.ns +
+               (end.variance + (seen.mine ? seen.variance : 0)) * excess(t, &seen, a, b, end);
     }
     /* Those at the ends have more turns in between, if their work is long and all others have had
      * theirs. */
@@ -174,6 +200,8 @@ static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsi
     if (lasts)
         more = (rest - (same ? others : others / 2)) / (turns + lasts);
     more = more > 0 ? more : 0;
+    if (!mine && cut)
+        *turn = (struct turn){b->owner, false, b->at, last.ns, last.variance};
     if (!mine)
         return (rest - lasts * more) / turns;
     if (a->owner == ME)

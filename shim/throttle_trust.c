@@ -89,3 +89,25 @@ int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f,
     }
     return t->doubtful ? ns + (int64_t)(next_random(t, now) % (uint64_t)quantum) : quantum;
 }
+
+int64_t gs_throttle_when_hit(const struct gs_segment *segment, int64_t work_ns) {
+    const struct gs_predictor *f = segment->n_functions ? segment->function[0] : NULL;
+    return f && f->moment[0] > 0 ? (int64_t)((float)work_ns * f->moment[1] / f->moment[0])
+                                 : work_ns;
+}
+
+bool gs_throttle_even(const struct gs_predictor *f) {
+    return f && f->moment[1] < 1.02f * f->moment[0] * f->moment[0];
+}
+
+void gs_throttle_spread(struct gs_segment *segment, int64_t own, float weight) {
+    if (segment->probe || segment->work_ns <= 0 || own <= 0)
+        return;
+    float ratio = (float)own / (float)segment->work_ns;
+    ratio = ratio < 8 ? ratio : 8;
+    for (uint32_t i = 0; i < segment->n_functions; i++) {
+        struct gs_predictor *f = segment->function[i];
+        f->moment[0] += weight / 20 * (ratio - f->moment[0]);
+        f->moment[1] += weight / 20 * (ratio * ratio - f->moment[1]);
+    }
+}

@@ -1,7 +1,8 @@
 /* What launches execute in the shim, counted one instruction at a time.
  *
  *   steps N [CALL]      after a warm-up, N launches: one line "INSTRUCTIONS EXITS" each; CALL is
- *                       cuLaunchKernel, cuLaunchKernelEx, cuLaunchKernelEx_ptsz or cuGraphLaunch
+ *                       cuLaunchKernel, cuLaunchKernelEx or cuGraphLaunch, or one of these with
+ * _ptsz
  *
  * EXITS is how often control left the shim: one for the driver's own function, more for a clock, a
  * lock's system call or another call of the driver. x86-64. */

@@ -78,10 +78,13 @@ def test_short_synchronous_launches_are_seldom_marked() -> None:
     assert ledger.marks <= 0.12 * ledger.launches
 
 
-def test_launches_that_overlap_are_charged_little_too_much() -> None:
-    """Two of them run in the time of one, between switches: the known miss of the matrix, which must not grow."""
-    for ledger in simulate([Tenant(50, "5us", "streams")] * 2, ms=2500):
-        assert (ledger.charged_ns - ledger.held_ns) / 25e6 <= 1.7
+@pytest.mark.parametrize("limits", [(50, 50), (30, 70), (25,) * 4], ids=str)
+def test_launches_that_overlap_are_charged_alike(limits: tuple[float, ...]) -> None:
+    """Two of them run in the time of one, and the device runs dry between them, so that turns are short: stamps of such
+    turns must last until they are judged, and a launch may take less than 2 us."""
+    for limit, ledger in zip(limits, simulate([Tenant(limit, "5us", "streams") for limit in limits], ms=2500, seed=2)):
+        assert abs(ledger.charged_ns - ledger.held_ns) / 25e6 <= 1.3
+        assert ledger.mae(limit, 100) <= 1.0
 
 
 @pytest.mark.parametrize("company", [(), (Tenant(25, "50us"),)], ids=["alone", "beside"])
@@ -318,6 +321,7 @@ def test_an_unblocked_launch_is_some_instructions_and_no_clock(tmp_path: Path) -
     [
         {"jitter_us": 500},  # of the host's waking
         {"bubble_ns": 4000},  # what a marker costs the device
+        {"skew_us": 20},  # of each clock: two differ by twice as much as the law knows
         {"switch_us": 200},
         {"switch_us": 50},
         {"told_switch_us": 60},

@@ -5,9 +5,9 @@
  * Words of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
  * (ours|none|classic) mode (hard|soft) weight priority lie (lies.c) join leave kill
  * (ms) change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns
- * jitter_us told_switch_us stall lost (of a thread's launches) devices (process i of a container is
- * on device i % devices; the ledger is of the first, but `done` of all) corpus (a file: what
- * lie=corpus says)
+ * jitter_us skew_us (of clocks) told_switch_us stall lost (of a thread's launches) devices (process
+ * i of a container is on device i % devices; the ledger is of the first, but `done` of all) corpus
+ * (a file: what lie=corpus says)
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -140,7 +140,7 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
     host->classic.tick_ns = host->clock_ns;
     c->width = t->program == P_STREAMS ? 4 : 1;
     c->waits_stream = -1;
-    c->skew_ns = (int64_t)(uniform(&host->rng) * 20000) - 10000;
+    c->skew_ns = (int64_t)((uniform(&host->rng) * 2 - 1) * world->skew_us * 1000);
     int device = process % (int)world->devices;
     host->gpu = &world->gpu[device];
     for (int i = 0; i < DEVICES; i++) {
@@ -352,16 +352,23 @@ int main(int argc, char **argv) {
     struct world *world = zeroed(sizeof(*world));
     double seed = 1, ms = 2500, slice_us = 2000, switch_us = 125, bubble_ns = 1000, told = 125;
     world->jitter_us = 60;
+    world->skew_us = 10;
     world->stall = 0.002;
     world->devices = 1;
     struct {
         const char *name;
         double *value;
-    } words[] = {{"seed", &seed},           {"ms", &ms},
-                 {"slice_us", &slice_us},   {"switch_us", &switch_us},
-                 {"bubble_ns", &bubble_ns}, {"jitter_us", &world->jitter_us},
-                 {"told_switch_us", &told}, {"devices", &world->devices},
-                 {"stall", &world->stall},  {"lost", &world->lost}};
+    } words[] = {{"seed", &seed},
+                 {"ms", &ms},
+                 {"slice_us", &slice_us},
+                 {"switch_us", &switch_us},
+                 {"bubble_ns", &bubble_ns},
+                 {"jitter_us", &world->jitter_us},
+                 {"told_switch_us", &told},
+                 {"devices", &world->devices},
+                 {"skew_us", &world->skew_us},
+                 {"stall", &world->stall},
+                 {"lost", &world->lost}};
     for (int i = 1; i < argc; i++) {
         size_t k = 0, n = sizeof(words) / sizeof(*words);
         char *equals = strchr(argv[i], '=');

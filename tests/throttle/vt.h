@@ -107,7 +107,7 @@ struct world {
     size_t corpus_size, corpus_at;
     struct gs_bucket bucket[DEVICES][MAX_TENANTS];
     int tenants, hosts;
-    double jitter_us, stall, lost;
+    double jitter_us, skew_us, stall, lost;
     uint64_t end_ns;
 };
 
