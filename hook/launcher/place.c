@@ -47,13 +47,18 @@ bool mount_of(int fd, unsigned long long *mount) {
     return true;
 }
 
-/* Whether the host has mounted this file system as well. */
+/* Whether the host has mounted this file system as well. All of a container's devices are in one, and a host with many
+ * mounts has a long list of them: it is read once for them all. */
 static bool host_has(dev_t device) {
+    static dev_t last;
+    static bool known, found;
     char *line = NULL;
     size_t room = 0;
     unsigned major, minor;
+    if (known && last == device)
+        return found;
     FILE *mounts = fopen("/proc/self/mountinfo", "re");
-    bool found = !mounts;
+    found = !mounts;
     while (!found && getline(&line, &room, mounts) >= 0)
         found =
             sscanf(line, "%*d %*d %u:%u", &major, &minor) != 2 || makedev(major, minor) == device;
@@ -62,6 +67,8 @@ static bool host_has(dev_t device) {
         fclose(mounts);
     }
     free(line);
+    last = device;
+    known = true;
     return found;
 }
 
