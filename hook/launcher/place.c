@@ -47,8 +47,8 @@ bool mount_of(int fd, unsigned long long *mount) {
     return true;
 }
 
-/* Whether the host has mounted this file system as well. All of a container's devices are in one, and a host with many
- * mounts has a long list of them: it is read once for them all. */
+/* Whether the host has mounted this file system as well. All of a container's devices are in one,
+ * and a host with many mounts has a long list of them: it is read once for them all. */
 static bool host_has(dev_t device) {
     static dev_t last;
     static bool known, found;
