@@ -4,7 +4,7 @@ known(state_dir)                             -> uuids          of which a daemon
 look(host, device, leases)                   -> Seen           all that `gpushare mps status` shows of one
 affected(found, uuid, leases, state_dir)     -> leases         that were granted a daemon that is no longer there
 limits_now(control), expected(found)         -> text           what it says, and what it was given
-deaths(folder, pid)                          -> text           servers that have died
+deaths(folder, pid, leases)                  -> text           servers that have died, and whose they were
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from __future__ import annotations
 import os
 import re
 import stat
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from . import backends, mps, mpscontrol, region, storage
+from . import backends, mps, mpscontrol, names, region, storage
 from .errors import GpushareError
 from .model import Device, Lease, Node
 from .mpscontrol import Control
 
 _LOG_BYTES = 1 << 18  # the end of a log is enough
-_DEATH = re.compile(r" Control +(\d+)\] Server (\d+) exited with status (-?\d+)")
+_DEATH = re.compile(r"^\[?(.{0,19}).* Control +(\d+)\] Server (\d+) exited with status (-?\d+)")
+_SECONDS = "%Y-%m-%d %H:%M:%S"  # by the host's clock, as people read it
 
 
 class Seen(NamedTuple):
@@ -52,7 +54,7 @@ def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
         now, wanted = limits_now(control), expected(found)
     except GpushareError as error:
         return Seen("dead", found, (), (), containers, gone, error.message)
-    state, note = "running", deaths(folder, found.pid)
+    state, note = "running", deaths(folder, found.pid, containers)
     if now != wanted:
         state, note = "changed", f"its limits are {now}, not {wanted}"
     return Seen(state, found, servers, clients, containers, gone, note)
@@ -67,10 +69,10 @@ def control_of(host: Node, folder: str) -> Control:
 def known(state_dir: str) -> list[str]:
     """Devices of which a daemon has left something."""
     try:
-        names = os.listdir(os.path.join(state_dir, mps.FOLDER))
+        left = os.listdir(os.path.join(state_dir, mps.FOLDER))
     except OSError:
         return []
-    return sorted(name for name in names if stat.S_ISDIR(os.lstat(os.path.join(state_dir, mps.FOLDER, name)).st_mode))
+    return sorted(name for name in left if stat.S_ISDIR(os.lstat(os.path.join(state_dir, mps.FOLDER, name)).st_mode))
 
 
 def affected(found: mps.MpsState, uuid: str, leases: Sequence[Lease], state_dir: str) -> tuple[Lease, ...]:
@@ -102,15 +104,28 @@ def expected(found: mps.MpsState) -> str:
     return f"{found.thread_percent:.1f}%, {memory}"
 
 
-def deaths(folder: str, pid: int) -> str:
-    """What the daemon's log says of servers that have died, for people; "" when none has."""
+def deaths(folder: str, pid: int, containers: Sequence[Lease]) -> str:
+    """What the daemon's log says of servers that have died, for people, with those of `containers` that were there
+    then: all of a daemon's clients have one server. "" when none has."""
     try:
         with open(f"{folder}/log/control.log", "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
-    found = [match for match in map(_DEATH.search, lines) if match and int(match[1]) == pid and match[3] != "0"]
+    found = [match for match in map(_DEATH.search, lines) if match and int(match[2]) == pid and match[4] != "0"]
     if not found:
         return ""
-    return f"server {found[-1][2]} has died (status {found[-1][3]}): programs that had it must be started again"
+    _, _, server, status = found[-1].groups()
+    then = _unix(found[-1][1])
+    had = ", ".join(names.short(one.id) for one in containers if one.created < then)
+    where = f" in {had}" if had else ""
+    return f"server {server} has died (status {status}): programs that had it{where} must be started again"
+
+
+def _unix(text: str) -> float:
+    """When that second ended. What is no time was now: nobody is left out."""
+    try:
+        return time.mktime(time.strptime(text, _SECONDS)) + 1
+    except (ValueError, OverflowError):
+        return time.time()

@@ -10,13 +10,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import mps, region
-from gpushare.model import Device, Share
+from gpushare import mps, mpsstatus, region
+from gpushare.model import Device, Lease, Share
 
 from tests.lib.doctor import finding
 from tests.lib.host import Node, write_config
@@ -203,6 +204,11 @@ def test_what_tenants_have_cannot_end_the_daemon(host: Host, userland: Userland,
     assert "NEW CLIENT" in (host.folder / "log" / "control.log").read_text()
     note = host.mps("status")[0]["note"]
     assert re.fullmatch(r"server \d+ has died \(status 1\): programs that had it must be started again", note)
+    now = time.time()
+    one, later = (
+        Lease(name, "held", "", "", (), 1, 1, created=at) for name, at in (("one", now - 60), ("later", now + 60))
+    )
+    assert " had it in one must" in mpsstatus.deaths(str(host.folder), host.pid(), (one, later)), "as the log has times"
     assert "Not enough privilege" in host.ask("quit", "share") and host.mps("status")[0]["state"] == "running"
 
 

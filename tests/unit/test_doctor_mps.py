@@ -42,6 +42,7 @@ def daemon(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
         listens: mpscontrol.Daemon | None = ROOTS,
         said: str = "60.0%, 1G",
         is_ready: bool = True,
+        log: str = "",
         **ready: Any,
     ) -> None:
         me, folder = procs.myself(), Path(mps.directory(machine.state_dir, UUID))
@@ -49,6 +50,8 @@ def daemon(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
         content: dict[str, Any] = {"version": 1, "pid": PID, "start": me.start, "boot_id": procs.boot_id()}
         content.update(driver_version=pure.VERSION, build="", thread_percent=60, memory_bytes=GIB, clients=48)
         content.update({"uid": 0, "shm": "own", **ready})
+        (folder / "log").mkdir(exist_ok=True)
+        (folder / "log" / "control.log").write_text(log)
         if is_ready:
             (folder / mps.READY).write_text(json.dumps(content))
         monkeypatch.setattr(mpscontrol, "listening", lambda pipe: listens)
@@ -72,6 +75,7 @@ def test_whoever_has_no_rights_is_told_so(machine: Machine, monkeypatch: pytest.
     assert ask("MPS", machine) == Result(SKIP, "needs root")
 
 
+DIED = f"[2099-01-31 12:00:00.123 Control {PID:5}] Server 45 exited with status 1\n"
 START, AGAIN = "gpushare mps start --device 0", "gpushare mps stop --force --device 0, and start it again; then "
 NOBODY, SOMEBODY, OTHER = None, mpscontrol.Daemon(1, 1000), mpscontrol.Daemon(9, 0)
 DEAD = {"start": 1}
@@ -92,6 +96,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "deaf": ({"listens": NOBODY}, FAIL, f"the daemon of GPU 0 (pid {PID}) listens no more", AGAIN),
     "other pid": ({"listens": OTHER}, FAIL, f"pid 9 listens for GPU 0, and pid {PID} was given", AGAIN),
     "limits changed": ({"said": "100.0%, 1G"}, FAIL, "its limits are 100.0%, 1G, not 60.0%, 1G", AGAIN),
+    "server died": (
+        *({"log": DIED}, WARN, "GPU 0: server 45 has died (status 1): programs that had it in c1 must be"),
+        "start these programs again",
+    ),
+    "a server ended": ({"log": DIED.replace("1\n", "0\n")}, OK, "runs on GPU 0", ""),
+    "a server of another daemon": ({"log": DIED.replace(f"{PID:5}", "    1")}, OK, "runs on GPU 0", ""),
     "upgrade": ({"driver_version": "1.2"}, WARN, f"was started with driver 1.2, not {pure.VERSION}", AGAIN),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import fcntl
 import json
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from gpushare import (
     mpscontrol,
     mpsdaemon,
     mpsprocess,
+    mpsstatus,
     names,
     oci,
     placement,
@@ -201,6 +203,29 @@ def test_users_are_those_of_the_host(user: Any, rows: Any, inside: int, outside:
 )
 def test_a_limit_is_never_below_what_was_asked(size: int, text: str) -> None:
     assert mpscontrol.memory_text(size) == text
+
+
+@pytest.mark.parametrize(
+    "said, had",
+    [
+        ("2026-01-31 12:00:00.123", " in c0, c1"),
+        ("2026-01-31 12:00:20.0", " in c0, c1, c2"),
+        ("?" * 23, " in c0, c1, c2"),
+    ],
+)
+def test_a_server_that_died_is_told_with_those_that_had_it(tmp_path: Path, said: str, had: str) -> None:
+    """Whoever was started since has another one; where the log does not say when, nobody is left out."""
+    noon = time.mktime((2026, 1, 31, 12, 0, 0, 0, 0, -1))
+    made = [
+        pure.lease(container_id=f"c{number}")._replace(created=created)
+        for number, created in enumerate((0.0, noon - 5, noon + 5))
+    ]
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "control.log").write_text(f"[{said} Control     7] Server 45 exited with status -9\n")
+    told = f"server 45 has died (status -9): programs that had it{had} must be started again"
+    assert mpsstatus.deaths(str(tmp_path), 7, made) == told
+    assert mpsstatus.deaths(str(tmp_path), 7, ()) == told.replace(had, "")
+    assert mpsstatus.deaths(str(tmp_path), 8, made) == ""
 
 
 @pytest.mark.parametrize("version, clients", [("535.2", 48), ("575.1", 48), ("580.65", 60), ("615.1", 60), ("", 48)])
