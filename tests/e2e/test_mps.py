@@ -288,6 +288,19 @@ def test_refused_with_the_reason(host: Node, container: Callable[..., Container]
     assert host.leases() == []
 
 
+def test_one_more_than_it_serves_does_not_start(host: Node, container: Callable[..., Container]) -> None:
+    """48 or 60, by the driver (test_mps.py of unit): made 1 here."""
+    start(host)
+    ready = host.state / "mps" / UUID / "ready"
+    known = json.loads(ready.read_text())
+    assert known["clients"] == 48
+    ready.write_text(json.dumps({**known, "clients": 1}))
+    one = container("hook").start()
+    with pytest.raises(RuntimeFailed, match="serves 1 processes at most, and 1 containers have it"):
+        container("hook").create()
+    assert list(host.leases()) == [one.id]
+
+
 def test_stop_waits_for_nobody_unless_told_to(host: Node, container: Callable[..., Container]) -> None:
     start(host)
     one = container("runtime").start()
