@@ -12,6 +12,7 @@ from gpushare.usagefile import Usage, read_usage
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
+from tests.shim.test_compute_life import HELPERS as KERNELS
 from tests.shim.test_live import talk
 from tests.sim.ledger import Ledger
 from tests.sim.simhost import make_simhost
@@ -210,6 +211,23 @@ def test_what_lies_on_the_host_stays_there() -> None:
     with oversubscribed() as box:
         assert run(box, program) == ["801", "0"]
         assert peak(box) == CONTEXT + 604 * MIB  # the program's own managed memory came, nothing else
+
+
+def test_a_kernel_that_reads_what_lies_on_the_host_does_not_bring_it() -> None:
+    """It is where we advised it to be; else the device would hold more than its part, as soon as somebody reads."""
+    program = """
+        start()
+        held, function = [], kernel("sweep_ns_arg")
+        ok(alloc(600 * MIB, held)), ok(alloc(600 * MIB, held))
+        for address in held:
+            words = (c_uint64(100_000), address, c_uint64(600 * MIB))
+            places = (c_void_p * 3)(*(ctypes.addressof(word) for word in words))
+            ok(cuda.cuLaunchKernel(function, 64, 1, 1, 1, 1, 1, 0, None, places, None))
+        ok(cuda.cuCtxSynchronize())
+    """
+    with oversubscribed() as box:
+        run(box, program, helpers=KERNELS)
+        assert CONTEXT + 600 * MIB <= peak(box) < CONTEXT + 610 * MIB  # code, too
 
 
 def test_a_free_in_a_stream_waits_for_nobody() -> None:
