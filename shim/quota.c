@@ -8,7 +8,7 @@
 #include "gs.h"
 
 #define ATTEMPTS 6
-#define LOOKS 2       /* that find no room after a refusal, before it is believed */
+#define LOOKS 2       /* that find no room, before it is believed */
 #define PATIENCE 200u /* times 50 us and more */
 #define LASTING 20u   /* times 50 us and more */
 
@@ -155,12 +155,15 @@ bool gs_reserve(int dev, uint64_t bytes) {
     if (bytes > gs_limit(dev) || bytes >= GS_NO_BYTES)
         return false;
     for (unsigned attempt = 0, looks = 0; attempt < ATTEMPTS; attempt++) {
-        if (attempt) {
+        if (attempt)
             back_off(view->usage, slot, attempt);
-            /* A full limit is refused soon: only what others take back at once is waited for. */
-            uint64_t limit = gs_limit(dev);
-            if ((bytes > limit || !within(view->usage, dev, limit - bytes)) && ++looks == LOOKS)
+        /* Who finds no room adds nothing: it would be refused, and until it has taken that back
+         * others that do fit would be, too. */
+        uint64_t limit = gs_limit(dev);
+        if (bytes > limit || !within(view->usage, dev, limit - bytes)) {
+            if (++looks == LOOKS)
                 return false;
+            continue;
         }
         __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
         /* The limit is read after that: a host that lowers it, then reads what is used, sees all

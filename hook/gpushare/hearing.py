@@ -11,7 +11,7 @@ another scheduler occurs. Pure.
 from __future__ import annotations
 
 from . import names, policy
-from .dialects import injected, nvidia, own, table
+from .dialects import Env, injected, nvidia, own, table
 from .dialects.demand import Demand, Limit, once
 from .dialects.table import BEYOND, COMPUTE, DEVICES, EVERYTHING, MEMORY, PRIORITY, Said, Spoken
 from .light import NamedTuple, Optional
@@ -55,9 +55,11 @@ def line(said: Said, why: str) -> str:
     return f"{said.name}={shown(said.value)}: {why}"
 
 
-def _own_names(mine: Optional[Request]) -> dict[str, str]:
+def _own_names(mine: Optional[Request], env: Env) -> dict[str, str]:
     """What our own words say -> the name that says it."""
     found = {}
+    if any(name == names.ENV_ALLOCATED_GPU for name, _ in env):  # an equal share, which nobody makes larger
+        found[MEMORY] = names.ENV_ALLOCATED_GPU
     for field, variable in _FIELDS.items():
         suffix = names.ANNOTATIONS[variable]
         name = next((name for name, _ in mine.sources if name == variable or name.endswith(suffix)), "") if mine else ""
@@ -101,7 +103,7 @@ def _names_device(bundle: Bundle, spoken: tuple[Spoken, ...], mine: dict[str, st
 
 def listen(spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, node: Node) -> Heard:
     """Raises RequestError and DeviceError for words that make no sense, and that our own do not overrule."""
-    ours = _own_names(mine)
+    ours = _own_names(mine, bundle.env)
     beside = not bundle.container_name or _names_device(bundle, spoken, ours, node)
     heard, unheard, ignored = [], [], []
     for row, words in spoken:

@@ -39,6 +39,39 @@ def test_a_forked_child_has_no_share() -> None:
         assert peak(box) <= GIB
 
 
+def test_who_asks_for_too_much_gets_nobody_else_refused() -> None:
+    """What fits is had each time, beside processes that ask without end for what does not."""
+    program = """
+        ready, told = os.pipe()
+        children = []
+        for _ in range(3):
+            children.append(os.fork())
+            if children[-1] == 0:
+                start()
+                out, much = byref(c_uint64()), c_size_t(info()[1])
+                os.write(told, b".")
+                while True:
+                    cuda.cuMemAlloc_v2(out, much)
+        try:
+            start()
+            for _ in children:
+                os.read(ready, 1)
+            out, size, refused = c_uint64(), c_size_t(2 * MIB), 0
+            for _ in range(200000):
+                if cuda.cuMemAlloc_v2(byref(out), size) == SUCCESS:
+                    cuda.cuMemFree_v2(out)
+                else:
+                    refused += 1
+        finally:
+            for child in children:
+                os.kill(child, 9)
+                os.waitpid(child, 0)
+        print(refused)
+    """
+    with Box([4 * GIB]) as box:
+        assert run(box, program) == ["0"]
+
+
 @pytest.mark.parametrize("environment", ["dict(os.environ)", "{}"])
 def test_a_child_that_executes_shares_the_limit(environment: str) -> None:
     program = f"""

@@ -154,6 +154,7 @@ def test_preferred(kind: str, placement: str, available: Any, must: Any, size: i
 # What a container says besides
 
 GIVEN = f"{names.ENV_ALLOCATED_MEMORY}={SECOND}=4096Mi"
+SHARE = f"{names.ENV_ALLOCATED_GPU}={FIRST}"
 
 
 def asked(*env: str, annotations: Any = None, **policy: Any) -> Any:
@@ -200,6 +201,28 @@ def test_what_the_pod_may_not_say(env: tuple[str, ...], annotations: Any, match:
     for order in ((GIVEN, *env), (*env, GIVEN)):
         with pytest.raises(GpushareError, match=match):
             asked(*order, annotations=annotations)
+
+
+@pytest.mark.parametrize("memory", ["GPUSHARE_MEMORY=16Gi", "GPUSHARE_MEMORY=100%", "gpushare.io/memory"])
+def test_an_equal_share_is_no_other_amount(memory: str) -> None:
+    """Whoever says it, the image's ENV among them: kubelet has promised the other shares of that device."""
+    annotations = {} if "=" in memory else {memory: "16Gi"}
+    with pytest.raises(RequestError, match="kubelet gave an equal share of a device; leave out"):
+        asked(SHARE, *([] if annotations else [memory]), annotations=annotations)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("CUDA_DEVICE_MEMORY_LIMIT=16g", "CUDA_OVERSUBSCRIBE=true"),
+        ("CUDA_MEM_LIMIT_0=16g", "CUDA_MEM_RATIO=2"),
+        ("VOLCANO_GPU_ALLOCATED=16000", "VOLCANO_GPU_MEMORY_TOTAL=16384"),
+    ],
+)
+def test_an_equal_share_is_no_other_amount_in_words_of_others(words: tuple[str, ...]) -> None:
+    found = asked(SHARE, *words)
+    assert (found.selection.names, found.memory, found.scalings) == ((FIRST,), (), ())
+    assert any(words[0].partition("=")[0] in line and names.ENV_ALLOCATED_GPU in line for line in found.ignored)
 
 
 @pytest.mark.parametrize(

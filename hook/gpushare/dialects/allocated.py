@@ -3,6 +3,7 @@ is such a variable.
 
     read(env)                                 -> {GPUSHARE_DEVICES: ..., GPUSHARE_MEMORY: ...}
     refuse_other(variable, name, text, given)    a word of the pod's own that says something else
+    refuse_amount(name, text)                    an amount, where kubelet gave an equal share
 
 kubelet puts a plugin's variables beside the pod's own. Of two of one name containerd keeps both and CRI-O the last,
 which is the pod's; and of two resources kubelet itself takes whichever comes first. So each resource has a name of its
@@ -53,3 +54,10 @@ def refuse_other(variable: str, name: str, text: Optional[str], given: str) -> N
         raise RequestError(
             f"{name}={shown(text)}, and kubelet gave {shown(given)}: they contradict", f"leave out {name}"
         )
+
+
+def refuse_amount(name: str, text: Optional[str]) -> None:
+    """How much an equal share is, the configuration says: kubelet has promised the others of the device. Raises
+    RequestError."""
+    if text is not None:
+        raise RequestError(f"{name}={shown(text)}, and kubelet gave an equal share of a device", f"leave out {name}")

@@ -178,6 +178,9 @@ def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool)
                 kubelets.refuse_other(variable, name, text, allocated[variable])
             found[variable] = Found(variable, allocated[variable])
             continue
+        if allocated and variable == names.ENV_MEMORY:
+            for name, text in ((source, value), (chosen, said)):
+                kubelets.refuse_amount(name, text)
         if value is not None and said is not None and value.strip() != said.strip():
             raise RequestError(
                 f"{source}={shown(value)} and annotation {chosen}={shown(said)} contradict", "keep one of them"
