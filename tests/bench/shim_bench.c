@@ -58,7 +58,7 @@ static void bind_file(const char *source, const char *target) {
 /* /usr/lib/gpushare as in a container: one device, 64 GiB, the empty driver. */
 static void build_view(const char *directory) {
     static struct gs_limits limits = {
-        .magic = GS_LIMITS_MAGIC, .version = GS_ABI_VERSION, .nonce = 1};
+        .magic = GS_LIMITS_MAGIC, .version = GS_ABI_VERSION, .nonce = 1, .generation = 1};
     static struct gs_pages pages = {.magic = GS_PAGES_MAGIC,
                                     .version = GS_ABI_VERSION,
                                     .size = sizeof(pages),

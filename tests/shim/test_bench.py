@@ -1,0 +1,19 @@
+"""What `make bench` measures the shim with runs against the shim of today: each figure is there, and counted."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tests.bench import bench
+from tests.lib.host import TREE
+
+
+def test_the_cost_of_the_shim_can_be_measured(tmp_path: Path) -> None:
+    subprocess.run(["make", "-s", "shim_bench"], cwd=TREE, check=True)
+    figures = bench.shim_cost(tmp_path)
+    names = (
+        "alloc_added_ns alloc_added_ns_8p passthrough_added_ns launch_added_ns marker_added_ns init_added_us".split()
+    )
+    assert sorted(figures) == sorted(f"shim.{name}" for name in names)
+    assert all(one.n > 0 and one.median <= one.p99 for one in figures.values())
