@@ -65,7 +65,20 @@ def soak(stage: Stage, minutes: float, phases: Iterable[str]) -> dict[str, Any]:
 
 
 def end_once(stopped: threading.Event) -> None:
-    """Ctrl-C, or a SIGTERM, ends the soak; a second one does not end the cleaning up."""
+    """Ctrl-C, or a SIGTERM, ends the soak; a second one does not end the cleaning up.
+
+    A thread that starts processes may be who takes the signal, and then nothing wakes the main thread, where Python
+    would handle it: so the interpreter tells a thread, too, and the workers end, for whom the main thread waits.
+    """
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+
+    def tell() -> None:
+        os.read(reader, 1)
+        stopped.set()
+
+    threading.Thread(target=tell, daemon=True).start()
 
     def interrupt(*_: object) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):

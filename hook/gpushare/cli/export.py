@@ -7,7 +7,6 @@ import errno
 import ipaddress
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -18,7 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import click
 
-from .. import driverfiles, gpuuse, inventory, livelimits, node, reconcile
+from .. import driverfiles, gpuuse, inventory, livelimits, node, reconcile, sigterm
 from ..errors import GpushareError, RequestError, what_to_do
 from ..model import Lease
 from . import facts
@@ -239,9 +238,7 @@ def _bound_to_file(path: str) -> _Server:
 
 def _serve(watched: Watched, server: _Server, interval: float) -> int:
     """Until SIGTERM, which is the usual end."""
-    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    before = signal.signal(signal.SIGTERM, lambda *_: os.write(writer, b"."))
-    try:
+    with sigterm.readable() as end:
         watched.look()
         server.set_app(watched.app())
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
@@ -249,13 +246,9 @@ def _serve(watched: Watched, server: _Server, interval: float) -> int:
             write_line(f"serving metrics at {server.place()}")
             sys.stdout.flush()
             due = time.monotonic() + interval
-            while not select.select([reader], [], [], max(0.0, due - time.monotonic()))[0]:
+            while not select.select([end], [], [], max(0.0, due - time.monotonic()))[0]:
                 watched.look()
                 due = time.monotonic() + interval
         finally:
             server.shutdown()
-        return 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        os.close(reader)
-        os.close(writer)
+    return 0

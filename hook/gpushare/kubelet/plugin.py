@@ -14,14 +14,13 @@ import logging
 import os
 import re
 import select
-import signal
 import socket
 import stat
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Callable, NamedTuple, Optional
 
-from .. import inventory, node
+from .. import inventory, node, sigterm
 from ..dialects import device_name
 from ..errors import DeviceError, GpushareError, what_to_do
 from ..model import Device, Node
@@ -57,22 +56,17 @@ class Settings(NamedTuple):
 def run(first: Node, state_dir: str, settings: Settings, say: Say) -> None:
     """`first`: the node at the start. Raises GpushareError for what a person must mend; later failures are said, and
     tried again."""
-    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    before = signal.signal(signal.SIGTERM, lambda *_: os.write(writer, b"."))
     log, lines = logging.getLogger("grpc"), _Lines(say)
     log.addHandler(lines)
     log.propagate = False
     try:
-        with ExitStack() as stack:
+        with sigterm.readable() as end, ExitStack() as stack:
             plugin = Plugin(first, state_dir, settings, say, stack)
             plugin.register()
-            while not plugin.wait(reader):
+            while not plugin.wait(end):
                 plugin.look()
     finally:
         log.removeHandler(lines)
-        signal.signal(signal.SIGTERM, before)
-        os.close(reader)
-        os.close(writer)
 
 
 class _Lines(logging.Handler):
@@ -105,13 +99,13 @@ class Plugin:
         _remove_left(settings.folder)
         self._show()
 
-    def wait(self, reader: int) -> bool:
+    def wait(self, end: int) -> bool:
         """Until there is something to look at. True: it is the end."""
         longest_s = self._settings.interval_s if self._registered else min(_AGAIN_S, self._settings.interval_s)
-        ready = select.select([reader, self._watch.fd], [], [], longest_s)[0]
+        ready = select.select([end, self._watch.fd], [], [], longest_s)[0]
         if self._watch.fd in ready:
             self._watch.drain()
-        return reader in ready
+        return end in ready
 
     def look(self) -> None:
         self._show()

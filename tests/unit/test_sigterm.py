@@ -1,0 +1,54 @@
+"""A signal that another thread takes ends what waits in the main thread all the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.lib.host import TREE
+
+SERVES = """
+import select, signal, threading
+from gpushare import sigterm
+
+with sigterm.readable() as end:
+    def takes() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    threading.Timer(0.2, takes).start()
+    print("ended" if select.select([end], [], [], 30)[0] else "nobody said so")
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.set_wakeup_fd(-1))
+"""
+
+SOAKS = """
+import os, signal, threading
+from tests.soak.__main__ import end_once
+
+stopped, may_go = threading.Event(), threading.Event()
+end_once(stopped)
+
+def takes() -> None:
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    print("ended" if stopped.wait(30) else "nobody said so", flush=True)
+    may_go.set()
+
+threading.Timer(0.2, takes).start()
+try:
+    may_go.wait()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def said(text: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", text], cwd=TREE, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def test_what_serves_hears_of_it() -> None:
+    assert said(SERVES) == ["ended", "True -1"]
+
+
+def test_a_soak_hears_of_it() -> None:
+    assert said(SOAKS)[0] == "ended"
