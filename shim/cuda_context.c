@@ -267,14 +267,12 @@ static void primary_gone(CUdevice device) {
 CUresult gs_primary_used(CUdevice device, CUresult (*call)(void *arg), void *arg) {
     struct gs_charge charge = {.passed = true};
     CUresult result = CUDA_SUCCESS;
-    unsigned round = 0;
-    bool begun = true;
     gs_lock(&gs_self()->lock_context);
     if (!primary_active(device))
-        begun = (result = gs_context_begin(&charge, device)) == CUDA_SUCCESS;
-    while (begun && (result = call(arg)) != CUDA_SUCCESS &&
-           gs_context_again(&charge, result, &round)) {
-    }
+        result = gs_context_begin(&charge, device);
+    bool begun = result == CUDA_SUCCESS;
+    if (begun)
+        GS_CONTEXT_CALL(result, charge, call(arg));
     if (begun && result != CUDA_SUCCESS)
         gs_charge_abort(&charge);
     else if (result == CUDA_SUCCESS && device >= 0 && device < GS_MAX_ORDINALS) {
@@ -301,12 +299,9 @@ static CUresult retain_locked(__typeof__(&cuDevicePrimaryCtxRetain) real, CUcont
                               CUdevice device) {
     struct gs_charge charge = {.passed = true};
     CUresult result = CUDA_SUCCESS;
-    unsigned round = 0;
     if (!primary_active(device) && (result = gs_context_begin(&charge, device)) != CUDA_SUCCESS)
         return result;
-    do
-        result = real(pctx, device);
-    while (gs_context_again(&charge, result, &round));
+    GS_CONTEXT_CALL(result, charge, real(pctx, device));
     if (result != CUDA_SUCCESS || !pctx) {
         gs_charge_abort(&charge);
         return result;

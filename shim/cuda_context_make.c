@@ -19,10 +19,7 @@ CUresult CUDAAPI cuVDPAUCtxCreate_v2(CUcontext *pctx, unsigned int flags, CUdevi
     CUresult result = gs_context_begin(&charge, device); \
     if (result != CUDA_SUCCESS) \
         return result; \
-    unsigned round = 0; \
-    do \
-        result = real(__VA_ARGS__); \
-    while (gs_context_again(&charge, result, &round)); \
+    GS_CONTEXT_CALL(result, charge, real(__VA_ARGS__)); \
     return gs_context_made(&charge, result, pctx, device)
 
 GS_EXPORT CUresult CUDAAPI cuCtxCreate(CUcontext *pctx, unsigned int flags, CUdevice dev) {

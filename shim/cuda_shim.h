@@ -44,6 +44,13 @@ CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcont
  * fits the limit and not the device waits for that. True after a pause, when `result` of the
  * driver is worth another call; `round` counts from 0. */
 bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned *round);
+#define GS_CONTEXT_CALL(result, charge, call) \
+    do { \
+        unsigned round_ = 0; \
+        do \
+            (result) = (call); \
+        while (gs_context_again(&(charge), (result), &round_)); \
+    } while (0)
 /* A context's charge changed (it was reserved or released by the caller). */
 void gs_context_grow(CUcontext context, int64_t bytes);
 /* Around `call`, which makes something that keeps the device's primary context alive. */

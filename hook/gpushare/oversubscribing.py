@@ -23,7 +23,6 @@ from .region import MAX_DEVICES
 
 KEY = "oversubscription.host_memory"
 _OURS = (ENV_OVERSUBSCRIBE, names.ANNOTATIONS[ENV_OVERSUBSCRIBE])
-_OTHERS = ("CUDA_OVERSUBSCRIBE", "CUDA_MEM_OVERSOLD", "CUDA_MEM_RATIO")  # dialects.table.BEYOND
 _MOST_DEVICES = MAX_DEVICES // 2  # the host parts are counted as devices, too
 
 
@@ -60,7 +59,10 @@ def budget_bytes(config: Config, inventory: Inventory) -> int:
 
 def _without(sources: Sequence[tuple[str, str]]) -> str:
     """What to do where there is no budget, by the words of the request."""
-    said = next((name for name, _ in sources if name.startswith(_OTHERS) or name.endswith(_OURS)), "")
+    from .dialects import table  # of a refusal
+
+    others = tuple(word.name for row in table.SCHEDULERS for word in row.variables if word.about == table.BEYOND)
+    said = next((name for name, _ in sources if name.startswith(others) or name.endswith(_OURS)), "")
     return f"leave {said} out" if said else "sharing.memory_scaling to 1.0"
 
 

@@ -64,7 +64,6 @@ class SpecTree(inroot.View):
         self._last: dict[str, int] = {}  # target -> number of the last mount at it
         self._parents: dict[str, str] = {}  # a directory on the way to what was asked for -> the text of its link
         self._directories: set[str] = set()  # where a mount point can be made
-        self._seen = ("", 0)  # what `_resolve` ended at, and its mode, for `_mode` right behind it
         self._fds: dict[str, int] = {}  # of sources
         self._found: dict[int, tuple[str, Optional[Covering]]] = {}  # open descriptor -> (path, mount that it is on)
         for mount in oci.items(bundle.spec, "mounts"):
@@ -95,7 +94,6 @@ class SpecTree(inroot.View):
         self._mount(Covering(target, source, _below(target), True))
 
     def _mount(self, mount: Covering) -> None:
-        self._seen = ("", 0)
         self._last[mount.target] = len(self._mounts)
         self._mounts.append(mount)
         for path in [path for path in self._parents if path == mount.target or path.startswith(mount.below)]:
@@ -171,9 +169,9 @@ class SpecTree(inroot.View):
                 return self._leads_to_mount(path), ""
             raise
         try:
-            mode = os.fstat(fd).st_mode
-            self._seen = (path, mode)
-            return True, inroot.link_text(fd, path.rpartition("/")[2], path) if stat.S_ISLNK(mode) else ""
+            return True, inroot.link_text(fd, path.rpartition("/")[2], path) if stat.S_ISLNK(
+                os.fstat(fd).st_mode
+            ) else ""
         finally:
             os.close(fd)
 
@@ -254,9 +252,6 @@ class SpecTree(inroot.View):
 
     def _mode(self, resolved: str) -> int:
         """File type and mode of what is there; 0 when nothing is yet."""
-        (seen, mode), self._seen = self._seen, ("", 0)
-        if seen == resolved:
-            return mode
         try:
             fd = self._open_plain(resolved, os.O_PATH | os.O_NOFOLLOW)
         except linux.SyscallError as error:

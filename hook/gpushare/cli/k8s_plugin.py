@@ -12,7 +12,7 @@ from ..errors import GpushareError, RequestError
 from ..model import Node
 from ..quantity import size_bytes
 from . import facts
-from .options import Paths, with_no_color
+from .options import Paths, with_interval, with_no_color
 from .output import write_line
 
 FOLDER = "/var/lib/kubelet/device-plugins"
@@ -32,14 +32,7 @@ _MIB = 1 << 20
 @click.option(
     "--whole", multiple=True, metavar="DEVICE", help="Give it as a whole, as gpushare.io/gpu; can be repeated."
 )
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.05, 3600),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How often the devices are looked at.",
-)
+@with_interval(5.0, "How often the devices are looked at.")
 @with_no_color
 @click.pass_obj
 def k8s_plugin(paths: Paths, folder: str, unit: str, whole: tuple[str, ...], interval: float) -> None:
