@@ -7,6 +7,7 @@ GPUSHARE_RACES=n makes the loop n starts long; without it a race takes at most R
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -200,11 +201,21 @@ def cache_in_a_shared_image(scene: Scene) -> Counted:
     return run(scene, Race(directory, "ld.so.cache", "evil"))
 
 
+def _remove(directory: Path) -> None:
+    """Below it is this machine's own directory, where somebody may make a file while all are being removed."""
+    while True:
+        try:
+            return shutil.rmtree(directory)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+
+
 def etc_in_a_shared_image(scene: Scene) -> Counted:
     """The directory that the cache is in."""
     directory = scene.root
     shutil.copytree(directory / "etc", directory / "copy", symlinks=True)
-    shutil.rmtree(directory / "etc")
+    _remove(directory / "etc")
     os.rename(directory / "copy", directory / "etc")  # of the upper layer alone: overlay swaps no merged directories
     os.symlink(f"../../../../../../../..{scene.host}/etc", directory / "evil")
     return run(scene, Race(directory, "etc", "evil"))
