@@ -88,7 +88,7 @@ newcomer: root ## how long it takes from a clone to the demo, and to a docker co
 	@tests/tools/newcomer
 
 # With the bundle: both ways in, every engine there is, command lines and refusals.
-DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_engines.py test_cli.py test_doctor.py test_refused.py)
+DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_runtime_calls.py test_engines.py test_cli.py test_doctor.py test_refused.py)
 
 # Three workers for two processors, since a test that starts containers waits for most of its time: tests/lib/turns.py
 # says what may run beside what. WORKERS=0: one process, one test after the other.

@@ -245,8 +245,8 @@ RACES = (
 T = "e2e/"
 ELSEWHERE = (
     Elsewhere("links of every kind, op by op", ("leaf link", "parent link", "magic link"), (T + "test_paths.py::test_a_leaf_link_out_of_the_library_directories", T + "test_paths.py::test_magic_links", T + "test_paths.py::test_a_link_name_that_is_a_link_to_passwd"), LINKS),
-    Elsewhere("special files, op by op", ("special file",), (T + "test_paths.py::test_a_special_file_at_a_mount_target", T + "test_paths.py::test_a_special_file_at_a_links_name", T + "test_paths.py::test_a_special_file_at_a_device_target")),
-    Elsewhere("an immutable directory", ("immutable file",), (T + "test_paths.py::test_an_immutable_directory",)),
+    Elsewhere("special files, op by op", ("special file",), (T + "test_path_kinds.py::test_a_special_file_at_a_mount_target", T + "test_path_kinds.py::test_a_special_file_at_a_links_name", T + "test_path_kinds.py::test_a_special_file_at_a_device_target")),
+    Elsewhere("an immutable directory", ("immutable file",), (T + "test_path_kinds.py::test_an_immutable_directory",)),
     Elsewhere("a component swapped in a loop, without openat2 too", ("swapped component",), (T + "test_paths.py::test_a_component_swapped_in_a_loop", T + "test_images.py::test_a_source_that_was_swapped_is_refused"), LOOP),
     Elsewhere("a mount point changed between config.json and our hook", ("swapped component", "special file", "user mount"), (T + "test_adopt_mounts.py::test_target_that_was_changed_is_refused_by_name", T + "test_adopt_mounts.py::test_file_that_a_user_mounts_there_meanwhile_is_covered"), LOOP),
     Elsewhere("a runtime that leaves hooks out", ("image raises its limit",), (T + "test_adopt_mounts.py::test_without_our_hook_there_is_no_gpu",)),

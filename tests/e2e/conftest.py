@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import docker_host, engines
+from tests.e2e import docker_host, engines, podman_host
 from tests.e2e.docker_host import DockerHost
 from tests.lib.engines.containerd import Containerd
 from tests.lib.engines.image import make_root
+from tests.lib.engines.podman import Podman
 from tests.lib.host import Node
 from tests.lib.kills import PARTS, Kills
 from tests.lib.rootfs import run
@@ -44,6 +45,20 @@ def docker(_docker_host: DockerHost) -> Iterator[DockerHost]:
     if left:
         _docker_host.daemon.docker("rm", "-f", *left)
     assert _docker_host.node.leases() == [], "a lease was left behind"
+
+
+@pytest.fixture(scope="module", params=podman_host.ROWS)
+def _podman(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Podman]:
+    with podman_host.podman_host(request.param, image_root) as made:
+        yield made
+
+
+@pytest.fixture
+def podman(_podman: Podman) -> Iterator[Podman]:
+    """A module's own podman, by either way in."""
+    yield _podman
+    _podman.settle()
+    assert _podman.node.leases() == [], "a lease was left behind"
 
 
 @pytest.fixture(scope="module", params=["hook", "runtime"])
@@ -82,6 +97,15 @@ def tenant(tmp_path: Path, node: Node) -> Iterator[Callable[..., Tenant]]:
     yield make
     for one in reversed(made):
         one.close()
+
+
+@pytest.fixture
+def pruned(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For `gpushare run`: cgroups of programs that have ended go with their leases."""
+    nodes = [request.getfixturevalue(name) for name in ("node", "two_gpus") if name in request.fixturenames]
+    yield
+    for node in nodes:
+        node.cli("prune")
 
 
 @pytest.fixture(params=["hook", "runtime"])

@@ -4,7 +4,6 @@ be undone."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -16,36 +15,10 @@ from gpushare.errors import GpushareError
 from gpushare.model import LdEntry
 from gpushare.ops import DeviceNode, LdCache, Link, Mount, Op, Plan, ProcMask
 
-from tests.e2e import ns_util
+from tests.e2e import ns_util, scene
+from tests.e2e.scene import LIBDIR, RO
 
-LIBDIR = ns_util.LIBDIR
-RO = ("ro", "nosuid", "nodev")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ns_util.make_image(tmp_path_factory.mktemp("base") / "rootfs")
-
-
-@pytest.fixture
-def image(base: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(base, tmp_path / "rootfs", symlinks=True))
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """What the host gives: a share directory, a tenant's directory, libraries, device nodes."""
-    path = tmp_path / "source"
-    (path / "share/driver").mkdir(parents=True)
-    (path / "share/rw").mkdir()
-    (path / "rw").mkdir()
-    (path / "share/limits").write_text("the limits")
-    (path / "shim.so").write_text("the shim")
-    (path / "real.so").write_text("the driver")
-    os.mknod(path / "nvidia0", 0o666 | 0o020000, os.makedev(195, 0))
-    os.mknod(path / "nvidia7", 0o666 | 0o020000, os.makedev(195, 7))
-    (path / "simulated0").write_text("device state")
-    return path
+base, image, source = scene.base, scene.image, scene.source
 
 
 def whole_plan(source: Path) -> tuple[Op, ...]:
@@ -357,59 +330,7 @@ def test_the_name_means_the_shim_whatever_the_image_had(image: Path, source: Pat
     assert ns_util.snapshot(image) == before
 
 
-# Devices
-
-
-def test_a_node_that_is_there_already_is_kept(image: Path, source: Path) -> None:
-    os.mknod(image / "dev/nvidia0", 0o666 | 0o020000, os.makedev(195, 0))
-    node = DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False)
-    with ns_util.sandbox(image) as box:
-        assert box.apply(Plan("test", (node,)), lambda applied: applied.notes) == ["/dev/nvidia0 is there already"]
-        assert box.mounts() == []
-
-
-@pytest.mark.parametrize(
-    ("name", "simulated", "says"),
-    [
-        ("nvidia0", True, "not a simulated device"),
-        ("nvidia7", False, "not the character device 195:0"),
-        ("simulated0", False, "not the character device 195:0"),
-        ("rw", True, "not a simulated device"),
-        ("missing", False, "No such file"),
-    ],
-)
-def test_a_source_that_is_not_the_device_is_refused(
-    image: Path, source: Path, name: str, simulated: bool, says: str
-) -> None:
-    with ns_util.sandbox(image) as box:
-        assert says in box.refuses(DeviceNode(str(source / name), "/dev/nvidia0", 195, 0, simulated))
-
-
-def test_a_node_of_another_device_in_its_place_is_refused(image: Path, source: Path) -> None:
-    os.mknod(image / "dev/nvidia0", 0o666 | 0o020000, os.makedev(195, 7))
-    with ns_util.sandbox(image) as box:
-        message = box.refuses(DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False))
-        assert message.startswith("'/dev/nvidia0' is a character device where a file must be")
-
-
-def test_a_socket_is_mounted_as_one(image: Path, source: Path) -> None:
-    import socket
-
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(str(source / "socket"))
-    server.listen()
-    mount = Mount(str(source / "socket"), "/run/nvidia-persistenced/socket", "socket", ("nosuid",), "socket")
-    with ns_util.sandbox(image) as box:
-        box.apply(Plan("test", (mount,)))
-
-        def connect() -> int:
-            client = socket.socket(socket.AF_UNIX)
-            client.connect(mount.target)
-            client.close()
-            return 0
-
-        assert box.enter(connect) == 0
-    server.close()
+# The message
 
 
 def test_the_kernels_reason_reaches_the_message(image: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

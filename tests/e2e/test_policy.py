@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e import ns_util
 from tests.e2e.device_matrix import ENXIO, EPERM, View
-from tests.e2e.test_runtime import config_of, injected
+from tests.e2e.edited import config_of, injected
 from tests.lib.host import Node
 from tests.lib.runc import Container, RuntimeFailed
 

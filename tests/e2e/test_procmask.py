@@ -10,8 +10,9 @@ import pytest
 from gpushare import procmask
 from gpushare.ops import Plan, ProcMask
 
-from tests.e2e import ns_util
+from tests.e2e import ns_util, scene
 
+base = scene.base
 GPUS = ("0000:01:00.0", "0000:41:00.0", "0000:c1:00.0")
 CAPABILITIES = {
     "mig/config": 1,
@@ -23,11 +24,6 @@ CAPABILITIES = {
 }
 PARAMS = "ResmanDebugLevel: 4294967295\nModifyDeviceFiles: 1\nDeviceFileMode: 438\n"
 VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03\n"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ns_util.make_image(tmp_path_factory.mktemp("base") / "rootfs")
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ import pty
 import select
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 
@@ -21,7 +20,9 @@ from tests.e2e import ns_util
 from tests.lib import judge, processes, programs
 from tests.lib.host import Node
 from tests.lib.programs import DUMP, ENVIRONMENT, GRAB, run, words
-from tests.sim.simhost import make_simhost
+
+pytestmark = pytest.mark.usefixtures("pruned")
+
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -46,20 +47,6 @@ def started(node: Node, *arguments: str, name: str = "held", **options: Any) -> 
 
 def listed(node: Node) -> dict[str, Any]:
     return {one["id"]: one for one in json.loads(node.cli("list", "--format", "json").stdout)}
-
-
-@pytest.fixture(autouse=True)
-def _pruned(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Cgroups of programs that have ended go with their leases."""
-    nodes = [request.getfixturevalue(name) for name in ("node", "two_gpus") if name in request.fixturenames]
-    yield
-    for node in nodes:
-        node.cli("prune")
-
-
-@pytest.fixture
-def two_gpus(make_node: Callable[..., Node], make_host: Callable[..., Path]) -> Node:
-    return make_node(make_host("two", gpus=2, memory_bytes=16 * GIB), "two-node")
 
 
 WAYS = {"plain": GRAB, "fork": (*GRAB, "fork"), "closed": (*GRAB, "closed")}
@@ -341,169 +328,3 @@ def test_the_loader_finds_the_shim_by_every_name(node: Node) -> None:
     assert done.returncode == 0, done.stderr
     done = run(node, "--memory", "1Gi", "--", "ldconfig", "-p")
     assert f"libcuda.so.1 (libc6,x86-64) => {ns_util.LIBDIR}/libcuda.so.1" in done.stdout
-
-
-# Devices that were not granted
-
-
-def test_nodes_of_other_gpus_cannot_be_made(two_gpus: Node, tmp_path: Path) -> None:
-    make = "mknod other c 195 1; mknod own c 195 0 && mknod zero c 1 5 && head -c1 zero"
-    done = run(two_gpus, "--devices", "0", "--memory", "1Gi", "--", "sh", "-c", make, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout == "\0"
-    assert "Operation not permitted" in done.stderr and not (tmp_path / "other").exists()
-
-
-def test_nodes_of_other_gpus_are_not_there(two_gpus: Node) -> None:
-    done = run(two_gpus, "--devices", "1", "--memory", "1Gi", "--", "sh", "-c", "cd /dev; ls -d nvidia*; ls | wc -l")
-    *nvidia, count = done.stdout.split()
-    assert nvidia == ["nvidia-uvm", "nvidia-uvm-tools", "nvidia1", "nvidiactl"]
-    others = [name for name in os.listdir("/dev") if not name.startswith("nvidia")]
-    assert int(count) == len(nvidia) + len(others)
-
-
-def test_hidden_nodes_open_for_nobody(tmp_path: Path) -> None:
-    """On a host whose driver has made its nodes: a node is covered by itself, without the right to be a device."""
-    node, scratch = tmp_path / "node", tmp_path / "scratch"
-    os.mknod(node, 0o666 | 0o020000, os.makedev(1, 5))
-    scratch.mkdir()
-
-    def body() -> Any:
-        from gpushare import hostroot, linux
-
-        linux.unshare(linux.CLONE_NEWNS, "test")
-        with open(node, "rb") as zero:
-            first = zero.read(1)
-        root = hostroot.HostRoot(str(scratch))
-        root.hide(str(node))
-        root.finish()
-        try:
-            os.open(node, os.O_RDONLY)
-        except OSError as error:
-            return [len(first), error.strerror, os.listdir(scratch)]
-        return "opened"
-
-    assert ns_util.in_child(body) == [1, "Permission denied", []]
-    with open(node, "rb") as zero:
-        assert zero.read(1) == b"\0"
-
-
-VIEWS = {
-    "v2": "umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup",
-    "read-only": "mount -o remount,ro,bind /sys/fs/cgroup/devices",
-    "none": "umount -R /sys/fs/cgroup",
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_cgroups_of_every_kind(two_gpus: Node, tmp_path: Path, view: str) -> None:
-    """On v2 an eBPF program says no; where no cgroup can be made, one line says so and the limit holds all the same."""
-    inner = f'mknod {tmp_path}/other c 195 1; mknod {tmp_path}/own c 195 0; exec "$@"'
-    command = words(two_gpus, "--devices", "0", "--memory", "2Gi", "--", "sh", "-c", inner, "sh", *GRAB)
-    assert two_gpus.cli("refresh").returncode == 0  # the state is the host's, not the view's
-    prefix = ["unshare", "-m", "sh", "-c", f'{VIEWS[view]} && exec "$@"', "sh"]
-    done = subprocess.run([*prefix, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["total_bytes"] == 2 * GIB
-    assert (tmp_path / "own").exists()
-    if view == "v2":
-        assert "Operation not permitted" in done.stderr and not (tmp_path / "other").exists()
-        unified = subprocess.run(
-            [
-                "unshare",
-                "-m",
-                "sh",
-                "-c",
-                f"{VIEWS[view]} && {' '.join(words(two_gpus)[:-1])} prune && ls /sys/fs/cgroup",
-            ],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert "removed" in unified.stdout and "gpushare-sh-" not in unified.stdout.partition("cgroup.procs")[2]
-    else:
-        assert done.stderr.count("gpushare:") == 1 and "no device cgroup (" in done.stderr
-        assert (tmp_path / "other").exists()
-
-
-# Other users
-
-
-def test_another_user_gets_the_same_share(node: Node) -> None:
-    script = 'id -u; id -g; id -G; head -n1 /proc/self/uid_map; exec "$@"'
-    done = run(node, "--memory", "2Gi", "--user", "nobody", "--", "sh", "-c", script, "sh", *GRAB)
-    assert done.returncode == 0, done.stderr
-    *identity, said = done.stdout.splitlines()
-    assert identity[:3] == ["65534", "65534", "65534"] and identity[3].split() == ["0", "0", "4294967295"]
-    assert json.loads(said)["total_bytes"] == 2 * GIB and json.loads(said)["got_bytes"] >= 2 * GIB - CONTEXT - 4 * MIB
-    done = run(node, "--user", "4711:4712", "--", "sh", "-c", "id -u; id -g; id -G; grep CapEff /proc/self/status")
-    assert done.stdout.split() == ["4711", "4712", "4712", "CapEff:", "0" * 16]
-
-
-@pytest.fixture
-def users_node(make_node: Callable[..., Node]) -> Iterator[Node]:
-    """A node whose files an ordinary user can read; its state directory is not used."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        made = Node(Path(folder) / "node", make_simhost(Path(folder) / "host", gpus=1, memory_bytes=16 * GIB))
-        runtime = Path(folder) / "runtime"
-        runtime.mkdir(0o700)
-        os.chown(runtime, 4711, 4711)
-        yield made
-        made.close()
-
-
-def as_user(node: Node, *arguments: str, runtime: str = "") -> subprocess.CompletedProcess[str]:
-    """`gpushare ARGUMENTS` of user 4711, who has a session."""
-    program = (str(programs.BUILD / "bin" / "gpushare"), "--config", str(node.config))
-    return user(*program, *arguments, node=node, runtime=runtime)
-
-
-def user(*command: str, node: Node, runtime: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**ENVIRONMENT, "XDG_RUNTIME_DIR": runtime or str(node.config.parents[1] / "runtime")}
-    prefix = ("setpriv", "--reuid", "4711", "--regid", "4711", "--clear-groups", "--")
-    return subprocess.run([*prefix, *command], env=environment, capture_output=True, text=True, timeout=90)
-
-
-def test_a_user_without_rights_gets_a_cooperative_share(users_node: Node) -> None:
-    told = "gpushare: rootless, so cooperative only: no device cgroup, and what other users hold is not counted\n"
-    script = 'id -u; id -g; grep CapEff /proc/self/status; cat /dev/null && exec "$@"'
-    done = as_user(users_node, "run", "--memory", "4Gi", "--name", "mine", "--", "sh", "-c", script, "sh", *GRAB)
-    assert (done.returncode, done.stderr) == (0, told)
-    *identity, said = done.stdout.splitlines()
-    assert identity == ["4711", "4711", "CapEff:\t" + "0" * 16]
-    assert json.loads(said)["total_bytes"] == 4 * GIB and json.loads(said)["got_bytes"] <= 4 * GIB
-    assert judge.peak_bytes(users_node.driver_root, os.stat("/proc/self/ns/pid").st_ino) <= 4 * GIB
-    state = users_node.config.parents[1] / "runtime" / "gpushare"
-    assert [one["id"] for one in json.loads(as_user(users_node, "list", "--format", "json").stdout)] == ["mine"]
-    assert as_user(users_node, "prune").returncode == 0
-    assert list((state / "containers").iterdir()) == [] and list((state / "trash").iterdir()) == []
-
-
-def test_shares_of_one_user_are_counted(users_node: Node) -> None:
-    command = f"{programs.BUILD}/bin/gpushare --config {users_node.config} run --memory 9Gi"
-    script = f"""exec 3< <(exec {command} --name first -- sh -c "echo ready; exec sleep 100")
-        read -r line <&3; {command} -- echo ran; echo "$line $?"; kill $!; wait $!"""
-    done = user("bash", "-c", script, node=users_node)
-    assert done.stdout == "ready 75\n" and "held by first (9 GiB)" in done.stderr
-    done = as_user(users_node, "run", "--memory", "17Gi", "--", "true")
-    assert done.returncode == 75 and "17Gi asked, 16 GiB free" in done.stderr
-
-
-def test_a_user_changes_his_own_limits(users_node: Node) -> None:
-    command = f"{programs.BUILD}/bin/gpushare --config {users_node.config}"
-    program = f"""sh -c 'echo ready; read -r go; exec "$@"' sh {" ".join(GRAB)}"""
-    script = f"""coproc {command} run --memory 9Gi --name first -- {program}
-        read -r line <&"${{COPROC[0]}}"; exec 3<&"${{COPROC[0]}}"; {command} limit set first --memory 2Gi --compute 50
-        {command} limit set first --memory 17Gi; echo "$?"; echo go >&"${{COPROC[1]}}"; cat <&3"""
-    done = user("bash", "-c", script, node=users_node)
-    *said, grabbed = done.stdout.splitlines()
-    assert "9 GiB -> 2 GiB" in said[1] and said[-1] == "75", done.stdout + done.stderr
-    assert json.loads(grabbed)["total_bytes"] == json.loads(grabbed)["nvml_total_bytes"] == 2 * GIB
-
-
-def test_a_user_without_a_session_is_told(users_node: Node) -> None:
-    """Somebody else's directory is not taken, whatever the variable says."""
-    done = as_user(users_node, "run", "--memory", "1Gi", "--", "true", runtime="/tmp")
-    line = done.stderr.splitlines()[-1]
-    assert done.returncode == 71 and "/run/user/4711/gpushare" in line and "set XDG_RUNTIME_DIR" in line

@@ -50,7 +50,7 @@ def _link(library: Path) -> None:
     exported.unlink()
 
 
-SHARED = ("device", "shared", "scheduler")  # SIM_SHARED of sim.mk
+SHARED = ("device", "memory", "shared", "scheduler")  # SIM_SHARED of sim.mk
 
 
 def calls(root: Path) -> list[list[str]]:

@@ -34,6 +34,8 @@ CLOCK = (
     "tests/shim/test_compute_attacks.py",
     "tests/shim/test_compute.py",
     "tests/shim/test_compute_life.py",
+    "tests/shim/test_compute_streams.py",
+    "tests/shim/test_compute_hangs.py",
     "tests/e2e/test_compute.py",
     "tests/sim/test_scheduling.py",
     "tests/sim/test_classic.py",
@@ -62,7 +64,7 @@ DRIVER = (
 PODMAN = (
     "tests/e2e/test_configure_engines.py",
     "tests/e2e/test_engines.py",
-    "tests/e2e/test_podman.py",
+    "tests/e2e/test_podman",
     "tests/e2e/test_rootless_podman.py",
 )
 # One daemon serves many tests
@@ -84,7 +86,7 @@ FIRST = (
     "tests/e2e/test_release.py",
     "tests/e2e/test_lifecycle.py",
     "tests/e2e/test_runtime_bad_input.py",
-    "tests/unit/test_livelimits.py",
+    "tests/unit/test_livelimits_killed.py",
     "tests/fuzz/test_fuzz.py",
     "tests/throttle/test_matrix.py",
     "tests/throttle/test_law.py",

@@ -16,35 +16,8 @@ from tests.lib.busy import build, words
 from tests.lib.host import BUILD
 from tests.shim.box import TREE, Box
 from tests.shim.inside import run
+from tests.shim.launches import BUSY, HELPERS, POINTS, SETTLED_S, WINDOW_S
 from tests.shim.tenants import boxes, holds, observe, tenants
-from tests.sim.ledger import Ledger
-
-POINTS = 5.0
-SETTLED_S = 0.5
-WINDOW_S = 1.0
-BUSY = {"kernel": 1000}
-
-HELPERS = """
-def kernel(name):
-    module, function = c_void_p(), c_void_p()
-    ok(cuda.cuModuleLoadData(byref(module), b"SIMMOD globals=0 code=1\\n"))
-    ok(cuda.cuModuleGetFunction(byref(function), module, name.encode()))
-    return function
-
-def launch(function, stream=None, grid=1):
-    return cuda.cuLaunchKernel(function, grid, 1, 1, 1, 1, 1, 0, stream, None, None)
-
-def new_stream(flags=1):
-    stream = c_void_p()
-    ok(cuda.cuStreamCreate(byref(stream), flags))
-    return stream
-
-def timed(call):
-    "Seconds that a call took."
-    began = time.monotonic()
-    ok(call())
-    return time.monotonic() - began
-"""
 
 
 def owners(pages: Path) -> list[int]:
@@ -52,12 +25,6 @@ def owners(pages: Path) -> list[int]:
     data = pages.read_bytes()
     at = offset("gs_pages", "owner")
     return [n for n in struct.unpack_from(f"<{MAX_PAGES}Q", data, at) if n]
-
-
-def percent_held(box: Box, seconds: float) -> float:
-    """Of a device's time by all that ran in the box so far, over so many seconds."""
-    with Ledger(box.device()) as ledger:
-        return 100 * sum(group.busy_ns for group in ledger.groups()) / seconds / 1e9
 
 
 def test_a_limit_changes_while_it_runs() -> None:
@@ -194,82 +161,6 @@ def test_a_forked_child_has_no_law_and_the_parent_keeps_its_own() -> None:
         assert run(box, program, helpers=HELPERS) == ["3", "True"]
 
 
-def test_captures_are_not_broken_nor_held() -> None:
-    """In the strictest mode, while another thread launches and waits; a captured launch is none, even in a pause."""
-    program = """
-    context = start()
-    function, mine, other = kernel("spin_us_300"), new_stream(), new_stream()
-    for _ in range(20):
-        ok(launch(function, mine))
-        ok(launch(function, other))
-    stop = threading.Event()
-    def busy():
-        ok(cuda.cuCtxSetCurrent(context))
-        while not stop.is_set():
-            ok(launch(function, other))
-    thread = threading.Thread(target=busy)
-    thread.start()
-    for _ in range(20):
-        graph, executable = c_void_p(), c_void_p()
-        ok(cuda.cuStreamBeginCapture_v2(mine, 0))
-        took = timed(lambda: [ok(launch(function, mine)) for _ in range(100)] and 0)
-        ok(cuda.cuStreamEndCapture(mine, byref(graph)))
-        ok(cuda.cuGraphInstantiateWithFlags(byref(executable), graph, c_uint64(0)))
-        assert took < 0.5, took
-        ok(cuda.cuGraphDestroy(graph))
-    stop.set()
-    thread.join()
-    def graphs():
-        for _ in range(8):
-            ok(cuda.cuGraphLaunch(executable, mine))
-        return cuda.cuStreamSynchronize(mine)
-    print(timed(graphs) > 0.3)
-    """
-    with boxes(50) as (box,):
-        assert run(box, program, helpers=HELPERS) == ["True"]
-
-
-@pytest.mark.parametrize("blocks", [True, False])
-def test_a_long_capture_is_not_broken(blocks: bool) -> None:
-    """In the strictest mode, while another stream is held by its limit, and is timed again after some time. Launches
-    of before, in the capturing stream and in the legacy one, are not marked in it."""
-    program = f"""
-    start()
-    function, other, mine, graph = kernel("spin_us_300"), new_stream(), new_stream({0 if blocks else 1}), c_void_p()
-    for _ in range(3):
-        ok(launch(function, mine))
-        ok(launch(function, None))
-        ok(cuda.cuCtxSynchronize())
-    ok(launch(function, None))
-    ok(launch(function, mine))
-    ok(cuda.cuStreamBeginCapture_v2(mine, 0))
-    ok(launch(function, mine))
-    until, n = time.monotonic() + 1, 0
-    while time.monotonic() < until:
-        ok(launch(function, other))
-        n += 1
-    ok(cuda.cuStreamEndCapture(mine, byref(graph)))
-    print(n * 300e-6 < 0.7)
-    """
-    with boxes(50) as (box,):
-        assert run(box, program, helpers=HELPERS) == ["True"]
-
-
-def test_an_abandoned_capture_does_not_stop_the_clockwork() -> None:
-    """One that the program broke by waiting for its stream ends in an error, and ends."""
-    program = """
-    start()
-    function, stream, plain, graph = kernel("spin_us_2000"), new_stream(), new_stream(), c_void_p()
-    ok(cuda.cuStreamBeginCapture_v2(stream, 0))
-    ok(launch(function, stream))
-    assert cuda.cuStreamSynchronize(stream) == 900
-    assert cuda.cuStreamEndCapture(stream, byref(graph)) == 901
-    print(timed(lambda: [ok(launch(function, plain)) for _ in range(100)] and 0) > 0.3)
-    """
-    with boxes(40) as (box,):
-        assert run(box, program, helpers=HELPERS) == ["True"]
-
-
 CONTEXTS = """
 function, contexts = None, []
 def work(seconds):
@@ -305,111 +196,6 @@ def test_contexts_come_and_go(again: str) -> None:
     """
     with boxes(40) as (box,):
         assert run(box, program, helpers=HELPERS + CONTEXTS) == ["ok"]
-
-
-def test_a_launch_counts_where_its_stream_is() -> None:
-    """Another context is current."""
-    program = """
-    first = start()
-    second, function = c_void_p(), kernel("spin_us_1000")
-    stream = new_stream()
-    ok(cuda.cuCtxCreate_v2(byref(second), 0, 0))
-    began = time.monotonic()
-    results = {launch(function, stream) for _ in range(100)}
-    took = time.monotonic() - began
-    print(took > 0.2 if results == {0} else results)
-    """
-    with boxes(30) as (box,):
-        assert run(box, program, helpers=HELPERS) == ["True"]
-
-
-def test_many_streams_and_functions_come_and_go() -> None:
-    """More than are remembered; destroyed with work in them."""
-    program = """
-    start()
-    functions = [kernel(f"spin_us_{100 + i}") for i in range(5)]
-    began, n = time.monotonic(), 0
-    while time.monotonic() - began < 1.5:
-        streams = [new_stream() for _ in range(40)]
-        for i, stream in enumerate(streams * 2):
-            ok(launch(functions[i % 5], stream, grid=1 + n % 700))
-            n += 1
-        for stream in streams:
-            ok(cuda.cuStreamDestroy_v2(stream))
-    ok(cuda.cuCtxSynchronize())
-    print(time.monotonic() - began)
-    """
-    with boxes(40) as (box,):
-        (took,) = run(box, program, helpers=HELPERS)
-        assert 20 < percent_held(box, float(took)) < 40 + POINTS
-
-
-STREAMS_OF_THREADS = """
-def per_thread(function):
-    return cuda.cuLaunchKernel_ptsz(function, 1, 1, 1, 1, 1, 1, 0, None, None, None)
-"""
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_streams_of_threads(threads: int) -> None:
-    program = f"""
-    context, function = start(), kernel("spin_us_500")
-    began = time.monotonic()
-    def work():
-        ok(cuda.cuCtxSetCurrent(context))
-        while time.monotonic() - began < 2:
-            ok(per_thread(function))
-    workers = [threading.Thread(target=work) for i in range({threads})]
-    [w.start() for w in workers], [w.join() for w in workers]
-    ok(cuda.cuCtxSynchronize())
-    print(time.monotonic() - began)
-    """
-    with boxes(40) as (box,):
-        (took,) = run(box, program, helpers=HELPERS + STREAMS_OF_THREADS)
-        assert 20 < percent_held(box, float(took)) < 40 + POINTS
-
-
-def test_the_legacy_stream_beside_streams_that_wait_for_it() -> None:
-    program = """
-    start()
-    function, blocking, free = kernel("spin_us_500"), [new_stream(0), new_stream(0)], new_stream()
-    began, n = time.monotonic(), 0
-    while time.monotonic() - began < 2:
-        ok(launch(function, (None, *blocking, free)[n % 4]))
-        n += 1
-    ok(cuda.cuCtxSynchronize())
-    print(time.monotonic() - began)
-    """
-    with boxes(40) as (box,):
-        (took,) = run(box, program, helpers=HELPERS)
-        assert 20 < percent_held(box, float(took)) < 40 + POINTS
-
-
-def test_our_markers_make_no_circle_of_waiting() -> None:
-    """A kernel in one blocking stream spins for a later one in another: a marker in the legacy stream between them
-    would wait for the first and hold the second."""
-    program = """
-    start()
-    wait, write, flag = kernel("wait_flag"), kernel("set_flag"), c_uint64()
-    ok(cuda.cuMemAlloc_v2(byref(flag), c_size_t(4096)))
-    ok(cuda.cuMemsetD32_v2(flag, 0, c_size_t(1)))
-    short, waiter, releaser = kernel("spin_us_50"), new_stream(0), new_stream(0)
-    def flagged(function, stream, value):
-        values = (c_uint64 * 1)(flag.value), (c_uint64 * 1)(value)
-        arguments = (c_void_p * 2)(*(ctypes.cast(v, c_void_p) for v in values))
-        ok(cuda.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, arguments, None))
-    for i in range(1, 6):
-        for _ in range(30):
-            ok(launch(short, None))
-        flagged(wait, waiter, i)
-        for _ in range(3):
-            ok(launch(short, releaser))
-        flagged(write, releaser, i)
-        ok(cuda.cuCtxSynchronize())
-    print("through")
-    """
-    with boxes(60) as (box,):
-        assert run(box, program, helpers=HELPERS, timeout_s=50) == ["through"]
 
 
 def test_nothing_is_left_open_and_errno_is_the_programs() -> None:

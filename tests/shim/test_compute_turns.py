@@ -16,7 +16,7 @@ from gpushare.region import offset
 
 from tests.shim.box import GIB, Box
 from tests.shim.inside import MIB
-from tests.shim.test_compute_life import HELPERS
+from tests.shim.launches import HELPERS
 from tests.shim.test_live import talk
 from tests.sim.ledger import Ledger
 from tests.sim.simhost import make_simhost

@@ -15,8 +15,8 @@ from gpushare.region import DEVICE_PAUSED, offset
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, PRELUDE, peak
+from tests.shim.launches import HELPERS
 from tests.shim.tenants import boxes
-from tests.shim.test_compute_life import HELPERS
 from tests.sim.ledger import Ledger
 
 TALK = """

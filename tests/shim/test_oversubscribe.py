@@ -12,7 +12,7 @@ from gpushare.usagefile import Usage, read_usage
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
-from tests.shim.test_compute_life import HELPERS as KERNELS
+from tests.shim.launches import HELPERS as KERNELS
 from tests.shim.test_live import talk
 from tests.sim.ledger import Ledger
 from tests.sim.simhost import make_simhost

@@ -8,7 +8,7 @@ SIM_PYTHON ?= $(if $(PYTHON),$(PYTHON),python3)
 SIM_CFLAGS := -std=c11 -D_GNU_SOURCE -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror -I$(SIM_DIR) -I$(SIM_DIR)/cuda -isystem $(CUDA_INCLUDE) \
 	-isystem $(NVML_INCLUDE)
 
-SIM_SHARED := device shared scheduler
+SIM_SHARED := device memory shared scheduler
 SIM_CUDA := $(SIM_SHARED) $(patsubst $(SIM_DIR)/cuda/%.c,cuda/%,$(wildcard $(SIM_DIR)/cuda/*.c))
 SIM_NVML := $(SIM_SHARED) $(patsubst $(SIM_DIR)/nvml/%.c,nvml/%,$(wildcard $(SIM_DIR)/nvml/*.c))
 SIM_CUDA_OBJECTS := $(SIM_CUDA:%=$(SIM_OUT)/obj/%.o)

@@ -111,6 +111,8 @@ struct world {
     uint64_t end_ns;
 };
 
+/* simulate.c: hosts and devices until `end_ns`. */
+void simulate(struct world *world);
 /* program.c: what a process launches next; false: nothing now. */
 bool choose(struct host *host);
 bool wants_sync(const struct host *host);

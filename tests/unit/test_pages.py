@@ -10,54 +10,19 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import hook, leaseend, leases, pages, procs, region, storage
+from gpushare import hook, leases, pages, region
 from gpushare.errors import CapacityError, KernelError
-from gpushare.model import Amount, Lease, Node, Request, Selection
+from gpushare.model import Amount, Request, Selection
 
-from tests.lib import rootfs
-from tests.unit import pure
+from tests.unit import pagehost, pure
+from tests.unit.pagehost import GIB, INDEX_SIZE, NODE, UUID, files, granted, index, reserve
 
-GIB = 1 << 30
-NODE = pure.node(2)
-UUID = pure.UUIDS[0]
-INDEX_SIZE = region.packer("gs_peers").size
-
-
-@pytest.fixture
-def state(state_dir: Path) -> Iterator[str]:
-    storage.prepare(str(state_dir))
-    yield str(state_dir)
-
-
-def reserve(state: str, name: str, memory_bytes: int = 1 << 26, count: int = 1, node: Node = NODE) -> Lease:
-    amount = Amount(memory_bytes, None, str(memory_bytes))
-    request = Request("own", Selection("any", count), ("compute",), memory=((None, amount),))
-    return leases.reserve(state, pure.bundle(container_id=name), request, node, hook.grant)
-
-
-def index(state: str, uuid: str = UUID) -> tuple[frozenset[int], int]:
-    """(numbers, generation) as a container reads them: bit by bit."""
-    data = Path(pages.directory(state, uuid), "index").read_bytes()
-    fields = region.packer("gs_peers").unpack(data)
-    assert fields[:3] == (region.PEERS_MAGIC, region.ABI_VERSION, len(data))
-    used = int.from_bytes(b"".join(word.to_bytes(8, "little") for word in fields[4:6]), "little")
-    return frozenset(n for n in range(region.MAX_PEERS) if used >> n & 1), fields[3]
-
-
-def granted(state: str, number: int, uuid: str = UUID) -> int:
-    """What a container reads that `number` may have."""
-    data = Path(pages.directory(state, uuid), "index").read_bytes()
-    at = region.offset("gs_peers", "granted") + 8 * number
-    return int.from_bytes(data[at : at + 8], "little")
-
-
-def files(state: str, uuid: str = UUID) -> set[str]:
-    return {path.name for path in Path(pages.directory(state, uuid)).iterdir()}
+state = pagehost.state
 
 
 def test_first_share_makes_a_private_tmpfs_of_exact_size(state: str) -> None:
@@ -263,153 +228,6 @@ def test_lease_of_a_tenant_with_cap_lease_does_not_hold_up_a_release(state: str)
     finally:
         os.close(fd)
         signal.signal(signal.SIGIO, signal.SIG_DFL)
-
-
-# What is killed, lost or old
-
-
-def test_index_is_what_the_leases_say_after_a_start_was_killed(state: str) -> None:
-    """Killed between any two steps, a start or a release leaves numbers and files of nobody."""
-    reserve(state, "c1")
-    pages.take(state, UUID, 5, {})
-    pages.settle(state, UUID, {0: 30, 5: 40, 127: 50})
-    pages.take(state, UUID, 127, {})
-    assert reserve(state, "c2").shares[0].page == 1
-    assert index(state)[0] == {0, 1} and files(state) == {"index", "0", "1"}
-
-
-def test_dead_reservation_gives_its_page_back(state: str) -> None:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            reserve(state, "dead")
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert index(state)[0] == {0}
-    assert leaseend.sweep(state) == ["dead"]
-    assert index(state)[0] == frozenset() and files(state) == {"index"}
-
-
-def killed_at(call: int, work: Callable[[], object]) -> bool:
-    """Runs `work` in a process that kills itself before the system call with this number; False when it ended first."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    left = call
-
-    def count(_frame: object, event: str, called: object) -> None:
-        nonlocal left
-        if event == "c_call" and getattr(called, "__module__", "") in ("posix", "fcntl"):
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        sys.setprofile(count)
-        work()
-    finally:
-        sys.setprofile(None)
-        os._exit(0)
-
-
-def consistent(state: str) -> None:
-    """The index, the files and the leases say the same."""
-    held = {lease.shares[0].page for lease in leases.view(state).live}
-    assert index(state)[0] == held
-    assert files(state) == {"index", *map(str, held)}
-    for number in held:
-        status = os.stat(pages.path(state, UUID, number))
-        assert (status.st_size, stat.S_IMODE(status.st_mode)) == (pages.PAGE_SIZE, 0o666)
-
-
-def test_start_killed_at_any_call_takes_no_page_with_it(state: str) -> None:
-    reserve(state, "c1")
-    for call in range(200):
-        if not killed_at(call, lambda: reserve(state, "dead")):
-            break
-        lease = reserve(state, "next")
-        assert lease.shares[0].page == 1, f"call {call}"
-        consistent(state)
-        leases.undo(state, "next")
-        consistent(state)
-    assert 30 < call < 199
-
-
-def test_release_killed_at_any_call_is_finished_by_the_next(state: str) -> None:
-    reserve(state, "c1")
-
-    def release() -> None:
-        with leases.locked(state):
-            leases.drop(state, "c2", shares)
-
-    for call in range(200):
-        shares = reserve(state, "c2").shares
-        if not killed_at(call, release):
-            break
-        leases.undo(state, "c2")
-        consistent(state)
-    assert 5 < call < 199
-
-
-def test_first_share_of_a_device_killed_at_any_call_blocks_nothing(state: str) -> None:
-    for call in range(200):
-        again = killed_at(call, lambda: pages.prepare(state, UUID))
-        reserve(state, "next")
-        assert rootfs.mount_points().count(pages.directory(state, UUID)) == 1, f"call {call}"
-        consistent(state)
-        leases.undo(state, "next")
-        rootfs.unmount_below(Path(state, "devices"))
-        if not again:
-            break
-    assert 5 < call < 199
-
-
-def test_first_shares_at_the_same_time_mount_once(state: str) -> None:
-    ready, go = os.pipe()
-    parent = procs.myself()
-    children = []
-    for number in range(8):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.close(go)
-                os.read(ready, 1)
-                lease = reserve(state, f"c{number}")
-                leases.hold(state, lease, procs.Process(os.getppid(), parent.start, "R"), "/")
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(pid)
-    os.close(ready)
-    os.close(go)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 8
-    assert rootfs.mount_points().count(pages.directory(state, UUID)) == 1
-    assert index(state)[0] == frozenset(range(8))
-    assert sorted(lease.shares[0].page for lease in leases.view(state).live) == list(range(8))
-
-
-def test_directory_of_an_earlier_version_gets_its_folder(state: str) -> None:
-    """An upgrade under living containers: there is no devices/, and their leases name no page."""
-    lease = reserve(state, "old")
-    path = Path(state, "containers", "old", "lease.json")
-    path.write_text(path.read_text().replace(', "page": 0', ""))
-    rootfs.unmount_below(Path(state, "devices"))
-    os.rmdir(pages.directory(state, UUID))
-    os.rmdir(Path(state, "devices"))
-    assert leases.find(state, "old") == lease
-    assert reserve(state, "new").shares[0].page == 1
-    leases.undo(state, "old")
-    assert index(state)[0] == {1}
-
-
-def test_release_does_not_need_the_devices_directory(state: str) -> None:
-    reserve(state, "c1")
-    rootfs.unmount_below(Path(state, "devices"))
-    leases.undo(state, "c1")
-    assert leases.view(state) == leases.View((), (), (), ())
-    assert reserve(state, "c2").shares[0].page == 0
 
 
 def test_reader_sees_the_change_through_its_mapping(state: str) -> None:

@@ -1,0 +1,39 @@
+"""Words for programs that launch kernels, and what the ledger says of a box."""
+
+from __future__ import annotations
+
+from tests.shim.box import Box
+from tests.sim.ledger import Ledger
+
+POINTS = 5.0
+SETTLED_S = 0.5
+WINDOW_S = 1.0
+BUSY = {"kernel": 1000}
+
+HELPERS = """
+def kernel(name):
+    module, function = c_void_p(), c_void_p()
+    ok(cuda.cuModuleLoadData(byref(module), b"SIMMOD globals=0 code=1\\n"))
+    ok(cuda.cuModuleGetFunction(byref(function), module, name.encode()))
+    return function
+
+def launch(function, stream=None, grid=1):
+    return cuda.cuLaunchKernel(function, grid, 1, 1, 1, 1, 1, 0, stream, None, None)
+
+def new_stream(flags=1):
+    stream = c_void_p()
+    ok(cuda.cuStreamCreate(byref(stream), flags))
+    return stream
+
+def timed(call):
+    "Seconds that a call took."
+    began = time.monotonic()
+    ok(call())
+    return time.monotonic() - began
+"""
+
+
+def percent_held(box: Box, seconds: float) -> float:
+    """Of a device's time by all that ran in the box so far, over so many seconds."""
+    with Ledger(box.device()) as ledger:
+        return 100 * sum(group.busy_ns for group in ledger.groups()) / seconds / 1e9

@@ -1,0 +1,194 @@
+"""Programs that the compute limit could hang or hold up, and what containers say falsely of themselves.
+
+Judged by the simulated device's ledger.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import textwrap
+import threading
+import time
+
+import pytest
+from gpushare.region import MAX_PAGES, offset, packer
+
+from tests.shim.attacker import LIMIT, TOOLS
+from tests.shim.box import Box
+from tests.shim.inside import run
+from tests.shim.launches import HELPERS
+from tests.shim.tenants import boxes, observe, tenants
+
+# ---- what a container writes into its own files ------------------------------------------------------------------
+
+NOISE = """
+import mmap, random
+pages = "/usr/lib/gpushare/pages/"
+path, at, size = {
+    "bucket": ("/usr/lib/gpushare/rw/usage", [4096], 128),
+    "pages": (pages + os.listdir(pages)[0], [4096 * i for i in range(20)], 4096),
+}[sys.argv[1]]
+start()
+function, stream = kernel("spin_us_500"), new_stream()
+with open(path, "r+b") as file:
+    data = mmap.mmap(file.fileno(), 0)
+stop = threading.Event()
+def noise():
+    while not stop.wait(0.001):
+        where = random.choice(at)
+        data[where : where + size] = random.choice((os.urandom(size), b"\\xff" * size, bytes(size)))
+writer = threading.Thread(target=noise)
+writer.start()
+until, n = time.monotonic() + 1.5, 0
+while time.monotonic() < until:
+    ok(launch(function, stream))
+    n += 1
+stop.set()
+writer.join()
+ok(cuda.cuCtxSynchronize())
+print(n)
+"""
+
+
+@pytest.mark.parametrize("where", ["bucket", "pages"])
+def test_nonsense_in_its_own_files_breaks_nothing(where: str) -> None:
+    """It may pass its own limit by that (docs/security.md); it is neither stopped nor killed."""
+    with boxes(LIMIT) as (box,):
+        (n,) = run(box, NOISE, where, helpers=HELPERS)
+    assert int(n) * 500e-6 / 1.5 > 0.1
+
+
+# ---- what a neighbour says ------------------------------------------------------------------
+
+RUNS, RUN_NS, SWITCH_NS = 47, 20_000, 499_000  # GS_RUNS
+
+
+def visits(now: int) -> bytes:
+    """The page of a context that was on the device every 100 us until now, and says that switches are slow."""
+    ends = [now - 100_000 * i for i in reversed(range(RUNS))]
+    runs = [word for end in ends for word in (end - RUN_NS, end, RUN_NS)]
+    head = packer("gs_activity").pack(0, 0, now, 0, 0, RUNS - 1, RUNS, 2 * RUN_NS, SWITCH_NS, 0)
+    activity = head[: offset("gs_activity", "run")] + struct.pack(f"<{3 * RUNS}Q", *runs)
+    return (bytes(offset("gs_page", "buffer")) + 2 * activity).ljust(packer("gs_page").size, b"\0")
+
+
+def test_a_neighbour_cannot_make_launches_dear() -> None:
+    """A program that waits for each kernel pays for a switch to each; not for what others say that one takes."""
+    with boxes(40, 40) as (box, liar), tenants((box, {"mode": "sync", "kernel": 100})) as (tenant,):
+        stop = threading.Event()
+        at = offset("gs_pages", "page")
+
+        def lie() -> None:
+            with liar.pages().open("r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), struct.pack("<I", MAX_PAGES), offset("gs_pages", "high"))
+                os.pwrite(file.fileno(), struct.pack(f"<{MAX_PAGES}Q", *[1] * MAX_PAGES), offset("gs_pages", "owner"))
+                while not stop.wait(0.0002):
+                    os.pwrite(file.fileno(), visits(time.monotonic_ns()) * MAX_PAGES, at)
+
+        liar_thread = threading.Thread(target=lie)
+        observe(box, 0.5, [tenant])
+        liar_thread.start()
+        try:
+            observe(box, 0.5, [tenant])
+            got = observe(box, 1.5, [tenant]).of[tenant.pidns]
+        finally:
+            stop.set()
+            liar_thread.join()
+    assert got > 14, got
+
+
+# ---- hangs ------------------------------------------------------------------
+
+HELD_S = 9
+HELD = f"""
+start()
+threading.Timer({HELD_S}, lambda: (print("held", flush=True), os._exit(0))).start()
+function, first, second, flag = kernel("spin_us_1000"), new_stream(), new_stream(), new_flag()
+for _ in range(60):
+    ok(launch(function, second))
+ok(cuda.cuCtxSynchronize())
+"""
+HELD_BY = {
+    "a kernel": """
+        ok(flagged(kernel("wait_flag"), first, flag, 1))
+        for i in range({n}):
+            ok(launch(function, second, grid={grid}))
+        ok(flagged(kernel("set_flag"), second, flag, 1))
+        """,
+    "a value": """
+        ok(cuda.cuStreamWaitValue32_v2(first, flag, 1, 0))
+        ok(launch(function, first))
+        for i in range({n}):
+            ok(launch(function, second, grid={grid}))
+        ok(cuda.cuStreamWriteValue32_v2(second, flag, 1, 0))
+        """,
+}
+SEGMENTS = 32  # GS_SEGMENTS
+
+
+@pytest.mark.parametrize(("n", "grid"), [(10, "1"), (SEGMENTS + 8, "1"), (6, "2 + i")], ids=["few", "many", "unknown"])
+@pytest.mark.parametrize("by", HELD_BY)
+def test_a_stream_that_is_held_up_until_others_have_run(by: str, n: int, grid: str) -> None:
+    """Nothing of what runs meanwhile is known to be done before the first stream is."""
+    end = "ok(cuda.cuCtxSynchronize())\nprint('through', flush=True)\nos._exit(0)\n"
+    program = HELD + textwrap.dedent(HELD_BY[by]).format(n=n, grid=grid) + end
+    with boxes(50) as (box,):
+        assert run(box, program, helpers=HELPERS + TOOLS) == ["through"]
+
+
+# ---- held up though the limit is far ------------------------------------------------------------------
+
+
+def test_host_functions_between_kernels_are_not_compute() -> None:
+    """The device is busy for 2 % of the time."""
+    program = """
+    start()
+    function, stream = kernel("spin_us_100"), new_stream()
+    pause = ctypes.CFUNCTYPE(None, c_void_p)(lambda _: time.sleep(0.005))
+    ok(launch(function, stream))
+    ok(cuda.cuCtxSynchronize())
+    until, n = time.monotonic() + 3, 0
+    while time.monotonic() < until:
+        for _ in range(10):
+            ok(launch(function, stream))
+            ok(cuda.cuLaunchHostFunc(stream, pause, None))
+        ok(cuda.cuStreamSynchronize(stream))
+        n += 10
+    print(n)
+    """
+    with Box() as plain, boxes(30) as (box,):
+        (native,), (limited,) = run(plain, program, helpers=HELPERS), run(box, program, helpers=HELPERS)
+    assert int(limited) > 0.7 * int(native)
+
+
+PIPELINE = """
+places = []
+ok(cuda.cuInit(0))
+for device in range(2):
+    context, event = start(device), c_void_p()
+    ok(cuda.cuEventCreate(byref(event), 2))
+    places.append((context, new_stream(), kernel("spin_us_5000"), event))
+def step():
+    for (context, stream, function, event), (_, _, _, before) in zip(places, places[::-1]):
+        ok(cuda.cuCtxSetCurrent(context))
+        ok(cuda.cuStreamWaitEvent(stream, before, 0))
+        ok(launch(function, stream))
+        ok(cuda.cuEventRecord(event, stream))
+for _ in range(10):
+    step()
+until, n = time.monotonic() + 3, 0
+while time.monotonic() < until:
+    for _ in range(4):
+        step()
+    ok(cuda.cuStreamSynchronize(places[1][1]))
+    n += 4
+print(n)
+"""
+
+
+def test_two_devices_that_wait_for_each_other_are_each_busy_for_half_of_the_time() -> None:
+    """Below their limits, so that nothing is held."""
+    with Box([None] * 2, gpus=2) as plain, boxes(55, gpus=2) as (box,):
+        (native,), (limited,) = run(plain, PIPELINE, helpers=HELPERS), run(box, PIPELINE, helpers=HELPERS)
+    assert int(limited) > 0.85 * int(native)

@@ -1,0 +1,102 @@
+"""A "container" whose limits change: its lease and its files, without a runtime."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import (
+    hook,
+    leasefile,
+    leases,
+    livelimits,
+    procs,
+    region,
+    resize,
+    storage,
+)
+from gpushare.model import Amount, Lease, Request, Selection, Share
+from gpushare.ops import TenantTmpfs, WriteLimits
+
+from tests.unit import pure
+
+GIB = 1 << 30
+HOST = pure.node(1)
+UUID = pure.UUIDS[0]
+REFUSE_UNHELD = livelimits._refuse_unheld
+
+
+@pytest.fixture
+def state(state_dir: Path) -> str:
+    storage.prepare(str(state_dir))
+    return str(state_dir)
+
+
+@pytest.fixture
+def init() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "inf"]) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def held(state: str, init: int, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lease]:
+    """held(shares) -> the lease of a "container" whose init sleeps."""
+    monkeypatch.setattr(livelimits, "_refuse_unheld", lambda *_: None)  # it has no mounts of its own
+
+    def make(*shares: Share, container_id: str = "c1") -> Lease:
+        me, found = procs.myself(), procs.find(init)
+        assert found is not None
+        lease = pure.lease(*shares, container_id=container_id)._replace(
+            boot_id=procs.boot_id(), creator_pid=me.pid, creator_start=me.start, created=time.time()
+        )
+        folder = Path(storage.container_dir(state, container_id))
+        folder.mkdir()
+        (folder / "lease.json").write_bytes(leasefile.to_json(lease))
+        path = storage.make_share_dir(state, container_id, lease.shares)
+        storage.execute(WriteLimits(lease.shares, f"{path}/limits"))
+        storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
+        return leases.hold(state, lease, found, "")
+
+    return make
+
+
+def use(state: str, used_bytes: int, container_id: str = "c1") -> None:
+    """What a process of the container would write."""
+    path = Path(storage.container_dir(state, container_id), "rw", "usage")
+    data = bytearray(path.read_bytes())
+    at = region.offset("gs_usage", "slot")
+    packed = region.packer("gs_slot").pack(7, 7, 1, 1, 1, used_bytes, *[0] * (region.MAX_DEVICES - 1))
+    data[at : at + len(packed)] = packed
+    path.write_bytes(data)
+
+
+def limits(state: str, container_id: str = "c1") -> region.Limits:
+    return storage.read_limits(f"{storage.container_dir(state, container_id)}/share/limits")
+
+
+def change(state: str, wish: resize.Wish, dry_run: bool = False, node: Any = HOST) -> livelimits.Changed:
+    def decide(lease: Lease, live: tuple[Lease, ...], seen: leases.View) -> tuple[Share, ...]:
+        return resize.shares(lease, wish, node, live, seen.blocked(node))
+
+    return livelimits.change(state, "c1", decide, dry_run)
+
+
+def reserve(state: str, memory_bytes: int, container_id: str = "c2") -> Lease:
+    amount = Amount(memory_bytes, None, str(memory_bytes))
+    request = Request("own", Selection("any", 1), ("compute",), memory=((None, amount),))
+    return leases.reserve(state, pure.bundle(container_id=container_id), request, HOST, hook.grant)
+
+
+def share(memory_bytes: Any, percent: Any = None, **more: Any) -> Share:
+    return pure.share(0, 0, memory_bytes)._replace(compute_percent=percent, **more)
+
+
+def fd_of(path: Path, *shares: Share) -> int:
+    path.write_bytes(region.pack_limits(shares, 1))
+    return os.open(path, os.O_RDWR)

@@ -1,0 +1,49 @@
+"""devices/<uuid> as leases have made it, read as a container reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gpushare import hook, leases, pages, region, storage
+from gpushare.model import Amount, Lease, Node, Request, Selection
+
+from tests.unit import pure
+
+GIB = 1 << 30
+NODE = pure.node(2)
+UUID = pure.UUIDS[0]
+INDEX_SIZE = region.packer("gs_peers").size
+
+
+@pytest.fixture
+def state(state_dir: Path) -> Iterator[str]:
+    storage.prepare(str(state_dir))
+    yield str(state_dir)
+
+
+def reserve(state: str, name: str, memory_bytes: int = 1 << 26, count: int = 1, node: Node = NODE) -> Lease:
+    amount = Amount(memory_bytes, None, str(memory_bytes))
+    request = Request("own", Selection("any", count), ("compute",), memory=((None, amount),))
+    return leases.reserve(state, pure.bundle(container_id=name), request, node, hook.grant)
+
+
+def index(state: str, uuid: str = UUID) -> tuple[frozenset[int], int]:
+    """(numbers, generation) as a container reads them: bit by bit."""
+    data = Path(pages.directory(state, uuid), "index").read_bytes()
+    fields = region.packer("gs_peers").unpack(data)
+    assert fields[:3] == (region.PEERS_MAGIC, region.ABI_VERSION, len(data))
+    used = int.from_bytes(b"".join(word.to_bytes(8, "little") for word in fields[4:6]), "little")
+    return frozenset(n for n in range(region.MAX_PEERS) if used >> n & 1), fields[3]
+
+
+def granted(state: str, number: int, uuid: str = UUID) -> int:
+    """What a container reads that `number` may have."""
+    data = Path(pages.directory(state, uuid), "index").read_bytes()
+    at = region.offset("gs_peers", "granted") + 8 * number
+    return int.from_bytes(data[at : at + 8], "little")
+
+
+def files(state: str, uuid: str = UUID) -> set[str]:
+    return {path.name for path in Path(pages.directory(state, uuid)).iterdir()}

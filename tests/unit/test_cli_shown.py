@@ -1,0 +1,358 @@
+"""What `gpushare list`, `inspect` and `devices` say of what runs, and of what does not any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import leases, log, region, rootless, storage
+from gpushare.cli import output
+from gpushare.errors import CapacityError
+
+from tests.lib.terminal import Terminal
+from tests.unit import pure
+from tests.unit.clihost import GIB, LONG, MIB, charge, compute
+
+
+@pytest.mark.usefixtures("frozen")
+def test_list_and_inspect_show_compute(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    limited = pure.share(0, 0, GIB)._replace(compute_percent=30, page=3)
+    soft = pure.share(1, 1, GIB)._replace(compute_percent=60, soft=True, priority=1)
+    page = start("c1", limited, soft, created=time.time() - 130)
+    compute(page, 0, 27.4, waited_ns=12_340_000_000, busy_ns=5)
+    compute(page, 1, 250)
+    start("c2", pure.share(0, 0, GIB), created=time.time() - 100)
+    assert [re.split(" {2,}", line)[4] for line in cli("list")[1].splitlines()] == [
+        "COMPUTE",
+        "27% of 30%",
+        "100% of 60% soft",
+        "0%",
+    ]
+    text = cli("inspect", "c1")[1]
+    for line in (
+        rf" +0 +0 +0 B +1 GiB +0 +27% of 30% +12.3 s +3  {pure.UUIDS[0]}",
+        rf" +1 +1 +0 B +1 GiB +0  100% of 60% soft, high priority +0.0 s +0  {pure.UUIDS[1]}",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), f"{line}\n{text}"
+    first, second = json.loads(cli("inspect", "c1", "--format", "json")[1])["shares"]
+    keys = ("compute_percent", "compute_mode", "priority", "compute_used_percent", "page")
+    assert [first[key] for key in keys] == [30, "hard", 0, 27.4, 3]
+    assert [second[key] for key in keys] == [60, "soft", 1, 100.0, 0]
+    assert (first["compute_throttled_ns"], first["compute_busy_ns"]) == (12_340_000_000, 5)
+
+
+@pytest.mark.usefixtures("frozen")
+def test_compute_of_a_lying_page_is_bounded_and_of_a_damaged_one_unknown(
+    cli: Callable[..., Any], start: Callable[..., Path]
+) -> None:
+    page = start("c1", pure.share(0, 0, GIB)._replace(compute_percent=30), created=time.time() - 50)
+    data = bytearray(page.read_bytes())
+    at = region.offset("gs_usage", "bucket")
+    data[at : at + 128] = b"\xff" * 128
+    page.write_bytes(data)
+    (share,) = json.loads(cli("list", "--format", "json")[1])[0]["shares"]
+    assert 0 <= share["compute_used_percent"] <= 100
+    for key in ("compute_throttled_ns", "compute_busy_ns"):
+        assert 0 <= share[key] <= 51 * 10**9 * region.MAX_SLOTS, key
+    os.truncate(page, 0)
+    (share,) = json.loads(cli("list", "--format", "json")[1])[0]["shares"]
+    assert (share["compute_used_percent"], share["compute_throttled_ns"], share["compute_busy_ns"]) == (None,) * 3
+    assert "- of 30%" in cli("list")[1] and "- of 30%" in cli("inspect", "c1")[1]
+
+
+def test_list_in_a_pipe_is_plain_and_aligned(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    page = start(LONG, pure.share(0, 0, 4 * GIB), created=time.time() - 7200)
+    charge(page, 0, 1, 1 * GIB)
+    charge(page, 3, 2, 512 * MIB)
+    start("web-1", pure.share(0, 0, 1 * GIB), pure.share(1, 1, None), created=time.time() - 130)
+    code, text, _ = cli("list")
+    assert code == 0
+    assert text.splitlines() == [
+        "CONTAINER     DEVICE  MEMORY USED      LIMIT  COMPUTE  PROCESSES  STATE    AGE",
+        "0123456789ab       0     1.50 GiB      4 GiB       0%          2  running   2h",
+        "web-1              0          0 B      1 GiB       0%          0  running   2m",
+        "web-1              1          0 B  unlimited       0%          0  running   2m",
+    ]
+
+
+def test_list_says_why_a_lease_is_dead_or_damaged(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path
+) -> None:
+    start("gone", pure.share(0, 0, 1 * GIB))
+    start("torn", pure.share(0, 0, 1 * GIB))
+    for name, change in (("gone", {"boot_id": "another"}), ("torn", None)):
+        path = state / "containers" / name / "lease.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}) if change else "{")
+    text = cli("list")[1]
+    assert re.search("^gone .* dead .*  of another boot$", text, re.MULTILINE)
+    assert re.search("^torn .* damaged .*  lease.json is damaged: ", text, re.MULTILINE)
+
+
+def test_list_as_json_tells_mig_devices_apart(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    part = pure.device(1)._replace(uuid="MIG-cccccccc-2222-2222-2222-222222222222", parent=pure.UUIDS[1], mig_index=2)
+    start("c1", pure.share(0, 1, 1 * GIB)._replace(device=part))
+    (share,) = json.loads(cli("list", "--format", "json")[1])[0]["shares"]
+    assert (share["device"], share["mig_index"]) == (1, 2)
+    assert (share["uuid"], share["parent_uuid"]) == (part.uuid, pure.UUIDS[1])
+
+
+def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    charge(start("c1", pure.share(0, 1, 4 * GIB)), 0, 1, 1 * GIB, refused=7)
+    (one,) = json.loads(cli("list", "--format", "json")[1])
+    assert (one["id"], one["state"], one["process_count"], one["note"]) == ("c1", "running", 1, "")
+    assert one["shares"] == [
+        {
+            "slot": 0,
+            "device": 1,
+            "uuid": pure.UUIDS[1],
+            "mig_index": None,
+            "parent_uuid": None,
+            "memory_used_bytes": 1 * GIB,
+            "memory_limit_bytes": 4 * GIB,
+            "memory_virtual_bytes": None,
+            "memory_host_bytes": 0,
+            "compute_percent": None,
+            "compute_mode": "hard",
+            "priority": 0,
+            "paused": False,
+            "memory_backend": "shim",
+            "compute_backend": "shim",
+            "compute_used_percent": 0.0,
+            "compute_busy_ns": 0,
+            "compute_throttled_ns": 0,
+            "page": 0,
+            "clamped_from": None,
+            "refused": 7,
+        }
+    ]
+
+
+def test_empty_list(cli: Callable[..., Any]) -> None:
+    assert cli("list") == (0, "CONTAINER  DEVICE  MEMORY USED  LIMIT  COMPUTE  PROCESSES  STATE  AGE\n", "")
+    assert json.loads(cli("list", "--format", "json")[1]) == []
+
+
+def test_terminal_gets_a_bar_and_a_pipe_does_not(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path
+) -> None:
+    """The same command on a pseudo terminal."""
+    charge(start("c1", pure.share(0, 0, 4 * GIB), created=time.time() - 7200), 0, 1, 3 * GIB)
+    piped = cli("list")[1]
+    assert "█" not in piped
+    source = str(Path(leases.__file__).resolve().parents[1])
+    program = f"import sys; sys.path.insert(0, {source!r}); from gpushare.cli import main; sys.exit(main())"
+
+    def drawn(columns: int, line: str, **env: str) -> str:
+        with Terminal([sys.executable, "-c", program, "--state", state, *line.split()], columns, env=env) as one:
+            assert one.end() == 0
+            return one.raw.decode().replace("\r", "")
+
+    wide, narrow, coloured = drawn(120, "list --no-color"), drawn(72, "list --no-color"), drawn(120, "list")
+    assert drawn(120, "--no-color list") == drawn(120, "list", NO_COLOR="1") == wide
+    assert "███████░░░  75%" in wide and "c1" in wide and "\x1b" not in wide
+    assert narrow == piped  # no room for the bar, which leaves first
+    assert "\x1b[33m███████░░░  75%\x1b[0m" in coloured and re.sub(r"\x1b\[[0-9;]*m", "", coloured) == wide
+
+
+def test_nothing_is_said_of_what_only_root_sees(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli("list") == (0, "no container has a share of a GPU\n", "")
+    monkeypatch.setattr(rootless, "is_rootless", lambda: True)
+    assert cli("list") == (0, "you have no share of a GPU; root sees those of others\n", "")
+
+
+def test_columns_leave_where_a_terminal_is_narrow(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whole columns, those with the highest number first; what they say is below. A pipe has all."""
+    columns = (output.Column("a"), output.Column("b", leaves=1), output.BAR, output.Column("c", leaves=2))
+    for tty, width, expected in (
+        (True, 99, ["A", "B", "USED/LIMIT", "C"]),
+        (True, 50, ["A", "B", "C"]),
+        (True, 30, ["A", "B"]),
+        (True, 5, ["A"]),
+        (False, 5, ["A", "B", "C"]),
+    ):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)  # noqa: B023  # used in this round only
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("NO_COLOR", "1")
+        output.write_table(columns, [["x" * 12] * 4])
+        lines = capfd.readouterr().out.splitlines()
+        assert (lines[0].split(), lines[1].split()) == (expected, ["x" * 12] * len(expected))
+        left = ", ".join(f"{name} {'x' * 12}" for name in ("b", "c") if name.upper() not in expected)
+        assert lines[2:] == (["", f"a {'x' * 12}: {left}"] if left else [])
+
+
+def test_long_lines_go_on_below_their_text_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    long = f"  1 mount    /a-b-c <- /{'x' * 60} (file ro nosuid): the shim"
+    monkeypatch.setenv("TERM", "xterm")
+    for tty, columns, expected in (
+        (True, 40, ["  1 mount    /a-b-c <-", f"{' ' * 13}/{'x' * 60}", f"{' ' * 13}(file ro nosuid): the shim"]),
+        (True, 200, [long]),
+        (True, 20, [long]),  # where nothing would be readable
+        (False, 40, [long]),
+    ):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)  # noqa: B023  # used in this round only
+        monkeypatch.setenv("COLUMNS", str(columns))
+        output.write_text(f"{long}\n\nshort\n", 13)
+        assert capfd.readouterr().out.splitlines() == [*expected, "", "short"]
+
+
+def test_lying_page_is_not_believed(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    """No number above what the device has is shown as used."""
+    charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, 1, (1 << 64) - 1)
+    (one,) = json.loads(cli("list", "--format", "json")[1])
+    assert one["shares"][0]["memory_used_bytes"] == 16 * GIB
+    assert f"claims {(1 << 64) - 1} bytes of device 0" in one["note"]
+
+
+def test_inspect_shows_processes_refusals_and_the_last_refusal(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path, init: subprocess.Popen[bytes]
+) -> None:
+    charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, init.pid, 3 * GIB, refused=2)
+    log.record(str(state), "c1", "gpushare: no room; wait", CapacityError("no room"))
+    code, text, _ = cli("inspect", "c1")
+    assert code == 0
+    for line in (
+        r"id +c1",
+        r"state +running",
+        r"bundle +/bundle",
+        rf"init pid +{init.pid}",
+        r"last refusal +no room; wait",
+        rf" +0 +0 +3 GiB +4 GiB +2 +0% +0.0 s +0  {pure.UUIDS[0]}",
+        rf" *{init.pid} +{init.pid} +3 GiB",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), f"{line}\n{text}"
+    value = json.loads(cli("inspect", "c1", "--format", "json")[1])
+    assert value["processes"] == [{"pid": init.pid, "container_pid": init.pid, "memory_used_bytes": [3 * GIB]}]
+    assert (value["last_refusal"], value["bundle"], value["driver"]) == ("no room; wait", "/bundle", "535.261.03")
+
+
+def test_inspect_takes_unique_prefixes(cli: Callable[..., Any], start: Callable[..., Path], state: Path) -> None:
+    start("web-1", pure.share(0, 0, GIB))
+    start("web-12", pure.share(0, 0, GIB))
+    log.record(str(state), "refused-1", "gpushare: no room", CapacityError("no room"))
+    assert json.loads(cli("inspect", "web-12", "--format", "json")[1])["id"] == "web-12"
+    assert json.loads(cli("inspect", "web-1", "--format", "json")[1])["id"] == "web-1"  # whole beats prefix
+    assert json.loads(cli("inspect", "ref", "--format", "json")[1])["state"] == "refused"
+    assert cli("inspect", "web") == (64, "", "gpushare: 'web' begins 2 ids: web-1, web-12; give more of it\n")
+    code, _, error = cli("inspect", "db")
+    assert code == 64 and error.startswith("gpushare: no container 'db'; ")
+    assert cli("inspect", "")[0] == 64
+
+
+def test_devices_adds_up(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    start("c1", pure.share(0, 0, 4 * GIB))
+    start("c2", pure.share(0, 0, 2 * GIB), pure.share(1, 1, None))
+    first, second = json.loads(cli("devices", "--format", "json")[1])
+    assert [first[key] for key in ("granted_bytes", "free_bytes", "containers", "state")] == [
+        6 * GIB,
+        10 * GIB,
+        2,
+        "open",
+    ]
+    assert [second[key] for key in ("granted_bytes", "free_bytes", "containers", "state")] == [
+        16 * GIB,
+        0,
+        1,
+        "exclusive",
+    ]
+    lines = cli("devices")[1].splitlines()
+    assert lines[1].split()[0] == "0" and "6 GiB" in lines[1] and "10 GiB" in lines[1]
+
+
+def test_devices_add_up_hard_compute_limits(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    for name, percent, soft in (("c1", 30, False), ("c2", 50, False), ("c3", 90, True), ("c4", None, False)):
+        start(name, pure.share(0, 0, GIB)._replace(compute_percent=percent, soft=soft))
+    first, second = json.loads(cli("devices", "--format", "json")[1])
+    assert (first["compute_granted_percent"], first["compute_grantable_percent"]) == (80, 100)
+    assert second["compute_granted_percent"] == 0
+    assert (first["compute_free_percent"], second["compute_free_percent"]) == (20, 100)
+    assert "80%" in cli("devices")[1].splitlines()[1]
+
+
+def test_dead_and_damaged_leases_are_shown_and_pruned(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path
+) -> None:
+    start("dead", pure.share(0, 0, GIB))
+    start("damaged", pure.share(0, 1, GIB))
+    start("live", pure.share(0, 0, GIB))
+    path = state / "containers" / "dead" / "lease.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "x"}))
+    (state / "containers" / "damaged" / "lease.json").write_text("{")
+    (state / "containers" / "half").mkdir()
+    log.record(str(state), "gone", "gpushare: no room", CapacityError("no room"))
+    log.record(str(state), "live", "gpushare: no room", CapacityError("no room"))
+
+    states = {one["id"]: one["state"] for one in json.loads(cli("list", "--format", "json")[1])}
+    assert states == {"dead": "dead", "live": "running", "damaged": "damaged"}
+    assert json.loads(cli("devices", "--format", "json")[1])[1]["state"] == "unknown use"
+
+    wanted = {("lease", "dead"), ("start", "half"), ("damaged", "damaged"), ("refusal", "gone")}
+    for _ in range(2):  # a dry run changes nothing
+        items = json.loads(cli("prune", "--dry-run", "--format", "json")[1])["items"]
+        assert {(item["kind"], item["id"]) for item in items} == wanted
+    code, text, error = cli("prune")
+    assert code == 0 and "--assume-free" in error
+    assert sorted(line.split()[2] for line in text.splitlines()[1:]) == ["damaged", "dead", "gone", "half"]
+    assert sorted(os.listdir(state / "containers")) == ["damaged", "live"]
+    assert log.known(str(state)) == ["live"]
+    assert cli("prune", "--assume-free")[0] == 0
+    assert os.listdir(state / "containers") == ["live"] and storage.trash(str(state)) == []
+    assert cli("prune")[1] == "nothing to remove\n"
+
+
+def test_limits_of_what_runs(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    page = start("c1", pure.share(0, 0, 8 * GIB), pure.share(1, 1, 2 * GIB)._replace(compute_percent=30))
+    charge(page, 0, 1, 5 * GIB, GIB)
+    assert cli("limit", "show", "c") == (
+        0,
+        "SLOT  DEVICE  MEMORY USED  MEMORY  COMPUTE  MODE  PRIORITY  LAUNCHES\n"
+        "   0       0        5 GiB   8 GiB     100%  hard  normal    go\n"
+        "   1       1        1 GiB   2 GiB      30%  hard  normal    go\n",
+        "",
+    )
+    code, out, err = cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0", "--priority", "high")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1:] == [
+        "   0       0        5 GiB  8 GiB -> 4 GiB     100%  hard  normal -> high  go",
+        "   1       1        1 GiB           2 GiB      30%  hard  normal          go",
+        "slot 0: in use 5 GiB, over the limit by 1 GiB: new allocations fail until it is below",
+    ]
+    assert all("over its limit by 1 GiB" in text for text in (cli("inspect", "c1")[1], cli("list")[1]))
+    code, out, err = cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0", "--format", "json")
+    value = json.loads(out)
+    assert (code, value["changed"], value["dry_run"]) == (0, False, False)
+    limits = {"memory_limit_bytes": 4 * GIB, "compute_percent": None, "compute_mode": "hard", "priority": 1}
+    assert value["shares"][0] == {
+        "slot": 0,
+        "device": 0,
+        "uuid": pure.UUIDS[0],
+        "memory_used_bytes": 5 * GIB,
+        "over_bytes": GIB,
+        "before": {**limits, "paused": False},
+        "after": {**limits, "paused": False},
+    }
+    assert cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0")[1].splitlines()[-2] == "nothing changed"
+
+
+def test_a_pause_is_said_once(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    start("c1", pure.share(0, 0, GIB))
+    assert cli("pause", "c1") == (0, "c1 is paused: its launches wait until `gpushare resume`\n", "")
+    assert cli("pause", "c1") == (0, "c1 is paused already\n", "")
+    assert json.loads(cli("list", "--format", "json")[1])[0]["state"] == "paused"
+    assert "held" in cli("limit", "show", "c1")[1]
+    assert json.loads(cli("resume", "c1", "--format", "json")[1]) == {"id": "c1", "paused": False, "changed": True}
+    assert cli("resume", "c1") == (0, "c1 is running already\n", "")
+    assert json.loads(cli("list", "--format", "json")[1])[0]["state"] == "running"

@@ -1,0 +1,212 @@
+"""`gpushare runtime configure` where something is in its way: files of odd kinds, another command, kill -9."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare.engines import host
+from gpushare.errors import ConfigError, KernelError
+
+from tests.unit import configurehost
+from tests.unit.configurehost import tree
+
+root, programs = configurehost.root, configurehost.programs
+cli, daemon_json = configurehost.cli, configurehost.daemon_json
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "/etc/docker/daemon.json:1:2: not valid JSON"),
+        ("[1]", "/etc/docker/daemon.json: must hold a JSON object, not list"),
+        ('{"runtimes": []}', '/etc/docker/daemon.json: "runtimes" must be an object, not list'),
+        ('{"default-runtime": 1}', '/etc/docker/daemon.json: "default-runtime" must be text, not int'),
+        ('{"runtimes": {}, "runtimes": {}}', "'runtimes' is there twice"),
+    ],
+)
+def test_a_broken_file_is_named_and_left_alone(
+    cli: Callable[..., Any], daemon_json: Path, root: Path, text: str, message: str
+) -> None:
+    daemon_json.write_text(text)
+    before = tree(root)
+    for options in ((), ("--undo",)):
+        code, out, error = cli("docker", *options)
+        assert (code, out) == (78, "") and message in error and error.count("\n") == 1
+    assert tree(root) == before
+
+
+def _link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/elsewhere")
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_link, "'/etc/docker/daemon.json' is a link to '/elsewhere'"),
+        (_folder, "is not a regular file"),
+        (_fifo, "is not a regular file"),
+        (lambda path: path.write_bytes(b'{"a": "\xff"}'), "not UTF-8 text (byte 7)"),
+        (lambda path: path.write_bytes(b" " * (host.MAX_BYTES + 1)), "is larger than"),
+    ],
+)
+def test_what_is_no_usual_file_is_left_alone(
+    cli: Callable[..., Any], daemon_json: Path, root: Path, spoil: Callable[[Path], Any], message: str
+) -> None:
+    spoil(daemon_json)
+    names = sorted(path.name for path in root.rglob("*"))
+    code, out, error = cli("docker")
+    assert (code, out) == (78, "") and message in error and error.count("\n") == 1
+    assert sorted(path.name for path in root.rglob("*")) == names
+
+
+def test_links_out_of_root_are_refused(cli: Callable[..., Any], root: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (root / "etc/docker").symlink_to(tmp_path / "outside")
+    code, _, error = cli("docker")
+    assert code == 78 and "leads out of" in error and os.listdir(tmp_path / "outside") == []
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_all_or_nothing(root: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """The rename of one of three files fails: the files, and the folders, are as before."""
+    (root / "etc/a").write_text("a")
+    before = tree(root)
+    changes = [
+        host.Change("/etc/a", "a", "A"),
+        host.Change("/etc/new/b", None, "b"),
+        host.Change("/etc/c/d/e", None, "e"),
+    ]
+    real, calls = os.rename, []
+
+    def rename(source: str, target: str) -> None:
+        calls.append(target)
+        if len(calls) == failing + 1:
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(KernelError, match="No space left on device; nothing was changed"):
+        host.Host(str(root)).write(changes)
+    assert tree(root) == before
+
+
+def test_a_file_that_changes_meanwhile_is_not_overwritten(root: Path) -> None:
+    (root / "etc/a").write_text("b")
+    with pytest.raises(ConfigError, match="changed meanwhile"):
+        host.Host(str(root)).write([host.Change("/etc/new", None, ""), host.Change("/etc/a", "a", "A")])
+    assert tree(root).keys() == {"etc", "etc/a"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.unlink(), "is not a program"),
+        (lambda path: path.chmod(0o644), "is not a program"),
+        (lambda path: path.chmod(0o757), "(mode 757) is writable by others than root; chmod go-w"),
+        (lambda path: path.parent.chmod(0o777), "(mode 777) is writable by others than root"),
+        (lambda path: (os.chown(path, 0, 12), path.chmod(0o775)), "(mode 775) is writable by others than root"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gpushare-runtime", "gpushare-hook"])
+def test_programs_that_others_can_change_are_not_written_anywhere(
+    cli: Callable[..., Any], root: Path, programs: Path, name: str, spoil: Callable[[Path], Any], message: str
+) -> None:
+    spoil(programs / name)
+    before = tree(root)
+    code, _, error = cli("docker")
+    assert code == 78 and message in error
+    assert tree(root) == before
+
+
+class Killed(BaseException):
+    """Nothing of ours runs after it, but that descriptors are closed."""
+
+
+@pytest.mark.parametrize("call", ["makedirs", "chmod", "fchmod", "fsync", "rename", "unlink", "rmdir"])
+@pytest.mark.parametrize("during", [(), ("--undo",)])
+@pytest.mark.parametrize("engine", ["docker", "podman"])
+def test_killed_at_any_step_an_undo_gives_everything_back(
+    cli: Callable[..., Any],
+    root: Path,
+    daemon_json: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    during: tuple[str, ...],
+    call: str,
+) -> None:
+    (root / "var/lib").mkdir(parents=True)
+    before, steps, real = tree(root), 0, getattr(os, call)
+    for when in range(100):
+        if during:
+            assert cli(engine)[0] == 0
+        calls = iter(range(100))
+
+        def killed(*args: Any, **options: Any) -> Any:
+            if next(calls) == when:  # noqa: B023  # called before the next round
+                raise Killed
+            return real(*args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, killed)
+            try:
+                assert cli(engine, *during)[0] == 0
+            except Killed:
+                steps += 1
+            else:
+                when = -1
+        assert cli(engine, "--undo")[0] == 0
+        assert tree(root) == before
+        if when < 0:
+            break
+    assert steps or (call in ("unlink", "rmdir")) != bool(during)
+
+
+def test_a_file_that_another_command_writes_is_waited_for(
+    cli: Callable[..., Any], root: Path, daemon_json: Path, programs: Path
+) -> None:
+    other, full = host._temporary(str(daemon_json))[1], daemon_json.with_name(".daemon.json.gpushare-new")
+    os.write(other, b'{"other": 1}')
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(host._temporary, str(daemon_json))
+        while f":{os.fstat(other).st_ino} " not in "".join(
+            line for line in Path("/proc/locks").read_text().splitlines() if "->" in line
+        ):
+            assert not second.done()
+        os.rename(full, daemon_json)
+        os.close(other)
+        path, fd = second.result(30)
+    os.write(fd, b"mine")
+    os.close(fd)
+    assert (daemon_json.read_text(), Path(path).read_text()) == ('{"other": 1}', "mine")
+
+
+def test_a_folder_that_another_command_makes_meanwhile(
+    cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = host.Host.missing_folders
+
+    def and_made(self: host.Host, paths: Any) -> Any:
+        found = missing(self, paths)
+        for path in found:
+            os.makedirs(self.at(path), exist_ok=True)
+        return found
+
+    monkeypatch.setattr(host.Host, "missing_folders", and_made)
+    assert cli("podman")[0] == 0
+    assert cli("podman", "--undo")[0] == 0

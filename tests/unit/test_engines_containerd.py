@@ -1,0 +1,218 @@
+"""containerd's own: which text becomes which, on hosts that are a dict."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Optional
+
+import pytest
+import tomlkit
+from gpushare.engines import basespec, containerd, tomltext
+from gpushare.engines.base import UNKNOWN
+from gpushare.errors import ConfigError
+
+from tests.tools.engine_snippets import SETTINGS, Tree
+from tests.unit.enginehost import DEBIAN, KUBEADM, MAIN, NEW, OLD, applied, configured, withdrawn
+
+CRI2, CRI3 = "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"
+
+
+def handler(files: dict[str, str], path: str = MAIN, plugin: str = CRI2) -> Any:
+    return tomlkit.parse(files[path]).unwrap()["plugins"][plugin]["containerd"]["runtimes"]
+
+
+# containerd
+
+
+def test_before_2_1_the_entry_goes_into_the_file_and_runc_stays() -> None:
+    """Tried with 1.6: with runtimes in the file, those that are not there are gone."""
+    files = {MAIN: DEBIAN}
+    after = configured(containerd, files, OLD)
+    assert after[MAIN].startswith(DEBIAN) and set(after) == {MAIN}
+    assert handler(after)["runc"] == {"runtime_type": "io.containerd.runc.v2"}
+    assert handler(after)["gpushare"] == {
+        "runtime_type": "io.containerd.runc.v2",
+        "pod_annotations": list(containerd.ANNOTATIONS),
+        "container_annotations": list(containerd.ANNOTATIONS),
+        "options": {"BinaryName": "/usr/bin/gpushare-runtime"},
+    }
+    assert withdrawn(containerd, after, files) == files
+
+
+def test_from_2_1_on_a_drop_in_that_is_imported() -> None:
+    files = {MAIN: DEBIAN}
+    after = configured(containerd, files, NEW)
+    imported = 'imports = ["/etc/containerd/conf.d/gpushare*.toml"]\n'
+    assert after[MAIN] == DEBIAN.replace("version = 2\n", "version = 2\n" + imported)
+    assert set(handler(after, containerd.DROP_IN)) == {"gpushare"}
+    assert tomlkit.parse(after[containerd.DROP_IN])["version"] == 2  # as the file that imports it
+    assert withdrawn(containerd, after, files) == files
+
+
+def test_the_default_handlers_options_are_ours_too() -> None:
+    files = {MAIN: KUBEADM}
+    after = configured(containerd, files, NEW)
+    assert after[MAIN] == KUBEADM  # it imports the folder already
+    table = handler(after, containerd.DROP_IN, CRI3)["gpushare"]
+    assert table["options"] == {"BinaryName": "/usr/bin/gpushare-runtime", "SystemdCgroup": True}
+    assert table["snapshotter"] == "zfs"
+    assert table["pod_annotations"] == ["a.io/*", *containerd.ANNOTATIONS]
+    assert {"gpushare.io/*", "*.gpushare.io/*", "scheduling.koordinator.sh/device-allocated"} <= {
+        *containerd.ANNOTATIONS
+    }
+    assert withdrawn(containerd, after, files) == files
+
+
+def test_version_4_names_the_plugin_as_3_does() -> None:
+    after = configured(containerd, {MAIN: KUBEADM.replace("version = 3", "version = 4")}, NEW)
+    assert tomlkit.parse(after[containerd.DROP_IN])["version"] == 4
+    assert "gpushare" in handler(after, containerd.DROP_IN, CRI3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "dump", "drop_in", "version"),
+    [
+        ("containerd github.com/containerd/containerd 1.6.20~ds1 x", "", False, 2),
+        ("containerd github.com/containerd/containerd v1.7.27 x", "", False, 2),
+        ("containerd github.com/containerd/containerd/v2 v2.0.5 x", "", False, 3),
+        ("containerd github.com/containerd/containerd/v2 v2.1.0 x", "", True, 3),
+        ("containerd github.com/containerd/containerd/v2 v2.3.0-rc.0 x", "", True, 3),
+        ("containerd github.com/containerd/containerd/v2 v10.0.0 x", "", True, 3),
+        (None, "version = 4\n", True, 3),
+        (None, "version = 3\n", False, 3),
+        (None, "version = 2\n", False, 2),
+        (None, "", False, 2),
+        ("nonsense", "", False, 2),
+    ],
+)
+def test_what_the_engine_is_decides(answer: Optional[str], dump: str, drop_in: bool, version: int) -> None:
+    answers = {"containerd --version": answer} if answer else {}
+    proposal = containerd.propose(SETTINGS._replace(dump=dump), Tree({}, answers))
+    after = applied(proposal, {})
+    assert (containerd.DROP_IN in after) == drop_in
+    assert tomlkit.parse(after[MAIN])["version"] == version
+
+
+def test_a_new_main_file_imports_what_containerd_would_without_it() -> None:
+    after = configured(containerd, {}, NEW)
+    assert tomlkit.parse(after[MAIN]).unwrap() == {"version": 3, "imports": ["/etc/containerd/conf.d/*.toml"]}
+    assert withdrawn(containerd, after, {}) == {}
+    assert withdrawn(containerd, configured(containerd, {}, OLD), {}) == {}
+
+
+def test_before_2_1_the_imported_section_that_counts_gets_the_entry() -> None:
+    """Else ours would be in a section that containerd throws away."""
+    other = "/etc/containerd/conf.d/99-other.toml"
+    section = f'version = 2\n[plugins."{CRI2}".containerd.runtimes.other]\n  runtime_type = "io.containerd.other.v1"\n'
+    files = {MAIN: 'version = 2\nimports = ["conf.d/*.toml"]\n' + DEBIAN.partition("version = 2\n")[2], other: section}
+    proposal = containerd.propose(OLD, Tree(files))
+    after = applied(proposal, files)
+    assert after[MAIN] == files[MAIN] and set(handler(after, other)) == {"other", "gpushare"}
+    assert "that counts" in proposal.notes[0]
+    assert containerd.propose(OLD, Tree(after)).changes == []
+
+
+def test_an_upgrade_of_containerd_moves_the_entry() -> None:
+    files = {MAIN: DEBIAN}
+    upgraded = configured(containerd, configured(containerd, files, OLD), NEW)
+    assert "runtimes" not in upgraded[MAIN] and "gpushare" in handler(upgraded, containerd.DROP_IN)
+    back = configured(containerd, upgraded, OLD)
+    assert containerd.DROP_IN not in back and "gpushare" in handler(back)
+
+
+def test_what_is_between_half_of_a_block_and_ours_stays() -> None:
+    """Somebody deleted the comment at the end of a block and wrote on below it."""
+    half = f'{DEBIAN}{tomltext.BEGIN}[debug]\n  level = "info"\n'
+    after = configured(containerd, {MAIN: half}, OLD)
+    assert withdrawn(containerd, after, {MAIN: half}, OLD) == {MAIN: half}
+    assert containerd.withdraw(MAIN, half, UNKNOWN) == half
+
+
+def test_a_rewritten_file_loses_our_comments_and_is_still_undone() -> None:
+    files = {MAIN: DEBIAN}
+    after = configured(containerd, files, OLD)
+    bare = tomlkit.dumps(tomlkit.parse(after[MAIN]).unwrap())
+    assert tomltext.BEGIN not in bare
+    left = containerd.withdraw(MAIN, bare, DEBIAN)
+    assert left is not None and "gpushare" not in left
+    again = configured(
+        containerd, {MAIN: bare}, SETTINGS._replace(engine_version="1.7", program="/opt/gpushare-runtime")
+    )
+    assert handler(again)["gpushare"]["options"]["BinaryName"] == "/opt/gpushare-runtime"
+
+
+def test_hook_only_keeps_the_runtime_and_adds_hooks_to_the_base_spec() -> None:
+    settings = NEW._replace(hook_only=True, config="/c.yaml")
+    after = configured(containerd, {MAIN: KUBEADM}, settings)
+    table = handler(after, containerd.DROP_IN, CRI3)["gpushare"]
+    assert table["options"] == {"BinaryName": "/usr/sbin/runc", "SystemdCgroup": True}
+    assert table["base_runtime_spec"] == containerd.BASE_SPEC
+    spec = json.loads(after[containerd.BASE_SPEC])
+    assert {key: value for key, value in spec.items() if key != "hooks"} == basespec.default()
+    for stage in ("prestart", "poststop"):
+        (hook,) = spec["hooks"][stage]
+        assert hook["path"] == "/usr/bin/gpushare-hook"
+        assert hook["args"] == ["gpushare-hook", "--config", "/c.yaml", stage]
+    assert withdrawn(containerd, after, {MAIN: KUBEADM}) == {MAIN: KUBEADM}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_base_spec_of_the_engine(own: bool) -> None:
+    """The default handler's, else what ctr says; its hooks stay and cgroupsPath of nobody's container goes."""
+    spec = json.dumps(
+        {"ociVersion": "1", "linux": {"cgroupsPath": "/default"}, "hooks": {"prestart": [{"path": "/x"}]}}
+    )
+    line = "    base_runtime_spec = '/etc/base.json'\n"
+    text = KUBEADM.replace("    snapshotter", line + "    snapshotter") if own else KUBEADM
+    tree = Tree({MAIN: text, "/etc/base.json": spec if own else "{"}, {} if own else {"ctr oci spec": spec})
+    after = applied(containerd.propose(NEW._replace(hook_only=True), tree), tree.files)
+    found = json.loads(after[containerd.BASE_SPEC])
+    assert [hook["path"] for hook in found["hooks"]["prestart"]] == ["/x", "/usr/bin/gpushare-hook"]
+    assert found["linux"] == {}
+
+
+def test_base_spec_that_is_missing_elsewhere_is_as_containerds() -> None:
+    value = basespec.default()
+    assert value["process"]["noNewPrivileges"] is True
+    assert "/sys/firmware" in value["linux"]["maskedPaths"] and "/proc/sys" in value["linux"]["readonlyPaths"]
+    assert value["linux"]["resources"]["devices"] == [{"allow": False, "access": "rwm"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("version = 2\n[x", f"{MAIN}:2: not valid TOML"),
+        ("version = 2\nversion = 2\n", f'{MAIN}:2: not valid TOML: Key "version" already exists; mend'),
+        ("[plugins.cri]\nx = 1\n", "version 1 of the configuration file (it names no other); write it as version 2"),
+        ("version = 1\n", "version 1 of the configuration file"),
+        ("version = 5\n", "version 5 is not known; known: 2, 3, 4; update gpushare"),
+        ('version = "2"\n', "version '2' is not known"),
+        ('disabled_plugins = ["cri"]\n', "disabled_plugins switches CRI off; take it out of that list"),
+        (f'version = 3\ndisabled_plugins = ["{CRI3}"]\n', "disabled_plugins switches CRI off"),
+        ("version = 2\nimports = 1\n", "imports must be a list of texts"),
+        ("version = 2\nplugins = 1\n", "plugins must be a table, not int"),
+        (f'version = 2\n[plugins]\n"{CRI2}" = {{containerd = {{}}}}\n', "cannot be added at its end; write"),
+        (f'version = 2\n[plugins."{CRI2}".containerd]\nruntimes = 3\n', "runtimes must be a table, not int"),
+        (
+            f'version = 2\n[plugins."{CRI2}".containerd.runtimes.runc]\n'
+            'runtime_type = "io.containerd.runc.v2"\noptions = "x"\n',
+            "options must be a table, not str",
+        ),
+    ],
+)
+def test_containerd_files_that_are_wrong(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        containerd.propose(OLD, Tree({MAIN: text}))
+    assert message in str(caught.value) and MAIN in str(caught.value)
+
+
+def test_containerd_settings_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="cannot give a runtime arguments .--gpushare-state /s."):
+        containerd.propose(NEW._replace(state_dir="/s"), Tree({}))
+    with pytest.raises(ConfigError, match="'two' is no version; write it as 1.7 or 2.1"):
+        containerd.propose(SETTINGS._replace(engine_version="two"), Tree({}))
+
+
+def test_another_default_runtime_is_noted() -> None:
+    text = KUBEADM.replace("/usr/sbin/runc", "/usr/bin/crun")
+    assert "'/usr/bin/crun'" in containerd.propose(NEW, Tree({MAIN: text})).notes[0]
