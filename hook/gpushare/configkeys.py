@@ -58,10 +58,9 @@ KEYS = (
     Key("sharing.overrides", [], configsharing.overrides(_DEVICE),
         "The same for some devices: entries with model (A100, L40*) or devices (index or uuid), split_count, and where "
         "they are not 1.0 memory_scaling and cores_scaling. The first that names a device counts."),
-    Key("sharing.timeSlicing.renameByDefault", False, {"type": "boolean"},
-        "As in the configuration of NVIDIA's device plugin; of no effect here."),
-    Key("sharing.timeSlicing.failRequestsGreaterThanOne", False, {"type": "boolean"},
-        "As in the configuration of NVIDIA's device plugin; of no effect here."),
+    *(Key(f"sharing.timeSlicing.{name}", False, {"type": "boolean"},
+          "As in the configuration of NVIDIA's device plugin; of no effect here.")
+      for name in ("renameByDefault", "failRequestsGreaterThanOne")),
     Key(configsharing.TIME_SLICING, [], configsharing.RESOURCES,
         "As in the configuration of NVIDIA's device plugin: replicas of nvidia.com/gpu is another name for "
         "split_count, and counts for MIG devices too."),

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from .dialects import device_name
 from .model import Request, Selection
-from .ops import DeviceNode, Op, Plan, WriteLimits
+from .ops import DeviceNode, Op, Plan, WriteLimits, needs
 from .quantity import human, shown
 from .why import Reason
 
@@ -112,7 +112,7 @@ def _plain(value: Any) -> Any:
 
 
 def _op(op: Op) -> dict[str, Any]:
-    return {"op": type(op).__name__, "needs": op.needs, **_plain(op), "text": op.describe()}
+    return {"op": type(op).__name__, "needs": needs(op), **_plain(op), "text": op.describe()}
 
 
 def explain_json(

@@ -1,7 +1,6 @@
 """Operations: what a plan is made of. Plain data; `describe()` is what `explain` prints.
 
-`needs` says who can carry an op out: "spec" (only config.json can), "namespace" (only a hook can)
-or "either". Executing them is apply.py's work, and specedit.py's.
+`NEEDS` says who can carry an op out. Executing them is apply.py's work, and specedit.py's.
 """
 
 from __future__ import annotations
@@ -40,10 +39,6 @@ class WriteLimits(NamedTuple):
     turn_ms: int = 0
     turn_bytes: tuple[int, ...] = ()  # of each device; () = no turns
 
-    @property
-    def needs(self) -> str:
-        return "namespace"
-
     def describe(self) -> str:
         times = (("slice", self.slice_us), ("switch", self.switch_us))
         words = [_share_text(share) for share in self.shares] + [f"{name} {us} us" for name, us in times if us]
@@ -60,10 +55,6 @@ class TenantTmpfs(NamedTuple):
     size_bytes: int
     inodes: int
 
-    @property
-    def needs(self) -> str:
-        return "namespace"
-
     def describe(self) -> str:
         return f"tmpfs    {self.path}: {self.size_bytes} bytes, {self.inodes} inodes"
 
@@ -77,10 +68,6 @@ class Mount(NamedTuple):
     flags: tuple[str, ...]  # of: ro nosuid nodev noexec
     why: str
 
-    @property
-    def needs(self) -> str:
-        return "either"
-
     def describe(self) -> str:
         return f"mount    {self.target} <- {self.source} ({self.kind} {' '.join(self.flags)}): {self.why}"
 
@@ -92,17 +79,13 @@ class InPlace(NamedTuple):
     target: str  # container path
     kind: str  # as Mount's
 
-    @property
-    def needs(self) -> str:
-        return "spec"
-
     def describe(self) -> str:
         return f"mount    {self.target} <- {self.source} ({self.kind}): in config.json"
 
 
 class ImageFile(NamedTuple):
-    """A regular file of the image itself, shown at a second place in it. `source` is where it really is: when a link
-    is found there instead, somebody has swapped it, and the start fails."""
+    """A regular file of the image itself, shown at a second place in it; a runtime would look for it on the host.
+    `source` is where it really is: when a link is found there instead, somebody has swapped it, and the start fails."""
 
     source: str  # container path, without links
     target: str  # container path
@@ -112,10 +95,6 @@ class ImageFile(NamedTuple):
     @property
     def kind(self) -> str:
         return "file"
-
-    @property
-    def needs(self) -> str:
-        return "namespace"  # a runtime would look for the source on the host
 
     def describe(self) -> str:
         return f"image    {self.target} <- {self.source} of the image ({' '.join(self.flags)}): {self.why}"
@@ -133,10 +112,6 @@ class Cover(NamedTuple):
     def kind(self) -> str:
         return "file"
 
-    @property
-    def needs(self) -> str:
-        return "namespace"
-
     def describe(self) -> str:
         return f"cover    {self.target} <- {self.source} ({' '.join(self.flags)}): {self.why}"
 
@@ -147,10 +122,6 @@ class Link(NamedTuple):
     target: str  # container path of the link
     text: str  # what it holds
     why: str
-
-    @property
-    def needs(self) -> str:
-        return "either"
 
     def describe(self) -> str:
         return f"link     {self.target} -> {self.text}: {self.why}"
@@ -165,10 +136,6 @@ class DeviceNode(NamedTuple):
     minor: int
     simulated: bool  # a regular file: no cgroup rule
 
-    @property
-    def needs(self) -> str:
-        return "either"
-
     def describe(self) -> str:
         what = "simulated" if self.simulated else f"c {self.major}:{self.minor}"
         return f"device   {self.target} <- {self.source} ({what})"
@@ -179,10 +146,6 @@ class DeviceRule(NamedTuple):
 
     major: int
     minor: int
-
-    @property
-    def needs(self) -> str:
-        return "either"
 
     def describe(self) -> str:
         return f"allow    c {self.major}:{self.minor} rw"
@@ -198,10 +161,6 @@ class KernelLimit(NamedTuple):
     tree: str = ""  # where a simulated driver root has its cgroups; "": the kernel's own
     library: str = ""  # NVML, where the driver holds the limit and not the kernel; then there is no region
 
-    @property
-    def needs(self) -> str:
-        return "either"
-
     def describe(self) -> str:
         if self.library:
             return f"driver   memory limit of {self.uuid} for the container's cgroup, through NVML: {self.limit_bytes}"
@@ -213,10 +172,6 @@ class LdCache(NamedTuple):
 
     entries: tuple[LdEntry, ...]
 
-    @property
-    def needs(self) -> str:
-        return "namespace"
-
     def describe(self) -> str:
         return "ldcache  " + ", ".join(f"{entry.soname} => {entry.path}" for entry in self.entries)
 
@@ -226,10 +181,6 @@ class ProcMask(NamedTuple):
 
     bus_ids: tuple[str, ...]
     capabilities: tuple[str, ...] = ()  # files kept below capabilities/: "gpu0/mig/gi1/access"
-
-    @property
-    def needs(self) -> str:
-        return "namespace"
 
     def describe(self) -> str:
         kept = f", capabilities {' '.join(self.capabilities)}" if self.capabilities else ""
@@ -250,6 +201,18 @@ Op = Union[
     LdCache,
     ProcMask,
 ]
+
+# Only config.json can do it, only a hook in the container's namespace can, or either
+NEEDS = {
+    "spec": (InPlace,),
+    "namespace": (WriteLimits, TenantTmpfs, ImageFile, Cover, LdCache, ProcMask),
+    "either": (Mount, Link, DeviceNode, DeviceRule, KernelLimit),
+}
+
+
+def needs(op: Op) -> str:
+    """A key of NEEDS."""
+    return next(name for name, kinds in NEEDS.items() if isinstance(op, kinds))
 
 
 class Plan(NamedTuple):

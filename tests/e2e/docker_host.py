@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.lib.engines.base import Result
 from tests.lib.engines.docker import GPUSHARE, IMAGE, Docker, DockerContainer, start
@@ -54,6 +54,30 @@ def docker_host(image_root: Path, *options: str, runtimes: MakeRuntimes | None =
     finally:
         node.close()
         run("rm", "-rf", directory)
+
+
+class Hosts(NamedTuple):
+    docker: DockerHost
+    nodes: dict[str, Node]  # one for each runtime in daemon.json
+
+
+@contextmanager
+def docker_hosts(
+    image_root: Path, prepare: Callable[[Path, dict[str, Node]], dict[str, tuple[str, ...]]]
+) -> Iterator[Hosts]:
+    """`prepare(directory, nodes)` makes further nodes, and gives the command line of each as a runtime."""
+    nodes: dict[str, Node] = {}
+
+    def runtimes(directory: Path) -> dict[str, Any]:
+        lines = prepare(directory, nodes).items()
+        return {name: {"path": path, "runtimeArgs": args} for name, (path, *args) in lines}
+
+    with docker_host(image_root, runtimes=runtimes) as docker:
+        try:
+            yield Hosts(docker, {**nodes, "gpushare": docker.node})
+        finally:
+            for node in nodes.values():
+                node.close()
 
 
 def total(one: DockerContainer) -> int:

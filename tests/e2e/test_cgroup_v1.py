@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gpushare import apply, cgroup, mountns
 from gpushare.errors import KernelError
 from gpushare.ops import DeviceRule, Plan
 
-from tests.e2e import device_matrix, ns_util
+from tests.e2e import access, ns_util
+from tests.e2e.access import Container
 from tests.e2e.device_matrix import GRANTED, View, allow, matrix
 
-Container = tuple[ns_util.Runc, Path, int]
 VIEWS = {
     "v1": "umount /sys/fs/cgroup/unified",
     "hybrid": "mountpoint -q /sys/fs/cgroup/unified",
 }
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ns_util.make_image(tmp_path_factory.mktemp("base") / "rootfs")
+image, container = access.image, access.container
+test_exactly_the_granted_devices_become_accessible = access.exactly_the_granted_devices_become_accessible
+test_another_minor_made_inside_cannot_be_opened = access.another_minor_made_inside_cannot_be_opened
+test_access_survives = access.access_survives
 
 
 @pytest.fixture(scope="module", params=sorted(VIEWS))
@@ -32,12 +32,6 @@ def view(request: pytest.FixtureRequest) -> Iterator[View]:
     made = View(VIEWS[request.param])
     yield made
     made.close()
-
-
-@pytest.fixture
-def container(view: View, image: Path, tmp_path: Path) -> Iterator[Container]:
-    with device_matrix.running(tmp_path, image, view.prefix) as made:
-        yield made
 
 
 def device_list(view: View, pid: int) -> list[str]:
@@ -54,36 +48,11 @@ def test_the_devices_hierarchy_is_found(view: View, container: Container) -> Non
     assert v1.endswith(container[0].id)
 
 
-def test_exactly_the_granted_devices_become_accessible(view: View, container: Container) -> None:
-    runc, rootfs, pid = container
-    before = matrix(runc, rootfs)
-    device_matrix.check_premises(before)
-    allow(view, pid)
-    device_matrix.check_granted(before, matrix(runc, rootfs))
-
-
 def test_rules_are_rw_and_never_mknod(view: View, container: Container) -> None:
     pid = container[2]
     before = device_list(view, pid)
     allow(view, pid)
     assert set(device_list(view, pid)) - set(before) == {"c 195:0 rw", "c 195:255 rw"}
-
-
-def test_another_minor_made_inside_cannot_be_opened(view: View, container: Container) -> None:
-    runc, _, pid = container
-    allow(view, pid)
-    done = runc.run("exec", runc.id, "sh", "-c", "mknod /tmp/n c 195 1; exec 3<>/tmp/n", check=False)
-    assert done.returncode != 0
-    assert "not permitted" in done.stderr
-
-
-@pytest.mark.parametrize("act", [device_matrix.update, device_matrix.pause_and_resume], ids=lambda f: f.__name__)
-def test_access_survives(view: View, container: Container, act: Any) -> None:
-    runc, rootfs, pid = container
-    allow(view, pid)
-    after = matrix(runc, rootfs)
-    act(runc)
-    assert matrix(runc, rootfs) == after
 
 
 def test_undo_and_revoke(view: View, container: Container) -> None:

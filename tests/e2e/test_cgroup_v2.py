@@ -12,15 +12,14 @@ import pytest
 from gpushare import bpf, cgroup, linux
 from gpushare.errors import KernelError
 
-from tests.e2e import device_matrix, ns_util
+from tests.e2e import access, device_matrix
+from tests.e2e.access import Container
 from tests.e2e.device_matrix import GRANTED, View, allow, matrix
 
-Container = tuple[ns_util.Runc, Path, int]
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ns_util.make_image(tmp_path_factory.mktemp("base") / "rootfs")
+image, container = access.image, access.container
+test_exactly_the_granted_devices_become_accessible = access.exactly_the_granted_devices_become_accessible
+test_another_minor_made_inside_cannot_be_opened = access.another_minor_made_inside_cannot_be_opened
+test_access_survives = access.access_survives
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +27,6 @@ def view() -> Iterator[View]:
     made = View("umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup")
     yield made
     made.close()
-
-
-@pytest.fixture
-def container(view: View, image: Path, tmp_path: Path) -> Iterator[Container]:
-    with device_matrix.running(tmp_path, image, view.prefix) as made:
-        yield made
 
 
 def programs(view: View, pid: int) -> tuple[list[int], list[bpf.Program]]:
@@ -59,14 +52,6 @@ def test_the_view_is_pure_v2(view: View, container: Container) -> None:
     assert v2.endswith(container[0].id)
 
 
-def test_exactly_the_granted_devices_become_accessible(view: View, container: Container) -> None:
-    runc, rootfs, pid = container
-    before = matrix(runc, rootfs)
-    device_matrix.check_premises(before)
-    allow(view, pid)
-    device_matrix.check_granted(before, matrix(runc, rootfs))
-
-
 def test_the_program_is_the_runtimes_own_behind_a_prefix(view: View, container: Container) -> None:
     _, _, pid = container
     ids, (original,) = programs(view, pid)
@@ -75,23 +60,6 @@ def test_the_program_is_the_runtimes_own_behind_a_prefix(view: View, container: 
     assert len(new_ids) == 1
     assert new_ids != ids
     assert bpf.split(program) == (GRANTED, original)
-
-
-def test_another_minor_made_inside_cannot_be_opened(view: View, container: Container) -> None:
-    runc, _, pid = container
-    allow(view, pid)
-    done = runc.run("exec", runc.id, "sh", "-c", "mknod /tmp/n c 195 1; exec 3<>/tmp/n", check=False)
-    assert done.returncode != 0
-    assert "not permitted" in done.stderr
-
-
-@pytest.mark.parametrize("act", [device_matrix.update, device_matrix.pause_and_resume], ids=lambda f: f.__name__)
-def test_access_survives(view: View, container: Container, act: Any) -> None:
-    runc, rootfs, pid = container
-    allow(view, pid)
-    after = matrix(runc, rootfs)
-    act(runc)
-    assert matrix(runc, rootfs) == after
 
 
 def test_undo_restores_the_very_program(view: View, container: Container) -> None:

@@ -10,11 +10,10 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.docker_host import GIB, TWO_GIB, DockerHost, docker_host
+from tests.e2e.docker_host import GIB, TWO_GIB, Hosts, docker_host, docker_hosts
 from tests.lib.engines.base import SLEEP, Refused
 from tests.lib.engines.docker import DockerContainer
 from tests.lib.engines.image import PROBE
@@ -27,21 +26,9 @@ NODES = {"nvidia0": (195, 0), "nvidia1": (195, 1), "nvidiactl": (195, 255), "nvi
 DENIED, NO_DRIVER = "Operation not permitted", "No such device or address"
 
 
-class Hosts(NamedTuple):
-    docker: DockerHost
-    nodes: dict[str, Node]  # one for each runtime in daemon.json
-
-    @property
-    def real(self) -> Path:
-        """Where the device nodes are character devices."""
-        return self.nodes["real"].driver_root / "dev"
-
-
 @pytest.fixture(scope="module")
 def _made(image_root: Path) -> Iterator[Hosts]:
-    nodes: dict[str, Node] = {}
-
-    def runtimes(directory: Path) -> dict[str, Any]:
+    def prepare(directory: Path, nodes: dict[str, Node]) -> dict[str, tuple[str, ...]]:
         nodes["real"] = _real(directory)
         low_level = _script(directory / "less", EDIT_SPEC, "drop-capability", "CAP_SYS_RESOURCE", shutil.which("runc"))
         nodes["privileged"] = Node(directory / "node3", directory / "host", runtime={"path": str(low_level)})
@@ -52,18 +39,15 @@ def _made(image_root: Path) -> Iterator[Hosts]:
         hook.parent.mkdir(parents=True)
         _script(hook, "-c", "exit(1)")
         edit = _script(directory / "edit", EDIT_SPEC, "inject", directory / "host")
-        return {name: _entry(*([str(edit)] * (name == "injected")), *node.runtime()) for name, node in nodes.items()}
+        return {name: (*([str(edit)] * (name == "injected")), *node.runtime()) for name, node in nodes.items()}
 
-    with docker_host(image_root, runtimes=runtimes) as docker:
-        try:
-            yield Hosts(docker, {**nodes, "gpushare": docker.node})
-        finally:
-            for node in nodes.values():
-                node.close()
+    with docker_hosts(image_root, prepare) as made:
+        yield made
 
 
-def _entry(path: str, *args: str) -> dict[str, Any]:
-    return {"path": path, "runtimeArgs": list(args)}
+def real(hosts: Hosts) -> Path:
+    """Where the device nodes are character devices."""
+    return hosts.nodes["real"].driver_root / "dev"
 
 
 def _script(path: Path, *words: object) -> Path:
@@ -137,7 +121,7 @@ def test_mknod_gives_no_other_device(hosts: Hosts, more: tuple[str, ...]) -> Non
 
 def test_device_flag_names_the_device(hosts: Hosts) -> None:
     """docker run --device: a request for that device, and all of it where no limit is set."""
-    device = ("--device", f"{hosts.real}/nvidia0:/dev/nvidia0", "--device", f"{hosts.real}/nvidiactl:/dev/nvidiactl")
+    device = ("--device", f"{real(hosts)}/nvidia0:/dev/nvidia0", "--device", f"{real(hosts)}/nvidiactl:/dev/nvidiactl")
     for limit, expected in (((), None), (TWO_GIB, 2 * GIB)):
         with hosts.docker.start_with(*device, *limit, runtime="real", args=SLEEP) as one:
             assert_only_first_device(one)
@@ -146,7 +130,7 @@ def test_device_flag_names_the_device(hosts: Hosts) -> None:
 
 def test_device_flag_beside_a_request_for_another(hosts: Hosts) -> None:
     """The request in words counts; a device that was not granted does not stay."""
-    device = ("--device", f"{hosts.real}/nvidia1:/dev/nvidia1")
+    device = ("--device", f"{real(hosts)}/nvidia1:/dev/nvidia1")
     with hosts.docker.start_with(*device, *FIRST, runtime="real", args=SLEEP) as one:
         assert_only_first_device(one)
         assert one.exec("ls", "/dev/nvidia1").code != 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from tests.e2e.docker_host import TWO_GIB, DockerHost, docker_host
+from tests.e2e.docker_host import TWO_GIB, Hosts, docker_hosts
 from tests.lib.engines.base import SLEEP, Refused
 from tests.lib.engines.docker import IMAGE
 from tests.lib.host import Node, write_config
@@ -23,35 +23,18 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Hosts(NamedTuple):
-    docker: DockerHost
-    nodes: dict[str, Node]  # one for each runtime in daemon.json
-
-
 @pytest.fixture(scope="module")
 def _made(image_root: Path) -> Iterator[Hosts]:
-    nodes: dict[str, Node] = {}
-
-    def runtimes(directory: Path) -> dict[str, Any]:
-        host = directory / "host"
+    def prepare(directory: Path, nodes: dict[str, Node]) -> dict[str, tuple[str, ...]]:
         (directory / "empty").mkdir()
         for name, (root, config) in CONFIGURATIONS.items():
-            nodes[name] = node = Node(directory / name, host)
+            nodes[name] = node = Node(directory / name, directory / "host")
             assert node.cli("refresh").returncode == 0  # it worked once, and its state directory is mounted
             write_config(node.config, directory / root, **config)
-        return {name: _entry(node) for name, node in nodes.items()}
+        return {name: node.runtime() for name, node in nodes.items()}
 
-    with docker_host(image_root, runtimes=runtimes) as docker:
-        try:
-            yield Hosts(docker, {**nodes, "gpushare": docker.node})
-        finally:
-            for node in nodes.values():
-                node.close()
-
-
-def _entry(node: Node) -> dict[str, Any]:
-    path, *args = node.runtime()
-    return {"path": path, "runtimeArgs": args}
+    with docker_hosts(image_root, prepare) as made:
+        yield made
 
 
 @pytest.fixture

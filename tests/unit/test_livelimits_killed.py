@@ -24,6 +24,7 @@ from gpushare.model import Lease
 
 from tests.unit import limithost
 from tests.unit.limithost import GIB, HOST, UUID, change, limits, reserve, share, use
+from tests.unit.together import at_once
 
 state, init, held = limithost.state, limithost.init, limithost.held
 
@@ -157,25 +158,7 @@ def test_a_start_and_a_change_never_get_the_same_bytes(held: Callable[..., Lease
     first = held(share(4 * GIB))
     outcomes = set()
     for _ in range(60):
-        gate = os.pipe()
-        children = []
-        for work in (lambda: reserve(state, 8 * GIB), lambda: change(state, resize.Wish("10Gi"))):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    os.read(gate[0], 1)
-                    work()
-                    code = 0
-                except CapacityError:
-                    code = 75
-                finally:
-                    os._exit(code)
-            children.append(pid)
-        os.write(gate[1], b"xx")
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-        for fd in gate:
-            os.close(fd)
+        codes = at_once(lambda: reserve(state, 8 * GIB), lambda: change(state, resize.Wish("10Gi")))
         counted = placement.ledger_of(leases.view(state).live, HOST.config.policy).used.get(UUID, 0)
         assert counted <= 16 * GIB
         outcomes.add(tuple(codes))

@@ -7,6 +7,7 @@ import signal
 import stat
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from gpushare import leaseend, leases, pages, procs
@@ -14,6 +15,7 @@ from gpushare import leaseend, leases, pages, procs
 from tests.lib import rootfs
 from tests.unit import pagehost
 from tests.unit.pagehost import UUID, files, index, reserve
+from tests.unit.together import at_once
 
 state = pagehost.state
 
@@ -119,25 +121,13 @@ def test_first_share_of_a_device_killed_at_any_call_blocks_nothing(state: str) -
 
 
 def test_first_shares_at_the_same_time_mount_once(state: str) -> None:
-    ready, go = os.pipe()
     parent = procs.myself()
-    children = []
-    for number in range(8):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.close(go)
-                os.read(ready, 1)
-                lease = reserve(state, f"c{number}")
-                leases.hold(state, lease, procs.Process(os.getppid(), parent.start, "R"), "/")
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(pid)
-    os.close(ready)
-    os.close(go)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 8
+
+    def start(number: int) -> None:
+        lease = reserve(state, f"c{number}")
+        leases.hold(state, lease, procs.Process(os.getppid(), parent.start, "R"), "/")
+
+    assert at_once(*(partial(start, number) for number in range(8))) == [0] * 8
     assert rootfs.mount_points().count(pages.directory(state, UUID)) == 1
     assert index(state)[0] == frozenset(range(8))
     assert sorted(lease.shares[0].page for lease in leases.view(state).live) == list(range(8))

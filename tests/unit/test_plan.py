@@ -9,7 +9,7 @@ import pytest
 from gpushare import explain, names, plan, region, request
 from gpushare.errors import RequestError
 from gpushare.model import Share
-from gpushare.ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Plan, ProcMask, TenantTmpfs, WriteLimits
+from gpushare.ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Plan, ProcMask, TenantTmpfs, WriteLimits, needs
 
 from tests.unit.pure import UUIDS, VERSION, bundle, files, image, lease, node, share
 
@@ -207,14 +207,14 @@ def test_sockets_stay_writable() -> None:
 
 def test_needs() -> None:
     """Limits, tmpfs, cache and masks need a namespace; the rest a spec can carry too."""
-    needs = {type(op).__name__: op.needs for op in make().ops}
-    assert {name for name, need in needs.items() if need == "namespace"} == {
+    found = {type(op).__name__: needs(op) for op in make().ops}
+    assert {name for name, need in found.items() if need == "namespace"} == {
         "WriteLimits",
         "TenantTmpfs",
         "LdCache",
         "ProcMask",
     }
-    assert set(needs.values()) == {"namespace", "either"}
+    assert set(found.values()) == {"namespace", "either"}
 
 
 def test_explain_json_is_json() -> None:

@@ -19,6 +19,7 @@ from gpushare.model import Device, Share
 from gpushare.ops import TenantTmpfs, WriteLimits
 
 from tests.lib import rootfs
+from tests.unit.together import at_once
 
 GIB = 1 << 30
 DEVICE = Device(0, "GPU-00112233-4455-6677-8899-aabbccddeeff", 0, "0000:01:00.0", "Test GPU", 16 * GIB, 512 << 20)
@@ -63,23 +64,11 @@ def test_prepare_mounts_one_private_tmpfs(state_dir: Path) -> None:
 
 
 def test_first_starts_at_the_same_time_mount_once(state_dir: Path) -> None:
-    go_reader, go_writer = os.pipe()
-    children = []
-    for _ in range(8):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.close(go_writer)
-                os.read(go_reader, 1)  # ends for all at once, when the parent closes its end
-                storage.prepare(str(state_dir))
-                code = 0 if (state_dir / "lock").exists() else 2
-            finally:
-                os._exit(code)
-        children.append(pid)
-    os.close(go_reader)
-    os.close(go_writer)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 8
+    def start() -> None:
+        storage.prepare(str(state_dir))
+        assert (state_dir / "lock").exists()
+
+    assert at_once(*[start] * 8) == [0] * 8
     assert len(mounts_on(state_dir)) == 1
 
 
