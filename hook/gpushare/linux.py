@@ -51,6 +51,8 @@ _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _PIDFD_OPEN, _OPENAT2, _M
 )  # fmt: skip
 _BPF = {"x86_64": 321, "aarch64": 280}
 _FUTEX = {"x86_64": 202, "aarch64": 98}
+_RENAMEAT2 = {"x86_64": 316, "aarch64": 276}
+_RENAME_EXCHANGE = 2
 
 if TYPE_CHECKING:
     from ctypes import addressof as _addressof
@@ -263,6 +265,15 @@ def buffer(content: Union[bytes, int]) -> Memory:
 
 def address(memory: Memory) -> int:
     return _addressof(memory)
+
+
+def exchange(first: str, second: str) -> None:
+    """Each of the two files gets the other's name, in one step. Raises SyscallError; not every file system can."""
+    number = _RENAMEAT2.get(os.uname().machine)
+    if number is None:
+        raise SyscallError("renameat2", second, errno.ENOSYS)
+    names = os.fsencode(first), os.fsencode(second)
+    _call("renameat2", second, number, AT_FDCWD, names[0], AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
 
 def futex_wake(mapping: Any, at: int) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import stat
 
-from . import applied, names, oci
+from . import applied, linux, names, oci
 from .applied import KERNEL_LIMITS, NONCE_ENV, PLACES, STAGES, UNIFIED, Record, Spec, place, rule
 from .dialects import injected, nvidia
 from .errors import KernelError, what_to_do
@@ -226,7 +226,7 @@ def write(path: str, spec: Spec) -> None:
                 view = view[os.write(fd, view) :]
             os.fchown(fd, status.st_uid, status.st_gid)
             os.fchmod(fd, stat.S_IMODE(status.st_mode))
-            os.rename(temporary, path)
+            _replace(path, temporary)
         except BaseException:
             os.unlink(temporary)
             raise
@@ -234,3 +234,13 @@ def write(path: str, spec: Spec) -> None:
             os.close(fd)
     except OSError as error:
         raise KernelError(f"write {path!r}: {error.strerror}", what_to_do(error)) from None
+
+
+def _replace(path: str, new: str) -> None:
+    """As os.rename(new, path), which on ext4 waits until the new file has its place on the disk."""
+    try:
+        linux.exchange(new, path)
+    except linux.SyscallError:
+        os.rename(new, path)
+    else:
+        os.unlink(new)  # what was at `path`

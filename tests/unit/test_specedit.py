@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import applied, oci, specedit
+from gpushare import applied, linux, oci, specedit
 from gpushare.errors import KernelError, RequestError
 from gpushare.model import Bundle, LdEntry
 from gpushare.ops import DeviceNode, DeviceRule, InPlace, LdCache, Link, Mount, Plan, ProcMask
@@ -305,3 +307,22 @@ def test_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(KernelError, match=r"config\.json"):
         specedit.write(str(tmp_path / "config.json"), {})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [0, errno.EINVAL, errno.ENOSYS])
+def test_written_anew_where_two_files_cannot_change_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    path.chmod(0o640)
+    if error:
+
+        def cannot(first: str, second: str) -> None:
+            raise linux.SyscallError("renameat2", second, error)
+
+        monkeypatch.setattr(linux, "exchange", cannot)
+    specedit.write(str(path), {"ociVersion": "1.0.2"})
+    assert json.loads(path.read_text()) == {"ociVersion": "1.0.2"}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert os.listdir(tmp_path) == ["config.json"]
