@@ -27,11 +27,6 @@ LAUNCHER = BUILD / "bin" / "gpushare-hook"
 LINKS = "ls -l /usr/lib/*/libcuda.so.1 && ldconfig -p | grep -q libcuda.so.1"
 
 
-def through(node: Node, program: Path) -> tuple[str, ...]:
-    """A container's runtime: `program` in the place of gpushare-runtime."""
-    return (str(program), *node.runtime()[1:])
-
-
 def calls(directory: Path) -> list[str]:
     """The system calls of the last adoption, by the launcher and by Python after it."""
     return [line.partition(" ")[2].strip() for line in (directory / "calls").read_text().splitlines()]
@@ -102,7 +97,7 @@ def test_who_adopts(container: MakeContainer, simhost: Path, node: Node, tmp_pat
     env = {**ALL, "NVIDIA_DRIVER_CAPABILITIES": "all", "NVIDIA_GDS": "enabled"} if whole else ALL
     program = write_runtime(tmp_path, hook=write_adopt(tmp_path))
     look = "ls -l /usr/lib/*/libcuda.so.1" if name == "no cache" else LINKS
-    one = container(["sh", "-c", look], env=env, runtime=through(node, program), edit=edit)
+    one = container(["sh", "-c", look], env=env, runtime=node.runtime(program), edit=edit)
     prepare(one)
     with driverhost.listening(simhost, "run/nvidia-persistenced/socket"):
         one.create()
@@ -122,7 +117,7 @@ def test_who_adopts(container: MakeContainer, simhost: Path, node: Node, tmp_pat
 def test_adoption_forgets_the_last_refusal_and_no_other(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     errors = node.state / "errors"
     program = write_runtime(tmp_path, hook=write_adopt(tmp_path))
-    one = container(["true"], env=ALL, runtime=through(node, program))
+    one = container(["true"], env=ALL, runtime=node.runtime(program))
     with pytest.raises(RuntimeFailed, match="not an amount"):  # makes the directory
         container(["true"], env={"GPUSHARE_MEMORY": "no"}, runtime=node.runtime()).run()
     (other,) = errors.iterdir()
@@ -135,7 +130,7 @@ def test_adoption_forgets_the_last_refusal_and_no_other(container: MakeContainer
 
 def test_root_of_another_uid_is_for_python(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     program = write_runtime(tmp_path, hook=write_adopt(tmp_path))
-    one = container(["true"], env=ALL, runtime=through(node, program), edit=shifted)
+    one = container(["true"], env=ALL, runtime=node.runtime(program), edit=shifted)
     for folder in one.rootfs.parents:  # runc goes there as that uid
         if folder.stat().st_mode & 0o001 == 0:
             folder.chmod(folder.stat().st_mode | 0o111)
@@ -164,7 +159,7 @@ fi
 exec {LAUNCHER} "$@"
 """)
     swap.chmod(0o755)
-    one = container(["true"], env=ALL, runtime=through(node, write_runtime(tmp_path, hook=swap)))
+    one = container(["true"], env=ALL, runtime=node.runtime(write_runtime(tmp_path, hook=swap)))
     with pytest.raises(RuntimeFailed, match="is not what config.json mounts there"):
         one.create()
     assert left(node) == []
@@ -179,7 +174,7 @@ def test_damaged_ticket_costs_time_and_nothing_else(
     hook = write_adopt(tmp_path)
     text = hook.read_text().replace("exec strace", f"cp {tmp_path}/damage {node.state}/containers/*/adopt\nexec strace")
     hook.write_text(text)
-    one = container(["sh", "-c", LINKS], env=ALL, runtime=through(node, write_runtime(tmp_path, hook=hook)))
+    one = container(["sh", "-c", LINKS], env=ALL, runtime=node.runtime(write_runtime(tmp_path, hook=hook)))
     assert one.run() == 0, one.stderr
     assert asked_python(tmp_path)
     assert leases.find(str(node.state), one.id) is not None
@@ -205,7 +200,7 @@ def test_volume_over_etc_is_left_alone(container: MakeContainer, node: Node, tmp
     (folder / "ld.so.cache").write_bytes(Path("/etc/ld.so.cache").read_bytes())
     before = (folder / "ld.so.cache").read_bytes()
     program = write_runtime(tmp_path, hook=write_adopt(tmp_path))
-    one = container(["true"], env=ALL, runtime=through(node, program), mounts=[Mount(folder, "/etc")])
+    one = container(["true"], env=ALL, runtime=node.runtime(program), mounts=[Mount(folder, "/etc")])
     assert one.run() == 0, one.stderr
     assert (folder / "ld.so.cache").read_bytes() == before
     assert os.listdir(folder) == ["ld.so.cache"]
@@ -221,13 +216,13 @@ def test_create_killed_at_any_point_leaves_nothing(
     create of the same bundle gets the whole device."""
     node = make_node(simhost)
     for _ in range(2):  # the first start on a host has more to do
-        probe = container(["true"], env=ALL, runtime=through(node, write_runtime(tmp_path)))
+        probe = container(["true"], env=ALL, runtime=node.runtime(write_runtime(tmp_path)))
         assert probe.run() == 0, probe.stderr
         probe.delete()
     total = points(tmp_path)
     assert total > 100
     for at in kills.some(1, total + 1, 9):
-        one = container(["true"], env=ALL, name=f"at{at}", runtime=through(node, write_runtime(tmp_path, at)))
+        one = container(["true"], env=ALL, name=f"at{at}", runtime=node.runtime(write_runtime(tmp_path, at)))
         before = upper(one)
         original = json.loads((one.bundle / "config.json").read_text())
         with pytest.raises(RuntimeFailed):
@@ -249,7 +244,7 @@ def test_adoption_killed_at_any_call_leaves_nothing(
     container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
 ) -> None:
     """kill -9 at any system call of the launcher: the container never runs, and the next start gets the device."""
-    probe = container(["true"], env=ALL, runtime=through(node, write_runtime(tmp_path, hook=write_adopt(tmp_path))))
+    probe = container(["true"], env=ALL, runtime=node.runtime(write_runtime(tmp_path, hook=write_adopt(tmp_path))))
     assert probe.run() == 0, probe.stderr
     probe.delete()
     total = len(calls(tmp_path))
@@ -257,7 +252,7 @@ def test_adoption_killed_at_any_call_leaves_nothing(
     first = next(number for number, call in enumerate(calls(tmp_path)) if call.startswith("flock("))
     for at in itertools.chain(kills.some(2, first - 2, 31), kills.some(first - 2, total, 7)):
         hook = write_adopt(tmp_path, at)
-        one = container(["true"], env=ALL, name=f"at{at}", runtime=through(node, write_runtime(tmp_path, hook=hook)))
+        one = container(["true"], env=ALL, name=f"at{at}", runtime=node.runtime(write_runtime(tmp_path, hook=hook)))
         with pytest.raises(RuntimeFailed):
             one.create()
         one._runtime = (*node.runtime(), *one._runtime[-2:])

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from gpushare import leases, mountns, procmask
 
-from tests.e2e.programs.interrupted_hook import write_adopt, write_runtime
-from tests.e2e.test_adopt import ALL, MakeContainer, asked_python, calls, graphics, through, upper
+from tests.e2e.programs.interrupted_hook import write_adopt, write_before, write_runtime
+from tests.e2e.test_adopt import ALL, MakeContainer, asked_python, calls, graphics, upper
 from tests.e2e.test_lifecycle import left
 from tests.e2e.test_procmask import GPUS, VERSION, files, make_driver_proc
 from tests.lib import driverhost
@@ -62,20 +62,10 @@ def make(container: MakeContainer, node: Node, tmp_path: Path) -> Callable[..., 
         if inject:
             adopt.write_text(adopt.read_text().replace("-qq ", f"-qq -e inject={inject} "))
         hook = tmp_path / f"with-driver-{name}"
-        runtime = through(node, write_runtime(tmp_path, hook=hook))
+        runtime = node.runtime(write_runtime(tmp_path, hook=hook))
         one = container(["true"], env={**ALL, **(env or {})}, name=name, runtime=runtime)
-        hook.write_text(f"""#!/bin/sh
-for last; do :; done
-[ "$last" = adopt ] || exec {adopt} "$@"
-cat >{tmp_path}/oci-state
-pid=$(sed 's/.*"pid":\\([0-9]*\\).*/\\1/' {tmp_path}/oci-state)
-root={one.rootfs}
-state={node.state}
-nsenter -t $pid -m mount --bind {KERNELS} "$root/proc/driver" || exit 9
-{before}
-exec {adopt} "$@" <{tmp_path}/oci-state
-""")
-        hook.chmod(0o755)
+        mount = f'nsenter -t $pid -m mount --bind {KERNELS} "$root/proc/driver" || exit 9'
+        write_before(hook, adopt, f"root={one.rootfs}\nstate={node.state}\n{mount}\n{before}")
         return one
 
     return new

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from gpushare import mountns
 
-from tests.e2e.programs.interrupted_hook import points, write_adopt, write_runtime
-from tests.e2e.test_adopt import ALL, MakeContainer, asked_python, calls, through, upper
+from tests.e2e.programs.interrupted_hook import points, write_adopt, write_before, write_runtime
+from tests.e2e.test_adopt import ALL, MakeContainer, asked_python, calls, upper
 from tests.lib import driverhost
 from tests.lib.host import PYTHON, Node, python_mounts
 from tests.lib.rootfs import run
@@ -40,21 +40,11 @@ def make(container: MakeContainer, node: Node, tmp_path: Path) -> Callable[..., 
 
     def new(before: str, env: dict[str, str] | None = None) -> Container:
         hook = tmp_path / "hook"
-        runtime = through(node, write_runtime(tmp_path, hook=hook))
+        runtime = node.runtime(write_runtime(tmp_path, hook=hook))
         one = container(["true"], env={**ALL, **(env or {})}, runtime=runtime)
-        adopt = write_adopt(tmp_path)
-        hook.write_text(f"""#!/bin/sh
-for last; do :; done
-[ "$last" = adopt ] || exec {adopt} "$@"
-cat >{tmp_path}/oci-state
-pid=$(sed 's/.*"pid":\\([0-9]*\\).*/\\1/' {tmp_path}/oci-state)
-root={one.rootfs}
-volume={tmp_path}/volume
-up={"../" * 30}
-{before}
-exec {adopt} "$@" <{tmp_path}/oci-state
-""")
-        hook.chmod(0o755)
+        words = {"root": one.rootfs, "volume": tmp_path / "volume", "up": "../" * 30}
+        named = "".join(f"{name}={value}\n" for name, value in words.items())
+        write_before(hook, write_adopt(tmp_path), named + before)
         return one
 
     return new
@@ -161,7 +151,7 @@ def test_without_our_hook_there_is_no_gpu(container: MakeContainer, node: Node, 
     finds no driver behind it."""
     for at in (0, 0, -1):  # the first start on a host has more to do
         program = write_runtime(tmp_path, points(tmp_path) if at else 0)
-        one = container(["sleep", "inf"], env=ALL, mounts=python_mounts(), runtime=through(node, program))
+        one = container(["sleep", "inf"], env=ALL, mounts=python_mounts(), runtime=node.runtime(program))
         if not at:
             one.create()
             one.delete()

@@ -26,10 +26,6 @@ HALF = {"GPUSHARE_MEMORY": "8Gi"}
 OURS = f"points{os.getpid()}-"
 
 
-def through(node: Node, program: Path) -> tuple[str, ...]:
-    return (str(program), *node.runtime()[1:])
-
-
 def test_no_device_before_its_limits(container: MakeContainer, node: Node, way: str, tmp_path: Path) -> None:
     """At each point where a start can be killed: if the container had the device, it had all that limits it."""
     assert node.cli("refresh").returncode == 0  # makes the state directory
@@ -37,7 +33,7 @@ def test_no_device_before_its_limits(container: MakeContainer, node: Node, way: 
         program = watched_start.write_hook(tmp_path, node.state)
         one = container(["true"], env=ALL, hook=node.hook()._replace(program=program))
     else:
-        one = container(["true"], env=ALL, runtime=through(node, watched_start.write_runtime(tmp_path, node.state)))
+        one = container(["true"], env=ALL, runtime=node.runtime(watched_start.write_runtime(tmp_path, node.state)))
     one.create()
     seen = [dict(zip(watched_start.PARTS, row)) for row in json.loads((tmp_path / "seen").read_text())]
     assert len(seen) > 100
@@ -53,12 +49,12 @@ def test_bundle_of_a_killed_create_has_limits_whoever_starts_it(
     """config.json is edited, gpushare-runtime is dead, and an engine goes on with plain runc: a container with its
     limits and its lease, or, when another start had taken the share, none."""
     for _ in range(2):  # the first start on a host has more to do
-        probe = container(["true"], env=ALL, runtime=through(node, interrupted_hook.write_runtime(tmp_path)))
+        probe = container(["true"], env=ALL, runtime=node.runtime(interrupted_hook.write_runtime(tmp_path)))
         assert probe.run() == 0, probe.stderr
         probe.delete()
     program = interrupted_hook.write_runtime(tmp_path, interrupted_hook.points(tmp_path))
     for taken in (False, True):
-        one = container(["sleep", "inf"], env=ALL, runtime=through(node, program))
+        one = container(["sleep", "inf"], env=ALL, runtime=node.runtime(program))
         with pytest.raises(RuntimeFailed):
             one.create()
         assert "gpushare.io/applied" in (one.bundle / "config.json").read_text()

@@ -56,7 +56,12 @@ def container(tmp_path: Path, host: Node) -> Iterator[Callable[..., Container]]:
     def make(way: str, memory: str = "4Gi", compute: str = "30%", env: Any = None, **arguments: Any) -> Container:
         asked = {"GPUSHARE_DEVICES": "0", "GPUSHARE_BACKEND": "mps", "GPUSHARE_MEMORY": memory}
         asked = {**asked, "GPUSHARE_COMPUTE": compute, **(env or {})}
-        arguments = {**host.way(way), "mounts": python_mounts(PROGRAM), "name": f"m{len(made)}", **arguments}
+        arguments = {
+            **host.way(way),
+            "mounts": python_mounts(PROGRAM, PROGRAM.with_name("taker.py")),
+            "name": f"m{len(made)}",
+            **arguments,
+        }
         one = Container(tmp_path / "c", ["sleep", "inf"], env=asked, **arguments)
         made.append(one)
         return one

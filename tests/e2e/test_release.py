@@ -14,7 +14,7 @@ import pytest
 from gpushare import leases, pages
 
 from tests.e2e.programs.interrupted_hook import write_adopt, write_runtime
-from tests.e2e.test_adopt import ALL, asked_python, calls, through
+from tests.e2e.test_adopt import ALL, asked_python, calls
 from tests.lib.host import Node
 from tests.lib.kills import Kills
 from tests.lib.runc import Container, RuntimeFailed
@@ -91,7 +91,7 @@ def test_who_releases(
 ) -> None:
     """And whoever it is: nothing is left, and the page is free."""
     program = write_runtime(tmp_path, hook=write_adopt(tmp_path, stage="poststop"))
-    one = container(["true"], env=ALL, runtime=through(node, program))
+    one = container(["true"], env=ALL, runtime=node.runtime(program))
     assert one.run() == 0, one.stderr
     assert page_numbers(node) == [0]
     change(node, one)
@@ -166,7 +166,7 @@ def test_poststop_killed_at_any_call_is_finished_by_the_next(
     """kill -9 of the launcher at each system call: the next start gets the whole device, and all goes in the end."""
     program = write_runtime(tmp_path, hook=write_adopt(tmp_path, stage="poststop"))
     for _ in range(2):  # the first start on a host has more to do
-        probe = container(["true"], env=ALL, runtime=through(node, program))
+        probe = container(["true"], env=ALL, runtime=node.runtime(program))
         assert probe.run() == 0, probe.stderr
         probe.delete()
     total = len(calls(tmp_path))
@@ -174,7 +174,7 @@ def test_poststop_killed_at_any_call_is_finished_by_the_next(
     first = next(number for number, call in enumerate(calls(tmp_path)) if call.startswith("flock("))
     for at in itertools.chain(kills.some(3, first - 1, 23), kills.some(first - 1, total, 5)):
         hook = write_adopt(tmp_path, at, "poststop")
-        one = container(["true"], env=ALL, name=f"at{at}", runtime=through(node, write_runtime(tmp_path, hook=hook)))
+        one = container(["true"], env=ALL, name=f"at{at}", runtime=node.runtime(write_runtime(tmp_path, hook=hook)))
         assert one.run() == 0, f"call {at} of {total}: {one.stderr}"
         subprocess.run(["runc", *one._runtime[-2:], "delete", one.id], capture_output=True)
         kills.left += len(node.left())

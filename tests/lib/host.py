@@ -70,9 +70,9 @@ class Node:
     def hook(self, stage: str = "prestart") -> Hook:
         return Hook(BIN / "gpushare-hook", self.config, self.state, stage)
 
-    def runtime(self) -> tuple[str, ...]:
-        """gpushare-runtime in front of what this node's configuration names, or of runc."""
-        words = (BIN / "gpushare-runtime", "--gpushare-config", self.config, "--gpushare-state", self.state)
+    def runtime(self, program: Path = BIN / "gpushare-runtime") -> tuple[str, ...]:
+        """gpushare-runtime, or another in its place, in front of what this node's configuration names, or of runc."""
+        words = (program, "--gpushare-config", self.config, "--gpushare-state", self.state)
         return tuple(str(word) for word in words)
 
     def way(self, name: str) -> dict[str, Any]:

@@ -150,6 +150,22 @@ def write_adopt(directory: Path, at: int = 0, stage: str = "adopt") -> Path:
     return program
 
 
+_BEFORE = """#!/bin/sh
+for last; do :; done
+[ "$last" = adopt ] || exec {adopt} "$@"
+cat >{hook}-state
+pid=$(sed 's/.*"pid":\\([0-9]*\\).*/\\1/' {hook}-state)
+{commands}
+exec {adopt} "$@" <{hook}-state
+"""
+
+
+def write_before(hook: Path, adopt: Path, commands: str) -> None:
+    """`hook` is `adopt` (of `write_adopt`), but an adoption begins with shell commands; $pid is the container's."""
+    hook.write_text(_BEFORE.format(hook=hook, adopt=adopt, commands=commands))
+    hook.chmod(0o755)
+
+
 def points(directory: Path) -> int:
     """How many points the last run with at=0 passed."""
     return int((directory / "points").read_text())

@@ -13,7 +13,8 @@ import json
 import subprocess
 import sys
 
-MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+import taker  # stands beside it
+
 WORDS = ("PIPE_DIRECTORY", "ACTIVE_THREAD_PERCENTAGE", "PINNED_DEVICE_MEM_LIMIT")
 
 
@@ -27,19 +28,12 @@ def main(words: list[str]) -> int:
     libc.getenv.restype = ctypes.c_char_p
     said: dict[str, object] = {"cuInit": cuda.cuInit(0)}
     if said["cuInit"] == 0:
-        count, device, context, address = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
-        cuda.cuDeviceGetAttribute(ctypes.byref(count), MULTIPROCESSORS, device)
-        said["multiprocessors"] = count.value
-        said["context"] = cuda.cuCtxCreate_v2(ctypes.byref(context), 0, device)
-        sizes = [int(word) for word in words if word.isdigit()]
-        said["allocations"] = [cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)) for size in sizes]
+        said["multiprocessors"], said["context"] = taker.begin(cuda)
+        said["allocations"] = [taker.taken(cuda, size) for size in taker.sizes_of(words)]
     for word in WORDS:
         value = libc.getenv(b"CUDA_MPS_" + word.encode())
         said[word] = value.decode() if value else None
-    print(json.dumps(said), flush=True)
-    if "hold" in words:
-        sys.stdin.read()
-    return 0
+    return taker.end(said, words)
 
 
 if __name__ == "__main__":

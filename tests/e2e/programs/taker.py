@@ -27,28 +27,48 @@ def nvml_total_bytes() -> int:
     return int(memory.total)
 
 
-def main(words: list[str]) -> int:
-    cuda, said = ctypes.CDLL("libcuda.so.1"), {"nvml_total_bytes": nvml_total_bytes()}
-    said["cuInit"] = cuda.cuInit(0)
-    count, device, context, address = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+def begin(cuda: ctypes.CDLL) -> tuple[int, int]:
+    """(multiprocessors of the first device, CUresult of a context on it)"""
+    count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     cuda.cuDeviceGetAttribute(ctypes.byref(count), MULTIPROCESSORS, device)
-    said["refusal"] = cuda.cuCtxCreate_v2(ctypes.byref(context), 0, device)
-    cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-    said.update(multiprocessors=count.value, cuda_total_bytes=total.value, free_bytes=free.value, got_bytes=0)
-    sizes = [int(word) for word in words if word.isdigit()]
-    size = FIRST_BYTES
-    while sizes or (size >= LAST_BYTES and not [word for word in words if word.isdigit()]):
-        asked = sizes.pop() if sizes else size
-        error = cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(asked))
-        if error == 0:
-            said["got_bytes"] += asked
-        else:
-            said["refusal"], size = error, size // 2
+    error: int = cuda.cuCtxCreate_v2(ctypes.byref(context), 0, device)
+    return count.value, error
+
+
+def taken(cuda: ctypes.CDLL, size: int) -> int:
+    """CUresult of an allocation."""
+    error: int = cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(size))
+    return error
+
+
+def sizes_of(words: list[str]) -> list[int]:
+    return [int(word) for word in words if word.isdigit()]
+
+
+def end(said: object, words: list[str]) -> int:
     print(json.dumps(said), flush=True)
     if "hold" in words:
         sys.stdin.read()
     return 0
+
+
+def main(words: list[str]) -> int:
+    cuda, said = ctypes.CDLL("libcuda.so.1"), {"nvml_total_bytes": nvml_total_bytes()}
+    said["cuInit"] = cuda.cuInit(0)
+    said["multiprocessors"], said["refusal"] = begin(cuda)
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    said.update(cuda_total_bytes=total.value, free_bytes=free.value, got_bytes=0)
+    sizes = sizes_of(words)
+    size = FIRST_BYTES
+    while sizes or (size >= LAST_BYTES and not sizes_of(words)):
+        asked = sizes.pop() if sizes else size
+        error = taken(cuda, asked)
+        if error == 0:
+            said["got_bytes"] += asked
+        else:
+            said["refusal"], size = error, size // 2
+    return end(said, words)
 
 
 if __name__ == "__main__":
