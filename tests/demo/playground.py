@@ -3,7 +3,8 @@
     python -m tests.demo.playground [--no-docker] [COMMAND...]      default: an interactive bash
 
 One simulated GPU of 16 GiB, `gpushare` in PATH, /etc/gpushare/config.yaml that names both, a docker daemon and its
-image `demo` with two CUDA programs: `probe` takes memory until it is refused, `busy` keeps the GPU busy.
+image `demo` with two CUDA programs: `probe` takes memory until it is refused, `busy` keeps the GPU busy. podman
+works too where it is installed, with images of its own.
 
 All of it is in a mount namespace: /etc and /var/lib are copies (overlays) without gpushare's and docker's files, /run
 is empty. There is no network but loopback. What is written there, containers and programs go when COMMAND ends, whose
@@ -47,6 +48,27 @@ done
 echo "systemctl: the daemon has no runtime called gpushare: gpushare runtime configure docker" >&2
 exit 1
 """
+
+# Ulimits: CAP_SYS_RESOURCE is missing on some machines, and podman would raise them above what it may
+PODMAN = {
+    "storage.conf": """\
+[storage]
+driver = "overlay"
+graphroot = "{place}/storage"
+runroot = "/run/containers/storage"
+""",
+    "containers.conf": """\
+[containers]
+netns = "none"
+default_ulimits = ["nofile=1024:1024", "nproc=1000:1000"]
+log_driver = "k8s-file"
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+lock_type = "file"
+runtime = "runc"
+""",
+}
 
 
 def interrupted(number: int, _: Any) -> None:
@@ -95,7 +117,18 @@ def start_docker(directory: Path, image_root: Path, cleanup: contextlib.ExitStac
     cleanup.callback(daemon.close)
     daemon.start()
     daemon.must("import", str(make_tar(image_root, directory / "image.tar")), IMAGE)
+    (directory / "client").mkdir(exist_ok=True)
+    (directory / "client" / "config.json").write_text("{}\n")  # podman reads it too, and wants it to be there
     return {"DOCKER_HOST": f"unix://{directory / 'socket'}", "DOCKER_CONFIG": str(directory / "client")}
+
+
+def prepare_podman(directory: Path) -> None:
+    """Storage and settings of its own; its locks are in /dev/shm, where other podmans of this machine have theirs."""
+    mount_tmpfs(Path("/dev/shm"), "mode=1777")
+    for name, text in PODMAN.items():
+        path = Path("/etc/containers", name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text.format(place=directory))
 
 
 def prepare(directory: Path, docker: bool, cleanup: contextlib.ExitStack) -> dict[str, str]:
@@ -109,6 +142,7 @@ def prepare(directory: Path, docker: bool, cleanup: contextlib.ExitStack) -> dic
     for program in (busy.build(), image_root / PROBE[1:]):
         shutil.copy2(program, tools)
     environment = {**os.environ, "PATH": f"{tools}:{host.BIN}:{os.environ['PATH']}", "PS1": "playground# "}
+    prepare_podman(directory / "podman")
     if docker:
         environment.update(start_docker(directory / "docker", image_root, cleanup))
         pid = (directory / "docker" / "pid").read_text()

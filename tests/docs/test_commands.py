@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
+from pathlib import Path
 
 import click
 import pytest
@@ -12,6 +14,7 @@ from gpushare.cli.main import group
 
 from tests.docs import blocks
 from tests.docs.blocks import Command
+from tests.docs.test_tour import TOUR, TYPED
 from tests.lib.host import TREE
 from tests.unit import pure
 
@@ -22,7 +25,7 @@ ELSEWHERE = {
     "docker rm": "tests/docs/test_tour.py",
     "dpkg -i": "tests/packages/check_install.py",
     "journalctl": "it needs systemd's journal; tests/e2e/test_decisions.py",
-    "kubectl": "it needs a cluster; tests/unit/test_kubernetes.py",
+    "kubectl": "it needs a cluster; what it applies: tests/unit/test_kubernetes.py",
     "ln -s": "tests/e2e/test_bundle.py",
     "systemctl": "it needs systemd; tests/packages/check_contents.py",
     "tar": "tests/e2e/test_bundle.py",
@@ -78,6 +81,29 @@ def test_commands_within_the_text_exist(page: str) -> None:
                 command = found[0] or command
 
 
+# Verb of kubectl and an option that names something: what it must be, in packaging/kubernetes
+APPLIES: dict[tuple[str, str], Callable[[Path], bool]] = {
+    ("apply", "-f"): Path.is_file,  # with the fields of its API: test_kubernetes.py
+    ("apply", "-k"): lambda folder: (folder / "kustomization.yaml").is_file(),  # and what that names: test_packaging.py
+}
+SHOWS = ("describe pod",)
+
+
+def test_kubectl_finds_what_it_is_told() -> None:
+    inline = [
+        (page, said) for page in blocks.pages() for said in re.findall(r"`(kubectl [^`]*)`", (TREE / page).read_text())
+    ]
+    todo = [*((one.place, one.text) for one in of("kubectl")), *inline]
+    assert len(todo) > 6
+    for place, text in todo:
+        _, verb, *said = shlex.split(text)
+        if text.startswith(tuple(f"kubectl {show}" for show in SHOWS)):
+            continue
+        assert said and len(said) % 2 == 0, f"{place}: {text}"
+        for option, name in zip(said[::2], said[1::2]):
+            assert APPLIES[verb, option](TREE / "packaging/kubernetes" / name), f"{place}: {text}"
+
+
 def test_make_has_the_targets() -> None:
     files = [TREE / "Makefile", *TREE.glob("*/*.mk"), *TREE.glob("*/*/*.mk")]
     targets = {name for path in files for name in re.findall(r"^([\w-]+):", path.read_text(), re.MULTILINE)}
@@ -111,6 +137,18 @@ def test_others_are_done_elsewhere() -> None:
     assert [begin for begin in ELSEWHERE if not any(one.text.startswith(begin) for one in rest)] == []
     for why in ELSEWHERE.values():
         assert (TREE / why.rpartition(" ")[2]).is_file(), why
+
+
+def test_who_starts_containers_is_typed() -> None:
+    """Nothing that starts one is only understood, but where the reason is here."""
+    starts = {one.page for one in ALL if one.text.startswith(("docker run", "podman run"))}
+    assert starts - set(TYPED) == {"README.md", "README.zh-CN.md", TOUR, "docs/mps.md"}
+    assert (TREE / "tests/e2e/test_mps_daemon.py").is_file()  # docs/mps.md: it needs a driver's own daemon
+
+
+def test_both_readmes_have_the_same_commands() -> None:
+    readme, chinese = ([one.text for one in ALL if one.page == page] for page in ("README.md", "README.zh-CN.md"))
+    assert readme == chinese
 
 
 @pytest.mark.parametrize("page", blocks.pages())

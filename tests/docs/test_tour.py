@@ -1,13 +1,16 @@
-"""docs/tour.md and README.md, typed into the playground. GOLDEN_WRITE=1 writes what is printed into the tour."""
+"""README.md, docs/tour.md and the pages of engines, typed into the playground, with docker, podman and docker-compose.
+GOLDEN_WRITE=1 writes what is printed into the tour."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import INDENT, Command, commands
+from tests.docs.blocks import INDENT, Command, blocks, commands
 from tests.docs.session import Done, Session, agrees
 from tests.lib.host import TREE
 from tests.tools import pictures
@@ -18,6 +21,27 @@ WRITE = bool(os.environ.get("GOLDEN_WRITE"))
 INSTEAD = {
     " --profile workstation": "",  # the playground has a configuration, which names the simulated driver
     " IMAGE ": " demo ",
+}
+CONFIGURE = "gpushare runtime configure docker && systemctl reload docker"
+UNDO = (
+    "docker rm -f $(docker ps -aq); gpushare runtime configure docker --undo; gpushare runtime configure podman --undo"
+)
+IMPORT = "podman import ${DOCKER_CONFIG%/client}/image.tar demo"
+# Pages of which every command in a block is typed, and what is typed before them
+TYPED = {
+    "docs/docker.md": "true",
+    "docs/podman.md": IMPORT,
+    "docs/limits.md": f"{CONFIGURE} && docker run -d --runtime gpushare -e GPUSHARE_MEMORY=4Gi demo busy --seconds 600",
+    "docs/run.md": "true",
+    "docs/engines.md": IMPORT,
+}
+# What they say -> what is typed
+HERE = {
+    r" IMAGE( nvidia-smi)?$": " demo nvidia-smi",
+    r" ID\b": " $(docker ps -q)",
+    r" python train\.py$": " build/sim/nvidia-smi",
+    r"^gpushare uninstall$": "gpushare uninstall --yes",  # there is nobody to ask
+    r"^podman run (--rm )?": "podman run --rm --pull never ",
 }
 COMPANY = """
 begin() {
@@ -71,6 +95,42 @@ def test_the_readme(playground: Session) -> None:
         if text.startswith("docker run"):
             assert "/    4096MiB" in done.out
     assert playground.run("docker rm -f train serve && gpushare runtime configure docker --undo").code == 0
+
+
+def typed(one: Command) -> str:
+    """What is typed for it here."""
+    text = one.text
+    for pattern, here in HERE.items():
+        text = re.sub(pattern, here, text)
+    return text
+
+
+@pytest.mark.parametrize("page", TYPED)
+def test_the_page(playground: Session, page: str) -> None:
+    """Each command succeeds, and what it starts has the memory that it asks for."""
+    todo = commands(page)
+    assert len(todo) > 0
+    before = playground.run(TYPED[page])
+    assert before.code == 0, before
+    try:
+        for one in todo:
+            done = playground.run(typed(one))
+            assert done.code == 0, f"{one.place}\n{typed(one)}\n{done.out}"
+            asked = re.search(r"(?:GPUSHARE_MEMORY=|run --memory )(\d+)Gi", one.text)
+            assert not asked or f"/{1024 * int(asked[1]):8}MiB" in done.out, f"{one.place}\n{done.out}"
+    finally:
+        playground.run(UNDO)
+
+
+def test_the_compose_file(playground: Session, tmp_path: Path) -> None:
+    """docker-compose: a service of that file has its share."""
+    page = (TREE / "docs/docker.md").read_text()
+    (lines,) = (lines for _, lines in blocks(page) if lines[0] == "services:")
+    path = tmp_path / "compose.yaml"
+    path.write_text("\n".join(lines).replace("image: IMAGE\n", "image: demo\n    command: nvidia-smi\n"))
+    done = playground.run(f"{CONFIGURE} && docker-compose -f {path} up && docker-compose -f {path} down")
+    playground.run(UNDO)
+    assert done.code == 0 and "/    4096MiB" in done.out and "exited with code 0" in done.out, done.out
 
 
 def test_the_tour(playground: Session) -> None:
