@@ -30,6 +30,7 @@ from typing import Any
 from tests.lib import busy, host, processes
 from tests.lib.engines.dockerd import CLIENT, Dockerd
 from tests.lib.engines.image import PROBE, make_root, make_tar
+from tests.lib.engines.podman import SETTINGS
 from tests.lib.rootfs import mount_tmpfs, run, unmount_below
 from tests.sim.simhost import make_simhost
 
@@ -49,7 +50,6 @@ echo "systemctl: the daemon has no runtime called gpushare: gpushare runtime con
 exit 1
 """
 
-# Ulimits: CAP_SYS_RESOURCE is missing on some machines, and podman would raise them above what it may
 PODMAN = {
     "storage.conf": """\
 [storage]
@@ -57,17 +57,7 @@ driver = "overlay"
 graphroot = "{place}/storage"
 runroot = "/run/containers/storage"
 """,
-    "containers.conf": """\
-[containers]
-netns = "none"
-default_ulimits = ["nofile=1024:1024", "nproc=1000:1000"]
-log_driver = "k8s-file"
-[engine]
-cgroup_manager = "cgroupfs"
-events_logger = "file"
-lock_type = "file"
-runtime = "runc"
-""",
+    "containers.conf": SETTINGS + 'runtime = "runc"\n',
 }
 
 
@@ -128,7 +118,7 @@ def prepare_podman(directory: Path) -> None:
     for name, text in PODMAN.items():
         path = Path("/etc/containers", name)
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text.format(place=directory))
+        path.write_text(text.replace("{place}", str(directory)))
 
 
 def prepare(directory: Path, docker: bool, cleanup: contextlib.ExitStack) -> dict[str, str]:

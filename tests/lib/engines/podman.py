@@ -25,8 +25,9 @@ IMAGE = "localhost/gpushare-test"
 PAUSE = "localhost/gpushare-test-pause"  # what holds the namespaces of a pod; made where a test needs it
 _numbers = itertools.count(1)
 
+# containers.conf of a podman of tests, to its [engine].
 # default_ulimits: CAP_SYS_RESOURCE is missing on some test machines, and podman would raise these above what it may.
-_CONFIGURATION = """\
+SETTINGS = """\
 [containers]
 netns = "none"
 default_ulimits = ["nofile=1024:1024", "nproc=1000:1000"]
@@ -36,6 +37,8 @@ log_driver = "k8s-file"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
 lock_type = "file"
+"""
+_CONFIGURATION = """\
 num_locks = 128
 hooks_dir = ["{hooks}"]
 infra_image = "{pause}"
@@ -81,7 +84,8 @@ class Podman:
         program.write_text(f'#!/bin/sh\nexec {" ".join(self.runtime())} "$@"\n')
         program.chmod(0o755)
         (directory / "containers.conf").write_text(
-            _CONFIGURATION.format(
+            SETTINGS
+            + _CONFIGURATION.format(
                 pause=PAUSE,
                 hooks=self.hooks_dir,
                 program=program,
