@@ -126,6 +126,8 @@ def unsupported(site: Site) -> Optional[str]:
         return f"it was started for at most {found.thread_percent}% of compute"
     if found.uid not in (request.uid, ANY_UID):
         return f"it serves one user at a time, uid {found.uid}, and this container runs as uid {request.uid}"
+    if found.shm == SHM_HOST and not _is_shm_of(found.pid, request.shm):
+        return "it was started with --shm host, and the container's /dev/shm is not the host's (--ipc=host)"
     containers = len(site.ledger.holders.get(uuid, ()))  # all that are there have it: see backends.py
     if containers >= found.clients:
         return f"it serves {found.clients} processes at most, and {containers} containers have it"
@@ -135,6 +137,14 @@ def unsupported(site: Site) -> Optional[str]:
 def _several(request: Request, gpus: int) -> bool:
     chosen = request.selection
     return {"all": gpus, "any": chosen.count, "list": len(chosen.names)}.get(chosen.kind, 1) > 1
+
+
+def _is_shm_of(pid: int, path: str) -> bool:
+    """Whether what is mounted at /dev/shm is what the daemon has there."""
+    try:
+        return bool(path) and os.path.samestat(os.stat(path), os.stat(f"/proc/{pid}/root/dev/shm"))
+    except OSError:
+        return False
 
 
 def ops(shares: tuple[Share, ...], config: Config) -> tuple[Op, ...]:

@@ -135,6 +135,21 @@ def uid_on_host(spec: dict[str, Any]) -> int:
     return uid
 
 
+def shm_source(spec: dict[str, Any]) -> str:
+    """What of the host stands at /dev/shm, as with --ipc=host; "" for what the container has alone."""
+    found = ""
+    for row in items(spec, "mounts"):
+        row = row if isinstance(row, dict) else {}
+        target, source, options = (row.get(key) for key in ("destination", "source", "options"))
+        place = os.path.normpath(target) if isinstance(target, str) else ""
+        if place not in ("/dev", "/dev/shm"):
+            continue
+        flags = options if isinstance(options, list) else ()
+        bound = isinstance(source, str) and ("rbind" in flags or (place == "/dev/shm" and "bind" in flags))
+        found = (str(source) if place == "/dev/shm" else f"{source}/shm") if bound else ""
+    return found
+
+
 def section(spec: dict[str, Any], *keys: str) -> dict[str, Any]:
     """The object at `keys`; empty when absent or null, an error when it is something else."""
     here = spec

@@ -118,7 +118,8 @@ def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
     command = shlex.join(job.command)
     shown = command if len(command) <= _MAX_COMMAND else command[: _MAX_COMMAND - 1] + "…"
     shown = shown.encode("utf-8", "replace").decode()
-    spec = {"process": {"user": {"uid": job.user.uid if job.user else os.geteuid()}}}
+    shm = {"destination": "/dev/shm", "type": "bind", "source": "/dev/shm", "options": ["rbind"]}
+    spec = {"process": {"user": {"uid": job.user.uid if job.user else os.geteuid()}}, "mounts": [shm]}
     return Bundle(oci.check_id(job.name), os.getpid(), shown, "/", tuple(env.items()), {}, "", "", "", False, spec)
 
 

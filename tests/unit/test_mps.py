@@ -20,7 +20,6 @@ from gpushare import (
     mpsdaemon,
     mpsprocess,
     mpsstatus,
-    names,
     oci,
     placement,
     procs,
@@ -246,12 +245,13 @@ def test_option_for_several_users_is_that_of_the_program(text: str, flag: str) -
     assert mpscontrol.multiuser_flag(text) == flag
 
 
-def test_unit_starts_what_there_is_and_watches_its_pid() -> None:
+def test_unit_starts_what_there_is() -> None:
+    """tests/e2e/test_systemd.py runs it."""
     text = (Path(__file__).parents[2] / "packaging/systemd/gpushare-mps@.service").read_text()
     unit = configparser.RawConfigParser()
     unit.read_string(text)
     service = unit["Service"]
-    assert service["PIDFile"] == f"{mps.directory(names.STATE_DIR, '%i')}/pid" and service["Type"] == "forking"
+    assert service["Type"] == "notify"
     for key, action in (("ExecStart", "start"), ("ExecStop", "stop")):
         program, group, word, *words = service[key].split()
         assert (program, group, word) == ("/usr/bin/gpushare", "mps", action)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional
 
 import click
 
-from .. import backends, leases, mps, mpsdaemon, mpsstatus, names, quantity
+from .. import backends, leases, mps, mpsdaemon, mpsstatus, names, quantity, servicenotify
 from ..dialects import device_name, find_devices
 from ..errors import RequestError
 from ..model import Device, Node
@@ -95,6 +95,9 @@ def start(
             progress.say(f"starting MPS on {device.uuid}")
             wish = mpsdaemon.Wish(*_most(host, device, compute, memory), number, shm)
             done.append((device, mpsdaemon.start(host, device, wish)))
+    if len(done) == 1:  # a unit has one process that it watches
+        (one, (_, new)) = done[0]
+        servicenotify.tell(new.pid, f"MPS on {device_name(one)}, at most {_limits(new)}")
     if output == "json":
         write_json(
             [{"device": device_name(one), "uuid": one.uuid, "how": how, "pid": new.pid} for one, (how, new) in done]
