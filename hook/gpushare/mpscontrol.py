@@ -12,23 +12,19 @@ error, so whoever sets something reads it back. Sizes are whole numbers with G o
 from __future__ import annotations
 
 import os
-import re
 import socket
 import struct
 import subprocess
 from typing import NamedTuple, Optional
 
-from . import driverroot
+from . import driverroot, mpswords
 from .drivertable import PROGRAM_DIRS
 from .errors import DeviceError, KernelError
 from .model import Node
 
 NAME, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
 DEADLINE_S = 10.0
-PERCENT, MEMORY = "active_thread_percentage", "device_pinned_mem_limit"  # of commands: set_default_..., get_...
-DEVICE = "0"  # as the daemon counts: it sees this device only
 GIB, MIB = 1 << 30, 1 << 20
-MULTIUSER = re.compile(r"(?<![\w-])(--multiuser(?:-server)?)(?![\w-])")
 _PEERCRED = struct.Struct("3i")
 
 
@@ -40,18 +36,23 @@ class Daemon(NamedTuple):
 
 
 class Control(NamedTuple):
-    """One daemon: its program, its pipe directory, and the environment that program needs."""
+    """One daemon: its program, its pipe directory, the environment that program needs, and how it is spoken to."""
 
     program: str
     pipe: str
     env: dict[str, str]
+    protocol: int = 2
+
+    @property
+    def words(self) -> mpswords.Words:
+        return mpswords.WORDS[self.protocol]
 
     def ask(self, command: str, deadline_s: float = DEADLINE_S) -> str:
         """The answer, without white space around it. Raises DeviceError when the daemon is gone or does not answer."""
         try:
             done = subprocess.run(
-                [self.program],
-                input=command + "\n",
+                [self.program, *(command.split() if self.protocol == 3 else ())],
+                input="" if self.protocol == 3 else command + "\n",
                 env={**self.env, "CUDA_MPS_PIPE_DIRECTORY": self.pipe},
                 capture_output=True,
                 text=True,
@@ -70,7 +71,7 @@ class Control(NamedTuple):
 
     def numbers(self, command: str) -> tuple[int, ...]:
         """Its answer when that is a list of pids; () where it says that there is none."""
-        return tuple(int(word) for word in self.ask(command).split() if word.isdigit())
+        return mpswords.pids_in(self.ask(command))
 
 
 def program(root: str) -> Optional[str]:
@@ -129,7 +130,13 @@ def max_clients(driver_version: str) -> int:
     return 60 if major.isdigit() and int(major) >= 580 else 48
 
 
-def multiuser_flag(help_text: str) -> str:
-    """The option by which this program lets clients of all users in; "" when it has none."""
-    found = MULTIUSER.search(help_text)
-    return found.group(1) if found else ""
+def protocol_of(pid: int) -> int:
+    """The protocol of a daemon that runs; 2 where nobody can say."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as words, open(f"/proc/{pid}/environ", "rb") as environ:
+            pairs = (entry.partition("=") for entry in os.fsdecode(environ.read()).split("\0"))
+            return mpswords.protocol_in(
+                os.fsdecode(words.read()).split("\0"), {name: value for name, _, value in pairs}
+            )
+    except OSError:
+        return 2

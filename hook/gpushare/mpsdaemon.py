@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from . import backends, leases, mps, mpscontrol, mpsprocess, mpsshm, procs, rootless, storage
+from . import backends, leases, mps, mpscontrol, mpslimits, mpsprocess, mpsshm, mpswords, procs, rootless, storage
 from .errors import CapacityError, DeviceError, KernelError, RequestError
 from .model import Device, Node
 from .mpscontrol import Control
@@ -59,14 +59,16 @@ def start(host: Node, device: Device, wish: Wish) -> Started:
     if len(os.fsencode(f"{folder}/pipe/control_privileged")) > _SOCKET_BYTES:
         raise RequestError(f"a socket below {folder!r} would have too long a path", "use a shorter state directory")
     storage.prepare(host.config.state_dir)
-    os.makedirs(folder, 0o700, exist_ok=True)
+    os.makedirs(os.path.dirname(folder), 0o755, exist_ok=True)
     with _locked(folder):
+        os.makedirs(folder, 0o700, exist_ok=True)  # a stop that we waited for has taken it away
         return _start(host, device, wish, folder, program)
 
 
 def _start(host: Node, device: Device, wish: Wish, folder: str, program: str) -> Started:
     control = Control(program, f"{folder}/pipe", mpscontrol.environment(host, program))
     extra = _options(control, wish)
+    control = control._replace(protocol=mpswords.protocol_in(extra, {}))
     found = mps.state(device.uuid, host.config.state_dir)
     if not found.problem:
         _require_same(found, host, wish, program, device.uuid)
@@ -82,8 +84,8 @@ def _start(host: Node, device: Device, wish: Wish, folder: str, program: str) ->
         _require_adoptable(daemon, device, wish, folder, extra)
     try:
         _open_to(folder, wish.uid)
-        _set_limits(control, wish)
-        return Started(how, _offer(host, device, wish, folder, program, daemon.pid))
+        mpslimits.put(control, wish.thread_percent, wish.memory_bytes)
+        return Started(how, _offer(host, device, wish, folder, control, daemon.pid))
     except BaseException:
         mpsprocess.end(control, daemon.pid)
         raise
@@ -99,16 +101,16 @@ def _options(control: Control, wish: Wish) -> tuple[str, ...]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DeviceError(f"{control.program} -h: {error}") from None
-    flag = mpscontrol.multiuser_flag(done.stdout + done.stderr)
-    if not flag:
+    options = mpswords.several_users(done.stdout + done.stderr)
+    if not options:
         raise DeviceError("this driver's MPS serves one user at a time", "name one: --uid N")
-    return (flag,)
+    return options
 
 
 def _open_to(folder: str, uid: int) -> None:
     """Containers have what they need as a mount. On the host a server that does not run as root has to get here, and
-    then every user can: whoever can connect can set the daemon's defaults."""
-    os.chmod(folder, 0o755 if uid else 0o700)
+    then every user can: whoever can connect can set the daemon's defaults. The one for all users runs as root."""
+    os.chmod(folder, 0o700 if uid in (0, mps.ANY_UID) else 0o755)
     os.chmod(os.path.dirname(folder), 0o755)
     os.makedirs(f"{folder}/share", exist_ok=True)
     os.chmod(f"{folder}/share", 0o755)
@@ -133,6 +135,8 @@ def _require_adoptable(
         raise DeviceError(f"{who} was not started for this device alone", "stop it")
     if not set(map(os.fsencode, extra)) <= set(words):
         raise DeviceError(f"{who} serves one user at a time", "stop it, or name the user: --uid N")
+    if mpscontrol.protocol_of(daemon.pid) != mpswords.protocol_in(extra, {}):
+        raise DeviceError(f"{who} speaks another protocol of MPS", "stop it")
     if (wish.shm == mps.SHM_OWN) != os.path.samestat(there, ours):
         raise DeviceError(f"{who} was started with another /dev/shm", "stop it, or use the other --shm")
 
@@ -201,27 +205,15 @@ def _launch(control: Control, folder: str, device: Device, wish: Wish, extra: Se
     return daemon
 
 
-def _set_limits(control: Control, wish: Wish) -> None:
-    """Sets what no client can exceed, and reads it back with the daemon's own commands. Raises DeviceError."""
-    control.ask(f"set_default_{mpscontrol.PERCENT} {wish.thread_percent}")
-    said = control.ask(f"get_default_{mpscontrol.PERCENT}")
-    if said != f"{wish.thread_percent}.0":
-        raise DeviceError(f"MPS did not take a limit of {wish.thread_percent}%: it says {said!r}")
-    if wish.memory_bytes:
-        text = mpscontrol.memory_text(wish.memory_bytes)
-        control.ask(f"set_default_{mpscontrol.MEMORY} {mpscontrol.DEVICE} {text}")
-        said = control.ask(f"get_default_{mpscontrol.MEMORY} {mpscontrol.DEVICE}")
-        if said != text:
-            raise DeviceError(f"MPS did not take a limit of {text} of memory: it says {said!r}")
-
-
-def _offer(host: Node, device: Device, wish: Wish, folder: str, program: str, pid: int) -> mps.MpsState:
+def _offer(host: Node, device: Device, wish: Wish, folder: str, control: Control, pid: int) -> mps.MpsState:
     """From here on containers are given it."""
     process = procs.find(pid)
     if process is None:
         raise DeviceError(f"{mpscontrol.NAME} (pid {pid}) ended at once", f"see {folder}/log")
     for name in _SHARED:
-        _link(f"{folder}/pipe/{name}", f"{folder}/share/{name}")
+        _link(os.path.join(control.pipe, control.words.folder, name), f"{folder}/share/{name}")
+    if not os.path.lexists(f"{folder}/share/control"):
+        raise DeviceError(f"{mpscontrol.NAME} (pid {pid}) has no socket for clients", f"see {folder}/log")
     _write(f"{folder}/pid", f"{pid}\n")
     ready = {
         "version": mps.VERSION,
@@ -229,7 +221,7 @@ def _offer(host: Node, device: Device, wish: Wish, folder: str, program: str, pi
         "start": process.start,
         "boot_id": procs.boot_id(),
         "driver_version": host.inventory.driver_version,
-        "build": mps.build_of(program),
+        "build": mps.build_of(control.program),
         "clients": mpscontrol.max_clients(host.inventory.driver_version),
         **wish._asdict(),
     }
@@ -287,7 +279,8 @@ def stop(host: Node, uuid: str, force: bool) -> bool:
         program = mpscontrol.program(host.inventory.root)
         if daemon is not None:
             env = mpscontrol.environment(host, program) if program else {}
-            mpsprocess.end(Control(program or mpscontrol.NAME, f"{folder}/pipe", env), daemon.pid)
+            control = Control(program or mpscontrol.NAME, f"{folder}/pipe", env, mpscontrol.protocol_of(daemon.pid))
+            mpsprocess.end(control, daemon.pid)
         was_there = daemon is not None or os.path.lexists(f"{folder}/pipe") or found.was_running
         for name in ("pipe", "log"):
             shutil.rmtree(f"{folder}/{name}", ignore_errors=True)

@@ -58,7 +58,7 @@ def end(control: Control, pid: int) -> None:
     processes that are known by pid and start time are killed."""
     family = [found for found in (procs.find(one) for one in (*_children(pid), pid)) if found is not None]
     try:
-        control.ask(f"quit -t {_QUIT_S}", 2.0 * _QUIT_S)
+        control.ask(control.words.quit.format(_QUIT_S), 2.0 * _QUIT_S)
     except GpushareError:
         pass
     for one in family:

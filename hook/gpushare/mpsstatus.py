@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from . import backends, mps, mpscontrol, names, region, storage
+from . import backends, mps, mpscontrol, mpswords, names, region, storage
 from .errors import GpushareError
 from .model import Device, Lease, Node
 from .mpscontrol import Control
@@ -48,9 +48,10 @@ def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
         return Seen(state, found, (), (), containers, gone, found.problem if found.was_running else "")
     folder = mps.directory(host.config.state_dir, device.uuid)
     try:
-        control = control_of(host, folder)
-        servers = control.numbers("get_server_list")
-        clients = tuple(pid for server in servers for pid in control.numbers(f"get_client_list {server}"))
+        control = control_of(host, folder, found.pid)
+        words = control.words
+        servers = control.numbers(words.servers)
+        clients = tuple(pid for server in servers for pid in control.numbers(words.clients.format(server=server)))
         now, wanted = limits_now(control), expected(found)
     except GpushareError as error:
         return Seen("dead", found, (), (), containers, gone, error.message)
@@ -60,10 +61,11 @@ def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
     return Seen(state, found, servers, clients, containers, gone, note)
 
 
-def control_of(host: Node, folder: str) -> Control:
+def control_of(host: Node, folder: str, pid: int) -> Control:
     """Of the daemon whose files are in `folder`."""
     program = mpscontrol.program(host.inventory.root) or mpscontrol.NAME
-    return Control(program, f"{folder}/pipe", mpscontrol.environment(host, program))
+    env = mpscontrol.environment(host, program)
+    return Control(program, f"{folder}/pipe", env, mpscontrol.protocol_of(pid))
 
 
 def known(state_dir: str) -> list[str]:
@@ -92,11 +94,9 @@ def _token(state_dir: str, container_id: str) -> int:
 
 def limits_now(control: Control) -> str:
     """What the daemon says of its limits now, for people: anybody who can connect to it can set these defaults."""
-    percent, memory = (
-        control.ask(f"get_default_{mpscontrol.PERCENT}"),
-        control.ask(f"get_default_{mpscontrol.MEMORY} {mpscontrol.DEVICE}"),
-    )
-    return f"{percent}%, {memory or 'no memory limit'}"
+    percent, memory = control.ask(control.words.get_percent), control.ask(control.words.get_memory)
+    number = mpswords.percent_in(percent)
+    return f"{percent if number is None else f'{number:.1f}'}%, {memory or 'no memory limit'}"
 
 
 def expected(found: mps.MpsState) -> str:

@@ -136,7 +136,7 @@ def uid_on_host(spec: dict[str, Any]) -> int:
 
 
 def shm_source(spec: dict[str, Any]) -> str:
-    """What of the host stands at /dev/shm, as with --ipc=host; "" for what the container has alone."""
+    """What of the host stands at /dev/shm, as with --ipc=host; "" for what it has alone or only reads."""
     found = ""
     for row in items(spec, "mounts"):
         row = row if isinstance(row, dict) else {}
@@ -145,8 +145,9 @@ def shm_source(spec: dict[str, Any]) -> str:
         if place not in ("/dev", "/dev/shm"):
             continue
         flags = options if isinstance(options, list) else ()
-        bound = isinstance(source, str) and ("rbind" in flags or (place == "/dev/shm" and "bind" in flags))
-        found = (str(source) if place == "/dev/shm" else f"{source}/shm") if bound else ""
+        whole = place == "/dev" and "rbind" in flags
+        itself = place == "/dev/shm" and ("bind" in flags or "rbind" in flags) and "ro" not in flags
+        found = (f"{source}/shm" if whole else source if itself else "") if isinstance(source, str) else ""
     return found
 
 

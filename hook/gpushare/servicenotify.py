@@ -1,6 +1,6 @@
 """Telling systemd that a unit of Type=notify has come up, sd_notify(3). Not on the start path.
 
-    tell(pid, status)    to whoever started us that way; nothing otherwise
+tell(pid, status)    to whoever started us that way; nothing otherwise
 """
 
 from __future__ import annotations

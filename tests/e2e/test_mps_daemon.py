@@ -3,9 +3,11 @@ with its own commands, and its own libcuda is what connects. The rest of the hos
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -20,7 +22,7 @@ from gpushare import mps, mpsstatus, region
 from gpushare.model import Device, Lease, Share
 
 from tests.lib.doctor import finding
-from tests.lib.host import Node, write_config
+from tests.lib.host import BIN, Node, write_config
 from tests.lib.processes import reap_zombies
 from tests.lib.rootfs import unmount_below
 from tests.shim.real_box import NONCE, RealBox
@@ -121,6 +123,56 @@ def test_second_start_is_the_first(host: Host) -> None:
     assert "thread percent 40, not 50" in host.refused("start", "--compute", "50")
     assert "shm own, not host" in host.refused("start", "--compute", "40", "--shm", "host")
     assert host.ask("get_default_active_thread_percentage") == "40.0"
+
+
+def _waits(pid: int, events: int) -> bool:
+    """Whether the process waits for a lock; an event of `events` ends the waiting for that."""
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any("->" in line and f" {pid} " in line for line in lines) or bool(select.select([events], [], [], 0.01)[0])
+
+
+def test_starts_at_the_same_moment_are_one(host: Host) -> None:
+    """The daemon comes up when the others have come as far as they get. One stop was before all of them."""
+    real = host.control.rename(host.control.with_name("real"))
+    began, go = (host.folder.parent.parent / name for name in ("began", "go"))
+    host.control.write_text(f'#!/bin/sh\ncase $* in *-d) echo >{began}; read line <{go};; esac\nexec {real} "$@"\n')
+    host.control.chmod(0o755)
+    assert host.node.cli("refresh").returncode == 0 and host.mps("stop") == []
+    os.mkfifo(began)
+    os.mkfifo(go)
+    events, answers = (os.open(path, os.O_RDWR) for path in (began, go))
+    words = [BIN / "gpushare", "--config", host.node.config, "--state", host.node.state, "mps", "start", "--compute"]
+    started: list[subprocess.Popen[str]] = []
+
+    def start(percent: str) -> None:
+        command = [str(word) for word in (*words, percent, "--format", "json")]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        while not _waits(started[-1].pid, events):
+            assert started[-1].poll() is None
+
+    try:
+        host.folder.parent.mkdir(exist_ok=True)
+        with open(f"{host.folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            start("40")
+            shutil.rmtree(host.folder, ignore_errors=True)
+        assert os.read(events, 10) == b"\n" and host.folder.stat().st_mode & 0o777 == 0o700
+        start("40")
+        start("50")
+        assert not select.select([events], [], [], 0)[0], "one of them starts a daemon"
+        os.write(answers, b"\n")
+        said = [(one.communicate(timeout=60), one.returncode) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+        os.close(events)
+        os.close(answers)
+    (first, code), (second, same), (third, refused) = said
+    assert code == same == 0 and json.loads(first[0])[0]["how"] == "started"
+    assert json.loads(second[0])[0] == {**json.loads(first[0])[0], "how": "running"}
+    assert refused == 75 and "runs on" in third[1] and "thread percent 40, not 50" in third[1]
+    assert third[1].count("\n") == 1 and host.ask("get_default_active_thread_percentage") == "40.0"
 
 
 def test_death_is_noticed_and_a_start_is_clean(host: Host) -> None:

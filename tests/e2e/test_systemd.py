@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,9 @@ def machine(tmp_path: Path, simhost: Path, userland: Userland) -> Iterator[Machi
 def test_a_daemon_is_watched_from_its_start_to_its_end(machine: Machine) -> None:
     unit = BY_UUID
     machine.unit("docker.service", f"[Service]\nType=oneshot\nExecStart=/bin/cp {FOLDER}/ready /run/seen\n")
-    machine.run("systemctl", "start", "docker.service", unit)
+    both = f"docker.service {unit}"
+    machine.unit("boot.target", f"[Unit]\nDefaultDependencies=no\nRequires={both}\nAfter={both}\n")
+    machine.run("systemctl", "start", "boot.target")
     assert (machine.run_dir / "seen").exists(), "engines begin when it is offered"
     first = machine.daemon()
     assert first[1] == NAME and machine.status() == ("running", first[0])
@@ -122,14 +125,16 @@ def test_the_configuration_is_read_whenever_it_is_written(machine: Machine) -> N
     machine.run("gpushare", "refresh")
     compiled = machine.run_dir / "gpushare" / "node.json"
 
-    def is_idle() -> bool:
-        return machine.show("gpushare-refresh.service", "ActiveState") == ("inactive",)
+    def is_read(before: int) -> bool:
+        idle = machine.show("gpushare-refresh.service", "ActiveState") == ("inactive",)
+        return compiled.stat().st_ino != before and idle
 
     for number in range(7):
-        before = compiled.stat().st_ino
         known = json.loads(machine.config.read_text())
-        machine.config.write_text(json.dumps({**known, "policy": {"max_compute": f"{90 - number}%"}}))
-        machine.until(lambda: compiled.stat().st_ino != before and is_idle())
+        changed = json.dumps({**known, "policy": {"max_compute": f"{90 - number}%"}})
+        before = compiled.stat().st_ino
+        machine.config.write_text(changed)
+        machine.until(partial(is_read, before))
     assert machine.show("gpushare-refresh.path", "ActiveState") == ("active",)
     assert json.loads(compiled.read_text())
 

@@ -1,7 +1,7 @@
 """A real systemd as the first process of a pid namespace, with our units and as little else as there can be.
 
-Systemd(directory, etc)    boots it: /usr/bin/gpushare is the tree's, /etc/gpushare is `etc`, /run and /dev/shm are empty.
-                           Mounts, network and cgroups that it sees are its own, so nothing reaches the machine.
+Systemd(directory, etc)    boots it: /usr/bin/gpushare is the tree's, /etc/gpushare is `etc`, /run is empty. Mounts,
+                           network and cgroups that it sees are its own, so nothing reaches the machine.
 """
 
 from __future__ import annotations

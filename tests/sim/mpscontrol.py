@@ -1,10 +1,11 @@
 """A stand-in for nvidia-cuda-mps-control with a server that needs no GPU, for the simulated libcuda (cuda/mps.c).
 
-    install(root, multiuser=False)      puts it into a simulated host
+    install(root, MULTIUSER=True, ...)   puts it into a simulated host, with constants of its own
 
 What it says to commands, its files and their modes, and which commands need control_privileged are as recorded of
 535.261.03 (tests/e2e/test_mps_daemon.py runs the real one); what clients are told is documented: 48 at most, the
-smaller of two limits, users one at a time. Standard library only: it runs by itself, as the program that it plays.
+smaller of two limits, users one at a time, a server keeps the limits of its start. So is protocol 3. Standard library
+only: it runs by itself, as the program that it plays.
 """
 
 from __future__ import annotations
@@ -21,24 +22,27 @@ from typing import Optional
 
 NAME = "nvidia-cuda-mps-control"
 MAX_CLIENTS = 48
+MULTIUSER = False  # whether this one has the option
+PROTOCOL_3 = False  # ... and this one
 MPS_MAX_CLIENTS_REACHED = 808  # CUresult
 HELLO, CRED = b"OUTBHELL\0", b"OUTBCRED\0"
 CLIENT, UI = 2, 4
 ASKED, ANSWER = struct.Struct("<dQ"), struct.Struct("<IIdQ64s")
 UNITS = {"G": 1 << 30, "M": 1 << 20}
+FAILED = "\1"  # before a message with which a command of protocol 3 ends
 
 
-def install(root: Path, multiuser: bool = False) -> Path:
+def install(root: Path, **constants: object) -> Path:
     """Replaces the program of a simulated host."""
     path = root / "usr/bin" / NAME
     path.unlink(missing_ok=True)
-    lines = Path(__file__).read_text().replace("MULTIUSER = False", f"MULTIUSER = {multiuser}")
-    path.write_text(f"#!{sys.executable} -IS\n{lines}")
+    lines = Path(__file__).read_text().splitlines()
+    for name, value in constants.items():
+        (at,) = (number for number, line in enumerate(lines) if line.startswith(f"{name} = "))
+        lines[at] = f"{name} = {value}"
+    path.write_text("\n".join([f"#!{sys.executable} -IS", *lines, ""]))
     path.chmod(0o755)
     return path
-
-
-MULTIUSER = False  # whether this one has the option
 
 
 def pipe() -> str:
@@ -50,10 +54,10 @@ class Daemon:
 
     def __init__(self, multiuser: bool) -> None:
         self.multiuser = multiuser
-        self.percent = 100.0
-        self.memory_text = ""
+        self.default = Limits()
+        self.server: Optional[Limits] = None  # from its first client on; in protocol 3 from when it is created
         self.change = threading.Condition()
-        self.clients: dict[int, int] = {}  # pid -> uid
+        self.clients: dict[socket.socket, tuple[int, int]] = {}  # connection -> (pid, uid)
         self.shared = f"cuda.shm.0.{os.getpid():x}.1"
         os.close(os.open(f"/dev/shm/{self.shared}", os.O_CREAT | os.O_RDWR, 0o666))
         os.chmod(f"/dev/shm/{self.shared}", 0o666)
@@ -78,22 +82,23 @@ class Daemon:
     def client(self, connection: socket.socket, pid: int, uid: int) -> None:
         percent, memory = ASKED.unpack(connection.recv(ASKED.size))
         with self.change:
-            while not self.multiuser and any(other != uid for other in self.clients.values()):
+            while not self.multiuser and any(other != uid for _, other in self.clients.values()):
                 self.change.wait()  # pending until the server's user is done
             full = len(self.clients) >= MAX_CLIENTS
             if not full:
-                self.clients[pid] = uid
-        limits = [size for size in (memory, size_of(self.memory_text)) if size]
+                self.clients[connection] = (pid, uid)
+            server = self.server = self.server or Limits(self.default.percent, self.default.memory_text)
+        limits = [size for size in (memory, size_of(server.memory_text)) if size]
         result = MPS_MAX_CLIENTS_REACHED if full else 0
         shared = f"/{self.shared}".encode()
         try:
-            answer = ANSWER.pack(result, 0, min(percent, self.percent), min(limits, default=0), shared)
+            answer = ANSWER.pack(result, 0, min(percent, server.percent), min(limits, default=0), shared)
             connection.send(answer)
             connection.recv(1)  # until it ends
         finally:
             with self.change:
                 if not full:
-                    self.clients.pop(pid, None)
+                    del self.clients[connection]
                 self.change.notify_all()
 
     def commands(self, connection: socket.socket, privileged: bool) -> None:
@@ -102,7 +107,7 @@ class Daemon:
             if not size:
                 break
             words = connection.recv(size).rstrip(b"\0\n").decode().split()
-            if words[:1] == ["quit"] and privileged:
+            if words[:1] in (["quit"], ["--quit"]) and privileged:
                 connection.send(struct.pack("<Iq", 1, 0))
                 os.unlink(f"/dev/shm/{self.shared}")
                 os._exit(0)
@@ -112,25 +117,80 @@ class Daemon:
         connection.send(struct.pack("<Iq", 1, 0)[:8])
 
     def answer(self, words: list[str]) -> str:
+        if PROTOCOL_3 and words[0] in ("server", "namespace", "client"):
+            return self.answer_3(words)
         command, values = words[0], words[1:]
         if command == "quit":
             return "Not enough privilege to execute quit command"
-        if command.endswith("_default_active_thread_percentage"):
+        limits = self.default
+        if not command.startswith(("set_default_", "get_default_")) and values and self.server:
+            limits, values = self.server, values[1:]
+        if command.endswith("_active_thread_percentage"):
             if values and 0 < float(values[0]) <= 100:
-                self.percent = float(values[0])
-            return f"{self.percent:.1f}"
-        if command == "set_default_device_pinned_mem_limit":
+                limits.percent = float(values[0])
+            return f"{limits.percent:.1f}"
+        if command.startswith("set_") and command.endswith("_pinned_mem_limit"):
             if len(values) == 2 and size_of(values[1]):
-                self.memory_text = values[1]
+                limits.memory_text = values[1]
             return ""
         if command == "get_default_device_pinned_mem_limit":
-            size = size_of(self.memory_text)
-            return f"{size >> 30}G" if size >= 1 << 30 else self.memory_text
+            return shown(limits.memory_text)
         if command == "get_server_list":
-            return str(os.getpid()) if self.clients else ""
+            return str(os.getpid()) if self.server else ""
         if command == "get_client_list":
-            return "\n".join(str(pid) for pid in sorted(self.clients))
+            return "\n".join(str(pid) for pid, _ in sorted(self.clients.values()))
         return f'Unknown command "{command}"'
+
+    def answer_3(self, words: list[str]) -> str:
+        """A command of protocol 3, about the one server that there can be here."""
+        options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        (module, verb, *names) = [word for word in words if not word.startswith("--")]
+        if (module, verb) == ("server", "create"):
+            if self.server or (self.multiuser and options.get("uid", "0") != "0"):
+                return FAILED + "cannot create it"
+            self.server = Limits()
+            os.mkdir(f"{pipe()}/{names[0]}")
+            self.listen(f"{names[0]}/control", 0o666)
+            os.mkfifo(f"{pipe()}/{names[0]}/log", 0o777)
+            return ""
+        if self.server is None:
+            return FAILED + "no such server"
+        if verb == "set":
+            self.server.percent = float(options.get("active-thread-percentage", self.server.percent))
+            self.server.memory_text = options.get("pinned-memory-limit", self.server.memory_text)
+            return ""
+        if verb == "list":
+            return "\n".join(f"{pid},{options['server']},0,default,program" for pid, _ in sorted(self.clients.values()))
+        fields = {
+            "pid": str(os.getpid()),
+            "active-thread-percentage": f"{self.server.percent:.0f}",
+            "pinned-memory-limit": shown(self.server.memory_text),
+        }
+        return fields[names[-1]]
+
+    def listen(self, name: str, mode: int) -> threading.Thread:
+        path = f"{pipe()}/{name}"
+        if os.path.lexists(path):
+            os.unlink(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(path)
+        os.chmod(path, mode)
+        listener.listen(64)
+        thread = threading.Thread(target=self.serve, args=(listener, "privileged" in name))
+        thread.start()
+        return thread
+
+
+class Limits:
+    """Of one client."""
+
+    def __init__(self, percent: float = 100.0, memory_text: str = "") -> None:
+        self.percent, self.memory_text = percent, memory_text
+
+
+def shown(memory_text: str) -> str:
+    size = size_of(memory_text)
+    return f"{size >> 30}G" if size >= 1 << 30 else memory_text
 
 
 def size_of(text: str) -> int:
@@ -156,27 +216,17 @@ def run_daemon(multiuser: bool) -> int:
     for fd in range(3):
         os.dup2(null, fd)
     daemon = Daemon(multiuser)
-    threads = []
-    for name, mode in (("control", 0o666), ("control_privileged", 0o755)):
-        path = f"{pipe()}/{name}"
-        if os.path.lexists(path):
-            os.unlink(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(path)
-        os.chmod(path, mode)
-        listener.listen(64)
-        threads.append(threading.Thread(target=daemon.serve, args=(listener, name != "control")))
     if not os.path.lexists(f"{pipe()}/log"):
         os.mkfifo(f"{pipe()}/log", 0o777)
-    for thread in threads:
-        thread.start()
+    threads = [daemon.listen(name, mode) for name, mode in (("control", 0o666), ("control_privileged", 0o755))]
     os.write(writer, b"1")
     os.close(writer)
     threads[0].join()
     return 0
 
 
-def run_ui() -> int:
+def run_ui(words: list[str]) -> int:
+    """Commands of its standard input; or, of protocol 3, the one that `words` are."""
     connection: Optional[socket.socket] = None
     for name in ("control_privileged", "control"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -191,7 +241,7 @@ def run_ui() -> int:
     connection.recv(64)
     connection.send(CRED)
     connection.send(struct.pack("<I", UI))
-    for line in sys.stdin:
+    for line in [" ".join(words)] if words else sys.stdin:
         text = line.encode() + b"\0"
         connection.send(struct.pack("<Q", len(text)))
         connection.send(text)
@@ -200,15 +250,21 @@ def run_ui() -> int:
         said = connection.recv(65536)
         if len(said) < 4 or said[:4] == struct.pack("<I", 1):
             return 0
-        print(said[4:].decode(), flush=True)
+        text = said[4:].decode()
+        print(text.removeprefix(FAILED), flush=True)
+        if text.startswith(FAILED):
+            return 1
 
 
 def main(words: list[str]) -> int:
     if "-h" in words:
-        print("CUDA MPS Control, simulated.\n" + ("  -m, --multiuser   clients of all users\n" if MULTIUSER else ""))
+        options = [(MULTIUSER, "-m, --multiuser"), (PROTOCOL_3, "-p, --protocol <2|3>")]
+        print("\n  ".join(["CUDA MPS Control, simulated.", *(text for there, text in options if there)]))
         return 0
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    return run_daemon("--multiuser" in words and MULTIUSER) if "-d" in words else run_ui()
+    if "-d" in words:
+        return run_daemon("--multiuser" in words and MULTIUSER)
+    return run_ui(words if PROTOCOL_3 else [])
 
 
 if __name__ == "__main__":

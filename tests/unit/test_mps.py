@@ -20,6 +20,7 @@ from gpushare import (
     mpsdaemon,
     mpsprocess,
     mpsstatus,
+    mpswords,
     oci,
     placement,
     procs,
@@ -106,6 +107,9 @@ CASES = [
     ({}, ONE._replace(uid=7), 0, "one user at a time, uid 0, and this container runs as uid 7"),
     ({"uid": mps.ANY_UID}, ONE._replace(uid=7), 0, None),
     ({"start": 1}, ONE, 0, "has died"),
+    ({"shm": "host"}, ONE, 0, "the container's /dev/shm is not the host's (--ipc=host)"),
+    ({"shm": "host"}, ONE._replace(shm="/"), 0, "the container's /dev/shm is not the host's"),
+    ({"shm": "host"}, ONE._replace(shm="/dev/shm"), 0, None),
     ({}, ONE._replace(selection=model.Selection("list", names=("0", "1"))), 0, "asks for several"),
     ({}, ONE._replace(selection=model.Selection("all")), 0, "asks for several"),
     ({}, ONE._replace(selection=model.Selection("any", 2)), 0, "asks for several"),
@@ -233,16 +237,53 @@ def test_clients_by_driver(version: str, clients: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, flag",
+    "text, options",
     [
-        ("  -m, --multiuser   Enable multiuser mode.", "--multiuser"),
-        ("-M or --multiuser-server: all users", "--multiuser-server"),
-        ("no --no-multiuser here", ""),
-        ("", ""),
+        ("  -m, --multiuser   Enable multiuser mode.", ("--multiuser",)),
+        ("-m, --multiuser\n-p, --protocol <2|3>  2 (legacy, default) or 3", ("--protocol", "3", "--multiuser")),
+        ("-M or --multiuser-server: all users", ("--multiuser-server",)),
+        ("-multiuser-server", ("-multiuser-server",)),
+        ("no --no-multiuser here, and -p, --protocol", ()),
+        ("", ()),
     ],
 )
-def test_option_for_several_users_is_that_of_the_program(text: str, flag: str) -> None:
-    assert mpscontrol.multiuser_flag(text) == flag
+def test_options_for_several_users_are_those_of_the_program(text: str, options: tuple[str, ...]) -> None:
+    assert mpswords.several_users(text) == options
+    assert mpswords.protocol_in(options, {}) == (3 if len(options) > 1 else 2)
+
+
+def test_a_protocol_is_what_the_environment_says_and_then_the_options() -> None:
+    assert mpswords.protocol_in(["mps", "-d", "-p", "3"], {}) == 3
+    assert mpswords.protocol_in(["mps", "-d", "-p", "3"], {"CUDA_MPS_PROTOCOL_VERSION": "2"}) == 2
+    assert mpswords.protocol_in(["mps", "-d"], {"CUDA_MPS_PROTOCOL_VERSION": "3"}) == 3
+    assert mpscontrol.protocol_of(1 << 22) == 2, "nobody"
+
+
+@pytest.mark.parametrize(
+    "text, pids",
+    [("71\n72", (71, 72)), ("71,gpushare,0,default,python 5", (71,)), ("Server 7 not found", ()), ("", ())],
+)
+def test_pids_are_the_first_word_of_a_line(text: str, pids: tuple[int, ...]) -> None:
+    assert mpswords.pids_in(text) == pids
+
+
+@pytest.mark.parametrize(
+    "mounts, source",
+    [
+        ([], ""),
+        ([{"destination": "/dev/shm", "type": "tmpfs", "source": "shm"}], ""),
+        ([{"destination": "/dev/shm/", "source": "/dev/shm", "options": ["bind"]}], "/dev/shm"),
+        ([{"destination": "/dev", "source": "/dev", "options": ["rbind", "ro"]}], "/dev/shm"),
+        ([{"destination": "/dev", "source": "/dev", "options": ["bind"]}], ""),
+        ([{"destination": "/dev/shm", "source": "/dev/shm", "options": ["rbind", "ro"]}], ""),
+        ([{"destination": "/dev/shm", "source": "/x", "options": ["rbind"]}, {"destination": "/dev/shm"}], ""),
+        ([{"destination": "/dev/shm", "source": "/x", "options": ["rbind"]}, {"destination": "/dev/shm/y"}], "/x"),
+        ([None, {"destination": 7}, {"destination": "/dev/shm", "options": ["rbind"]}], ""),
+        ([{"destination": "/dev/shm", "source": "/x", "options": "rbind"}], ""),
+    ],
+)
+def test_what_of_the_host_stands_at_dev_shm(mounts: Any, source: str) -> None:
+    assert oci.shm_source({"mounts": mounts}) == source
 
 
 def test_unit_starts_what_there_is() -> None:

@@ -1,7 +1,9 @@
 """Starts CUDA and says what MPS made of it: one line of JSON; then waits for its standard input to end when told to.
 
 mpsclient.py [hold | again | child] [bytes of one allocation]
+mpsclient.py crowd N
 
+crowd: what each of N processes is told, which all stay until then
 child: when a line has come, the same in a child of this program, instead
 again: when a line has come, once more; the driver was initialised before
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 
@@ -18,7 +21,27 @@ import taker  # stands beside it
 WORDS = ("PIPE_DIRECTORY", "ACTIVE_THREAD_PERCENTAGE", "PINNED_DEVICE_MEM_LIMIT")
 
 
+def crowd(number: int) -> None:
+    ends, said = os.pipe(), []
+    for _ in range(number):
+        mine = os.pipe()
+        if os.fork() == 0:
+            os.close(ends[1])
+            os.write(mine[1], ctypes.CDLL("libcuda.so.1").cuInit(0).to_bytes(4, "little"))
+            os.read(ends[0], 1)  # until the first of us is gone
+            os._exit(0)
+        said.append(int.from_bytes(os.read(mine[0], 4), "little"))
+    print(json.dumps(said), flush=True)
+    sys.stdin.read()
+    os.close(ends[1])
+    for _ in range(number):
+        os.wait()
+
+
 def main(words: list[str]) -> int:
+    if "crowd" in words:
+        crowd(int(words[1]))
+        return 0
     if {"again", "child"} & set(words):
         print(json.dumps(ctypes.CDLL("libcuda.so.1").cuInit(0)), flush=True)
         sys.stdin.readline()
