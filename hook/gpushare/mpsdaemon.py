@@ -48,8 +48,7 @@ class Started(NamedTuple):
 
 def start(host: Node, device: Device, wish: Wish) -> Started:
     """Raises GpushareError, with no daemon of ours left that nobody knows of."""
-    if rootless.is_rootless():
-        raise RequestError("MPS for containers needs root", "run as root")
+    require_root()
     if device.parent:
         raise RequestError(f"{device.uuid} is a MIG device: MPS is started for whole GPUs here", "name the GPU")
     program = mpscontrol.program(host.inventory.root)
@@ -65,6 +64,12 @@ def start(host: Node, device: Device, wish: Wish) -> Started:
         return _start(host, device, wish, folder, program)
 
 
+def require_root() -> None:
+    """Of others' daemons nothing can be said. Raises RequestError."""
+    if rootless.is_rootless():
+        raise RequestError("MPS for containers needs root", "run as root")
+
+
 def _start(host: Node, device: Device, wish: Wish, folder: str, program: str) -> Started:
     control = Control(program, f"{folder}/pipe", mpscontrol.environment(host, program))
     extra = _options(control, wish)
@@ -72,6 +77,10 @@ def _start(host: Node, device: Device, wish: Wish, folder: str, program: str) ->
     found = mps.state(device.uuid, host.config.state_dir)
     if not found.problem:
         _require_same(found, host, wish, program, device.uuid)
+        if mpscontrol.listening(control.pipe) is None:
+            stop_it = f"`gpushare mps stop --device {device.uuid}`, then start"
+            raise DeviceError(f"the MPS daemon on {device.uuid} (pid {found.pid}) runs and listens no more", stop_it)
+        mpslimits.put(control, wish.thread_percent, wish.memory_bytes)  # whoever connects can have changed them
         return Started("running", found)
     _forget(folder)
     daemon = mpscontrol.listening(control.pipe)
@@ -270,18 +279,19 @@ def stop(host: Node, uuid: str, force: bool) -> bool:
     with _locked(folder):
         found = mps.state(uuid, host.config.state_dir)
         daemon = mpscontrol.listening(f"{folder}/pipe")  # whatever the ready file says
+        pid = daemon.pid if daemon else 0 if found.problem else found.pid  # one that nobody can reach any more
         with leases.locked(host.config.state_dir):  # so nobody is given it between these two
             holders = backends.having(mps.NAME, leases.view(host.config.state_dir).live, uuid)
-            if holders and daemon is not None and not force:
+            if holders and pid and not force:
                 using = ", ".join(one.id for one in holders)
                 raise CapacityError(f"containers have MPS on {uuid}: {using}", "stop them, or add --force")
             _forget(folder)
         program = mpscontrol.program(host.inventory.root)
-        if daemon is not None:
+        if pid:
             env = mpscontrol.environment(host, program) if program else {}
-            control = Control(program or mpscontrol.NAME, f"{folder}/pipe", env, mpscontrol.protocol_of(daemon.pid))
-            mpsprocess.end(control, daemon.pid)
-        was_there = daemon is not None or os.path.lexists(f"{folder}/pipe") or found.was_running
+            control = Control(program or mpscontrol.NAME, f"{folder}/pipe", env, mpscontrol.protocol_of(pid))
+            mpsprocess.end(control, pid)
+        was_there = bool(pid) or os.path.lexists(f"{folder}/pipe") or found.was_running
         for name in ("pipe", "log"):
             shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
         if not holders:  # who still has these mounted is to find the next daemon there

@@ -53,11 +53,12 @@ def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
         servers = control.numbers(words.servers)
         clients = tuple(pid for server in servers for pid in control.numbers(words.clients.format(server=server)))
         now, wanted = limits_now(control), expected(found)
+        others = servers_off(control, servers, found.thread_percent)
     except GpushareError as error:
         return Seen("dead", found, (), (), containers, gone, error.message)
     state, note = "running", deaths(folder, found.pid, containers)
-    if now != wanted:
-        state, note = "changed", f"its limits are {now}, not {wanted}"
+    if now != wanted or others:
+        state, note = "changed", f"its limits are {now}, not {wanted}" if now != wanted else others
     return Seen(state, found, servers, clients, containers, gone, note)
 
 
@@ -97,6 +98,15 @@ def limits_now(control: Control) -> str:
     percent, memory = control.ask(control.words.get_percent), control.ask(control.words.get_memory)
     number = mpswords.percent_in(percent)
     return f"{percent if number is None else f'{number:.1f}'}%, {memory or 'no memory limit'}"
+
+
+def servers_off(control: Control, servers: Sequence[int], percent: int) -> str:
+    """For people: a server that gives another percentage than its daemon was told, which anybody can set, too."""
+    for server in servers if control.words.get_server_percent else ():
+        said = mpswords.percent_in(control.ask(control.words.get_server_percent.format(server=server)))
+        if said not in (None, percent):  # None: it has ended meanwhile
+            return f"server {server} gives {said:.1f}%, not {percent:.1f}%"
+    return ""
 
 
 def expected(found: mps.MpsState) -> str:

@@ -321,6 +321,11 @@ def test_limits_of_an_adopted_daemon_are_those_of_its_server_too(
     assert start(host, "--compute", "20", "--memory", "1Gi") == pid
     said = client(one, str(1 << 20), str(GIB))
     assert said["multiprocessors"] == 10 and said["allocations"] == [0, OUT_OF_MEMORY]
+    env = {"CUDA_MPS_PIPE_DIRECTORY": str(host.state / "mps" / UUID / "share")}
+    word = f"set_active_thread_percentage {pid} 90\n"
+    subprocess.run([host.driver_root / "usr/bin" / mpscontrol.NAME], input=word, env=env, text=True, check=True)
+    assert status(host, 1)["note"] == f"server {pid} gives 90.0%, not 20.0%", "a tenant can do that"
+    assert start(host, "--compute", "20", "--memory", "1Gi") == pid and status(host)["state"] == "running"
 
 
 @pytest.fixture

@@ -298,12 +298,24 @@ def test_a_daemon_whose_directory_was_lost_is_named(host: Host) -> None:
     assert host.mps("start")[0]["how"] == "started"
 
 
+def test_a_daemon_that_nobody_can_reach_is_ended_by_a_stop(host: Host) -> None:
+    """Somebody removed its sockets: it is known by its pid and start time."""
+    host.mps("start")
+    pid = host.pid()
+    shutil.rmtree(host.folder / "pipe")
+    assert host.mps("status", code=1)[0]["state"] == "dead"
+    assert f"(pid {pid}) runs and listens no more; `gpushare mps stop" in host.refused("start")
+    assert host.mps("stop") == [{"uuid": UUID, "stopped": True}] and not os.path.exists(f"/proc/{pid}/exe")
+    assert host.mps("start")[0]["how"] == "started"
+
+
 def test_status_says_when_somebody_changed_the_limits(host: Host) -> None:
     host.mps("start", "--compute", "40")
     host.ask("set_default_active_thread_percentage 90")
     (row,) = host.mps("status", code=1)
     assert row["state"] == "changed" and row["note"] == "its limits are 90.0%, 16G, not 40.0%, 16G"
     assert finding(host.node, "MPS").detail == f"the daemon of GPU 0: {row['note']}"
+    assert host.mps("start", "--compute", "40")[0]["how"] == "running" and host.mps("status")[0]["state"] == "running"
 
 
 def test_several_users_need_a_driver_that_has_that(host: Host) -> None:

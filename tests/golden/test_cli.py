@@ -189,6 +189,7 @@ def _with_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     died = runs._replace(problem="its control daemon (pid 811) has died", was_running=True)
     uuid = pure.node().inventory.devices[0].uuid
     answers = {"get_server_list": "900", "get_client_list 900": "71\n72"}
+    answers["get_active_thread_percentage 900"] = "60.0"
     monkeypatch.setattr(mps, "state", lambda name, _: runs if name == uuid else died)
     monkeypatch.setattr(backends, "having", lambda _, live, name: live if name == uuid else ())
     monkeypatch.setattr(mpscontrol, "program", lambda _: "/usr/bin/nvidia-cuda-mps-control")

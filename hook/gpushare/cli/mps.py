@@ -124,6 +124,7 @@ def _limits(found: mps.MpsState) -> str:
 @click.pass_obj
 def stop(paths: Paths, wanted: tuple[str, ...], force: bool, output: str) -> None:
     """End the control daemon of each device, and what it has started."""
+    mpsdaemon.require_root()
     host = facts.host(paths)
     known = mpsstatus.known(paths.state_dir)
     uuids = [one.uuid for one in _devices(host, wanted)] if wanted else known
@@ -146,6 +147,7 @@ def status(paths: Paths, wanted: tuple[str, ...], output: str) -> None:
 
     Fails when a daemon has died, or has other limits than it was given; names the containers that need a restart.
     """
+    mpsdaemon.require_root()
     host = facts.host(paths)
     live = leases.view(paths.state_dir).live
     rows = [Row(device, mpsstatus.look(host, device, live)) for device in _devices(host, wanted)]
