@@ -443,8 +443,9 @@ def test_limit_of_a_living_container(host: Node, container: Callable[..., Contai
     assert host.cli("limit", "set", one.id, "--compute-mode", "soft").returncode != 0
 
 
-def test_program_without_a_container(host: Node) -> None:
-    start(host)
+@pytest.mark.parametrize("shm", ["own", "host"])
+def test_program_without_a_container(host: Node, shm: str, host_shm: Path) -> None:
+    start(host, "--shm", shm)
     words = [str(BIN / "gpushare"), "--config", str(host.config), "--state", str(host.state), "run"]
     words += ["--devices", "0", "--memory", "2Gi", "--compute", "25%", "--", sys.executable, str(PROGRAM)]
     env = {"PATH": os.environ["PATH"], "GPUSHARE_BACKEND": "mps", **RAISED}
@@ -452,4 +453,4 @@ def test_program_without_a_container(host: Node) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert (said["cuInit"], said["multiprocessors"], said["PINNED_DEVICE_MEM_LIMIT"]) == (0, 12, "0=2048M")
-    assert not list(Path("/dev/shm").glob("cuda.shm.*"))
+    assert len(list(host_shm.glob("cuda.shm.*"))) == (shm == "host")

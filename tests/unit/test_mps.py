@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import fcntl
 import json
+import subprocess
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -298,3 +299,26 @@ def test_unit_starts_what_there_is() -> None:
         assert (program, group, word) == ("/usr/bin/gpushare", "mps", action)
         context = mps_group.commands[action].make_context(action, [w.replace("%i", DEVICE.uuid) for w in words])
         assert context.params["wanted"] == (DEVICE.uuid,)
+
+
+@pytest.mark.parametrize("stopped, ends", [(0, 0), (69, 0), (75, 1)])
+def test_a_package_that_goes_asks_before_it_ends_mps(tmp_path: Path, stopped: int, ends: int) -> None:
+    """The units end it whoever has it, and those that were enabled by hand are forgotten with it."""
+    script = (Path(__file__).parents[2] / "packaging/scripts/preremove").read_text()
+    log = tmp_path / "log"
+    for name in ("gpushare", "systemctl"):
+        code = f'case "$*" in "mps stop") exit {stopped};; esac'
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{log}\n{code}\n')
+        (tmp_path / name).chmod(0o755)
+    script = script.replace("/usr/bin/gpushare", str(tmp_path / "gpushare")).replace(
+        "/run/systemd/system", str(tmp_path)
+    )
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["sh", "-c", script, "preremove", "remove"], env=env, capture_output=True, text=True)
+    said = log.read_text().splitlines()
+    assert done.returncode == ends and said[0] == "gpushare mps stop"
+    if ends:
+        assert len(said) == 1 and done.stderr.startswith("gpushare: the package stays; stop those containers")
+    else:
+        disabled, mine = said.index("systemctl disable gpushare-mps@.service"), said.index("gpushare uninstall --yes")
+        assert 0 < disabled < mine
