@@ -163,7 +163,7 @@ class Request(NamedTuple):
     mig_access: tuple[str, ...] = ()  # "config", "monitor": rights over MIG that only a privileged container gets
     requirements: tuple[tuple[str, str], ...] = ()  # (NVIDIA_REQUIRE_..., constraint)
     uid: int = 0  # of the first process, as the host counts
-    shm: str = ""  # what of the host is its /dev/shm; "": a file system of its own. Said where MPS is allowed
+    shm: str = ""  # what of the host is its /dev/shm; "": a file system of its own
 
 
 class Share(NamedTuple):

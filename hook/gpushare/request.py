@@ -191,7 +191,7 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
         )
     request = request._replace(
         uid=oci.uid_on_host(bundle.spec),
-        shm=oci.shm_source(bundle.spec) if "mps" in rules.allowed_backends else "",
+        shm=oci.shm_source(bundle.spec),
         features=words.features,
         imex_channels=words.imex_channels,
         mig_access=words.mig_access,
