@@ -303,6 +303,8 @@ def test_several_users_by_the_other_protocol_where_the_driver_has_it(
         assert (row["state"], row["servers"], len(row["clients"])) == ("running", [pid], 1)
         first.stdin.close()
     (folder / "ready").unlink()
+    refused = host.cli("mps", "start", "--device", "0")
+    assert refused.returncode == 69 and "speaks another protocol of MPS; stop it" in refused.stderr
     assert start(host, "--uid", "any", "--compute", "20") == pid, "it is adopted"
     assert client(one)["multiprocessors"] == 10
     ask("server", "set", "gpushare", "--active-thread-percentage=90")

@@ -127,11 +127,15 @@ def test_the_configuration_is_read_whenever_it_is_written(machine: Machine) -> N
         idle = machine.show("gpushare-refresh.service", "ActiveState") == ("inactive",)
         return compiled.stat().st_ino != before and idle
 
-    for number in range(7):
+    for number in range(6):
         known = json.loads(machine.config.read_text())
         changed = json.dumps({**known, "policy": {"max_compute": f"{90 - number}%"}})
         before = compiled.stat().st_ino
         machine.config.write_text(changed)
+        machine.until(partial(is_read, before))
+    for change in (("mkdir", "/dev/nvidia-caps"), ("mknod", "/dev/nvidia-caps/nvidia-cap3", "p")):  # as MIG devices do
+        before = compiled.stat().st_ino
+        machine.run(*change)
         machine.until(partial(is_read, before))
     assert machine.show("gpushare-refresh.path", "ActiveState") == ("active",)
     assert json.loads(compiled.read_text())

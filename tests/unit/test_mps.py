@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import fcntl
 import json
+import socket
 import subprocess
 import time
 from contextlib import nullcontext
@@ -27,9 +28,10 @@ from gpushare import (
     procs,
     rebuild,
     region,
+    servicenotify,
 )
 from gpushare.cli.mps import mps_group
-from gpushare.errors import CapacityError, DeviceError
+from gpushare.errors import CapacityError, DeviceError, KernelError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -285,6 +287,20 @@ def test_pids_are_the_first_word_of_a_line(text: str, pids: tuple[int, ...]) -> 
 )
 def test_what_of_the_host_stands_at_dev_shm(mounts: Any, source: str) -> None:
     assert oci.shm_source({"mounts": mounts}) == source
+
+
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+def test_systemd_is_told_which_process_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    name = f"{tmp_path}/notify"
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    servicenotify.tell(7, "nobody is told")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(name if kind == "path" else f"\0{name}")
+        monkeypatch.setenv("NOTIFY_SOCKET", name if kind == "path" else f"@{name}")
+        servicenotify.tell(7, "MPS on 0")
+        assert systemd.recv(100) == b"READY=1\nMAINPID=7\nSTATUS=MPS on 0"
+    with pytest.raises(KernelError, match="NOTIFY_SOCKET"):
+        servicenotify.tell(7, "it is gone")
 
 
 def test_unit_starts_what_there_is() -> None:
