@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from . import linux, mpscontrol, procs
 from .errors import DeviceError, GpushareError, KernelError
 from .mpscontrol import Control
+from .mpswords import WORDS
 
 _QUIT_S = 10
 
@@ -20,11 +21,12 @@ _QUIT_S = 10
 def end_orphans(pipe: str) -> None:
     """Servers whose daemon has died hold the GPU and serve nobody new: they go. A daemon of ours whose directory is
     gone, with the state directory, can still have clients, and nobody can talk to it. Raises DeviceError."""
-    servers, variable = [], os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={pipe}")
+    servers, places = [], {pipe, *(os.path.join(pipe, words.folder) for words in WORDS.values() if words.folder)}
+    variables = {os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={place}") for place in places}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/environ", "rb") as environ, open(f"/proc/{name}/cmdline", "rb") as command:
-                mine = variable in environ.read().split(b"\0")
+                mine = not variables.isdisjoint(environ.read().split(b"\0"))
                 kind = _kind(name, command.read().split(b"\0")) if mine else ""
         except OSError:  # gone, or a kernel thread's
             continue
