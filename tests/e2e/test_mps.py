@@ -9,91 +9,39 @@ import select
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.e2e.mps_stage import (
+    CLIENT,
+    CONNECTION_FAILED,
+    GIB,
+    OUT_OF_MEMORY,
+    PIPE,
+    RAISED,
+    UUID,
+    client,
+    make_mps_containers,
+    make_mps_host,
+    start,
+    status,
+)
 from tests.lib.doctor import finding
-from tests.lib.host import BIN, PYTHON, TREE, Node, python_mounts
+from tests.lib.host import Node
 from tests.lib.processes import reap_zombies
-from tests.lib.rootfs import run, unmount_below
 from tests.lib.runc import Container, RuntimeFailed
-from tests.lib.spec import Mount
-from tests.sim import mpscontrol
-from tests.sim.simhost import default_uuid
-
-GIB = 1 << 30
-UUID = default_uuid(0)
-PIPE = f"/usr/lib/gpushare/mps/{UUID}"
-PROGRAM = TREE / "tests" / "e2e" / "programs" / "mpsclient.py"
-CLIENT = (PYTHON, f"/opt/{PROGRAM.name}")
-OUT_OF_MEMORY, CONNECTION_FAILED, MAX_CLIENTS_REACHED = 2, 805, 808  # CUresult
-RAISED = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=16G"}
-RAISED["CUDA_MPS_PIPE_DIRECTORY"] = "/tmp"
 
 
 @pytest.fixture
 def host(make_host: Callable[..., Path], make_node: Callable[..., Node]) -> Iterator[Node]:
-    """Two GPUs; MPS is allowed, and not started. A socket's path has room for a short state directory only."""
-    with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as short:
-        node = make_node(make_host(gpus=2), policy={"allowed_backends": ["shim", "mps"], "unlimited": "shared"})
-        mpscontrol.install(node.driver_root)
-        node.move(str(node.config), short)
-        yield node
-        node.cli("mps", "stop", "--force")
-        unmount_below(Path(short))
-    reap_zombies()
+    yield from make_mps_host(make_host, make_node)
 
 
 @pytest.fixture
 def container(tmp_path: Path, host: Node) -> Iterator[Callable[..., Container]]:
-    """container(way, memory, compute, **env) -> one that sleeps, with MPS on the first GPU."""
-    made: list[Container] = []
-
-    def make(way: str, memory: str = "4Gi", compute: str = "30%", env: Any = None, **arguments: Any) -> Container:
-        asked = {"GPUSHARE_DEVICES": "0", "GPUSHARE_BACKEND": "mps", "GPUSHARE_MEMORY": memory}
-        asked = {**asked, "GPUSHARE_COMPUTE": compute, **(env or {})}
-        arguments = {
-            **host.way(way),
-            "mounts": python_mounts(PROGRAM, PROGRAM.with_name("taker.py")),
-            "name": f"m{len(made)}",
-            **arguments,
-        }
-        one = Container(tmp_path / "c", ["sleep", "inf"], env=asked, **arguments)
-        made.append(one)
-        return one
-
-    yield make
-    for one in reversed(made):
-        one.close()
-
-
-def start(host: Node, *words: str) -> int:
-    """The daemon's pid."""
-    done = host.cli("mps", "start", "--device", "0", *words, "--format", "json")
-    assert done.returncode == 0, done.stderr
-    return int(json.loads(done.stdout)[0]["pid"])
-
-
-def status(host: Node, code: int = 0) -> dict[str, Any]:
-    done = host.cli("mps", "status", "--device", "0", "--format", "json")
-    assert done.returncode == code, done.stdout + done.stderr
-    row: dict[str, Any] = json.loads(done.stdout)[0]
-    return row
-
-
-def client(container: Container, *words: str, env: Any = None, user: str = "") -> dict[str, Any]:
-    """A program that is started in a running container, with an environment of its own."""
-    options = [word for pair in (env or {}).items() for word in ("--env", "=".join(pair))]
-    options += ["--user", user] if user else []
-    done = container.exec(*CLIENT, *words, options=tuple(options))
-    assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    yield from make_mps_containers(tmp_path, host)
 
 
 def test_unequal_shares_reach_clients_whatever_their_environment(
@@ -264,126 +212,6 @@ def test_one_user_at_a_time(host: Node, container: Callable[..., Container]) -> 
     assert client(one, user="1001")["cuInit"] == CONNECTION_FAILED
 
 
-def test_several_users_where_the_driver_lets_them_in(host: Node, container: Callable[..., Container]) -> None:
-    mpscontrol.install(host.driver_root, MULTIUSER=True)
-    start(host)
-    (host.state / "mps" / UUID / "ready").unlink()
-    refused = host.cli("mps", "start", "--device", "0", "--uid", "any")
-    assert "serves one user at a time; stop it" in refused.stderr, "one is not adopted that cannot do it"
-    assert host.cli("mps", "stop").returncode == 0
-    start(host, "--uid", "any")
-    one, two = container("hook").start(), container("runtime", user=(1000, 1000)).start()
-    assert [client(one)["cuInit"], client(two)["cuInit"], client(two, user="1001")["cuInit"]] == [0, 0, 0]
-
-
-def test_several_users_by_the_other_protocol_where_the_driver_has_it(
-    host: Node, container: Callable[..., Container]
-) -> None:
-    """A server of that protocol, for all users; on the host nobody but root gets to it."""
-    program = mpscontrol.install(host.driver_root, MULTIUSER=True, PROTOCOL_3=True)
-    folder = host.state / "mps" / UUID
-    pid = start(host, "--uid", "any", "--compute", "40", "--memory", "3Gi")
-    assert {"--protocol", "3", "--multiuser"} <= set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
-
-    def ask(*words: str) -> str:
-        env = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe")}
-        return subprocess.run([program, *words], env=env, capture_output=True, text=True, timeout=20).stdout.strip()
-
-    had = [
-        ask(*f"namespace get default gpushare {key}".split())
-        for key in ("active-thread-percentage", "pinned-memory-limit")
-    ]
-    assert had == ["40", "3G"] and folder.stat().st_mode & 0o777 == 0o700
-    one, two = container("hook").start(), container("runtime", user=(1000, 1000)).start()
-    command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "hold"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdin and first.stdout and json.loads(first.stdout.readline())["multiprocessors"] == 15
-        assert client(two)["multiprocessors"] == client(two, user="1001")["multiprocessors"] == 15
-        row = status(host)
-        assert (row["state"], row["servers"], len(row["clients"])) == ("running", [pid], 1)
-        first.stdin.close()
-    (folder / "ready").unlink()
-    refused = host.cli("mps", "start", "--device", "0")
-    assert refused.returncode == 69 and "speaks another protocol of MPS; stop it" in refused.stderr
-    assert start(host, "--uid", "any", "--compute", "20") == pid, "it is adopted"
-    assert client(one)["multiprocessors"] == 10
-    ask("server", "set", "gpushare", "--active-thread-percentage=90")
-    assert status(host, 1)["note"].startswith("its limits are 90.0%, ")
-    assert host.cli("mps", "stop", "--force").returncode == 0 and not Path(f"/proc/{pid}/exe").exists()
-
-
-def test_limits_of_an_adopted_daemon_are_those_of_its_server_too(
-    host: Node, container: Callable[..., Container]
-) -> None:
-    """What it has by default counts for the next server only."""
-    pid = start(host)
-    one = container("hook").start()
-    assert client(one)["multiprocessors"] == 15, "a server is there from now on"
-    (host.state / "mps" / UUID / "ready").unlink()
-    assert start(host, "--compute", "20", "--memory", "1Gi") == pid
-    said = client(one, str(1 << 20), str(GIB))
-    assert said["multiprocessors"] == 10 and said["allocations"] == [0, OUT_OF_MEMORY]
-    env = {"CUDA_MPS_PIPE_DIRECTORY": str(host.state / "mps" / UUID / "share")}
-    word = f"set_active_thread_percentage {pid} 90\n"
-    subprocess.run([host.driver_root / "usr/bin" / mpscontrol.NAME], input=word, env=env, text=True, check=True)
-    assert status(host, 1)["note"] == f"server {pid} gives 90.0%, not 20.0%", "a tenant can do that"
-    assert start(host, "--compute", "20", "--memory", "1Gi") == pid and status(host)["state"] == "running"
-
-
-@pytest.fixture
-def host_shm() -> Iterator[Path]:
-    """The host's /dev/shm, as this run has it."""
-    path = Path("/dev/shm")
-    run("mount", "-t", "tmpfs", "-o", "mode=1777", "gpushare-test", path)
-    yield path
-    run("umount", "--lazy", path)
-
-
-def test_what_a_container_has_at_dev_shm(
-    host: Node, container: Callable[..., Container], way: str, host_shm: Path
-) -> None:
-    """The daemon's stands over its own. With --shm host nothing does, and who has another one is refused: its programs
-    would find no server."""
-    (host_shm / "the host's").touch()
-    theirs = [*python_mounts(PROGRAM), Mount(host_shm, "/dev/shm", ("nosuid", "nodev"))]
-
-    def places(one: Container) -> int:
-        return one.exec("cat", "/proc/self/mountinfo").stdout.count(" /dev/shm ")
-
-    plain = container(way, env={"GPUSHARE_DEVICES": "1", "GPUSHARE_BACKEND": "shim"}, mounts=theirs).start()
-    start(host)
-    one = container(way, mounts=theirs).start()
-    assert places(one) == places(plain) + 1 and one.exec("ls", "/dev/shm").stdout.startswith("cuda.shm.")
-    assert one.exec("touch", "/dev/shm/mine").returncode == 0 and len(list(host_shm.iterdir())) == 1
-    one.delete()
-    assert host.cli("mps", "stop").returncode == 0
-    start(host, "--shm", "host")
-    with pytest.raises(RuntimeFailed, match=r"the container's /dev/shm is not the host's \(--ipc=host\)"):
-        container(way).create()
-    one = container(way, mounts=theirs).start()
-    assert places(one) == places(plain)
-    files = one.exec("ls", "/dev/shm").stdout.splitlines()
-    assert len(files) == 2 and files[0].startswith("cuda.shm.") and files[1] == "the host's"
-    assert client(one)["multiprocessors"] == 15
-
-
-@pytest.mark.parametrize("most", [48, 60])
-def test_a_process_more_than_the_server_takes_is_told_so(
-    host: Node, container: Callable[..., Container], most: int
-) -> None:
-    """All of one container, one after the other; that it is 60 from driver 580 on, test_mps.py of unit."""
-    mpscontrol.install(host.driver_root, MAX_CLIENTS=most)
-    start(host)
-    one = container("hook").start()
-    command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "crowd", str(most + 2)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as crowd:
-        assert crowd.stdin and crowd.stdout
-        assert json.loads(crowd.stdout.readline()) == [0] * most + [MAX_CLIENTS_REACHED] * 2
-        assert len(status(host)["clients"]) == most
-        crowd.stdin.close()
-    assert client(one)["cuInit"] == 0, "there is room again"
-
-
 REFUSED = {
     "not started": ((), {}, "control daemon is not running on this device"),
     "more than it has": (("--compute", "20"), {}, "started for at most 20% of compute"),
@@ -443,16 +271,3 @@ def test_limit_of_a_living_container(host: Node, container: Callable[..., Contai
         assert json.loads(parent.stdout.readline())["multiprocessors"] == 24, "what its parent was told is not its own"
     assert client(one)["multiprocessors"] == 24
     assert host.cli("limit", "set", one.id, "--compute-mode", "soft").returncode != 0
-
-
-@pytest.mark.parametrize("shm", ["own", "host"])
-def test_program_without_a_container(host: Node, shm: str, host_shm: Path) -> None:
-    start(host, "--shm", shm)
-    words = [str(BIN / "gpushare"), "--config", str(host.config), "--state", str(host.state), "run"]
-    words += ["--devices", "0", "--memory", "2Gi", "--compute", "25%", "--", sys.executable, str(PROGRAM)]
-    env = {"PATH": os.environ["PATH"], "GPUSHARE_BACKEND": "mps", **RAISED}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["cuInit"], said["multiprocessors"], said["PINNED_DEVICE_MEM_LIMIT"]) == (0, 12, "0=2048M")
-    assert len(list(host_shm.glob("cuda.shm.*"))) == (shm == "host")
