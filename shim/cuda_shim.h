@@ -133,6 +133,14 @@ bool gs_virtual_has(int dev);
 bool gs_virtual_is(CUdeviceptr address);
 /* The same of one that may lie within it. */
 bool gs_virtual_holds(CUdeviceptr address);
+struct gs_virtual {
+    CUdeviceptr base;
+    size_t size;
+    struct gs_entry entry;
+};
+bool gs_virtual_of(CUdeviceptr address, struct gs_virtual *out);
+/* Where these bytes belong: on the device, or on the host, where `device` reads them. */
+CUresult gs_virtual_advise(CUdeviceptr address, uint64_t bytes, bool to_device, CUdevice device);
 /* Free it when the stream has come so far. False: it could not be put off. */
 bool gs_virtual_free_later(CUdeviceptr address, CUstream stream);
 /* Free what was put off, as far as the streams have come. */
@@ -144,6 +152,20 @@ bool gs_virtual_lives(void);
 /* Move what lies on the host to the device, as far as `room` (of all processes) goes, or back. */
 void gs_virtual_move(const struct gs_here *here, CUstream stream, bool to_device,
                      _Atomic uint64_t *brought, uint64_t most);
+
+/* ---- cuda_border.c: how much of such memory is on the device ------------------------------- */
+
+/* A prefetch of the program, of memory that gs_virtual_of found, by `real` in its stream. */
+typedef CUresult (*gs_prefetch_fn)(CUdeviceptr, size_t, CUdevice, CUstream);
+CUresult gs_border_prefetch(const struct gs_virtual *memory, CUdeviceptr from, size_t bytes,
+                            CUdevice to, CUstream stream, gs_prefetch_fn real);
+/* Nothing of it is given back that was to be. */
+void gs_border_stays(CUdeviceptr base);
+/* The context was waited for: what was put off until then, by the count of before, is given back.
+ */
+void gs_border_synced(uint64_t put_off);
+extern _Atomic uint64_t gs_border_put_off; /* how often anything was, so far */
+extern _Atomic uint32_t gs_border_waiting; /* of that how much still waits */
 
 /* ---- cuda_turn.c: whose memory on the host is on the device just now ------------------------ */
 

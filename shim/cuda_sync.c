@@ -27,9 +27,12 @@ GS_EXPORT CUresult CUDAAPI cuCtxSynchronize(void) {
     GS_NEED(real, cuCtxSynchronize);
     waits();
     struct gs_compute *compute = gs_compute_sync_begin(NULL);
+    uint64_t put_off = atomic_load_explicit(&gs_border_put_off, memory_order_acquire);
     CUresult result = synced(real());
     if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_virtual_later, memory_order_relaxed))
         gs_virtual_drain();
+    if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_border_waiting, memory_order_relaxed))
+        gs_border_synced(put_off);
     return gs_compute_sync_end(compute, result);
 }
 

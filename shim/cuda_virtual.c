@@ -23,12 +23,16 @@ bool gs_virtual_is(CUdeviceptr address) {
            gs_map_get(&gs_memory, address, &entry) && entry.kind == GS_KIND_VIRTUAL;
 }
 
-bool gs_virtual_holds(CUdeviceptr address) {
+bool gs_virtual_of(CUdeviceptr address, struct gs_virtual *out) {
     __typeof__(&cuMemGetAddressRange_v2) range = GS_REAL(cuMemGetAddressRange_v2);
-    CUdeviceptr base;
-    size_t bytes;
     return atomic_load_explicit(&live, memory_order_relaxed) && range &&
-           range(&base, &bytes, address) == CUDA_SUCCESS && gs_virtual_is(base);
+           range(&out->base, &out->size, address) == CUDA_SUCCESS &&
+           gs_map_get(&gs_memory, out->base, &out->entry) && out->entry.kind == GS_KIND_VIRTUAL;
+}
+
+bool gs_virtual_holds(CUdeviceptr address) {
+    struct gs_virtual found;
+    return gs_virtual_of(address, &found);
 }
 
 bool gs_virtual_lives(void) {
@@ -65,18 +69,25 @@ static bool reserve(int dev, uint64_t bytes, struct parts *parts) {
     return false;
 }
 
-/* `bytes` of the start may come to the device; whoever reads the rest does so from there. */
-static CUresult advise(CUdeviceptr address, uint64_t bytes, struct parts parts, CUdevice device) {
+CUresult gs_virtual_advise(CUdeviceptr address, uint64_t bytes, bool to_device, CUdevice device) {
     __typeof__(&cuMemAdvise) real = GS_REAL(cuMemAdvise);
+    CUdevice place = to_device ? device : (CUdevice)CU_DEVICE_CPU;
+    if (!real)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if (!bytes)
+        return CUDA_SUCCESS;
+    CUresult result = real(address, bytes, CU_MEM_ADVISE_SET_PREFERRED_LOCATION, place);
+    if (result == CUDA_SUCCESS && !to_device)
+        result = real(address, bytes, CU_MEM_ADVISE_SET_ACCESSED_BY, device);
+    return result;
+}
+
+/* The start may come to the device; whoever reads the rest does so from there. */
+static CUresult advise(CUdeviceptr address, uint64_t bytes, struct parts parts, CUdevice device) {
     uint64_t from = parts.device < bytes ? parts.device : bytes;
-    CUresult result = real ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
-    if (result == CUDA_SUCCESS && from)
-        result = real(address, from, CU_MEM_ADVISE_SET_PREFERRED_LOCATION, device);
-    if (result == CUDA_SUCCESS && from < bytes)
-        result =
-            real(address + from, bytes - from, CU_MEM_ADVISE_SET_PREFERRED_LOCATION, CU_DEVICE_CPU);
-    if (result == CUDA_SUCCESS && from < bytes)
-        result = real(address + from, bytes - from, CU_MEM_ADVISE_SET_ACCESSED_BY, device);
+    CUresult result = gs_virtual_advise(address, from, true, device);
+    if (result == CUDA_SUCCESS)
+        result = gs_virtual_advise(address + from, bytes - from, false, device);
     return result;
 }
 
@@ -86,14 +97,15 @@ static CUresult take(CUdeviceptr *out, uint64_t bytes, unsigned int flags, struc
     CUresult result = real ? real(out, bytes, flags) : CUDA_ERROR_OUT_OF_MEMORY;
     if (result != CUDA_SUCCESS)
         return result;
-    struct gs_entry entry = {.bytes = parts.device,
-                             .extra = parts.host,
+    struct gs_entry entry = {.bytes = parts.device + parts.host,
+                             .extra = parts.device,
                              .context = (uint64_t)(uintptr_t)here->context,
                              .dev = here->dev,
                              .kind = GS_KIND_VIRTUAL};
     if (advise(*out, bytes, parts, here->device) != CUDA_SUCCESS) {
         gs_log("oversubscription", "this device cannot use memory that stays on the host");
     } else {
+        gs_border_stays(*out); /* what is put off was another's, of this address */
         atomic_fetch_add(&live, 1);
         if (gs_map_put(&gs_memory, *out, &entry)) {
             gs_compute_forget(); /* launches that are remembered ask for no turn */
@@ -202,8 +214,9 @@ void gs_virtual_freed(uint64_t address, const struct gs_entry *entry) {
     struct later one;
     if (atomic_load(&gs_virtual_later))
         pick(is_at, address, &one);
+    gs_border_stays(address);
     atomic_fetch_sub(&live, 1);
-    release(entry->dev, (struct parts){entry->bytes, entry->extra});
+    release(entry->dev, (struct parts){entry->extra, entry->bytes - entry->extra});
 }
 
 /* ---- moving, for turns ---------------------------------------------------------------------- */
@@ -233,14 +246,14 @@ static bool move_one(uint64_t address, const struct gs_entry *entry, void *arg) 
     size_t size;
     if (entry->kind != GS_KIND_VIRTUAL || entry->dev != m->here->dev ||
         GS_REAL(cuMemGetAddressRange_v2)(&base, &size, address) != CUDA_SUCCESS ||
-        entry->bytes >= size)
+        entry->extra >= size)
         return false;
-    uint64_t bytes = size - entry->bytes;
+    uint64_t bytes = size - entry->extra;
     if (m->to_device)
         bytes = room_for(m, bytes);
     if (bytes)
         GS_REAL(cuMemPrefetchAsync)
-    (address + entry->bytes, bytes, m->to_device ? m->here->device : CU_DEVICE_CPU, m->stream);
+    (address + entry->extra, bytes, m->to_device ? m->here->device : CU_DEVICE_CPU, m->stream);
     return false;
 }
 

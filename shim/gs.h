@@ -70,6 +70,7 @@ struct gs_self {
     _Atomic uint32_t lock_vmm;
     _Atomic uint32_t lock_pool;
     _Atomic uint32_t lock_virtual;
+    _Atomic uint32_t lock_border;
     _Atomic uint32_t lock_compute[64]; /* of one context's law each: GS_MAX_COMPUTES */
 };
 
@@ -119,6 +120,8 @@ struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev
 bool gs_limits_changed(void);
 /* Charge this process; false when the container would be over its limit. */
 bool gs_reserve(int dev, uint64_t bytes);
+/* The same for what the other part of the share holds until the caller releases it there. */
+bool gs_reserve_moved(int dev, uint64_t bytes);
 /* The same for a bound, of which most is given back as soon as a call returns. */
 bool gs_bound(int dev, uint64_t bytes);
 void gs_bound_end(int dev, uint64_t bytes);
@@ -165,7 +168,7 @@ enum gs_kind {
     GS_KIND_WHOLE,      /* charged `bytes` */
     GS_KIND_POOLED,     /* memory of pool number `extra`; the pool is charged, not this */
     GS_KIND_FOREIGN,    /* another process's memory, opened here */
-    GS_KIND_VIRTUAL,    /* managed: `bytes` count on the device, `extra` on the host */
+    GS_KIND_VIRTUAL,    /* managed: of `bytes`, `extra` count on the device (cuda_border.c) */
 };
 
 struct gs_entry {
@@ -186,6 +189,8 @@ struct gs_map {
 bool gs_map_put(struct gs_map *map, uint64_t key, const struct gs_entry *entry);
 bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out);
 bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out);
+/* Another `extra` where it is `before`. For keys that nobody takes out at the same time. */
+bool gs_map_swap(struct gs_map *map, uint64_t key, uint64_t before, uint64_t after);
 /* Take every entry for which `want` is true, one by one; `taken` is called for each. */
 void gs_map_take_all(struct gs_map *map,
                      bool (*want)(uint64_t key, const struct gs_entry *e, void *arg),

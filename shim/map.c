@@ -143,6 +143,12 @@ bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out) {
     return false;
 }
 
+bool gs_map_swap(struct gs_map *map, uint64_t key, uint64_t before, uint64_t after) {
+    struct cell *cell = find(map, key);
+    return cell && __atomic_compare_exchange_n(&cell->entry.extra, &before, after, false,
+                                               __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
 void gs_map_take_all(struct gs_map *map,
                      bool (*want)(uint64_t key, const struct gs_entry *e, void *arg),
                      void (*taken)(uint64_t key, const struct gs_entry *e, void *arg), void *arg) {

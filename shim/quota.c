@@ -118,6 +118,41 @@ static bool within(const struct gs_usage *usage, int dev, uint64_t limit) {
     return sum(usage, dev, false) <= limit || sum(usage, dev, true) <= limit;
 }
 
+static bool both_within(const struct gs_usage *usage, int dev, uint64_t limit) {
+    for (int living_only = 0; living_only <= 1; living_only++) {
+        uint64_t one = sum(usage, dev, living_only), other;
+        if (one > limit)
+            continue;
+        other = sum(usage, gs_host_part(dev), living_only);
+        if (other <= limit - one)
+            return true;
+    }
+    return false;
+}
+
+/* What an oversubscribed share may hold in both parts, of which `dev` is one. */
+static uint64_t whole_limit(const struct gs_limits *limits, int dev) {
+    unsigned device = (unsigned)dev < limits->n_devices ? (unsigned)dev : GS_HOST_PART(dev);
+    if (device >= limits->n_devices || limits->n_devices > GS_MAX_DEVICES / 2)
+        return GS_UNLIMITED;
+    const struct gs_device_limit *l = &limits->device[device];
+    if (!((LOAD(&l->flags) | LOAD(&l->next_flags)) & GS_DEVICE_OVERSUBSCRIBE))
+        return GS_UNLIMITED;
+    struct gs_limit_now now = gs_limit_now(limits, device);
+    return now.flags & GS_DEVICE_OVERSUBSCRIBE ? now.virtual_bytes : GS_UNLIMITED;
+}
+
+/* For `bytes` more. Both parts are looked at, too: when the border between them has moved, and one
+ * still holds what it had before, each has room that they have not together. */
+static bool has_room(const struct gs_view *view, int dev, uint64_t bytes, bool moves) {
+    uint64_t limit = gs_limit(dev);
+    if (bytes > limit || !within(view->usage, dev, limit - bytes))
+        return false;
+    uint64_t whole = moves ? GS_UNLIMITED : whole_limit(view->limits, dev);
+    return whole == GS_UNLIMITED ||
+           (bytes <= whole && both_within(view->usage, dev, whole - bytes));
+}
+
 bool gs_over(int dev) {
     const struct gs_view *view = gs_region();
     return view && !(dev >= 0 && within(view->usage, dev, gs_limit(dev)));
@@ -145,7 +180,7 @@ static void back_off(const struct gs_usage *usage, const struct gs_slot *slot, u
     ;
 }
 
-bool gs_reserve(int dev, uint64_t bytes) {
+static bool reserve(int dev, uint64_t bytes, bool moves) {
     struct gs_slot *slot = gs_slot();
     const struct gs_view *view = gs_region();
     if (!slot || dev < 0)
@@ -159,8 +194,7 @@ bool gs_reserve(int dev, uint64_t bytes) {
             back_off(view->usage, slot, attempt);
         /* Who finds no room adds nothing: it would be refused, and until it has taken that back
          * others that do fit would be, too. */
-        uint64_t limit = gs_limit(dev);
-        if (bytes > limit || !within(view->usage, dev, limit - bytes)) {
+        if (!has_room(view, dev, bytes, moves)) {
             if (++looks == LOOKS)
                 return false;
             continue;
@@ -168,11 +202,19 @@ bool gs_reserve(int dev, uint64_t bytes) {
         __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
         /* The limit is read after that: a host that lowers it, then reads what is used, sees all
          * that was granted by the old one. */
-        if (within(view->usage, dev, gs_limit(dev)))
+        if (has_room(view, dev, 0, moves))
             return true;
         __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
     }
     return false;
+}
+
+bool gs_reserve(int dev, uint64_t bytes) {
+    return reserve(dev, bytes, false);
+}
+
+bool gs_reserve_moved(int dev, uint64_t bytes) {
+    return reserve(dev, bytes, true);
 }
 
 bool gs_bound(int dev, uint64_t bytes) {

@@ -190,7 +190,7 @@ def test_three_that_fill_the_device_all_have_their_whole(tmp_path: Path) -> None
 
 
 def test_what_lies_on_the_host_stays_there() -> None:
-    """Advice and prefetches of a program cannot bring it to the device, and it cannot be shared."""
+    """Advice of a program cannot bring it to the device, and it cannot be shared."""
     program = """
         start()
         held = []
@@ -201,16 +201,17 @@ def test_what_lies_on_the_host_stays_there() -> None:
         for at in (address, inside):
             ok(cuda.cuMemAdvise(at, c_size_t(2 * MIB), 3, 0))
             ok(cuda.cuMemAdvise(at, c_size_t(2 * MIB), 4, 0))
-            ok(cuda.cuMemPrefetchAsync(at, c_size_t(2 * MIB), 0, None))
-            ok(cuda.cuMemPrefetchAsync_v2(at, c_size_t(2 * MIB), c_uint64(1), 0, None))
-        own = c_uint64()
+        own, function = c_uint64(), kernel("sweep_ns_arg")
         ok(cuda.cuMemAllocManaged(byref(own), c_size_t(4 * MIB), 1))
         ok(cuda.cuMemPrefetchAsync(own, c_size_t(4 * MIB), 0, None))
+        words = (c_uint64(100_000), address, c_uint64(600 * MIB))
+        places = (c_void_p * 3)(*(ctypes.addressof(word) for word in words))
+        ok(cuda.cuLaunchKernel(function, 64, 1, 1, 1, 1, 1, 0, None, places, None))
         ok(cuda.cuCtxSynchronize())
     """
     with oversubscribed() as box:
-        assert run(box, program) == ["801", "0"]
-        assert peak(box) == CONTEXT + 604 * MIB  # the program's own managed memory came, nothing else
+        assert run(box, program, helpers=KERNELS) == ["801", "0"]
+        assert peak(box) <= CONTEXT + 606 * MIB  # the program's own managed memory came, and code, nothing else
 
 
 def test_a_kernel_that_reads_what_lies_on_the_host_does_not_bring_it() -> None:
@@ -288,6 +289,36 @@ def test_a_limit_that_is_lowered_leaves_the_rest_on_the_host() -> None:
             box.set_limit(memory_limit_bytes=512 * MIB, memory_virtual_bytes=WHOLE)
             assert following() == ["0", "0", "2", str(WHOLE - CONTEXT - 1536 * MIB), str(WHOLE)]
         assert peak(box) <= 512 * MIB
+
+
+@pytest.mark.parametrize(("first", "dropped", "border"), [(11, 0, 512), (27, 11, 1792), (27, 11, 2048)])
+def test_what_a_share_has_in_all_stays_while_its_border_moves(first: int, dropped: int, border: int) -> None:
+    """The part that shrinks still holds what it had, and the other one has grown: together they give no more."""
+    program = f"""
+        def say(*words):
+            print(*words, flush=True)
+            sys.stdin.readline()
+        start()
+        held = []
+        def fill(most):
+            while len(held) < most and alloc(64 * MIB, held) == SUCCESS:
+                pass
+            return len(held)
+        say(fill({first}))
+        for address in held[:{dropped}]:
+            free(address)
+        del held[:{dropped}]
+        say()
+        handle = c_uint64()
+        say(fill(99), cuda.cuMemCreate(byref(handle), c_size_t(64 * MIB), (c_uint64 * 4)(1, 1, 0, 0), c_uint64(0)))
+    """
+    with oversubscribed() as box, talk(box, HELPERS + textwrap.dedent(program)) as following:
+        assert following() == [str(first)]
+        assert following() == []
+        box.set_limit(memory_limit_bytes=border * MIB, memory_virtual_bytes=WHOLE)
+        assert following() == [str((WHOLE - CONTEXT) // (64 * MIB)), "2"]
+        now = usage(box)
+        assert now.used_bytes(0) + now.host_bytes(0) <= WHOLE
 
 
 def test_a_share_without_it_is_as_before() -> None:
