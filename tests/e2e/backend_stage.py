@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,9 +82,9 @@ class Stage:
     """A host that has every backend, and one container, which asked for one of them."""
 
     def __init__(
-        self, directory: Path, state: Path, name: str, row: str, way: str, kernel: type[Kernel] = Kernel
+        self, directory: Path, state: Path, name: str, row: str, way: str, kernel: type[Kernel], low: str
     ) -> None:
-        self.name, self.row, self.way, self.directory = name, ROWS[row], way, directory
+        self.name, self.row, self.way, self.low, self.directory = name, ROWS[row], way, low, directory
         self.root = make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB, late_return_ms=0)
         mpscontrol.install(self.root)
         self.node = Node(directory / "node", self.root)
@@ -97,7 +98,7 @@ class Stage:
 
     def allow(self, *names: str, host_memory: str = "64Gi") -> None:
         more = {"policy": {"allowed_backends": names}, "oversubscription": {"host_memory": host_memory}}
-        write_config(self.node.config, self.root, **more)
+        write_config(self.node.config, self.root, runtime={"path": shutil.which(self.low)}, **more)
 
     def container(self, *command: str, **env: str) -> Container:
         """One more, not made yet."""

@@ -28,6 +28,7 @@ from tests.e2e.backend_stage import COMPUTE, GIB, MEMORY, ROWS, TAKER, Driver, K
 from tests.lib import busy
 from tests.lib.host import Node
 from tests.lib.processes import wait_exit
+from tests.lib.rootfs import run
 from tests.lib.runc import Container, RuntimeFailed
 from tests.lib.spec import Mount
 from tests.sim.ledger import Ledger
@@ -46,12 +47,13 @@ RAISED: dict[str, Any] = {
     "NVIDIA_VISIBLE_DEVICES": "all",
 }
 
-STAGES: dict[str, tuple[Any, ...]] = {  # (row, way, what holds limits below us)
-    "shim": ("shim", "runtime"),
-    "mps": ("mps", "hook"),
-    "dmem": ("dmem", "hook"),
-    "dmem by NVML": ("dmem", "runtime", Driver),
-    "oversubscribe": ("oversubscribe", "runtime"),
+STAGES: dict[str, tuple[str, str, type[Kernel], str]] = {  # (row, way, what holds limits below us, low-level runtime)
+    "shim": ("shim", "runtime", Kernel, "runc"),
+    "mps": ("mps", "hook", Kernel, "runc"),
+    "dmem": ("dmem", "hook", Kernel, "runc"),
+    "dmem by NVML": ("dmem", "runtime", Driver, "runc"),
+    "oversubscribe": ("oversubscribe", "runtime", Kernel, "runc"),
+    **{f"{row} under crun": (row, "runtime", Kernel, "crun") for row in ROWS if row != "dmem"},  # test_dmem_runtimes.py
 }
 
 
@@ -59,16 +61,31 @@ def test_every_row_has_a_stage() -> None:
     assert {row for row, *_ in STAGES.values()} == set(ROWS)
 
 
+@contextmanager
+def without_hybrid_cgroups() -> Iterator[None]:
+    """As the fixture of that name, for as long as a stage stands."""
+    unified = Path("/sys/fs/cgroup/unified")
+    hybrid = os.path.ismount(unified)
+    if hybrid:
+        run("umount", unified)
+    try:
+        yield
+    finally:
+        if hybrid:
+            run("mount", "-t", "cgroup2", "none", unified)
+
+
 @pytest.fixture(scope="module", params=STAGES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with tempfile.TemporaryDirectory(
-        prefix="gs-", dir="/tmp"
-    ) as state:  # a socket's path has room for a short one only
-        made = Stage(tmp_path_factory.mktemp("stage"), Path(state), request.param, *STAGES[request.param])
-        try:
-            yield made
-        finally:
-            made.close()
+    row, way, kernel, low = STAGES[request.param]
+    with ExitStack() as stack:
+        # A socket's path has room for a short one only
+        state = stack.enter_context(tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp"))
+        if low == "crun":
+            stack.enter_context(without_hybrid_cgroups())
+        made = Stage(tmp_path_factory.mktemp("stage"), Path(state), request.param, row, way, kernel, low)
+        stack.callback(made.close)
+        yield made
 
 
 # Kinds of limits
@@ -91,7 +108,7 @@ def reached_and_kept(stage: Stage) -> None:
 
 def of_all_processes(stage: Stage) -> None:
     command = [
-        "runc",
+        stage.low,
         "--root",
         str(stage.main.bundle / "runtime"),
         "exec",
@@ -297,7 +314,7 @@ LACKING: dict[str, tuple[tuple[Lack, str], ...]] = {
 
 def test_a_host_that_has_not_what_was_asked_for_starts_nothing(stage: Stage) -> None:
     held = stage.node.leases()
-    for lack, said in LACKING[stage.name]:
+    for lack, said in LACKING[stage.name.removesuffix(" under crun")]:
         with stage.one() as one, lack(stage, one), pytest.raises(RuntimeFailed, match=said):
             one.create()
         assert stage.node.leases() == held
