@@ -78,24 +78,32 @@ def build_program(shim: str, source: Path, out: Path, *more: str) -> Path:
 
 
 class Mill(NamedTuple):
-    """What the mill did (tests/soak/mill.c), and what the sanitizer said."""
+    """What the mill did (tests/soak/mill.c), what the sanitizer said, and the most that was on the device at a time."""
 
     report: dict[str, Any]
     reports: str
+    peak_bytes: int
 
 
 LONGEST_S = 200
 
 
 def mill(
-    shim: str, seconds: float = LONGEST_S, enough: int = 0, kill_ms: int = 0, processes: int = 2, planted: bool = False
+    shim: str,
+    seconds: float = LONGEST_S,
+    enough: int = 0,
+    kill_ms: int = 0,
+    processes: int = 2,
+    planted: bool = False,
+    whole: int = 0,
 ) -> Mill:
     """Sixteen threads in each process, for so long or until there were `enough` allocations; a process is killed every
-    `kill_ms`. `planted`: with a race."""
+    `kill_ms`. `planted`: with a race. `whole`: of an oversubscribed share, whose border moves, too."""
     from tests.shim.box import Box
+    from tests.sim.ledger import Ledger
 
     build_shim(shim)
-    with Box([2 * GIB], shim=BUILD / shim, compute=[60]) as box:
+    with Box([2 * GIB], shim=BUILD / shim, compute=[60], whole=[whole] if whole else None) as box:
         program = build_program(shim, TREE / "tests/soak/mill.c", box.directory / "mill", *["-DPLANTED"] * planted)
         # Without address randomisation: ThreadSanitizer finds its shadow on every kernel.
         words = ["setarch", "-R", str(program), str(processes), "16", "1", str(kill_ms), str(enough)]
@@ -103,21 +111,24 @@ def mill(
             pipe = subprocess.PIPE
             with box.popen(words, stdin=pipe, stdout=pipe, stderr=said) as running:
                 try:
-                    line = _report(running, box, seconds)
+                    line = _report(running, box, seconds, whole)
                     running.communicate(timeout=LONGEST_S)
                 finally:
                     running.kill()
             said.seek(0)
-            return Mill(json.loads(line) if line else {}, said.read())
+            with Ledger(box.device()) as ledger:
+                peak_bytes = max(group.peak_bytes for group in ledger.groups())
+            return Mill(json.loads(line) if line else {}, said.read(), peak_bytes)
 
 
-def _report(running: subprocess.Popen[str], box: Box, seconds: float) -> str:
+def _report(running: subprocess.Popen[str], box: Box, seconds: float, whole: int) -> str:
     """Its line, or nothing when it died; until then limits change."""
     assert running.stdin is not None and running.stdout is not None
     end, percent = time.monotonic() + seconds, 60
-    while not select.select([running.stdout], [], [], 0.5)[0]:
+    while not select.select([running.stdout], [], [], 0.1 if whole else 0.5)[0]:
         percent = 90 - percent
-        box.set_limit(compute_percent=percent)
+        border = {"memory_limit_bytes": GIB * percent // 30, "memory_virtual_bytes": whole} if whole else {}
+        box.set_limit(compute_percent=percent, **border)
         if time.monotonic() > end and not running.stdin.closed:
             try:
                 running.stdin.write("x")
@@ -134,8 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--build", choices=SANITIZERS, default="shim-tsan")
     options = parser.parse_args(arguments)
     wrong = 0
-    for what, kill_ms in (("all live", 0), ("one is killed every 500 ms", 500)):
-        did = mill(options.build, options.seconds / 2, kill_ms=kill_ms)
+    rows = (("all live", 0, 0), ("one is killed every 500 ms", 500, 0), ("oversubscribed", 500, 3 * GIB))
+    for what, kill_ms, whole in rows:
+        did = mill(options.build, options.seconds / len(rows), kill_ms=kill_ms, whole=whole)
         fine = did.reports == "" and did.report.get("wrong") == ""
         print(f"{options.build}, {what}: {json.dumps(did.report)}; {'nothing reported' if fine else did.reports}")
         wrong += not fine

@@ -20,6 +20,15 @@ def test_addresses_and_undefined_behaviour(kill_ms: int) -> None:
     assert len(set(did.report["used"])) == 1 and bool(did.report["killed"]) == bool(kill_ms)
 
 
+def test_an_oversubscribed_share() -> None:
+    """The same while the border between its parts moves, and some of it is prefetched: nothing is lost between them."""
+    did = mill("shim-asan", enough=2000, kill_ms=200, whole=3 * GIB)
+    assert did.reports == ""
+    assert did.report["wrong"] == "" and did.report["granted"] >= 2000 and did.report["killed"]
+    assert len(set(did.report["used"])) == 1 and max(did.report["used"]) <= 3 * GIB
+    assert did.peak_bytes <= 2 * GIB
+
+
 def test_all_families_of_memory(tmp_path: Path) -> None:
     build_shim("shim-asan")
     program = build_program("shim-asan", TREE / "tests/shim/stress.c", tmp_path / "stress")

@@ -92,6 +92,19 @@ static void launch(struct thread *t) {
         wrong(result, "launch", "");
 }
 
+/* A hint, which may be one for memory that is not managed. */
+static void prefetch_one(struct thread *t) {
+    const struct held *held = &t->live[chance(t) % t->n];
+    CUmemLocation place = {.type = chance(t) % 2 ? CU_MEM_LOCATION_TYPE_DEVICE
+                                                 : CU_MEM_LOCATION_TYPE_HOST};
+    CUresult result =
+        held->address ? cuMemPrefetchAsync(held->address, held->bytes, place, 0, NULL) : 0;
+    if (!result && chance(t) % 4 == 0)
+        result = cuCtxSynchronize();
+    if (result && result != CUDA_ERROR_INVALID_VALUE)
+        wrong(result, "prefetch", held->family->name);
+}
+
 /* A forked child has no context and no share of its own; it ends, and its parent's stays. */
 static void fork_once(void) {
     int status = -1;
@@ -125,6 +138,8 @@ static void *turn(void *argument) {
             fork_once();
         else if (what < 150)
             launch(t);
+        else if (t->n && what < 220)
+            prefetch_one(t);
         else if (t->n == LIVE || (t->n && what < 550))
             give_one(t);
         else
