@@ -26,8 +26,13 @@ def percents(watched: list[tuple[Container, Path]]) -> list[float]:
     for fd in pidfds:
         poll.register(fd, select.POLLIN)
 
+    spaces = [os.stat(f"/proc/{one.pid}/ns/pid").st_ino for one, _ in watched]
+
     def busy() -> list[int]:
-        return [sum(group.busy_ns for group in ledger.groups()) for ledger in ledgers]
+        return [
+            sum(group.busy_ns for group in ledger.groups() if group.pidns == space)
+            for ledger, space in zip(ledgers, spaces)
+        ]
 
     begin, before = time.monotonic_ns(), busy()
     ended = poll.poll(1000)
@@ -41,17 +46,18 @@ def percents(watched: list[tuple[Container, Path]]) -> list[float]:
 
 
 def test_each_mig_device_has_time_of_its_own(container: Callable[..., Container], node: Node, simhost: Path) -> None:
-    """70 % of each of two devices of one GPU: together more than the whole GPU has."""
-    watched = []
-    for number, device in enumerate(driverhost.divide(simhost)):
-        env = {"GPUSHARE_DEVICES": f"0:{number}", "GPUSHARE_MEMORY": "1Gi", "GPUSHARE_COMPUTE": "70%"}
+    """70 % of one device of a GPU, and of another one 45 and 25: together more than the whole GPU has."""
+    watched, limits = [], (70, 45, 25)
+    parts = driverhost.divide(simhost)
+    for number, percent in zip((0, 1, 1), limits):
+        env = {"GPUSHARE_DEVICES": f"0:{number}", "GPUSHARE_MEMORY": "1Gi", "GPUSHARE_COMPUTE": f"{percent}%"}
         command = ["/opt/busy", *words(seconds=1000, kernel=200)]
         one = container(command, env=env, mounts=[Mount(build(), "/opt/busy")], **node.way("hook")).start()
-        watched.append((one, device))
+        watched.append((one, parts[number]))
     found = []
     for _ in range(TRIES):
         found.append(percents(watched))
-        assert all(had < 70 + POINTS for had in found[-1]), found
-        if all(had > 70 - POINTS for had in found[-1]):
+        assert all(had < limit + POINTS for had, limit in zip(found[-1], limits)), found
+        if all(had > limit - POINTS for had, limit in zip(found[-1], limits)):
             return
     raise AssertionError(found)

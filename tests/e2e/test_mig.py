@@ -16,6 +16,7 @@ from tests.lib.host import PYTHON, TREE, Node, python_mounts
 from tests.lib.runc import Container, RuntimeFailed
 from tests.lib.tenant import PROGRAM
 from tests.sim.ledger import Ledger
+from tests.sim.simhost import default_uuid
 
 MakeContainer = Callable[..., Container]
 GIB = 1 << 30
@@ -70,6 +71,47 @@ def test_containers_share_a_mig_device_and_leave_the_other_alone(
         start(container, node, way, "0:1", memory="1025Mi")
     other = start(container, node, way, "any", memory="4Gi")
     assert seen(other)["uuid"] == MIG_UUIDS[0] and peaks(parts[0])
+
+
+def test_each_name_of_a_mig_device_opens_that_one(
+    container: MakeContainer, node: Node, parts: tuple[Path, Path]
+) -> None:
+    gpu = default_uuid(0)
+    names = [
+        {"NVIDIA_VISIBLE_DEVICES": "0:1"},
+        {"NVIDIA_VISIBLE_DEVICES": MIG_UUIDS[1]},
+        {"NVIDIA_VISIBLE_DEVICES": f"MIG-{gpu}/2/0"},
+        {"NVIDIA_VISIBLE_DEVICES": "nvidia.com/gpu=0:1"},
+        {"NVIDIA_VISIBLE_DEVICES": "nvidia.com/gpu=mig0:1"},
+        {"GPUSHARE_DEVICES": MIG_UUIDS[1].upper()},
+    ]
+    for env in names:
+        env["GPUSHARE_MEMORY"] = "512Mi"
+        one = container(["sleep", "100"], env=env, mounts=python_mounts(PROGRAM, PART), **node.way("runtime")).start()
+        said = seen(one)
+        assert (said["count"], said["uuid"], said["totals"]) == (1, MIG_UUIDS[1], [GIB // 2] * 2), env
+        assert one.exec("ls", "/dev/nvidia-caps").stdout.split() == ["nvidia-cap21", "nvidia-cap22"], env
+    listed = json.loads(node.cli("list", "--format", "json").stdout)
+    assert [[share["uuid"] for share in row["shares"]] for row in listed] == [[MIG_UUIDS[1]]] * len(names)
+    assert len(peaks(parts[1])) == len(names) and not peaks(parts[0])
+
+
+def test_a_mig_device_has_memory_beyond_it_too(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, parts: tuple[Path, Path]
+) -> None:
+    """Half of a MIG device, and half as much again on the host, beside one that has the other half, and fills it."""
+    node = make_node(simhost, oversubscription={"host_memory": "3Gi", "scaling": 1.5})
+    beside = start(container, node, "runtime", "0:1", memory="50%")
+    one = start(container, node, "runtime", "0:1", memory="50%", oversubscribe="true")
+    for filled, limit, whole in ((beside, 2 * GIB, 2 * GIB), (one, 2 * GIB, 3 * GIB)):
+        said = seen(filled)
+        assert said["totals"] == [whole, whole] and limit // 2 < said["got"] < whole
+        ((_, _, total, used, processes),) = said["parts"]
+        assert total == whole and said["got"] < used <= whole and processes == [used]
+        assert peaks(parts[1])[os.stat(f"/proc/{filled.pid}/ns/pid").st_ino] <= limit
+    assert said["got"] > 2 * GIB
+    with pytest.raises(RuntimeFailed, match="host memory of oversubscribed shares: 1.50 GiB asked, 0 B free of 3 GiB"):
+        start(container, node, "runtime", "0:0", memory="1Gi", oversubscribe="true")
 
 
 def test_all_of_a_mig_device_is_the_hardware_s_to_hold(

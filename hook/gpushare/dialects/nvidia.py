@@ -97,7 +97,8 @@ def selection(env: Env, spec: dict[str, Any], inventory: Inventory) -> Optional[
 
 def _unqualified(value: str) -> str:
     """CDI's names of GPUs as their last part, an index or a uuid: nvidia.com/gpu=0, or a device plugin's with its own
-    vendor, k8s.device-plugin.nvidia.com/gpu=GPU-<uuid>; in a mount's name cdi/nvidia.com/gpu/0."""
+    vendor, k8s.device-plugin.nvidia.com/gpu=GPU-<uuid>; in a mount's name cdi/nvidia.com/gpu/0. nvidia-ctk can be told
+    to call them gpu0 and mig0:1 (--device-name-strategy type-index)."""
     if _CDI_GPU not in value:
         return value
     return ",".join(_cdi_gpu(token.strip()) or token for token in value.split(","))
@@ -106,6 +107,8 @@ def _unqualified(value: str) -> str:
 def _cdi_gpu(token: str) -> str:
     """The last part of a CDI name of a GPU, "" for anything else."""
     kind, _, name = token.rpartition("/" if token.startswith("cdi/") else "=")
+    if name[:3] in ("gpu", "mig") and name[3:4].isdigit():
+        name = name[3:]
     return name if kind.endswith(_CDI_GPU) else ""
 
 
