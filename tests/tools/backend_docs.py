@@ -56,9 +56,9 @@ Where the kernel has no dmem controller, a driver of 615 and later counts for ea
 `nvmlDeviceSetMemoryLimits_v1` (soft and hard limit the same figure), when the container is made and when the limit
 changes. The start then waits for NVML, which without persistence mode takes seconds.
 
-All of this was tried on cgroup trees of plain files, where real crun wrote what `gpushare-runtime` had put into config.json,
-and with a stand-in for that NVML; on a kernel without the controller real runc and crun start nothing. It was **not run
-on hardware**.
+All of this was tried on cgroup trees of plain files, where real crun wrote what `gpushare-runtime` had put into
+config.json, and with a stand-in for that NVML; on a kernel without the controller real runc and crun start nothing. It
+was **not run on hardware**.
 """
 
 GPU = model.Device(0, "GPU-0", 0, "0000:01:00.0", "GPU", 16 << 30, 0)
