@@ -149,9 +149,10 @@ extern _Atomic uint32_t gs_virtual_later;
 void gs_virtual_freed(uint64_t address, const struct gs_entry *entry);
 /* This process has some on the host of a device. */
 bool gs_virtual_lives(void);
-/* Move what lies on the host to the device, as far as `room` (of all processes) goes, or back. */
-void gs_virtual_move(const struct gs_here *here, CUstream stream, bool to_device,
-                     _Atomic uint64_t *brought, uint64_t most);
+/* Move what lies on the host to the device, as far as there is room for each allocation, or back.
+ */
+typedef uint64_t (*gs_room_fn)(int dev, uint64_t bytes);
+void gs_virtual_move(const struct gs_here *here, CUstream stream, gs_room_fn room_for);
 
 /* ---- cuda_border.c: how much of such memory is on the device ------------------------------- */
 

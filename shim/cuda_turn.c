@@ -21,7 +21,8 @@
 #define MIB (UINT64_C(1) << 20)
 
 _Atomic uint32_t gs_turn_held;                       /* this process had a turn on any device */
-static _Atomic uint64_t brought_for[GS_MAX_DEVICES]; /* held_from_ns of the turn in which it did */
+static _Atomic uint64_t brought_for[GS_MAX_DEVICES]; /* the turn in which it did, and one */
+static _Atomic uint64_t brought[GS_MAX_DEVICES];     /* by this process, in bytes */
 static _Atomic uint64_t doubted_until_ns[GS_MAX_DEVICES][GS_MAX_PEERS];
 
 static uint64_t length_ns(void) {
@@ -42,6 +43,19 @@ static uint64_t room_bytes(int dev) {
 bool gs_turns(int dev) {
     return gs_virtual_lives() && dev >= 0 && gs_virtual_has(dev) && length_ns() &&
            room_bytes(dev) && gs_pages_turn(dev);
+}
+
+/* The processes of a container have a turn together, and any of them may take the next one while
+ * another still thinks of the last. So what is said of a turn has its number in its low bits. */
+#define NUMBER UINT64_C(1023)
+
+static uint64_t number_of(const struct gs_turn *t) {
+    return atomic_load(&t->held_until_ns) & NUMBER;
+}
+
+/* By all processes, in the turn of that number. */
+static uint64_t brought_in(uint64_t said, uint64_t number) {
+    return (said & NUMBER) == number ? said & ~NUMBER : 0;
 }
 
 /* ---- what is said ---------------------------------------------------------------------------- */
@@ -67,11 +81,12 @@ enum { NOT_YET, BEFORE, HOLDS };
 static uint64_t held_for(const struct gs_turn *t, uint64_t now, uint64_t length) {
     uint64_t until = atomic_load(&t->held_until_ns), idle = idle_ns(length);
     uint64_t idle_at = atomic_load(&t->used_ns) + idle;
-    if (!until || until > now + length || idle_at <= now)
+    if (until <= NUMBER || until > now + length || idle_at <= now)
         return 0;
     if (until > now)
         return min64(until, idle_at);
-    return atomic_load(&t->brought_bytes) && until + idle > now ? min64(until + idle, idle_at) : 0;
+    bool there = atomic_load(&t->brought_bytes) > NUMBER;
+    return there && until + idle > now ? min64(until + idle, idle_at) : 0;
 }
 
 static void look_at(const struct gs_turn *t, uint32_t number, void *arg) {
@@ -100,19 +115,23 @@ static struct look look(int dev, uint64_t ticket) {
 
 /* ---- having it ------------------------------------------------------------------------------- */
 
+/* That turn, unless it is not the last one any more. */
+static void end(struct gs_turn *own, uint64_t until) {
+    atomic_compare_exchange_strong(&own->held_until_ns, &until, until & NUMBER);
+}
+
 static bool take(int dev, struct gs_turn *own, uint64_t now, uint64_t length) {
     uint64_t before = atomic_load(&own->held_until_ns);
     if (is_held(own, now, length)) /* another thread, or process, of ours was first */
         return true;
-    atomic_store(&own->held_from_ns, now);
+    uint64_t until = ((now + length) & ~NUMBER) | ((before + 1) & NUMBER);
     atomic_store(&own->used_ns, now);
-    atomic_store(&own->brought_bytes, 0);
-    uint64_t until = now + length;
     if (!atomic_compare_exchange_strong(&own->held_until_ns, &before, until))
-        return true;
+        return is_held(own, now, length);
+    atomic_store(&own->held_from_ns, now);
     atomic_thread_fence(memory_order_seq_cst);
     if (look(dev, now).held) {
-        atomic_compare_exchange_strong(&own->held_until_ns, &until, 0);
+        end(own, until);
         return false;
     }
     atomic_store(&own->wants_from_ns, 0);
@@ -157,27 +176,59 @@ static bool wait_for_it(int dev, struct gs_turn *own) {
     }
 }
 
-static void bring(const struct gs_here *here, CUstream stream, struct gs_turn *own) {
-    uint64_t turn = atomic_load(&own->held_from_ns);
-    if (atomic_exchange(&brought_for[here->dev], turn) == turn)
-        return;
-    atomic_store(&gs_turn_held, 1);
-    gs_virtual_move(here, stream, true, &own->brought_bytes, room_bytes(here->dev));
+/* Of what is kept free, for one allocation. Others may bring theirs at the same time: what they had
+ * room for is theirs. */
+static uint64_t room_for(int dev, uint64_t bytes) {
+    struct gs_turn *own = gs_pages_turn(dev);
+    uint64_t most = room_bytes(dev), seen = atomic_load(&own->brought_bytes), took, said;
+    do {
+        uint64_t number = number_of(own), used = brought_in(seen, number);
+        took = used < most ? (most - used) & ~NUMBER : 0;
+        took = took < bytes ? took : bytes;
+        said = (used + gs_round_up(took, NUMBER + 1)) | number;
+    } while (!atomic_compare_exchange_strong(&own->brought_bytes, &seen, said));
+    atomic_fetch_add(&brought[dev], gs_round_up(took, NUMBER + 1));
+    return took;
 }
 
 static void send_home(const struct gs_here *here, CUstream stream) {
-    if (atomic_exchange(&brought_for[here->dev], 0))
-        gs_virtual_move(here, stream, false, NULL, 0);
+    struct gs_turn *own = gs_pages_turn(here->dev);
+    uint64_t turn = atomic_exchange(&brought_for[here->dev], 0), said, left;
+    if (!turn)
+        return;
+    uint64_t bytes = atomic_exchange(&brought[here->dev], 0),
+             seen = atomic_load(&own->brought_bytes);
+    gs_virtual_move(here, stream, NULL);
+    do {
+        left = brought_in(seen, turn - 1);
+        said = (left > bytes ? left - bytes : 0) | (seen & NUMBER);
+    } while ((seen & NUMBER) == turn - 1 &&
+             !atomic_compare_exchange_strong(&own->brought_bytes, &seen, said));
+}
+
+static void bring(const struct gs_here *here, CUstream stream, struct gs_turn *own) {
+    uint64_t turn = number_of(own) + 1, before = atomic_load(&brought_for[here->dev]);
+    if (before == turn)
+        return;
+    if (before) /* it slept all through the end of that turn: what it has there is not counted here
+                 */
+        send_home(here, stream);
+    uint64_t none = 0;
+    if (!atomic_compare_exchange_strong(&brought_for[here->dev], &none, turn))
+        return; /* another thread does */
+    atomic_store(&gs_turn_held, 1);
+    gs_virtual_move(here, stream, room_for);
 }
 
 /* At its end it is ours again where nobody wants it. */
 static bool goes_on(int dev, struct gs_turn *own, uint64_t now, uint64_t length) {
     uint64_t until = atomic_load(&own->held_until_ns);
-    if (!until || look(dev, now).others)
+    if (until <= NUMBER || look(dev, now).others)
         return false;
-    uint64_t held = atomic_load(&own->used_ns);
+    uint64_t held = atomic_load(&own->used_ns),
+             more = ((now + length) & ~NUMBER) | (until & NUMBER);
     return now < held + idle_ns(length) + length &&
-           atomic_compare_exchange_strong(&own->held_until_ns, &until, now + length);
+           atomic_compare_exchange_strong(&own->held_until_ns, &until, more);
 }
 
 /* Still ours: one that was not used for a while may be somebody else's by now. */
@@ -192,12 +243,13 @@ static bool is_ours(int dev, struct gs_turn *own, uint64_t now, uint64_t length)
 
 void gs_turn_admit(const struct gs_here *here, CUstream stream) {
     struct gs_turn *own = gs_pages_turn(here->dev);
-    uint64_t now = gs_compute_now(), length = length_ns();
+    uint64_t until = atomic_load(&own->held_until_ns), now = gs_compute_now(), length = length_ns();
     bool ours = is_ours(here->dev, own, now, length) || goes_on(here->dev, own, now, length);
     if (!ours) {
         send_home(here, stream);
-        atomic_store(&own->brought_bytes, 0);
-        atomic_store(&own->held_until_ns, 0);
+        /* Others of ours may have theirs there yet: then it is over in a moment (held_for). */
+        if (until > now || !brought_in(atomic_load(&own->brought_bytes), until & NUMBER))
+            end(own, until);
         ours = wait_for_it(here->dev, own);
     }
     if (!ours)

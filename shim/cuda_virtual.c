@@ -224,20 +224,8 @@ void gs_virtual_freed(uint64_t address, const struct gs_entry *entry) {
 struct move {
     const struct gs_here *here;
     CUstream stream;
-    bool to_device;
-    _Atomic uint64_t *brought;
-    uint64_t most;
+    gs_room_fn room_for; /* on the device; NULL: to the host */
 };
-
-/* Others may bring theirs at the same time: what they had room for is theirs. */
-static uint64_t room_for(const struct move *m, uint64_t bytes) {
-    uint64_t seen = atomic_load(m->brought), took;
-    do {
-        took = seen < m->most ? m->most - seen : 0;
-        took = took < bytes ? took : bytes;
-    } while (!atomic_compare_exchange_strong(m->brought, &seen, seen + took));
-    return took;
-}
 
 /* Asked of every entry, of which none is wanted. */
 static bool move_one(uint64_t address, const struct gs_entry *entry, void *arg) {
@@ -249,11 +237,11 @@ static bool move_one(uint64_t address, const struct gs_entry *entry, void *arg) 
         entry->extra >= size)
         return false;
     uint64_t bytes = size - entry->extra;
-    if (m->to_device)
-        bytes = room_for(m, bytes);
+    if (m->room_for)
+        bytes = m->room_for(entry->dev, bytes);
     if (bytes)
         GS_REAL(cuMemPrefetchAsync)
-    (address + entry->extra, bytes, m->to_device ? m->here->device : CU_DEVICE_CPU, m->stream);
+    (address + entry->extra, bytes, m->room_for ? m->here->device : CU_DEVICE_CPU, m->stream);
     return false;
 }
 
@@ -261,9 +249,8 @@ static void taken(uint64_t address, const struct gs_entry *entry, void *arg) {
     (void)address, (void)entry, (void)arg;
 }
 
-void gs_virtual_move(const struct gs_here *here, CUstream stream, bool to_device,
-                     _Atomic uint64_t *brought, uint64_t most) {
-    struct move move = {here, stream, to_device, brought, most};
+void gs_virtual_move(const struct gs_here *here, CUstream stream, gs_room_fn room_for) {
+    struct move move = {here, stream, room_for};
     if (gs_virtual_lives() && GS_REAL(cuMemPrefetchAsync) && GS_REAL(cuMemGetAddressRange_v2))
         gs_map_take_all(&gs_memory, move_one, taken, &move);
 }

@@ -202,11 +202,12 @@ struct gs_page {
  */
 struct gs_turn {
     _Atomic uint64_t held_from_ns;
-    _Atomic uint64_t held_until_ns; /* 0: it has none. Not believed longer than a turn is */
+    _Atomic uint64_t held_until_ns; /* below 1024: it has none. Not believed longer than a turn is.
+                                     * The low ten bits are the turn's number */
     _Atomic uint64_t used_ns;       /* when it last launched or waited for work in it */
     _Atomic uint64_t wants_from_ns;
     _Atomic uint64_t wants_until_ns; /* not believed after this */
-    _Atomic uint64_t brought_bytes;  /* to the device in this turn */
+    _Atomic uint64_t brought_bytes;  /* to the device in the turn of this number */
 };
 
 /* A container's file for one device: a page for each context that works on it. A page of a process

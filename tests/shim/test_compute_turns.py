@@ -51,19 +51,21 @@ say("ready")
 
 
 @contextmanager
-def tenants(directory: Path, turn_ms: int, count: int = 2) -> Iterator[Sequence[Box]]:
-    simhost = make_simhost(directory / "host", gpus=1, memory_bytes=4 * GIB)
+def tenants(
+    directory: Path, turn_ms: int, count: int = 2, memory: int = GIB, room: int = 256 * MIB
+) -> Iterator[Sequence[Box]]:
+    simhost = make_simhost(directory / "host", gpus=1, memory_bytes=4 * memory)
     with ExitStack() as stack:
         yield [
             stack.enter_context(
                 Box(
-                    [GIB],
-                    whole=[2 * GIB],
-                    gpu_bytes=4 * GIB,
+                    [memory],
+                    whole=[2 * memory],
+                    gpu_bytes=4 * memory,
                     simhost=simhost,
                     compute=[100],
                     company=directory / "company",
-                    turn=(1000 * turn_ms, 256 * MIB),
+                    turn=(1000 * turn_ms, room),
                 )
             )
             for _ in range(count)
@@ -145,6 +147,59 @@ def test_a_holder_that_is_gone_or_idle_holds_nobody_up(tmp_path: Path, end: str)
                 assert float(took) < 1.5
                 assert ON_DEVICE + ON_HOST in held_bytes(b)
         first_goes.join()
+
+
+def test_processes_of_a_container_have_one_turn_and_its_room_together(tmp_path: Path) -> None:
+    """Two of them bring no more than one could, one is killed with its part, and the other container has its turn."""
+    room = 192 * MIB
+    memory = 2 * ON_DEVICE + 64 * MIB  # what one has on the host does not fit beside what the other has on the device
+    fill = SETUP.replace("ok(alloc(128 * MIB, held))", "say('started'), ok(alloc(128 * MIB, held))")
+    dies = "import signal, threading\nthreading.Timer(0.6, os.kill, (os.getpid(), signal.SIGKILL)).start()\nwork(9)"
+    with tenants(tmp_path, 100, memory=memory, room=room) as (a, b), ExitStack() as stack:
+        both = [stack.enter_context(talk(a, fill + end)) for end in (dies, "say(work(1.6))")]
+        other = stack.enter_context(talk(b, SETUP + "ok(alloc(940 * MIB, held))\nsay(work(1.6))"))
+        assert [one() for one in both] == [["started"]] * 2
+        assert [one() for one in both] + [other()] == [["ready"]] * 3
+        before = sum(held_bytes(a))
+        seen: list[list[int]] = []
+        rounds: list[int] = []
+        workers = [threading.Thread(target=_ends, args=(both[0],))]
+        workers += [threading.Thread(target=lambda one=one: rounds.extend(map(int, one()))) for one in (both[1], other)]
+        for worker in workers:
+            worker.start()
+        while workers[1].is_alive() or workers[2].is_alive():
+            seen.append(held_bytes(a))
+            time.sleep(0.001)
+        for worker in workers:
+            worker.join()
+    assert len(rounds) == 2 and min(rounds) > 300, rounds  # over the bus there would be some 140
+    brought = [sum(sizes) - before for sizes in seen if len(sizes) == 3]
+    assert room - 4 * MIB <= max(brought)
+    assert sum(one > room for one in brought) < len(brought) / 10  # as above
+    assert any(len(sizes) == 2 for sizes in seen)
+
+
+def test_what_a_process_left_there_counts_when_its_container_has_the_next_turn(tmp_path: Path) -> None:
+    """One that slept through the end of a turn: its memory stayed, since nobody needed the room. When it wakes up in a
+    turn that another process of its container has begun, it has no more than what that one left."""
+    room = 192 * MIB
+    memory = 2 * ON_DEVICE + 64 * MIB
+    fill = SETUP.replace("ok(alloc(128 * MIB, held))", "say('started'), ok(alloc(128 * MIB, held))")
+    step = "sweep()\nok(cuda.cuCtxSynchronize())\nsay()\n"
+    with tenants(tmp_path, 2000, memory=memory, room=room) as (a, b), ExitStack() as stack:
+        sleeps, goes_on = (stack.enter_context(talk(a, fill + 2 * step)) for _ in range(2))
+        works = "sweep()\nok(cuda.cuCtxSynchronize())\nprint('works', flush=True)\nwork(0.3)\nsay()"
+        other = stack.enter_context(talk(b, SETUP + "ok(alloc(940 * MIB, held))\n" + works))
+        for one in (sleeps, goes_on):
+            assert one() == ["started"]
+        for one in (sleeps, goes_on, other):
+            assert one() == ["ready"]
+        sleeps()
+        assert other() == ["works"]  # which it does when that turn is idle
+        goes_on()
+        sleeps()
+        *own, most = sorted(held_bytes(a))  # that of the other container has most
+        assert most > ON_DEVICE + room and sum(own) == 2 * ON_DEVICE + room
 
 
 def _ends(following: object) -> None:
