@@ -199,15 +199,14 @@ struct gs_page {
 
 /* The turn on what is kept free of a device for the memory that oversubscribed containers have on
  * the host: one of them has its own there, all of its processes together. Each says what it does.
- */
+ * The low ten bits of held_until_ns and of brought_bytes are the number of the turn. */
 struct gs_turn {
     _Atomic uint64_t held_from_ns;
-    _Atomic uint64_t held_until_ns; /* below 1024: it has none. Not believed longer than a turn is.
-                                     * The low ten bits are the turn's number */
+    _Atomic uint64_t held_until_ns; /* below 1024: it has none. Not believed longer than a turn */
     _Atomic uint64_t used_ns;       /* when it last launched or waited for work in it */
     _Atomic uint64_t wants_from_ns;
     _Atomic uint64_t wants_until_ns; /* not believed after this */
-    _Atomic uint64_t brought_bytes;  /* to the device in the turn of this number */
+    _Atomic uint64_t brought_bytes;  /* to the device in that turn */
 };
 
 /* A container's file for one device: a page for each context that works on it. A page of a process
