@@ -18,7 +18,7 @@ build/.setup-dist: $(SETUP) packaging/bootstrap
 	@packaging/venv "$(PYTHON)" package
 	@touch $@
 
-# WITH=kubernetes: also what gpushare k8s-plugin needs
+# WITH=kubernetes: also what gpushare k8s-plugin needs. The bundle of the plugin's image has it in any case.
 export WITH ?=
 build/dist/.with: .FORCE
 	@mkdir -p $(@D)
@@ -26,7 +26,8 @@ build/dist/.with: .FORCE
 .PHONY: .FORCE
 
 # The archive's files have one owner, one order, one time and modes that no umask decides.
-$(DIST)/.complete: build/.setup-dist build/dist/boot $(LAUNCHERS) $(SHIM_RELEASE_x86_64) build/man/.complete $(DIST_SOURCES) packaging/dist.mk build/dist/.with
+IN_DIST := build/.setup-dist build/dist/boot $(LAUNCHERS) $(SHIM_RELEASE_x86_64) build/man/.complete $(DIST_SOURCES) packaging/dist.mk
+$(DIST)/.complete: $(IN_DIST) build/dist/.with
 	@rm -rf $(DIST)
 	build/venv/bin/pyinstaller --noconfirm --log-level WARN --distpath build/dist --workpath build/dist/work packaging/gpushare.spec
 	tar -C build/dist --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$$SOURCE_DATE_EPOCH" --mode=u=rwX,go=rX \
@@ -35,3 +36,9 @@ $(DIST)/.complete: build/.setup-dist build/dist/boot $(LAUNCHERS) $(SHIM_RELEASE
 	@cd build/dist && sha256sum $(DIST_NAME).tar.gz >$(DIST_NAME).tar.gz.sha256
 	@touch $@
 	@echo "build/dist/$(DIST_NAME).tar.gz"
+
+PLUGIN := build/plugin/gpushare
+$(PLUGIN)/.complete: $(IN_DIST)
+	@rm -rf $(PLUGIN)
+	WITH=kubernetes build/venv/bin/pyinstaller --noconfirm --log-level WARN --distpath build/plugin --workpath build/plugin/work packaging/gpushare.spec
+	@touch $@

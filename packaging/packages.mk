@@ -1,12 +1,12 @@
-# What is handed out, in build/packages: the archive, wheels, .deb, .rpm, the shim for other machines, and the context of
-# the image that installs gpushare on the nodes of a cluster.
+# What is handed out, in build/packages: the archive, wheels, .deb, .rpm, the shim for other machines, and the contexts of
+# two images for a cluster: one installs gpushare on its nodes, one is the device plugin.
 
 PACKAGES := build/packages
 STAGE := build/stage
 WHEELS := $(foreach machine,$(SHIM_MACHINES),build/wheel/$(machine)/.complete)
 
 .PHONY: packages test-packages
-packages: $(PACKAGES)/SHA256SUMS ## make build/packages: archive, wheels, .deb, .rpm, image for Kubernetes
+packages: $(PACKAGES)/SHA256SUMS ## make build/packages: archive, wheels, .deb, .rpm, images for Kubernetes
 
 # The launchers of a wheel have their Python beside them, under another name.
 WHEEL_CFLAGS := $(LAUNCHER_CFLAGS) '-DPYTHON_PROGRAM="%s/%s.py"'
@@ -34,14 +34,17 @@ $(STAGE)/.complete: $(DIST)/.complete packaging/stage packaging/config.yaml pack
 # One owner, one order, one time, and modes that no umask decides
 TAR := tar --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime="@$$SOURCE_DATE_EPOCH" --exclude=.complete
 INSTALLER := packaging/kubernetes/installer
+PLUGIN_IMAGE := packaging/kubernetes/plugin
 
 $(PACKAGES)/SHA256SUMS: $(STAGE)/.complete $(WHEELS) packaging/nfpm packaging/nfpm.yaml $(wildcard packaging/scripts/*) \
-    $(INSTALLER)/Dockerfile $(INSTALLER)/install.py packaging/packages.mk
+    $(INSTALLER)/Dockerfile $(INSTALLER)/install.py $(PLUGIN)/.complete $(PLUGIN_IMAGE)/Dockerfile packaging/packages.mk
 	@rm -rf $(PACKAGES) && mkdir -p $(PACKAGES)
 	@cp build/dist/$(DIST_NAME).tar.gz $(foreach machine,$(SHIM_MACHINES),build/wheel/$(machine)/*.whl) $(PACKAGES)
 	VERSION=$(DIST_VERSION) STAGE=$(STAGE) packaging/nfpm $(PACKAGES)
 	$(TAR) -C $(INSTALLER) -c Dockerfile install.py -C $(abspath build/dist) gpushare | \
 	    gzip -9n >$(PACKAGES)/gpushare-installer-$(DIST_VERSION).tar.gz
+	$(TAR) -C $(PLUGIN_IMAGE) -c Dockerfile -C $(abspath build/plugin) gpushare | \
+	    gzip -9n >$(PACKAGES)/gpushare-plugin-$(DIST_VERSION).tar.gz
 	@cd $(PACKAGES) && sha256sum * >SHA256SUMS
 	@cd $(PACKAGES) && ls -l --human-readable
 

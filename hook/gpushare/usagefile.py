@@ -6,6 +6,7 @@ RegionError; it never raises anything else, whatever the bytes are. Not on the s
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 from .light import NamedTuple
@@ -94,14 +95,13 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
     count = min(n_devices, stated_devices, MAX_DEVICES)
     slots = []
     generations: dict[int, int] = {}  # of those that live
-    owners = memoryview(data)[_SLOTS_AT : _SLOTS_AT + MAX_SLOTS * SLOT_SIZE].cast("I")[
-        :: SLOT_SIZE // 4
-    ]  # the first field
-    for index, owner in enumerate(owners):
-        if not owner & TID_MASK:  # nearly all of them: 2 ms for nothing
-            continue
+    # The first field of each slot. Nearly all are 0, so a loop over them would be half of the time of a scrape.
+    words = memoryview(data)[_SLOTS_AT : _SLOTS_AT + MAX_SLOTS * SLOT_SIZE].cast("I")
+    owners = words[:: SLOT_SIZE // 4].tolist()
+    for index in itertools.compress(range(MAX_SLOTS), owners):
+        owner = owners[index] & TID_MASK
         _, live, generation, pid, started_ns, *charged = _SLOT.unpack_from(data, _SLOTS_AT + index * SLOT_SIZE)
-        if live == owner & TID_MASK:
+        if owner and live == owner:
             host = tuple(charged[host_part(device)] for device in range(count)) if count <= MAX_DEVICES // 2 else ()
             slots.append(Slot(index, pid, started_ns, tuple(charged[:count]), host))
             generations[index] = generation

@@ -34,7 +34,7 @@ def scrapes_ms(directory: Path) -> Took:
     here = host.Node(directory / "node", simulated)
     exporter = None
     try:
-        _fill(here)
+        fill(here)
         words = [host.BIN / "gpushare", "--config", here.config, "--state", here.state, "export", "--port", "0"]
         exporter = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, text=True)
         assert exporter.stdout is not None
@@ -56,7 +56,7 @@ def _processor_ms(pid: int) -> float:
     return 1000 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _fill(here: host.Node) -> None:
+def fill(here: host.Node) -> None:
     """Shares as starts leave them, all held by this process."""
     state = str(here.state)
     storage.prepare(state)

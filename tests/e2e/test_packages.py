@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.lib import elf
-from tests.lib.host import BUILD, TREE
+from tests.lib.host import BUILD, TREE, version
 from tests.lib.rootfs import run
 
 BUNDLE = BUILD / "dist" / "gpushare"
-VERSION = "0.1.0"
+VERSION = version()
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,13 @@ def _let_others_in() -> None:
     os.chdir(TREE)
 
 
+def version() -> str:
+    """Of this tree, as pyproject.toml has it."""
+    match = re.search(r'^version = "(.*)"$', (TREE / "pyproject.toml").read_text(), re.MULTILINE)
+    assert match
+    return match[1]
+
+
 class Node:
     """One host as gpushare sees it: a driver root, a configuration file, a state directory."""
 

@@ -17,13 +17,16 @@ from pathlib import Path
 import pytest
 
 from tests.lib import elf
+from tests.lib.engines.base import SLEEP
 from tests.lib.engines.image import PROBE, make_root
-from tests.lib.host import TREE, Node, write_config
+from tests.lib.host import TREE, Node, version, write_config
 from tests.lib.rootfs import run
 from tests.lib.runc import Container
 
+from . import newer
 from .conftest import PACKAGES
 
+VERSION = version()
 MACHINES = {"x86_64": elf.X86_64, "aarch64": elf.AARCH64}
 
 
@@ -35,12 +38,13 @@ def test_what_there_is() -> None:
         if path.name != "SHA256SUMS"
     }
     assert sorted(sums) == [
-        "gpushare-0.1.0-1.x86_64.rpm",
-        "gpushare-0.1.0-linux-x86_64.tar.gz",
-        "gpushare-0.1.0-py3-none-manylinux2014_aarch64.whl",
-        "gpushare-0.1.0-py3-none-manylinux2014_x86_64.whl",
-        "gpushare-installer-0.1.0.tar.gz",
-        "gpushare_0.1.0_amd64.deb",
+        f"gpushare-{VERSION}-1.x86_64.rpm",
+        f"gpushare-{VERSION}-linux-x86_64.tar.gz",
+        f"gpushare-{VERSION}-py3-none-manylinux2014_aarch64.whl",
+        f"gpushare-{VERSION}-py3-none-manylinux2014_x86_64.whl",
+        f"gpushare-installer-{VERSION}.tar.gz",
+        f"gpushare-plugin-{VERSION}.tar.gz",
+        f"gpushare_{VERSION}_amd64.deb",
     ]
 
 
@@ -59,7 +63,7 @@ def test_rpm_and_deb_hold_the_same(tmp_path: Path) -> None:
     def query(text: str) -> str:
         return run("rpm", "--query", "--package", "--nosignature", "--queryformat", text, rpm)
 
-    assert query("%{name} %{version} %{arch} %{license}") == "gpushare 0.1.0 x86_64 Apache-2.0"
+    assert query("%{name} %{version} %{arch} %{license}") == f"gpushare {VERSION} x86_64 Apache-2.0"
     flags = dict(
         line.split() for line in query("[%{filenames} %{fileflags:fflags}\n]").splitlines() if len(line.split()) == 2
     )
@@ -101,21 +105,31 @@ def test_shim_of_each_machine_needs_an_old_c_library_only(machine: str, tmp_path
 
 
 def test_a_wheel_in_a_venv(tmp_path: Path, simhost: Path) -> None:
-    """Its programs start a real container with its shim, and know that they are installed."""
+    """Its programs start a real container with its shim, and know that they are installed. An upgrade, and the removal,
+    leave a container that runs as it is."""
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", venv)
+    pip = (venv / "bin" / "pip", "--quiet", "--disable-pip-version-check")
     (wheel,) = PACKAGES.glob("*_x86_64.whl")
-    run(venv / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", wheel)
-    assert run(venv / "bin" / "gpushare", "version").startswith("gpushare 0.1.0,")
+    before = {path.name for path in (venv / "bin").iterdir()}
+    run(*pip, "install", wheel)
+    assert run(venv / "bin" / "gpushare", "version").startswith(f"gpushare {VERSION},")
     node = Node(tmp_path / "node", simhost)
     config = json.loads(write_config(node.config, simhost).read_text())
     del config["shim_dir"]
     node.config.write_text(json.dumps(config))
     words = (venv / "bin" / "gpushare-runtime", "--gpushare-config", node.config, "--gpushare-state", node.state)
     image = make_root(tmp_path / "image")
+
+    def container(*args: str) -> Container:
+        return Container(tmp_path, [*args], env={"GPUSHARE_MEMORY": "1Gi"}, rootfs=image,
+                         runtime=tuple(map(str, words)))  # fmt: skip
+
+    def shim_of(one: Container) -> bytes:
+        return Path(f"/proc/{one.pid}/root/usr/lib/x86_64-linux-gnu/libcuda.so.1").read_bytes()
+
     try:
-        with Container(tmp_path, [PROBE], env={"GPUSHARE_MEMORY": "1Gi"}, rootfs=image,
-                       runtime=tuple(map(str, words))) as one:  # fmt: skip
+        with container(PROBE) as one:
             assert one.run() == 0, one.stderr
             said = json.loads(one.stdout)
             assert (said["total_bytes"], said["refused"]) == (1 << 30, 2)
@@ -125,16 +139,34 @@ def test_a_wheel_in_a_venv(tmp_path: Path, simhost: Path) -> None:
             hooks = json.loads((one.bundle / "config.json").read_text())["hooks"]
             assert {hook["path"] for stage in hooks.values() for hook in stage} == {str(venv / "bin/gpushare-hook")}
         assert node.leases() == []
+        with container(*SLEEP) as old, container(*SLEEP) as new:
+            old.start()
+            content = shim_of(old)
+            run(*pip, "install", "--no-deps", "--upgrade", newer.wheel(tmp_path))
+            assert run(venv / "bin" / "gpushare", "version").startswith(f"gpushare {newer.VERSION},")
+            new.start()
+            assert (shim_of(old), shim_of(new)) == (content, content + newer.VERSION.encode())
+            assert node.leases() == sorted([old.id, new.id])
+            old.delete()
+            assert node.leases() == [new.id]
+            new.delete()
+            assert node.leases() == []
+        run(*pip, "uninstall", "--yes", "gpushare")
+        left = {path.name for path in (venv / "bin").iterdir()} - before
+        assert not [name for name in left if "gpushare" in name]
+        assert not [*venv.glob("lib/python3*/site-packages/gpushare*")]
     finally:
         node.close()
 
 
 def test_installer_image_is_the_bundle_and_one_program() -> None:
     (context,) = PACKAGES.glob("gpushare-installer-*.tar.gz")
-    (bundle,) = PACKAGES.glob("gpushare-0.1.0-linux-*.tar.gz")
+    (bundle,) = PACKAGES.glob(f"gpushare-{VERSION}-linux-*.tar.gz")
     with tarfile.open(context) as archive, tarfile.open(bundle) as other:
         names = {member.name for member in archive.getmembers()}
-        expected = {"gpushare" + member.name[len("gpushare-0.1.0-linux-x86_64") :] for member in other.getmembers()}
+        expected = {
+            "gpushare" + member.name[len(f"gpushare-{VERSION}-linux-x86_64") :] for member in other.getmembers()
+        }
     assert names == {"Dockerfile", "install.py", *expected}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +12,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.lib.engines.image import PROBE, make_root
-from tests.lib.host import BUILD, TREE
+from tests.lib.host import TREE, version
 from tests.lib.spec import spec
 from tests.sim.simhost import make_simhost
 
+from . import newer
 from .cleanroot import CleanRoot
 from .conftest import PACKAGES
 
 GIB = 1 << 30
 HOME = "/usr/libexec/gpushare"
 SHIM = f"{HOME}/shim/libcuda.so"
+AFTER_INSTALLING = ["daemon-reload", "try-restart gpushare-exporter.service"]  # which starts nothing that is not on
 IN_CONTAINER = "usr/lib/x86_64-linux-gnu/libcuda.so.1"
 
 
@@ -62,25 +63,10 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
 
-def newer(directory: Path) -> Path:
-    """Packages of a version 0.2.0 that differs in its shim and in what the program says of itself."""
-    stage = directory / "stage"
-    shutil.copytree(BUILD / "stage", stage, symlinks=True)
-    with open(stage / SHIM[1:], "ab") as file:
-        file.write(b"0.2.0")
-    (metadata,) = stage.glob("usr/libexec/gpushare/libexec/_internal/lib/python3*/gpushare-*.dist-info/METADATA")
-    metadata.write_text(metadata.read_text().replace("\nVersion: 0.1.0\n", "\nVersion: 0.2.0\n"))
-    made = directory / "packages"
-    made.mkdir()
-    environment = {**os.environ, "STAGE": str(stage), "VERSION": "0.2.0", "SOURCE_DATE_EPOCH": "1"}
-    subprocess.run([TREE / "packaging" / "nfpm", made], env=environment, check=True)
-    return made
-
-
 class Held:
     """A container that has taken all that it may, until `end`."""
 
-    def __init__(self, root: CleanRoot, name: str) -> None:
+    def __init__(self, root: CleanRoot, name: str, runtime: str) -> None:
         self.root, self.name = root, name
         config = spec(
             rootfs=Path("/srv/image"),
@@ -93,7 +79,7 @@ class Held:
             cgroups_path=f"/gpushare-packages-{os.getpid()}-{name}",
         )
         root.put(f"/srv/{name}/config.json", json.dumps(config))
-        self.process = root.start("/usr/bin/gpushare-runtime", "run", "--bundle", f"/srv/{name}", name)
+        self.process = root.start(runtime, "run", "--bundle", f"/srv/{name}", name)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("{"), line + self.process.communicate()[0]
@@ -115,11 +101,11 @@ class Held:
 
 
 @pytest.fixture
-def held(clean_root: CleanRoot) -> Iterator[Callable[[str], Held]]:
+def held(clean_root: CleanRoot) -> Iterator[Callable[..., Held]]:
     made: list[Held] = []
 
-    def make(name: str) -> Held:
-        made.append(Held(clean_root, name))
+    def make(name: str, runtime: str = "/usr/bin/gpushare-runtime") -> Held:
+        made.append(Held(clean_root, name, runtime))
         return made[-1]
 
     yield make
@@ -137,12 +123,29 @@ def use_simulated_gpu(root: CleanRoot) -> None:
     root.put("/etc/gpushare/config.yaml", json.dumps(config))
 
 
+def use_systemd(root: CleanRoot) -> None:
+    """As if it ran there; what it is told to do is written down."""
+    (root.path / "run/systemd/system").mkdir(parents=True)
+    (root.path / "usr/bin/systemctl").unlink()
+    root.put("/usr/bin/systemctl", '#!/bin/sh\necho "$*" >>/called\n')
+    (root.path / "usr/bin/systemctl").chmod(0o755)
+
+
+def told(root: CleanRoot) -> list[str]:
+    """systemctl's arguments since the last call."""
+    called = root.path / "called"
+    lines = called.read_text().splitlines() if called.exists() else []
+    called.unlink(missing_ok=True)
+    return lines
+
+
 def test_installed_used_upgraded_and_removed(
-    kind: Kind, clean_root: CleanRoot, held: Callable[[str], Held], tmp_path: Path
+    kind: Kind, clean_root: CleanRoot, held: Callable[..., Held], tmp_path: Path
 ) -> None:
     root = clean_root
     (package,) = PACKAGES.glob(kind.pattern)
     shutil.copy(package, root.path / "srv")
+    use_systemd(root)
     before = root.files("/etc", "/usr/lib/systemd", "/run", "/var/lib/systemd")
     root.run(*kind.install, f"/srv/{package.name}")
 
@@ -151,7 +154,8 @@ def test_installed_used_upgraded_and_removed(
     assert {path: text for path, text in after.items() if path in before} == before
     units = {f"/usr/lib/systemd/system/{path.name}" for path in (TREE / "packaging/systemd").iterdir()}
     assert set(after) - set(before) == {"/etc/gpushare/config.yaml", *units}
-    assert root.run("gpushare", "version").startswith("gpushare 0.1.0,")
+    assert told(root) == AFTER_INSTALLING
+    assert root.run("gpushare", "version").startswith(f"gpushare {version()},")
     verified = root.call("systemd-analyze", "verify", "--man=no", *sorted(units))
     assert not [line for line in verified.stderr.splitlines() if "gpushare" in line], verified.stderr
     assert "_GPUSHARE_COMPLETE" in root.run("cat", "/usr/share/bash-completion/completions/gpushare").upper()
@@ -172,13 +176,14 @@ def test_installed_used_upgraded_and_removed(
     assert old.st_ino == os.stat(root.path / SHIM[1:]).st_ino
 
     # The upgrade leaves it as it is: the same mounts, the same files, the same limit.
-    (package,) = newer(tmp_path).glob(kind.pattern)
+    (package,) = newer.packages(tmp_path).glob(kind.pattern)
     shutil.copy(package, root.path / "srv")
     root.run(*kind.upgrade, f"/srv/{package.name}")
-    assert root.run(*kind.version).split() == ["installed", "0.2.0"]
+    assert root.run(*kind.version).split() == ["installed", newer.VERSION]
     assert (root.path / "etc/gpushare/config.yaml").read_bytes() == edited
     assert json.loads(root.run("cat", "/etc/docker/daemon.json")) == daemon
-    assert root.run("gpushare", "version").startswith("gpushare 0.2.0,")
+    assert told(root) == AFTER_INSTALLING
+    assert root.run("gpushare", "version").startswith(f"gpushare {newer.VERSION},")
     assert first.process.poll() is None and first.mounts() == mounts
     now = os.stat(first.view / IN_CONTAINER)
     assert (now.st_dev, now.st_ino) == (old.st_dev, old.st_ino)
@@ -190,17 +195,23 @@ def test_installed_used_upgraded_and_removed(
     # What starts now has the new one, beside it.
     second = held("second")
     assert second.said["got_bytes"] == first.said["got_bytes"] and listed(root) == ["first", "second"]
-    assert (second.view / IN_CONTAINER).read_bytes() == content + b"0.2.0"
+    assert (second.view / IN_CONTAINER).read_bytes() == content + newer.VERSION.encode()
     first.end()
     assert listed(root) == ["second"]
 
     # It does not go while a container needs it, and then it goes whole.
     refused = root.call(*kind.remove)
     assert refused.returncode != 0 and "1 container holds a share: second" in refused.stdout + refused.stderr
-    assert root.run(*kind.version).split() == ["installed", "0.2.0"] and listed(root) == ["second"]
+    assert root.run(*kind.version).split() == ["installed", newer.VERSION] and listed(root) == ["second"]
+    assert told(root) in ([], AFTER_INSTALLING)  # dpkg configures what it could not remove; nothing was stopped
     assert json.loads(root.run("cat", "/etc/docker/daemon.json")) == daemon
     second.end()
     root.run(*kind.remove)
+    *ended, last = told(root)
+    assert [line.split()[0] for line in ended] == ["disable", "stop"] and last == "daemon-reload"
+    assert {word.partition(".")[0] for line in ended for word in line.split() if "gpushare" in word} == {
+        path.stem.partition(".")[0].replace("@", "@*") for path in (TREE / "packaging/systemd").iterdir()
+    }
     assert root.run("cat", "/etc/docker/daemon.json") == '{"debug": false}\n'
     assert (root.path / kind.kept[1:]).read_bytes() == edited
     left = [path for path in root.files("/etc", "/usr", "/run", "/var/lib/gpushare") if "gpushare" in path]
@@ -209,6 +220,51 @@ def test_installed_used_upgraded_and_removed(
     if kind is KINDS["deb"]:
         root.run("dpkg", "--purge", "gpushare")
         assert not (root.path / "etc/gpushare").exists() and not (root.path / "var/lib/gpushare").exists()
+
+
+def test_archive_unpacked_used_upgraded_and_removed(
+    clean_root: CleanRoot, held: Callable[..., Held], tmp_path: Path
+) -> None:
+    """By the commands of README: a newer one is unpacked beside the old one, which goes after its containers."""
+    root, link = clean_root, "/usr/local/bin/gpushare"
+    (old,) = PACKAGES.glob("gpushare-*-linux-x86_64.tar.gz")
+    homes = []
+    for archive in (old, newer.archive(tmp_path)):
+        homes.append("/opt/" + archive.name.removesuffix(".tar.gz"))
+        shutil.copy(archive, root.path / "srv")
+    before = root.files("/etc", "/opt", "/usr", "/run", "/var/lib")
+    root.put("/etc/docker/daemon.json", '{"debug": false}\n')
+    shims: list[bytes] = []
+    for home in homes:
+        root.run("tar", "-C", "/opt", "-xzf", f"/srv/{home[5:]}.tar.gz")
+        root.run("ln", "-sfn", f"{home}/bin/gpushare", link)
+        root.run("gpushare", "runtime", "configure", "docker", *(["--profile", "workstation"] if not shims else []))
+        daemon = json.loads(root.run("cat", "/etc/docker/daemon.json"))
+        assert daemon["runtimes"]["gpushare"]["path"] == f"{home}/bin/gpushare-runtime"
+        if home == homes[0]:
+            use_simulated_gpu(root)
+            first = held("first", f"{home}/bin/gpushare-runtime")
+            shims.append((first.view / IN_CONTAINER).read_bytes())
+            mounts = first.mounts()
+    assert root.run("gpushare", "version").startswith(f"gpushare {newer.VERSION},")
+    assert first.process.poll() is None and first.mounts() == mounts
+    second = held("second", f"{homes[1]}/bin/gpushare-runtime")
+    assert (first.view / IN_CONTAINER).read_bytes() == shims[0]
+    assert (second.view / IN_CONTAINER).read_bytes() == shims[0] + newer.VERSION.encode()
+    assert listed(root) == ["first", "second"]
+    first.end()
+    root.run("rm", "-r", homes[0])
+    assert listed(root) == ["second"]
+    refused = root.call("gpushare", "uninstall", "--yes")
+    assert refused.returncode != 0 and "1 container holds a share: second" in refused.stderr
+    second.end()
+    root.run("gpushare", "uninstall", "--yes", "--purge")
+    root.run("rm", "-r", homes[1], link)
+    assert root.run("cat", "/etc/docker/daemon.json") == '{"debug": false}\n'
+    (root.path / "etc/docker/daemon.json").unlink()
+    shutil.rmtree(root.path / "opt/driver")
+    assert root.files("/etc", "/opt", "/usr", "/run", "/var/lib") == before
+    assert " /run/gpushare " not in root.run("cat", "/proc/self/mountinfo")
 
 
 def listed(root: CleanRoot) -> list[str]:

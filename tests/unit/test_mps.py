@@ -317,13 +317,16 @@ def test_unit_starts_what_there_is() -> None:
         assert context.params["wanted"] == (DEVICE.uuid,)
 
 
-@pytest.mark.parametrize("stopped, ends", [(0, 0), (69, 0), (75, 1)])
-def test_a_package_that_goes_asks_before_it_ends_mps(tmp_path: Path, stopped: int, ends: int) -> None:
+SHARE = '[{"id": "c", "state": "running"}]'
+
+
+@pytest.mark.parametrize("listed, stopped, ends", [("[]", 0, 0), ("[]", 69, 0), ("[]", 75, 1), (SHARE, 0, 0)])
+def test_a_package_that_goes_asks_before_it_ends_mps(tmp_path: Path, listed: str, stopped: int, ends: int) -> None:
     """The units end it whoever has it, and those that were enabled by hand are forgotten with it."""
     script = (Path(__file__).parents[2] / "packaging/scripts/preremove").read_text()
     log = tmp_path / "log"
     for name in ("gpushare", "systemctl"):
-        code = f'case "$*" in "mps stop") exit {stopped};; esac'
+        code = f'case "$*" in "mps stop") exit {stopped};; list*) echo \'{listed}\';; esac'
         (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{log}\n{code}\n')
         (tmp_path / name).chmod(0o755)
     script = script.replace("/usr/bin/gpushare", str(tmp_path / "gpushare")).replace(
@@ -331,8 +334,12 @@ def test_a_package_that_goes_asks_before_it_ends_mps(tmp_path: Path, stopped: in
     )
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(["sh", "-c", script, "preremove", "remove"], env=env, capture_output=True, text=True)
-    said = log.read_text().splitlines()
-    assert done.returncode == ends and said[0] == "gpushare mps stop"
+    asked, *said = log.read_text().splitlines()
+    assert (done.returncode, asked) == (ends, "gpushare list --format json")
+    if listed == SHARE:
+        assert said == ["gpushare uninstall --yes"]  # which refuses
+        return
+    assert said[0] == "gpushare mps stop"
     if ends:
         assert len(said) == 1 and done.stderr.startswith("gpushare: the package stays; stop those containers")
     else:

@@ -17,7 +17,7 @@ from gpushare import config, names, profiles
 from gpushare.cli import export, k8s_plugin
 from gpushare.cli.main import COMMANDS
 
-from tests.lib.host import TREE
+from tests.lib.host import TREE, version
 
 PACKAGING = TREE / "packaging"
 KUBERNETES = PACKAGING / "kubernetes"
@@ -26,12 +26,6 @@ INSTALLER = KUBERNETES / "installer"
 API = "1.30"  # the oldest that has all that we use
 PROJECT = (TREE / "pyproject.toml").read_text()
 OTHERS = ("nodefeaturerule.yaml", "taint.yaml", "podmonitor.yaml", "kustomization.yaml")  # not of Kubernetes itself
-
-
-def version() -> str:
-    match = re.search(r'^version = "(.*)"$', PROJECT, re.MULTILINE)
-    assert match
-    return match[1]
 
 
 def manifests() -> list[Path]:
@@ -143,7 +137,8 @@ def test_version_and_licence_are_the_same_everywhere() -> None:
     for folder in ("plugin", "exporter"):
         (image,) = yaml.safe_load((KUBERNETES / folder / "kustomization.yaml").read_text())["images"]
         assert image == {"name": pod_of(f"{folder}/daemonset.yaml")[1]["image"], "newTag": version()}
-    for name in ("README.md", "README.zh-CN.md", "packaging/kubernetes/installer/Dockerfile"):
+    files = ("installer/Dockerfile", "plugin/Dockerfile", "plugin/kustomization.yaml", "README.md")
+    for name in ("README.md", "README.zh-CN.md", *(f"packaging/kubernetes/{name}" for name in files)):
         named = re.findall(r"gpushare[-_\w]*[-_:](\d+\.\d+\.\d+)", (TREE / name).read_text())
         assert named and set(named) == {version()}, name
     assert f"\n## {version()}" in (TREE / "CHANGELOG.md").read_text()

@@ -90,8 +90,8 @@ class Names:
         key = (lease.id, lease.created)
         if key not in self._known:
             said = _annotations(lease)
-            named = oci.container_name(said), oci.pod_name(said), oci.pod_namespace(said)
-            self._known[key] = (named[0] or lease.id, *named[1:])
+            named = oci.container_name(said) or lease.id, oci.pod_name(said), oci.pod_namespace(said)
+            self._known[key] = _utf8(named[0]), _utf8(named[1]), _utf8(named[2])
         return self._known[key]
 
     def keep(self, leases: list[Lease]) -> None:
@@ -136,7 +136,7 @@ class Metrics(Collector):
 
         def put(name: str, labels: tuple[str, ...], value: Optional[float]) -> None:
             if value is not None:
-                families[name].add_metric([_utf8(label) for label in labels], value)
+                families[name].add_metric(labels, value)
 
         put("gpushare_build_info", (self._version,), 1)
         put("gpushare_driver_up", (), int(seen.gpus is not None))
@@ -156,20 +156,20 @@ class Metrics(Collector):
             assert lease is not None and line.use is not None
             leases[lease.id] = lease
             device = line.use.share.device.uuid
-            labels = (*self._names.of(lease), device, str(line.use.share.slot), lease.id)
+            labels = (*self._names.of(lease), device, str(line.use.share.slot), _utf8(lease.id))
             for name, value in _of_share(line, findings.pop((lease.id, device), None)):
                 put(name, labels, value)
         for (container_id, uuid), one in findings.items():  # on a device that it has no share of
             if container_id in leases and one.slot is None:
-                labels = (*self._names.of(leases[container_id]), uuid, "", container_id)
+                labels = (*self._names.of(leases[container_id]), uuid, "", _utf8(container_id))
                 put("gpushare_memory_physical_bytes", labels, one.physical_bytes)
                 put("gpushare_memory_over_bytes", labels, one.over_bytes)
         for container_id, lease in leases.items():
             count = seen.exceeded.get(container_id, 0)
-            put("gpushare_exceeded_total", (*self._names.of(lease), container_id), count)
+            put("gpushare_exceeded_total", (*self._names.of(lease), _utf8(container_id)), count)
         self._names.keep(list(leases.values()))
         for facts_of in sample.devices:
-            named = (facts_of["uuid"], facts_of["name"], facts_of["model"])
+            named = (facts_of["uuid"], facts_of["name"], _utf8(facts_of["model"]))
             for name, value in _of_device(facts_of, seen):
                 put(name, named, value)
 

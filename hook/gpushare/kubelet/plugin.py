@@ -160,7 +160,10 @@ class Plugin:
 
 
 def _gone(root: str, devices: Iterable[Device]) -> dict[str, str]:
-    """uuid -> why no container can have it now."""
+    """uuid -> why no container can have it now. A driver root that the node has elsewhere (an operator's) is not in the
+    plugin's pod, but /proc and /sys are the same kernel's."""
+    if not os.path.isdir(root):
+        root = "/"
     try:
         inventory.driver_version(root)
     except DeviceError:

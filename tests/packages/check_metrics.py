@@ -1,0 +1,127 @@
+"""Metrics, alert rules and dashboard, as promtool sees them: names, expressions, and which alert comes when."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.bench import scrape
+from tests.lib.host import TREE, Node
+
+from .promtool import promtool
+
+METRICS = TREE / "packaging/metrics"
+RULES = METRICS / "alerts.yaml"
+SHARE = {"container": "train", "id": "abc", "instance": "n1", "uuid": "GPU-1"}
+DEVICE = {"device": "0", "instance": "n1", "uuid": "GPU-1"}
+HOST = {"instance": "n1"}
+
+
+# A host where nothing is amiss: series, in promtool's notation `START+STEPxTIMES`, a sample a minute
+QUIET = {
+    "gpushare_exceeded_total": (SHARE, "0x60"),
+    "gpushare_memory_over_bytes": (SHARE, "0x60"),
+    "gpushare_memory_used_bytes": (SHARE, "90x60"),
+    "gpushare_memory_limit_bytes": (SHARE, "100x60"),
+    "gpushare_oom_total": (SHARE, "7x60"),
+    "gpushare_throttled_seconds_total": (SHARE, "5+6x60"),
+    "gpushare_device_memory_unshared_bytes": (DEVICE, "1000000x60"),
+    "gpushare_damaged_leases": (HOST, "0x60"),
+    "gpushare_driver_up": (HOST, "1x60"),
+    "gpushare_state_up": (HOST, "1x60"),
+    "gpushare_reconcile_timestamp_seconds": (HOST, "0+60x60"),
+}
+# What is amiss there -> the alert that comes of it, and when it is there
+CASES = {
+    "a bypass, as counted": ("GpushareLimitExceeded", "10m", {"gpushare_exceeded_total": "0 0 0 0 0 1x60"}),
+    "a bypass, as it is": ("GpushareLimitExceeded", "10m", {"gpushare_memory_over_bytes": "1x60"}),
+    "a limit that is near": ("GpushareMemoryNearLimit", "20m", {"gpushare_memory_used_bytes": "96x60"}),
+    "a limit that is hit": ("GpushareAllocationsRefused", "10m", {"gpushare_oom_total": "0 0 0 0 0 1x60"}),
+    "held back": ("GpushareThrottled", "50m", {"gpushare_throttled_seconds_total": "0+40x60"}),
+    "somebody else": ("GpushareUnsharedMemory", "20m", {"gpushare_device_memory_unshared_bytes": "2000000000x60"}),
+    "a lease that is damaged": ("GpushareLeaseDamaged", "10m", {"gpushare_damaged_leases": "1x60"}),
+    "no driver": ("GpushareBlind", "10m", {"gpushare_driver_up": "0x60"}),
+    "no state": ("GpushareBlind", "10m", {"gpushare_state_up": "0x60"}),
+    "no look": ("GpushareBlind", "20m", {"gpushare_reconcile_timestamp_seconds": "0x60"}),
+}
+
+
+def rules() -> dict[str, Any]:
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    return {rule["alert"]: rule for rule in group["rules"]}
+
+
+def test_rules_are_valid() -> None:
+    assert promtool("check", "rules", RULES) == (0, f"Checking {RULES}\n  SUCCESS: {len(rules())} rules found\n\n")
+
+
+def named(name: str, labels: dict[str, str]) -> str:
+    return name + "{" + ",".join(f'{label}="{value}"' for label, value in labels.items()) + "}"
+
+
+def expected(alert: str, at: str, labels: dict[str, str] | None) -> dict[str, Any]:
+    """The alert with what its templates say of these labels; None: none at all."""
+    rule = rules()[alert]
+    if labels is None:
+        return {"alertname": alert, "eval_time": at, "exp_alerts": []}
+    says = dict(rule["annotations"])
+    for label, value in labels.items():
+        says = {key: text.replace(f"{{{{ $labels.{label} }}}}", value) for key, text in says.items()}
+    found = {"exp_labels": {**labels, **rule["labels"]}, "exp_annotations": says}
+    return {"alertname": alert, "eval_time": at, "exp_alerts": [found]}
+
+
+def test_each_alert_comes_when_it_should_and_no_other(tmp_path: Path) -> None:
+    """On a host where one thing is amiss there is the one alert for it; on one where nothing is there is none."""
+    assert {alert for alert, _, _ in CASES.values()} == rules().keys()
+    tests = []
+    for what, (alert, at, amiss) in {**CASES, "quiet": ("", "55m", {})}.items():
+        series = {name: (labels, amiss.get(name, values)) for name, (labels, values) in QUIET.items()}
+        labels_of = dict.fromkeys([alert], *(QUIET[name][0] for name in amiss))
+        tests.append(
+            {
+                "name": what,
+                "interval": "1m",
+                "input_series": [
+                    {"series": named(name, labels), "values": values} for name, (labels, values) in series.items()
+                ],
+                "alert_rule_test": [expected(name, at, labels_of.get(name)) for name in rules()],
+            }
+        )
+    file = tmp_path / "tests.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}))
+    assert promtool("test", "rules", file) == (0, f"Unit Testing:  {file}\n  SUCCESS\n\n")
+
+
+def test_the_dashboard_s_expressions_are_promql(tmp_path: Path) -> None:
+    dashboard = json.loads((METRICS / "dashboard.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    variables = {"__rate_interval": "5m", **{one["name"]: "x" for one in dashboard["templating"]["list"]}}
+    for name, value in variables.items():
+        asked = [re.sub(rf"\$({name}\b|\{{{name}[^}}]*}})", value, text) for text in asked]
+    groups = [
+        {
+            "name": "g",
+            "rules": [{"record": f"gpushare:x{number}", "expr": text} for number, text in enumerate(asked)],
+        }
+    ]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": groups}))
+    code, said = promtool("check", "rules", file)
+    assert (code, f"SUCCESS: {len(asked)} rules found" in said) == (0, True), said
+
+
+def test_what_is_served(simhost: Path, make_node: Callable[..., Node]) -> None:
+    """Every metric there is, of a hundred shares, by promtool's rules."""
+    node = make_node(simhost)
+    scrape.fill(node)
+    done = node.cli("export", "--once")
+    assert done.returncode == 0, done.stderr
+    assert promtool("check", "metrics", text=done.stdout) == (0, "")
+    code, said = promtool("check", "metrics", text="# TYPE x_mb gauge\nx_mb 1\n")
+    assert code != 0 and "abbreviated units" in said, "it does look"

@@ -1,0 +1,121 @@
+"""The device plugin's image, started by runc as its DaemonSet says, between a kubelet and a node with gpushare."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare import names
+from gpushare.cli import k8s_plugin
+
+from tests.lib import daemonset
+from tests.lib.host import TREE, Node, version, write_config
+from tests.lib.kubelet import Kubelet
+from tests.lib.rootfs import run, unmount_below
+from tests.lib.runc import Container
+from tests.lib.tenant import Tenant
+
+from .conftest import PACKAGES
+
+GIB = 1 << 30
+MEMORY, GPU = "gpushare.io/memory-mib", "gpushare.io/gpu"
+EACH = 64 << 10  # MiB of a device; of two nearly as many as fit into a message to kubelet
+MANIFEST = TREE / "packaging/kubernetes/plugin/daemonset.yaml"
+# What the kernel shows in every container: in the pod, too, the driver is that of the node.
+DRIVER = """#!/bin/sh
+pid=$(grep -o '"pid":[0-9]*' | head -n 1)
+exec nsenter --mount --target "${{pid#*:}}" mount --bind {source} {rootfs}/proc/driver
+"""
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> daemonset.Image:
+    context = PACKAGES / f"gpushare-plugin-{version()}.tar.gz"
+    return daemonset.unpack(context, tmp_path_factory.mktemp("plugin"))
+
+
+@pytest.fixture
+def node(tmp_path: Path, make_host: Callable[..., Path]) -> Iterator[Node]:
+    """Its directory is shared, as a node's file systems are: what is mounted later is seen in pods."""
+    (tmp_path / "node").mkdir()
+    run("mount", "--bind", tmp_path / "node", tmp_path / "node")
+    try:
+        run("mount", "--make-shared", tmp_path / "node")
+        yield Node(tmp_path / "node", make_host(gpus=2, memory_bytes=EACH << 20))
+    finally:
+        unmount_below(tmp_path / "node")
+
+
+@pytest.fixture
+def kubelets() -> Iterator[Path]:
+    """Its directory; the path of a socket must be short."""
+    with tempfile.TemporaryDirectory(prefix="gpushare-", dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def pod(tmp_path: Path, image: daemonset.Image, node: Node, kubelets: Path) -> Iterator[Callable[[], Container]]:
+    made: list[Container] = []
+    hook = tmp_path / "driver"
+    hook.write_text(DRIVER.format(source=node.driver_root / "proc/driver", rootfs=image.rootfs))
+    hook.chmod(0o755)
+    given = daemonset.arguments(MANIFEST, image, {k8s_plugin.FOLDER: kubelets, names.STATE_DIR: node.state})
+    edit = given.pop("edit")
+
+    def edited(spec: dict[str, Any]) -> None:
+        edit(spec)
+        spec["hooks"] = {"createRuntime": [{"path": str(hook)}]}
+
+    def start() -> Container:
+        made.append(Container(tmp_path / "pods", **{**given, "edit": edited}))
+        return made[-1].start()
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def test_the_daemon_set_s_container(
+    pod: Callable[[], Container], node: Node, kubelets: Path, image: daemonset.Image, tmp_path: Path
+) -> None:
+    """From a node where gpushare has not been started yet to a container with what kubelet chose, and to the end."""
+    assert [path.name for path in image.rootfs.iterdir()] == ["gpushare"]
+    with Kubelet(kubelets) as kubelet:
+        one = pod()
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        assert not kubelet.healthy(MEMORY) and not kubelet.healthy(GPU)
+        assert node.cli("refresh").returncode == 0  # which mounts the state: what the pod sees of it is the node's
+        kubelet.wait(lambda: kubelet.healthy(MEMORY))
+        assert len(kubelet.healthy(MEMORY)) == 2 * EACH and not kubelet.healthy(GPU)
+        env = kubelet.allocate(MEMORY, EACH - 100)
+        env = kubelet.allocate(MEMORY, 4096)
+        tenant = Tenant(tmp_path / "tenants", "pod", env, node, way="runtime")
+        try:
+            tenant.container.start()
+            assert tenant.expect("seen")["cuda_total_bytes"] == 4 * GIB
+            shown = json.loads(node.cli("devices", "--format", "json").stdout)
+            assert [device["granted_bytes"] for device in shown] == [0, 4 * GIB]
+        finally:
+            tenant.close()
+
+        # A device that goes, and a state that is made anew, as by the installer's next version: other shares
+        gpus = node.driver_root / "proc/driver/nvidia/gpus"
+        bus = sorted(path.name for path in gpus.iterdir())[1]
+        shutil.move(gpus / bus, tmp_path / "gone")
+        kubelet.wait(lambda: len(kubelet.healthy(MEMORY)) == EACH)
+        shutil.move(tmp_path / "gone", gpus / bus)
+        unmount_below(node.state)
+        write_config(node.config, node.driver_root, sharing={"split_count": 4})
+        assert node.cli("refresh").returncode == 0
+        kubelet.wait(lambda: len(kubelet.healthy(GPU)) == 8 and not kubelet.healthy(MEMORY))
+        assert kubelet.allocate(GPU, 1).keys() == {names.ENV_ALLOCATED_GPU}
+
+        one.kill(signal.SIGTERM)
+        assert one.wait() == 0, one.stderr
+        assert one.stderr == "" and [path.name for path in kubelets.iterdir()] == ["kubelet.sock"]
