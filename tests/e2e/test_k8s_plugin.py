@@ -18,9 +18,11 @@ import pytest
 from gpushare import names
 
 from tests.lib import host
+from tests.lib.engines.base import SLEEP, Want
+from tests.lib.engines.containerd import Containerd
+from tests.lib.engines.image import PROBE
 from tests.lib.host import Node
 from tests.lib.kubelet import Kubelet, Refused
-from tests.lib.tenant import Tenant
 
 MEMORY, GPU = "gpushare.io/memory-mib", "gpushare.io/gpu"
 GIB, MIB = 1 << 30, 1 << 20
@@ -295,28 +297,24 @@ def test_a_kubelet_that_refuses(two: Callable[..., Node], folder: Path, plugin: 
         assert not [line for line in one.lines if "refuses" in line]
 
 
-def test_a_real_container_has_what_kubelet_chose(
-    make_host: Callable[..., Path],
-    make_node: Callable[..., Node],
-    tmp_path: Path,
-    folder: Path,
-    plugin: Callable[..., Plugin],
+def test_a_pod_of_containerd_has_what_kubelet_chose(
+    containerd: Containerd, folder: Path, plugin: Callable[..., Plugin]
 ) -> None:
-    """3 GiB of the second device, and not of the one that `any` would be; another amount of its own is refused."""
-    node = make_node(make_host(gpus=2, memory_bytes=16 * GIB))
+    """3 GiB of the second device, and not of the one that `any` would be; a neighbour in the pod has its own, and one
+    that kubelet gave nothing has none."""
+    node, unit = containerd.node, "gpushare.io/memory-64mib"
     assert node.cli("refresh").returncode == 0
-    with Kubelet(folder) as kubelet:
+    with Kubelet(folder) as kubelet, containerd.pod() as pod:
         plugin(node, "--memory-unit", "64Mi")
-        kubelet.wait(lambda: len(kubelet.healthy("gpushare.io/memory-64mib")) == 2 * 256)
-        env = kubelet.allocate("gpushare.io/memory-64mib", 250)
-        env = kubelet.allocate("gpushare.io/memory-64mib", 48)
-        tenant = Tenant(tmp_path / "tenants", "pod", {**env, "NVIDIA_VISIBLE_DEVICES": "all"}, node, way="runtime")
-        try:
-            tenant.container.start()
-            seen = tenant.expect("seen")
-            assert (seen["gpus"], seen["cuda_total_bytes"]) == (1, 3 * GIB)
-            (lease,) = node.leases()
-            inspected = node.cli("inspect", lease, "--format", "json").stdout
+        kubelet.wait(lambda: len(kubelet.healthy(unit)) == 2 * 256)
+        kubelet.allocate(unit, 250)
+        main = pod.run(Want(SLEEP, {**kubelet.allocate(unit, 48), "NVIDIA_VISIBLE_DEVICES": "all"}))
+        other = pod.run(Want(SLEEP, kubelet.allocate(unit, 16)), "other")
+        none = pod.run(Want(SLEEP), "none")
+        for one, size in (main, 3 * GIB), (other, GIB):
+            answer = one.exec(PROBE).answer()
+            assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, size, size)
+            inspected = node.cli("inspect", one.id, "--format", "json").stdout
             assert uuids(node)[1] in inspected and uuids(node)[0] not in inspected
-        finally:
-            tenant.close()
+        assert none.exec("ls", "/dev/nvidia0", "/dev/nvidia1").code != 0
+        assert node.leases() == sorted([main.id, other.id])

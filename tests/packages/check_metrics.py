@@ -13,7 +13,7 @@ import yaml
 from tests.bench import scrape
 from tests.lib.host import TREE, Node
 
-from .promtool import promtool
+from . import fetched
 
 METRICS = TREE / "packaging/metrics"
 RULES = METRICS / "alerts.yaml"
@@ -49,6 +49,10 @@ CASES = {
     "no state": ("GpushareBlind", "10m", {"gpushare_state_up": "0x60"}),
     "no look": ("GpushareBlind", "20m", {"gpushare_reconcile_timestamp_seconds": "0x60"}),
 }
+
+
+def promtool(*words: str | Path, text: str = "") -> tuple[int, str]:
+    return fetched.call(fetched.program("prometheus", "usr/bin/promtool"), *words, text=text)
 
 
 def rules() -> dict[str, Any]:

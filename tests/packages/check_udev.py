@@ -1,0 +1,63 @@
+"""The rule for udev, by udev itself: what it would do for a module and for a PCI device of this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lib.host import TREE
+from tests.lib.rootfs import mount_tmpfs, unmount_below
+
+from . import fetched
+
+RULE = (TREE / "packaging/60-gpushare.rules").read_text()
+RULES = Path("/usr/lib/udev")
+PLACES = (RULES, Path("/run/udev"))  # what it reads, and what it writes down
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Where udev looks, with nothing in it; of this run alone."""
+    made = [place for place in PLACES if not place.exists()]
+    try:
+        for place in PLACES:
+            place.mkdir(exist_ok=True)
+            mount_tmpfs(place, "size=1m")
+        (RULES / "rules.d").mkdir()
+        yield RULES / "rules.d"
+    finally:
+        for place in PLACES:
+            unmount_below(place)
+        for place in made:
+            place.rmdir()
+
+
+def would(action: str, device: Path) -> str:
+    code, said = fetched.call(fetched.program("udev", "bin/udevadm"), "test", f"--action={action}", device)
+    assert code == 0 and "Reading rules file" in said, said
+    return said.partition("Reading rules file")[2]
+
+
+def test_module_and_devices(folder: Path) -> None:
+    module = sorted(Path("/sys/module").iterdir())[0]
+    device = sorted(Path("/sys/bus/pci/devices").iterdir())[0]
+    seen = {name: (device / name).read_text().strip() for name in ("vendor", "class")}
+    service = "gpushare-refresh.service"
+
+    (folder / "60-gpushare.rules").write_text(RULE)  # as it is: nothing of NVIDIA's is meant by it
+    for action, place in ("add", module), ("bind", device):
+        said = would(action, place)
+        assert service not in said and "60-gpushare.rules:" not in said, said
+
+    ours = RULE.replace('KERNEL=="nvidia"', f'KERNEL=="{module.name}"')
+    ours = ours.replace("0x10de", seen["vendor"]).replace("0x03*", seen["class"][:4] + "*")
+    assert ours.count(module.name) and ours.count(seen["vendor"])
+    (folder / "60-gpushare.rules").write_text(ours)
+    assert service not in would("remove", module)
+    assert f"SYSTEMD_WANTS={service}\n" in would("add", module)
+    for action in ("bind", "unbind"):
+        assert re.search(rf"^run: '/bin/systemctl --no-block start {service}'$", would(action, device), re.MULTILINE)
+    assert service not in would("change", device)

@@ -1,0 +1,33 @@
+"""Programs of the distribution's packages, each unpacked once into build/fetched; nothing is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.lib.host import BUILD
+from tests.lib.rootfs import run
+
+
+def program(package: str, path: str) -> Path:
+    """`path` of that package. It finds its libraries on this machine."""
+    target = BUILD / "fetched" / Path(path).name
+    if not target.exists():
+        target.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as work:
+            fetch = ["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", package]
+            if subprocess.run(fetch, cwd=work, capture_output=True).returncode:  # no package lists, or old ones
+                run("apt-get", "-q", "update")
+                run(*fetch, cwd=Path(work))
+            (file,) = Path(work).glob(f"{package}_*.deb")
+            run("dpkg-deb", "-x", file, Path(work) / "root")
+            (Path(work) / "root" / path).rename(target)
+    return target
+
+
+def call(program: Path, *words: str | Path, text: str = "") -> tuple[int, str]:
+    """(exit status, all that it says)"""
+    command = [str(word) for word in (program, *words)]
+    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    return done.returncode, done.stdout
