@@ -88,7 +88,7 @@ def node(tmp_path: Path) -> Iterator[Path]:
     (root / "dev" / "null").touch()
     (root / "etc/containerd/config.toml").write_text("version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n")
     for name in ("systemctl", "containerd"):
-        words = ["gcc", "-static", "-xc", "-", "-o", root / "usr/bin" / name]
+        words = ["gcc", "-static", "-xc", "-", "-o", str(root / "usr/bin" / name)]
         subprocess.run(words, input=PROGRAM.encode(), check=True)
     try:
         run("mount", "--bind", root, root)

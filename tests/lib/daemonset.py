@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,13 @@ from .rootfs import run
 
 PROPAGATION = {"None": "rprivate", "HostToContainer": "rslave", "Bidirectional": "rshared"}
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+# By number, as capability.h has them
+CAPABILITIES = (
+    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
+    "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
+    "SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE "
+    "MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE"
+).split()
 # Of the config.json of an ordinary test container: an image of nothing has no /tmp and no /run
 PSEUDO = ("/proc", "/dev", "/dev/pts", "/dev/shm", "/sys")
 
@@ -54,40 +62,53 @@ def unpack(context: Path, directory: Path) -> Image:
     return Image(root, words["ENTRYPOINT"], words["CMD"], env)
 
 
-def arguments(manifest: Path, image: Image, node: dict[str, Path]) -> dict[str, Any]:
-    """`node`: path of each hostPath -> the directory that stands in for it."""
+def arguments(manifest: Path, image: Image, node: dict[str, Path], args: Sequence[str] = ()) -> dict[str, Any]:
+    """`node`: path of each hostPath -> the directory that stands in for it. `args` in place of the manifest's."""
     (pod,) = (one["spec"]["template"]["spec"] for one in yaml.safe_load_all(manifest.read_text()))
     (container,) = pod["containers"]
-    security = dict(container.get("securityContext", {}))
+    security: dict[str, Any] = {
+        "privileged": False,
+        "runAsUser": 0,
+        "allowPrivilegeEscalation": True,
+        "readOnlyRootFilesystem": False,
+    }
+    security |= {"capabilities": {}} | container.get("securityContext", {})
+    assert len(security) == 5 and security["runAsUser"] == 0, f"not known here: {security}"
+    assert security["privileged"] or security["capabilities"] == {"drop": ["ALL"]}
+    kept = _all_capabilities() if security["privileged"] else []
     sources = {one["name"]: node[one["hostPath"]["path"]] for one in pod["volumes"]}
-    limit = _bytes(container["resources"]["limits"]["memory"])
-    assert security.pop("runAsUser", 0) == 0 and security.pop("capabilities") == {"drop": ["ALL"]}
-    read_only, escalates = security.pop("readOnlyRootFilesystem", False), security.pop("allowPrivilegeEscalation", True)
-    assert not security and not pod.get("hostPID"), f"not known here: {security}"
 
     def edit(spec: dict[str, Any]) -> None:
-        spec["root"]["readonly"] = read_only
+        linux, process = spec["linux"], spec["process"]
+        spec["root"]["readonly"] = security["readOnlyRootFilesystem"]
         spec["mounts"] = [one for one in spec["mounts"] if one["destination"] in PSEUDO]
         for one in container["volumeMounts"]:
-            options = [
-                "rbind",
-                PROPAGATION[one.get("mountPropagation", "None")],
-                "ro" if one.get("readOnly") else "rw",
-            ]
-            source = str(sources[one["name"]])
-            spec["mounts"].append(
-                {"type": "bind", "source": source, "destination": one["mountPath"], "options": options}
-            )
-        spec["linux"]["resources"]["memory"] = {"limit": limit}
-        spec["process"]["noNewPrivileges"] = not escalates
-        spec["process"]["capabilities"] = {kind: [] for kind in spec["process"]["capabilities"]}
+            options = [PROPAGATION[one.get("mountPropagation", "None")], "ro" if one.get("readOnly") else "rw"]
+            bind = {"type": "bind", "source": str(sources[one["name"]]), "destination": one["mountPath"]}
+            spec["mounts"].append({**bind, "options": ["rbind", *options]})
+            if "rshared" in options:
+                linux["rootfsPropagation"] = "rshared"
+        linux["resources"]["memory"] = {"limit": _bytes(container["resources"]["limits"]["memory"])}
+        process["noNewPrivileges"] = not security["allowPrivilegeEscalation"]
+        process["capabilities"] = {kind: kept for kind in process["capabilities"]}
+        if security["privileged"]:
+            linux["resources"]["devices"] = [{"allow": True, "access": "rwm"}]
+            linux["maskedPaths"] = linux["readonlyPaths"] = []
+        if pod.get("hostPID"):
+            linux["namespaces"] = [one for one in linux["namespaces"] if one["type"] != "pid"]
 
     return {
-        "args": [*container.get("command", image.entrypoint), *container.get("args", image.cmd)],
-        "env": image.env,
+        "args": [*container.get("command", image.entrypoint), *(args or container.get("args", image.cmd))],
+        "env": {**image.env, **{one["name"]: one["value"] for one in container.get("env", [])}},
         "rootfs": image.rootfs,
         "edit": edit,
     }
+
+
+def _all_capabilities() -> list[str]:
+    """A privileged container has those of its engine."""
+    (bounding,) = re.findall(r"CapBnd:\t(\w+)", Path("/proc/self/status").read_text())
+    return [f"CAP_{name}" for number, name in enumerate(CAPABILITIES) if int(bounding, 16) >> number & 1]
 
 
 def _bytes(text: str) -> int:
