@@ -18,9 +18,6 @@ import pytest
 from gpushare import names
 
 from tests.lib import host
-from tests.lib.engines.base import SLEEP, Want
-from tests.lib.engines.containerd import Containerd
-from tests.lib.engines.image import PROBE
 from tests.lib.host import Node
 from tests.lib.kubelet import Kubelet, Refused
 
@@ -295,26 +292,3 @@ def test_a_kubelet_that_refuses(two: Callable[..., Node], folder: Path, plugin: 
         one.expect(f"registered {GPU}")
         assert kubelet.allocate(MEMORY, 3)
         assert not [line for line in one.lines if "refuses" in line]
-
-
-def test_a_pod_of_containerd_has_what_kubelet_chose(
-    containerd: Containerd, folder: Path, plugin: Callable[..., Plugin]
-) -> None:
-    """3 GiB of the second device, and not of the one that `any` would be; a neighbour in the pod has its own, and one
-    that kubelet gave nothing has none."""
-    node, unit = containerd.node, "gpushare.io/memory-64mib"
-    assert node.cli("refresh").returncode == 0
-    with Kubelet(folder) as kubelet, containerd.pod() as pod:
-        plugin(node, "--memory-unit", "64Mi")
-        kubelet.wait(lambda: len(kubelet.healthy(unit)) == 2 * 256)
-        kubelet.allocate(unit, 250)
-        main = pod.run(Want(SLEEP, {**kubelet.allocate(unit, 48), "NVIDIA_VISIBLE_DEVICES": "all"}))
-        other = pod.run(Want(SLEEP, kubelet.allocate(unit, 16)), "other")
-        none = pod.run(Want(SLEEP), "none")
-        for one, size in (main, 3 * GIB), (other, GIB):
-            answer = one.exec(PROBE).answer()
-            assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, size, size)
-            inspected = node.cli("inspect", one.id, "--format", "json").stdout
-            assert uuids(node)[1] in inspected and uuids(node)[0] not in inspected
-        assert none.exec("ls", "/dev/nvidia0", "/dev/nvidia1").code != 0
-        assert node.leases() == sorted([main.id, other.id])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare import inventory
 from gpushare.cli import facts, main
 from gpushare.errors import ConfigError
 from gpushare.kubelet import offers, plugin, protocol, service
@@ -134,3 +135,20 @@ def test_what_is_gone(tmp_path: Path) -> None:
     assert gone() == {part.uuid: "the MIG device is no more", whole.uuid: f"no GPU at {whole.bus_id} any more"}
     version.unlink()
     assert set(gone().values()) == {"no driver is loaded"}
+
+
+def test_driver_root_of_the_node_that_is_not_in_the_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc and /sys are those of the same kernel there: no device is gone because an operator's directory is."""
+    asked: set[str] = set()
+
+    def ask(root: str) -> tuple[str, ...]:
+        asked.add(root)
+        return ()
+
+    for name in ("driver_version", "bus_ids", "mig_instances"):
+        monkeypatch.setattr(inventory, name, ask)
+    plugin._gone(str(tmp_path / "run/nvidia/driver"), ())
+    assert asked == {"/"}
+    asked.clear()
+    plugin._gone(str(tmp_path), ())
+    assert asked == {str(tmp_path)}
