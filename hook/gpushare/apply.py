@@ -32,6 +32,8 @@ from .ops import (
     WriteLimits,
 )
 
+_SHIM = ("libcuda.so", "libnvidia-ml.so")  # in shim_dir; files of the driver have its version in their names
+
 
 class Applied:
     """What `apply` did. `undo` takes it back, last first; `close` keeps it and lets go. `notes`: what was skipped."""
@@ -193,7 +195,10 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode]) -> int:
         fd = os.open(op.source, os.O_PATH | os.O_CLOEXEC)
     except OSError as error:
         raise DeviceError(
-            f"{op.source!r}: {os.strerror(error.errno or 0)}", "is the driver loaded, and its version still the same?"
+            f"{op.source!r}: {os.strerror(error.errno or 0)}",
+            "install gpushare again, or set shim_dir in the configuration"
+            if os.path.basename(op.source) in _SHIM
+            else "is the driver loaded, and its version still the same?",
         ) from None
     try:
         _check_source(op, os.fstat(fd))

@@ -51,7 +51,10 @@ def _object(description: str) -> dict[str, Any]:
 def _yaml_value(value: Any) -> str:
     import json
 
-    return json.dumps(value, default=str)  # JSON scalars and lists are YAML, which also has dates, sets and bytes
+    try:
+        return json.dumps(value, default=str)  # JSON scalars and lists are YAML, which also has dates, sets and bytes
+    except ValueError:
+        return "..."  # a list that is in itself
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
@@ -222,7 +225,7 @@ def _validate(value: Any, lines: dict[str, int], path: str) -> None:
         "maximum": f"at most {wanted}",
         "minItems": "at least one",
         "enum": "one of " + ", ".join(map(str, wanted)) if isinstance(wanted, list) else "",
-        "type": f"a value of type {wanted}",
+        "type": f"a value of type {wanted}{', in quotes' if wanted == 'string' else ''}",
     }.get(error.validator, f"{error.validator} {wanted}")
     wrong = error.instance if isinstance(error.instance, str) else _yaml_value(error.instance)
     problem = f"{shown(wrong)} is wrong"

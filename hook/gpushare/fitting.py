@@ -19,6 +19,9 @@ from .quantity import amount, bytes_of, human
 from .region import MAX_PEERS
 
 
+_NOTHING = "the configuration keeps all of it: lower oversubscription.turn_memory, or raise memory_overcommit"
+
+
 class Wanted(NamedTuple):
     """What one slot asks for."""
 
@@ -125,7 +128,8 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
     """`memory` of the device if it is free. A device of unknown size serves one share: alone it cannot be
     oversold, and the driver itself says when it is full."""
     total, used = capacity_bytes(device, config), ledger.used.get(device.uuid, 0)
-    if total == 0 and (memory.percent is not None or used):
+    known = device.memory_bytes > 0
+    if not known and (memory.percent is not None or used):
         raise DeviceError(
             f"{memory.text} of device {device_name(device)}: its memory size is not known",
             "run `gpushare refresh` when nvidia-smi works",
@@ -138,12 +142,13 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
             f"of {human(device.granularity_bytes)}",
             "ask for more; a number alone is bytes" if memory.text.isdigit() else "ask for more",
         )
-    if total and used + size > total:
+    if known and used + size > total:
         asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
         free = human(max(0, total - used))
+        less = f"ask for at most {human(total)}" if total else _NOTHING
         raise CapacityError(
             f"device {device_name(device)}: {asked} asked, {free} free of {human(total)}{_held_by(device, ledger)}",
-            f"stop {_whom(device, ledger)}, or ask for less" if size <= total else f"ask for at most {human(total)}",
+            f"stop {_whom(device, ledger)}, or ask for less" if size <= total else less,
             f"{free} of {human(total)} free",
         )
     return size

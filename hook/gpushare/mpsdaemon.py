@@ -209,7 +209,8 @@ def _launch(control: Control, folder: str, device: Device, wish: Wish, extra: Se
         raise KernelError(f"{control.program!r}: {error}") from None
     daemon = mpscontrol.listening(control.pipe)
     if done.returncode or daemon is None:
-        said = (done.stdout + done.stderr).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        silent = f"exit code {done.returncode}" if done.returncode else "it has ended, and nobody listens"
+        said = (done.stdout + done.stderr).strip().splitlines()[-1:] or [silent]
         raise DeviceError(f"{mpscontrol.NAME} -d: {said[0]}", f"see {folder}/log")
     return daemon
 

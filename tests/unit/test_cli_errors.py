@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from gpushare.cli import main, output
+from gpushare.cli.main import group
 
 from tests.lib.host import BIN
 from tests.unit import pure
@@ -263,3 +265,67 @@ def test_user_without_rights(command: list[str], state: Path, tmp_path: Path) ->
         said_well(command, done.returncode, done.stdout, done.stderr)
         if state_dir == state and command[0] in ("list", "top", "inspect"):
             assert done.returncode and "run as root" in done.stderr
+
+
+# Options whose empty value is refused by whoever reads the value, as that of the variable of the same meaning would be
+READERS = {"run", "mps start --uid", "mps start --device", "mps stop --device", "mps status --device"} | {
+    "export --listen",
+    "k8s-plugin --memory-unit",
+    "k8s-plugin --whole",
+}
+
+
+def text_options(command: click.Command, name: str) -> Iterator[tuple[str, click.Command, str]]:
+    """(name of the command, itself, option) of each that takes any text."""
+    for option in command.params:
+        plain = isinstance(option.type, (click.types.StringParamType, click.Path))
+        if isinstance(option, click.Option) and plain and not option.is_flag:
+            yield name, command, option.opts[0]
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for word in command.list_commands(context):
+            below = command.get_command(context, word)
+            assert below is not None
+            yield from text_options(below, f"{name} {word}".strip())
+
+
+def test_an_empty_value_is_refused_wherever_it_can_be_typed() -> None:
+    """`--memory "$LIMIT"` of a script where nobody has set LIMIT: it means neither all, nor this directory."""
+    seen = set()
+    for name, command, option in text_options(group, ""):
+        if not {name, f"{name} {option}"} & READERS or option == "--name":
+            with pytest.raises(click.BadParameter, match="it is empty"):
+                command.make_context(name or "gpushare", [option, " "])
+            seen.add(f"{name} {option}".strip())
+    assert {"--state", "run --name", "mps start --memory", "cdi generate --output", "labels --output"} <= seen
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("mps start --uid " + "9" * 5000, 'gpushare: --uid "9'),
+        ("mps start --uid 4294967295", 'gpushare: --uid "4294967295" is no number of a user'),
+        ("export --interval nan", "invalid value for '--interval': 'nan' is not a number"),
+        ("top --once --interval nan", "invalid value for '--interval': 'nan' is not a number"),
+        ("k8s-plugin --memory-unit 25%", 'unknown unit "%"; write 1Mi, 64Mi or 1Gi'),
+        ("k8s-plugin --memory-unit 0", "zero is not a limit; write 1Mi, 64Mi or 1Gi"),
+        ("export --socket /tmp/" + "a" * 200, "AF_UNIX path too long"),
+        ("export --socket /", "it is there, and is no socket; give another --socket"),
+        ("export --socket /dev/null", "it is there, and is no socket; give another --socket"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_values_that_are_none(cli: Callable[..., Any], words: str, message: str) -> None:
+    code, text, error = cli(*words.split())
+    said_well(words.split(), code, text, error)
+    assert code and message in error
+
+
+def test_a_file_in_the_place_of_a_socket_is_left_alone(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """To connect to a file is refused by the kernel in the same words as to a socket of a server that was killed."""
+    file, link = tmp_path / "notes", tmp_path / "link"
+    file.write_text("precious")
+    link.symlink_to(file)
+    for path in (file, link):
+        assert cli("export", "--socket", str(path))[0] == 1
+    assert file.read_text() == "precious" and link.is_symlink()

@@ -115,6 +115,17 @@ def test_what_is_kept_for_turns_is_nobody_s_share() -> None:
     assert capacity_bytes(one.device, off) == 16 * GI
 
 
+@pytest.mark.parametrize("memory", ["20Gi", "4Gi", "25%"])
+def test_a_device_of_which_turns_keep_everything_grants_nothing(memory: str) -> None:
+    """It is not one of unknown size, which serves one container with whatever that asks for."""
+    host = host_of()
+    host = host._replace(config=host.config._replace(turn_ms=500, turn_memory="100%"))
+    with pytest.raises(CapacityError, match="asked, 0 B free of 0 B; .* lower oversubscription.turn_memory"):
+        grant(host, "GPUSHARE_DEVICES=0", f"GPUSHARE_MEMORY={memory}")
+    with pytest.raises(CapacityError, match="0 B of 0 B free"):
+        grant(host, "GPUSHARE_DEVICES=any,free>=1Gi", f"GPUSHARE_MEMORY={memory}")
+
+
 def test_the_whole_outlives_a_change_and_a_file() -> None:
     one = share(0, 0, 4 * GI)._replace(virtual_bytes=8 * GI)
     for size in (GI, 8 * GI):

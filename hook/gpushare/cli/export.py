@@ -8,6 +8,7 @@ import ipaddress
 import os
 import select
 import socket
+import stat
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from .. import driverfiles, gpuuse, inventory, livelimits, node, reconcile, sigt
 from ..errors import GpushareError, RequestError, what_to_do
 from ..model import Lease
 from . import facts
-from .options import Paths, with_interval, with_no_color
+from .options import Paths, given, with_interval, with_no_color
 from .output import write, write_line
 
 PORT = 9878
@@ -44,7 +45,7 @@ _HINTS = {
     metavar="NUMBER",
     help="0: any that is free; the first line says which.",
 )
-@click.option("--socket", "path", metavar="FILE", help="A unix socket (0600) instead of a port.")
+@click.option("--socket", "path", callback=given, metavar="FILE", help="A unix socket (0600) instead of a port.")
 @with_interval(10.0, "How often use is compared with limits.")
 @click.option("--once", is_flag=True, help="Print the metrics, then end; nothing is reported or stopped.")
 @with_no_color
@@ -215,7 +216,10 @@ def _bound(listen: str, port: int, path: Optional[str]) -> _Server:
 
 
 def _bound_to_file(path: str) -> _Server:
-    """A socket that somebody listens on is left alone; one of a server that was killed is replaced."""
+    """A socket that somebody listens on is left alone; one of a server that was killed is replaced. To connect to
+    anything else is refused in the same words by the kernel, and that is no socket of ours to remove."""
+    if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise GpushareError(f"cannot serve on {path!r}: it is there, and is no socket", "give another --socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -224,16 +228,21 @@ def _bound_to_file(path: str) -> _Server:
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise GpushareError(f"cannot serve on {path!r}: {error.strerror}", what_to_do(error)) from None
+            raise _no_socket(path, error) from None
         else:
             raise GpushareError(f"cannot serve on {path!r}: somebody does", "give another --socket")
     before = os.umask(0o177)
     try:
         return _Server(path, socket.AF_UNIX)
     except OSError as error:
-        raise GpushareError(f"cannot serve on {path!r}: {error.strerror}", what_to_do(error)) from None
+        raise _no_socket(path, error) from None
     finally:
         os.umask(before)
+
+
+def _no_socket(path: str, error: OSError) -> GpushareError:
+    """Of a path that is too long, only Python knows, and has no number for it."""
+    return GpushareError(f"cannot serve on {path!r}: {error.strerror or error}", what_to_do(error))
 
 
 def _serve(watched: Watched, server: _Server, interval: float) -> int:

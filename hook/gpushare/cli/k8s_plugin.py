@@ -10,9 +10,9 @@ import click
 from .. import node
 from ..errors import GpushareError, RequestError
 from ..model import Node
-from ..quantity import size_bytes
+from ..quantity import shown, size_bytes
 from . import facts
-from .options import Paths, with_interval, with_no_color
+from .options import Paths, given, with_interval, with_no_color
 from .output import write_line
 
 FOLDER = "/var/lib/kubelet/device-plugins"
@@ -20,7 +20,15 @@ _MIB = 1 << 20
 
 
 @click.command("k8s-plugin")
-@click.option("--kubelet", "folder", default=FOLDER, show_default=True, metavar="DIR", help="Where its socket is.")
+@click.option(
+    "--kubelet",
+    "folder",
+    callback=given,
+    default=FOLDER,
+    show_default=True,
+    metavar="DIR",
+    help="Where its socket is.",
+)
 @click.option(
     "--memory-unit",
     "unit",
@@ -56,9 +64,13 @@ def _say(text: str) -> None:
 
 
 def _unit_mib(text: str) -> int:
-    size = size_bytes("--memory-unit", text)
+    hint = "write 1Mi, 64Mi or 1Gi"
+    try:
+        size = size_bytes("--memory-unit", text)
+    except RequestError as error:
+        raise RequestError(error.message, hint) from None  # its own is about limits
     if size % _MIB:
-        raise RequestError(f"--memory-unit={text!r}: not whole MiB", "write 1Mi, 64Mi or 1Gi")
+        raise RequestError(f"--memory-unit={shown(text)}: not whole MiB", hint)
     return size // _MIB
 
 

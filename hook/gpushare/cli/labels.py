@@ -10,12 +10,20 @@ from .. import labels as features
 from ..engines.base import Change
 from ..engines.host import Host
 from . import facts
-from .options import Paths, with_format
+from .options import Paths, given, with_format
 from .output import write, write_json, write_line
 
 
 @click.command()
-@click.option("--output", "path", default=features.FILE, show_default=True, metavar="FILE", help="Where it is written.")
+@click.option(
+    "--output",
+    "path",
+    callback=given,
+    default=features.FILE,
+    show_default=True,
+    metavar="FILE",
+    help="Where it is written.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the file, write nothing.")
 @with_format
 @click.pass_obj

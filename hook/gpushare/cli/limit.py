@@ -12,7 +12,7 @@ from ..errors import GpushareError, RequestError
 from ..model import Lease, Share
 from ..quantity import human
 from . import facts
-from .options import Paths, complete_ids, with_format
+from .options import Paths, complete_ids, given, with_format
 from .output import Column, write_json, write_line, write_table
 
 # What placement says of a start, as it is said here
@@ -27,11 +27,8 @@ _COLUMNS = (
 )
 
 
-def _given(_: click.Context, option: click.Parameter, value: Optional[str]) -> str:
-    """An empty value is an empty variable in somebody's script, which must not mean "all" or "as it is"."""
-    if value is not None and not value.strip():
-        raise click.BadParameter("it is empty", param=option)
-    return value or ""
+def _given(context: click.Context, option: click.Parameter, value: Optional[str]) -> str:
+    return given(context, option, value) or ""
 
 
 @click.group()

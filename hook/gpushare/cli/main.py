@@ -15,7 +15,7 @@ import click
 
 from .. import log, names, rootless
 from ..errors import GpushareError, what_to_do
-from .options import Paths, with_no_color
+from .options import Paths, given, with_no_color
 
 PROGRAM = "gpushare"
 COMPLETE = "_GPUSHARE_COMPLETE"  # the variable by which a shell asks for completions; see completion.py
@@ -85,6 +85,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--config",
+    callback=given,
     type=click.Path(readable=False),
     default=names.CONFIG_PATH,
     show_default=True,
@@ -93,6 +94,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 )
 @click.option(
     "--state",
+    callback=given,
     type=click.Path(file_okay=False, readable=False),
     metavar="DIR",
     help=f"State directory.  [default: {names.STATE_DIR}]",

@@ -10,9 +10,9 @@ from .. import backends, leases, mps, mpsdaemon, mpsstatus, names, quantity, ser
 from ..dialects import device_name, find_devices
 from ..errors import RequestError
 from ..model import Device, Node
-from ..quantity import human
+from ..quantity import human, shown
 from . import facts
-from .options import Paths, with_format
+from .options import Paths, given, with_format
 from .output import Column, Progress, state_style, write_json, write_line, write_table
 
 _HELP = "Index or uuid; again for more.  [default: all]"
@@ -37,9 +37,9 @@ def mps_group() -> None:
 def _uid(text: str) -> int:
     if text == "any":
         return mps.ANY_UID
-    if text.isascii() and text.isdigit() and int(text) < mps.ANY_UID:
+    if text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < mps.ANY_UID:
         return int(text)
-    raise RequestError(f"--uid {text!r} is no number of a user", "use a number, or any")
+    raise RequestError(f"--uid {shown(text)} is no number of a user", "use a number, or any")
 
 
 def _devices(host: Node, wanted: tuple[str, ...]) -> list[Device]:
@@ -63,8 +63,8 @@ def _most(host: Node, device: Device, compute: Optional[str], memory: Optional[s
 
 @mps_group.command()
 @_DEVICE
-@click.option("--compute", metavar="PERCENT", help="No container gets more.  [default: policy.max_compute]")
-@click.option("--memory", metavar="SIZE", help="No process gets more.  [default: policy.max_memory, or all]")
+@click.option("--compute", callback=given, metavar="PERCENT", help="No container gets more.  [default: policy.max_compute]")
+@click.option("--memory", callback=given, metavar="SIZE", help="No process gets more.  [default: policy.max_memory, or all]")
 @click.option("--uid", default="0", show_default=True, metavar="UID|any", help="Whose processes it serves.")
 @click.option(
     "--shm",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, TypeVar
+from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
 import click
+from click.core import ParameterSource
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -40,11 +41,28 @@ def with_format(command: Command) -> Command:
     return option(with_no_color(command))
 
 
+def given(context: click.Context, option: click.Parameter, value: Optional[str]) -> Optional[str]:
+    """For `callback`: an empty value is an empty variable in somebody's script, which must not mean "all", "as it is",
+    or the directory that he is in."""
+    typed = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+    if value is not None and not value.strip() and typed:
+        raise click.BadParameter("it is empty", param=option)
+    return value
+
+
+def _number(_: click.Context, option: click.Parameter, value: float) -> float:
+    """NaN is neither below nor above any bound, and nobody waits for it."""
+    if value != value:
+        raise click.BadParameter("'nan' is not a number", param=option)
+    return value
+
+
 def with_interval(default_s: float, meaning: str) -> Callable[[Command], Command]:
     """Adds --interval SECONDS."""
     return click.option(
         "--interval",
         type=click.FloatRange(0.1, 3600),
+        callback=_number,
         default=default_s,
         show_default=True,
         metavar="SECONDS",

@@ -16,7 +16,7 @@ from ..engines.base import Change, Settings
 from ..engines.configure import ENGINES, Outcome, State
 from ..engines.host import Host, check_program, foreign_owners
 from ..errors import ConfigError
-from .options import Paths, with_format
+from .options import Paths, given, with_format
 from .output import Column, state_style, write_json, write_line, write_table
 
 
@@ -33,11 +33,11 @@ def runtime() -> None:
 @click.option("--dry-run", is_flag=True, help="Print the changes as a diff, change nothing.")
 @click.option("--undo", is_flag=True, help="Take our entries out again.")
 @click.option("--force", is_flag=True, help="With --profile: replace a configuration file that was edited.")
-@click.option("--config-file", default="", metavar="FILE", help="The engine's file, where it is not the usual one.")
-@click.option("--program", default="", metavar="FILE", help="gpushare-runtime, where it is not beside this program.")
-@click.option("--engine-version", default="", metavar="N.N", help="containerd's version; else it is asked.")
+@click.option("--config-file", callback=given, default="", metavar="FILE", help="The engine's file, where it is not the usual one.")
+@click.option("--program", callback=given, default="", metavar="FILE", help="gpushare-runtime, where it is not beside this program.")
+@click.option("--engine-version", callback=given, default="", metavar="N.N", help="containerd's version; else it is asked.")
 @click.option("--dump", type=click.File(), help="What `containerd config dump` prints; else it is asked.")
-@click.option("--root", default="/", metavar="DIR", help="Change files below DIR, as when an image is built.")
+@click.option("--root", callback=given, default="/", metavar="DIR", help="Change files below DIR, as when an image is built.")
 @with_format
 @click.pass_obj
 def configure_(
@@ -79,7 +79,7 @@ def configure_(
 
 
 @runtime.command("status")
-@click.option("--root", default="/", metavar="DIR", help="Look below DIR.")
+@click.option("--root", callback=given, default="/", metavar="DIR", help="Look below DIR.")
 @with_format
 @click.pass_obj
 def status(paths: Paths, root: str, output: str) -> None:

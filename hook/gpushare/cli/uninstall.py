@@ -11,7 +11,7 @@ from .. import log
 from .. import uninstall as removal
 from ..engines.host import Host
 from ..errors import GpushareError
-from .options import Paths, with_format
+from .options import Paths, given, with_format
 from .output import write_json, write_line
 from .runtime import settings_of
 
@@ -21,7 +21,7 @@ from .runtime import settings_of
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Also while containers hold a share, or MPS runs; they go on running.")
 @click.option("--purge", is_flag=True, help="Also remove /etc/gpushare.")
-@click.option("--root", default="/", metavar="DIR", help="Change files below DIR.")
+@click.option("--root", callback=given, default="/", metavar="DIR", help="Change files below DIR.")
 @with_format
 @click.pass_obj
 def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: bool, root: str, output: str) -> None:

@@ -134,6 +134,7 @@ def require_free(conditions: Iterable[Condition], device: Device, free_bytes: in
         if condition.name == "free":
             wanted: Amount = condition.value
             size = bytes_of(wanted, device.memory_bytes, device.granularity_bytes)
-            if free_bytes < size or not total_bytes:
-                reason = f"{human(free_bytes)} of {human(total_bytes)} free" if total_bytes else "of unknown size"
+            if free_bytes < size or not device.memory_bytes:
+                known = f"{human(free_bytes)} of {human(total_bytes)} free"
+                reason = known if device.memory_bytes else "of unknown size"
                 raise _refusal(CapacityError, condition, device, reason, "stop a container, or ask for less")
