@@ -63,9 +63,9 @@ def _most(device: Device, policy: Policy) -> int:
     return bytes_of(amount("policy.max_memory", policy.max_memory), device.memory_bytes, device.granularity_bytes)
 
 
-def _within_policy(wanted: Wanted, device: Device, policy: Policy) -> tuple[Wanted, str]:
+def _within_policy(wanted: Wanted, device: Device, policy: Policy, largest_bytes: int = 0) -> tuple[Wanted, str]:
     """(what may be granted, what was asked where that was more). Maxima and required limits, per container and
-    device."""
+    device. `largest_bytes`: what is clamped is clamped to that, where policy allows more; 0: that is not known."""
     clamps, over = policy.over_maximum == "clamp", []
     memory, compute = wanted.memory, wanted.compute
     if memory is None and (policy.require_limits or policy.unlimited == "deny" or (policy.max_memory and not clamps)):
@@ -83,7 +83,7 @@ def _within_policy(wanted: Wanted, device: Device, policy: Policy) -> tuple[Want
                     f"policy.max_memory is {human(most)}",
                 )
             over.append("no memory limit" if memory is None else f"{memory.text} of memory")
-            memory = Amount(most, None, policy.max_memory)
+            memory = Amount(min(most, largest_bytes or most), None, policy.max_memory)
     if (100 if compute is None else compute) > policy.max_compute_percent:
         said = "no compute limit" if compute is None else f"{compute}% of compute"
         if not clamps:
@@ -142,14 +142,22 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
             f"of {human(device.granularity_bytes)}",
             "ask for more; a number alone is bytes" if memory.text.isdigit() else "ask for more",
         )
+    asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
     if known and used + size > total:
-        asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
-        free = human(max(0, total - used))
-        less = f"ask for at most {human(total)}" if total else _NOTHING
+        free, most = human(max(0, total - used)), min(total - used, device.memory_bytes)
         raise CapacityError(
             f"device {device_name(device)}: {asked} asked, {free} free of {human(total)}{_held_by(device, ledger)}",
-            f"stop {_whom(device, ledger)}, or ask for less" if size <= total else less,
+            f"stop {_whom(device, ledger)}, or ask for less"
+            if size <= total
+            else f"ask for at most {human(most if most > 0 else total)}"
+            if total
+            else _NOTHING,
             f"{free} of {human(total)} free",
+        )
+    if known and size > device.memory_bytes:  # memory_overcommit makes no device larger for one container
+        has = human(device.memory_bytes)
+        raise CapacityError(
+            f"device {device_name(device)}: {asked} asked, and it has {has}", f"ask for at most {has}", f"has {has}"
         )
     return size
 
@@ -239,7 +247,8 @@ def offer(wanted: Wanted, request: Request, device: Device, node: Node, ledger: 
         scaling = wanted.scaling
         part, asked_bytes = oversubscribing.divided(wanted.memory, scaling, device)
         wanted = wanted._replace(memory=part)
-    wanted, over = _within_policy(wanted, device, config.policy)
+    largest_bytes = min(capacity_bytes(device, config), device.memory_bytes)
+    wanted, over = _within_policy(wanted, device, config.policy, largest_bytes)
     size = _memory_of(wanted, device, ledger, config)
     _require_free(request, device, ledger, config)
     _require_compute(wanted.compute, request.compute_mode == "soft", device, ledger, config)

@@ -227,7 +227,8 @@ def test_empty_is_no_word(variable: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["GPUSHARE_MEMROY", "GPUSHARE_MEM0RY", "gpushare_memory", "GPUSHARE_MEMORYS", "Gpushare_Compute"]
+    "name",
+    ["GPUSHARE_MEMROY", "GPUSHARE_MEM0RY", "gpushare_memory", "GPUSHARE_MEMORYS", "Gpushare_Compute", "GPUSHARE_MEM"],
 )
 def test_misspelt_names(name: str) -> None:
     with pytest.raises(RequestError, match=f'{name}="4Gi": unknown name; did you mean GPUSHARE_'):

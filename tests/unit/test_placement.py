@@ -72,8 +72,24 @@ def test_a_single_holder_is_it() -> None:
 
 
 def test_more_than_the_device_has_is_not_had_by_stopping_others() -> None:
-    with pytest.raises(CapacityError, match=r"held by c1 \(12 GiB\); ask for at most 16 GiB$"):
+    with pytest.raises(CapacityError, match=r"held by c1 \(12 GiB\); ask for at most 4 GiB$"):
         grant("GPUSHARE_MEMORY=17Gi", host=node(devices=1), held=ledger(lease(share(0, 0, 12 * GI))))
+
+
+def test_overcommit_makes_no_device_larger_for_one_container() -> None:
+    """Who was shown a GPU of 20 GiB could never fill it."""
+    host = node(devices=1, overcommit=2.0)
+    with pytest.raises(CapacityError, match="^device 0: 20Gi asked, and it has 16 GiB; ask for at most 16 GiB$"):
+        grant("GPUSHARE_MEMORY=20Gi", host=host)
+    full = ledger(lease(share(0, 0, 16 * GI)))
+    assert got(grant("GPUSHARE_MEMORY=16Gi", host=host, held=full)) == [(0, 0, 16 * GI)]
+
+
+def test_a_maximum_above_the_device_is_clamped_to_what_there_is() -> None:
+    """One configuration for nodes of several sizes."""
+    for overcommit, size in ((1.0, 16), (2.0, 16), (0.5, 8)):
+        host = node(devices=1, overcommit=overcommit, max_memory="20Gi", over_maximum="clamp")
+        assert got(grant("GPUSHARE_DEVICES=0", host=host)) == [(0, 0, size * GI)]
 
 
 @pytest.mark.parametrize(("asked", "hint"), [("4", "; a number alone is bytes"), ("2047Ki", ""), ("0.01%", "")])

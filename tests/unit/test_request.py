@@ -139,7 +139,7 @@ def test_nvidia_words_that_policy_does_not_take_are_ignored() -> None:
     assert found and found.selection == Selection("list", names=("0",))
 
 
-@pytest.mark.parametrize("name", ["GPUSHARE_MEM", "GPUSHARE_MEMORY_LIMIT", "gpushare_gpu_memory", "GPUSHARE_"])
+@pytest.mark.parametrize("name", ["GPUSHARE_GPU_MEM", "GPUSHARE_MEMORY_LIMIT", "gpushare_gpu_memory", "GPUSHARE_"])
 def test_unknown_names_beside_a_request(name: str) -> None:
     assert resolve(f"{name}=4Gi") is None
     with pytest.raises(RequestError, match=f'{name}="4Gi": unknown name; use GPUSHARE_DEVICES, '):

@@ -34,14 +34,18 @@ def cdi_group() -> None:
 
 
 @cdi_group.command()
-@click.option("--output", "path", callback=given, metavar="FILE", help="Write it there, such as /etc/cdi/gpushare.yaml.")
+@click.option(
+    "--output", "path", callback=given, metavar="FILE", help="Write it there, such as /etc/cdi/gpushare.yaml."
+)
 @click.option(
     "--format",
     "kind",
     type=click.Choice(["json", "yaml"]),
     help="How it is written.  [default: as FILE's ending says, else yaml]",
 )
-@click.option("--program", callback=given, default="", metavar="FILE", help="gpushare-hook, when it is not beside this program.")
+@click.option(
+    "--program", callback=given, default="", metavar="FILE", help="gpushare-hook, when it is not beside this program."
+)
 @with_no_color
 @click.pass_obj
 def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: str) -> None:

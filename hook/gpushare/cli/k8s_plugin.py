@@ -68,7 +68,8 @@ def _unit_mib(text: str) -> int:
     try:
         size = size_bytes("--memory-unit", text)
     except RequestError as error:
-        raise RequestError(error.message, hint) from None  # its own is about limits
+        error.hint = hint  # its own is about limits
+        raise
     if size % _MIB:
         raise RequestError(f"--memory-unit={shown(text)}: not whole MiB", hint)
     return size // _MIB

@@ -63,8 +63,12 @@ def _most(host: Node, device: Device, compute: Optional[str], memory: Optional[s
 
 @mps_group.command()
 @_DEVICE
-@click.option("--compute", callback=given, metavar="PERCENT", help="No container gets more.  [default: policy.max_compute]")
-@click.option("--memory", callback=given, metavar="SIZE", help="No process gets more.  [default: policy.max_memory, or all]")
+@click.option(
+    "--compute", callback=given, metavar="PERCENT", help="No container gets more.  [default: policy.max_compute]"
+)
+@click.option(
+    "--memory", callback=given, metavar="SIZE", help="No process gets more.  [default: policy.max_memory, or all]"
+)
 @click.option("--uid", default="0", show_default=True, metavar="UID|any", help="Whose processes it serves.")
 @click.option(
     "--shm",

@@ -41,7 +41,9 @@ _NO_ID = (1 << 32) - 1
 @click.option("--devices", metavar="LIST", help="any, any:2,model=A100, all, indices or uuids.  [default: any]")
 @click.option("--backend", metavar="NAME", help="What holds the limits: shim, mps.  [default: auto]")
 @click.option("--oversubscribe", is_flag=True, help="Let allocations go beyond the limit into host memory.")
-@click.option("--name", callback=given, metavar="ID", help="Name in `gpushare list`.  [default: the program and its pid]")
+@click.option(
+    "--name", callback=given, metavar="ID", help="Name in `gpushare list`.  [default: the program and its pid]"
+)
 @click.option("--user", metavar="USER[:GROUP]", help="Run as another user; names or numbers.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND [ARG]...")
 @click.pass_obj

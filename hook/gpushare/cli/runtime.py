@@ -33,11 +33,27 @@ def runtime() -> None:
 @click.option("--dry-run", is_flag=True, help="Print the changes as a diff, change nothing.")
 @click.option("--undo", is_flag=True, help="Take our entries out again.")
 @click.option("--force", is_flag=True, help="With --profile: replace a configuration file that was edited.")
-@click.option("--config-file", callback=given, default="", metavar="FILE", help="The engine's file, where it is not the usual one.")
-@click.option("--program", callback=given, default="", metavar="FILE", help="gpushare-runtime, where it is not beside this program.")
-@click.option("--engine-version", callback=given, default="", metavar="N.N", help="containerd's version; else it is asked.")
+@click.option(
+    "--config-file",
+    callback=given,
+    default="",
+    metavar="FILE",
+    help="The engine's file, where it is not the usual one.",
+)
+@click.option(
+    "--program",
+    callback=given,
+    default="",
+    metavar="FILE",
+    help="gpushare-runtime, where it is not beside this program.",
+)
+@click.option(
+    "--engine-version", callback=given, default="", metavar="N.N", help="containerd's version; else it is asked."
+)
 @click.option("--dump", type=click.File(), help="What `containerd config dump` prints; else it is asked.")
-@click.option("--root", callback=given, default="/", metavar="DIR", help="Change files below DIR, as when an image is built.")
+@click.option(
+    "--root", callback=given, default="/", metavar="DIR", help="Change files below DIR, as when an image is built."
+)
 @with_format
 @click.pass_obj
 def configure_(

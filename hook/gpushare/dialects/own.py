@@ -81,10 +81,14 @@ _BEGINNINGS = tuple(dict.fromkeys(f"GPUSHARE{sign}{name[len(_PREFIX) :][:3]}" fo
 PREFIXES = (_PREFIX, "GPU_SHARE", *_BEGINNINGS)
 
 
+_BEGINNING = len("GPUSHAREMEM")
+
+
 def _near(word: str, known: str) -> bool:
-    """Whether `word` is `known` with at most two letters wrong, missing, added or in another case; _ and - aside."""
+    """Whether `word` is `known` with at most two letters wrong, missing, added or in another case, or the beginning of
+    it: GPUSHARE_MEM; _ and - aside."""
     word, known = (text.upper().replace("_", "").replace("-", "") for text in (word, known))
-    if word == known:
+    if word == known or (len(word) >= _BEGINNING and known.startswith(word)):
         return True
     if abs(len(word) - len(known)) > 2:
         return False
