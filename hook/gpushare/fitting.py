@@ -18,7 +18,6 @@ from .model import Amount, Config, Device, Node, Policy, Request, Share
 from .quantity import amount, bytes_of, human
 from .region import MAX_PEERS
 
-
 _NOTHING = "the configuration keeps all of it: lower oversubscription.turn_memory, or raise memory_overcommit"
 
 
