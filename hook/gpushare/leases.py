@@ -18,7 +18,7 @@ import os
 import time
 
 from . import leasefile, names, pages, procs, region, storage
-from .errors import CapacityError, GpushareError, KernelError, what_to_do
+from .errors import CapacityError, GpushareError, KernelError, of_file, what_to_do
 from .light import Callable, NamedTuple, Optional, Sequence, TracebackType, Union
 from .model import Bundle, Lease, Node, Request, Share
 
@@ -62,7 +62,7 @@ class locked:
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
-            raise KernelError(f"{self._path!r}: {error.strerror}", "run as root") from error
+            raise of_file(error, self._path) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
         except BaseException:
@@ -157,7 +157,7 @@ def view(state_dir: str) -> View:
     except FileNotFoundError:
         ids = []
     except OSError as error:
-        raise KernelError(f"{state_dir!r}: {error.strerror}", "run as root") from error
+        raise of_file(error, state_dir) from error
     for container_id in ids:
         lease = judged(state_dir, container_id)
         if lease is None:

@@ -161,7 +161,7 @@ def unfinished(state_dir: str) -> Optional[str]:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise KernelError(f"{error.filename!r}: {error.strerror}", "run as root") from error
+        raise of_file(error, str(error.filename)) from error
 
 
 def finish(state_dir: str) -> None:
@@ -278,7 +278,7 @@ def _open(state_dir: str, container_id: str) -> int:
             "limits can be set for images with glibc",
         ) from None
     except OSError as error:
-        raise KernelError(f"{path!r}: {error.strerror}", "run as root") from error
+        raise of_file(error, path) from error
 
 
 # Whether a limit can be held

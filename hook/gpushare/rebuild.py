@@ -16,7 +16,7 @@ import os
 import time
 
 from . import decision, inroot, leasefile, linux, mountns, names, pages, procs, region, rootless, storage
-from .errors import KernelError
+from .errors import KernelError, what_to_do
 from .light import NamedTuple, Optional
 from .model import Device, Lease, Node, Share
 
@@ -55,7 +55,7 @@ def run(state_dir: str, node: Node) -> tuple[str, ...]:
             decision.rebuilt(node.config.log, found.id, lease)
         os.unlink(marker)
     except OSError as error:
-        raise KernelError(f"leases in {state_dir!r} cannot be rebuilt: {error.strerror}", "run as root") from error
+        raise KernelError(f"leases in {state_dir!r} cannot be rebuilt: {error.strerror}", what_to_do(error)) from error
     return tuple(written)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpushare import leaseend, log, storage
@@ -31,6 +33,13 @@ def test_state_directory(machine: Machine, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     result = ask("state", machine)
     assert result.result == WARN and "9" in result.detail.rpartition(" is ")[2]
+
+
+def test_a_directory_that_is_read_only(machine: Machine, cli: Callable[..., Any], state: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", state], check=True)
+    assert ask("state", machine).result == FAIL
+    code, _, error = cli("prune")
+    assert code and error.endswith("/lock': Read-only file system; make it writable: mount -o remount,rw\n")
 
 
 def test_leases(machine: Machine, start: Callable[..., Path], state: Path) -> None:

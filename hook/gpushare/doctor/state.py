@@ -22,6 +22,8 @@ def directory(machine: Machine) -> Result:
             return Result(WARN, f"{path} has files but is no mount of ours", "the next start mounts over them")
         return Result(OK, f"{path} is empty; the first start mounts it")
     space = os.statvfs(path)
+    if space.f_flag & os.ST_RDONLY:
+        return Result(FAIL, f"{path} is read-only: no share can be given or changed", f"mount -o remount,rw {path}")
     used = 100 - 100 * space.f_bavail // max(1, space.f_blocks)
     files = 100 - 100 * space.f_favail // max(1, space.f_files) if space.f_files else 0
     if max(used, files) >= _FULL_PERCENT:
