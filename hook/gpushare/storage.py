@@ -36,6 +36,20 @@ _PLAIN = "rootless"  # there when the directory is a user's own and no mount
 _MARKER = "lock"  # made last: its presence says that the directory is complete
 REBUILD = "rebuild"  # there from the making of the directory until leases of living containers were looked for
 CHANGING = "changing"  # there while limits of a living container change: see livelimits.py
+_OURS = frozenset(  # beginnings of names in it, without the dot of temporary files
+    (
+        *(name for name, _ in _FOLDERS),
+        _PLAIN,
+        _MARKER,
+        REBUILD,
+        CHANGING,
+        "devices",
+        "mps",
+        "node",
+        "launcher",
+        "compile",
+    )
+)
 LEASE = "lease.json"
 HELD = "held"  # beside a lease that is only reserved: whose it became (leasefile.held)
 _CGROUP = "cgroup"  # path of a cgroup that was made for this lease alone
@@ -56,7 +70,7 @@ def is_ready(state_dir: str) -> bool:
     try:
         own = os.stat(state_dir).st_dev != os.stat(os.path.dirname(os.path.abspath(state_dir))).st_dev
         ours = own or os.access(os.path.join(state_dir, _PLAIN), os.F_OK)
-        return ours and os.access(os.path.join(state_dir, _MARKER), os.F_OK)
+        return ours and stat.S_ISREG(os.stat(os.path.join(state_dir, _MARKER)).st_mode)  # /run/lock is a directory
     except OSError:
         return False
 
@@ -84,7 +98,21 @@ def prepare(state_dir: str) -> None:
         raise KernelError(f"state directory {state_dir!r}: {error.strerror}", rootless.hint()) from error
 
 
+def foreign(state_dir: str) -> str:
+    """The name of something in it that is not ours, "" where there is none. Raises OSError."""
+    for name in sorted(os.listdir(state_dir)):
+        if name.lstrip(".").partition(".")[0] not in _OURS and name != "lost+found":
+            return name
+    return ""
+
+
 def _make_state(state_dir: str) -> None:
+    """Raises KernelError for somebody else's directory: `--state /etc` would hide all that is there below a mount."""
+    other = foreign(state_dir)
+    if other:
+        raise KernelError(
+            f"state directory {state_dir!r}: {other!r} in it is not gpushare's", "name an empty directory, or a new one"
+        )
     if not rootless.is_rootless():
         _mount_state(state_dir)
         return

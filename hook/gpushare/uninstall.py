@@ -20,7 +20,7 @@ from .engines import configure, record
 from .engines.base import Settings
 from .engines.configure import ENGINES, Outcome
 from .engines.host import Host
-from .errors import CapacityError
+from .errors import CapacityError, ConfigError
 
 
 class Plan(NamedTuple):
@@ -44,6 +44,7 @@ class Plan(NamedTuple):
 def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
     """Raises CapacityError while containers hold leases or MPS runs, unless `force`; ConfigError."""
     state_dir = host.at(settings.state_dir)
+    _refuse_foreign(state_dir)
     if not force:
         refuse_used(state_dir)
     outcomes = (configure.undo(ENGINES[name], settings, host, dry_run=True) for name in ENGINES)
@@ -61,6 +62,17 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
         tuple(folders),
         tuple(files),
     )
+
+
+def _refuse_foreign(state_dir: str) -> None:
+    """Raises ConfigError for a directory of something else: `--state /home` would unmount that."""
+    if os.path.isdir(state_dir) and not storage.is_ready(state_dir):
+        other = storage.foreign(state_dir)
+        if other:
+            raise ConfigError(
+                f"{state_dir!r} is no state directory: {other!r} in it is not gpushare's",
+                "name gpushare's with --state",
+            )
 
 
 def refuse_used(state_dir: str) -> None:

@@ -27,7 +27,7 @@ def test_state_directory(machine: Machine, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "plain").mkdir()
     assert ask("state", machine._replace(state_dir=str(tmp_path / "plain"))).result == OK
     (tmp_path / "plain" / "file").write_text("")
-    assert ask("state", machine._replace(state_dir=str(tmp_path / "plain"))).result == WARN
+    assert ask("state", machine._replace(state_dir=str(tmp_path / "plain"))).result == FAIL
     status = os.statvfs(machine.state_dir)
     full = os.statvfs_result((*status[:4], status.f_blocks // 10, *status[5:]))
     monkeypatch.setattr(os, "statvfs", lambda _: full)

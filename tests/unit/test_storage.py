@@ -101,6 +101,24 @@ def test_prepare_says_what_to_do_when_it_cannot(tmp_path: Path) -> None:
         storage.prepare(str(tmp_path / "file" / "state"))
 
 
+@pytest.mark.parametrize("own_tmpfs", [False, True], ids=["a directory", "a tmpfs, as /run is"])
+def test_somebody_else_s_directory_is_neither_covered_nor_used(state_dir: Path, own_tmpfs: bool) -> None:
+    """`--state /etc`, and `--state /run`."""
+    if own_tmpfs:
+        rootfs.mount_tmpfs(state_dir, "mode=755")
+    before = len(mounts_on(state_dir))
+    (state_dir / "passwd").write_text("root")
+    (state_dir / "lock").mkdir()  # as /run has one
+    assert not storage.is_ready(str(state_dir))
+    with pytest.raises(KernelError, match="'passwd' in it is not gpushare's; name an empty directory"):
+        storage.prepare(str(state_dir))
+    assert sorted(os.listdir(state_dir)) == ["lock", "passwd"] and len(mounts_on(state_dir)) == before
+    (state_dir / "lock").rmdir()
+    (state_dir / "passwd").rename(state_dir / "launcher")  # which is written where nothing is mounted yet, too
+    storage.prepare(str(state_dir))
+    assert storage.is_ready(str(state_dir))
+
+
 def test_limits_are_complete_read_only_and_leave_no_temporary(page: Path, state: str) -> None:
     share = Path(state, "containers", "c1", "share")
     limits = share / "limits"

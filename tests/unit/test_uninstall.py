@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from gpushare import labels, leasefile, leases, procs, storage
-from gpushare.cli import facts, main
+from gpushare.cli import cdi, facts, main
 from gpushare.engines.configure import ENGINES
 from gpushare.model import Node, SharingRule
 from gpushare.ops import TenantTmpfs, WriteLimits
@@ -235,3 +235,36 @@ def test_mps_that_runs_is_not_left_without_its_directory(root: Path, cli: Callab
     )
     ready(state, start=1)  # it has died
     assert cli("--yes")[0] == 0 and not state.exists()
+
+
+@pytest.mark.parametrize("words", [("--yes",), ("--yes", "--force")], ids=["", "forced"])
+def test_a_directory_that_is_not_the_state_s_is_not_unmounted(
+    root: Path, capfd: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    """`gpushare --state /home uninstall`"""
+    home = root / "home"
+    home.mkdir()
+    rootfs.mount_tmpfs(home, "mode=755")
+    (home / "ada").mkdir()
+    assert main(["--state", "/home", "uninstall", "--root", str(root), *words]) == 78
+    assert "'ada' in it is not gpushare's; name gpushare's with --state" in capfd.readouterr().err
+    assert os.path.ismount(home) and (root / "etc/gpushare").is_dir()
+
+
+@pytest.mark.parametrize("command", [["labels"], ["cdi", "generate", "--program", "/bin/true"]], ids=" ".join)
+def test_files_of_others_are_not_written_over(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`gpushare cdi generate --output /etc/cdi/nvidia.yaml`"""
+    monkeypatch.setattr(facts, "host", lambda paths: pure.node())
+    monkeypatch.setattr(cdi, "check_program", lambda path: path)
+    monkeypatch.setattr(cdi, "foreign_owners", lambda paths: [])
+    path = tmp_path / "nvidia.yaml"
+    path.write_text("kind: nvidia.com/gpu\n")
+    assert main([*command, "--output", str(path)]) == 78
+    assert "was not written by gpushare; move it away, or name another file" in capfd.readouterr().err
+    assert path.read_text() == "kind: nvidia.com/gpu\n"
+    path.write_text("\n")
+    for _ in range(2):
+        assert main([*command, "--output", str(path)]) == 0
+    assert "gpushare.io" in path.read_text()

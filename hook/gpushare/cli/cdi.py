@@ -67,6 +67,7 @@ def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: st
     else:
         path, host = os.path.abspath(path), Host()
         change = Change(path, host.read(path), text)
+        change.refuse_foreign(devices.KIND)
         if change.before != text:
             host.write([change])
         write_line("nothing to do" if change.before == text else change.describe())

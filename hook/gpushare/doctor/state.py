@@ -18,9 +18,10 @@ def directory(machine: Machine) -> Result:
     if not os.path.isdir(path):
         return Result(OK, f"no {path} yet; the first start makes it")
     if not storage.is_ready(path):
-        if os.listdir(path):
-            return Result(WARN, f"{path} has files but is no mount of ours", "the next start mounts over them")
-        return Result(OK, f"{path} is empty; the first start mounts it")
+        other = storage.foreign(path)
+        if other:
+            return Result(FAIL, f"{other!r} in {path} is not gpushare's: no container starts", "name another directory")
+        return Result(OK, f"{path} is not mounted; the first start mounts it")
     space = os.statvfs(path)
     if space.f_flag & os.ST_RDONLY:
         return Result(FAIL, f"{path} is read-only: no share can be given or changed", f"mount -o remount,rw {path}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Optional, Protocol
 
 from .. import names
+from ..errors import ConfigError
 
 RUNTIME = "gpushare"  # the name that `docker run --runtime` and a RuntimeClass's handler give
 RUNTIME_PROGRAM = "gpushare-runtime"
@@ -55,6 +56,13 @@ class Change(NamedTuple):
     def describe(self) -> str:
         """As in `create /etc/docker/daemon.json`."""
         return f"{self.action} {self.path}"
+
+    def refuse_foreign(self, sign: str) -> None:
+        """Raises ConfigError where the file is there and somebody else's: ours have `sign` in them."""
+        if self.before and self.before.strip() and sign not in self.before:
+            raise ConfigError(
+                f"{self.path!r} is there, and was not written by gpushare", "move it away, or name another file"
+            )
 
     def diff(self) -> str:
         """Unified, as patch(1) takes it."""
