@@ -55,7 +55,10 @@ class KernelError(GpushareError):
 _NO_ROOM, _NO_RIGHT = "make room there", "run as root"
 # errno of a file that could not be written or read -> what to do
 _WHAT_TO_DO = {  # ENOSPC, EDQUOT, EACCES, EPERM, EROFS
-    **{28: _NO_ROOM, 122: _NO_ROOM, 13: _NO_RIGHT, 1: _NO_RIGHT},
+    28: _NO_ROOM,
+    122: _NO_ROOM,
+    13: _NO_RIGHT,
+    1: _NO_RIGHT,
     30: "make it writable: mount -o remount,rw",
 }
 

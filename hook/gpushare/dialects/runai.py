@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ..errors import RequestError
 from ..model import Inventory
-from ..quantity import UNITS, shown, wrong
+from ..quantity import MAX_SLOTS, UNITS, shown, wrong
 from .demand import Demand, Limit, fraction, memory, number, percent
 from .table import KEYS, Said
 
@@ -32,9 +32,15 @@ def _quantity(one: Said) -> Limit:
 
 def _part(one: Said) -> Limit:
     top, bottom = fraction(one, "a fraction of a device")
-    if top > bottom and (top % bottom or one.name == _CEILING):
+    if top > bottom and (top % bottom or one.name == _CEILING or top // bottom > MAX_SLOTS):
         raise wrong(one.name, one.value, "more than a device, and no number of devices", "write a fraction such as 0.5")
     return Limit(one, part=(top, bottom)) if top < bottom else Limit(one)
+
+
+def _whole(one: Said) -> int:
+    """2 is two devices, without limits."""
+    top, bottom = fraction(one, "a fraction of a device")
+    return top // bottom
 
 
 def _limit(one: Said) -> Limit:
@@ -74,4 +80,5 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
         if limit not in counts
     ]
     devices = next((number(one, 1, 16, "a number") for one in said if one.name == "gpu-fraction-num-devices"), 0)
+    devices = max([devices, *(_whole(limit.said) for limit in counts if limit.is_none)])
     return Demand("runai", counts, _compute(said), wanted=devices, ignored=tuple(ignored))
