@@ -321,6 +321,16 @@ def test_values_that_are_none(cli: Callable[..., Any], words: str, message: str)
     assert code and message in error
 
 
+@pytest.mark.parametrize("words", [["--config", "c.yaml", "list"], ["config", "check", "f"], ["run", "true"]])
+def test_a_directory_that_is_gone(words: list[str], tmp_path: Path) -> None:
+    script = 'mkdir gone; cd gone; rmdir ../gone; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, "-", BIN / "gpushare", *words], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode and done.stderr.startswith("gpushare: the directory of this process: No such file or dir")
+    assert done.stderr.endswith("; cd to one that exists\n") and done.stderr.count("\n") == 1
+
+
 def test_a_file_in_the_place_of_a_socket_is_left_alone(cli: Callable[..., Any], tmp_path: Path) -> None:
     """To connect to a file is refused by the kernel in the same words as to a socket of a server that was killed."""
     file, link = tmp_path / "notes", tmp_path / "link"

@@ -170,6 +170,8 @@ def _run(argv: Optional[Sequence[str]]) -> int:
     except OSError as error:
         if error.filename is None and error.errno in _OF_OUTPUT:
             raise
+        if error.filename is None and error.errno == errno.ENOENT:  # getcwd(3), for a path that is not absolute
+            return _fail(GpushareError(f"the directory of this process: {error.strerror}", "cd to one that exists"))
         return _fail(
             GpushareError(f"{error.filename!r}: {error.strerror}", what_to_do(error)) if error.filename else error
         )
