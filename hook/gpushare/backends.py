@@ -307,7 +307,8 @@ def choose(memory: bool, compute: bool, site: Site) -> Holders:
 def _way_out(site: Site, why_not: dict[str, str]) -> str:
     if SHIM in why_not:
         return "use another device, or stop those containers"
-    return f"set {names.ENV_BACKEND}={SHIM}" if asked(site.request) else f"add {SHIM} to policy.allowed_backends"
+    allowed = SHIM in site.node.config.policy.allowed_backends
+    return f"set {names.ENV_BACKEND}={SHIM}" if allowed else f"add {SHIM} to policy.allowed_backends"
 
 
 def require_kept(share: Share) -> None:

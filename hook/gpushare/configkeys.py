@@ -66,7 +66,7 @@ KEYS = (
         "split_count, and counts for MIG devices too."),
     Key("memory_overcommit", 1.0, {"type": "number", "minimum": 0.1, "maximum": 16},
         "How much memory may be granted on a device, as a multiple of what it has. 1.0 means that every container "
-        "can use its whole limit at any time."),
+        "can use its whole limit at any time. One container never gets more than the device has."),
     Key("oversubscription.host_memory", "", _TEXT,
         "How much of the host's memory shares may have that go on there (GPUSHARE_OVERSUBSCRIBE, memory_scaling above "
         "1.0): such as 64Gi, or 50% of what the host has; empty: none, and they are refused. All of such a share "
