@@ -20,7 +20,7 @@ import stat
 import time
 
 from . import linux, names, region, rootless
-from .errors import KernelError, of_file
+from .errors import KernelError, of_file, what_to_do
 from .light import TYPE_CHECKING, Sequence, Union
 from .model import Share
 from .ops import TenantTmpfs, WriteLimits
@@ -95,7 +95,8 @@ def prepare(state_dir: str) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise KernelError(f"state directory {state_dir!r}: {error.strerror}", rootless.hint()) from error
+        hint = rootless.hint() if error.errno in (errno.EACCES, errno.EPERM) else what_to_do(error)
+        raise KernelError(f"state directory {state_dir!r}: {error.strerror}", hint) from error
 
 
 def foreign(state_dir: str) -> str:

@@ -97,7 +97,7 @@ def test_prepare_beside_one_that_does_the_same(state_dir: Path, monkeypatch: pyt
 
 def test_prepare_says_what_to_do_when_it_cannot(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(KernelError, match=r"state directory '.*file/state'"):
+    with pytest.raises(KernelError, match=r"state directory '.*file/state': Not a directory$"):
         storage.prepare(str(tmp_path / "file" / "state"))
 
 
