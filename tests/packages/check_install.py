@@ -208,9 +208,9 @@ def test_installed_used_upgraded_and_removed(
     second.end()
     root.run(*kind.remove)
     *ended, last = told(root)
-    assert [line.split()[0] for line in ended] == ["disable", "stop"] and last == "daemon-reload"
-    assert {word.partition(".")[0] for line in ended for word in line.split() if "gpushare" in word} == {
-        path.stem.partition(".")[0].replace("@", "@*") for path in (TREE / "packaging/systemd").iterdir()
+    assert [line.split()[0] for line in ended] == ["disable", "disable", "stop"] and last == "daemon-reload"
+    assert {word.partition(".")[0].rstrip("*") for line in ended for word in line.split() if "gpushare" in word} == {
+        path.stem.partition(".")[0] for path in (TREE / "packaging/systemd").iterdir()
     }
     assert root.run("cat", "/etc/docker/daemon.json") == '{"debug": false}\n'
     assert (root.path / kind.kept[1:]).read_bytes() == edited
