@@ -102,12 +102,30 @@ static bool is_in_capture(CUstream stream) {
     return stream == CU_STREAM_LEGACY || gs_compute_is_capturing(stream);
 }
 
+/* Not while anything is captured: a stream that is made then may end that. */
+static int look(struct gs_compute *c) {
+    if (c->no_looks || atomic_load(&gs_captures))
+        return -1;
+    if (!c->looks && (!GS_REAL(cuStreamCreate) ||
+                      GS_REAL(cuStreamCreate)(&c->looks, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)) {
+        c->looks = NULL;
+        c->no_looks = true;
+        return -1;
+    }
+    uint64_t marked_ns = c->marked_ns;
+    int event = gs_clock_mark(c, c->looks);
+    c->marked_ns = marked_ns;
+    return event;
+}
+
 /* A per-thread stream is marked by its own thread only. What is put into the legacy stream waits
  * for all that was launched before it into streams that block, and holds up what comes after: where
  * both were launched into, a marker could close a circle of waiting that the program does not have.
  */
 static int env_mark(void *arg, uint32_t number) {
     struct gs_compute *c = arg;
+    if (number == GS_LOOKS)
+        return look(c);
     struct gs_known_stream *s = &c->stream[number];
     if (!s->handle ||
         (s->handle == CU_STREAM_PER_THREAD && gs_compute_stream_if_known(c, s->handle) != s) ||
@@ -181,7 +199,8 @@ static struct gs_compute *make(const struct gs_here *here) {
     c->used = true;
     c->dev = here->dev;
     c->streams = c->per_thread = 0;
-    c->has_legacy = false;
+    c->has_legacy = c->no_looks = false;
+    c->looks = NULL;
     struct gs_activity left;
     gs_pages_claim(c, &left);
     c->env =
@@ -233,6 +252,9 @@ void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
         leaving->since_ns = max64(t->covered_ns, t->busy_from_ns);
     }
     gs_clock_close(&c->clock);
+    if (c->looks)
+        GS_REAL(cuStreamDestroy_v2)(c->looks);
+    c->looks = NULL;
     gs_unlock(c->lock);
     gs_compute_forget();
 }

@@ -54,6 +54,8 @@ struct gs_compute {
     uint32_t per_thread; /* streams of threads, in all */
     uint32_t tick, peers_n;
     uint64_t marked_ns; /* host time of the last marker */
+    CUstream looks;     /* ours, with nothing in it but looks; NULL: none yet */
+    bool no_looks;      /* it could not be made */
     uint32_t streams;   /* known_stream[] in use below this */
     struct gs_known_stream stream[GS_STREAMS_KNOWN];
     struct gs_known_function function[GS_PREDICTORS];

@@ -95,6 +95,7 @@ static bool mark_some(struct gs_throttle *t, uint64_t now) {
         return open->single = open->probe = false;
     open->marked_ns = now;
     t->markers = open->n_marked = open->n_events;
+    t->tiny = open->n_marked > 1 && open->expected_ns[0] < TINY;
     open->clean = open->single && open->start_event >= 0;
     t->segment[t->marked % GS_SEGMENTS] = *open;
     SHOW(t->marked, t->marked + 1);
@@ -211,6 +212,7 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
         t->waiting_since_ns = now;
     if (t->in_flight_ns > 0) /* the others wait to hear what it was */
         until = min64(until, now + max64(POLL, (uint64_t)t->in_flight_ns / 2));
+    until = min64(until, gs_throttle_next_look(t, now));
     if (stuck(t, stream, now, &until)) {
         *pay = ns - atomic_load(&t->allowance_ns); /* one launch, and no more */
         return *pay > 0 ? take(t, *pay, ns, now, true) : 0;
@@ -239,6 +241,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     if (!t->capturing) {
         gs_throttle_poll(t, now);
         mark(t, now);
+        gs_throttle_look(t, now);
     }
     bool behind = t->marked == t->finished + 1 && t->marked != marked && t->markers == 1;
     bool daring = known && !unlimited && gs_throttle_is_daring(f, ns, now);
@@ -321,6 +324,7 @@ void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,
     t->bucket = bucket;
     t->page = page;
     t->container = container;
+    t->look_event = -1;
     t->slice_ns = 2 * (uint32_t)MS;
     t->switch_ns = 125 * (uint32_t)US;
     t->marker_ns = (uint32_t)US;

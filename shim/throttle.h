@@ -52,7 +52,8 @@ struct gs_peer {
 struct gs_throttle_env {
     void *arg;
     uint64_t (*now)(void *arg);
-    /* Record a timing event behind what `stream` has; its number, or -1. Never while capturing. */
+    /* Record a timing event behind what `stream` has, or in one of our own (GS_LOOKS); its number,
+     * or -1. Never while capturing. */
     int (*mark)(void *arg, uint32_t stream);
     /* True when the event is done, with its stamp. Each is asked until true, then never again. */
     bool (*done)(void *arg, int event, uint64_t *stamp_ns);
@@ -63,6 +64,8 @@ struct gs_throttle_env {
     /* What all other containers on this device were granted, whether they say anything or not. */
     uint32_t (*others_ppm)(void *arg);
 };
+
+#define GS_LOOKS UINT32_MAX
 
 /* ---- one process's context ------------------------------------------------------------ */
 
@@ -121,6 +124,9 @@ struct gs_segment {
     bool many;   /* launches in several streams, else: */
     uint32_t stream;
     uint64_t before_ns; /* the end of the segment before */
+    bool sighted;       /* throttle_look.c saw all of it, and that: */
+    uint32_t turns;     /* it was interrupted so often */
+    int64_t away_ns;    /* for so long */
 };
 
 struct gs_throttle {
@@ -169,6 +175,11 @@ struct gs_throttle {
     uint32_t random;
     int64_t looked_ns[2]; /* of those: what they took, what was expected */
     uint64_t waiting_since_ns;
+    int look_event;                       /* on its way, or -1; throttle_look.c */
+    uint64_t look_ns, sign_ns, sight_ns;  /* recorded; the last sign of us; since when without gap */
+    bool tiny;        /* launches in many streams, so short that the device waits for the next */
+    uint32_t alert;   /* so many more, one soon after the other */
+    uint64_t told_ns; /* until then others were told whose it was */
 };
 
 void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,

@@ -1,8 +1,6 @@
 /* What a segment is charged: how much of its time was its own. */
 #include "throttle_parts.h"
 
-#define HIDDEN_ALL 1024u
-
 /* With the time that the device needs for the markers themselves. */
 static int64_t expected(const struct gs_throttle *t, const struct gs_segment *segment) {
     return segment->work_ns + segment->n_marked * (int64_t)t->marker_ns;
@@ -114,14 +112,22 @@ static int64_t hidden(struct gs_throttle *t, const struct gs_segment *segment, i
     return over < turn ? over : turn;
 }
 
-/* What of a segment's time was its own, by what everybody says. */
+/* Our own looks say what was our own, whatever others say of it; that somebody says nothing at all
+ * is known by launches that had to wait. Visits may be too short for a look. */
+static bool is_seen(const struct gs_throttle *t, const struct gs_segment *segment,
+                    const struct company *c) {
+    return segment->sighted && (c->contexts || t->hidden >= HIDDEN_ALL / 8) &&
+           (segment->turns || !c->inside);
+}
+
+/* What of a segment's time was its own, by our looks or by what everybody says. */
 static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const struct gs_peer *peer,
                      unsigned n, const struct company *c) {
     int64_t took = (int64_t)(segment->end_ns - segment->start_ns), own, most;
     /* What just began has a whole slice, whatever anybody says. */
     if (segment->start_event >= 0 && !segment->waited)
         t->slice_from_ns = segment->start_ns;
-    bool sure, begun = segment->n_marked == 1 && segment->end_ns - t->slice_from_ns <= whole(t);
+    bool sure, begun = !segment->turns && segment->n_marked == 1 && segment->end_ns - t->slice_from_ns <= whole(t);
     bool hit = c->contexts && (c->inside || took > (int64_t)whole(t));
     float weight = 1;
     most = gs_throttle_busy(t, segment, &sure);
@@ -129,7 +135,10 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     gs_throttle_seen(segment);
     if (!sure)
         doubt(t, took - most);
-    int64_t hid = begun ? 0 : hidden(t, segment, most);
+    bool seen = is_seen(t, segment, c);
+    if (seen)
+        hit = segment->turns > 0;
+    int64_t hid = begun || seen ? 0 : hidden(t, segment, most);
     if (hid && !hit)
         return most - hid;
     if (!hit || begun) {
@@ -145,9 +154,13 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
         return most;
     }
     t->straddled++;
-    own = gs_throttle_split(t, peer, n, segment->start_ns, segment->end_ns,
-                            segment->probe ? took : gs_throttle_when_hit(segment, segment->work_ns),
-                            segment->start_event >= 0);
+    if (seen)
+        own = took - segment->away_ns;
+    else
+        own = gs_throttle_split(
+            t, peer, n, segment->start_ns, segment->end_ns,
+            segment->probe ? took : gs_throttle_when_hit(segment, segment->work_ns),
+            segment->start_event >= 0);
     if (!sure) /* a late marker has waited for the others, and what was done long before has not */
         most = expected(t, segment) + t->switch_ns;
     own = own < most ? own : most;
@@ -162,7 +175,7 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     if (sure && (streak || segment->probe ||
                  (!brief && (!gs_throttle_even(segment->function[0]) || seldom))))
         learn(t, segment, own, seldom || streak || segment->probe ? 0.99f : 0.3f);
-    return own;
+    return seen ? own + segment->turns * (int64_t)t->switch_ns : own;
 }
 
 /* Over some slices `own` is `least`, or more; a single segment may be less. */
@@ -220,12 +233,12 @@ static int64_t switched(struct gs_throttle *t, const struct gs_segment *segment,
     t->told_switch_ns = t->told_switch_ns ? t->told_switch_ns : t->switch_ns;
     if (said && c->over && !segment->waited && from < segment->start_ns &&
         took < (int64_t)MOST_SWITCH) {
-        int64_t step = (found = found ? found : t->switch_ns) / (t->finds < FINDS ? 16 : 64);
+        int64_t step = (found = found ? found : t->switch_ns) / (t->finds < FINDS ? 16 : t->finds);
         t->odd += took < (int64_t)EDGE / 2 ? (ODD_ALL - t->odd) / 64 : -(t->odd / 64);
         if (t->odd > ODD_ALL / 16)
             gs_throttle_find_again(t);
         t->found_ns = (uint32_t)(found + (took > found ? step : -step)); /* the median */
-        t->finds += t->finds < FINDS;
+        t->finds += t->finds < SURE_FINDS;
     }
     /* The device began to switch when there was a launch, whatever others say that it takes. Four
      * times that, so that a quick switch is still charged the mean; but sooner there was none. */
@@ -248,6 +261,8 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     int64_t own = judge(t, segment, peer, n, &c);
     looked(t, segment, own);
     uint32_t contexts = c.contexts + 1 > t->contexts ? c.contexts + 1 : t->contexts;
+    if (segment->turns && is_seen(t, segment, &c) && contexts < 2)
+        contexts = 2;
     own = bound(t, segment, own, contexts, now);
     t->since_hidden_ns = segment->start_event >= 0 ? own : t->since_hidden_ns + own;
     bool said = c.before_ns > segment->before_ns || /* or somebody's next stamp is yet to come */

@@ -18,7 +18,8 @@ static uint64_t said(const struct gs_activity *a, uint64_t longest, uint64_t fro
     uint64_t sum = 0, all = 0, since = UINT64_MAX, until = 0;
     for (uint32_t i = 0; i < n; i++) {
         const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
-        if (run->start_ns >= run->end_ns || run->end_ns - run->start_ns > longest)
+        if (run->start_ns >= run->end_ns || (run->end_ns - run->start_ns > longest &&
+                                             run->run_ns < run->end_ns - run->start_ns))
             continue;
         uint64_t first = max64(run->start_ns, from), last = min64(run->end_ns, to);
         if (first < last)
@@ -50,12 +51,12 @@ void gs_throttle_hear(struct gs_throttle *t, const struct gs_peer *peer, unsigne
         uint64_t ppm = gs_throttle_may_have(&peer[i].granted);
         if (peer[i].container == t->container)
             continue;
+        claim->excess_ns += (int64_t)said(peer[i].activity, whole(t), from, to);
         if (claim->at_ns < to) {
             claim->excess_ns -= part(ppm, to - max64(claim->at_ns, from - min64(from, CLAIM)), 3);
             claim->excess_ns = claim->excess_ns > 0 ? claim->excess_ns : 0;
             claim->at_ns = to;
         }
-        claim->excess_ns += (int64_t)said(peer[i].activity, whole(t), from, to);
         bool lies = claim->excess_ns > (claim->lies ? 0 : CLAIM);
         if (lies && !claim->lies) { /* what was learned from it is to be learned anew */
             gs_throttle_find_again(t);

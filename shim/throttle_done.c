@@ -63,7 +63,7 @@ void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64
     a->busy_from_ns = idle ? 0 : t->busy_from_ns;
     a->busy_until_ns = idle ? 0 : now + 2 * (t->contexts + 1) * (uint64_t)work + 10 * MS;
     t->told_until_ns = a->busy_until_ns;
-    a->horizon_ns = idle ? now : t->covered_ns;
+    a->horizon_ns = idle ? now : max64(t->covered_ns, t->told_ns);
     const struct gs_segment *next =
         t->finished != t->marked ? &t->segment[t->finished % GS_SEGMENTS] : &t->open;
     a->expects_ns = next->probe ? 2 * (uint64_t)t->slice_ns
@@ -107,7 +107,12 @@ static void finish(struct gs_throttle *t, struct gs_segment *segment, uint64_t n
     t->covered_ns = segment->end_ns;
     t->in_flight_ns -= segment->work_ns;
     atomic_store(&t->bucket->done_ns, now);
-    struct gs_run run = {segment->start_ns, segment->end_ns, gs_throttle_first_guess(t, segment)};
+    gs_throttle_sighted(t, segment);
+    uint64_t start = max64(segment->start_ns, t->told_ns), took = segment->end_ns - min64(start, segment->end_ns);
+    struct gs_run run = {start, segment->end_ns, took};
+    if (!segment->sighted || !segment->turns)
+        run.run_ns = min64(took, gs_throttle_first_guess(t, segment));
+    t->told_ns = segment->end_ns;
     SHOW(t->finished, t->finished + 1);
     gs_throttle_publish(t, &run, now);
 }
@@ -116,6 +121,7 @@ void gs_throttle_poll(struct gs_throttle *t, uint64_t now) {
     struct gs_peer peer[MAX_PEERS];
     unsigned n = 0;
     bool news = false;
+    gs_throttle_looked(t, now);
     while (t->finished != t->marked &&
            gs_throttle_events_done(t, &t->segment[t->finished % GS_SEGMENTS])) {
         if (!news) {
@@ -123,6 +129,7 @@ void gs_throttle_poll(struct gs_throttle *t, uint64_t now) {
             gs_throttle_survey(t, peer, n, now);
         }
         news = true;
+        gs_throttle_looked(t, now);
         finish(t, &t->segment[t->finished % GS_SEGMENTS], now);
     }
     bool begun = t->marked != t->finished &&

@@ -14,6 +14,8 @@
 #define BURST (20 * MS)             /* credit of one that was idle */
 #define DEBT (10000 * MS)           /* a container is never locked out for longer */
 #define POLL (200 * US)             /* between two looks of one that waits */
+#define TINY (10 * (int64_t)US)
+#define HIDDEN_ALL 1024u
 #define STUCK (100 * MS)            /* nothing completes for so long: a deadlock? */
 #define DEFER (6 * MS)              /* a charge waits as long for the others to say what they did */
 #define PROBE (2 * MS)              /* an unknown launch that takes longer is waited for */
@@ -28,11 +30,15 @@
 #define ON_ITS_WAY (5 * MS)         /* a launch may be, from its admission into its stream */
 #define MAX_PEERS 64u
 #define FINDS 64u              /* looks until a cost of switches is believed */
+#define SURE_FINDS 256u        /* looks of which the last one counts no less than the others */
 #define MOST_SWITCH (500 * US) /* what took longer was more than a switch */
 #define EDGE (20 * US) /* how well clocks of different containers agree; less than a switch */
 
 /* Of words that compute_launch.c also looks at without the lock. */
 #define SHOW(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELAXED)
+
+/* What a run is said to have held that ended with a slice: all of it, and it had more work. */
+#define GS_CUT_OFF UINT64_MAX
 
 static inline uint64_t max64(uint64_t a, uint64_t b) {
     return a > b ? a : b;
@@ -76,6 +82,16 @@ unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer 
                               struct gs_peer *out);
 /* `own` of a stretch of `busy` ns, or more: all others together never had more than was granted. */
 int64_t gs_throttle_granted(struct gs_throttle *t, int64_t own, int64_t busy, uint64_t now);
+
+/* ---- throttle_look.c: whether the device is ours -------------------------------------------------- */
+
+/* When it should be, at the latest; UINT64_MAX: none is worth while. */
+uint64_t gs_throttle_next_look(const struct gs_throttle *t, uint64_t now);
+void gs_throttle_look(struct gs_throttle *t, uint64_t now);
+/* What the look that is on its way has shown. */
+void gs_throttle_looked(struct gs_throttle *t, uint64_t now);
+/* A segment is done: whether it was seen. */
+void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment);
 
 /* ---- throttle_split.c: whose a stretch was -------------------------------------------------- */
 

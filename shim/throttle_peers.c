@@ -10,15 +10,17 @@ static void last_stamp(struct company *c, uint64_t at, uint64_t start, bool over
     c->over = over;
 }
 
+/* `wants`: it had work, whoever had the device. */
 static bool look(const struct gs_throttle *t, const struct gs_activity *a, uint64_t start,
-                 uint64_t end, struct company *c) {
+                 uint64_t end, struct company *c, bool *wants) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     bool active = false, open = a->busy_from_ns && a->busy_until_ns > start;
     uint64_t next = open ? max64(a->horizon_ns, a->busy_from_ns) : UINT64_MAX;
     for (uint32_t i = 0; i < n; i++) {
         const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
         last_stamp(c, run->start_ns, start, false);
-        last_stamp(c, run->end_ns, start, next > run->end_ns);
+        last_stamp(c, run->end_ns, start, next > run->end_ns && run->run_ns != GS_CUT_OFF);
+        *wants |= run->run_ns == GS_CUT_OFF && run->end_ns < end && next > start;
         next = run->start_ns;
         if (run->end_ns <= start)
             break;
@@ -32,18 +34,20 @@ static bool look(const struct gs_throttle *t, const struct gs_activity *a, uint6
     if (a->busy_from_ns && known < end && a->busy_until_ns > known)
         active = c->wait = true;
     c->ran |= active && gs_throttle_lasts(t, (int64_t)a->expects_ns);
+    *wants |= active;
     return active;
 }
 
 struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_peer *peer,
                                    unsigned n, uint64_t start, uint64_t end) {
     struct company c = {0};
-    for (unsigned i = 0; i < n; i++)
-        if (look(t, peer[i].activity, start, end, &c)) {
-            c.contexts++;
-            if (peer[i].container != t->container && peer[i].granted.priority >= t->limit.priority)
-                c.outranked = true;
-        }
+    for (unsigned i = 0; i < n; i++) {
+        bool wants = false;
+        c.contexts += look(t, peer[i].activity, start, end, &c, &wants);
+        if (wants && peer[i].container != t->container &&
+            peer[i].granted.priority >= t->limit.priority)
+            c.outranked = true;
+    }
     return c;
 }
 
@@ -76,7 +80,7 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
         }
     }
     t->others_ppm = (uint32_t)min64(others + (ours ? t->limit.ppm : 0), 1000000);
-    if (t->finds == FINDS)
+    if (t->finds >= FINDS)
         t->switch_ns = (uint32_t)(found_ns / finders);
     t->rate_ppm = t->limit.weight
                       ? (uint32_t)(UINT64_C(1000000) * t->limit.weight / (weights ? weights : 1))

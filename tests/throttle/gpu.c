@@ -20,6 +20,7 @@ void gpu_push(struct gpu *gpu, int index, uint32_t id, double ns, int event) {
     s->ring[s->tail++ % RING] = (struct item){event == WAITER ? 1e18 : ns, event};
     gpu->signals->waiters[c->tenant] += event == WAITER;
     c->items++;
+    c->left_ns += event == WAITER ? 0 : ns;
     c->kernels += event < 0;
 }
 
@@ -30,7 +31,7 @@ bool gpu_empty(const struct gpu *gpu, int index, uint32_t id) {
 
 void gpu_kill(struct gpu *gpu, int index) {
     struct context *c = gpu->context[index];
-    for (int i = 0; i < STREAMS; i++)
+    for (int i = 0; i <= STREAMS; i++)
         c->stream[i].head = c->stream[i].tail;
     c->items = c->kernels = 0;
     c->dead = true;
@@ -105,7 +106,7 @@ static void run(struct gpu *gpu, uint64_t limit_ns) {
     double least = 1e30, rate;
     int active = 0;
     bool kernel = false;
-    for (int i = 0; i < STREAMS; i++) {
+    for (int i = 0; i <= STREAMS; i++) {
         struct stream *s = &c->stream[i];
         if (s->head == s->tail)
             continue;
@@ -125,17 +126,20 @@ static void run(struct gpu *gpu, uint64_t limit_ns) {
     hold(gpu, c->tenant, gpu->now_ns, gpu->now_ns + step);
     gpu->now_ns += step;
     gpu->work_ns[c->tenant] += kernel ? step : 0;
-    for (int i = 0; i < STREAMS; i++) {
+    for (int i = 0; i <= STREAMS; i++) {
         struct stream *s = &c->stream[i];
         if (s->head == s->tail)
             continue;
         struct item *item = &s->ring[s->head % RING];
+        c->left_ns -= item->left_ns < 1e15 ? (double)step * rate : 0;
         item->left_ns -= (double)step * rate;
         if (item->left_ns <= 1e-6)
             pop(gpu, c, s);
     }
-    if (!c->items)
+    if (!c->items) {
+        c->left_ns = 0; /* steps are whole nanoseconds */
         gpu->current = -1;
+    }
 }
 
 void gpu_advance(struct gpu *gpu, uint64_t until) {

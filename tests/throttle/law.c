@@ -1,5 +1,5 @@
-/* The three laws: none, ours (shim/throttle.c, as it is), and the one that is common in the field.
- */
+/* The laws: none, ours (shim/throttle.c, as it is), the one that is common in the field, and one
+ * that knows everything. */
 #include <string.h>
 
 #include "vt.h"
@@ -17,7 +17,7 @@ static int env_mark(void *arg, uint32_t stream) {
     struct context *c = gpu->context[host->context];
     int event = (int)(c->next_event++ % EVENTS);
     c->stamp[event] = 0;
-    gpu_push(gpu, host->context, stream, (double)gpu->bubble_ns, event);
+    gpu_push(gpu, host->context, stream == GS_LOOKS ? STREAMS : stream, (double)gpu->bubble_ns, event);
     host->clock_ns += MARK_NS;
     host->marks++;
     host->forbidden += host->throttle.capturing;
@@ -83,6 +83,27 @@ void classic_tick(struct host *host) {
     }
 }
 
+/* Credit as ours has it, but by the device's own ledger, and a launch is paid for in full. */
+static uint64_t ask_oracle(struct host *host) {
+    const struct world *world = host->world;
+    const struct gpu *gpu = host->gpu;
+    struct oracle *o = &host->world->oracle[gpu - world->gpu][host->tenant];
+    double share = world->tenant[host->tenant].limit.ppm / 1e6, left = 0;
+    double most = world->burst_ms * 1e6 * share;
+    for (int i = 0; i < world->hosts; i++)
+        if (world->host[i]->tenant == host->tenant && world->host[i]->gpu == gpu)
+            left += gpu->context[i]->left_ns / gpu->context[i]->width;
+    if (o->at_ns) {
+        o->credit_ns += (double)(gpu->now_ns - o->at_ns) * share;
+        o->credit_ns -= (double)(gpu->held_ns[host->tenant] - o->held_ns);
+    }
+    o->at_ns = gpu->now_ns;
+    o->held_ns = gpu->held_ns[host->tenant];
+    o->credit_ns = o->credit_ns < most + left ? o->credit_ns : most + left;
+    double owed = left - o->credit_ns;
+    return owed < 0 ? 0 : host->clock_ns + 1000 + (uint64_t)(owed / share);
+}
+
 uint64_t may_launch(struct host *host) {
     struct gs_throttle_stream *stream = &host->streams[host->stream];
     struct gs_predictor *function = &host->predictor[host->function];
@@ -94,6 +115,8 @@ uint64_t may_launch(struct host *host) {
         host->classic.tokens -= host->classic.tokens > 0;
         return host->classic.tokens > 0 ? 0 : host->classic.tick_ns;
     }
+    if (law == LAW_ORACLE)
+        return ask_oracle(host);
     /* Around a capture all that was remembered is forgotten. */
     bool forgotten = host->throttle.capturing || host->throttle.open.blind;
     if (!forgotten && gs_throttle_try(&host->throttle, stream, function))

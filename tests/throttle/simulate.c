@@ -2,6 +2,8 @@
 #include "vt.h"
 
 static uint64_t late(struct world *world, struct host *host, uint64_t until) {
+    if (world->tenant[host->tenant].law == LAW_ORACLE)
+        return until;
     uint64_t jitter = (uint64_t)((5 + uniform(&host->rng) * world->jitter_us) * 1000);
     return (until > host->clock_ns ? until : host->clock_ns) + jitter;
 }

@@ -3,7 +3,7 @@
  *     vt seed=1 ms=2500 limit=30,kernel=5us,program=stream limit=70,processes=4
  *
  * Words of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
- * (ours|none|classic) mode (hard|soft) weight priority lie (lies.c) join leave kill
+ * (ours|none|classic|oracle) mode (hard|soft) weight priority lie (lies.c) join leave kill
  * (ms) change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns
  * jitter_us skew_us (of clocks) told_switch_us stall lost (of a thread's launches) devices (process
  * i of a container is on device i % devices; the ledger is of the first, but `done` of all) corpus
@@ -24,7 +24,7 @@ static int find(const char *const *names, int n, const char *name) {
 }
 
 static void tenant_word(struct tenant *t, const char *key, const char *value) {
-    static const char *const laws[] = {"none", "ours", "classic"};
+    static const char *const laws[] = {"none", "ours", "classic", "oracle"};
     static const char *const modes[] = {"hard", "soft", "unlimited"};
     static const char *const keys[] = {
         "limit", "ppm",  "kernel", "program", "processes", "law", "mode",    "weight", "priority",
@@ -50,7 +50,7 @@ static void tenant_word(struct tenant *t, const char *key, const char *value) {
         t->processes = (int)number;
         break;
     case 5:
-        t->law = (enum law)find(laws, 3, value);
+        t->law = (enum law)find(laws, 4, value);
         break;
     case 6:
         t->limit.mode = (enum gs_throttle_mode)find(modes, 3, value);
@@ -210,6 +210,7 @@ int main(int argc, char **argv) {
     world->skew_us = 10;
     world->stall = 0.002;
     world->devices = 1;
+    world->burst_ms = 20;
     struct {
         const char *name;
         double *value;
@@ -223,7 +224,8 @@ int main(int argc, char **argv) {
                  {"devices", &world->devices},
                  {"skew_us", &world->skew_us},
                  {"stall", &world->stall},
-                 {"lost", &world->lost}};
+                 {"lost", &world->lost},
+                 {"burst_ms", &world->burst_ms}};
     for (int i = 1; i < argc; i++) {
         size_t k = 0, n = sizeof(words) / sizeof(*words);
         char *equals = strchr(argv[i], '=');

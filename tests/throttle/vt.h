@@ -9,7 +9,7 @@
 #define FUNCTIONS 3
 #define MAX_PROCESSES 8
 
-enum law { LAW_NONE, LAW_OURS, LAW_CLASSIC };
+enum law { LAW_NONE, LAW_OURS, LAW_CLASSIC, LAW_ORACLE };
 enum kernel {
     K_5US,
     K_50US,
@@ -63,6 +63,13 @@ struct classic {
     uint64_t tick_ns, held_ns;
 };
 
+/* The law that knows everything: what the device's ledger says that a container held, and what each
+ * launch will take. What it misses no law can hold. */
+struct oracle {
+    uint64_t at_ns, held_ns;
+    double credit_ns; /* of the device; what is on its way is not yet taken off */
+};
+
 /* Of several threads of a process, with a stream each. */
 struct thread {
     uint64_t clock_ns;
@@ -106,6 +113,8 @@ struct world {
     const uint8_t *corpus; /* what LIE_CORPUS says, over and over */
     size_t corpus_size, corpus_at;
     struct gs_bucket bucket[DEVICES][MAX_TENANTS];
+    struct oracle oracle[DEVICES][MAX_TENANTS];
+    double burst_ms; /* the oracle's */
     int tenants, hosts;
     double jitter_us, skew_us, stall, lost;
     uint64_t end_ns;
