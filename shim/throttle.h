@@ -177,6 +177,8 @@ struct gs_throttle {
     uint64_t waiting_since_ns;
     int look_event;                       /* on its way, or -1; throttle_look.c */
     uint64_t look_ns, sign_ns, sight_ns;  /* recorded; the last sign of us; since when without gap */
+    uint64_t late_ns; /* when the last late look was done */
+    uint32_t tied;    /* of the late ones, those that were done with work of ours */
     bool tiny;        /* launches in many streams, so short that the device waits for the next */
     uint32_t alert;   /* so many more, one soon after the other */
     uint64_t told_ns; /* until then others were told whose it was */

@@ -255,7 +255,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
-    if (c.wait && now < segment->end_ns + patience) /* who never says it does not stop us */
+    if (c.wait && !(segment->sighted && segment->turns) && now < segment->end_ns + patience) /* who never says it does not stop us */
         return false;
     gs_throttle_hear(t, all, n_all, segment->end_ns);
     int64_t own = judge(t, segment, peer, n, &c);

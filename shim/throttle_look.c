@@ -7,6 +7,7 @@
 #define PROMPT (45 * US) /* a look on a device that is ours is done in less */
 #define SOON (200 * US)
 #define SELDOM (2 * MS)
+#define TIED_ALL 1024u
 #define ALERT 64u /* looks, each one soon after the other */
 
 /* Without a sign of us for longer somebody may have come and gone. */
@@ -47,6 +48,8 @@ static void interrupted(struct gs_throttle *t, struct gs_segment *segment, uint6
     uint64_t start = max64(t->told_ns, segment->start_ns);
     struct gs_run run = {start, from, GS_CUT_OFF};
     t->alert = ALERT;
+    t->late_ns = at;
+    t->tied -= t->tied / 8;
     segment->turns++;
     segment->away_ns += (int64_t)(at - from);
     t->told_ns = at;
@@ -70,9 +73,19 @@ void gs_throttle_looked(struct gs_throttle *t, uint64_t now) {
     t->sign_ns = max64(t->sign_ns, at);
 }
 
+/* Late looks that are done just as work of ours is were behind that work: the driver put both into
+ * one queue of the device (CUDA_DEVICE_MAX_CONNECTIONS). They tell nothing. */
+static bool are_tied(struct gs_throttle *t, const struct gs_segment *segment) {
+    uint64_t apart = segment->end_ns > t->late_ns ? segment->end_ns - t->late_ns
+                                                  : t->late_ns - segment->end_ns;
+    if (t->late_ns && apart < EDGE)
+        t->tied += (TIED_ALL - t->tied) / 4;
+    return t->tied > TIED_ALL / 2;
+}
+
 void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment) {
     if (segment->start_event >= 0)
         sign(t, segment->start_ns);
     sign(t, segment->end_ns);
-    segment->sighted = !t->tiny && t->sight_ns <= segment->start_ns;
+    segment->sighted = !are_tied(t, segment) && !t->tiny && t->sight_ns <= segment->start_ns;
 }

@@ -18,6 +18,8 @@ static bool look(const struct gs_throttle *t, const struct gs_activity *a, uint6
     uint64_t next = open ? max64(a->horizon_ns, a->busy_from_ns) : UINT64_MAX;
     for (uint32_t i = 0; i < n; i++) {
         const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
+        if (run->start_ns >= run->end_ns) /* nonsense */
+            continue;
         last_stamp(c, run->start_ns, start, false);
         last_stamp(c, run->end_ns, start, next > run->end_ns && run->run_ns != GS_CUT_OFF);
         *wants |= run->run_ns == GS_CUT_OFF && run->end_ns < end && next > start;

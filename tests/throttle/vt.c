@@ -7,7 +7,8 @@
  * (ms) change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns
  * jitter_us skew_us (of clocks) told_switch_us stall lost (of a thread's launches) devices (process
  * i of a container is on device i % devices; the ledger is of the first, but `done` of all) corpus
- * (a file: what lie=corpus says)
+ * (a file: what lie=corpus says) burst_ms (the oracle's) one_queue (1: looks are behind the program's
+ * work, as all streams may share a queue of the device)
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -225,6 +226,7 @@ int main(int argc, char **argv) {
                  {"skew_us", &world->skew_us},
                  {"stall", &world->stall},
                  {"lost", &world->lost},
+                 {"one_queue", &world->one_queue},
                  {"burst_ms", &world->burst_ms}};
     for (int i = 1; i < argc; i++) {
         size_t k = 0, n = sizeof(words) / sizeof(*words);

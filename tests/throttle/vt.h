@@ -116,7 +116,7 @@ struct world {
     struct oracle oracle[DEVICES][MAX_TENANTS];
     double burst_ms; /* the oracle's */
     int tenants, hosts;
-    double jitter_us, skew_us, stall, lost;
+    double jitter_us, skew_us, stall, lost, one_queue;
     uint64_t end_ns;
 };
 
