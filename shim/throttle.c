@@ -94,6 +94,7 @@ static bool mark_some(struct gs_throttle *t, uint64_t now) {
     if (!open->n_events)
         return open->single = open->probe = false;
     open->marked_ns = now;
+    open->recorded_ns = open->n_events > 1 ? t->env->now(t->env->arg) : 0;
     t->markers = open->n_marked = open->n_events;
     t->tiny = open->n_marked > 1 && open->expected_ns[0] < TINY;
     open->clean = open->single && open->start_event >= 0;

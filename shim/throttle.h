@@ -123,6 +123,7 @@ struct gs_segment {
     bool idle;   /* nothing was in its stream, so it waited for nobody of its own */
     bool many;   /* launches in several streams, else: */
     uint32_t stream;
+    uint64_t recorded_ns; /* host time when all of its markers were; 0: there is one */
     uint64_t before_ns; /* the end of the segment before */
     bool sighted;       /* throttle_look.c saw all of it, and that: */
     uint32_t turns;     /* it was interrupted so often */

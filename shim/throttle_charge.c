@@ -249,6 +249,15 @@ static int64_t switched(struct gs_throttle *t, const struct gs_segment *segment,
     return waited < t->switch_ns / (said ? 5 : 2) ? 0 : (int64_t)min64(t->switch_ns, 4 * waited);
 }
 
+/* While many markers are recorded nothing is launched, and the device is soon done with launches
+ * that are as short as that: idle, but for the markers themselves. Not where it was behind. */
+static int64_t unfed(const struct gs_segment *segment) {
+    if (!segment->recorded_ns || segment->expected_ns[0] >= TINY ||
+        segment->end_ns > segment->recorded_ns + EDGE)
+        return 0;
+    return (int64_t)min64(segment->recorded_ns - segment->marked_ns, segment->n_marked * US) * 3 / 4;
+}
+
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
                         const struct gs_peer *all, unsigned n_all, uint64_t now) {
     struct gs_peer peer[MAX_PEERS];
@@ -259,6 +268,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
         return false;
     gs_throttle_hear(t, all, n_all, segment->end_ns);
     int64_t own = judge(t, segment, peer, n, &c);
+    own -= unfed(segment) < own / 32 ? unfed(segment) : own / 32;
     looked(t, segment, own);
     uint32_t contexts = c.contexts + 1 > t->contexts ? c.contexts + 1 : t->contexts;
     if (segment->turns && is_seen(t, segment, &c) && contexts < 2)

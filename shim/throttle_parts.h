@@ -14,7 +14,7 @@
 #define BURST (20 * MS)             /* credit of one that was idle */
 #define DEBT (10000 * MS)           /* a container is never locked out for longer */
 #define POLL (200 * US)             /* between two looks of one that waits */
-#define TINY (10 * (int64_t)US)
+#define TINY (10 * (int64_t)US)      /* launches that take less: the device waits for the host */
 #define HIDDEN_ALL 1024u
 #define STUCK (100 * MS)            /* nothing completes for so long: a deadlock? */
 #define DEFER (6 * MS)              /* a charge waits as long for the others to say what they did */
