@@ -127,7 +127,8 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     /* What just began has a whole slice, whatever anybody says. */
     if (segment->start_event >= 0 && !segment->waited)
         t->slice_from_ns = segment->start_ns;
-    bool sure, begun = !segment->turns && segment->n_marked == 1 && segment->end_ns - t->slice_from_ns <= whole(t);
+    bool sure, begun = !segment->turns && segment->n_marked == 1 &&
+                       segment->end_ns - t->slice_from_ns <= whole(t);
     bool hit = c->contexts && (c->inside || took > (int64_t)whole(t));
     float weight = 1;
     most = gs_throttle_busy(t, segment, &sure);
@@ -157,10 +158,10 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     if (seen)
         own = took - segment->away_ns;
     else
-        own = gs_throttle_split(
-            t, peer, n, segment->start_ns, segment->end_ns,
-            segment->probe ? took : gs_throttle_when_hit(segment, segment->work_ns),
-            segment->start_event >= 0);
+        own = gs_throttle_split(t, peer, n, segment->start_ns, segment->end_ns,
+                                segment->probe ? took
+                                               : gs_throttle_when_hit(segment, segment->work_ns),
+                                segment->start_event >= 0);
     if (!sure) /* a late marker has waited for the others, and what was done long before has not */
         most = expected(t, segment) + t->switch_ns;
     own = own < most ? own : most;
@@ -255,7 +256,8 @@ static int64_t unfed(const struct gs_segment *segment) {
     if (!segment->recorded_ns || segment->expected_ns[0] >= TINY ||
         segment->end_ns > segment->recorded_ns + EDGE)
         return 0;
-    return (int64_t)min64(segment->recorded_ns - segment->marked_ns, segment->n_marked * US) * 3 / 4;
+    return (int64_t)min64(segment->recorded_ns - segment->marked_ns, segment->n_marked * US) * 3 /
+           4;
 }
 
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
@@ -264,7 +266,8 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
-    if (c.wait && !(segment->sighted && segment->turns) && now < segment->end_ns + patience) /* who never says it does not stop us */
+    if (c.wait && !(segment->sighted && segment->turns) &&
+        now < segment->end_ns + patience) /* who never says it does not stop us */
         return false;
     gs_throttle_hear(t, all, n_all, segment->end_ns);
     int64_t own = judge(t, segment, peer, n, &c);

@@ -18,8 +18,8 @@ static uint64_t said(const struct gs_activity *a, uint64_t longest, uint64_t fro
     uint64_t sum = 0, all = 0, since = UINT64_MAX, until = 0;
     for (uint32_t i = 0; i < n; i++) {
         const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
-        if (run->start_ns >= run->end_ns || (run->end_ns - run->start_ns > longest &&
-                                             run->run_ns < run->end_ns - run->start_ns))
+        if (run->start_ns >= run->end_ns ||
+            (run->end_ns - run->start_ns > longest && run->run_ns < run->end_ns - run->start_ns))
             continue;
         uint64_t first = max64(run->start_ns, from), last = min64(run->end_ns, to);
         if (first < last)

@@ -108,7 +108,8 @@ static void finish(struct gs_throttle *t, struct gs_segment *segment, uint64_t n
     t->in_flight_ns -= segment->work_ns;
     atomic_store(&t->bucket->done_ns, now);
     gs_throttle_sighted(t, segment);
-    uint64_t start = max64(segment->start_ns, t->told_ns), took = segment->end_ns - min64(start, segment->end_ns);
+    uint64_t start = max64(segment->start_ns, t->told_ns),
+             took = segment->end_ns - min64(start, segment->end_ns);
     struct gs_run run = {start, segment->end_ns, took};
     if (!segment->sighted || !segment->turns)
         run.run_ns = min64(took, gs_throttle_first_guess(t, segment));

@@ -1,7 +1,7 @@
 /* Looks: events in a stream of our own, in which nothing else is. One is done as soon as the device
- * is this context's, so a late one says when our turn began, whatever the others say of theirs. What
- * lies between the last sign of us and the next turn was somebody else's, but for the rest of our
- * own turn before it. */
+ * is this context's, so a late one says when our turn began, whatever the others say of theirs.
+ * What lies between the last sign of us and the next turn was somebody else's, but for the rest of
+ * our own turn before it. */
 #include "throttle_parts.h"
 
 #define PROMPT (45 * US) /* a look on a device that is ours is done in less */
@@ -21,7 +21,8 @@ static uint64_t pace(const struct gs_throttle *t) {
 }
 
 uint64_t gs_throttle_next_look(const struct gs_throttle *t, uint64_t now) {
-    if (t->capturing || t->marked == t->finished || !t->others_ppm || t->tiny)
+    if (t->capturing || t->marked == t->finished || !t->others_ppm || t->tiny ||
+        t->limit.mode == GS_THROTTLE_UNLIMITED) /* it has no time for that */
         return UINT64_MAX;
     return max64(now, t->look_ns) + pace(t);
 }
@@ -76,8 +77,8 @@ void gs_throttle_looked(struct gs_throttle *t, uint64_t now) {
 /* Late looks that are done just as work of ours is were behind that work: the driver put both into
  * one queue of the device (CUDA_DEVICE_MAX_CONNECTIONS). They tell nothing. */
 static bool are_tied(struct gs_throttle *t, const struct gs_segment *segment) {
-    uint64_t apart = segment->end_ns > t->late_ns ? segment->end_ns - t->late_ns
-                                                  : t->late_ns - segment->end_ns;
+    uint64_t apart =
+        segment->end_ns > t->late_ns ? segment->end_ns - t->late_ns : t->late_ns - segment->end_ns;
     if (t->late_ns && apart < EDGE)
         t->tied += (TIED_ALL - t->tied) / 4;
     return t->tied > TIED_ALL / 2;

@@ -14,7 +14,7 @@
 #define BURST (20 * MS)             /* credit of one that was idle */
 #define DEBT (10000 * MS)           /* a container is never locked out for longer */
 #define POLL (200 * US)             /* between two looks of one that waits */
-#define TINY (10 * (int64_t)US)      /* launches that take less: the device waits for the host */
+#define TINY (10 * (int64_t)US)     /* launches that take less: the device waits for the host */
 #define HIDDEN_ALL 1024u
 #define STUCK (100 * MS)            /* nothing completes for so long: a deadlock? */
 #define DEFER (6 * MS)              /* a charge waits as long for the others to say what they did */
@@ -83,7 +83,8 @@ unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer 
 /* `own` of a stretch of `busy` ns, or more: all others together never had more than was granted. */
 int64_t gs_throttle_granted(struct gs_throttle *t, int64_t own, int64_t busy, uint64_t now);
 
-/* ---- throttle_look.c: whether the device is ours -------------------------------------------------- */
+/* ---- throttle_look.c: whether the device is ours
+ * -------------------------------------------------- */
 
 /* When it should be, at the latest; UINT64_MAX: none is worth while. */
 uint64_t gs_throttle_next_look(const struct gs_throttle *t, uint64_t now);

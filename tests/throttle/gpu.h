@@ -38,11 +38,11 @@ struct stream {
 
 struct context {
     int tenant;
-    double width; /* so many streams run at full speed at once */
+    double width;                      /* so many streams run at full speed at once */
     struct stream stream[STREAMS + 1]; /* the last one is the law's own */
-    uint32_t kernels, items; /* not done */
-    double left_ns;          /* of them, without waiters */
-    uint64_t stamp[EVENTS];  /* 0: not done */
+    uint32_t kernels, items;           /* not done */
+    double left_ns;                    /* of them, without waiters */
+    uint64_t stamp[EVENTS];            /* 0: not done */
     uint32_t next_event;
     int64_t skew_ns;  /* of its stamps against the host's clock */
     int waits_stream; /* the host waits: -1 no, else until this stream is empty */

@@ -17,7 +17,9 @@ static int env_mark(void *arg, uint32_t stream) {
     struct context *c = gpu->context[host->context];
     int event = (int)(c->next_event++ % EVENTS);
     c->stamp[event] = 0;
-    gpu_push(gpu, host->context, stream == GS_LOOKS ? (host->world->one_queue ? host->stream : STREAMS) : stream, (double)gpu->bubble_ns, event);
+    gpu_push(gpu, host->context,
+             stream == GS_LOOKS ? (host->world->one_queue ? host->stream : STREAMS) : stream,
+             (double)gpu->bubble_ns, event);
     host->clock_ns += MARK_NS;
     host->marks++;
     host->forbidden += host->throttle.capturing;

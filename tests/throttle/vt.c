@@ -7,8 +7,8 @@
  * (ms) change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns
  * jitter_us skew_us (of clocks) told_switch_us stall lost (of a thread's launches) devices (process
  * i of a container is on device i % devices; the ledger is of the first, but `done` of all) corpus
- * (a file: what lie=corpus says) burst_ms (the oracle's) one_queue (1: looks are behind the program's
- * work, as all streams may share a queue of the device)
+ * (a file: what lie=corpus says) burst_ms (the oracle's) one_queue (1: looks are behind the
+ * program's work, as all streams may share a queue of the device)
  */
 #include <stdio.h>
 #include <stdlib.h>
