@@ -116,7 +116,7 @@ static int64_t hidden(struct gs_throttle *t, const struct gs_segment *segment, i
  * is known by launches that had to wait. Visits may be too short for a look. */
 static bool is_seen(const struct gs_throttle *t, const struct gs_segment *segment,
                     const struct company *c) {
-    return segment->sighted && (c->contexts || t->hidden >= HIDDEN_ALL / 8) &&
+    return segment->sighted && (c->claimed || t->hidden >= HIDDEN_ALL / 8) &&
            (segment->turns || !c->inside);
 }
 
@@ -176,7 +176,8 @@ static int64_t judge(struct gs_throttle *t, struct gs_segment *segment, const st
     if (sure && (streak || segment->probe ||
                  (!brief && (!gs_throttle_even(segment->function[0]) || seldom))))
         learn(t, segment, own, seldom || streak || segment->probe ? 0.99f : 0.3f);
-    return seen ? own + segment->turns * (int64_t)t->switch_ns : own;
+    own += seen ? segment->turns * (int64_t)t->switch_ns : 0;
+    return seen && own > took ? took : own;
 }
 
 /* Over some slices `own` is `least`, or more; a single segment may be less. */
@@ -265,6 +266,8 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     struct gs_peer peer[MAX_PEERS];
     unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
+    c.claimed = c.contexts ||
+                gs_throttle_company(t, all, n_all, segment->start_ns, segment->end_ns).contexts;
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
     if (c.wait && !(segment->sighted && segment->turns) &&
         now < segment->end_ns + patience) /* who never says it does not stop us */

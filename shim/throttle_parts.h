@@ -58,6 +58,7 @@ static inline uint64_t whole(const struct gs_throttle *t) {
 struct company {
     uint64_t before_ns; /* the last stamp of others before the start */
     uint32_t contexts;  /* of others, with work in between */
+    bool claimed;       /* somebody says so, whether he is believed or not */
     bool over;          /* whose stamp it was had no more work then */
     bool ran;           /* somebody is known to have been at work */
     bool inside;        /* somebody was on the device in between */
