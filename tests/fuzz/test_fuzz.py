@@ -11,6 +11,7 @@ import pytest
 
 from tests.fuzz import runner
 from tests.fuzz.targets import CORPUS, TARGETS, Target
+from tests.lib import host
 from tests.lib.host import TREE
 
 SECONDS = 1
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)  # the first one waits for the compiler
 
 @pytest.fixture(scope="module")
 def built() -> None:
-    subprocess.run(["make", "-s", f"-j{runner.processors()}", "fuzz-programs"], cwd=TREE, check=True)
+    host.make(f"-j{runner.processors()}", "fuzz-programs")
 
 
 @pytest.fixture(scope="module")

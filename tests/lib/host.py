@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import re
@@ -23,6 +24,14 @@ VENV_IN_CONTAINER = "/opt/venv"
 PYTHON = VENV_IN_CONTAINER + "/bin/python"  # in the container
 
 _CLONE_NEWNS = 0x00020000
+
+
+def make(*words: str) -> None:
+    """`make`, one at a time: what another worker of the tests makes meanwhile, it does not make again, nor find half
+    made."""
+    with open(BUILD / "make.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(["make", "-s", *words], cwd=TREE, check=True)
 
 
 def use_programs(directory: Path) -> None:

@@ -64,7 +64,9 @@ def _library(name: str) -> str:
 
 
 def build_shim(shim: str) -> Path:
-    subprocess.run(["make", "-s", shim], cwd=TREE, check=True)
+    from tests.lib import host
+
+    host.make(shim)
     return BUILD / shim
 
 

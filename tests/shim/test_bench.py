@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from tests.bench import bench
-from tests.lib.host import TREE
+from tests.lib import host
 
 
 def test_the_cost_of_the_shim_can_be_measured(tmp_path: Path) -> None:
-    subprocess.run(["make", "-s", "shim_bench"], cwd=TREE, check=True)
+    host.make("shim_bench")
     figures = bench.shim_cost(tmp_path)
     names = (
         "alloc_added_ns alloc_added_ns_8p passthrough_added_ns launch_added_ns marker_added_ns init_added_us".split()

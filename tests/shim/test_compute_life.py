@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from gpushare.region import DEVICE_PAUSED, MAX_PAGES, offset, packer
 
+from tests.lib import host
 from tests.lib.busy import build, words
 from tests.lib.host import BUILD
 from tests.shim.box import TREE, Box
@@ -274,7 +275,7 @@ def test_launches_that_nothing_can_time_are_refused_where_there_is_a_limit(perce
 
 def test_sanitizers_find_nothing() -> None:
     """Threads, streams and processes at once, while limits change and a neighbour is killed."""
-    subprocess.run(["make", "-s", "shim-asan"], cwd=TREE, check=True)
+    host.make("shim-asan")
     names = ("libasan.so", "libubsan.so")
     preload = [subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip() for name in names]
     environment = ["env", f"LD_PRELOAD={' '.join(preload)}", "ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0"]

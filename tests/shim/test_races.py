@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib import host
 from tests.shim.box import GIB, TREE, Box
 
 BUILD = TREE / "build"
@@ -34,7 +35,7 @@ def test_bounds_of_others_are_waited_for(races: Path) -> None:
 
 
 def test_references_released_at_once(races: Path) -> None:
-    subprocess.run(["make", "-s", "shim-asan"], cwd=TREE, check=True)
+    host.make("shim-asan")
     names = ("libasan.so", "libubsan.so")
     preload = [subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip() for name in names]
     with Box([GIB], shim=BUILD / "shim-asan") as box:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
-from tests.throttle.cells import TREE
+from tests.lib import host
 
 
 @pytest.fixture(scope="session", autouse=True)
 def built() -> None:
-    subprocess.run(["make", "-s", "vt", "vt-asan"], cwd=TREE, check=True)
+    host.make("vt", "vt-asan")
