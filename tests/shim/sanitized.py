@@ -88,6 +88,7 @@ class Mill(NamedTuple):
 
 
 LONGEST_S = 200
+PREFETCHES = "-DPLACES=CU_MEM_LOCATION_TYPE_DEVICE,CU_MEM_LOCATION_TYPE_HOST"
 
 
 def mill(
@@ -106,7 +107,8 @@ def mill(
 
     build_shim(shim)
     with Box([2 * GIB], shim=BUILD / shim, compute=[60], whole=[whole] if whole else None) as box:
-        program = build_program(shim, TREE / "tests/soak/mill.c", box.directory / "mill", *["-DPLANTED"] * planted)
+        defined = [*["-DPLANTED"] * planted, *[PREFETCHES] * bool(whole)]
+        program = build_program(shim, TREE / "tests/soak/mill.c", box.directory / "mill", *defined)
         # Without address randomisation: ThreadSanitizer finds its shadow on every kernel.
         words = ["setarch", "-R", str(program), str(processes), "16", "1", str(kill_ms), str(enough)]
         with open(box.directory / "said", "w+") as said:

@@ -92,11 +92,15 @@ static void launch(struct thread *t) {
         wrong(result, "launch", "");
 }
 
+#ifndef PLACES /* of prefetches: to the host, too, where nobody compares what the device holds */
+#define PLACES CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_LOCATION_TYPE_DEVICE
+#endif
+
 /* A hint, which may be one for memory that is not managed. */
 static void prefetch_one(struct thread *t) {
+    static const CUmemLocationType places[] = {PLACES};
     const struct held *held = &t->live[chance(t) % t->n];
-    CUmemLocation place = {.type = chance(t) % 2 ? CU_MEM_LOCATION_TYPE_DEVICE
-                                                 : CU_MEM_LOCATION_TYPE_HOST};
+    CUmemLocation place = {.type = places[chance(t) % 2]};
     CUresult result =
         held->address ? cuMemPrefetchAsync(held->address, held->bytes, place, 0, NULL) : 0;
     if (!result && chance(t) % 4 == 0)
