@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
 import stat
 import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -17,13 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.lib import elf
-from tests.lib.engines.base import SLEEP
-from tests.lib.engines.image import PROBE, make_root
-from tests.lib.host import TREE, Node, version, write_config
+from tests.lib.host import TREE, version
 from tests.lib.rootfs import run
-from tests.lib.runc import Container
 
-from . import newer
 from .conftest import PACKAGES
 
 VERSION = version()
@@ -102,61 +96,6 @@ def test_shim_of_each_machine_needs_an_old_c_library_only(machine: str, tmp_path
         if path.suffix != ".py":
             assert elf.machine(path) == MACHINES[machine]
             assert "INTERP" not in run("readelf", "--program-headers", path)  # static
-
-
-def test_a_wheel_in_a_venv(tmp_path: Path, simhost: Path) -> None:
-    """Its programs start a real container with its shim, and know that they are installed. An upgrade, and the removal,
-    leave a container that runs as it is."""
-    venv = tmp_path / "venv"
-    run(sys.executable, "-m", "venv", venv)
-    pip = (venv / "bin" / "pip", "--quiet", "--disable-pip-version-check")
-    (wheel,) = PACKAGES.glob("*_x86_64.whl")
-    before = {path.name for path in (venv / "bin").iterdir()}
-    run(*pip, "install", wheel)
-    assert run(venv / "bin" / "gpushare", "version").startswith(f"gpushare {VERSION},")
-    node = Node(tmp_path / "node", simhost)
-    config = json.loads(write_config(node.config, simhost).read_text())
-    del config["shim_dir"]
-    node.config.write_text(json.dumps(config))
-    words = (venv / "bin" / "gpushare-runtime", "--gpushare-config", node.config, "--gpushare-state", node.state)
-    image = make_root(tmp_path / "image")
-
-    def container(*args: str) -> Container:
-        return Container(tmp_path, [*args], env={"GPUSHARE_MEMORY": "1Gi"}, rootfs=image,
-                         runtime=tuple(map(str, words)))  # fmt: skip
-
-    def shim_of(one: Container) -> bytes:
-        return Path(f"/proc/{one.pid}/root/usr/lib/x86_64-linux-gnu/libcuda.so.1").read_bytes()
-
-    try:
-        with container(PROBE) as one:
-            assert one.run() == 0, one.stderr
-            said = json.loads(one.stdout)
-            assert (said["total_bytes"], said["refused"]) == (1 << 30, 2)
-            sources = {mount.get("source") for mount in json.loads((one.bundle / "config.json").read_text())["mounts"]}
-            (shim,) = venv.glob("lib/python3*/site-packages/gpushare/shim/libcuda.so")
-            assert str(shim) in sources
-            hooks = json.loads((one.bundle / "config.json").read_text())["hooks"]
-            assert {hook["path"] for stage in hooks.values() for hook in stage} == {str(venv / "bin/gpushare-hook")}
-        assert node.leases() == []
-        with container(*SLEEP) as old, container(*SLEEP) as new:
-            old.start()
-            content = shim_of(old)
-            run(*pip, "install", "--no-deps", "--upgrade", newer.wheel(tmp_path))
-            assert run(venv / "bin" / "gpushare", "version").startswith(f"gpushare {newer.VERSION},")
-            new.start()
-            assert (shim_of(old), shim_of(new)) == (content, content + newer.VERSION.encode())
-            assert node.leases() == sorted([old.id, new.id])
-            old.delete()
-            assert node.leases() == [new.id]
-            new.delete()
-            assert node.leases() == []
-        run(*pip, "uninstall", "--yes", "gpushare")
-        left = {path.name for path in (venv / "bin").iterdir()} - before
-        assert not [name for name in left if "gpushare" in name]
-        assert not [*venv.glob("lib/python3*/site-packages/gpushare*")]
-    finally:
-        node.close()
 
 
 def test_installer_image_is_the_bundle_and_one_program() -> None:

@@ -7,24 +7,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from tests.lib.engines.image import PROBE, make_root
+from tests.lib.engines.image import PROBE
 from tests.lib.host import TREE, version
-from tests.lib.spec import spec
-from tests.sim.simhost import make_simhost
 
 from . import newer
 from .cleanroot import CleanRoot
 from .conftest import PACKAGES
+from .held import GIB, IN_CONTAINER, Held, listed, use_simulated_gpu
 
-GIB = 1 << 30
 HOME = "/usr/libexec/gpushare"
 SHIM = f"{HOME}/shim/libcuda.so"
 AFTER_INSTALLING = ["daemon-reload", "try-restart gpushare-exporter.service"]  # which starts nothing that is not on
-IN_CONTAINER = "usr/lib/x86_64-linux-gnu/libcuda.so.1"
 
 
 class Kind(NamedTuple):
@@ -63,43 +60,6 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
 
-class Held:
-    """A container that has taken all that it may, until `end`."""
-
-    def __init__(self, root: CleanRoot, name: str, runtime: str) -> None:
-        self.root, self.name = root, name
-        config = spec(
-            rootfs=Path("/srv/image"),
-            args=[PROBE, "hold"],
-            env={"GPUSHARE_MEMORY": "1Gi"},
-            annotations={},
-            hook=None,
-            mounts=[],
-            user=(0, 0),
-            cgroups_path=f"/gpushare-packages-{os.getpid()}-{name}",
-        )
-        root.put(f"/srv/{name}/config.json", json.dumps(config))
-        self.process = root.start(runtime, "run", "--bundle", f"/srv/{name}", name)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("{"), line + self.process.communicate()[0]
-        self.said = json.loads(line)
-
-    @property
-    def view(self) -> Path:
-        """Its root, as its init sees it."""
-        (state,) = [one for one in json.loads(self.root.run("runc", "list", "-f", "json")) if one["id"] == self.name]
-        return Path(f"/proc/{state['pid']}/root")
-
-    def mounts(self) -> list[str]:
-        """As the kernel lists them. A source that was replaced is called deleted, and stays what it was."""
-        return (self.view.parent / "mountinfo").read_text().replace("//deleted ", " ").splitlines()
-
-    def end(self) -> None:
-        output, _ = self.process.communicate("", timeout=60)
-        assert self.process.returncode == 0, output
-
-
 @pytest.fixture
 def held(clean_root: CleanRoot) -> Iterator[Callable[..., Held]]:
     made: list[Held] = []
@@ -110,17 +70,7 @@ def held(clean_root: CleanRoot) -> Iterator[Callable[..., Held]]:
 
     yield make
     for one in made:
-        if one.process.poll() is None:
-            clean_root.call("runc", "kill", one.name, "KILL")
-            one.process.communicate(timeout=60)
-
-
-def use_simulated_gpu(root: CleanRoot) -> None:
-    """Installed as it is, the package looks for the host's driver; this is how an administrator says where it is."""
-    make_simhost(root.path / "opt/driver", memory_bytes=16 * GIB)
-    make_root(root.path / "srv/image")
-    config = {"version": 1, "driver": {"root": "/opt/driver"}, "log": {"decisions": "/var/log/gpushare"}}
-    root.put("/etc/gpushare/config.yaml", json.dumps(config))
+        one.kill()
 
 
 def use_systemd(root: CleanRoot) -> None:
@@ -265,8 +215,3 @@ def test_archive_unpacked_used_upgraded_and_removed(
     shutil.rmtree(root.path / "opt/driver")
     assert root.files("/etc", "/opt", "/usr", "/run", "/var/lib") == before
     assert " /run/gpushare " not in root.run("cat", "/proc/self/mountinfo")
-
-
-def listed(root: CleanRoot) -> list[str]:
-    found: list[dict[str, Any]] = json.loads(root.run("gpushare", "list", "--format", "json"))
-    return [one["id"] for one in found]

@@ -1,6 +1,6 @@
 """A Debian of its own, as debootstrap makes it: what a package finds on a machine where nobody has prepared anything.
 
-archive()              -> build/debian-root.tar, made once
+archive()              -> build/debian-root.tar, made once; or build/debian-root-PACKAGE.tar, with that one, too
 CleanRoot(directory)   that, unpacked to memory; `run` runs programs that have it as their root, and nothing else
 """
 
@@ -31,9 +31,9 @@ exec sleep infinity
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def archive() -> Path:
-    """The packages come from where this machine's own do."""
-    target = BUILD / "debian-root.tar"
+def archive(more: str = "") -> Path:
+    """The packages come from where this machine's own do; `more` is one that is in there, too."""
+    target = BUILD / ("debian-root" + f"-{more}" * bool(more) + ".tar")
     if target.exists():
         return target
     with open("/etc/os-release") as file:
@@ -42,9 +42,9 @@ def archive() -> Path:
     words = ("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", f"Codename: {suite}")
     sources = run(*words).split()
     assert sources, f"apt knows no source of {suite}"
-    folder, new = BUILD / "debian-root", BUILD / "debian-root.tar.new"
+    folder, new = target.with_suffix(""), target.with_suffix(".tar.new")
     shutil.rmtree(folder, ignore_errors=True)
-    run("debootstrap", "--variant=minbase", f"--include={INCLUDED}", suite, folder, sources[0])
+    run("debootstrap", "--variant=minbase", f"--include={INCLUDED}{',' * bool(more)}{more}", suite, folder, sources[0])
     run("tar", "--numeric-owner", "--one-file-system", "-C", folder, "-cf", new, "--exclude=./var/cache", ".")
     shutil.rmtree(folder)
     new.rename(target)
@@ -54,12 +54,12 @@ def archive() -> Path:
 class CleanRoot:
     """`path` is what is in it, as seen from here. Mounts that programs make in there are seen in there alone."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, more: str = "") -> None:
         self.path = directory
         directory.mkdir()
         run("mount", "-t", "tmpfs", "-o", "mode=755,size=2g", "gpushare-test", directory)
         try:
-            run("tar", "-C", directory, "-xpf", archive())
+            run("tar", "-C", directory, "-xpf", archive(more))
             words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "sh", str(directory)]
             self._inside = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
             assert self._inside.stdout is not None

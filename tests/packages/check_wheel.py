@@ -1,0 +1,83 @@
+"""The wheel, on a Debian of its own that has a Python, from being installed to being removed, with real containers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lib.host import version
+from tests.lib.rootfs import run
+
+from . import newer
+from .cleanroot import CleanRoot
+from .conftest import PACKAGES
+from .held import GIB, Held, listed, use_simulated_gpu
+
+VENV = "/opt/venv"
+PIP = (f"{VENV}/bin/pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
+RUNTIME = f"{VENV}/bin/gpushare-runtime"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[CleanRoot]:
+    """Without a package index: what the wheel depends on lies in /srv."""
+    root = CleanRoot(tmp_path / "debian", "python3-venv")
+    try:
+        (wheel,) = PACKAGES.glob("*_x86_64.whl")
+        run(sys.executable, "-m", "pip", "--quiet", "download", "--dest", root.path / "srv", wheel)
+        root.run("python3", "-m", "venv", VENV)
+        yield root
+    finally:
+        root.close()
+
+
+def ours(root: CleanRoot) -> set[str]:
+    return {path for path in root.files("/etc", "/opt", "/usr", "/run", "/var/lib") if "gpushare" in path}
+
+
+def test_wheel_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Path) -> None:
+    """Its programs know where they are; an upgrade, and the removal, leave a container that runs as it is."""
+    root.run(*PIP, "install", "--no-index", "--find-links", "/srv", "gpushare")
+    root.run("ln", "-s", f"{VENV}/bin/gpushare", "/usr/local/bin/gpushare")
+    assert root.run("gpushare", "version").startswith(f"gpushare {version()},")
+    assert not [path for path in ours(root) if path.startswith(("/etc", "/run", "/var"))]
+    root.put("/etc/docker/daemon.json", '{"debug": false}\n')
+    root.run("gpushare", "runtime", "configure", "docker", "--profile", "workstation")
+    daemon = json.loads(root.run("cat", "/etc/docker/daemon.json"))
+    assert daemon["runtimes"]["gpushare"]["path"] == RUNTIME
+    use_simulated_gpu(root)
+    made: list[Held] = []
+    try:
+        made.append(first := Held(root, "first", RUNTIME))
+        assert first.said["total_bytes"] == first.said["nvml_total_bytes"] == GIB and first.said["refused"] == 2
+        config = json.loads((root.path / "srv/first/config.json").read_text())
+        programs = {hook["path"] for stage in config["hooks"].values() for hook in stage}
+        assert programs == {f"{VENV}/bin/gpushare-hook"}
+        content, mounts = first.shim(), first.mounts()
+
+        wheel = newer.wheel(tmp_path)
+        shutil.copy(wheel, root.path / "srv")
+        root.run(*PIP, "install", "--no-index", "--no-deps", "--upgrade", f"/srv/{wheel.name}")
+        assert root.run("gpushare", "version").startswith(f"gpushare {newer.VERSION},")
+        assert first.mounts() == mounts
+        made.append(second := Held(root, "second", RUNTIME))
+        assert (first.shim(), second.shim()) == (content, content + newer.VERSION.encode())
+        assert listed(root) == ["first", "second"]
+        first.end()
+        assert listed(root) == ["second"]
+        refused = root.call("gpushare", "uninstall", "--yes")
+        assert refused.returncode != 0 and "1 container holds a share: second" in refused.stderr
+        second.end()
+    finally:
+        for one in made:
+            one.kill()
+
+    root.run("gpushare", "uninstall", "--yes", "--purge")
+    root.run(*PIP, "uninstall", "--yes", "gpushare")
+    assert ours(root) == {"/usr/local/bin/gpushare"}  # the link that was made by hand
+    assert root.run("cat", "/etc/docker/daemon.json") == '{"debug": false}\n'

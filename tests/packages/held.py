@@ -1,0 +1,75 @@
+"""Containers that are started in a Debian of its own, and live while packages change."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.lib.engines.image import PROBE, make_root
+from tests.lib.spec import spec
+from tests.sim.simhost import make_simhost
+
+from .cleanroot import CleanRoot
+
+GIB = 1 << 30
+IN_CONTAINER = "usr/lib/x86_64-linux-gnu/libcuda.so.1"
+
+
+class Held:
+    """A container that has taken all that it may, until `end`."""
+
+    def __init__(self, root: CleanRoot, name: str, runtime: str) -> None:
+        self.root, self.name = root, name
+        config = spec(
+            rootfs=Path("/srv/image"),
+            args=[PROBE, "hold"],
+            env={"GPUSHARE_MEMORY": "1Gi"},
+            annotations={},
+            hook=None,
+            mounts=[],
+            user=(0, 0),
+            cgroups_path=f"/gpushare-packages-{os.getpid()}-{name}",
+        )
+        root.put(f"/srv/{name}/config.json", json.dumps(config))
+        self.process = root.start(runtime, "run", "--bundle", f"/srv/{name}", name)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("{"), line + self.process.communicate()[0]
+        self.said = json.loads(line)
+
+    @property
+    def view(self) -> Path:
+        """Its root, as its init sees it."""
+        (state,) = [one for one in json.loads(self.root.run("runc", "list", "-f", "json")) if one["id"] == self.name]
+        return Path(f"/proc/{state['pid']}/root")
+
+    def mounts(self) -> list[str]:
+        """As the kernel lists them. A source that was replaced is called deleted, and stays what it was."""
+        return (self.view.parent / "mountinfo").read_text().replace("//deleted ", " ").splitlines()
+
+    def shim(self) -> bytes:
+        return (self.view / IN_CONTAINER).read_bytes()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.root.call("runc", "kill", self.name, "KILL")
+            self.process.communicate(timeout=60)
+
+    def end(self) -> None:
+        output, _ = self.process.communicate("", timeout=60)
+        assert self.process.returncode == 0, output
+
+
+def use_simulated_gpu(root: CleanRoot) -> None:
+    """Installed as it is, the package looks for the host's driver; this is how an administrator says where it is."""
+    make_simhost(root.path / "opt/driver", memory_bytes=16 * GIB)
+    make_root(root.path / "srv/image")
+    config = {"version": 1, "driver": {"root": "/opt/driver"}, "log": {"decisions": "/var/log/gpushare"}}
+    root.put("/etc/gpushare/config.yaml", json.dumps(config))
+
+
+def listed(root: CleanRoot) -> list[str]:
+    found: list[dict[str, Any]] = json.loads(root.run("gpushare", "list", "--format", "json"))
+    return [one["id"] for one in found]
