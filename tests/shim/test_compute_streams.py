@@ -147,6 +147,28 @@ def test_streams_of_threads(threads: int) -> None:
         assert 20 < percent_held(box, float(took)) < 40 + POINTS
 
 
+@pytest.mark.parametrize("threads", [1, 4])
+def test_polling_of_streams_of_threads(threads: int) -> None:
+    """Who asks again and again whether his stream is done has no more than who waits for it."""
+    program = f"""
+    context, function = start(), kernel("spin_us_50")
+    began = time.monotonic()
+    def work():
+        ok(cuda.cuCtxSetCurrent(context))
+        while time.monotonic() - began < 2:
+            ok(per_thread(function))
+            while cuda.cuStreamQuery_ptsz(None) == 600:  # CUDA_ERROR_NOT_READY
+                pass
+    workers = [threading.Thread(target=work) for i in range({threads})]
+    [w.start() for w in workers], [w.join() for w in workers]
+    ok(cuda.cuCtxSynchronize())
+    print(time.monotonic() - began)
+    """
+    with boxes(20) as (box,):
+        (took,) = run(box, program, helpers=HELPERS + STREAMS_OF_THREADS)
+        assert 20 / 2 < percent_held(box, float(took)) < 20 + 3
+
+
 def test_the_legacy_stream_beside_streams_that_wait_for_it() -> None:
     program = """
     start()
