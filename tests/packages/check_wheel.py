@@ -40,6 +40,10 @@ def ours(root: CleanRoot) -> set[str]:
     return {path for path in root.files("/etc", "/opt", "/usr", "/run", "/var/lib") if "gpushare" in path}
 
 
+def mount_points(one: Held) -> list[str]:
+    return [line.split()[4] for line in one.mounts()]
+
+
 def test_wheel_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Path) -> None:
     """Its programs know where they are; an upgrade, and the removal, leave a container that runs as it is."""
     root.run(*PIP, "install", "--no-index", "--find-links", "/srv", "gpushare")
@@ -58,13 +62,13 @@ def test_wheel_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Pa
         config = json.loads((root.path / "srv/first/config.json").read_text())
         programs = {hook["path"] for stage in config["hooks"].values() for hook in stage}
         assert programs == {f"{VENV}/bin/gpushare-hook"}
-        content, mounts = first.shim(), first.mounts()
+        content, places = first.shim(), mount_points(first)
 
         wheel = newer.wheel(tmp_path)
         shutil.copy(wheel, root.path / "srv")
         root.run(*PIP, "install", "--no-index", "--no-deps", "--upgrade", f"/srv/{wheel.name}")
         assert root.run("gpushare", "version").startswith(f"gpushare {newer.VERSION},")
-        assert first.mounts() == mounts
+        assert mount_points(first) == places  # pip moves what it replaces aside, so what they show has another name
         made.append(second := Held(root, "second", RUNTIME))
         assert (first.shim(), second.shim()) == (content, content + newer.VERSION.encode())
         assert listed(root) == ["first", "second"]
@@ -79,5 +83,6 @@ def test_wheel_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Pa
 
     root.run("gpushare", "uninstall", "--yes", "--purge")
     root.run(*PIP, "uninstall", "--yes", "gpushare")
-    assert ours(root) == {"/usr/local/bin/gpushare"}  # the link that was made by hand
+    made_by_hand = {"/usr/local/bin/gpushare", "/opt/driver/.gpushare-sim"}
+    assert ours(root) == made_by_hand
     assert root.run("cat", "/etc/docker/daemon.json") == '{"debug": false}\n'
