@@ -173,6 +173,8 @@ static int runtime(char **argv) {
         words[0] = low;
         return delete_container(&call, words);
     }
+    if (starts && !call.unknown)
+        hurry(call.state_dir);
     return python("gpushare-runtime", argv);
 }
 

@@ -49,6 +49,9 @@ bool adopt(const struct state *state, const char *state_dir);
 enum release { RELEASE_DONE, RELEASE_IN_USE, RELEASE_UNCLEAR }; /* unclear: Python does it */
 enum release release(const char *state_dir, const char *id, const char *bundle);
 
+/* hurry.c: the kernel gets ready for the low-level runtime while Python works. */
+void hurry(const char *state_dir);
+
 /* decision.c: the line for a lease that was given back. `where` and `facts` as the ticket has them,
  * `by`: poststop or delete. */
 #define MAX_FACTS (16 << 10)

@@ -1,7 +1,7 @@
 # build/bin/gpushare-runtime and build/bin/gpushare-hook: one static C program, built twice (hook/launcher/launcher.h).
 
 LAUNCHERS := build/bin/gpushare-runtime build/bin/gpushare-hook
-LAUNCHER_SOURCES := $(addprefix hook/launcher/,adopt.c args.c attach.c decision.c known.c launcher.c place.c release.c scan.c state.c)
+LAUNCHER_SOURCES := $(addprefix hook/launcher/,adopt.c args.c attach.c decision.c hurry.c known.c launcher.c place.c release.c scan.c state.c)
 LAUNCHER_TABLES := build/launcher/launcher_tables.h
 LAUNCHER_CFLAGS := -std=gnu11 -O2 -g -Wall -Wextra -Wshadow -Werror -fstack-protector-strong -Ibuild/launcher -Wno-unused-variable -ffile-prefix-map=$(CURDIR)=.
 LAUNCHERS_ANALYZED := $(LAUNCHERS:build/bin/%=build/launcher/analyzed/%)
