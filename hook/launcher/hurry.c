@@ -3,8 +3,9 @@
  * every fork and exit of the machine reads (cgroup_threadgroup_rwsem), and the first to take it
  * after a while waits for an RCU grace period, 10 to 20 ms with two processors and HZ=250, more
  * than Python's whole part. Who comes soon after somebody else does not wait (rcu_sync). So a
- * process of ours moves itself to where it is, which changes nothing but that, and does so again
- * until the runtime is through.
+ * process of ours asks the kernel to move a process that has ended, and does so again until the
+ * runtime is through. The lock is taken for that, and nobody is moved, wherever it asks: what is
+ * at /sys/fs/cgroup may be the host's while our names are those of a cgroup namespace.
  *
  * It only ever saves time: where it may not write, nothing happens. On a kernel without that wait
  * (cgroup2 mounted with favordynmods) its writes return at once. */
@@ -12,6 +13,7 @@
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <poll.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/file.h>
@@ -56,16 +58,31 @@ static int open_own_cgroup(void) {
     return fd;
 }
 
+/* A child that has ended and is not waited for, so nobody else gets its number; < 0: none. */
+static pid_t make_zombie(void) {
+    siginfo_t ended;
+    signal(SIGCHLD, SIG_DFL); /* ignored, as by an engine, it would leave none */
+    pid_t child = fork();
+    if (child == 0)
+        _exit(0);
+    if (child > 0 && waitid(P_PID, (id_t)child, &ended, WEXITED | WNOWAIT) == 0)
+        return child;
+    return -1;
+}
+
 /* Until `start` ends, which becomes Python and then the low-level runtime. Of several that start at
  * once one asks for all: the lock is also in their way. */
 static void ask_while_alive(pid_t start, const char *state_dir) {
-    char path[PATH_MAX];
+    char path[PATH_MAX], number[16];
     snprintf(path, sizeof path, "%s/%s", state_dir, LAUNCHER_FILE);
-    int pidfd = (int)syscall(SYS_pidfd_open, start, 0), turn = open(path, O_RDONLY);
+    int pidfd = (int)syscall(SYS_pidfd_open, start, 0);
+    int turn = open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
     int cgroup = flock(turn, LOCK_EX | LOCK_NB) == 0 ? open_own_cgroup() : -1;
+    pid_t dead = pidfd >= 0 && cgroup >= 0 ? make_zombie() : -1;
+    int length = snprintf(number, sizeof number, "%d\n", dead);
     struct pollfd end = {.fd = pidfd, .events = POLLIN};
-    for (int i = 0; pidfd >= 0 && cgroup >= 0 && i < TIMES; i++)
-        if (write(cgroup, "0", 1) != 1 || poll(&end, 1, AGAIN_MS) != 0)
+    for (int i = 0; dead > 0 && i < TIMES; i++)
+        if (write(cgroup, number, (size_t)length) != length || poll(&end, 1, AGAIN_MS) != 0)
             return;
 }
 

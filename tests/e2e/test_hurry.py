@@ -6,8 +6,9 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,14 +37,22 @@ class Scene(NamedTuple):
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
 
-    def start(self, config: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
+    def start(
+        self, config: str, stdout: int | None = None, before: str = "", ignored: int | None = None
+    ) -> subprocess.Popen[bytes]:
+        """`before`: what the shell does that becomes the launcher; `ignored`: a signal that it ignores."""
         (self.directory / "bundle" / "config.json").write_text(config)
         own = [f"--gpushare-config={self.directory / 'config.yaml'}", f"--gpushare-state={self.directory / 'state'}"]
         create = ["create", "--bundle", str(self.directory / "bundle"), "a"]
         there = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
-        mount = f'mount --bind {self.directory / "cgroup"} /sys/fs/cgroup && exec "$@"'
+        mount = before or f'mount --bind {self.directory / "cgroup"} /sys/fs/cgroup && exec "$@"'
         program = str(self.directory / "bin" / "gpushare-runtime")
-        return subprocess.Popen([*there, mount, "sh", program, *own, *create], stdout=stdout)
+
+        def prepare() -> None:
+            if ignored:
+                signal.signal(ignored, signal.SIG_IGN)
+
+        return subprocess.Popen([*there, mount, "sh", program, *own, *create], stdout=stdout, preexec_fn=prepare)
 
 
 def own_cgroups() -> list[str]:
@@ -72,11 +81,13 @@ def children() -> list[int]:
     return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
 
 
-def test_asks_while_the_start_lasts(scene: Scene) -> None:
-    """For the writer itself, which is where it is already; again and again; and no longer than the start."""
-    scene.script("libexec/gpushare-runtime", f"test $(head -c 3 {scene.procs}) = 000 && exit 42")
+@pytest.mark.parametrize("ignored", [None, signal.SIGCHLD])
+def test_asks_while_the_start_lasts(scene: Scene, ignored: int | None) -> None:
+    """For a process that has ended, again and again, and no longer than the start."""
+    ask = f'exec <{scene.procs} && read a && read b && test "$a" = "$b" && grep "^State:.Z" /proc/$a/status && exit 42'
+    scene.script("libexec/gpushare-runtime", ask)
     before = children()
-    start = scene.start(ASKS)
+    start = scene.start(ASKS, ignored=ignored)
     assert start.wait(WAIT_S) == 42
     for pid in set(children()) - set(before):
         assert processes.wait_exit(pid, WAIT_S) is not None
@@ -130,8 +141,54 @@ def test_one_asks_for_all_that_start_at_once(scene: Scene) -> None:
         os.close(reader)
 
 
+def test_does_not_wait_for_a_fifo_in_the_state_directory(scene: Scene) -> None:
+    scene.procs.unlink()
+    (scene.directory / "state" / lowlevel.FILE).unlink()
+    os.mkfifo(scene.directory / "state" / lowlevel.FILE)
+    scene.script("libexec/gpushare-runtime", "exit 42")
+    before = children()
+    assert scene.start(ASKS).wait(WAIT_S) == 42
+    for pid in set(children()) - set(before):
+        assert processes.wait_exit(pid, WAIT_S) is not None
+
+
+@pytest.fixture
+def own_group(tmp_path: Path) -> Iterator[Path]:
+    """A cgroup of ours in cgroup2."""
+    unified = tmp_path / "unified"
+    unified.mkdir()
+    subprocess.run(["mount", "-t", "cgroup2", "none", unified], check=True)
+    group = unified / f"gpushare-hurry-{os.getpid()}"
+    try:
+        group.mkdir()
+        yield group
+    finally:
+        group.rmdir()
+        subprocess.run(["umount", unified], check=True)
+
+
+def test_stays_where_it_is_under_the_host_s_cgroups(scene: Scene, own_group: Path) -> None:
+    """In a cgroup namespace we are in "/", and what is mounted at /sys/fs/cgroup may have another root."""
+    go = scene.directory / "go"
+    os.mkfifo(go)
+    scene.script("libexec/gpushare-runtime", f"read x <{go}; exit 42")
+    before = children()
+    enter = f"mount -t cgroup2 none /sys/fs/cgroup && echo $$ >/sys/fs/cgroup/{own_group.name}/cgroup.procs"
+    start = scene.start(ASKS, before=f'{enter} && exec unshare --cgroup "$@"')
+    try:
+        with open(go, "w") as file:  # Python runs
+            (helper,) = set(children()) - set(before) - {start.pid}
+            os.waitid(os.P_PID, helper, os.WEXITED | os.WNOWAIT)
+            seen = Path(f"/proc/{helper}/cgroup").read_text().splitlines()
+            file.write("go\n")
+    finally:
+        assert start.wait(WAIT_S) == 42
+    assert processes.wait_exit(helper, WAIT_S) == 0
+    assert [line for line in seen if line.startswith("0::")] == [f"0::/{own_group.name}"]
+
+
 def test_nobody_is_moved(container: MakeContainer, node: Node, tmp_path: Path) -> None:
-    """A real start, on this machine's cgroups: each process of the launcher stays where it was."""
+    """A real start, on this machine's cgroups: who is to be moved is a process of this start, and has ended."""
     calls = tmp_path / "calls"
     strace = ("strace", "-D", "-ff", "-qq", "-e", "trace=write", "-y", "-o", str(calls))
     mine = own_cgroups()
@@ -139,6 +196,8 @@ def test_nobody_is_moved(container: MakeContainer, node: Node, tmp_path: Path) -
     with container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, prefix=strace, runtime=node.runtime()) as one:
         one.create()
     asked = [log.read_text(errors="replace") for log in tmp_path.glob("calls.*") if log.suffix[1:].isdigit()]
-    (moves,) = [lines for log in asked if (lines := re.findall(r'write\(\d+<(.*)/cgroup.procs>, "0", 1\) = (.*)', log))]
-    assert {result for _, result in moves} == {"1"}
-    assert {os.path.normpath(path) for path, _ in moves} < {os.path.normpath(f"/sys/fs/cgroup/{own}") for own in mine}
+    form = r'write\(\d+<(.*)/cgroup.procs>, "(\d+)\\n", (\d+)\) = \3\b'
+    (moves,) = [lines for log in asked if (lines := re.findall(form, log))]
+    assert {os.path.normpath(path) for path, *_ in moves} < {os.path.normpath(f"/sys/fs/cgroup/{own}") for own in mine}
+    ((who, _),) = {tuple(number) for _, *number in moves}
+    assert (tmp_path / f"calls.{who}").read_text() == ""  # it has written nothing itself
