@@ -28,9 +28,14 @@ COMMAND_BARE = (
     "?", "auto-dedup", "d", "detach", "ext-unix-sk", "file-locks", "h", "help", "keep", "lazy-pages", "no-new-keyring",
     "no-pivot", "no-subreaper", "shell-job", "tcp-close", "tcp-established", "usage",
 )  # fmt: skip
+# Other names of a flag. The last of them counts, whatever it is called (crun; runc refuses two names in one line)
+OTHER_NAMES = {"b": "bundle", "f": "config"}
 DELETE_BARE = ("?", "f", "force", "h", "help", "r", "regex", "usage")
 STARTING = ("create", "run", "restore")  # what can bring a container to life
 HANDLED = (*STARTING, "delete")
+
+
+CONFIG_NAME = "config.json"
 
 
 class Call(NamedTuple):
@@ -42,7 +47,7 @@ class Call(NamedTuple):
     command: str = ""  # "" = none: `--version`, or nothing at all
     container_id: str = ""
     bundle: str = "."
-    config_name: str = "config.json"  # crun's --config
+    config_name: str = CONFIG_NAME  # crun's --config
     log: str = ""
     log_format: str = ""
     unknown: str = ""  # a flag that is in no table, or lacks its value; then nothing after it is believed
@@ -97,7 +102,7 @@ class _Scan:
                     return
                 value = words[at]
                 at += 1
-            self.values[name] = value
+            self.values[OTHER_NAMES.get(name, name)] = value
 
 
 def parse(words: Sequence[str]) -> Call:
@@ -124,8 +129,8 @@ def parse(words: Sequence[str]) -> Call:
     return call._replace(
         unknown=scan.unknown,
         container_id=scan.others[0] if scan.others else "",
-        bundle=values.get("bundle", values.get("b", ".")) or ".",
-        config_name=values.get("config", values.get("f", "config.json")) or "config.json",
+        bundle=values.get("bundle") or ".",
+        config_name=values.get("config") or CONFIG_NAME,
     )
 
 

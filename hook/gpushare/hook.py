@@ -75,6 +75,7 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
         watch()
         state = oci.read_state(_read_stdin(stdin))
         container_id = state.id
+        state = state._replace(bundle=os.path.realpath(state.bundle))  # runc says it as PWD does
         return _STAGES[options.stage](options, state)
     except BaseException as error:
         ignore_signals()

@@ -106,13 +106,14 @@ class Watch:
 
 
 def _read(call: Call) -> tuple[str, dict[str, object]]:
-    """(path of config.json, what is in it)."""
-    path = os.path.join(os.path.abspath(call.bundle), call.config_name)
+    """(path of config.json, what is in it). One of another name is looked for where crun is called (create.c there)."""
+    directory = os.path.realpath(call.bundle) if call.config_name == commandline.CONFIG_NAME else os.getcwd()
+    path = os.path.join(directory, call.config_name)
     return path, oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json")
 
 
-def _bundle(call: Call, path: str, spec: dict[str, object]) -> Bundle:
-    return oci.bundle_of(oci.State(call.container_id, 0, "creating", os.path.dirname(path), {}), spec)
+def _bundle(call: Call, spec: dict[str, object]) -> Bundle:
+    return oci.bundle_of(oci.State(call.container_id, 0, "creating", os.path.realpath(call.bundle), {}), spec)
 
 
 def _asked(bundle: Bundle, paths: Paths) -> tuple[Optional[Request], Optional[Node]]:
@@ -134,7 +135,7 @@ def _create(call: Call, paths: Paths) -> int:
     path, spec = _read(call)
     watch = Watch()
     clean = applied.stripped(spec)
-    bundle = _bundle(call, path, clean)
+    bundle = _bundle(call, clean)
     asked, host = _asked(bundle, paths)
     if asked is None or host is None:
         withheld = _withheld(bundle, paths)
@@ -266,8 +267,8 @@ def _hook_stderr() -> str:
 def _restore(call: Call, paths: Paths) -> int:
     from . import applied
 
-    path, spec = _read(call)
-    asked, _ = _asked(_bundle(call, path, applied.stripped(spec)), paths)
+    _, spec = _read(call)
+    asked, _ = _asked(_bundle(call, applied.stripped(spec)), paths)
     if asked is not None:
         raise RequestError(
             f"{asked.sources[0][0]}: a container with a share of a GPU cannot be restored from a checkpoint",

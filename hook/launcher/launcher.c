@@ -63,8 +63,8 @@ static bool may_ask(const struct call *call) {
     char path[PATH_MAX];
     const char *bundle = call->bundle && *call->bundle ? call->bundle : ".";
     const char *name = call->config_name && *call->config_name ? call->config_name : "config.json";
-    int length = snprintf(path, sizeof path, "%s%s%s", *name == '/' ? "" : bundle,
-                          *name == '/' ? "" : "/", name);
+    bool usual = strcmp(name, "config.json") == 0; /* crun: any other is not of the bundle */
+    int length = snprintf(path, sizeof path, "%s%s%s", usual ? bundle : "", usual ? "/" : "", name);
     return length >= (int)sizeof path || scan_may_ask(path);
 }
 
@@ -230,6 +230,9 @@ static int hook(char **argv) {
     const char *text = quick || adopts ? read_state(&size) : NULL;
     if (!text || !state_read(text, size, &state))
         return python("gpushare-hook", argv);
+    char bundle[PATH_MAX]; /* as hook.py: runc may say it by a symbolic link, where PWD does */
+    if (realpath(state.bundle, bundle))
+        strcpy(state.bundle, bundle);
     if (adopts && *state.id && take_time() && adopt(&state, state_dir))
         return 0;
     bool ends = quick && strcmp(*word, "poststop") == 0 && state_dir_given;

@@ -18,6 +18,8 @@ from gpushare.commandline import parse
         ("create --bundle=/b c", "create", "c", "/b"),
         ("create -bundle=/b c", "create", "c", "/b"),
         ("create c --bundle /b", "create", "c", "/b"),
+        ("create --bundle /a -b /b c", "create", "c", "/b"),
+        ("create -b /a --bundle=/b c", "create", "c", "/b"),
         ("create --pid-file --bundle c", "create", "c", "."),
         ("create -- -c", "create", "-c", "."),
         ("--root /r run -d --keep c", "run", "c", "."),
