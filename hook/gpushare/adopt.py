@@ -7,7 +7,7 @@ place by now. Then the lease becomes the container's own: from here on it lives 
 
 from __future__ import annotations
 
-from . import applied, apply, leases, log, oci, procs
+from . import applied, apply, leases, log, oci, procs, storage
 from .errors import RequestError
 from .light import TYPE_CHECKING
 from .ops import Plan
@@ -26,6 +26,7 @@ def adopt(options: Options, state: oci.State) -> int:
         raise RequestError(
             "config.json does not say what gpushare-runtime put into it", "start the container through gpushare-runtime"
         )
+    _refuse_another_s(record, options.state_dir, bundle.id)
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(f"the state's pid {bundle.pid} is no process", "adopt is a createRuntime hook")
@@ -43,3 +44,15 @@ def adopt(options: Options, state: oci.State) -> int:
     done.close()
     log.forget(options.state_dir, bundle.id)
     return 0
+
+
+def _refuse_another_s(record: applied.Record, state_dir: str, container_id: str) -> None:
+    """Another start of this bundle wrote config.json before the runtime read it: this container has its share."""
+    mine = storage.container_dir(state_dir, container_id)
+    ours = mine[: -len(container_id)]
+    sources = [source for _, source in record.mounts] + [word for op in record.ops for word in op]
+    if any(isinstance(one, str) and one.startswith(ours) and not f"{one}/".startswith(f"{mine}/") for one in sources):
+        raise RequestError(
+            f"config.json was written for another container while {container_id!r} was starting",
+            "start containers of one bundle one after the other",
+        )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.host import Node
-from tests.lib.runc import Container
+from tests.lib.runc import Container, RuntimeFailed
 
 MakeContainer = Callable[..., Container]
 MakeNode = Callable[..., Node]
@@ -69,3 +69,26 @@ def test_config_of_another_name_is_not_of_the_bundle(
     name = str(tmp_path / "asks.json") if absolute else "asks.json"
     assert run(one, "--config", name, "--bundle", str(one.bundle), cwd=tmp_path) == (7, "")
     assert node.leases() == []
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_share_of_another_start_of_the_bundle_is_refused(
+    container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, runtime: str
+) -> None:
+    """Between its edit and the low-level runtime's look at config.json another start edits it."""
+    low = tmp_path / "low"
+    node = make_node(simhost, runtime={"path": str(low)})
+    one = container(LOOK, env=SHARE, runtime=node.runtime())
+    other = f"{one.id}-other"
+    begin = " ".join([*one._runtime, "create", "--bundle", str(one.bundle), other])
+    cases = f'case "$*" in *create*{other}|*delete*) ;; *create*) {begin} ;; esac'
+    low.write_text(f'#!/bin/sh\n{cases}\nexec {RUNTIMES[runtime]} "$@"\n')
+    low.chmod(0o755)
+    try:
+        with pytest.raises(RuntimeFailed) as failed:
+            one.create()
+        message = f"config.json was written for another container while '{one.id}' was starting"
+        assert message in failed.value.message
+        assert other in node.leases()
+    finally:
+        one.command("delete", "--force", other)
