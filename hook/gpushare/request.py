@@ -30,13 +30,14 @@ DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], O
 }
 # Beginnings of variables without which nothing is asked: ours, also as people misspell them, NVIDIA's, and others'
 TRIGGERS = (*own.PREFIXES, nvidia.ENV_DEVICES, *triggers.BEGINNINGS)
-# What the launcher looks for in the text of a config.json, in any case of letters: without one of these there is
-# nothing that `mentions` could find. ASCII letters, digits and . _ - / only, which it knows in every JSON spelling.
+# What the launcher looks for in the text of a config.json, in any case of letters: without one of these, or a device
+# of the driver's major (scan.c), there is nothing that `mentions` could find. ASCII letters, digits and . _ - / only,
+# which it knows in every JSON spelling.
 RAW_TRIGGERS = (
     *TRIGGERS,
     names.ANNOTATION_PREFIX.rstrip("/"),
     nvidia.VOLUME_ROOT.rpartition("/")[2],
-    "/dev/nvidia",
+    "/nvidia",  # of /dev, however that is spelled
     "cdi.k8s.io",
     *triggers.KEY_BEGINNINGS,
 )

@@ -55,6 +55,20 @@ static bool is_sandbox(const char *text, size_t size) {
            !has_hidden_letters(text, size);
 }
 
+/* Whether a device may be NVIDIA's by its numbers, whatever it is called: "major" : 195. */
+static bool has_major(const char *text, size_t size) {
+    static const char key[] = "\"major\"", number[] = NVIDIA_MAJOR;
+    const char *end = text + size;
+    for (const char *at = text; (at = memmem(at, (size_t)(end - at), key, sizeof key - 1));) {
+        at += sizeof key - 1;
+        while (at < end && *at && strchr(" \t\r\n:", *at))
+            at++;
+        if ((size_t)(end - at) >= sizeof number - 1 && memcmp(at, number, sizeof number - 1) == 0)
+            return true;
+    }
+    return false;
+}
+
 bool scan_text_may_ask(char *text, size_t size) {
     if (is_sandbox(text, size))
         return false;
@@ -70,7 +84,7 @@ bool scan_text_may_ask(char *text, size_t size) {
         if (memmem(text, size, word, length))
             return true;
     }
-    return has_hidden_letters(text, size);
+    return has_major(text, size) || has_hidden_letters(text, size);
 }
 
 bool scan_may_ask(const char *path) {

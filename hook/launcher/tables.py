@@ -27,6 +27,7 @@ from gpushare import (
     storage,
     ticket,
 )
+from gpushare.dialects import nvidia
 
 
 def c_list(name: str, words: Sequence[str]) -> str:
@@ -65,6 +66,7 @@ def defines() -> str:
         "PEERS_USED": str(region.offset("gs_peers", "used")),
         "PEERS_GENERATION": str(region.offset("gs_peers", "generation")),
         "POSTSTOP_WAIT_MS": str(hook.POSTSTOP_WAIT_MS),
+        "NVIDIA_MAJOR": f'"{nvidia.MAJOR}"',
         "DECISION_SYSLOG": f'"{decision.SYSLOG}"',
         "DECISION_NOWHERE": f'"{decision.NOWHERE}"',
         "DECISION_SOCKET": f'"{decision.SOCKET}"',

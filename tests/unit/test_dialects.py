@@ -354,6 +354,16 @@ def test_injected_device_of_another_name_is_still_that_device() -> None:
     assert injected.minors({"linux": {"devices": [*devices, *control]}}) == (1,)
 
 
+@pytest.mark.parametrize(
+    "path", ["/dev//nvidia1", "//dev/nvidia1", "dev/nvidia1", "/dev/x/../nvidia1/", "/dev/nvidia1"]
+)
+def test_injected_device_in_any_spelling_is_seen_and_taken_out(path: str) -> None:
+    node, mount = {"path": path, "type": "c", "major": 1, "minor": 3}, {"destination": path}
+    assert injected.minors({"linux": {"devices": [node]}}) == (1,) == injected.minors({"mounts": [mount]})
+    assert nvidia.is_device(node) and nvidia.is_node_mount(mount)
+    assert nvidia.is_driver_mount({"destination": "/usr/lib/libcuda.so.1/"})
+
+
 @pytest.mark.parametrize("capabilities, found", [(["CAP_SYS_ADMIN"], ()), (["CAP_MKNOD"], (0,))])
 def test_a_rule_for_all_devices_alone_is_not_privileged(capabilities: list[str], found: tuple[int, ...]) -> None:
     """Else `--device-cgroup-rule 'a *:* rwm' --device /dev/nvidia0` would be a GPU that nobody has a lease on."""

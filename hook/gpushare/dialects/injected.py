@@ -14,8 +14,6 @@ with access to every device has the host's whole list in its spec; that is nobod
 
 from __future__ import annotations
 
-import os
-
 from .. import oci
 from ..errors import DeviceError
 from ..light import Any, Optional
@@ -65,17 +63,17 @@ def same_gpus(one: Selection, other: Selection, inventory: Inventory) -> bool:
 
 def _minor_of(path: object) -> int:
     """7 for /dev/nvidia7; -1 for anything else."""
-    path = os.path.normpath(path) if isinstance(path, str) else ""
-    if not path.startswith(nvidia.DEVICE_PREFIX):
+    target = nvidia.target_of(path)
+    if not target.startswith(nvidia.DEVICE_PREFIX):
         return -1
-    number = path[len(nvidia.DEVICE_PREFIX) :]
+    number = target[len(nvidia.DEVICE_PREFIX) :]
     return int(number) if number.isascii() and number.isdigit() and len(number) <= 3 else -1
 
 
 def _minor_of_device(device: dict[str, Any]) -> int:
     """Also of a node that was given another name (`--device /dev/nvidia0:/dev/gpu`): its numbers are what opens."""
-    minor = device.get("minor")
-    if device.get("major") == nvidia.MAJOR and device.get("type") in ("c", "u") and isinstance(minor, int):
+    major, minor = device.get("major"), device.get("minor")
+    if type(major) is int and major == nvidia.MAJOR and device.get("type") in ("c", "u") and isinstance(minor, int):
         return minor
     return _minor_of(device.get("path"))
 

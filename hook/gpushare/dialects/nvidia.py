@@ -15,6 +15,8 @@ Source: NVIDIA container toolkit documentation; names of its hooks as of 1.17. S
 
 from __future__ import annotations
 
+import os
+
 from .. import oci
 from ..errors import RequestError
 from ..light import Any, Optional
@@ -132,6 +134,11 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     return Request("nvidia", chosen, capabilities(env), sources=tuple(sources), ignored=tuple(ignored))
 
 
+def target_of(path: object) -> str:
+    """Where a runtime puts what has this path in config.json: "dev//nvidia0" is "/dev/nvidia0". "" for what is none."""
+    return "/" + os.path.normpath(f"/{path}").lstrip("/") if isinstance(path, str) and path else ""
+
+
 def is_tool_hook(hook: Any) -> bool:
     """Whether an entry of `hooks` is one of NVIDIA's tools."""
     path = hook.get("path") if isinstance(hook, dict) else None
@@ -140,20 +147,19 @@ def is_tool_hook(hook: Any) -> bool:
 
 def is_driver_mount(mount: Any) -> bool:
     """Whether an entry of `mounts` puts a driver library somewhere that a loader could find before ours."""
-    target = mount.get("destination") if isinstance(mount, dict) else None
-    return isinstance(target, str) and target.rpartition("/")[2].startswith(_DRIVER_LIBRARIES)
+    target = target_of(mount.get("destination")) if isinstance(mount, dict) else ""
+    return target.rpartition("/")[2].startswith(_DRIVER_LIBRARIES)
 
 
 def is_node_mount(mount: Any) -> bool:
     """Whether an entry of `mounts` puts a device node of the driver's where programs look for it."""
-    target = mount.get("destination") if isinstance(mount, dict) else None
-    return isinstance(target, str) and target.startswith(DEVICE_PREFIX)
+    return isinstance(mount, dict) and target_of(mount.get("destination")).startswith(DEVICE_PREFIX)
 
 
 def is_device(device: Any) -> bool:
     """Whether an entry of `linux.devices` is the driver's."""
     path = device.get("path") if isinstance(device, dict) else None
-    return isinstance(path, str) and (device.get("major") == MAJOR or path.startswith(DEVICE_PREFIX))
+    return isinstance(path, str) and (device.get("major") == MAJOR or target_of(path).startswith(DEVICE_PREFIX))
 
 
 def conflicts(spec: dict[str, Any]) -> tuple[str, ...]:
