@@ -67,11 +67,13 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_limit_is_seen_in_every_layout(container: MakeContainer, node: Node, tmp_path: Path, layout: str) -> None:
+def test_the_limit_is_seen_in_every_layout(
+    container: MakeContainer, node: Node, tmp_path: Path, layout: str, way: str
+) -> None:
     make, libdir = LAYOUTS[layout]
     root = tmp_path / "rootfs"
     root.mkdir()
-    one = container(make(root), env=LIMIT, hook=node.hook(), rootfs=root)
+    one = container(make(root), env=LIMIT, rootfs=root, **node.way(way))
     assert f"{libdir}/libcuda.so.{V} <-" in node.cli("explain", str(one.bundle)).stdout
     assert one.run() == 0, one.stderr
     assert " 2048MiB" in one.stdout and "16384MiB" not in one.stdout
@@ -89,15 +91,15 @@ def musl_image(root: Path) -> Path:
     return root
 
 
-def test_musl_gets_devices_and_no_promise(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_musl_gets_devices_and_no_promise(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
     root = musl_image(tmp_path / "rootfs")
     shell = ["/opt/private/ld-linux-x86-64.so.2", "--library-path", "/opt/private", "/usr/bin/ls", "/dev"]
-    one = container(shell, env={"NVIDIA_VISIBLE_DEVICES": "0"}, hook=node.hook(), rootfs=root)
+    one = container(shell, env={"NVIDIA_VISIBLE_DEVICES": "0"}, rootfs=root, **node.way(way))
     assert one.run() == 0, one.stderr
     assert {"nvidia0", "nvidiactl"} <= set(one.stdout.split())
     one.close()
     with pytest.raises(RuntimeFailed) as failed:
-        container(shell, env=LIMIT, hook=node.hook(), rootfs=root).create()
+        container(shell, env=LIMIT, rootfs=root, **node.way(way)).create()
     assert "this image has no glibc (libc.so.6)" in failed.value.last_line
 
 

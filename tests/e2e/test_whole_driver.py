@@ -22,18 +22,18 @@ LIBDIR = ns_util.LIBDIR
 V = simhost.VERSION
 
 
-def output(container: MakeContainer, node: Node, script: str, env: dict[str, str]) -> list[str]:
+def output(container: MakeContainer, node: Node, script: str, env: dict[str, str], way: str = "hook") -> list[str]:
     """The lines that a shell in the container prints."""
-    one = container(["sh", "-c", script], env=env, hook=node.hook())
+    one = container(["sh", "-c", script], env=env, **node.way(way))
     assert one.run() == 0, one.stderr
     lines = one.stdout.splitlines()
     one.close()
     return lines
 
 
-def refused(container: MakeContainer, node: Node, env: dict[str, str]) -> str:
+def refused(container: MakeContainer, node: Node, env: dict[str, str], way: str = "hook") -> str:
     with pytest.raises(RuntimeFailed) as failed:
-        container(["true"], env=env, hook=node.hook()).create()
+        container(["true"], env=env, **node.way(way)).create()
     assert node.leases() == []
     return failed.value.last_line.replace('\\"', '"')  # runc quotes what it quotes
 
@@ -47,9 +47,9 @@ touch /{driverhost.VENDOR_FILES[0]} 2>&1 || true
 """
 
 
-def test_graphics_and_video(container: MakeContainer, simhost: Path, node: Node) -> None:
+def test_graphics_and_video(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
     driverhost.add_graphics(simhost)
-    lines = output(container, node, LOOK, {**SHARE, "NVIDIA_DRIVER_CAPABILITIES": "all"})
+    lines = output(container, node, LOOK, {**SHARE, "NVIDIA_DRIVER_CAPABILITIES": "all"}, way)
     for name in (f"libGLX_nvidia.so.{V}", "libGLX_nvidia.so.0", "libGLX_indirect.so.0", "libnvidia-encode.so.1"):
         assert name in lines
     assert "1" in lines and "/dev/nvidia-modeset" in lines and "gsp_tu10x.bin" in lines
@@ -64,7 +64,7 @@ def test_graphics_is_not_given_unasked(container: MakeContainer, simhost: Path, 
     assert not {f"libGLX_nvidia.so.{V}", f"libnvidia-encode.so.{V}", "nvidia-modeset"} & set(lines)
 
 
-def test_32_bit_libraries(container: MakeContainer, simhost: Path, node: Node) -> None:
+def test_32_bit_libraries(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
     """Into the directory of the image's own 32-bit glibc; libcuda only where there is no limit that it would ignore."""
     driverhost.add_32_bit(simhost, "libcuda", "libGLX_nvidia", "libnvidia-ml")
     graphics = {"libGLX_nvidia.so.0", "libGLX_indirect.so.0"}
@@ -72,7 +72,7 @@ def test_32_bit_libraries(container: MakeContainer, simhost: Path, node: Node) -
     for request, libraries in ((ALL, {"libcuda.so.1", "libnvidia-ml.so.1", *graphics}),
                                (SHARE, graphics)):  # fmt: skip
         script = "ls /usr/lib/i386-linux-gnu; ldconfig -p"
-        one = container(["sh", "-c", script], env={**env, **request}, hook=node.hook())
+        one = container(["sh", "-c", script], env={**env, **request}, **node.way(way))
         libc = one.rootfs / "usr/lib/i386-linux-gnu/libc.so.6"
         libc.parent.mkdir(parents=True, exist_ok=True)
         libc.write_bytes(driverhost.elf32())
@@ -85,7 +85,7 @@ def test_32_bit_libraries(container: MakeContainer, simhost: Path, node: Node) -
 
 CONNECT = """
 import os, socket, sys
-path = "/run/nvidia-persistenced/socket"
+path = "{path}"
 client = socket.socket(socket.AF_UNIX)
 client.connect(path)
 client.send(b"hello")
@@ -94,9 +94,13 @@ print(bool(flags & os.ST_RDONLY), bool(flags & os.ST_NOSUID), bool(flags & os.ST
 """
 
 
-def test_daemons_are_reached_through_their_sockets(container: MakeContainer, simhost: Path, node: Node) -> None:
-    with driverhost.listening(simhost, "run/nvidia-persistenced/socket") as listener:
-        one = container([PYTHON, "-c", CONNECT], env=SHARE, hook=node.hook(), mounts=python_mounts())
+@pytest.mark.parametrize("daemon", ["nvidia-persistenced", "nvidia-fabricmanager"])
+def test_daemons_are_reached_through_their_sockets(
+    container: MakeContainer, simhost: Path, node: Node, way: str, daemon: str
+) -> None:
+    with driverhost.listening(simhost, f"run/{daemon}/socket") as listener:
+        program = CONNECT.format(path=f"/run/{daemon}/socket")
+        one = container([PYTHON, "-c", program], env=SHARE, mounts=python_mounts(), **node.way(way))
         assert one.run() == 0, one.stderr
         assert one.stdout.split() == ["False", "True", "True", "True"]
         client, _ = listener.accept()
@@ -114,20 +118,21 @@ LIST = "ls /dev /dev/infiniband /dev/nvidia-caps-imex-channels /dev/nvidia-caps 
 
 
 @pytest.mark.parametrize("variable", [*GATED, ""])
-def test_gated_features(container: MakeContainer, simhost: Path, node: Node, variable: str) -> None:
+def test_gated_features(container: MakeContainer, simhost: Path, node: Node, variable: str, way: str) -> None:
     driverhost.add_features(simhost)
-    lines = output(container, node, LIST, {**SHARE, variable or "NVIDIA_GDS": "enabled" if variable else "1"})
+    env = {**SHARE, variable or "NVIDIA_GDS": "enabled" if variable else "1"}
+    lines = output(container, node, LIST, env, way)
     seen = {os.path.basename(line) for line in lines}
     for name, things in GATED.items():
         assert (things <= seen) if name == variable else not things & seen, (name, seen)
 
 
-def test_imex_channels(container: MakeContainer, simhost: Path, node: Node) -> None:
+def test_imex_channels(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
     driverhost.add_features(simhost)
-    assert "channel1" in output(container, node, LIST, {**SHARE, "NVIDIA_IMEX_CHANNELS": "all"})
-    seen = output(container, node, LIST, {**SHARE, "NVIDIA_IMEX_CHANNELS": "0"})
+    assert "channel1" in output(container, node, LIST, {**SHARE, "NVIDIA_IMEX_CHANNELS": "all"}, way)
+    seen = output(container, node, LIST, {**SHARE, "NVIDIA_IMEX_CHANNELS": "0"}, way)
     assert "channel0" in seen and "channel1" not in seen
-    line = refused(container, node, {**SHARE, "NVIDIA_IMEX_CHANNELS": "7"})
+    line = refused(container, node, {**SHARE, "NVIDIA_IMEX_CHANNELS": "7"}, way)
     assert "no IMEX channel /dev/nvidia-caps-imex-channels/channel7 on this host" in line
 
 
@@ -147,9 +152,11 @@ def test_a_mig_device_by_every_name(container: MakeContainer, simhost: Path, nod
     assert driverhost.MIG_UUIDS[1] in shown and "2 GiB" in shown, shown
 
 
-def test_a_gpu_with_mig_devices_means_all_of_them(container: MakeContainer, simhost: Path, node: Node) -> None:
+def test_a_gpu_with_mig_devices_means_all_of_them(
+    container: MakeContainer, simhost: Path, node: Node, way: str
+) -> None:
     driverhost.add_mig(simhost)
-    seen = output(container, node, LIST, {"NVIDIA_VISIBLE_DEVICES": "0"})
+    seen = output(container, node, LIST, {"NVIDIA_VISIBLE_DEVICES": "0"}, way)
     assert {f"nvidia-cap{number}" for number in (12, 13, 21, 22)} <= set(seen)
 
 
@@ -168,18 +175,18 @@ def test_a_missing_capability_node_is_named(container: MakeContainer, simhost: P
 
 @pytest.mark.parametrize(("right", "number"), [("CONFIG", 1), ("MONITOR", 2)])
 def test_rights_over_mig_are_for_privileged_containers(
-    container: MakeContainer, simhost: Path, node: Node, right: str, number: int
+    container: MakeContainer, simhost: Path, node: Node, right: str, number: int, way: str
 ) -> None:
     driverhost.add_mig(simhost)
     env = {**ALL, f"NVIDIA_MIG_{right}_DEVICES": "all"}
-    assert f'NVIDIA_MIG_{right}_DEVICES="all": only a privileged container' in refused(container, node, env)
+    assert f'NVIDIA_MIG_{right}_DEVICES="all": only a privileged container' in refused(container, node, env, way)
 
     def privileged(spec: dict[str, dict[str, dict[str, list[str]]]]) -> None:
         for kind in ("bounding", "effective", "permitted"):
             granted = spec["process"]["capabilities"]
             granted[kind] = [*granted[kind], "CAP_SYS_ADMIN"]
 
-    one = container(["ls", "/dev/nvidia-caps"], env=env, hook=node.hook(), edit=privileged)
+    one = container(["ls", "/dev/nvidia-caps"], env=env, edit=privileged, **node.way(way))
     assert one.run() == 0, one.stderr
     rights = {"nvidia-cap1", "nvidia-cap2"} & set(one.stdout.split())
     assert rights == {f"nvidia-cap{number}"}
@@ -223,14 +230,14 @@ def test_a_driver_upgrade_is_noticed_at_the_next_start(container: MakeContainer,
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage", "of another driver"])
-def test_node_json_is_never_required(container: MakeContainer, node: Node, damage: str) -> None:
+def test_node_json_is_never_required(container: MakeContainer, node: Node, damage: str, way: str) -> None:
     assert node.cli("refresh").returncode == 0
     file = node.state / "node.json"
     text = file.read_text()
     file.unlink()
     if damage != "missing":
         file.write_text("{" if damage == "garbage" else text.replace(V, "470.1"))
-    output(container, node, "true", SHARE)
+    output(container, node, "true", SHARE, way)
     assert file.read_text() == text
 
 
