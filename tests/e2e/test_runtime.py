@@ -55,6 +55,20 @@ def test_run_in_the_foreground(container: MakeContainer, node: Node) -> None:
     assert node.leases() == []
 
 
+def test_run_that_keeps_the_container_keeps_no_memory(container: MakeContainer, node: Node) -> None:
+    """runc calls no poststop hook then: what its program held goes to the next start, or with the delete."""
+    one = container(["sh", "-c", "exit 7"], env=ALL)
+    words = [*node.runtime(), "--root", str(one.bundle / "runtime")]
+    command = [*words, "run", "--keep", "--bundle", str(one.bundle), one.id]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 7
+    assert node.leases() == [one.id]
+    other = container(["true"], env=ALL, runtime=node.runtime())
+    assert other.run() == 0, other.stderr
+    other.delete()
+    assert subprocess.run([*words, "delete", one.id]).returncode == 0
+    assert node.leases() == []
+
+
 def test_delete_releases_without_poststop(container: MakeContainer, node: Node) -> None:
     """As with crun after a failed create, or an engine's own copy of config.json."""
     one = container(["sleep", "inf"], env=ALL, runtime=node.runtime())
@@ -263,6 +277,9 @@ def test_injected_devices_are_a_request(container: MakeContainer, node: Node) ->
     assert one.stdout.strip() == str(2 << 30)
     spec = config_of(one)
     assert not any("nvidia" in hook["path"] for hooks in spec["hooks"].values() for hook in hooks)
+    (taken,) = [line["taken_out"] for line in node.decisions() if line["decision"] == "granted"]
+    for what in ("/usr/bin/nvidia-cdi-hook", "/usr/bin/nvidia-container-runtime-hook", "/dev/nvidia0", "libcuda.so"):
+        assert what in taken
     one.delete()
     assert node.cli("explain", str(one.bundle), "--restore").returncode == 0
     assert config_of(one) == one.spec

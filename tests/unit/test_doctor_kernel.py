@@ -19,7 +19,8 @@ __all__ = ["machine", "root"]  # fixtures
 def test_rights(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask("rights", machine) == Result(OK, "root")
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
-    assert ask("rights", machine).result == WARN
+    told = ask("rights", machine)
+    assert told.result == WARN and "cooperative only: no device cgroup, and what other users hold" in told.detail
     assert ask("library loads", machine).result == SKIP
 
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import tomlkit
 from gpushare.engines import containerd, crio, docker, hookfiles, podman, tomltext
@@ -14,6 +15,7 @@ from gpushare.engines.base import UNKNOWN, Change, Settings
 from gpushare.engines.configure import ENGINES
 from gpushare.errors import ConfigError
 
+from tests.lib.host import TREE
 from tests.tools import engine_snippets
 from tests.tools.engine_snippets import SETTINGS, Tree
 from tests.unit.enginehost import DEBIAN, KUBEADM, MAIN, NEW, OLD, applied, configured, withdrawn
@@ -91,6 +93,35 @@ def test_no_engine_shares_a_file_with_another() -> None:
     """Else undoing one would take the other's entry."""
     every = [path for engine in ENGINES.values() for path in engine.paths(SETTINGS)]
     assert len(every) == len(set(every))
+
+
+def schema(name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json.loads((TREE / "tests/schemas" / name).read_text()))
+
+
+@pytest.mark.parametrize("hook_only", [False, True])
+@pytest.mark.parametrize("engine", [crio, podman])
+def test_files_are_of_the_format_that_the_manual_pages_describe(engine: Any, hook_only: bool) -> None:
+    settings = SETTINGS._replace(hook_only=hook_only)
+    after = configured(engine, {}, settings)
+    hooks = [path for path in after if path.startswith(f"{engine.HOOKS}/")]
+    assert len(hooks) == (2 if hook_only or engine is podman else 0)
+    for path in hooks:
+        schema("oci-hook.json").validate(json.loads(after[path]))
+    if engine is crio:
+        schema("crio.json").validate(tomlkit.parse(after[crio.FILE]).unwrap())
+
+
+@pytest.mark.parametrize(
+    ("engine", "main"), [(crio, "/etc/crio/crio.conf"), (podman, "/etc/containers/containers.conf")]
+)
+def test_a_file_that_is_not_toml_is_named_and_left_alone(engine: Any, main: str) -> None:
+    for path in (main, engine.FILE):
+        with pytest.raises(ConfigError) as caught:
+            engine.propose(SETTINGS._replace(hook_only=True), Tree({path: "[x\n"}))
+        assert str(caught.value).startswith(f"{path}:1: not valid TOML")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        engine.withdraw(engine.FILE, "[x\n", None)
 
 
 # docker: what is not in test_configure.py

@@ -108,8 +108,20 @@ def test_before_2_1_the_imported_section_that_counts_gets_the_entry() -> None:
     proposal = containerd.propose(OLD, Tree(files))
     after = applied(proposal, files)
     assert after[MAIN] == files[MAIN] and set(handler(after, other)) == {"other", "gpushare"}
-    assert "that counts" in proposal.notes[0]
+    assert proposal.notes == [
+        f"before 2.1 imported files are not merged, so the entry goes into {other}, which has the CRI section that counts"
+    ]
     assert containerd.propose(OLD, Tree(after)).changes == []
+
+
+def test_where_imports_do_not_merge_it_is_said() -> None:
+    """Also of a file that imports others: what somebody adds there would take our entry away."""
+    said = f"before 2.1 imported files are not merged, so the entry goes into {MAIN}"
+    for text in (DEBIAN, KUBEADM):
+        assert containerd.propose(SETTINGS._replace(engine_version="2.0"), Tree({MAIN: text})).notes == [said]
+        assert containerd.propose(NEW, Tree({MAIN: text})).notes == []
+    (unknown,) = containerd.propose(SETTINGS, Tree({MAIN: DEBIAN})).notes
+    assert unknown == f"the version of containerd is not known (--engine-version); {said}"
 
 
 def test_an_upgrade_of_containerd_moves_the_entry() -> None:

@@ -147,6 +147,34 @@ def test_words_that_name_another_device_contradict_and_both_are_named() -> None:
         resolve("NVIDIA_VISIBLE_DEVICES=0,1", LIMIT, linux=injected(1))
 
 
+# Who is listened to
+
+DEVICE_0 = {"destination": "/var/run/nvidia-container-devices/0", "source": "/dev/null"}
+# key of policy.accept -> the container, and whether it is refused (or is as if it had not asked)
+WAYS_TO_ASK: dict[str, tuple[dict[str, Any], bool]] = {
+    "env": ({"env": [LIMIT]}, True),
+    "annotations": ({"annotations": {"gpushare.io/memory": "4Gi"}}, True),
+    "volume_mounts": ({"mounts": [DEVICE_0]}, False),
+    "cdi": ({"linux": injected(0)}, True),
+}
+
+
+@pytest.mark.parametrize("privileged", [False, True])
+@pytest.mark.parametrize("who", ["always", "privileged", "never"])
+@pytest.mark.parametrize("key", WAYS_TO_ASK)
+def test_each_way_to_ask_is_heard_from_whom_policy_says(key: str, who: str, privileged: bool) -> None:
+    asked, refuses = WAYS_TO_ASK[key]
+    env = asked.get("env", [])
+    rest = {name: value for name, value in asked.items() if name != "env"}
+    rules = {f"accept_{key}": who, "privileged_containers": ("*",)}
+    heard = who == "always" or (who == "privileged" and privileged)
+    if heard or not refuses:
+        assert (resolve(*env, rules=rules, privileged=privileged, **rest) is not None) is heard
+        return
+    with pytest.raises(PolicyError, match=rf"policy\.accept\.{key}"):
+        resolve(*env, rules=rules, privileged=privileged, **rest)
+
+
 # NVIDIA_VISIBLE_DEVICES, annotations
 
 

@@ -145,11 +145,17 @@ def propose(settings: Settings, files: Files) -> Proposal:
     if merges:
         changes += _drop_in(main, sources, tables, version, files)
     else:
-        if holder.path != main:
-            notes.append(f"{holder.path} has the CRI section that counts, so the entry goes there")
+        notes.append(_why_no_drop_in(engine, holder.path, main))
         changes += _in_place(holder, tables, version)
         changes += _former_drop_in(files)
     return Proposal(changes, notes)
+
+
+def _why_no_drop_in(engine: tuple[int, int], path: str, main: str) -> str:
+    """What somebody has to know who looks for a drop-in, or adds one of his own."""
+    unknown = "" if any(engine) else "the version of containerd is not known (--engine-version); "
+    where = "" if path == main else ", which has the CRI section that counts"
+    return f"{unknown}before 2.1 imported files are not merged, so the entry goes into {path}{where}"
 
 
 def _table(

@@ -14,6 +14,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from gpushare.engines import hookfiles
+from gpushare.engines.base import Settings
+
 from .. import processes
 from ..host import Node
 from ..rootfs import mount_points, run, unmount_below
@@ -108,10 +111,11 @@ class Podman:
 
     def hooks(self, *stages: str) -> None:
         """Our hook in the directory of hooks, for these stages and for poststop."""
-        for stage in (*stages, "poststop"):
-            entry = self.node.hook(stage).entries()[stage][0]
-            text = {"version": "1.0.0", "hook": entry, "when": {"always": True}, "stages": [stage]}
-            (self.hooks_dir / f"gpushare-{stage}.json").write_text(json.dumps(text))
+        hook = self.node.hook()
+        program = hook.program.with_name("gpushare-runtime")
+        settings = Settings(str(program), str(hook.program), str(hook.config), str(hook.state))
+        for stage in (*stages, "poststop"):  # the text is what `gpushare runtime configure` writes
+            (self.hooks_dir / f"gpushare-{stage}.json").write_text(hookfiles.text(settings, stage))
 
     def words(self, *args: str) -> list[str]:
         place = self._directory
