@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tempfile
@@ -70,6 +71,17 @@ def test_limit_is_seen_reached_and_kept(podman: RootlessPodman) -> None:
     answer = podman.run(Want(env=TWO_GIB)).answer()
     assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
     assert GIB < peak_bytes(podman.node.driver_root, answer["pidns"]) <= 2 * GIB
+
+
+def test_he_is_told_what_that_is_worth(podman: RootlessPodman) -> None:
+    """At the start where podman shows what its runtime says (not what a hook does), and by doctor. Nobody is told who
+    asks for nothing."""
+    told = "rootless, so cooperative only: no device cgroup, and what other users hold is not counted"
+    err = podman.run(Want(env=TWO_GIB)).err
+    assert err == (f"gpushare: {told}\n" if podman.way == "runtime" else "")
+    assert podman.run(Want(("id",))).err == ""
+    checks = json.loads(gpushare(podman, "doctor", "--format", "json").stdout)["checks"]
+    assert [row["detail"] for row in checks if row["name"] == "rights"] == [told]
 
 
 def test_state_is_the_users_own(podman: RootlessPodman) -> None:
