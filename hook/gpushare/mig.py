@@ -3,6 +3,7 @@
     instances(root)                     -> tuple[Instance, ...]   what /proc/driver/nvidia/capabilities holds
     capability_paths(shares, access)    -> tuple[str, ...]        files below capabilities/ that a container keeps
     nodes(root, paths, simulated)       -> tuple[HostNode, ...]   raises DeviceError naming what is missing
+    opened_by(root, minors, devices)    -> tuple[Device, ...]     those that these capability nodes open
 
 A MIG device is opened with two nodes besides its GPU's: one of its GPU instance, one of its compute instance. Their
 minors are in the `access` files and, for every possible instance, in /proc/driver/nvidia-caps/mig-minors.
@@ -17,7 +18,7 @@ from .driverroot import HostNode, listing, node, short_read
 from .drivertable import CAPS_DIR
 from .errors import DeviceError
 from .light import NamedTuple, Optional
-from .model import Share
+from .model import Device, Share
 
 CAPABILITIES = "proc/driver/nvidia/capabilities"
 MINORS = "proc/driver/nvidia-caps/mig-minors"
@@ -54,9 +55,13 @@ def capability_paths(shares: tuple[Share, ...], access: tuple[str, ...]) -> tupl
     paths = [f"mig/{right}" for right in access]
     for device in (share.device for share in shares):
         if device.parent:
-            instance = f"gpu{device.minor}/mig/gi{device.gpu_instance}"
-            paths += [f"{instance}/access", f"{instance}/ci{device.compute_instance}/access"]
+            paths += _paths_of(device)
     return tuple(dict.fromkeys(paths))
+
+
+def _paths_of(device: Device) -> list[str]:
+    instance = f"gpu{device.minor}/mig/gi{device.gpu_instance}"
+    return [f"{instance}/access", f"{instance}/ci{device.compute_instance}/access"]
 
 
 def _minor(root: str, path: str) -> Optional[int]:
@@ -88,3 +93,11 @@ def nodes(root: str, paths: tuple[str, ...], simulated: bool) -> tuple[HostNode,
             )
         found.append(one)
     return tuple(found)
+
+
+def opened_by(root: str, minors: frozenset[int], devices: tuple[Device, ...]) -> Optional[tuple[Device, ...]]:
+    """Of these MIG devices those whose nodes are all among /dev/nvidia-caps/nvidia-cap<minors>. None: no node of these
+    is for a MIG device, so it says nothing about which."""
+    if not minors - {_minor(root, f"mig/{right}") for right in RIGHTS}:
+        return None
+    return tuple(device for device in devices if all(_minor(root, path) in minors for path in _paths_of(device)))

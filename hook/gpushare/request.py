@@ -77,11 +77,14 @@ def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> 
         said = nvidia.selection(env, spec, node.inventory)
     except (RequestError, DeviceError):  # device plugins write paths and CDI names there, too
         said = Selection("all")
-    if said is not None and said.kind == "list" and not injected.same_gpus(said, found.selection, node.inventory):
-        raise RequestError(
-            f"{name}={shown(value)} and {found.sources[0][1]} in config.json name different devices",
-            "leave one of them out",
-        )
+    if said is not None and said.kind == "list":
+        both = injected.narrowest(found.selection, said, node.inventory)
+        if both is None or not injected.same_gpus(said, found.selection, node.inventory):
+            raise RequestError(
+                f"{name}={shown(value)} and {found.sources[0][1]} in config.json name different devices",
+                "leave one of them out",
+            )
+        found = found._replace(selection=both)
     if said is None:
         return found
     return found._replace(ignored=(*found.ignored, f"{name}={shown(value)}: config.json has {found.sources[0][1]}"))

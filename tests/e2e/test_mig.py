@@ -96,6 +96,27 @@ def test_each_name_of_a_mig_device_opens_that_one(
     assert len(peaks(parts[1])) == len(names) and not peaks(parts[0])
 
 
+def test_a_mig_device_that_others_put_there_is_the_one_that_is_given(
+    container: MakeContainer, node: Node, simhost: Path, parts: tuple[Path, Path]
+) -> None:
+    """As NVIDIA's device plugin does with MIG strategy `mixed`: the GPU's node and two capabilities, by CDI."""
+
+    def injected(spec: dict[str, Any]) -> None:
+        for name in ("nvidia0", "nvidiactl", "nvidia-caps/nvidia-cap21", "nvidia-caps/nvidia-cap22"):
+            node = {"destination": f"/dev/{name}", "type": "bind", "source": f"{simhost}/dev/{name}"}
+            spec["mounts"].append({**node, "options": ["bind"]})
+
+    env = {"NVIDIA_VISIBLE_DEVICES": "void", "GPUSHARE_MEMORY": "1Gi"}
+    mounts = python_mounts(PROGRAM, PART)
+    one = container(["sleep", "100"], env=env, mounts=mounts, edit=injected, **node.way("runtime")).start()
+    said = seen(one)
+    assert (said["count"], said["uuid"], said["totals"]) == (1, MIG_UUIDS[1], [GIB, GIB])
+    assert one.exec("ls", "/dev/nvidia-caps").stdout.split() == ["nvidia-cap21", "nvidia-cap22"]
+    (listed,) = json.loads(node.cli("list", "--format", "json").stdout)
+    assert [share["uuid"] for share in listed["shares"]] == [MIG_UUIDS[1]]
+    assert not peaks(parts[0])
+
+
 def test_a_mig_device_has_memory_beyond_it_too(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, parts: tuple[Path, Path]
 ) -> None:

@@ -10,7 +10,6 @@ import pytest
 from tests.bench import bench, start
 
 
-
 class FakeNode:
     def __init__(self, *_: Any) -> None:
         pass
@@ -35,7 +34,12 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     def kind(arguments: dict[str, Any]) -> str:
         program = arguments.get("runtime", ("runc",))[0]
-        named = {"runc": "runc", "ours": "runtime", str(bundle / "bin/gpushare-runtime"): "bundle", "/opt/else": "other"}
+        named = {
+            "runc": "runc",
+            "ours": "runtime",
+            str(bundle / "bin/gpushare-runtime"): "bundle",
+            "/opt/else": "other",
+        }
         found = "hook" if "hook" in arguments else named[program]
         return found if arguments.get("env") else f"{found} without GPU"
 

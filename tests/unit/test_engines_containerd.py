@@ -108,9 +108,8 @@ def test_before_2_1_the_imported_section_that_counts_gets_the_entry() -> None:
     proposal = containerd.propose(OLD, Tree(files))
     after = applied(proposal, files)
     assert after[MAIN] == files[MAIN] and set(handler(after, other)) == {"other", "gpushare"}
-    assert proposal.notes == [
-        f"before 2.1 imported files are not merged, so the entry goes into {other}, which has the CRI section that counts"
-    ]
+    said = f"before 2.1 imported files are not merged, so the entry goes into {other}"
+    assert proposal.notes == [f"{said}, which has the CRI section that counts"]
     assert containerd.propose(OLD, Tree(after)).changes == []
 
 

@@ -54,7 +54,7 @@ def test_we_are_never_our_own_low_level_runtime(put: Callable[..., str], tmp_pat
 
 
 def test_it_is_looked_for_once(put: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one, also the launcher, reads what was found; until the configuration changes, or the program is gone."""
+    """The next one, also the launcher, reads it; until the configuration changes, or the program is gone."""
     config, state, runc = tmp_path / "config.yaml", tmp_path / "state", put("second/runc")
     config.write_text("version: 1\n")
     state.mkdir()

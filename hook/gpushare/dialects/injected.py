@@ -7,6 +7,7 @@
     reaches(spec)                           -> bool                whether a rule could be for NVIDIA's devices
     major_of(rule)                          -> int | None          of a rule that allows character devices
     same_gpus(one, other, inventory)        -> bool                whether two selections name the same GPUs
+    narrowest(one, other, inventory)        -> Selection | None    of two that do: what both name; None: nothing
 
 Often with NVIDIA_VISIBLE_DEVICES=void, which then only means that the devices are there already. A privileged container
 with access to every device has the host's whole list in its spec; that is nobody's request. Start path.
@@ -17,9 +18,10 @@ from __future__ import annotations
 from .. import oci
 from ..errors import DeviceError
 from ..light import Any, Optional
-from ..model import Inventory, Request, Selection
+from ..model import Device, Inventory, Request, Selection
 from . import Env, find_devices, nvidia
 
+_CAPABILITY = "/dev/nvidia-caps/nvidia-cap"
 _MODESET_MINOR = 254  # 254 and 255 are control nodes
 
 
@@ -51,14 +53,26 @@ def reaches(spec: dict[str, Any]) -> bool:
     return any(major is not None and (major < 0 or major >= nvidia.MAJOR) for major in majors(spec))
 
 
+def _devices(selection: Selection, inventory: Inventory) -> list[Device]:
+    """GPUs, and MIG devices of divided ones."""
+    return [device for name in selection.names for device in find_devices("", "", name, inventory)]
+
+
 def same_gpus(one: Selection, other: Selection, inventory: Inventory) -> bool:
     """By GPU, not by name: an index and a uuid can be the same one, and a MIG device has its GPU's node."""
 
     def gpus(selection: Selection) -> set[str]:
-        found = (find_devices("", "", name, inventory) for name in selection.names)
-        return {device.parent or device.uuid for some in found for device in some}
+        return {device.parent or device.uuid for device in _devices(selection, inventory)}
 
     return gpus(one) == gpus(other)
+
+
+def narrowest(one: Selection, other: Selection, inventory: Inventory) -> Optional[Selection]:
+    """Differs from both only where a GPU is divided: who names a part of it does not mean the others."""
+    allowed = {device.uuid for device in _devices(other, inventory)}
+    uuids = (device.uuid for device in _devices(one, inventory) if device.uuid in allowed)
+    both = tuple(dict.fromkeys(uuids))
+    return one._replace(names=both) if both else None
 
 
 def _minor_of(path: object) -> int:
@@ -88,6 +102,27 @@ def minors(spec: dict[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(minor for minor in found if 0 <= minor < _MODESET_MINOR))
 
 
+def _capabilities(spec: dict[str, Any]) -> frozenset[int]:
+    """21 for /dev/nvidia-caps/nvidia-cap21."""
+    places = [*oci.items(spec, "linux", "devices"), *oci.items(spec, "mounts")]
+    paths = [place.get("path") or place.get("destination") for place in places if isinstance(place, dict)]
+    rests = [path[len(_CAPABILITY) :] for path in map(nvidia.target_of, paths) if path.startswith(_CAPABILITY)]
+    return frozenset(int(rest) for rest in rests if rest.isascii() and rest.isdigit() and len(rest) <= 6)
+
+
+def _uuids(gpu: Device, spec: dict[str, Any], inventory: Inventory) -> tuple[str, ...]:
+    """The GPU's; of a divided one those of the MIG devices whose capability nodes are there, too. With its node alone
+    it is meant as a whole."""
+    parts = tuple(device for device in inventory.mig if device.parent == gpu.uuid)
+    given = _capabilities(spec) if parts else frozenset()
+    if not given:
+        return (gpu.uuid,)
+    from .. import mig
+
+    opened = mig.opened_by(inventory.root, given, parts)
+    return (gpu.uuid,) if opened is None else tuple(device.uuid for device in opened)
+
+
 def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
     """The devices, by uuid. Raises DeviceError for one that this host's driver does not have."""
     by_minor = {device.minor: device for device in inventory.devices}
@@ -100,9 +135,15 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
             f"config.json has {nvidia.DEVICE_PREFIX}{missing}, which the driver does not know", "run gpushare refresh"
         )
     text = ",".join(f"{nvidia.DEVICE_PREFIX}{minor}" for minor in found)
+    uuids = tuple(uuid for minor in found for uuid in _uuids(by_minor[minor], spec, inventory))
+    if not uuids:
+        raise DeviceError(
+            f"config.json has {text}, and nodes in {_CAPABILITY.rpartition('/')[0]} of no MIG device that is there",
+            "run gpushare refresh",
+        )
     return Request(
         "injected",
-        Selection("list", names=tuple(by_minor[minor].uuid for minor in found)),
+        Selection("list", names=uuids),
         nvidia.capabilities(env),
         sources=(("devices in config.json", text),),
     )
