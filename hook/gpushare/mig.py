@@ -98,6 +98,7 @@ def nodes(root: str, paths: tuple[str, ...], simulated: bool) -> tuple[HostNode,
 def opened_by(root: str, minors: frozenset[int], devices: tuple[Device, ...]) -> Optional[tuple[Device, ...]]:
     """Of these MIG devices those whose nodes are all among /dev/nvidia-caps/nvidia-cap<minors>. None: no node of these
     is for a MIG device, so it says nothing about which."""
-    if not minors - {_minor(root, f"mig/{right}") for right in RIGHTS}:
+    rights = {_minor(root, f"mig/{right}") for right in RIGHTS}
+    if all(minor in rights for minor in minors):
         return None
     return tuple(device for device in devices if all(_minor(root, path) in minors for path in _paths_of(device)))

@@ -299,8 +299,11 @@ def test_hook_only_refuses_and_names_the_conflict(container: MakeContainer, node
         spec["hooks"]["prestart"] = ours["prestart"]
 
     one = container(["true"], env=ONE_GIB, hook=node.hook(), edit=both)
-    with pytest.raises(RuntimeFailed, match="nvidia-cdi-hook"):
+    with pytest.raises(RuntimeFailed) as failed:  # ours comes first: that other hook is not even on this host
         one.create()
+    message = failed.value.message.replace('\\"', '"')
+    assert 'config.json already has an NVIDIA createContainer hook "/usr/bin/nvidia-cdi-hook"' in message
+    assert node.leases() == []
 
 
 def test_our_own_hook_in_the_spec_does_not_run_twice(container: MakeContainer, node: Node) -> None:
