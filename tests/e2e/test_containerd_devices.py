@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import engines
+from tests.e2e.nvidia_cdi import LIBDIR, cdi
 from tests.lib.engines.base import SLEEP, Result, Want
 from tests.lib.engines.containerd import Containerd
 from tests.lib.engines.cri import CriError
@@ -21,7 +22,6 @@ from tests.lib.spec import Mount
 from tests.sim.simhost import VERSION, make_simhost
 
 GIB = 1 << 30
-LIBDIR = "usr/lib/x86_64-linux-gnu"
 VOID = {"NVIDIA_VISIBLE_DEVICES": "void"}  # what device plugins set beside CDI devices
 TWO_GIB = {**VOID, "GPUSHARE_MEMORY": "2Gi"}
 NODES = {"nvidia0": 0, "nvidia1": 1, "nvidiactl": 255}
@@ -98,36 +98,6 @@ def test_void_without_devices_is_left_alone(containerd: Containerd) -> None:
 
 
 # CDI. This containerd is older than it, so the test does what containerd 1.7 does with a specification.
-
-
-def cdi(root: Path) -> dict[str, Any]:
-    """What `nvidia-ctk cdi generate` writes, for two GPUs."""
-
-    def tool(*words: str) -> dict[str, Any]:
-        return {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", *words]}
-
-    def file(path: str) -> dict[str, Any]:
-        return {"hostPath": f"{root}/{path}", "containerPath": f"/{path}", "options": ["ro", "nosuid", "nodev", "bind"]}
-
-    names = ("libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler", "libnvidia-nvvm")
-    libraries = [f"{LIBDIR}/{name}.so.{VERSION}" for name in names]
-    return {
-        "cdiVersion": "0.5.0",
-        "kind": "nvidia.com/gpu",
-        "devices": [
-            {"name": str(n), "containerEdits": {"deviceNodes": [{"path": f"/dev/nvidia{n}"}]}} for n in range(2)
-        ],
-        "containerEdits": {
-            "env": ["NVIDIA_VISIBLE_DEVICES=void"],
-            "deviceNodes": [{"path": f"/dev/{name}"} for name in ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")],
-            "hooks": [
-                tool("create-symlinks", "--link", f"libcuda.so.1::/{LIBDIR}/libcuda.so"),
-                tool("update-ldcache", "--folder", f"/{LIBDIR}"),
-                tool("disable-device-node-modification"),
-            ],
-            "mounts": [file(path) for path in (*libraries, "usr/bin/nvidia-smi") if (root / path).is_file()],
-        },
-    }
 
 
 def inject(spec: dict[str, Any], described: dict[str, Any], name: str, root: Path) -> None:

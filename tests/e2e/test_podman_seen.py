@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.nvidia_cdi import cdi as nvidia_cdi
+from tests.e2e.nvidia_cdi import with_simulated_nodes
 from tests.e2e.podman_host import GIB, OURS, TWO_GIB, refusal
 from tests.lib.engines.base import SLEEP, Want
 from tests.lib.engines.image import PROBE
@@ -124,11 +126,23 @@ def test_two_containers_with_one_volume(podman: Podman) -> None:
 
 
 @pytest.fixture
-def cdi(podman: Podman, tmp_path: Path) -> Iterator[Path]:
+def etc_cdi() -> Iterator[Path]:
+    """Where podman looks for devices of CDI, empty."""
+    place = Path("/etc/cdi")
+    made = place.exists()
+    place.mkdir(exist_ok=True)
+    run("mount", "-t", "tmpfs", "gpushare-test", place)
+    try:
+        yield place
+    finally:
+        run("umount", place)
+        if not made:
+            place.rmdir()
+
+
+@pytest.fixture
+def cdi(podman: Podman, tmp_path: Path, etc_cdi: Path) -> Iterator[Path]:
     """What `gpushare cdi generate` writes, where podman looks; and nobody has told podman of our hooks."""
-    made = Path("/etc/cdi").exists()
-    Path("/etc/cdi").mkdir(exist_ok=True)
-    run("mount", "-t", "tmpfs", "gpushare-test", "/etc/cdi")
     aside = tmp_path / "hooks"
     aside.mkdir()
     for path in podman.hooks_dir.iterdir():
@@ -136,13 +150,10 @@ def cdi(podman: Podman, tmp_path: Path) -> Iterator[Path]:
     try:
         done = podman.node.cli("cdi", "generate", "--output", "/etc/cdi/gpushare.yaml")
         assert (done.returncode, done.stdout) == (0, "create /etc/cdi/gpushare.yaml\n"), done.stderr
-        yield Path("/etc/cdi/gpushare.yaml")
+        yield etc_cdi / "gpushare.yaml"
     finally:
         for path in aside.iterdir():
             path.rename(podman.hooks_dir / path.name)
-        run("umount", "/etc/cdi")
-        if not made:
-            Path("/etc/cdi").rmdir()
 
 
 def test_device_of_cdi(podman: Podman, cdi: Path) -> None:
@@ -161,3 +172,22 @@ def test_device_of_cdi(podman: Podman, cdi: Path) -> None:
     )
     done = podman.run(Want(), 60, "--device", "gpushare.io/share=GPU-00000000-dead-0000-0000-000000000000")
     assert done.code != 0 and "unresolvable CDI devices" in done.err
+
+
+def test_device_of_nvidia_s_own_cdi(podman: Podman, etc_cdi: Path) -> None:
+    """Injected by podman itself, libcuda and hooks and all: enforced by the runtime, refused where only the hook is."""
+    root = podman.node.driver_root
+    described = with_simulated_nodes(nvidia_cdi(root), root)
+    described["devices"] = described["devices"][:1]  # this host has one GPU
+    (etc_cdi / "nvidia.json").write_text(json.dumps(described))
+    words = ("--device", "nvidia.com/gpu=0")
+    if podman.way == "hook":
+        said = refusal(podman, Want(SLEEP, TWO_GIB), *words)
+        assert 'already has an NVIDIA createContainer hook "/usr/bin/nvidia-cdi-hook"' in said
+        return
+    with podman.start(Want(SLEEP, TWO_GIB), *words) as one:
+        answer = one.exec(PROBE).answer()
+        assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
+        assert podman.node.leases() == [one.id]
+    with podman.start(Want(SLEEP), *words):  # nobody said how much, so it is the whole device
+        assert "held by" in refusal(podman, Want(SLEEP, TWO_GIB))

@@ -23,6 +23,7 @@ from tests.unit.test_mps import ready
 
 HAND = '{\n  "debug": true\n}\n'
 MAIN = "version = 2\n"
+HOOK_FILES = ("gpushare.json", "gpushare-poststop.json")
 
 
 @pytest.fixture
@@ -99,6 +100,18 @@ def test_everything_goes_and_what_was_there_before_stays(cli: Callable[..., Any]
         mounts_below(root) == [] and not (root / "run/gpushare").exists() and not (root / "var/lib/gpushare").exists()
     )
     assert cli("--yes") == (0, "nothing to do\n", "")
+
+
+def test_what_hooks_alone_need_goes_as_well(cli: Callable[..., Any], root: Path, tmp_path: Path) -> None:
+    """containerd's base spec, and the files of two directories of hooks."""
+    assert cli("--yes", "--purge")[0] == 0
+    program = ("--program", str(tmp_path / "bin/gpushare-runtime"))
+    for engine in ("containerd", "crio", "podman"):
+        assert main(["runtime", "configure", engine, "--hook-only", "--root", str(root), *program]) == 0
+    hooks = [f"{place}/hooks.d/{name}" for place in ("etc/crio", "etc/containers/oci") for name in HOOK_FILES]
+    assert {"etc/gpushare/containerd-base-spec.json", *hooks} <= set(files(root))
+    assert cli("--yes")[0] == 0
+    assert files(root) == {"etc/docker/daemon.json": HAND, "etc/containerd/config.toml": MAIN}
 
 
 def test_purge_takes_the_configuration_too(cli: Callable[..., Any], root: Path) -> None:
