@@ -223,7 +223,7 @@ ROWS = (
         "CDI, DRA, NVIDIA's container runtime, device plugins",
         (),
         trap="Devices that are in `config.json` already: only gpushare-runtime takes them for a request, since only it "
-        "can take them out again.",
+        "can take them out again. Of a divided GPU they are the MIG devices whose capability nodes are there, too.",
     ),
     Row(
         "nvidia",
