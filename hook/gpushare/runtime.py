@@ -234,7 +234,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
         specedit.write(path, spec)
     storage.empty_trash(paths.state_dir)
     hook.tell(decision.open_sink(host.config.log), "runtime", asked, lease, steps, removed)
-    if lease is not None and rootless.is_rootless():  # podman shows it; of a hook that succeeds nobody shows a word
+    if lease is not None and rootless.is_rootless():  # to the container's log
         log.to_stderr(f"gpushare: {rootless.COOPERATIVE}")
 
 
