@@ -28,7 +28,7 @@ SECONDS ?= 60
 .PHONY: help setup build demo playground pictures newcomer dist test test-attacks test-kills test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
 
 setup: $(SETUP) ## install missing system packages, make build/venv
 

@@ -114,7 +114,7 @@ def _memory_of(wanted: Wanted, device: Device, ledger: Ledger, config: Config) -
     if wanted.memory is None:
         if used and config.policy.unlimited != "shared":
             raise CapacityError(
-                f"no limit was asked for, so all of device {device_name(device)}, "
+                f"no memory limit was asked for, so all of device {device_name(device)}, "
                 f"of which {human(used)} is granted{held}",
                 f"set {names.ENV_MEMORY}, or stop them",
                 f"{human(used)} of it is granted",

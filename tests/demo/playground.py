@@ -41,7 +41,7 @@ WELCOME = "A simulated GPU, gpushare and docker (image: demo). docs/tour.md has 
 # There is no systemd in here: this knows the one thing that docs say to it
 SYSTEMCTL = """\
 #!/bin/sh
-[ "$*" = "reload docker" ] || { echo "systemctl: in the playground only: systemctl reload docker" >&2; exit 1; }
+[ "$*" = "reload docker" ] || { echo "systemctl: no systemd in here, only docker can be reloaded; the rest begins anew with the next playground" >&2; exit 1; }
 kill -HUP PID
 for try in $(seq 100); do
     docker info --format '{{.Runtimes}}' | grep -q gpushare-runtime && exit

@@ -40,7 +40,7 @@ SYMPTOMS = (
     ("it hangs", "somebody has paused it", "`gpushare list` says `paused`; `gpushare resume ID`"),
 )  # fmt: skip
 ENGINES = (
-    ("`unknown or invalid runtime name: gpushare` (docker)", "docker has not read that there is one", "`gpushare runtime configure docker`, then `systemctl reload docker`"),
+    ("`unknown or invalid runtime name: gpushare`, `Unknown runtime specified gpushare` (docker)", "docker has not read that there is one", "`gpushare runtime configure docker`, then `systemctl reload docker`"),
     ("`no runtime for \"gpushare\" is configured` (containerd)", "the same", "`gpushare runtime configure containerd`, then restart it as the command says"),
     ("`RuntimeClass \"gpushare\" not found` (Kubernetes)", "the manifest is missing", "`kubectl apply -f runtimeclass.yaml` ([kubernetes](kubernetes.md))"),
     ("`could not select device driver \"\" with capabilities: [[gpu]]` (docker)", "docker finds no hook of NVIDIA's for `--gpus`", "leave `--gpus` out, and set `GPUSHARE_MEMORY` or `GPUSHARE_DEVICES`"),

@@ -71,8 +71,17 @@ def test_help_is_whole_at_80_columns(cli: Callable[..., Any], monkeypatch: pytes
     monkeypatch.setenv("COLUMNS", "80")
     for group in ((), ("config",)):
         code, text, _ = cli(*group, "--help")
-        commands = text.partition("Commands:\n")[2].splitlines()
+        commands = text.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
         assert code == 0 and commands and all(line.endswith(".") and "..." not in line for line in commands), text
+
+
+def test_help_ends_with_where_to_begin(cli: Callable[..., Any]) -> None:
+    """Command lines that exist, each on a line of its own, and no description behind them."""
+    lines = [line.split() for line in cli("--help")[1].partition("To begin:\n")[2].splitlines()]
+    assert [line[0] for line in lines] == ["gpushare", "gpushare", "docker"]
+    for line in lines[:2]:
+        code, text, _ = cli(*line[1:], "--help")
+        assert code == 0 and text.startswith(f"Usage: {' '.join(line[:3])} ")
 
 
 def test_refresh_that_cannot_write_says_so(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,15 @@ def test_bad_devices_quote_name_and_value(value: str, error: type[GpushareError]
     assert what in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["gpu0", "0,", "0,none"])
+def test_any_is_offered_where_it_is_known(value: str) -> None:
+    with pytest.raises(RequestError) as ours:
+        read_own(("GPUSHARE_DEVICES", value))
+    with pytest.raises(RequestError) as others:
+        read_nvidia((NAME, value))
+    assert ours.value.hint.startswith("write any, all,") and others.value.hint.startswith("write all,")
+
+
 def test_ambiguous_uuid() -> None:
     twins = Inventory("/", "1", (device(0), device(1, uuid="GPU-aaaaaaaa-9999-0000-0000-000000000000")))
     with pytest.raises(RequestError, match="more than one device"):

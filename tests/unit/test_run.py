@@ -11,7 +11,7 @@ from gpushare.cli.main import group
 from gpushare.cli.run import as_typed, default_name, user_of
 from gpushare.cli.run import run as run_command
 from gpushare.dialects import own
-from gpushare.errors import GpushareError, KernelError, RequestError
+from gpushare.errors import CapacityError, GpushareError, KernelError, RequestError
 
 from tests.unit import pure
 
@@ -82,6 +82,29 @@ def test_errors_name_flags_as_they_are_typed() -> None:
     options = {option for one in run_command.params for option in one.opts}
     for variable in own.ROWS:
         assert as_typed(variable, [variable]) in options
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "hint"),
+    [
+        ((), "", "set --memory"),
+        (("--compute", "30"), "GPUSHARE_PRIORITY", "set --memory"),
+        ((), "GPUSHARE_PRIORITY", "set GPUSHARE_MEMORY"),
+        ((), "gpu_share_memory", "set GPUSHARE_MEMORY"),
+        ((), "NVIDIA_VISIBLE_DEVICES", "set --memory"),
+    ],
+)
+def test_hints_are_in_the_words_that_somebody_uses(
+    words: tuple[str, ...], variable: str, hint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CapacityError("no room", f"set {names.ENV_MEMORY}")
+
+    monkeypatch.setattr(os, "environ", {variable: "1"} if variable else {})
+    monkeypatch.setattr(run, "start", refuse)
+    with pytest.raises(CapacityError) as caught:
+        group.main(["--state", str(tmp_path), "run", *words, "--", "true"], standalone_mode=False)
+    assert caught.value.hint == hint
 
 
 def test_users() -> None:

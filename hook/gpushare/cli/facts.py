@@ -141,7 +141,8 @@ def find(state_dir: str, text: str) -> str:
     if len(matching) == 1:
         return matching[0]
     if not matching:
-        raise RequestError(f"no container {text!r}", "`gpushare list` shows those that have a share")
+        hint = "`gpushare list` shows those that have a share, by id and not by docker's name"
+        raise RequestError(f"no container {text!r}", hint)
     shown = ", ".join(
         names.short(name) if names.short(name) != names.short(matching[0]) else name for name in matching[:8]
     )

@@ -53,6 +53,14 @@ COMMANDS = {
     "version": ("node", "version"),
 }
 
+# Below the commands; \b: click leaves the lines as they are
+_TO_BEGIN = """\b
+To begin:
+  gpushare doctor
+  gpushare runtime configure docker
+  docker run --runtime gpushare -e GPUSHARE_MEMORY=4Gi IMAGE nvidia-smi
+"""
+
 
 class _Commands(click.Group):
     """The table above."""
@@ -82,7 +90,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
         context.exit()
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, epilog=_TO_BEGIN, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--config",
     callback=given,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Optional
 
 import click
@@ -76,8 +76,13 @@ def run(
             decision.refused(where, job.name, "run", error)
         given = {variable for variable, _ in asked}
         error.message = as_typed(error.message, given)
-        error.hint = as_typed(error.hint, _WORDS if given else ())  # who typed flags is told of flags
+        error.hint = as_typed(error.hint, _WORDS if given or not _by_variables(os.environ) else ())
         raise
+
+
+def _by_variables(environment: Iterable[str]) -> bool:
+    """Whether somebody asks by our variables, misspelt ones too, and so is told of variables; others are of flags."""
+    return any(name.upper().replace("_", "").startswith("GPUSHARE") for name in environment)
 
 
 def as_typed(text: str, given: Collection[str]) -> str:

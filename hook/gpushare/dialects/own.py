@@ -49,14 +49,18 @@ def _word(choices: dict[str, Any]) -> Callable[[str, str, Inventory], Any]:
 def _devices(name: str, value: str, inventory: Inventory) -> Selection:
     if not value.strip():
         return UNNAMED
-    return parse_devices(name, value, inventory, any_allowed=True) or VOID
+    try:
+        return parse_devices(name, value, inventory, any_allowed=True) or VOID
+    except RequestError as error:  # whose hint is about the names that NVIDIA_VISIBLE_DEVICES knows, too
+        error.hint = error.hint.replace("write all,", "write any, all,")
+        raise
 
 
 def _backends(name: str, value: str, inventory: Inventory) -> str:
     """`auto`, or one or more backends with commas between."""
     words = tuple(dict.fromkeys(word.strip().lower() for word in value.split(",")))
     if words != ("auto",) and not set(words) <= set(names.BACKENDS):
-        raise wrong(name, value, "unknown value", f"write auto, or of {', '.join(names.BACKENDS)} one or several")
+        raise wrong(name, value, "unknown value", f"write auto, or one or several of {', '.join(names.BACKENDS)}")
     return ",".join(words)
 
 

@@ -11,7 +11,7 @@ from ..rootfs import run
 
 PROBE = "/usr/bin/probe"
 _SOURCE = TREE / "tests" / "e2e" / "programs" / "probe.c"
-_TOOLS = ("sh", "cat", "env", "grep", "head", "id", "ls", "mknod", "sleep", "stat", "touch")
+_TOOLS = ("sh", "cat", "env", "grep", "head", "id", "ls", "mknod", "sleep", "stat", "touch", "true")
 _MERGED = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
 _EMPTY = ("dev", "proc", "sys", "tmp", "run", "var", "opt", "etc", "usr/bin", "usr/sbin", "usr/lib", "usr/lib64")
 _LIBRARIES = "usr/lib/x86_64-linux-gnu"
