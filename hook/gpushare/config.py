@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from . import configsharing, names
-from .configkeys import KEYS, PATTERNS, VERSION
+from .configkeys import KEYS, PATTERNS, TYPES, VERSION
 from .errors import ConfigError, RequestError, what_to_do
 from .model import Config, Policy, SharingRule
 from .quantity import amount, shown, whole_percent
@@ -174,7 +174,7 @@ def parse_config(text: str, path: str) -> Config:
             else str(error).partition(";")[0].partition("\n")[0]
         )
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or nested
-        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+        raise ConfigError(f"{where}: not valid YAML: {problem}", "write it as key: value, indented by spaces") from None
     _validate(value, lines, path)
     return _config(value, lines, path)
 
@@ -225,7 +225,7 @@ def _validate(value: Any, lines: dict[str, int], path: str) -> None:
         "maximum": f"at most {wanted}",
         "minItems": "at least one",
         "enum": "one of " + ", ".join(map(str, wanted)) if isinstance(wanted, list) else "",
-        "type": f"a value of type {wanted}{', in quotes' if wanted == 'string' else ''}",
+        "type": TYPES.get(str(wanted), str(wanted)),
     }.get(error.validator, f"{error.validator} {wanted}")
     wrong = error.instance if isinstance(error.instance, str) else _yaml_value(error.instance)
     problem = f"{shown(wrong)} is wrong"

@@ -22,6 +22,14 @@ PATTERNS = {
     _LOG: "syslog, none, or an absolute path",
     _DEVICE: "an index such as 0 or a whole uuid",
 }
+TYPES = {
+    "array": "a list such as [a, b]",
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "object": "keys below it, one a line",
+    "string": "text, in quotes",
+}
 
 
 class Key(NamedTuple):

@@ -129,7 +129,7 @@ class HostRoot(mountpoint.Root):
     def require_writable(self, dir_fd: int, path: str) -> None:
         """In our own layers only: everything else is the host's."""
         if not self.is_own(dir_fd):
-            raise KernelError(f"{path!r} would have to be made on the host", "create an empty file there")
+            raise KernelError(f"{path!r} would have to be made on the host", "create it there, empty")
 
     def add_layers(self, directories: list[str]) -> None:
         """All are prepared before one is attached: overlays are then one deep, however their directories nest."""

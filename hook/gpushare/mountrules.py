@@ -69,7 +69,7 @@ def not_a_library(path: str, real: str) -> KernelError:
 def in_volume(path: str, point: str, host: str) -> KernelError:
     return KernelError(
         f"{path!r} would be created in the volume at {point!r} (on the host: {host!r})",
-        "mount the volume elsewhere, or create an empty file there",
+        "mount the volume elsewhere, or create it there, empty",
     )
 
 

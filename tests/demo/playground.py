@@ -27,6 +27,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.lib import busy, host, processes
 from tests.lib.engines.dockerd import CLIENT, Dockerd
 from tests.lib.engines.image import PROBE, make_root, make_tar
@@ -41,7 +43,10 @@ WELCOME = "A simulated GPU, gpushare and docker (image: demo). docs/tour.md has 
 # There is no systemd in here: this knows the one thing that docs say to it
 SYSTEMCTL = """\
 #!/bin/sh
-[ "$*" = "reload docker" ] || { echo "systemctl: no systemd in here, only docker can be reloaded; the rest begins anew with the next playground" >&2; exit 1; }
+[ "$*" = "reload docker" ] || {
+    echo "systemctl: no systemd in here, only docker can be reloaded; the next playground begins anew" >&2
+    exit 1
+}
 kill -HUP PID
 for try in $(seq 100); do
     docker info --format '{{.Runtimes}}' | grep -q gpushare-runtime && exit
@@ -126,6 +131,8 @@ def prepare(directory: Path, docker: bool, cleanup: contextlib.ExitStack) -> dic
     own_view(directory)
     node = host.Node(directory / "node", make_simhost(directory / "host", gpus=1, memory_bytes=16 << 30))
     node.move(str(CONFIG), "/run/gpushare")
+    lines = yaml.safe_dump(yaml.safe_load(CONFIG.read_text()), sort_keys=False)  # not JSON, so that one can add to it
+    CONFIG.write_text(lines)
     image_root = image(directory / "image")
     tools = directory / "bin"
     tools.mkdir()

@@ -83,6 +83,7 @@ def test_any_of_a_model_and_size_and_so_much_free() -> None:
         ("memory>=41Gi", 1),
         ("memory>=40Gi,model=A100|H100", 0),
         ("free>=50Gi", 2),
+        ("free>=53687091200", 2),
         ("free>=100%,model=t4", 3),
     ):
         assert indices(grant(where, f"GPUSHARE_DEVICES=any,{condition}", "GPUSHARE_MEMORY=1Gi")) == [index], condition
@@ -143,6 +144,8 @@ def test_mig_devices_and_whole_gpus_unless_told() -> None:
         ("any,free>4Gi", '"free>4Gi" is no condition for a device', "write any or any:2, then with"),
         ("any,free>=much", 'free="much": not an amount of memory', "write a size"),
         ("any,free>=101%", 'free="101%": out of range', "write a percentage"),
+        ("any,free>=20", 'free="20": a number alone is bytes', "write 20Gi, if that is meant"),
+        ("any,memory>=40", 'memory="40": a number alone is bytes', "write 40Gi, if that is meant"),
         ("any,memory>=20%", 'memory="20%": ', ""),
         ("any,model=", 'model="": not a model', "write a word of its name"),
         ("any,model=**", "not a model", "write a word"),

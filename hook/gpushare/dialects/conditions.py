@@ -61,11 +61,26 @@ def _mig(name: str, text: str) -> bool:
     return text.lower() == "yes"
 
 
+def _bytes(name: str, text: str) -> int:
+    return _with_unit(name, text, size_bytes(name, text))
+
+
+def _amount(name: str, text: str) -> Amount:
+    return _with_unit(name, text, amount(name, text))
+
+
+def _with_unit(name: str, text: str, value: Any) -> Any:
+    """Who writes a million means bytes; a smaller number has lost its unit, and every device has so much."""
+    if text.isdigit() and int(text) < 1 << 20:
+        raise wrong(name, text, "a number alone is bytes", f"write {text}Gi, if that is meant")
+    return value
+
+
 # condition -> (its sign, parser of what is behind that)
 CONDITIONS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "model": ("=", _model),
-    "memory": (">=", size_bytes),
-    "free": (">=", amount),
+    "memory": (">=", _bytes),
+    "free": (">=", _amount),
     "mig": ("=", _mig),
 }
 
