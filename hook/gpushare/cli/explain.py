@@ -57,8 +57,9 @@ WITHHELD = (
 def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> None:
     """What a container would get if it started now.
 
-    BUNDLE is a directory with config.json, looked at as the hook or gpushare-runtime would (--way). Nothing is changed.
-    Fails with the error, and the exit code, with which its start would fail.
+    BUNDLE is a directory with config.json, looked at as the hook or gpushare-runtime would (--way); `gpushare inspect`
+    has that of a running container. Nothing is changed. Fails with the error, and the exit code, with which its start
+    would fail.
     """
     if restore:
         _restore(bundle, output)
