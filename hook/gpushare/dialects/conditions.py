@@ -61,19 +61,22 @@ def _mig(name: str, text: str) -> bool:
     return text.lower() == "yes"
 
 
-def _bytes(name: str, text: str) -> int:
-    return _with_unit(name, text, size_bytes(name, text))
-
-
-def _amount(name: str, text: str) -> Amount:
-    return _with_unit(name, text, amount(name, text))
-
-
-def _with_unit(name: str, text: str, value: Any) -> Any:
+def _require_unit(name: str, text: str) -> None:
     """Who writes a million means bytes; a smaller number has lost its unit, and every device has so much."""
     if text.isdigit() and int(text) < 1 << 20:
         raise wrong(name, text, "a number alone is bytes", f"write {text}Gi, if that is meant")
-    return value
+
+
+def _bytes(name: str, text: str) -> int:
+    found = size_bytes(name, text)
+    _require_unit(name, text)
+    return found
+
+
+def _amount(name: str, text: str) -> Amount:
+    found = amount(name, text)
+    _require_unit(name, text)
+    return found
 
 
 # condition -> (its sign, parser of what is behind that)
