@@ -147,7 +147,7 @@ soak: root build ## starts, kills and crowds for MINUTES, then nothing may be le
 gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes build/gpu-check.json
 	@tests/gpu/start $(GPU_ARGS)
 
-dist: $(DIST)/.complete ## make build/dist: programs that need no Python on the host, and an archive of them
+dist: $(ARCHIVE) ## make build/dist: programs that need no Python on the host, and an archive of them
 
 docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md docs/troubleshooting.md hook/gpushare/dialects/triggers.py ## write the generated pages of docs/
 

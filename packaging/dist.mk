@@ -18,24 +18,36 @@ build/.setup-dist: $(SETUP) packaging/bootstrap
 	@packaging/venv "$(PYTHON)" package
 	@touch $@
 
+# What no file's time tells: these are written when they would say something else than before, and only then.
+SAYS = mkdir -p $(@D); [ -f $@ ] && [ "$$(cat $@)" = "$(1)" ] || echo "$(1)" >$@
 # WITH=kubernetes: also what gpushare k8s-plugin needs. The bundle of the plugin's image has it in any case.
 export WITH ?=
 build/dist/.with: .FORCE
-	@mkdir -p $(@D)
-	@[ "$$(cat $@ 2>/dev/null)" = "$(WITH)" ] && [ -f $@ ] || echo "$(WITH)" >$@
+	@$(call SAYS,$(WITH))
+# The date in archives and packages; the bundle has none in it
+DATED := build/dist/.dated
+$(DATED): .FORCE
+	@$(call SAYS,$(SOURCE_DATE_EPOCH))
+# Which modules there are: one that was removed is newer than nothing
+build/dist/.names: .FORCE
+	@$(call SAYS,$(sort $(DIST_SOURCES)))
 .PHONY: .FORCE
 
-# The archive's files have one owner, one order, one time and modes that no umask decides.
-IN_DIST := build/.setup-dist build/dist/boot $(LAUNCHERS) $(SHIM_RELEASE_x86_64) build/man/.complete $(DIST_SOURCES) packaging/dist.mk
+IN_DIST := build/.setup-dist build/dist/boot $(LAUNCHERS) $(SHIM_RELEASE_x86_64) build/man/.complete $(DIST_SOURCES) build/dist/.names packaging/dist.mk LICENSE
 $(DIST)/.complete: $(IN_DIST) build/dist/.with
 	@rm -rf $(DIST)
 	build/venv/bin/pyinstaller --noconfirm --log-level WARN --distpath build/dist --workpath build/dist/work packaging/gpushare.spec
-	tar -C build/dist --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$$SOURCE_DATE_EPOCH" --mode=u=rwX,go=rX \
-	    --transform 's,^gpushare,$(DIST_NAME),S' --exclude=.complete -c gpushare | gzip -9n >build/dist/$(DIST_NAME).tar.gz.new
-	@mv build/dist/$(DIST_NAME).tar.gz.new build/dist/$(DIST_NAME).tar.gz
-	@cd build/dist && sha256sum $(DIST_NAME).tar.gz >$(DIST_NAME).tar.gz.sha256
 	@touch $@
-	@echo "build/dist/$(DIST_NAME).tar.gz"
+
+# Its files have one owner, one order, one time and modes that no umask decides.
+ARCHIVE := build/dist/$(DIST_NAME).tar.gz
+$(ARCHIVE): $(DIST)/.complete $(DATED)
+	@rm -f build/dist/gpushare-*.tar.gz*
+	tar -C build/dist --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$$SOURCE_DATE_EPOCH" --mode=u=rwX,go=rX \
+	    --transform 's,^gpushare,$(DIST_NAME),S' --exclude=.complete -c gpushare | gzip -9n >$@.new
+	@mv $@.new $@
+	@cd $(@D) && sha256sum $(@F) >$(@F).sha256
+	@echo "$@"
 
 PLUGIN := build/plugin/gpushare
 $(PLUGIN)/.complete: $(IN_DIST)

@@ -19,15 +19,15 @@ build/wheel/$(1)/gpushare-runtime build/wheel/$(1)/gpushare-hook: $(LAUNCHER_SOU
 	@mv $$@.new $$@
 
 build/wheel/$(1)/.complete: build/wheel/$(1)/gpushare-runtime build/wheel/$(1)/gpushare-hook $$(SHIM_RELEASE_$(1)) \
-    $(DIST_SOURCES) packaging/wheel.py $(wildcard packaging/wheel/*) pyproject.toml README.md LICENSE
+    $(DIST_SOURCES) build/dist/.names $(DATED) packaging/wheel.py $(wildcard packaging/wheel/*) pyproject.toml README.md LICENSE
 	@rm -f build/wheel/$(1)/*.whl
 	GPUSHARE_WHEEL_MACHINE=$(1) build/venv/bin/hatchling build -t wheel -d build/wheel/$(1)
 	@touch $$@
 endef
 $(foreach machine,$(SHIM_MACHINES),$(eval $(call wheel_launchers,$(machine))))
 
-$(STAGE)/.complete: $(DIST)/.complete packaging/stage packaging/config.yaml packaging/copyright CHANGELOG.md LICENSE \
-    packaging/60-gpushare.rules $(wildcard packaging/systemd/*)
+$(STAGE)/.complete: $(DIST)/.complete $(DATED) packaging/stage packaging/config.yaml packaging/copyright CHANGELOG.md LICENSE \
+    packaging/60-gpushare.rules $(wildcard packaging/systemd/* packaging/metrics/*)
 	@packaging/stage $(DIST) $(STAGE)
 	@touch $@
 
@@ -36,10 +36,10 @@ TAR := tar --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --
 INSTALLER := packaging/kubernetes/installer
 PLUGIN_IMAGE := packaging/kubernetes/plugin
 
-$(PACKAGES)/SHA256SUMS: $(STAGE)/.complete $(WHEELS) packaging/nfpm packaging/nfpm.yaml $(wildcard packaging/scripts/*) \
+$(PACKAGES)/SHA256SUMS: $(ARCHIVE) $(STAGE)/.complete $(WHEELS) packaging/nfpm packaging/nfpm.yaml $(wildcard packaging/scripts/*) \
     $(INSTALLER)/Dockerfile $(INSTALLER)/install.py $(PLUGIN)/.complete $(PLUGIN_IMAGE)/Dockerfile packaging/packages.mk
 	@rm -rf $(PACKAGES) && mkdir -p $(PACKAGES)
-	@cp build/dist/$(DIST_NAME).tar.gz $(foreach machine,$(SHIM_MACHINES),build/wheel/$(machine)/*.whl) $(PACKAGES)
+	@cp $(ARCHIVE) $(foreach machine,$(SHIM_MACHINES),build/wheel/$(machine)/*.whl) $(PACKAGES)
 	VERSION=$(DIST_VERSION) STAGE=$(STAGE) packaging/nfpm $(PACKAGES)
 	$(TAR) -C $(INSTALLER) -c Dockerfile install.py -C $(abspath build/dist) gpushare | \
 	    gzip -9n >$(PACKAGES)/gpushare-installer-$(DIST_VERSION).tar.gz
