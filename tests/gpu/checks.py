@@ -8,8 +8,10 @@ from typing import NamedTuple
 from tests.gpu import checks_busy as busy
 from tests.gpu import checks_compute as compute
 from tests.gpu import checks_driver as driver
+from tests.gpu import checks_looks as looks
 from tests.gpu import checks_memory as memory
 from tests.gpu import checks_mps as mps
+from tests.gpu import checks_offered as offered
 from tests.gpu import checks_product as product
 from tests.gpu.session import Result, Session
 
@@ -39,9 +41,13 @@ CHECKS = (
     Check("run", "gpushare run on this machine", product.run, 40),
     Check("run.compute", "gpushare run with 30 % of compute", product.run_compute, 40),
     Check("mps", "gpushare mps, and a program with 30 % of it", mps.mps, 60),
+    Check("mps.words", "what nvidia-cuda-mps-control answers", offered.mps_words, 60),
+    Check("dmem", "the kernel's limits on device memory", offered.dmem, 20),
+    Check("prefetch.batch", "many prefetches as one call", offered.prefetch_batch, 20),
     Check("pool", "how a memory pool grows", memory.pool, 20),
     Check("latency", "calls, native and under the shim", driver.latency, 60),
     Check("slices", "time slices of two contexts", driver.slices, 20, HARDWARE),
+    Check("looks", "events in an empty stream wait for the own turn", looks.looks, 20),
     Check("compute.uncapped", "speed under the shim, no limit", compute.native, 45),
     Check("compute.30", "30 %, alone", compute.thirty, 45),
     Check("compute.5", "5 %, alone", compute.five, 45),

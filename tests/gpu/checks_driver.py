@@ -70,7 +70,7 @@ def latency(session: Session) -> Result:
         for _ in range(1 if session.short else TURNS):
             for way in seen:
                 command = [str(program), IN_PLACE if way == "shim" else session.machine.libcuda]
-                seen[way].append(_answer(place.command(command) if way == "shim" else command, session.deadline))
+                seen[way].append(answer(place.command(command) if way == "shim" else command, session.deadline))
     values: dict[str, Any] = {}
     for name in seen["native"][0]:
         native, shim = (_best(seen[way], name) for way in ("native", "shim"))
@@ -83,7 +83,8 @@ def latency(session: Session) -> Result:
     return Result("measured", f"{note} {statistics.median(added):.0f} ns to a call", values)
 
 
-def _answer(command: list[str], deadline: float) -> dict[str, Any]:
+def answer(command: list[str], deadline: float) -> dict[str, Any]:
+    """The one line that build/gpu/latency says. Raises Absent or Failed."""
     code, out, err = processes.run(command, deadline)
     if code == CANNOT:
         raise processes.Absent(f"no private mounts here ({err.strip()})")

@@ -62,6 +62,11 @@ def test_what_holds_is_held(whole: tuple[int, dict[str, Any], str]) -> None:
     assert checks["memory.plain"]["values"]["device_bytes"] == checks["memory.plain"]["values"]["limit_bytes"]
     assert set(checks["conformance"]["values"].values()) == {"as modelled"}
     assert checks["latency"]["values"]["launch"]["native_ns"] > 0
+    looks = checks["looks"]["values"]
+    assert looks["holds"] and looks["in_a_turn_of_the_neighbour"]["told"] > 5, checks["looks"]["note"]
+    assert looks["waited"]["beside_without_work"]["p50_ns"] > looks["waited"]["alone_with_work"]["p50_ns"]
+    assert looks["cost"]["median_ns"] > 0 and "percent" in looks["neighbour_lost"]
+    assert "12 of 12 answers as assumed" in checks["mps.words"]["note"]
 
 
 def test_compute_is_limited(whole: tuple[int, dict[str, Any], str]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
 import pytest
 
-from tests.gpu import checks_busy, checks_compute, checks_driver
+from tests.gpu import checks_busy, checks_compute, checks_driver, checks_looks
 from tests.gpu.machine import Machine
 from tests.gpu.session import Session, interval
 
@@ -101,6 +101,72 @@ def test_slices_and_switches_come_from_the_gaps_of_both(session: Session, monkey
     values = checks_driver.slices(session).values
     assert values["slice_ns"]["median"] == 2 * MS
     assert values["switch_ns"] == MS // 10
+
+
+CLOCK = 7_000_000_123  # host time of the device's 0
+KERNEL = MS // 10
+PAIR_TURNS = range(20)
+
+
+def own_kernels() -> list[tuple[int, int, int]]:
+    """Ours has the device in the first 2 ms of each 4, and always work in the queue; the clock's offset is known from
+    one event that did not wait."""
+    ends = [4 * MS * turn + KERNEL * part for turn in PAIR_TURNS for part in range(1, 21)]
+    return [(CLOCK + max(0, end - 3 * MS), end, 0) for end in ends]
+
+
+def looks_at(done: Callable[[int], int]) -> list[tuple[int, int, int]]:
+    """A look each 0.2 ms, but for those that could not be recorded since the one before was not done: `done` says of a
+    look that is recorded at a time of the device when it is done."""
+    found, now = [], MS // 100
+    while now < 4 * MS * PAIR_TURNS[-1]:
+        found.append((CLOCK + now, done(now), 0))
+        now = max(now + MS // 5, found[-1][1])
+    return found
+
+
+def own_turn(now: int) -> int:
+    return now if now % (4 * MS) < 2 * MS else now - now % (4 * MS) + 4 * MS
+
+
+@pytest.mark.parametrize(
+    ("done", "holds", "words"),
+    [
+        (own_turn, True, "19 of 19 looks"),
+        (lambda now: now, False, "were done while the neighbour had the device"),
+        (lambda now: own_turn(now) + (own_turn(now) > now) * MS, False, "were done later than own work of that turn"),
+        (lambda now: own_turn(now) - (own_turn(now) > now) * MS // 2, False, "while the neighbour had the device"),
+    ],
+)
+def test_a_look_tells_when_the_own_turn_began(done: Callable[[int], int], holds: bool, words: str) -> None:
+    seen = checks_looks.told(own_kernels(), looks_at(done), 2 * MS, KERNEL)
+    assert checks_looks.judge([1000] * 10, seen)[0] is holds
+    assert words in checks_looks.judge([1000] * 10, seen)[1], seen
+
+
+def test_who_had_nothing_in_the_queue_was_not_interrupted() -> None:
+    """So no look is judged by that time."""
+    kernels = [(CLOCK + end - KERNEL, end, 0) for _, end, _ in own_kernels()]
+    assert sum(checks_looks.told(kernels, looks_at(lambda now: now), 2 * MS, KERNEL)) == 0
+
+
+def test_looks_behind_own_work_and_too_few_of_them_say_nothing() -> None:
+    right = checks_looks.Told(early=0, told=50, late=0)
+    for alone, seen, holds, words in (
+        ([1000] * 9 + [90_000], right, True, "holds: 50 of 50"),
+        ([1000] * 8 + [90_000] * 2, right, False, "alone only 80 % are done within 45 us"),
+        ([1000], checks_looks.Told(0, 2, 0), False, "only 2 looks"),
+    ):
+        said = checks_looks.judge(alone, seen)
+        assert said[0] is holds and words in said[1]
+
+
+def test_how_long_looks_waited_is_beyond_the_least() -> None:
+    looks = [(CLOCK + at, at + late, 0) for at, late in ((0, 3000), (MS, 2000), (2 * MS, 2 * MS))]
+    assert checks_looks.waited(looks) == [0, 1000, 2 * MS - 2000]
+    spread = checks_looks.spread(checks_looks.waited(looks), 2 * MS)
+    assert (spread["p50_ns"], spread["max_ns"], spread["beyond_half_a_slice"]) == (1000, 2 * MS - 2000, 1 / 3)
+    assert checks_looks.lost([100, 100], [98, 96])["percent"] == pytest.approx(3)
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.31, "held"), (0.35, "missed"), (0.2, "missed")])

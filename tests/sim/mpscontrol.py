@@ -135,6 +135,9 @@ class Daemon:
             return ""
         if command == "get_default_device_pinned_mem_limit":
             return shown(limits.memory_text)
+        if command == "start_server":
+            self.server = self.server or Limits(self.default.percent, self.default.memory_text)
+            return ""
         if command == "get_server_list":
             return str(os.getpid()) if self.server else ""
         if command == "get_client_list":

@@ -183,6 +183,21 @@ def names(library: str) -> None:
     )
 
 
+def exported(library: str, names: list[str], nvml: str = "") -> None:
+    """Which functions a library (libcuda, or `nvml`) exports, and which cuGetProcAddress knows."""
+    gpu = driver.Driver(library)
+    try:
+        there = [name for name in names if address_of(ctypes.CDLL(nvml) if nvml else gpu.library, name)]
+    except OSError:  # this machine has no NVML
+        there = []
+    known = []
+    for name in () if nvml else names:
+        address = c_void_p()
+        code = gpu.library.cuGetProcAddress(c_char_p(name.encode()), byref(address), c_int(VERSIONS[-1]), c_uint64(0))
+        known += [name] if not code and address.value else []
+    say(there=there, procaddress=known)
+
+
 def address_of(library: ctypes.CDLL, name: str) -> Optional[int]:
     try:
         return ctypes.cast(library[name], c_void_p).value

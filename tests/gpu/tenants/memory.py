@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import c_uint
+from ctypes import byref, c_int, c_uint, c_uint64
 from typing import Any
 
 from tests.conformance import driver
@@ -12,6 +12,7 @@ from tests.gpu.tenant import listen, say
 MIB = 1 << 20
 STEPS = (256 * MIB, 32 * MIB, 2 * MIB)  # coarse, then to the last block
 ATTACH_GLOBAL = 1
+LOCATION_DEVICE, LAST_PREFETCH_LOCATION = 1, 4  # CUmemLocationType, CUmem_range_attribute
 
 
 def plain(cuda: Driver, size: int) -> None:
@@ -76,3 +77,17 @@ def pool(library: str) -> None:
         cuda.free(address)
     cuda.synchronize()
     say(grows_bytes=steps, free_async_of_plain_code=code)
+
+
+def prefetch(library: str) -> None:
+    """One managed block, brought to the device by cuMemPrefetchBatchAsync."""
+    cuda = Driver(library)
+    cuda.context()
+    address = cuda.out("cuMemAllocManaged", 2 * MIB, c_uint(ATTACH_GLOBAL))
+    one = [(c_uint64 * 1)(value) for value in (address, 2 * MIB, 0)]
+    places = (driver.Location * 1)(driver.Location(LOCATION_DEVICE, 0))
+    code = cuda.code("cuMemPrefetchBatchAsync", one[0], one[1], 1, places, one[2], 1, 0, 0)
+    cuda.synchronize()
+    where = c_int(-2)
+    cuda.ok("cuMemRangeGetAttribute", byref(where), 4, c_int(LAST_PREFETCH_LOCATION), address, 2 * MIB)
+    say(bytes=2 * MIB, code=code, last_location=where.value)
