@@ -88,7 +88,7 @@ static int do_query(void) {
     int code = query(event);
     return code == 600 ? 0 : code; /* NOT_READY */
 }
-/* As the compute law looks whose the device is: a timing event in a stream of its own, asked at once */
+/* As the compute law looks: a timing event in a stream of its own, asked at once */
 static int do_look(void) {
     int code = record(look, empty);
     if (code)
@@ -171,9 +171,8 @@ static void measure(unsigned i) {
     }
     check(synchronize(stream), "cuStreamSynchronize");
     qsort(took, (size_t)CALLS[i].n, sizeof *took, by_value);
-    printf("%s\"%s\": {\"median_ns\": %lld, \"p99_ns\": %lld, \"n\": %d}", start,
-           CALLS[i].name, (long long)took[CALLS[i].n / 2], (long long)took[CALLS[i].n * 99 / 100],
-           CALLS[i].n);
+    printf("%s\"%s\": {\"median_ns\": %lld, \"p99_ns\": %lld, \"n\": %d}", start, CALLS[i].name,
+           (long long)took[CALLS[i].n / 2], (long long)took[CALLS[i].n * 99 / 100], CALLS[i].n);
 }
 
 static void find_all(void) {

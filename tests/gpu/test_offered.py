@@ -63,14 +63,15 @@ def test_a_program_that_starts_no_daemon_is_asked_nothing(tmp_path: Path) -> Non
 
 
 def test_the_real_program_without_a_gpu(tmp_path: Path, userland: Userland) -> None:
-    """It answers; its server needs a GPU, so what is asked of that is not asked."""
+    """It answers. Its server ends at once: when it is asked for, its pid may still be listed."""
     program = shutil.copy(userland.root / "usr/bin/nvidia-cuda-mps-control", tmp_path)
     note, values = checks_offered.words_of(program, {**PATH, "LD_LIBRARY_PATH": str(userland.libdir)}, userland.version)
     assert "Copyright (C)" in values["help"]
     answers = values["protocol_2"]["answers"]
-    assert [one["out"] for one in answers[:3]] == ["100.0", "40.0", "40.0"]
-    assert sum(one["as_assumed"] is None for one in answers) == 5
-    assert "6 of 12 answers as assumed, 5 not asked: there is no server; otherwise: 'get_server_list'" in note
+    assert [one["out"] for one in answers[:6]] == ["100.0", "40.0", "40.0", "", "2G", ""]
+    of_server = [one for one in answers if one["asked"].startswith("get_active_thread_percentage")]
+    assert len(of_server) == 2 and not any(one["as_assumed"] for one in of_server)
+    assert "protocol 3: `-h` tells of none" in note
 
 
 @pytest.mark.parametrize(
