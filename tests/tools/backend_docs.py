@@ -58,8 +58,8 @@ changes. The start then waits for NVML, which without persistence mode takes sec
 
 All of this was tried on cgroup trees of plain files, where real crun wrote what `gpushare-runtime` had put into
 config.json, and with a stand-in for that NVML; on a kernel without the controller real runc and crun start nothing. It
-was **not run on hardware**; the check `dmem` of `make gpu-check` says whether a machine has the controller, and the GPU in
-it.
+was **not run on hardware**; the check `dmem` of `make gpu-check` says whether a machine has
+the controller, and the GPU in it.
 """
 
 GPU = model.Device(0, "GPU-0", 0, "0000:01:00.0", "GPU", 16 << 30, 0)
