@@ -166,14 +166,12 @@ def mps_words(session: Session) -> Result:
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def capacity_file(root: Optional[Path]) -> Optional[Path]:
-    """Where this kernel says which regions of device memory it can limit."""
+def cgroup_tree(root: Optional[Path]) -> Optional[Path]:
+    """Where cgroup v2 is mounted, all of it."""
     if root:
-        tree = root / "sys/fs/cgroup"
-    else:
-        trees = (m.point for m in mountns.read_mounts() if m.fstype == "cgroup2" and m.root == "/")
-        tree = Path(next(trees, "/nowhere"))
-    return tree / CAPACITY if (tree / CAPACITY).exists() else None
+        return root / "sys/fs/cgroup"
+    points = (Path(m.point) for m in mountns.read_mounts() if m.fstype == "cgroup2" and m.root == "/")
+    return next(points, None)
 
 
 def dmem(session: Session) -> Result:
@@ -181,14 +179,18 @@ def dmem(session: Session) -> Result:
     from gpushare import dmem as backend
 
     machine = session.machine
-    path = capacity_file(machine.simhost)
+    tree = cgroup_tree(machine.simhost)
+    path = tree / CAPACITY if tree and (tree / CAPACITY).exists() else None
     text = path.read_text() if path else ""
     device = Device(0, machine.uuid, 0, machine.bus_id, machine.model, machine.total_bytes, 0)
     region = backend.region_of(device, text)
     nvml = session.ask("exported", names=["nvmlDeviceSetMemoryLimits_v1"], nvml=machine.libnvml)["there"]
-    values = {"file": str(path or ""), "capacity": text, "region": region, "bus_id": machine.bus_id, "nvml": bool(nvml)}
-    if not path:
-        note = f"no {CAPACITY}: this kernel has no dmem controller, or cgroup v2 is not mounted"
+    values: dict[str, Any] = {"cgroup2": str(tree or ""), "file": str(path or ""), "capacity": text, "region": region}
+    values.update(bus_id=machine.bus_id, nvml=bool(nvml))
+    if not tree:
+        note = "all of cgroup v2 is mounted nowhere here, so nothing is known of the dmem controller"
+    elif not path:
+        note = f"no {CAPACITY} in {tree}: this kernel has no dmem controller"
     elif not region:
         note = f"{CAPACITY} has {len(text.splitlines())} regions, and none is {machine.bus_id}"
     else:

@@ -77,7 +77,7 @@ def test_the_real_program_without_a_gpu(tmp_path: Path, userland: Userland) -> N
 @pytest.mark.parametrize(
     ("capacity", "note"),
     [
-        (None, "no dmem.capacity: "),
+        (None, "no dmem.capacity in "),
         ("", "dmem.capacity has 0 regions, and none is 0000:01:00.0"),
         ("nvidia/00000000:02:00.0/vidmem 17179869184\n", "dmem.capacity has 1 regions, and none is"),
         ("drm/0000:01:00.0/vram0 1\nnvidia/00000000:01:00.0/vidmem 17179869184\n", "dmem.capacity names this device: "),
