@@ -54,6 +54,7 @@ DRIVER = (
     "tests/e2e/test_images.py",
     "tests/e2e/test_mps_daemon.py",
     "tests/e2e/test_systemd.py",
+    "tests/gpu/test_offered.py",
     "tests/shim/test_loader.py",
     "tests/shim/test_nvml.py",
     "tests/shim/test_real_driver.py",
