@@ -188,7 +188,7 @@ def test_kernels_that_wait_for_ever_are_missed(session: Session, monkeypatch: py
     assert checks_busy.pairs(session).verdict == "held"
 
 
-@pytest.mark.parametrize(("seconds", "verdict"), [(0.01, "missed"), (0.7, "held"), (9.0, "held")])
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.01, "missed"), (0.7, "held"), (9.0, "held"), (30.0, "missed")])
 def test_streams_that_wait_are_limited_too(
     session: Session, monkeypatch: pytest.MonkeyPatch, seconds: float, verdict: str
 ) -> None:
