@@ -116,9 +116,9 @@ class Killer:
 
 def descendants(pid: int) -> list[int]:
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        with contextlib.suppress(OSError):
-            found += [int(word) for word in (task / "children").read_text().split()]
+    with contextlib.suppress(OSError):  # it may end any moment
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
     return found + [below for child in found for below in descendants(child)]
 
 
