@@ -25,16 +25,14 @@ static bool overtook(struct gs_throttle *t, const struct gs_segment *segment,
  * what other streams did during the wait is in no other segment: all of it is busy, from when the
  * first of those launches went to the device. Before that it is we who held it back. */
 void gs_throttle_waited(struct gs_throttle *t, struct gs_segment *segment) {
-    uint64_t first_ns = UINT64_MAX;
+    uint64_t first_ns = segment->many ? 0 : UINT64_MAX;
     if (!segment->waited)
         return;
     if (t->open.launches && overtook(t, segment, &t->open))
-        first_ns = t->open.opened_ns;
+        first_ns = min64(first_ns, t->open.opened_ns);
     for (uint32_t i = t->finished + 1; i != t->marked; i++)
         if (overtook(t, segment, &t->segment[i % GS_SEGMENTS]))
             first_ns = min64(first_ns, t->segment[i % GS_SEGMENTS].opened_ns);
-    if (segment->many)
-        first_ns = 0;
     if (first_ns == UINT64_MAX)
         return;
     segment->waited = false;

@@ -33,8 +33,6 @@ OTHER_NAMES = {"b": "bundle", "f": "config"}
 DELETE_BARE = ("?", "f", "force", "h", "help", "r", "regex", "usage")
 STARTING = ("create", "run", "restore")  # what can bring a container to life
 HANDLED = (*STARTING, "delete")
-
-
 CONFIG_NAME = "config.json"
 
 

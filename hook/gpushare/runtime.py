@@ -105,15 +105,17 @@ class Watch:
         os.umask(self._mask)
 
 
-def _read(call: Call) -> tuple[str, dict[str, object]]:
-    """(path of config.json, what is in it). One of another name is looked for where crun is called (create.c there)."""
-    directory = os.path.realpath(call.bundle) if call.config_name == commandline.CONFIG_NAME else os.getcwd()
-    path = os.path.join(directory, call.config_name)
-    return path, oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json")
+def _read(call: Call) -> tuple[str, str, dict[str, object]]:
+    """(bundle, path of config.json, what is in it). One of another name is looked for where crun is called (create.c
+    there)."""
+    directory = os.path.realpath(call.bundle)
+    where = directory if call.config_name == commandline.CONFIG_NAME else os.getcwd()
+    path = os.path.join(where, call.config_name)
+    return directory, path, oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json")
 
 
-def _bundle(call: Call, spec: dict[str, object]) -> Bundle:
-    return oci.bundle_of(oci.State(call.container_id, 0, "creating", os.path.realpath(call.bundle), {}), spec)
+def _bundle(call: Call, directory: str, spec: dict[str, object]) -> Bundle:
+    return oci.bundle_of(oci.State(call.container_id, 0, "creating", directory, {}), spec)
 
 
 def _asked(bundle: Bundle, paths: Paths) -> tuple[Optional[Request], Optional[Node]]:
@@ -132,10 +134,10 @@ def _asked(bundle: Bundle, paths: Paths) -> tuple[Optional[Request], Optional[No
 def _create(call: Call, paths: Paths) -> int:
     from . import applied, specedit
 
-    path, spec = _read(call)
+    directory, path, spec = _read(call)
     watch = Watch()
     clean = applied.stripped(spec)
-    bundle = _bundle(call, clean)
+    bundle = _bundle(call, directory, clean)
     asked, host = _asked(bundle, paths)
     if asked is None or host is None:
         withheld = _withheld(bundle, paths)
@@ -269,8 +271,8 @@ def _hook_stderr() -> str:
 def _restore(call: Call, paths: Paths) -> int:
     from . import applied
 
-    _, spec = _read(call)
-    asked, _ = _asked(_bundle(call, applied.stripped(spec)), paths)
+    directory, _, spec = _read(call)
+    asked, _ = _asked(_bundle(call, directory, applied.stripped(spec)), paths)
     if asked is not None:
         raise RequestError(
             f"{asked.sources[0][0]}: a container with a share of a GPU cannot be restored from a checkpoint",

@@ -85,8 +85,7 @@ static void parse_command(const char *const *words, struct call *call) {
             call->unknown = true;
             return;
         } else if (!is_delete && flag.value) {
-            /* `--bundle` counts before `-b`, as in commandline.py; two different ones are for
-             * Python */
+            /* of two bundles the last one counts: commandline.py knows */
             const char **field = is(flag, "b") || is(flag, "bundle")   ? &call->bundle
                                  : is(flag, "f") || is(flag, "config") ? &call->config_name
                                                                        : NULL;

@@ -230,12 +230,12 @@ static int hook(char **argv) {
     const char *text = quick || adopts ? read_state(&size) : NULL;
     if (!text || !state_read(text, size, &state))
         return python("gpushare-hook", argv);
+    bool ends = quick && strcmp(*word, "poststop") == 0 && state_dir_given;
     char bundle[PATH_MAX]; /* as hook.py: runc may say it by a symbolic link, where PWD does */
-    if (realpath(state.bundle, bundle))
+    if ((adopts || ends) && realpath(state.bundle, bundle))
         strcpy(state.bundle, bundle);
     if (adopts && *state.id && take_time() && adopt(&state, state_dir))
         return 0;
-    bool ends = quick && strcmp(*word, "poststop") == 0 && state_dir_given;
     if (ends && *state.id && take_time() &&
         release(state_dir, state.id, state.bundle) == RELEASE_DONE)
         return 0;

@@ -125,24 +125,31 @@ def test_many_streams_and_functions_come_and_go() -> None:
 STREAMS_OF_THREADS = """
 def per_thread(function):
     return cuda.cuLaunchKernel_ptsz(function, 1, 1, 1, 1, 1, 1, 0, None, None, None)
+
+def in_threads(threads, function, then):
+    "Seconds that it took."
+    context, began = start(), time.monotonic()
+    function = kernel(function)
+    def work():
+        ok(cuda.cuCtxSetCurrent(context))
+        while time.monotonic() - began < 2:
+            ok(per_thread(function))
+            then()
+    workers = [threading.Thread(target=work) for i in range(threads)]
+    [w.start() for w in workers], [w.join() for w in workers]
+    ok(cuda.cuCtxSynchronize())
+    return time.monotonic() - began
+
+def poll():
+    while cuda.cuStreamQuery_ptsz(None) == 600:  # CUDA_ERROR_NOT_READY
+        pass
 """
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_streams_of_threads(threads: int) -> None:
-    program = f"""
-    context, function = start(), kernel("spin_us_500")
-    began = time.monotonic()
-    def work():
-        ok(cuda.cuCtxSetCurrent(context))
-        while time.monotonic() - began < 2:
-            ok(per_thread(function))
-    workers = [threading.Thread(target=work) for i in range({threads})]
-    [w.start() for w in workers], [w.join() for w in workers]
-    ok(cuda.cuCtxSynchronize())
-    print(time.monotonic() - began)
-    """
     with boxes(40) as (box,):
+        program = f'print(in_threads({threads}, "spin_us_500", lambda: None))'
         (took,) = run(box, program, helpers=HELPERS + STREAMS_OF_THREADS)
         assert 20 < percent_held(box, float(took)) < 40 + POINTS
 
@@ -150,22 +157,8 @@ def test_streams_of_threads(threads: int) -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_polling_of_streams_of_threads(threads: int) -> None:
     """Who asks again and again whether his stream is done has no more than who waits for it."""
-    program = f"""
-    context, function = start(), kernel("spin_us_50")
-    began = time.monotonic()
-    def work():
-        ok(cuda.cuCtxSetCurrent(context))
-        while time.monotonic() - began < 2:
-            ok(per_thread(function))
-            while cuda.cuStreamQuery_ptsz(None) == 600:  # CUDA_ERROR_NOT_READY
-                pass
-    workers = [threading.Thread(target=work) for i in range({threads})]
-    [w.start() for w in workers], [w.join() for w in workers]
-    ok(cuda.cuCtxSynchronize())
-    print(time.monotonic() - began)
-    """
     with boxes(20) as (box,):
-        (took,) = run(box, program, helpers=HELPERS + STREAMS_OF_THREADS)
+        (took,) = run(box, f'print(in_threads({threads}, "spin_us_50", poll))', helpers=HELPERS + STREAMS_OF_THREADS)
         assert 20 / 2 < percent_held(box, float(took)) < 20 + 3
 
 

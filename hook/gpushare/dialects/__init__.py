@@ -33,7 +33,9 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     "video": ("compute",),
 }
 _MIN_UUID_PREFIX = len("GPU-") + 8  # as in the examples of NVIDIA's own documentation
-_DEVICES_HINT = "write all, none, an index, a GPU-<uuid>, a MIG-<uuid>, <gpu>:<mig>, or several of them with commas"
+_DEVICES = "all, none, an index, a GPU-<uuid>, a MIG-<uuid>, <gpu>:<mig>, or several of them with commas"
+_DEVICES_HINT = f"write {_DEVICES}"
+_OR_ANY_HINT = f"write any, {_DEVICES}"
 
 
 def one_value(name: str, values: list[str]) -> Optional[str]:
@@ -114,8 +116,11 @@ def _named_mig(token: str, inventory: Inventory) -> list[Device]:
     return [device for device in inventory.mig if device.uuid.lower().startswith(token.lower())]
 
 
-def find_devices(name: str, value: str, token: str, inventory: Inventory) -> tuple[Device, ...]:
-    """What `token` names: one device, or all MIG devices of one GPU. Raises when it names nothing, or two things."""
+def find_devices(
+    name: str, value: str, token: str, inventory: Inventory, hint: str = _DEVICES_HINT
+) -> tuple[Device, ...]:
+    """What `token` names: one device, or all MIG devices of one GPU. Raises when it names nothing, or two things;
+    `hint`: what may be written there."""
     gpu, colon, instance = token.partition(":")
     is_mig = len(token) >= _MIN_UUID_PREFIX and token[:4].upper() == "MIG-"
     if _is_number(token) or (token[:4].upper() == "GPU-" and len(token) >= _MIN_UUID_PREFIX):
@@ -123,7 +128,7 @@ def find_devices(name: str, value: str, token: str, inventory: Inventory) -> tup
     elif token[:4].upper() == "MIG-" or (colon and _is_number(gpu) and _is_number(instance)):
         found, what = _named_mig(token, inventory) if is_mig or colon else [], "MIG device"
     else:
-        raise wrong(name, value, f"{shown(token)} does not name a device", _DEVICES_HINT)
+        raise wrong(name, value, f"{shown(token)} does not name a device", hint)
     if len(found) > 1:
         raise wrong(name, value, f"{shown(token)} names more than one device", "write the whole uuid")
     if not found:
@@ -160,6 +165,7 @@ def parse_devices(name: str, value: str, inventory: Inventory, any_allowed: bool
     `void` anywhere wins, `all` next; duplicates collapse. Source: NVIDIA container toolkit, "Environment
     variables (OCI spec)"; `no-gpu-has-...` is what a scheduler writes when it found no room.
     """
+    hint = _OR_ANY_HINT if any_allowed else _DEVICES_HINT
     tokens = [token.strip() for token in value.split(",")]
     refused = next((token for token in tokens if token.startswith("no-gpu-has")), None)
     if refused is not None:
@@ -175,12 +181,12 @@ def parse_devices(name: str, value: str, inventory: Inventory, any_allowed: bool
     if tokens == ["none"]:
         return Selection("none")
     if "none" in tokens:
-        raise wrong(name, value, "none cannot be combined with devices", _DEVICES_HINT)
+        raise wrong(name, value, "none cannot be combined with devices", hint)
     if "" in tokens:
-        raise wrong(name, value, "an empty device name", _DEVICES_HINT)
+        raise wrong(name, value, "an empty device name", hint)
     chosen: dict[str, str] = {}
     for token in dict.fromkeys(map(_unreplicated, tokens)):
-        for device in find_devices(name, value, token, inventory):
+        for device in find_devices(name, value, token, inventory, hint):
             chosen.setdefault(device.uuid, token)
     if len(chosen) > MAX_SLOTS:
         raise wrong(name, value, f"more than {MAX_SLOTS} devices", f"name at most {MAX_SLOTS}")
