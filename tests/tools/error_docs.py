@@ -107,6 +107,7 @@ ADVICE = {
 # Hints that the program works out
 WORKED_OUT = {
     "<what_to_do(error)>": _FULL,
+    "{_OR_ANY_HINT if any_allowed else _DEVICES_HINT}": "write all, none, or what `gpushare devices` shows; several with commas",
     "<rootless.hint()>": "run as root, or set XDG_RUNTIME_DIR to a directory of yours",
 }
 # File of the library -> what to do about what it says
