@@ -276,12 +276,17 @@ unsigned gs_pages_peers(struct gs_compute *c, struct gs_peer *out, unsigned max)
     if (c->page == &c->unshared)
         return 0;
     const struct gs_peers *index = device[c->dev].index;
+    uint64_t used[GS_MAX_PEERS / 64]; /* as it was: containers come and go meanwhile */
     uint32_t others = 0;
-    for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
-        others += i != mine && is_used(index, i);
+    for (unsigned w = 0; w < GS_MAX_PEERS / 64; w++) {
+        used[w] = atomic_load_explicit(&index->used[w], memory_order_acquire);
+        if (mine / 64 == w)
+            used[w] &= ~(UINT64_C(1) << mine % 64);
+        others += (uint32_t)__builtin_popcountll(used[w]);
+    }
     read_own(&r, mine);
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
-        if (i != mine && is_used(index, i)) {
+        if (used[i / 64] >> i % 64 & 1) {
             /* No one's contexts keep us from hearing those of the next. */
             r.max = r.n + (max - r.n + others - 1) / others;
             others--;

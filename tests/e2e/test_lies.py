@@ -90,7 +90,7 @@ def test_liar_hurts_nobody(
     assert late.run() == 0, late.stderr
     assert sum(had for had, _ in seen) / LOOKS > LEAST[lie] - POINTS, seen
     for one in (honest, liar):
-        assert one.exit_code is None
+        assert one.state()["status"] == "running", (one is liar, one.wait(5), one.stdout, one.stderr)
         one.kill()
         one.wait()
         one.delete()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from gpushare.region import DEVICE_PAUSED, MAX_PAGES, offset, packer
 from tests.lib import host
 from tests.lib.busy import build, words
 from tests.lib.host import BUILD
-from tests.shim.box import TREE, Box
+from tests.shim.box import GIB, TREE, Box
 from tests.shim.inside import run
 from tests.shim.launches import BUSY, HELPERS, POINTS, SETTLED_S, WINDOW_S
 from tests.shim.tenants import boxes, holds, observe, tenants
@@ -215,6 +217,37 @@ def test_nothing_is_left_open_and_errno_is_the_programs() -> None:
 
 def test_index_and_pages_have_the_sizes_of_the_header() -> None:
     assert packer("gs_pages").size == 20 * 4096 and packer("gs_peers").size == 4096
+
+
+def test_containers_come_and_go_while_their_pages_are_read(tmp_path: Path) -> None:
+    """All at once, some ten thousand times a second: each reading is of those that were there when it began."""
+    over = threading.Event()
+
+    def come_and_go(index: mmap.mmap) -> None:
+        at = offset("gs_peers", "used")
+        own = bytes(index[at : at + 16])
+        while not over.is_set():
+            for used in (b"\xff" * 16, own):
+                index[at : at + 16] = used
+                time.sleep(1e-5)
+
+    program = """
+    start()
+    function, end = kernel("spin_us_10"), time.monotonic() + 1
+    while time.monotonic() < end:
+        ok(launch(function))
+        ok(cuda.cuCtxSynchronize())
+    print("ok")
+    """
+    with Box([GIB], compute=[50], company=tmp_path) as box:
+        with (tmp_path / box.devices[0].uuid / "index").open("r+b") as file, mmap.mmap(file.fileno(), 0) as index:
+            others = threading.Thread(target=come_and_go, args=(index,))
+            others.start()
+            try:
+                assert run(box, program, helpers=HELPERS) == ["ok"]
+            finally:
+                over.set()
+                others.join()
 
 
 def test_nvml_tells_the_containers_own_utilisation() -> None:

@@ -158,8 +158,11 @@ static bool wait_for_signal(const sigset_t *signals, uint64_t until_ns, unsigned
     struct timespec t = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
     int number = sigtimedwait(signals, NULL, &t);
     for (unsigned i = 0; number == SIGCHLD && i < MAX_WORKERS; i++) {
-        if (!pids[i] || waitpid(pids[i], NULL, WNOHANG) != pids[i])
+        int status;
+        if (!pids[i] || waitpid(pids[i], &status, WNOHANG) != pids[i])
             continue;
+        if (WIFSIGNALED(status))
+            fprintf(stderr, "busy: a worker was killed by signal %d\n", WTERMSIG(status));
         pids[i] = 0;
         --*left;
     }
