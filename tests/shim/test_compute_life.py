@@ -223,13 +223,14 @@ def test_containers_come_and_go_while_their_pages_are_read(tmp_path: Path) -> No
     """All at once, some ten thousand times a second: each reading is of those that were there when it began."""
     over = threading.Event()
 
-    def come_and_go(index: mmap.mmap) -> None:
+    def come_and_go(place: Path) -> None:
         at = offset("gs_peers", "used")
-        own = bytes(index[at : at + 16])
-        while not over.is_set():
-            for used in (b"\xff" * 16, own):
-                index[at : at + 16] = used
-                time.sleep(1e-5)
+        with place.open("r+b") as file, mmap.mmap(file.fileno(), 0) as index:
+            own = bytes(index[at : at + 16])
+            while not over.is_set():
+                for used in (b"\xff" * 16, own):
+                    index[at : at + 16] = used
+                    time.sleep(1e-5)
 
     program = """
     start()
@@ -240,14 +241,14 @@ def test_containers_come_and_go_while_their_pages_are_read(tmp_path: Path) -> No
     print("ok")
     """
     with Box([GIB], compute=[50], company=tmp_path) as box:
-        with (tmp_path / box.devices[0].uuid / "index").open("r+b") as file, mmap.mmap(file.fileno(), 0) as index:
-            others = threading.Thread(target=come_and_go, args=(index,))
-            others.start()
-            try:
-                assert run(box, program, helpers=HELPERS) == ["ok"]
-            finally:
-                over.set()
-                others.join()
+        place = tmp_path / box.devices[0].uuid / "index"
+        others = threading.Thread(target=come_and_go, args=(place,))
+        others.start()
+        try:
+            assert run(box, program, helpers=HELPERS) == ["ok"]
+        finally:
+            over.set()
+            others.join()
 
 
 def test_nvml_tells_the_containers_own_utilisation() -> None:

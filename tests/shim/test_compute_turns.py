@@ -245,20 +245,28 @@ def _garbage(now: int) -> tuple[int, ...]:
     return tuple(chaos.choice((*near, chaos.getrandbits(64))) for _ in range(6))
 
 
+BELIEVED_S = 0.09  # what it wants is believed no longer
+
+
 @contextmanager
-def lies(box: Box, lie: Callable[[int], tuple[int, ...]]) -> Iterator[None]:
-    """A tenant that does nothing but write this into its page, a thousand times a second."""
+def lies(box: Box, lie: Callable[[int], tuple[int, ...]]) -> Iterator[list[float]]:
+    """A tenant that does nothing but write this into its page, a thousand times a second. The list: seconds for which
+    this machine did not let it, that were too long for it to be believed meanwhile."""
     over = threading.Event()
+    silent: list[float] = []
 
     def write(page: mmap.mmap) -> None:
+        last = time.monotonic()
         while not over.wait(0.001):
             struct.pack_into("<6Q", page, offset("gs_pages", "turn"), *lie(time.monotonic_ns()))
+            last, before = time.monotonic(), last
+            silent.extend([last - before] if last - before > BELIEVED_S else [])
 
     with box.pages().open("r+b") as file, mmap.mmap(file.fileno(), 0) as page:
         liar = threading.Thread(target=write, args=(page,))
         liar.start()
         try:
-            yield
+            yield silent
         finally:
             over.set()
             liar.join()
@@ -268,18 +276,29 @@ def lies(box: Box, lie: Callable[[int], tuple[int, ...]]) -> Iterator[None]:
 def test_one_that_lies_is_waited_for_once(tmp_path: Path, lie: Callable[[int], tuple[int, ...]]) -> None:
     """It says all the time that its turn has just begun, that it is busy, that it has waited longest, or anything. The
     first launch goes ahead over the bus, and those after it as if there were no liar."""
-    program = SETUP + "".join(
-        f"began = time.monotonic()\nwork({seconds})\nsay(time.monotonic() - began)\n" for seconds in (0, 0.2)
+    program = (
+        SETUP
+        + """
+def wait():
+    began = time.monotonic()
+    sweep()
+    ok(cuda.cuCtxSynchronize())
+    return time.monotonic() - began
+say(wait())
+end, waits = time.monotonic() + 1, []
+while time.monotonic() < end:
+    waits.append(wait())
+say(sum(waited > 0.3 for waited in waits))
+"""
     )
-    program = program.replace("while time.monotonic() < end:", "while not rounds or time.monotonic() < end:")
-    with tenants(tmp_path, 200) as (a, b), lies(a, lie), talk(b, program) as following:
+    with tenants(tmp_path, 200) as (a, b), lies(a, lie) as silent, talk(b, program) as following:
         assert following() == ["ready"]
         (first,) = following()
         assert (0.3 if lie is _holds else 0) < float(first) < 1.5
         if lie is _holds:
             assert held_bytes(b) == [ON_DEVICE]
         (more,) = following()
-        assert float(more) < 0.6
+        assert (float(first) > 0.3) + int(more) <= 1 + len(silent), (first, more, silent)  # 3 or more, if each waits
         assert held_bytes(b) == [ON_DEVICE + ON_HOST]
 
 
