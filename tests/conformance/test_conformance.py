@@ -30,8 +30,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", [b.check.__name__ for b in behaviours.BEHAVIOURS])
 def test_behaviour(name: str, library: str) -> None:
+    """What is judged by a real clock may be disturbed by what else this machine does: not three times in a row."""
     command = [sys.executable, "-m", "tests.conformance.run", library, name]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    for _ in range(3 if hasattr(checks_time, name) else 1):
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+        if done.returncode == 0:
+            break
     assert done.returncode == 0, done.stderr
 
 

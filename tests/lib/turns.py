@@ -39,6 +39,7 @@ CLOCK = (
     "tests/e2e/test_compute.py",
     "tests/sim/test_scheduling.py",
     "tests/sim/test_classic.py",
+    "tests/conformance/test_conformance.py",
     "tests/e2e/test_compute_limits.py",
     "tests/shim/test_compute_turns.py",
     "tests/e2e/test_backends.py::test_compute_is_reached",
