@@ -104,6 +104,10 @@ static inline void gs_compute_forget(void) {
     atomic_fetch_add(&gs_compute_epoch, 1);
 }
 
+/* Before anything is remembered: what one function launched, another may launch again, which then
+ * goes to the driver's without looking it up. */
+void gs_launches_ready(void);
+
 /* The same as a function: limits have changed. */
 void gs_compute_forget_all(void);
 

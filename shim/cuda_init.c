@@ -23,6 +23,7 @@ static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags) {
     gs_devices_learn(); /* before there is a slot: with one, other threads may allocate */
     if (!gs_compute_ready(view))
         return refuse("compute is limited, and there are no pages to hold it with");
+    gs_launches_ready();
     if (!gs_slot_claim(view, gs_compute_forget_all))
         return refuse("no slot: too many processes, or no thread can be started");
     return CUDA_SUCCESS;

@@ -8,6 +8,18 @@
 
 #define GS_SLOW static GS_APART CUresult
 
+static CUresult lacking(void) {
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+void gs_launches_ready(void) {
+    static const unsigned quick[] = {GS_SYMBOL_cuLaunchKernel,   GS_SYMBOL_cuLaunchKernel_ptsz,
+                                     GS_SYMBOL_cuLaunchKernelEx, GS_SYMBOL_cuLaunchKernelEx_ptsz,
+                                     GS_SYMBOL_cuGraphLaunch,    GS_SYMBOL_cuGraphLaunch_ptsz};
+    for (size_t i = 0; i < sizeof(quick) / sizeof(quick[0]); i++)
+        gs_real_or(quick[i], (void *)lacking);
+}
+
 /* `real` after it was admitted. */
 #define GS_ADMITTED(function, grid, stream, overlaps, ...) \
     struct gs_admission admission; \

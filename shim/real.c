@@ -39,6 +39,11 @@ void *gs_real_find(unsigned symbol) {
     return function;
 }
 
+void gs_real_or(unsigned symbol, void *otherwise) {
+    if (!gs_real(symbol))
+        atomic_store_explicit(&gs_real_function[symbol], otherwise, memory_order_release);
+}
+
 /* ---- where its code lies ----------------------------------------------------------------------
  */
 

@@ -20,6 +20,8 @@ extern _Atomic(void *) gs_real_function[GS_SYMBOL_COUNT] __attribute__((visibili
 
 /* Look a function up and remember it; NULL when the driver lacks it. errno stays what it was. */
 void *gs_real_find(unsigned symbol);
+/* Look it up now; where the driver lacks it, `otherwise` is called in its place. */
+void gs_real_or(unsigned symbol, void *otherwise);
 
 static inline void *gs_real(unsigned symbol) {
     void *function = atomic_load_explicit(&gs_real_function[symbol], memory_order_relaxed);
@@ -29,7 +31,7 @@ static inline void *gs_real(unsigned symbol) {
 }
 
 #define GS_REAL(name) ((__typeof__(&name))gs_real(GS_SYMBOL_##name))
-/* Without looking it up: what it gives may be called only when it was called before. */
+/* Without looking it up: for those that gs_real_or has seen to. */
 #define GS_REAL_NOW(name) \
     ((__typeof__(&name))atomic_load_explicit(&gs_real_function[GS_SYMBOL_##name], \
                                              memory_order_relaxed))

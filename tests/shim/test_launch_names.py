@@ -1,0 +1,66 @@
+"""What one function has launched, and its thread remembers, another one launches again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.shim.box import GIB, Box
+from tests.shim.inside import run
+from tests.shim.launches import HELPERS
+
+# Of a program that finds the driver's functions by their names, not by cuGetProcAddress: each is the first of its kind.
+PROGRAM = """
+class Config(ctypes.Structure):
+    _fields_ = [(name, c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")]
+    _fields_ += [("stream", c_void_p), ("attributes", c_void_p), ("n", c_uint)]
+
+start()
+first, then = sys.argv[1:]
+stream = c_void_p(2 if "_ptsz" in first + then else None)  # CU_STREAM_PER_THREAD
+if "Graph" in first:
+    mine, graph, function = new_stream(), c_void_p(), c_void_p()
+    ok(cuda.cuStreamBeginCapture_v2(mine, 0))
+    ok(launch(kernel("spin_us_10"), mine))
+    ok(cuda.cuStreamEndCapture(mine, byref(graph)))
+    ok(cuda.cuGraphInstantiateWithFlags(byref(function), graph, c_uint64(0)))
+else:
+    function = kernel("spin_us_10")
+
+def by(name):
+    if "Graph" in name:
+        return getattr(cuda, name)(function, stream)
+    if "Ex" in name:
+        return getattr(cuda, name)(byref(Config(1, 1, 1, 1, 1, 1, 0, stream, None, 0)), function, None, None)
+    return getattr(cuda, name)(function, 1, 1, 1, 1, 1, 1, 0, stream, None, None)
+
+for _ in range(50):
+    ok(by(first))
+ok(cuda.cuCtxSynchronize())
+ok(by(first))
+print(by(then), *(by(first) for _ in range(3)), cuda.cuCtxSynchronize())
+"""
+PAIRS = [
+    ("cuLaunchKernel", "cuLaunchKernelEx"),
+    ("cuLaunchKernelEx", "cuLaunchKernel"),
+    ("cuLaunchKernel", "cuLaunchKernel_ptsz"),
+    ("cuLaunchKernel", "cuLaunchKernelEx_ptsz"),
+    ("cuGraphLaunch", "cuGraphLaunch_ptsz"),
+]
+
+
+@pytest.mark.parametrize(("first", "then"), PAIRS)
+def test_by_another_name(first: str, then: str) -> None:
+    with Box([GIB], compute=[50]) as box:
+        assert run(box, PROGRAM, first, then, helpers=HELPERS) == ["0"] * 5
+
+
+def test_a_driver_that_has_no_such_function(tmp_path: Path) -> None:
+    """CUDA_ERROR_NOT_SUPPORTED, from the wrapper as from anywhere."""
+    with Box([GIB]) as whole:
+        older = tmp_path / whole.driver.name
+        name = b"\0cuLaunchKernelEx\0"
+        older.write_bytes(whole.driver.read_bytes().replace(name, name.replace(b"Ex", b"Xx")))
+    with Box([GIB], driver=older, compute=[50]) as box:
+        assert run(box, PROGRAM, "cuLaunchKernel", "cuLaunchKernelEx", helpers=HELPERS) == ["801", *["0"] * 4]
