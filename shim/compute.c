@@ -242,6 +242,11 @@ void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
     if (!c)
         return;
     gs_lock(c->lock);
+    if (atomic_load(&c->context) != context) { /* another thread was first */
+        gs_unlock(c->lock);
+        leaving->compute = NULL;
+        return;
+    }
     struct gs_throttle *t = &c->law;
     c->peers_read = false;
     if (!t->capturing && !atomic_load(&gs_captures))
@@ -255,6 +260,7 @@ void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
     if (c->looks)
         GS_REAL(cuStreamDestroy_v2)(c->looks);
     c->looks = NULL;
+    atomic_store(&c->context, GS_LEAVES(c));
     gs_unlock(c->lock);
     gs_compute_forget();
 }
@@ -275,14 +281,18 @@ void gs_compute_context_gone(struct gs_leaving *leaving) {
 
 /* It went without having been said to go: its events went with it. */
 void gs_compute_context_lost(CUcontext context) {
-    struct gs_leaving leaving = {.compute = gs_compute_find(context)};
-    if (!leaving.compute)
+    struct gs_compute *c = gs_compute_find(context);
+    if (!c)
         return;
-    gs_lock(leaving.compute->lock);
-    memset(&leaving.compute->clock, 0, sizeof(leaving.compute->clock));
-    gs_unlock(leaving.compute->lock);
+    gs_lock(c->lock);
+    bool still = atomic_load(&c->context) == context;
+    if (still) {
+        memset(&c->clock, 0, sizeof(c->clock));
+        atomic_store(&c->context, GS_LEAVES(c));
+    }
+    gs_unlock(c->lock);
     gs_compute_forget();
-    gs_compute_context_gone(&leaving);
+    gs_compute_context_gone(&(struct gs_leaving){.compute = still ? c : NULL});
 }
 
 /* ---- functions that change ------------------------------------------------------------------ */

@@ -83,8 +83,9 @@ struct bracket {
     bool pushed, relaxed;
 };
 
-/* Our own calls are in `context`, and break no capture of the program's. */
-static void enter(struct bracket *b, struct gs_compute *c, CUcontext context) {
+/* Our own calls are in `context`, and break no capture of the program's. False: the record is not
+ * this context's any more, and another thread may have destroyed all that is in it; leave. */
+static bool enter(struct bracket *b, struct gs_compute *c, CUcontext context) {
     *b = (struct bracket){.mode = CU_STREAM_CAPTURE_MODE_RELAXED};
     __typeof__(&cuThreadExchangeStreamCaptureMode) exchange =
         GS_REAL(cuThreadExchangeStreamCaptureMode);
@@ -96,6 +97,7 @@ static void enter(struct bracket *b, struct gs_compute *c, CUcontext context) {
     c->law.capturing = gs_captures_blind() || (atomic_load(&gs_captures) && !b->relaxed);
     c->mixed = gs_compute_is_mixed(c);
     gs_compute_limits(c);
+    return atomic_load(&c->context) == context;
 }
 
 static void leave(struct bracket *b, struct gs_compute *c) {
@@ -125,10 +127,10 @@ struct wish {
 /* 0: go ahead, else when to ask again. */
 static uint64_t ask(struct gs_compute *c, CUcontext context, struct wish *w, bool *mark) {
     struct bracket b;
-    enter(&b, c, context);
+    bool there = enter(&b, c, context);
     uint64_t until = 0;
     w->generation = c->limits_seen;
-    if (atomic_load(&c->context) != context) { /* gone meanwhile: the driver will say so */
+    if (!there) { /* gone meanwhile: the driver will say so */
         leave(&b, c);
         return 0;
     }
@@ -211,8 +213,7 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
 void gs_compute_launched_marked(struct gs_admission *a, CUresult result) {
     struct gs_compute *c = a->compute;
     struct bracket b;
-    enter(&b, c, a->context);
-    if (atomic_load(&c->context) == a->context) {
+    if (enter(&b, c, a->context)) {
         uint32_t marked = c->law.marked;
         if (result != CUDA_SUCCESS)
             gs_throttle_refused(&c->law, a->f);
@@ -234,8 +235,8 @@ struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
      * synchronisations pay a look for it. */
     if (!c || !__atomic_load_n(&c->law.dirty, __ATOMIC_RELAXED))
         return c;
-    enter(&b, c, context);
-    gs_throttle_sync_begin(&c->law);
+    if (enter(&b, c, context))
+        gs_throttle_sync_begin(&c->law);
     leave(&b, c);
     return c;
 }
@@ -243,11 +244,12 @@ struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
 void gs_compute_sync_end_in(struct gs_compute *c) {
     struct bracket b;
     CUcontext context = atomic_load(&c->context);
-    if (!context || __atomic_load_n(&c->law.marked, __ATOMIC_RELAXED) ==
-                        __atomic_load_n(&c->law.finished, __ATOMIC_RELAXED))
+    if (!context || context == GS_LEAVES(c) ||
+        __atomic_load_n(&c->law.marked, __ATOMIC_RELAXED) ==
+            __atomic_load_n(&c->law.finished, __ATOMIC_RELAXED))
         return;
-    enter(&b, c, context);
-    gs_throttle_sync_end(&c->law);
+    if (enter(&b, c, context))
+        gs_throttle_sync_end(&c->law);
     leave(&b, c);
 }
 
@@ -262,8 +264,7 @@ void gs_compute_waits_in(CUstream stream) {
     struct gs_compute *c = gs_compute_find(here.context);
     if (!c)
         return;
-    enter(&b, c, here.context);
-    struct gs_known_stream *s = gs_compute_stream(c, named);
+    struct gs_known_stream *s = enter(&b, c, here.context) ? gs_compute_stream(c, named) : NULL;
     if (s)
         gs_throttle_waits(&c->law, &s->law);
     leave(&b, c);
@@ -288,8 +289,8 @@ void gs_compute_stream_goes(CUstream stream) {
     struct gs_compute *c = gs_compute_find(here.context);
     if (!c)
         return;
-    enter(&b, c, here.context);
-    struct gs_known_stream *s = gs_compute_stream_if_known(c, stream);
+    struct gs_known_stream *s =
+        enter(&b, c, here.context) ? gs_compute_stream_if_known(c, stream) : NULL;
     if (s && s->law.dirty)
         gs_throttle_launched(&c->law);
     if (s && s->law.dirty)

@@ -37,7 +37,7 @@ struct gs_clock {
 
 /* One context of this process. Never unmapped: a thread may still look at it; used again. */
 struct gs_compute {
-    _Atomic(CUcontext) context; /* NULL: free */
+    _Atomic(CUcontext) context; /* NULL: free; GS_LEAVES: of one that goes */
     _Atomic uint32_t *lock;
     int dev;
     struct gs_throttle law;
@@ -64,6 +64,8 @@ struct gs_compute {
     struct gs_activity told[MAX_PEERS];
 };
 #define GS_MAX_COMPUTES 64u
+/* From when its events are destroyed until nothing of it is needed: no context has this handle. */
+#define GS_LEAVES(c) ((CUcontext)(void *)(c))
 
 /* ---- compute.c ------------------------------------------------------------------------------ */
 
