@@ -2,6 +2,7 @@
  *
  *   races bounds     plain memory for which there is room, while others allocate out of pools
  *   races release    two references of one handle are released at once; then it is used again
+ *   races cancel     threads are cancelled while they launch; then another one launches
  *
  * Prints a number: 0 where all went well, or how many calls of a thousand were refused. */
 #define _GNU_SOURCE
@@ -122,10 +123,45 @@ static int release(void) {
     return 0;
 }
 
+static CUfunction kernel;
+
+static CUresult launch(CUstream stream) {
+    return cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+}
+
+static void *launcher(void *arg) {
+    CUstream stream;
+    if (cuCtxSetCurrent(context) || cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING))
+        _exit(3);
+    while (launch(stream) == CUDA_SUCCESS)
+        pthread_testcancel();
+    return arg;
+}
+
+static int cancel(void) {
+    CUmodule module;
+    pthread_t thread;
+    start();
+    if (cuModuleLoadData(&module, "SIMMOD globals=0 code=1\n") ||
+        cuModuleGetFunction(&kernel, module, "spin_us_100"))
+        return 3;
+    for (int i = 0; i < 12; i++) {
+        pthread_create(&thread, NULL, launcher, NULL);
+        usleep(5000 + 37 * (unsigned)i);
+        pthread_cancel(thread);
+        pthread_join(thread, NULL);
+        if (launch(NULL) || cuCtxSynchronize())
+            return 4;
+    }
+    return 0;
+}
+
 int main(int argc, char **argv) {
     int result = 2;
     if (argc == 2 && strcmp(argv[1], "bounds") == 0)
         result = bounds();
+    else if (argc == 2 && strcmp(argv[1], "cancel") == 0)
+        result = cancel();
     else if (argc == 2)
         result = release();
     printf("%d\n", result);

@@ -9,6 +9,8 @@ import pytest
 
 from tests.lib import host
 from tests.shim.box import GIB, TREE, Box
+from tests.shim.launches import BUSY
+from tests.shim.tenants import boxes, tenants
 
 BUILD = TREE / "build"
 
@@ -41,6 +43,12 @@ def test_references_released_at_once(races: Path) -> None:
     with Box([GIB], shim=BUILD / "shim-asan") as box:
         environment = ("env", f"LD_PRELOAD={' '.join(preload)}", "ASAN_OPTIONS=detect_leaks=0")
         assert number(box, *environment, races, "release") == 0
+
+
+def test_threads_cancelled_while_they_launch(races: Path) -> None:
+    """Where they read what a neighbour says, they hold their context's law."""
+    with boxes(50, 50) as (box, other), tenants((other, BUSY)):
+        assert number(box, races, "cancel") == 0
 
 
 def test_taking_all_while_others_put_and_take(tmp_path: Path) -> None:
