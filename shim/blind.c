@@ -19,5 +19,6 @@ void gs_blind_ends(struct gs_blind *blind, uint64_t now_ns) {
 }
 
 bool gs_blind_is(struct gs_blind *blind, uint64_t now_ns) {
-    return now_ns - atomic_load(&blind->from_ns) < MOST;
+    uint64_t from = atomic_load(&blind->from_ns);
+    return now_ns - least(now_ns, from) < MOST; /* it may have begun after `now_ns` was read */
 }

@@ -208,8 +208,9 @@ static struct gs_compute *make(const struct gs_here *here) {
     gs_throttle_init(&c->law, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
                      word(&gs_compute_limits_file->device[c->dev].page));
     const struct gs_device_limit *l = &gs_compute_limits_file->device[c->dev];
-    c->law.slice_ns = word(&l->slice_ns) ? word(&l->slice_ns) : c->law.slice_ns;
-    c->law.switch_ns = word(&l->switch_ns) ? word(&l->switch_ns) : c->law.switch_ns;
+    uint32_t slice_ns = word(&l->slice_ns), switch_ns = word(&l->switch_ns);
+    c->law.slice_ns = slice_ns ? slice_ns : c->law.slice_ns;
+    c->law.switch_ns = switch_ns ? switch_ns : c->law.switch_ns;
     c->limits_seen = 0;
     gs_compute_limits(c);
     gs_throttle_inherit(&c->law, &left, gs_compute_now());

@@ -109,11 +109,22 @@ static struct cell *find(const struct gs_map *map, uint64_t key) {
     return NULL;
 }
 
+static void copy_cell(const struct cell *cell, struct gs_entry *out) {
+    for (size_t i = 0; i < sizeof(*out) / sizeof(uint64_t); i++)
+        ((uint64_t *)out)[i] =
+            __atomic_load_n((const uint64_t *)&cell->entry + i, __ATOMIC_RELAXED);
+}
+
+/* Of an entry that was taken, so that a swap which comes too late finds nothing to change. */
+#define NO_EXTRA (UINT64_MAX - 2)
+
 static bool take_cell(struct cell *cell, uint64_t key, struct gs_entry *out) {
     if (!atomic_compare_exchange_strong_explicit(&cell->key, &key, BUSY, memory_order_acquire,
                                                  memory_order_relaxed))
         return false;
-    *out = cell->entry;
+    uint64_t extra = __atomic_exchange_n(&cell->entry.extra, NO_EXTRA, __ATOMIC_SEQ_CST);
+    copy_cell(cell, out);
+    out->extra = extra;
     atomic_store_explicit(&cell->key, FREE, memory_order_release);
     return true;
 }
@@ -128,9 +139,7 @@ bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out) {
 
 /* The copy is good when the key is the same before and after: a cell is rewritten only as BUSY. */
 static bool read_cell(const struct cell *cell, uint64_t key, struct gs_entry *out) {
-    for (size_t i = 0; i < sizeof(*out) / sizeof(uint64_t); i++)
-        ((uint64_t *)out)[i] =
-            __atomic_load_n((const uint64_t *)&cell->entry + i, __ATOMIC_RELAXED);
+    copy_cell(cell, out);
     atomic_thread_fence(memory_order_acquire);
     return atomic_load_explicit(&cell->key, memory_order_relaxed) == key;
 }
@@ -145,8 +154,16 @@ bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out) {
 
 bool gs_map_swap(struct gs_map *map, uint64_t key, uint64_t before, uint64_t after) {
     struct cell *cell = find(map, key);
-    return cell && __atomic_compare_exchange_n(&cell->entry.extra, &before, after, false,
-                                               __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    uint64_t was = before;
+    if (!cell || !__atomic_compare_exchange_n(&cell->entry.extra, &was, after, false,
+                                              __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        return false;
+    uint64_t now = atomic_load(&cell->key);
+    if (now == key || now >= BUSY || now == EMPTY)
+        return true; /* whoever takes it, or has just done so, has what we put there */
+    __atomic_compare_exchange_n(&cell->entry.extra, &after, before, false, __ATOMIC_SEQ_CST,
+                                __ATOMIC_SEQ_CST); /* another key's by now */
+    return false;
 }
 
 void gs_map_take_all(struct gs_map *map,

@@ -12,15 +12,18 @@
 #define PATIENCE 200u /* times 50 us and more */
 #define LASTING 20u   /* times 50 us and more */
 
+static bool is_oversubscribed(const struct gs_limits *limits, const struct gs_limit_now *now) {
+    return limits->n_devices <= GS_MAX_DEVICES / 2 && now->flags & GS_DEVICE_OVERSUBSCRIBE &&
+           now->virtual_bytes > now->memory_bytes;
+}
+
 /* Zero unless a device of that number from the other end has a part on the host. */
 static uint64_t host_limit(const struct gs_limits *limits, unsigned part) {
     unsigned dev = GS_HOST_PART(part);
-    if (part >= GS_MAX_DEVICES || limits->n_devices > GS_MAX_DEVICES / 2 ||
-        dev >= limits->n_devices)
+    if (part >= GS_MAX_DEVICES || dev >= limits->n_devices)
         return 0;
     struct gs_limit_now now = gs_limit_now(limits, dev);
-    bool has = now.flags & GS_DEVICE_OVERSUBSCRIBE && now.virtual_bytes > now.memory_bytes;
-    return has ? now.virtual_bytes - now.memory_bytes : 0;
+    return is_oversubscribed(limits, &now) ? now.virtual_bytes - now.memory_bytes : 0;
 }
 
 uint64_t gs_limit(int dev) {
@@ -103,11 +106,17 @@ uint64_t gs_used(int dev) {
     return view && dev >= 0 && (unsigned)dev < GS_MAX_DEVICES ? sum(view->usage, dev, true) : 0;
 }
 
+/* Both limits of one moment: their border may move just now. */
 struct gs_whole gs_whole(int dev) {
-    uint64_t host = gs_limit(gs_host_part(dev)), device = gs_limit(dev);
-    struct gs_whole whole = {.limit = device, .used = gs_used(dev), .oversubscribed = host != 0};
-    if (host) {
-        whole.limit = device + host < device ? GS_UNLIMITED : device + host;
+    const struct gs_view *view = gs_region();
+    struct gs_whole whole = {.used = gs_used(dev)};
+    if (!view || dev < 0 || (uint32_t)dev >= view->limits->n_devices)
+        return whole;
+    struct gs_limit_now now = gs_limit_now(view->limits, (unsigned)dev);
+    whole.limit = now.memory_bytes;
+    whole.oversubscribed = is_oversubscribed(view->limits, &now);
+    if (whole.oversubscribed) {
+        whole.limit = now.virtual_bytes;
         whole.used += gs_used(gs_host_part(dev));
     }
     return whole;

@@ -16,9 +16,11 @@ static bool join(const struct gs_run *a, struct gs_run *b) {
 }
 
 /* Where there is no more room, two of the older half become one: the later stamps stay, since the
- * others have not charged that time yet. */
+ * others have not charged that time yet. Any process of the container may write to `a` meanwhile: `n`
+ * is read once. */
 static void append(struct gs_activity *a, const struct gs_run *run) {
-    uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS, i = 1;
+    uint32_t n = __atomic_load_n(&a->n, __ATOMIC_RELAXED), i = 1;
+    n = n < GS_RUNS ? n : GS_RUNS;
     if (n == GS_RUNS) {
         uint32_t most = n / 2;
         while (i < most && !join(&a->run[i - 1], &a->run[i]))

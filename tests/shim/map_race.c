@@ -1,4 +1,5 @@
-/* Threads put and take keys, each its own, while another one takes every entry of one context. */
+/* Threads put and take keys, each its own, while another one takes every entry of one context. Then
+ * one key is put and taken while another thread changes what it says: no change is lost. */
 #include <pthread.h>
 #include <stdio.h>
 
@@ -43,6 +44,31 @@ static void *churn(void *arg) {
     return NULL;
 }
 
+#define SHARED UINT64_C(1000)
+static _Atomic long swapped;
+
+static void *swap(void *arg) {
+    while (!stop)
+        swapped += gs_map_swap(&map, SHARED, 5, 6);
+    return arg;
+}
+
+static void swap_while_taken(void) {
+    pthread_t thread;
+    long seen = 0;
+    stop = 0;
+    pthread_create(&thread, NULL, swap, NULL);
+    for (unsigned i = 0; i < 300000; i++) {
+        struct gs_entry entry = {.extra = 5};
+        gs_map_put(&map, SHARED, &entry);
+        gs_map_take(&map, SHARED, &entry);
+        seen += entry.extra == 6;
+    }
+    stop = 1;
+    pthread_join(thread, NULL);
+    wrong += seen != swapped;
+}
+
 int main(void) {
     pthread_t thread[THREADS], walker;
     pthread_create(&walker, NULL, walk, NULL);
@@ -52,6 +78,7 @@ int main(void) {
         pthread_join(thread[i], NULL);
     stop = 1;
     pthread_join(walker, NULL);
+    swap_while_taken();
     printf("%d\n", wrong);
     return 0;
 }

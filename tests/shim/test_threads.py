@@ -1,7 +1,9 @@
-"""What one thread of a program reads while another one changes it: judged by the simulated driver, which says when
-something that is gone was used."""
+"""What a thread of a program reads while another one, or the host, changes it. When something that is gone is used, the
+simulated driver says so."""
 
 from __future__ import annotations
+
+import threading
 
 from tests.shim.box import GIB, Box
 from tests.shim.inside import run
@@ -34,3 +36,30 @@ def test_a_context_that_is_said_to_go_while_others_work_in_it() -> None:
     """
     with Box([GIB], compute=[100]) as box:
         assert run(box, program, helpers=HELPERS) == ["ok"]
+
+
+def test_what_a_program_is_told_while_the_border_of_its_share_moves() -> None:
+    """Of device and host together: their limits of one moment."""
+    over = threading.Event()
+
+    def move(box: Box) -> None:
+        while not over.is_set():
+            for device_part in (3 * GIB, GIB):
+                box.set_limit(memory_limit_bytes=device_part)
+
+    program = """
+    ok(cuda.cuInit(0))
+    told, total, end = set(), c_size_t(), time.monotonic() + 0.3
+    while time.monotonic() < end:
+        ok(cuda.cuDeviceTotalMem_v2(byref(total), 0))
+        told.add(total.value // GIB)
+    print(*told)
+    """
+    with Box([GIB], whole=[4 * GIB]) as box:
+        host = threading.Thread(target=move, args=(box,))
+        host.start()
+        try:
+            assert run(box, program) == ["4"]
+        finally:
+            over.set()
+            host.join()

@@ -222,6 +222,7 @@ MS = 1_000_000
     [
         ([(1000, None)], 1199, True),
         ([(1000, None)], 1200, False),
+        ([(1000, None)], 999, True),  # by a thread that read the clock before
         ([(1000, 1150), (1151, None)], 1200, True),
         ([(1000, 1150), (1151, None)], 1202, False),  # those that follow each other count as one
         ([(1000, 1150), (2750, None)], 2849, True),  # 1600 ms give back 50
