@@ -171,6 +171,7 @@ struct gs_dropped *gs_drop_begin(CUcontext context) {
     if (!dropped || !context)
         return dropped;
     dropped->context = context;
+    gs_virtual_context_goes(context, true);
     for (size_t i = 0; i < sizeof(maps) / sizeof(maps[0]); i++) {
         dropped->map = maps[i];
         gs_map_take_all(maps[i], of_context, remember, dropped);
@@ -188,6 +189,8 @@ void gs_drop_end(struct gs_dropped *dropped, bool gone) {
         else
             gs_map_put(one->map, one->key, &one->entry);
     }
+    if (!gone && dropped->context)
+        gs_virtual_context_goes(dropped->context, false);
     free(dropped->one);
     free(dropped);
 }

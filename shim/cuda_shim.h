@@ -146,6 +146,9 @@ bool gs_virtual_free_later(CUdeviceptr address, CUstream stream);
 /* Free what was put off, as far as the streams have come. */
 void gs_virtual_drain(void);
 extern _Atomic uint32_t gs_virtual_later;
+/* Before a context is destroyed, and after it was not: of what was put off, nobody asks its events
+ * or frees its memory meanwhile. */
+void gs_virtual_context_goes(CUcontext context, bool goes);
 void gs_virtual_freed(uint64_t address, const struct gs_entry *entry);
 /* This process has some on the host of a device. */
 bool gs_virtual_lives(void);

@@ -145,15 +145,17 @@ CUresult gs_virtual_alloc(CUdeviceptr *out, uint64_t bytes, unsigned int flags) 
  * stream must not: the work in it may wait for what this thread does next. */
 static struct later {
     CUdeviceptr address;
-    CUevent event;
-} later[MOST_LATER]; /* behind lock_virtual; the first gs_virtual_later are in use */
+    CUevent event;     /* NULL: its context is gone, and what was in front of the free with it */
+    CUcontext context; /* of the event */
+    bool leaves;       /* with its own context, which is being destroyed */
+} later[MOST_LATER];   /* behind lock_virtual; the first gs_virtual_later are in use */
 
-static bool put(CUdeviceptr address, CUevent event) {
+static bool put(CUdeviceptr address, CUevent event, CUcontext context) {
     gs_lock(&gs_self()->lock_virtual);
     uint32_t n = atomic_load(&gs_virtual_later);
     bool room = n < MOST_LATER;
     if (room) {
-        later[n] = (struct later){address, event};
+        later[n] = (struct later){address, event, context, false};
         atomic_store(&gs_virtual_later, n + 1);
     }
     gs_unlock(&gs_self()->lock_virtual);
@@ -182,11 +184,12 @@ bool gs_virtual_free_later(CUdeviceptr address, CUstream stream) {
     __typeof__(&cuEventCreate) create = GS_REAL(cuEventCreate);
     __typeof__(&cuEventRecord) record = GS_REAL(cuEventRecord);
     __typeof__(&cuEventDestroy_v2) destroy = GS_REAL(cuEventDestroy_v2);
+    struct gs_here here;
     CUevent event;
-    if (!create || !record || !destroy || !GS_REAL(cuEventQuery) ||
+    if (!create || !record || !destroy || !GS_REAL(cuEventQuery) || !gs_here(&here) ||
         create(&event, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS)
         return false;
-    if (record(event, stream) == CUDA_SUCCESS && put(address, event))
+    if (record(event, stream) == CUDA_SUCCESS && put(address, event, here.context))
         return true;
     destroy(event);
     return false;
@@ -194,15 +197,42 @@ bool gs_virtual_free_later(CUdeviceptr address, CUstream stream) {
 
 static bool is_reached(const struct later *one, uint64_t arg) {
     (void)arg;
-    return GS_REAL(cuEventQuery)(one->event) == CUDA_SUCCESS;
+    return !one->leaves && (!one->event || GS_REAL(cuEventQuery)(one->event) == CUDA_SUCCESS);
 }
 
+/* What is not in the map any more goes with its context, in another thread: its address may be
+ * somebody else's by now. */
 void gs_virtual_drain(void) {
+    struct gs_entry entry;
     struct later one;
     while (pick(is_reached, 0, &one)) {
-        GS_REAL(cuEventDestroy_v2)(one.event);
-        cuMemFree_v2(one.address);
+        if (one.event)
+            GS_REAL(cuEventDestroy_v2)(one.event);
+        if (!gs_map_take(&gs_memory, one.address, &entry))
+            continue;
+        if (GS_REAL(cuMemFree_v2)(one.address) == CUDA_SUCCESS)
+            gs_uncharge(one.address, &entry);
+        else
+            gs_map_put(&gs_memory, one.address, &entry);
     }
+}
+
+void gs_virtual_context_goes(CUcontext context, bool goes) {
+    struct gs_entry entry;
+    if (!atomic_load(&gs_virtual_later))
+        return;
+    gs_lock(&gs_self()->lock_virtual);
+    for (uint32_t i = 0; i < atomic_load(&gs_virtual_later); i++) {
+        struct later *one = &later[i];
+        if (goes && one->event && one->context == context) {
+            GS_REAL(cuEventDestroy_v2)(one->event);
+            one->event = NULL;
+        }
+        if (gs_map_get(&gs_memory, one->address, &entry) &&
+            entry.context == (uint64_t)(uintptr_t)context)
+            one->leaves = goes;
+    }
+    gs_unlock(&gs_self()->lock_virtual);
 }
 
 static bool is_at(const struct later *one, uint64_t address) {
@@ -211,9 +241,9 @@ static bool is_at(const struct later *one, uint64_t address) {
 
 /* Also when its context goes: the address may soon be another allocation's. */
 void gs_virtual_freed(uint64_t address, const struct gs_entry *entry) {
-    struct later one;
-    if (atomic_load(&gs_virtual_later))
-        pick(is_at, address, &one);
+    struct later one = {.event = NULL};
+    if (atomic_load(&gs_virtual_later) && pick(is_at, address, &one) && one.event)
+        GS_REAL(cuEventDestroy_v2)(one.event);
     gs_border_stays(address);
     atomic_fetch_sub(&live, 1);
     release(entry->dev, (struct parts){entry->extra, entry->bytes - entry->extra});

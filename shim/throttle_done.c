@@ -16,8 +16,8 @@ static bool join(const struct gs_run *a, struct gs_run *b) {
 }
 
 /* Where there is no more room, two of the older half become one: the later stamps stay, since the
- * others have not charged that time yet. Any process of the container may write to `a` meanwhile: `n`
- * is read once. */
+ * others have not charged that time yet. Any process of the container may write to `a` meanwhile:
+ * `n` is read once. */
 static void append(struct gs_activity *a, const struct gs_run *run) {
     uint32_t n = __atomic_load_n(&a->n, __ATOMIC_RELAXED), i = 1;
     n = n < GS_RUNS ? n : GS_RUNS;

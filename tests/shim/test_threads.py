@@ -63,3 +63,25 @@ def test_what_a_program_is_told_while_the_border_of_its_share_moves() -> None:
         finally:
             over.set()
             host.join()
+
+
+def test_a_free_that_was_put_off_behind_work_of_a_context_that_goes() -> None:
+    """The event that says when it is due went with that context: then it is due at once."""
+    program = """
+    first, second, held = start(), c_void_p(), []
+    ok(cuda.cuCtxCreate_v2(byref(second), 0, 0))
+    stream, function = new_stream(), kernel("spin_us_20000")
+    ok(cuda.cuCtxSetCurrent(first))
+    while alloc(256 * MIB, held) == SUCCESS:
+        pass
+    ok(cuda.cuCtxSetCurrent(second))
+    ok(launch(function, stream))
+    ok(cuda.cuMemFreeAsync(held[-1], stream))
+    ok(cuda.cuCtxDestroy_v2(second))
+    ok(cuda.cuCtxSetCurrent(first))
+    before = info()[0]
+    ok(cuda.cuCtxSynchronize())
+    print((info()[0] - before) // MIB)
+    """
+    with Box([2 * GIB], whole=[3 * GIB]) as box:
+        assert run(box, program, helpers=HELPERS) == ["256"]

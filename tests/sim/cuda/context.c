@@ -71,6 +71,7 @@ static CUresult open_context(int device, unsigned flags, struct context **out) {
 
 static void close_context(struct context *ctx) {
     engine_wait_context(ctx);
+    events_drop_all(ctx);
     streams_drop_all(ctx);
     modules_drop_all(ctx);
     mem_give_all(ctx);

@@ -9,7 +9,8 @@ EXPORT CUresult cuEventCreate(CUevent *phEvent, unsigned int flags) {
     CHECK_VALUE(!(flags & CU_EVENT_INTERPROCESS) || (flags & CU_EVENT_DISABLE_TIMING));
     struct event *e = calloc(1, sizeof *e);
     CHECK(e, CUDA_ERROR_OUT_OF_MEMORY);
-    *e = (struct event){.magic = OBJ_EVENT, .ctx = ctx, .flags = flags};
+    *e = (struct event){.magic = OBJ_EVENT, .ctx = ctx, .next = ctx->events, .flags = flags};
+    ctx->events = e;
     *phEvent = (CUevent)e;
     return CUDA_SUCCESS;
 }
@@ -19,11 +20,26 @@ EXPORT CUresult cuEventCreate(CUevent *phEvent, unsigned int flags) {
     struct event *e = (struct event *)(handle); \
     CHECK_HANDLE(sim_is(e, OBJ_EVENT))
 
-EXPORT CUresult cuEventDestroy_v2(CUevent hEvent) {
-    ENTER_EVENT(e, hEvent);
+static void event_drop(struct event *e) {
+    struct event **at = &e->ctx->events;
+    while (*at && *at != e)
+        at = &(*at)->next;
+    if (*at)
+        *at = e->next;
     mark_drop(e->mark);
     capture_forget_event(e);
     sim_bury(e, true);
+}
+
+/* Undefined afterwards, as with what the program destroyed itself (cuCtxDestroy). */
+void events_drop_all(struct context *ctx) {
+    while (ctx->events)
+        event_drop(ctx->events);
+}
+
+EXPORT CUresult cuEventDestroy_v2(CUevent hEvent) {
+    ENTER_EVENT(e, hEvent);
+    event_drop(e);
     return CUDA_SUCCESS;
 }
 

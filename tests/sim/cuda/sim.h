@@ -88,6 +88,7 @@ struct context {
     struct mem *mems;
     struct small_block *smalls;
     struct module *modules;
+    struct event *events;
     struct stream *streams; /* all of this context's, legacy stream included */
     struct stream *legacy;
     uint32_t queue;              /* engine queue index + 1 */
@@ -228,4 +229,5 @@ CUresult engine_open(struct context *ctx);
 void engine_close(struct context *ctx);
 CUresult engine_wait_context(struct context *ctx); /* drops the process lock while it waits */
 void streams_drop_all(struct context *ctx);
+void events_drop_all(struct context *ctx);
 #endif

@@ -110,6 +110,7 @@ struct stream {
 struct event {
     uint32_t magic;
     struct context *ctx;
+    struct event *next; /* of the same context */
     unsigned flags;
     struct mark *mark; /* NULL: never recorded */
     struct capture *capture;
