@@ -189,7 +189,8 @@ struct gs_map {
 bool gs_map_put(struct gs_map *map, uint64_t key, const struct gs_entry *entry);
 bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out);
 bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out);
-/* Another `extra` where it is `before`; who takes the key out meanwhile has it, or this is false. */
+/* Another `extra` where it is `before`; who takes the key out meanwhile has it, or this is false.
+ */
 bool gs_map_swap(struct gs_map *map, uint64_t key, uint64_t before, uint64_t after);
 /* Take every entry for which `want` is true, one by one; `taken` is called for each. */
 void gs_map_take_all(struct gs_map *map,

@@ -68,11 +68,11 @@ void gs_lock(_Atomic uint32_t *word) {
 }
 
 void gs_unlock(_Atomic uint32_t *word) {
-    int saved = errno;
+    int saved = errno, ours;
     if (atomic_exchange(word, 0) == 2)
         futex(word, FUTEX_WAKE, 1);
     if (--held == 0)
-        pthread_setcancelstate(cancel_state, NULL);
+        pthread_setcancelstate(cancel_state, &ours);
     errno = saved;
 }
 

@@ -306,7 +306,8 @@ def _delete(call: Call, paths: Paths) -> int:
 
 
 def _child(program: str, words: Sequence[str]) -> int:
-    """The exit code of a child; a signal that ended it ends us too. Signals that we get go to the child."""
+    """The exit code of a child; a signal that ended it ends us too. Signals that we get go to the child, and wait when
+    there is none any more: its number may be another's by then."""
     forwarded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     given = lowlevel.environment()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
@@ -314,11 +315,14 @@ def _child(program: str, words: Sequence[str]) -> int:
     for number in forwarded:
         signal.signal(number, lambda number, _: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
         os.kill(os.getpid(), -code)
     return code
 

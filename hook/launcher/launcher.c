@@ -114,7 +114,8 @@ static bool may_release(const struct call *call) {
 static pid_t forwarded_to;
 
 static void forward(int number) {
-    kill(forwarded_to, number);
+    if (forwarded_to > 0)
+        kill(forwarded_to, number);
 }
 
 /* As runtime._delete: the low-level runtime is a child and gets our signals; its exit is ours. */
@@ -138,9 +139,13 @@ static int delete_container(const struct call *call, char **words) {
         sigaction(signals[i], &(struct sigaction){.sa_handler = forward, .sa_flags = SA_RESTART},
                   NULL);
     sigprocmask(SIG_SETMASK, &before, NULL);
-    while (waitpid(forwarded_to, &status, 0) < 0 && errno == EINTR)
+    siginfo_t ended;
+    while (waitid(P_PID, (id_t)forwarded_to, &ended, WEXITED | WNOWAIT) < 0 && errno == EINTR)
         ;
-    sigprocmask(SIG_BLOCK, &blocked, NULL); /* there is nobody to forward to */
+    /* There is nobody to forward to, and his number may be another's once he was waited for. */
+    sigprocmask(SIG_BLOCK, &blocked, NULL);
+    waitpid(forwarded_to, &status, 0);
+    forwarded_to = 0;
     if (take_time() && release(call->state_dir, call->id, NULL) == RELEASE_UNCLEAR) {
         alarm(0);
         poststop(call);

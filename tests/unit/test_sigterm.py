@@ -1,4 +1,5 @@
-"""A signal that another thread takes ends what waits in the main thread all the same."""
+"""A signal that another thread takes ends what waits in the main thread all the same; one for a child goes to nobody
+after it."""
 
 from __future__ import annotations
 
@@ -39,6 +40,16 @@ except KeyboardInterrupt:
     print("interrupted")
 """
 
+# The lease is given back between the end of the low-level runtime and ours.
+DELETES = """
+import os, signal
+from gpushare import runtime
+
+print(runtime._child("/bin/sh", ["-c", "exit 3"]))
+os.kill(os.getpid(), signal.SIGTERM)
+print(signal.SIGTERM in signal.sigpending())
+"""
+
 
 def said(text: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", text], cwd=TREE, capture_output=True, text=True, timeout=60)
@@ -52,3 +63,7 @@ def test_what_serves_hears_of_it() -> None:
 
 def test_a_soak_hears_of_it() -> None:
     assert said(SOAKS)[0] == "ended"
+
+
+def test_a_delete_forwards_nothing_to_what_has_ended() -> None:
+    assert said(DELETES) == ["3", "True"]
