@@ -6,8 +6,10 @@
 
 /* ---- the bucket ------------------------------------------------------------------------ */
 
+#define MOST_WALL 1e18 /* 30 years: hours of a millionth of the device are more than fits */
 static int64_t wall(const struct gs_throttle *t, int64_t device_ns) {
-    return (int64_t)((double)device_ns * 1e6 / t->rate_ppm);
+    double ns = (double)device_ns * 1e6 / t->rate_ppm;
+    return (int64_t)(ns > MOST_WALL ? MOST_WALL : ns < -MOST_WALL ? -MOST_WALL : ns);
 }
 
 /* Add to the arrival time what was wrong with the payment; never a debt longer than DEBT. */
