@@ -1,4 +1,5 @@
 /* The contexts of this process that launch: one law each, from their first launch until they go. */
+#include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -197,6 +198,7 @@ static struct gs_compute *make(const struct gs_here *here) {
         memset(&c->clock, 0, sizeof(c->clock));
     }
     c->used = true;
+    c->leaves = false;
     c->dev = here->dev;
     c->streams = c->per_thread = 0;
     c->has_legacy = c->no_looks = false;
@@ -236,64 +238,77 @@ struct gs_compute *gs_compute_of(const struct gs_here *here) {
 /* ---- contexts that go ----------------------------------------------------------------------- */
 
 /* What it has on the device cannot be timed by events that go with it. It is charged from the last
- * known stamp until the context has gone, less what was paid. */
+ * known stamp until the context has gone, less what was paid. Nobody else uses them from now on
+ * until it is known (enter, in compute_launch.c): the driver may also refuse to destroy it, and
+ * then nothing was. */
 void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
     struct gs_compute *c = gs_compute_find(context);
-    *leaving = (struct gs_leaving){.compute = c};
+    *leaving = (struct gs_leaving){.compute = NULL};
     if (!c)
         return;
     gs_lock(c->lock);
-    if (atomic_load(&c->context) != context) { /* another thread was first */
-        gs_unlock(c->lock);
-        leaving->compute = NULL;
-        return;
+    if (atomic_load(&c->context) == context && !c->leaves) { /* no other thread was first */
+        struct gs_throttle *t = &c->law;
+        c->peers_read = false;
+        if (!t->capturing && !atomic_load(&gs_captures))
+            gs_throttle_sync_end(t);
+        int64_t paid = t->in_flight_ns + (t->open.launches ? t->open.hint_ns : 0);
+        if (paid > 0) {
+            leaving->paid_ns = paid;
+            leaving->since_ns = max64(t->covered_ns, t->busy_from_ns);
+        }
+        c->leaves = true;
+        leaving->compute = c;
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &leaving->cancel_state);
     }
-    struct gs_throttle *t = &c->law;
-    c->peers_read = false;
-    if (!t->capturing && !atomic_load(&gs_captures))
-        gs_throttle_sync_end(t);
-    int64_t paid = t->in_flight_ns + (t->open.launches ? t->open.hint_ns : 0);
-    if (paid > 0) {
-        leaving->paid_ns = paid;
-        leaving->since_ns = max64(t->covered_ns, t->busy_from_ns);
-    }
-    gs_clock_close(&c->clock);
-    if (c->looks)
-        GS_REAL(cuStreamDestroy_v2)(c->looks);
-    c->looks = NULL;
-    atomic_store(&c->context, GS_LEAVES(c));
     gs_unlock(c->lock);
     gs_compute_forget();
 }
 
-void gs_compute_context_gone(struct gs_leaving *leaving) {
+/* Its events, and the stream for looks, went with it. */
+static void gone(struct gs_compute *c) {
+    memset(&c->clock, 0, sizeof(c->clock));
+    c->looks = NULL;
+    gs_pages_give(c);
+    atomic_store(&c->context, NULL);
+    atomic_fetch_sub(&gs_computes, 1);
+}
+
+/* Of an error of work before it nobody knows whether it went all the same. */
+static bool has_stayed(CUresult result) {
+    return result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_INVALID_VALUE ||
+           result == CUDA_ERROR_INVALID_DEVICE || result == CUDA_ERROR_NOT_INITIALIZED;
+}
+
+void gs_compute_context_gone(struct gs_leaving *leaving, CUresult result, bool stays) {
     struct gs_compute *c = leaving->compute;
+    int ours;
     if (!c)
         return;
     gs_lock(c->lock);
     uint64_t now = gs_compute_now();
-    if (leaving->since_ns && now > leaving->since_ns && c->law.limit.mode != GS_THROTTLE_UNLIMITED)
-        gs_throttle_adjust(&c->law, (int64_t)(now - leaving->since_ns) - leaving->paid_ns, now);
-    gs_pages_give(c);
-    atomic_store(&c->context, NULL);
+    int64_t took = (int64_t)(now - min64(now, leaving->since_ns));
+    stays |= has_stayed(result);
+    if (!stays && leaving->since_ns && c->law.limit.mode != GS_THROTTLE_UNLIMITED &&
+        (result == CUDA_SUCCESS || took > leaving->paid_ns))
+        gs_throttle_adjust(&c->law, took - leaving->paid_ns, now);
+    c->leaves = false;
+    if (!stays)
+        gone(c);
     gs_unlock(c->lock);
-    atomic_fetch_sub(&gs_computes, 1);
+    pthread_setcancelstate(leaving->cancel_state, &ours);
 }
 
-/* It went without having been said to go: its events went with it. */
+/* It went without having been said to go. */
 void gs_compute_context_lost(CUcontext context) {
     struct gs_compute *c = gs_compute_find(context);
     if (!c)
         return;
     gs_lock(c->lock);
-    bool still = atomic_load(&c->context) == context;
-    if (still) {
-        memset(&c->clock, 0, sizeof(c->clock));
-        atomic_store(&c->context, GS_LEAVES(c));
-    }
+    if (atomic_load(&c->context) == context && !c->leaves)
+        gone(c);
     gs_unlock(c->lock);
     gs_compute_forget();
-    gs_compute_context_gone(&(struct gs_leaving){.compute = still ? c : NULL});
 }
 
 /* ---- functions that change ------------------------------------------------------------------ */

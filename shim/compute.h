@@ -192,9 +192,12 @@ struct gs_leaving {
     struct gs_compute *compute;
     uint64_t since_ns;
     int64_t paid_ns;
+    int cancel_state; /* of the thread: who is cancelled in between would leave all others waiting
+                       */
 };
 void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context);
-void gs_compute_context_gone(struct gs_leaving *leaving);
+/* `result`: what the driver said; `stays`: it is there all the same. */
+void gs_compute_context_gone(struct gs_leaving *leaving, CUresult result, bool stays);
 /* The same for one that went without being asked for. */
 void gs_compute_context_lost(CUcontext context);
 

@@ -100,12 +100,3 @@ bool gs_clock_done(struct gs_compute *c, int event, uint64_t *stamp_ns) {
     put_event(clock, event);
     return true;
 }
-
-void gs_clock_close(struct gs_clock *clock) {
-    for (uint32_t i = 0; i < clock->n_made; i++)
-        GS_REAL(cuEventDestroy_v2)(clock->event[i]);
-    if (clock->base)
-        GS_REAL(cuEventDestroy_v2)(clock->base);
-    clock->base = NULL;
-    clock->n_made = clock->n_free = 0;
-}

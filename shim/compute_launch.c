@@ -93,6 +93,12 @@ static bool enter(struct bracket *b, struct gs_compute *c, CUcontext context) {
     if (GS_REAL(cuCtxGetCurrent)(&b->before) == CUDA_SUCCESS && b->before != context)
         b->pushed = GS_REAL(cuCtxPushCurrent_v2)(context) == CUDA_SUCCESS;
     gs_lock(c->lock);
+    while (c->leaves) {
+        uint64_t generation = c->limits_seen;
+        gs_unlock(c->lock);
+        gs_compute_wait(gs_compute_now() + POLL, generation);
+        gs_lock(c->lock);
+    }
     c->peers_read = false;
     c->law.capturing = gs_captures_blind() || (atomic_load(&gs_captures) && !b->relaxed);
     c->mixed = gs_compute_is_mixed(c);
@@ -244,9 +250,8 @@ struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
 void gs_compute_sync_end_in(struct gs_compute *c) {
     struct bracket b;
     CUcontext context = atomic_load(&c->context);
-    if (!context || context == GS_LEAVES(c) ||
-        __atomic_load_n(&c->law.marked, __ATOMIC_RELAXED) ==
-            __atomic_load_n(&c->law.finished, __ATOMIC_RELAXED))
+    if (!context || __atomic_load_n(&c->law.marked, __ATOMIC_RELAXED) ==
+                        __atomic_load_n(&c->law.finished, __ATOMIC_RELAXED))
         return;
     if (enter(&b, c, context))
         gs_throttle_sync_end(&c->law);

@@ -37,7 +37,7 @@ struct gs_clock {
 
 /* One context of this process. Never unmapped: a thread may still look at it; used again. */
 struct gs_compute {
-    _Atomic(CUcontext) context; /* NULL: free; GS_LEAVES: of one that goes */
+    _Atomic(CUcontext) context; /* NULL: free */
     _Atomic uint32_t *lock;
     int dev;
     struct gs_throttle law;
@@ -47,6 +47,7 @@ struct gs_compute {
     struct gs_page unshared;
     uint32_t page_index;
     bool used;           /* by some context, now or before */
+    bool leaves;         /* a thread is destroying it: the driver says whether it is gone */
     bool stopped;        /* paused: launches are held */
     bool peers_read;     /* in this call */
     bool has_legacy;     /* something was launched into the legacy stream */
@@ -64,8 +65,6 @@ struct gs_compute {
     struct gs_activity told[MAX_PEERS];
 };
 #define GS_MAX_COMPUTES 64u
-/* From when its events are destroyed until nothing of it is needed: no context has this handle. */
-#define GS_LEAVES(c) ((CUcontext)(void *)(c))
 
 /* ---- compute.c ------------------------------------------------------------------------------ */
 
@@ -109,7 +108,6 @@ bool gs_compute_is_mixed(struct gs_compute *c);
 
 int gs_clock_mark(struct gs_compute *c, CUstream stream);
 bool gs_clock_done(struct gs_compute *c, int event, uint64_t *stamp_ns);
-void gs_clock_close(struct gs_clock *clock);
 
 /* ---- compute_pages.c ------------------------------------------------------------------------ */
 

@@ -182,7 +182,7 @@ static CUresult destroy(CUcontext context, CUresult (*call)(CUcontext)) {
     struct gs_leaving leaving;
     gs_compute_context_goes(&leaving, context);
     CUresult result = call(context);
-    gs_compute_context_gone(&leaving);
+    gs_compute_context_gone(&leaving, result, false);
     gs_captures_context_gone(context);
     gs_now_current(NULL);
     gs_drop_end(dropped, result == CUDA_SUCCESS);
@@ -337,8 +337,8 @@ static CUresult primary_goes(CUresult (*call)(CUdevice), CUdevice device, bool r
     if (last_use)
         gs_compute_context_goes(&leaving, context);
     CUresult result = call(device);
-    gs_compute_context_gone(&leaving);
     bool gone = result == CUDA_SUCCESS && last_use && !primary_active(device);
+    gs_compute_context_gone(&leaving, result, result == CUDA_SUCCESS && !reset && !gone);
     gs_drop_end(dropped, gone || (reset && result == CUDA_SUCCESS));
     if (result == CUDA_SUCCESS && !reset && primary[device].retained)
         primary[device].retained--;

@@ -7,7 +7,7 @@ import threading
 
 from tests.shim.box import GIB, Box
 from tests.shim.inside import run
-from tests.shim.launches import HELPERS
+from tests.shim.launches import HELPERS, percent_held
 
 
 def test_a_context_that_is_said_to_go_while_others_work_in_it() -> None:
@@ -36,6 +36,29 @@ def test_a_context_that_is_said_to_go_while_others_work_in_it() -> None:
     """
     with Box([GIB], compute=[100]) as box:
         assert run(box, program, helpers=HELPERS) == ["ok"]
+
+
+def test_a_context_that_is_said_to_go_all_the_time_has_no_more_than_its_limit() -> None:
+    """What runs in it is charged, however often the driver is asked to destroy it."""
+    program = """
+    context, function, stop = start(), kernel("spin_us_1000"), threading.Event()
+
+    def work():
+        ok(cuda.cuCtxSetCurrent(context))
+        while not stop.is_set():
+            ok(launch(function))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        cuda.cuCtxDestroy_v2(context)
+    stop.set()
+    thread.join()
+    """
+    with Box([GIB], compute=[20]) as box:
+        run(box, program, helpers=HELPERS)
+        assert percent_held(box, 1) < 40
 
 
 def test_what_a_program_is_told_while_the_border_of_its_share_moves() -> None:
