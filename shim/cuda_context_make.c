@@ -1,7 +1,7 @@
 /* The calls that make contexts or change what they take. */
 #include <string.h>
 
-#include "cuda_shim.h"
+#include "compute.h"
 
 /* cudaGL.h and cudaVDPAU.h want headers of OpenGL and VDPAU; these four need none of their types.
  */
@@ -69,7 +69,7 @@ GS_EXPORT CUresult CUDAAPI cuVDPAUCtxCreate_v2(CUcontext *pctx, unsigned int fla
 /* ---- green contexts: parts of the primary one ---------------------------------------------------
  */
 
-static struct gs_map greens; /* CUgreenCtx -> extra = device */
+static struct gs_map greens; /* CUgreenCtx -> extra = device, context = what launches see of it */
 
 struct green {
     __typeof__(&cuGreenCtxCreate) real;
@@ -99,8 +99,12 @@ GS_EXPORT CUresult CUDAAPI cuGreenCtxCreate(CUgreenCtx *phCtx, CUdevResourceDesc
 
 GS_EXPORT CUresult CUDAAPI cuGreenCtxDestroy(CUgreenCtx hCtx) {
     GS_NEED(real, cuGreenCtxDestroy);
-    struct gs_entry entry;
+    struct gs_entry entry = {.context = 0};
+    struct gs_leaving leaving = {.compute = NULL};
+    if (gs_slot() && gs_map_get(&greens, (uint64_t)(uintptr_t)hCtx, &entry) && entry.context)
+        gs_compute_context_goes(&leaving, (CUcontext)(uintptr_t)entry.context);
     CUresult result = real(hCtx);
+    gs_compute_context_gone(&leaving, result, false);
     if (gs_slot() && result == CUDA_SUCCESS &&
         gs_map_take(&greens, (uint64_t)(uintptr_t)hCtx, &entry))
         gs_primary_unused((CUdevice)(uint32_t)entry.extra);
@@ -113,8 +117,14 @@ GS_EXPORT CUresult CUDAAPI cuCtxFromGreenCtx(CUcontext *pContext, CUgreenCtx hCt
     struct gs_charge nothing = {.passed = true};
     struct gs_entry entry;
     CUresult result = real(pContext, hCtx);
-    if (gs_slot() && gs_map_get(&greens, (uint64_t)(uintptr_t)hCtx, &entry))
-        gs_context_made(&nothing, result, pContext, (CUdevice)(uint32_t)entry.extra);
+    uint64_t key = (uint64_t)(uintptr_t)hCtx;
+    if (!gs_slot() || !gs_map_get(&greens, key, &entry))
+        return result;
+    gs_context_made(&nothing, result, pContext, (CUdevice)(uint32_t)entry.extra);
+    if (result == CUDA_SUCCESS && pContext && gs_map_take(&greens, key, &entry)) {
+        entry.context = (uint64_t)(uintptr_t)*pContext;
+        gs_map_put(&greens, key, &entry);
+    }
     return result;
 }
 
