@@ -1,5 +1,4 @@
 /* The contexts of this process that launch: one law each, from their first launch until they go. */
-#include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -259,7 +258,7 @@ void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
         }
         c->leaves = true;
         leaving->compute = c;
-        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &leaving->cancel_state);
+        gs_no_cancel();
     }
     gs_unlock(c->lock);
     gs_compute_forget();
@@ -282,7 +281,6 @@ static bool has_stayed(CUresult result) {
 
 void gs_compute_context_gone(struct gs_leaving *leaving, CUresult result, bool stays) {
     struct gs_compute *c = leaving->compute;
-    int ours;
     if (!c)
         return;
     gs_lock(c->lock);
@@ -296,7 +294,7 @@ void gs_compute_context_gone(struct gs_leaving *leaving, CUresult result, bool s
     if (!stays)
         gone(c);
     gs_unlock(c->lock);
-    pthread_setcancelstate(leaving->cancel_state, &ours);
+    gs_cancel_again();
 }
 
 /* It went without having been said to go. */

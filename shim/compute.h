@@ -192,8 +192,6 @@ struct gs_leaving {
     struct gs_compute *compute;
     uint64_t since_ns;
     int64_t paid_ns;
-    int cancel_state; /* of the thread: who is cancelled in between would leave all others waiting
-                       */
 };
 void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context);
 /* `result`: what the driver said; `stays`: it is there all the same. */

@@ -82,6 +82,11 @@ bool gs_slot_claim(const struct gs_view *view, void (*changed)(void));
 /* Tiny futex locks, for paths that are slow anyway; never on the way of a plain allocation. */
 void gs_lock(_Atomic uint32_t *word);
 void gs_unlock(_Atomic uint32_t *word);
+/* Around what a thread must finish that others wait for: one that is cancelled in between (open,
+ * pread and the driver are places where it may be) would leave them waiting. As with a lock held.
+ */
+void gs_no_cancel(void);
+void gs_cancel_again(void);
 
 extern _Atomic(struct gs_self *) gs_self_page;
 

@@ -50,15 +50,23 @@ static long futex(_Atomic uint32_t *word, int op, uint32_t value) {
     return syscall(SYS_futex, word, op | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
 
-/* A thread that is cancelled while it holds a lock would hold it for ever: what is called meanwhile
- * (open, pread, the driver) are places where it may be. */
-static _Thread_local int held, cancel_state;
+static _Thread_local int uncancelled, cancel_state;
+
+void gs_no_cancel(void) {
+    if (uncancelled++ == 0)
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel_state);
+}
+
+void gs_cancel_again(void) {
+    int ours;
+    if (--uncancelled == 0)
+        pthread_setcancelstate(cancel_state, &ours);
+}
 
 /* 0 free, 1 held, 2 held and someone waits. errno is the program's: kept. */
 void gs_lock(_Atomic uint32_t *word) {
     uint32_t seen = 0;
-    if (held++ == 0)
-        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel_state);
+    gs_no_cancel();
     if (atomic_compare_exchange_strong(word, &seen, 1))
         return;
     int saved = errno;
@@ -68,11 +76,10 @@ void gs_lock(_Atomic uint32_t *word) {
 }
 
 void gs_unlock(_Atomic uint32_t *word) {
-    int saved = errno, ours;
+    int saved = errno;
     if (atomic_exchange(word, 0) == 2)
         futex(word, FUTEX_WAKE, 1);
-    if (--held == 0)
-        pthread_setcancelstate(cancel_state, &ours);
+    gs_cancel_again();
     errno = saved;
 }
 

@@ -61,6 +61,21 @@ def test_a_context_that_is_said_to_go_all_the_time_has_no_more_than_its_limit() 
         assert percent_held(box, 1) < 40
 
 
+def test_a_thread_can_be_cancelled_after_it_destroyed_a_context() -> None:
+    """As before: only meanwhile it cannot, since others wait for it."""
+    program = """
+    libc, before, context = ctypes.CDLL(None), c_int(7), c_void_p()
+    start()
+    ok(cuda.cuCtxCreate_v2(byref(context), 0, 0))
+    ok(launch(kernel("spin_us_10")))
+    ok(cuda.cuCtxDestroy_v2(context))
+    assert libc.pthread_setcancelstate(1, byref(before)) == 0
+    print(before.value)
+    """
+    with Box([GIB], compute=[50]) as box:
+        assert run(box, program, helpers=HELPERS) == ["0"]
+
+
 def test_what_a_program_is_told_while_the_border_of_its_share_moves() -> None:
     """Of device and host together: their limits of one moment."""
     over = threading.Event()
