@@ -24,15 +24,13 @@ import pytest
 from . import kills
 from .host import BUILD
 
-# Costs of a call, and of a whole card
-ALONE = (
-    "tests/gpu/test_gpu_check.py",
-    "tests/shim/test_compute_cost.py",
-)
+# Costs of a call
+ALONE = ("tests/shim/test_compute_cost.py",)
 # Judged by a real clock: shares of a device, reaction times. Each file is a group; those that take long come first.
 CLOCK = (
     "tests/shim/test_compute_attacks.py",
     "tests/shim/test_compute.py",
+    "tests/gpu/test_gpu_check.py",
     "tests/shim/test_compute_life.py",
     "tests/shim/test_compute_streams.py",
     "tests/shim/test_compute_hangs.py",
@@ -165,23 +163,36 @@ class Turns:
         `leave`."""
         if worker is None or self._fds:
             return
-        door = self._open("door")
-        fcntl.flock(door, fcntl.LOCK_EX)
+        waiting = [self._open(name) for name in (("alone", "door") if company == ONE else ("door",))]
+        for fd in waiting:
+            fcntl.flock(fd, fcntl.LOCK_EX)
         try:
             mine = int(worker[2:]) % SEATS
             for seat in (mine,) if company == CALM else range(SEATS):
                 self._fds.append(self._open(f"seat-{seat}"))
                 fcntl.flock(self._fds[-1], fcntl.LOCK_SH if company == ANY else fcntl.LOCK_EX)
         finally:
-            fcntl.flock(door, fcntl.LOCK_UN)
-            os.close(door)
+            for fd in waiting:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
+                os.close(fd)
+
+    def _is_wanted_alone(self) -> bool:
+        fd = self._open("alone")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
     def _open(self, name: str) -> int:
         return os.open(self._folder / f".tests-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def leave(self, company: str, next_one: str | None) -> None:
-        """After a test. One that a clock judges hands its seats on to the next one that wants the same."""
-        if company != ANY and next_one == company:
+        """After a test. One that a clock judges hands its seats on to the next one that wants the same, unless somebody
+        waits to be alone, who waits for one test and not for all of them."""
+        if company != ANY and next_one == company and (company == ONE or not self._is_wanted_alone()):
             return
         for fd in self._fds:
             fcntl.flock(fd, fcntl.LOCK_UN)  # also for a process that a test has forked and left

@@ -136,9 +136,9 @@ class Box:
             for prefix in ("next_", ""):
                 for name, value in fields.items():
                     field = prefix + name if prefix + name in known else name
-                    code = "<Q" if field.endswith("_bytes") else "<I"
-                    struct.pack_into(code, data, start + offset("gs_device_limit", field), value)
-                struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + 1)
+                    place, size = start + offset("gs_device_limit", field), 8 if field.endswith("_bytes") else 4
+                    data[place : place + size] = value.to_bytes(size, "little")  # pack_into writes zeros first
+                data[at : at + 8] = (int.from_bytes(data[at : at + 8], "little") + 1).to_bytes(8, "little")
             futex_wake(data, at)
         if self.page:
             self._tell(slot)

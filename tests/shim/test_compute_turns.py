@@ -255,15 +255,21 @@ def lies(box: Box, lie: Callable[[int], tuple[int, ...]]) -> Iterator[list[float
     over = threading.Event()
     silent: list[float] = []
 
-    def write(page: mmap.mmap) -> None:
-        last = time.monotonic()
+    def write(words: memoryview) -> None:  # one by one: struct.pack_into writes zeros before it writes them
+        last, at = time.monotonic(), offset("gs_pages", "turn") // 8
         while not over.wait(0.001):
-            struct.pack_into("<6Q", page, offset("gs_pages", "turn"), *lie(time.monotonic_ns()))
+            for place, word in enumerate(lie(time.monotonic_ns()), at):
+                words[place] = word
             last, before = time.monotonic(), last
             silent.extend([last - before] if last - before > BELIEVED_S else [])
 
-    with box.pages().open("r+b") as file, mmap.mmap(file.fileno(), 0) as page:
-        liar = threading.Thread(target=write, args=(page,))
+    with (
+        box.pages().open("r+b") as file,
+        mmap.mmap(file.fileno(), 0) as page,
+        memoryview(page) as plain,
+        plain.cast("Q") as words,
+    ):
+        liar = threading.Thread(target=write, args=(words,))
         liar.start()
         try:
             yield silent

@@ -128,6 +128,21 @@ def test_who_a_clock_judges_stays_until_his_last_test(tmp_path: Path, company: s
     one.gone()
 
 
+def test_who_wants_to_be_alone_waits_for_one_test(tmp_path: Path) -> None:
+    """Who came first may have a hundred more."""
+    one = Visitor(tmp_path, 0, turns.CALM, turns.CALM)
+    assert one.is_in()
+    other = Visitor(tmp_path, 1, turns.ONE)
+    until_kept(tmp_path)
+    one.end()
+    assert other.is_in()
+    until_kept(tmp_path)  # by the first one
+    assert one.began == [turns.CALM]
+    other.gone()
+    assert one.is_in()
+    one.gone()
+
+
 def test_one_worker_waits_for_nobody(tmp_path: Path) -> None:
     for one in (turns.Turns(tmp_path), turns.Turns(tmp_path)):
         one.enter(turns.ONE, None)
