@@ -18,8 +18,8 @@ MAX_BYTES = 64 << 20
 LIVE = 64  # allocations that one process holds at most
 
 
-def work(seed: int, attempts: int) -> tuple[int, int]:
-    """(granted, refused)."""
+def work(seed: int, attempts: int, ready: int, go: int) -> tuple[int, int]:
+    """(granted, refused). Begins when nobody holds the other end of `go` any more, and says before that it is ready."""
     chance = random.Random(seed)
     granted = refused = 0
     live: list[Any] = []
@@ -27,6 +27,9 @@ def work(seed: int, attempts: int) -> tuple[int, int]:
     error, context = cuda.cuDevicePrimaryCtxRetain(0)
     assert error == OK, error
     assert cuda.cuCtxSetCurrent(context)[0] == OK
+    os.write(ready, b".")
+    os.close(ready)
+    os.read(go, 1)
     for _ in range(attempts):
         if len(live) >= LIVE or (live and chance.random() < 0.4):
             assert cuda.cuMemFree(live.pop(chance.randrange(len(live))))[0] == OK
@@ -43,13 +46,19 @@ def work(seed: int, attempts: int) -> tuple[int, int]:
 
 def main(processes: int, attempts: int) -> int:
     readers = []
+    (ready, is_ready), (go, goes) = os.pipe(), os.pipe()
     for seed in range(processes):
         reader, writer = os.pipe()
         if os.fork() == 0:
-            os.write(writer, json.dumps(work(seed, attempts)).encode())
+            os.close(goes)
+            os.write(writer, json.dumps(work(seed, attempts, is_ready, go)).encode())
             os._exit(0)
         os.close(writer)
         readers.append(reader)
+    os.close(is_ready)
+    for _ in range(processes):  # whose contexts must all fit, before the first takes what is left
+        os.read(ready, 1)
+    os.close(goes)
     answers = [os.read(reader, 4096) for reader in readers]
     if not all(answers):
         return 1  # a process ended early; its traceback is above
