@@ -55,7 +55,7 @@ def reap_zombies() -> None:
 def children() -> dict[int, str]:
     """Our live children, adopted ones included, zombies not: pid -> command line."""
     found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in (Path("/proc", name, "stat") for name in os.listdir("/proc") if name.isdecimal()):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             words = (stat.parent / "cmdline").read_bytes()
