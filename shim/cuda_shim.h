@@ -102,7 +102,7 @@ struct gs_dropped *gs_drop_begin(CUcontext context);
 void gs_drop_end(struct gs_dropped *dropped, bool gone);
 
 /* Take out, call, uncharge or put back: the driver may give the address to another thread before
- * its free returns, so the entry must be out by then. */
+ * its free returns, so the entry must be out by then. `call` may look at `known_`. */
 #define GS_FREE(map, key, call) \
     ({ \
         struct gs_entry entry_; \

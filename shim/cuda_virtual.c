@@ -203,17 +203,11 @@ static bool is_reached(const struct later *one, uint64_t arg) {
 /* What is not in the map any more goes with its context, in another thread: its address may be
  * somebody else's by now. */
 void gs_virtual_drain(void) {
-    struct gs_entry entry;
     struct later one;
     while (pick(is_reached, 0, &one)) {
         if (one.event)
             GS_REAL(cuEventDestroy_v2)(one.event);
-        if (!gs_map_take(&gs_memory, one.address, &entry))
-            continue;
-        if (GS_REAL(cuMemFree_v2)(one.address) == CUDA_SUCCESS)
-            gs_uncharge(one.address, &entry);
-        else
-            gs_map_put(&gs_memory, one.address, &entry);
+        GS_FREE(gs_memory, one.address, known_ ? GS_REAL(cuMemFree_v2)(one.address) : CUDA_SUCCESS);
     }
 }
 

@@ -11,7 +11,7 @@ from tests.shim.launches import HELPERS, percent_held
 
 
 def test_a_context_that_is_said_to_go_while_others_work_in_it() -> None:
-    """And does not go: the driver destroys no primary context by that name. The events in it are gone by then."""
+    """And does not go: the driver destroys no primary context by that name. What is in it is still used."""
     program = """
     context, function, stop = start(), kernel("spin_us_100"), threading.Event()
 
