@@ -25,7 +25,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-attacks test-kills test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all test-attacks test-kills test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -101,10 +101,13 @@ test: root build gpu-programs dist $(TEST_SETUP) ## the linters and every test; 
 	wait $$lint
 	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
+test-all: root build ## every test in its long form, for hours, or PARTS="attacks kills"; logs and a summary in build/test-all
+	@$(VENV_PYTHON) -m tests.tools.everything $(PARTS)
+
 test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the programs of the bundle
 	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) --programs $(DIST) tests/e2e $(PYTEST_ARGS)
 
-test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both ways in: table and build/attacks.json
+test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both ways in: table and build/attacks.json (ATTACK_ARGS="--runtime crun")
 	@$(VENV_PYTHON) -m tests.attacks $(ATTACK_ARGS)
 
 KILL_TESTS := $(addprefix tests/e2e/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py test_kill_points.py)

@@ -19,6 +19,7 @@ GIB = 1 << 30
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--low-level", choices=("runc", "crun"), default="runc", help="of containers without an engine")
     parser.addoption("--programs", type=Path, help="a bundle (build/dist/gpushare) to test, not the source tree")
 
 
@@ -30,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.geteuid() == 0:
         host.enter_private_mounts()
+        host.use_low_level(config.getoption("low_level"))
         processes.become_subreaper()
 
 

@@ -1,6 +1,8 @@
-"""make test-attacks: runs every attack of the table, prints what came of each, writes build/attacks.json.
+"""make test-attacks: runs every attack of the table, prints the outcome of each, writes build/attacks.json.
 
-python -m tests.attacks [--format table|json] [pytest's arguments]
+python -m tests.attacks [--runtime runc|crun] [--format table|json] [pytest's arguments]
+
+With crun the result is in build/attacks-crun.json, so that it stands beside that of runc.
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ def collected(recorder: Recorder) -> list[Row]:
     return found
 
 
-def show(rows: list[Row]) -> None:
-    shown = Table(title="Attacks on the host", title_justify="left")
+def show(rows: list[Row], runtime: str, path: Path) -> None:
+    shown = Table(title=f"Attacks on the host, with {runtime}", title_justify="left")
     for column in ("attack", "way", "outcome", "CVEs and words"):
         shown.add_column(column, overflow="fold")
     for row in rows:
@@ -101,12 +103,13 @@ def show(rows: list[Row]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
     console.print(shown)
     bad = sum(row.failed for row in rows)
-    console.print(f"{len(rows)} attacks, {bad} of them not held; build/attacks.json has the words of each refusal")
+    console.print(f"{len(rows)} attacks, {bad} of them not held; build/{path.name} has the words of each refusal")
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make test-attacks")
     parser.add_argument("--format", choices=("table", "json"), default="table")
+    parser.add_argument("--runtime", choices=("runc", "crun"), default="runc")
     options, others = parser.parse_known_args(argv)
     recorder = Recorder()
     tests = [str(Path(__file__).parent), *(f"{TREE}/tests/{test}" for row in table.ELSEWHERE for test in row.tests)]
@@ -114,12 +117,14 @@ def main(argv: list[str]) -> int:
     stdout = sys.stdout
     if options.format == "json":
         sys.stdout = sys.stderr  # only the JSON goes there
-    code = pytest.main([*quiet, "--rootdir", str(TREE), *others, *dict.fromkeys(tests)], plugins=[recorder])
+    low_level = ["--low-level", options.runtime]
+    code = pytest.main([*quiet, *low_level, "--rootdir", str(TREE), *others, *dict.fromkeys(tests)], plugins=[recorder])
     sys.stdout = stdout
     rows = collected(recorder)
     text = json.dumps([row._asdict() for row in rows], indent=1)
-    (BUILD / "attacks.json").write_text(text + "\n")
-    print(text) if options.format == "json" else show(rows)
+    path = BUILD / ("attacks.json" if options.runtime == "runc" else f"attacks-{options.runtime}.json")
+    path.write_text(text + "\n")
+    print(text) if options.format == "json" else show(rows, options.runtime, path)
     return int(bool(code) or any(row.failed for row in rows))
 
 

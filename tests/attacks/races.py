@@ -67,7 +67,7 @@ class Race(NamedTuple):
 def swapping(scene: Scene, race: Race) -> Iterator[None]:
     """The second container; it shares the volume, or the image's own directory."""
     words = ["/usr/bin/python3", "-c", SWAPPER, "/opt/swapped", race.name, race.evil]
-    swapper = scene.container(words, env={}, name="swapper", hook=None, runtime="runc")
+    swapper = scene.container(words, env={}, name="swapper", hook=None, runtime="")
     try:
         entry = {"type": "bind", "source": str(race.directory), "destination": "/opt/swapped", "options": ["rbind"]}
         swapper.spec["mounts"].append(entry)

@@ -95,8 +95,15 @@ class Scene:
         try:
             self.one.start()
         except RuntimeFailed as error:
-            return error
+            return error if "gpushare: " in error.message else self._with_kept_line(error)
         return None
+
+    def _with_kept_line(self, error: RuntimeFailed) -> RuntimeFailed:
+        """crun keeps what a hook prints to itself; `gpushare inspect` shows our line."""
+        kept = self.node.state / "errors" / self.one.id
+        if not kept.exists():
+            return error
+        return RuntimeFailed("create", error.code, f"{error.message.rstrip()}\n{kept.read_text()}")
 
     def end(self) -> None:
         """As an engine does."""

@@ -7,12 +7,14 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from . import runc
 from .rootfs import mount_points, run, unmount_below
 from .spec import Hook, Mount
 
@@ -40,6 +42,15 @@ def use_programs(directory: Path) -> None:
     if not (directory / "bin" / "gpushare-runtime").is_file():
         raise RuntimeError(f"no programs in {directory}: make dist makes build/dist/gpushare")
     BIN, SHIM = directory.resolve() / "bin", directory.resolve() / "shim"
+
+
+def use_low_level(name: str) -> None:
+    """From now on containers are runc's or crun's, by either way in, unless a test names another. Call it in private
+    mounts: crun refuses a host that has cgroup v1 and v2 at once, so with it this process sees v1 alone."""
+    runc.LOW_LEVEL = name
+    unified = "/sys/fs/cgroup/unified"
+    if name == "crun" and os.path.ismount(unified):
+        run("umount", unified)
 
 
 def enter_private_mounts() -> None:
@@ -158,6 +169,8 @@ def write_config(path: Path, driver_root: Path, **config: Any) -> Path:
     """A configuration file; every JSON text is YAML. `config` holds further keys of config.schema.json."""
     content = {"version": 1, "driver": {"root": str(driver_root)}, "shim_dir": str(SHIM)}
     content["log"] = {"decisions": str(path.parent / "decisions")}  # not the journal of this machine
+    if runc.LOW_LEVEL != "runc":
+        content["runtime"] = {"path": shutil.which(runc.LOW_LEVEL)}
     content.update(config)
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path

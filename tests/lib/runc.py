@@ -1,4 +1,4 @@
-"""Real containers for the tests, under runc or crun.
+"""Real containers for the tests, under runc or (host.use_low_level) crun.
 
     with Container(tmp_path, ["sh", "-c", "echo hi"]) as container:
         assert container.run() == 0
@@ -26,6 +26,7 @@ from . import processes
 from .rootfs import OverlayRoot, mount_points, unmount_below
 from .spec import Hook, Mount, spec
 
+LOW_LEVEL = "runc"  # of containers that name no runtime; see host.use_low_level
 _numbers = itertools.count(1)
 _CLOSED_AT_ONCE = 8  # runc waits for a tenth of a second after it has killed a container
 
@@ -58,7 +59,7 @@ class Container:
         mounts: list[Mount] | None = None,
         user: tuple[int, int] = (0, 0),
         rootfs: Path | None = None,
-        runtime: str | tuple[str, ...] = "runc",
+        runtime: str | tuple[str, ...] = "",
         prefix: tuple[str, ...] = (),
         edit: Callable[[dict[str, Any]], None] | None = None,
         name: str = "c",
@@ -73,7 +74,7 @@ class Container:
         self._created = False
         self._runtime = (
             *prefix,
-            *((runtime,) if isinstance(runtime, str) else runtime),
+            *((runtime or LOW_LEVEL,) if isinstance(runtime, str) else runtime),
             "--root",
             str(self.bundle / "runtime"),
         )
