@@ -1,6 +1,7 @@
-/* What contexts tell each other. Our own file is mapped and written; the files of others are read
- * with pread, each time anew: who owns one can truncate it, which would kill a reader that maps it.
- * What is read is only checked for its form: throttle.c believes it no further than it must. */
+/* The activity files of contexts. This container's own file is mapped and written. The index and
+ * the files of other containers are read with pread each time: another container may be able to
+ * truncate them, and a process that had them mapped would get SIGBUS. Only the form of what is read
+ * is checked: throttle.c bounds how far it is relied on. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -19,8 +20,8 @@
 
 static struct {
     struct gs_pages *own;
-    const struct gs_peers *index;
     const struct gs_device_limit *limit;
+    _Atomic uint64_t used[GS_MAX_PEERS / 64], granted[GS_MAX_PEERS]; /* as last read */
 } device[GS_MAX_DEVICES];
 
 /* The beginning of struct gs_pages. */
@@ -37,6 +38,58 @@ static bool right_pages(const struct head *p) {
            p->size == sizeof(struct gs_pages) && p->n_pages == GS_MAX_PAGES;
 }
 
+static bool get(int fd, void *to, size_t bytes, size_t offset) {
+    return pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes;
+}
+
+/* The beginning of struct gs_peers: which numbers are in use, and what each was granted. */
+struct index {
+    uint64_t magic;
+    uint32_t version, size;
+    uint64_t generation, used[GS_MAX_PEERS / 64], granted[GS_MAX_PEERS];
+};
+_Static_assert(sizeof(struct index) == offsetof(struct gs_peers, reserved), "struct gs_peers");
+
+static bool index_get(const char *uuid, struct index *index) {
+    char path[PATH_MOST];
+    snprintf(path, sizeof(path), INDEX_PATH, uuid);
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY);
+    bool right = fd >= 0 && get(fd, index, sizeof(*index), 0) && index->magic == GS_PEERS_MAGIC &&
+                 index->version == GS_ABI_VERSION && index->size == sizeof(struct gs_peers);
+    if (fd >= 0)
+        close(fd);
+    return right;
+}
+
+/* A process may have changed its root since: then what the index last held counts, so that the
+ * peers do not vanish from its accounts. */
+static struct index index_of(unsigned dev) {
+    struct index index;
+    _Atomic uint64_t *used = device[dev].used, *granted = device[dev].granted;
+    bool fresh = index_get(device[dev].limit->uuid_text, &index);
+    for (unsigned w = 0; w < GS_MAX_PEERS / 64; w++)
+        if (fresh)
+            atomic_store_explicit(&used[w], index.used[w], memory_order_relaxed);
+        else
+            index.used[w] = atomic_load_explicit(&used[w], memory_order_relaxed);
+    for (unsigned i = 0; i < GS_MAX_PEERS; i++)
+        if (fresh)
+            atomic_store_explicit(&granted[i], index.granted[i], memory_order_relaxed);
+        else
+            index.granted[i] = atomic_load_explicit(&granted[i], memory_order_relaxed);
+    return index;
+}
+
+static bool is_used(const struct index *index, uint32_t number) {
+    return index->used[number / 64] >> number % 64 & 1;
+}
+
+static struct gs_throttle_limit granted_to(const struct index *index, uint32_t number) {
+    uint64_t word = index->granted[number];
+    return gs_compute_limit(GS_GRANTED_PERCENT(word), GS_GRANTED_FLAGS(word),
+                            GS_GRANTED_PRIORITY(word), GS_GRANTED_WEIGHT(word));
+}
+
 bool gs_pages_open(const struct gs_limits *limits, unsigned dev) {
     char path[PATH_MOST], uuid[sizeof(limits->device[dev].uuid_text)];
     const char *why;
@@ -49,19 +102,14 @@ bool gs_pages_open(const struct gs_limits *limits, unsigned dev) {
         gs_map_exact(path, O_RDWR, PROT_READ | PROT_WRITE, sizeof(struct gs_pages), &why);
     if (!own)
         return false;
-    snprintf(path, sizeof(path), INDEX_PATH, uuid);
-    const struct gs_peers *index =
-        gs_map_exact(path, O_RDONLY, PROT_READ, sizeof(struct gs_peers), &why);
-    if (!index || !right_pages((const struct head *)own) || index->magic != GS_PEERS_MAGIC ||
-        index->version != GS_ABI_VERSION || index->size != sizeof(*index)) {
+    struct index index;
+    if (!index_get(uuid, &index) || !right_pages((const struct head *)own)) {
         munmap(own, sizeof(*own));
-        if (index)
-            munmap((void *)index, sizeof(*index));
         return false;
     }
-    device[dev].own = own;
-    device[dev].index = index;
     device[dev].limit = &limits->device[dev];
+    index_of(dev); /* kept for a program that changes its root before its first launch */
+    device[dev].own = own;
     return true;
 }
 
@@ -182,10 +230,6 @@ static void read_own(struct reading *r, uint32_t container) {
     }
 }
 
-static bool get(int fd, void *to, size_t bytes, size_t offset) {
-    return pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes;
-}
-
 static void read_page(struct reading *r, int fd, uint32_t i, uint32_t container) {
     struct gs_activity *a = next(r);
     size_t at = offsetof(struct gs_pages, page) + i * sizeof(struct gs_page);
@@ -220,24 +264,16 @@ static void read_file(struct reading *r, const char *uuid, uint32_t number) {
     close(fd);
 }
 
-static bool is_used(const struct gs_peers *index, uint32_t number) {
-    return atomic_load_explicit(&index->used[number / 64], memory_order_acquire) >> number % 64 & 1;
-}
-
-static struct gs_throttle_limit granted_to(const struct gs_peers *index, uint32_t number) {
-    uint64_t word = atomic_load_explicit(&index->granted[number], memory_order_relaxed);
-    return gs_compute_limit(GS_GRANTED_PERCENT(word), GS_GRANTED_FLAGS(word),
-                            GS_GRANTED_PRIORITY(word), GS_GRANTED_WEIGHT(word));
-}
-
 uint32_t gs_pages_others_ppm(const struct gs_compute *c) {
-    const struct gs_peers *index = device[c->dev].index;
+    int saved = errno;
+    struct index index = index_of((unsigned)c->dev);
     uint64_t ppm = 0;
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
-        if (i != c->law.container && is_used(index, i)) {
-            struct gs_throttle_limit granted = granted_to(index, i);
+        if (i != c->law.container && is_used(&index, i)) {
+            struct gs_throttle_limit granted = granted_to(&index, i);
             ppm += gs_throttle_may_have(&granted);
         }
+    errno = saved;
     return (uint32_t)min64(ppm, 1000000);
 }
 
@@ -249,12 +285,11 @@ void gs_pages_turns(int dev, void (*each)(const struct gs_turn *turn, uint32_t n
                     void *arg) {
     const struct gs_device_limit *limit = device[dev].limit;
     int saved = errno;
+    struct index index = index_of((unsigned)dev);
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++) {
         char path[PATH_MOST];
         struct gs_turn turn;
-        uint64_t used =
-            atomic_load_explicit(&device[dev].index->used[i / 64], memory_order_relaxed);
-        if (!(used >> i % 64 & 1) || i == limit->page)
+        if (!is_used(&index, i) || i == limit->page)
             continue;
         snprintf(path, sizeof(path), PEER_PATH, limit->uuid_text, i);
         int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY);
@@ -275,22 +310,19 @@ unsigned gs_pages_peers(struct gs_compute *c, struct gs_peer *out, unsigned max)
     uint32_t mine = __atomic_load_n(&limit->page, __ATOMIC_RELAXED);
     if (c->page == &c->unshared)
         return 0;
-    const struct gs_peers *index = device[c->dev].index;
-    uint64_t used[GS_MAX_PEERS / 64]; /* as it was: containers come and go meanwhile */
+    struct index index = index_of((unsigned)c->dev);
     uint32_t others = 0;
-    for (unsigned w = 0; w < GS_MAX_PEERS / 64; w++) {
-        used[w] = atomic_load_explicit(&index->used[w], memory_order_acquire);
-        if (mine / 64 == w)
-            used[w] &= ~(UINT64_C(1) << mine % 64);
-        others += (uint32_t)__builtin_popcountll(used[w]);
-    }
+    if (mine < GS_MAX_PEERS)
+        index.used[mine / 64] &= ~(UINT64_C(1) << mine % 64);
+    for (unsigned w = 0; w < GS_MAX_PEERS / 64; w++)
+        others += (uint32_t)__builtin_popcountll(index.used[w]);
     read_own(&r, mine);
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
-        if (used[i / 64] >> i % 64 & 1) {
-            /* No one's contexts keep us from hearing those of the next. */
+        if (is_used(&index, i)) {
+            /* The contexts of one container never keep the next from being read. */
             r.max = r.n + (max - r.n + others - 1) / others;
             others--;
-            r.granted = granted_to(index, i);
+            r.granted = granted_to(&index, i);
             read_file(&r, limit->uuid_text, i);
         }
     errno = saved;

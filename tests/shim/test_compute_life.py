@@ -7,6 +7,7 @@ import mmap
 import os
 import struct
 import subprocess
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.lib import host
 from tests.lib.busy import build, words
 from tests.lib.host import BUILD
 from tests.shim.box import GIB, TREE, Box
-from tests.shim.inside import run
+from tests.shim.inside import PRELUDE, run
 from tests.shim.launches import BUSY, HELPERS, POINTS, SETTLED_S, WINDOW_S
 from tests.shim.tenants import boxes, holds, observe, tenants
 
@@ -249,6 +250,34 @@ def test_containers_come_and_go_while_their_pages_are_read(tmp_path: Path) -> No
         finally:
             over.set()
             others.join()
+
+
+def test_index_that_is_truncated_under_a_running_program_does_not_kill_it(tmp_path: Path) -> None:
+    """A mapping of it would be a SIGBUS. Its last content counts, here 50 of 100 percent granted to a peer."""
+    program = """
+    start()
+    function = kernel("spin_us_10")
+    ok(launch(function))
+    ok(cuda.cuCtxSynchronize())
+    print("running", flush=True)
+    sys.stdin.readline()
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        ok(launch(function))
+        ok(cuda.cuCtxSynchronize())
+    print("ok")
+    """
+    with Box([GIB], compute=[50], company=tmp_path) as box:
+        index = tmp_path / box.devices[0].uuid / "index"
+        text = PRELUDE + HELPERS + textwrap.dedent(program)
+        with box.popen(["python3", "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdin is not None
+            assert process.stdout.readline() == "running\n"
+            os.truncate(index, 0)
+            process.stdin.write("\n")
+            process.stdin.close()
+            assert process.stdout.read() == "ok\n"
+        assert process.returncode == 0
 
 
 def test_nvml_tells_the_containers_own_utilisation() -> None:
