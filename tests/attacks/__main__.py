@@ -76,7 +76,7 @@ class Recorder:
         return Row(kind, one.name, way, outcome, words, round(seconds, 2), one.facts, one.cves)
 
 
-def collected(recorder: Recorder) -> list[Row]:
+def collected(recorder: Recorder, elsewhere: tuple[table.Elsewhere, ...]) -> list[Row]:
     """A row for each attack and way; one for each attack that is tried elsewhere."""
     here = "tests/attacks/test_attacks.py::"
     found: list[Row] = []
@@ -85,7 +85,7 @@ def collected(recorder: Recorder) -> list[Row]:
             for way in ("hook", "runtime"):
                 node = f"{here}{test}[{way}-{one.name.replace('/', '|')}]"
                 found.append(recorder.row(kind, one, way, [node]))
-    for row in table.ELSEWHERE:
+    for row in elsewhere:
         nodes = [node for node in recorder.seconds if node.partition("[")[0] in {f"tests/{test}" for test in row.tests}]
         missing = [test for test in row.tests if not any(node.startswith(f"tests/{test}") for node in nodes)]
         found.append(recorder.row("elsewhere", row, "", [*nodes, *missing]))
@@ -112,7 +112,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--runtime", choices=("runc", "crun"), default="runc")
     options, others = parser.parse_known_args(argv)
     recorder = Recorder()
-    tests = [str(Path(__file__).parent), *(f"{TREE}/tests/{test}" for row in table.ELSEWHERE for test in row.tests)]
+    elsewhere = table.elsewhere(options.runtime)
+    tests = [str(Path(__file__).parent), *(f"{TREE}/tests/{test}" for row in elsewhere for test in row.tests)]
     quiet = ["-q", "--no-header"]
     stdout = sys.stdout
     if options.format == "json":
@@ -120,7 +121,7 @@ def main(argv: list[str]) -> int:
     low_level = ["--low-level", options.runtime]
     code = pytest.main([*quiet, *low_level, "--rootdir", str(TREE), *others, *dict.fromkeys(tests)], plugins=[recorder])
     sys.stdout = stdout
-    rows = collected(recorder)
+    rows = collected(recorder, elsewhere)
     text = json.dumps([row._asdict() for row in rows], indent=1)
     path = BUILD / ("attacks.json" if options.runtime == "runc" else f"attacks-{options.runtime}.json")
     path.write_text(text + "\n")

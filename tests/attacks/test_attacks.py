@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib import runc
 from tests.lib.host import Node
 from tests.lib.runc import Container, RuntimeFailed
 
@@ -38,7 +39,7 @@ def test_attack(attack: table.Attack, scene: Scene, record_property: Callable[[s
     scene.write_spec()
     before, mounts = proof.host_state(scene.node, scene.host), proof.mount_table(scene.node)
     image = names_of_ours(scene.one)
-    expected = attack.expected(scene.way)
+    expected = attack.expected(scene.way, runc.LOW_LEVEL)
     error = scene.start()
     try:
         record_property("outcome", outcome_of(error, expected))
@@ -56,6 +57,8 @@ def test_attack(attack: table.Attack, scene: Scene, record_property: Callable[[s
             proof.require_refusal(error, expected.words, expected.by)
     finally:
         scene.end()
+    if error is not None and runc.LOW_LEVEL == "crun":  # no poststop after a create that failed: the next start does it
+        scene.node.cli("prune")
     assert proof.differences(before, proof.host_state(scene.node, scene.host)) == {}
     assert proof.mount_table(scene.node) == mounts
     proof.require_nothing_left(scene.node)
@@ -73,7 +76,8 @@ def outcome_of(error: RuntimeFailed | None, expected: table.Verdict) -> str:
 
 def ours_alone(way: str, error: RuntimeFailed) -> bool:
     """Whether we refused before the low-level runtime made mount points of its own: empty files, in the image."""
-    return "gpushare: " in error.message and (way == "hook" or "runc create failed" not in error.message)
+    by_low_level = ("runc create failed", "error executing hook")
+    return "gpushare: " in error.message and (way == "hook" or not any(word in error.message for word in by_low_level))
 
 
 @pytest.mark.parametrize("race", rows(table.RACES))

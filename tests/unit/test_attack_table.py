@@ -34,5 +34,12 @@ def test_a_test_that_the_table_names_exists(test: str) -> None:
     assert re.search(rf"^(def {function}\(|{function} = )", (TREE / "tests" / file).read_text(), re.MULTILINE)
 
 
+def test_what_differs_with_crun_is_of_rows_that_exist() -> None:
+    assert {name for name, _ in table.CRUN} <= {row.name for row in table.ATTACKS}
+    assert table.RUNC_ALONE.keys() <= {test for row in table.ELSEWHERE for test in row.tests}
+    tried = {test for row in table.elsewhere("crun") for test in row.tests}
+    assert tried == {test for row in table.ELSEWHERE for test in row.tests} - table.RUNC_ALONE.keys()
+
+
 def test_docs_are_generated() -> None:
     assert (TREE / "docs" / "attacks.md").read_text() == docs.text(), "run `make docs`"
