@@ -122,7 +122,8 @@ KEYS = (
     Key("policy.privileged_containers", ["*"], {"type": "array", "items": {"type": "string", "minLength": 1}},
         "Privileged containers that may use a GPU: <namespace>/<container> in a pod, where either may be *, else the "
         "container's id; * means all. From any other, gpushare-runtime takes the NVIDIA devices that the engine "
-        "adds, and a request is refused."),
+        "adds, and a request is refused. Privileged means CAP_SYS_ADMIN in the host's user namespace: such a container "
+        "is root on the host and can undo its limit. The cluster profile lists none."),
     Key("policy.require_limits", False, {"type": "boolean"},
         "Refuse containers that ask for a device without a memory limit."),
     Key("policy.max_memory", "", _TEXT,

@@ -262,9 +262,49 @@ def sandbox_id(annotations: dict[str, str]) -> str:
     return _first(annotations, names.SANDBOX_ID_ANNOTATIONS)
 
 
+_SETS = ("bounding", "inheritable", "permitted", "effective", "ambient")  # any of them can bring it into a program
+
+
+def has_sys_admin(spec: dict[str, Any]) -> bool:
+    """Whether a program of the container can have CAP_SYS_ADMIN, in whichever user namespace."""
+    # crun takes names of capabilities in either case
+    found = (items(spec, "process", "capabilities", name) for name in _SETS)
+    return any(isinstance(word, str) and word.upper() == "CAP_SYS_ADMIN" for words in found for word in words)
+
+
 def is_privileged(spec: dict[str, Any]) -> bool:
     """Whether the container could mount and make devices as root of the host can: what engines call privileged."""
-    return "CAP_SYS_ADMIN" in items(spec, "process", "capabilities", "bounding")
+    return has_sys_admin(spec) and not _is_apart(spec)
+
+
+def _is_apart(spec: dict[str, Any]) -> bool:
+    """Whether the container has a user namespace in which root of the host is nobody. Such a container's CAP_SYS_ADMIN
+    is over its own mounts, and the files of the host stay closed to it."""
+    for one in items(spec, "linux", "namespaces"):
+        if isinstance(one, dict) and one.get("type") == "user":
+            path = one.get("path")
+            if path:
+                return not _maps_root(_joined_map(path))
+            rows = (row for row in items(spec, "linux", "uidMappings") if isinstance(row, dict))
+            return not _maps_root([(row.get("hostID", 0), row.get("size", 0)) for row in rows])
+    return False
+
+
+def _maps_root(rows: list[tuple[Any, Any]]) -> bool:
+    """Whether one of `rows`, (first id outside, how many), has uid 0; true as well when there is none to go by."""
+    return not rows or any(first == 0 and count != 0 for first, count in rows)
+
+
+def _joined_map(path: Any) -> list[tuple[Any, Any]]:
+    """The map of a user namespace that the container joins; empty when it cannot be read."""
+    head, _, tail = path.rpartition("/ns/user") if isinstance(path, str) else ("", "", "")
+    if tail or not head.startswith("/proc/") or not head[6:].isdigit():
+        return []
+    try:
+        with open(f"{head}/uid_map", encoding="ascii") as table:
+            return [(int(words[1]), int(words[2])) for words in (line.split() for line in table)]
+    except (OSError, ValueError, IndexError):
+        return []
 
 
 def bundle_of(state: State, spec: dict[str, Any]) -> Bundle:

@@ -92,8 +92,10 @@ def refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:
     if bundle.privileged and not listed(bundle, policy):
         name, value = request.sources[0]
         raise PolicyError(
-            f"{name}={shown(value)}: this container is privileged, and not among policy.privileged_containers",
-            f"add {shown(_entry_of(bundle))} there, or run it without privileges",
+            f"{name}={shown(value)}: this container is privileged (CAP_SYS_ADMIN in the host's user namespace), and "
+            "not among policy.privileged_containers",
+            f"add {shown(_entry_of(bundle))} there in the node's config.yaml, which lets it undo limits, or run it "
+            "without the capability or in a user namespace of its own",
         )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import stat
 
-from . import policy
+from . import oci, policy
 from .dialects import injected, nvidia
 from .driverroot import listing, short_read
 from .light import Any, Iterable, Optional
@@ -41,7 +41,7 @@ def sees_everything(bundle: Bundle) -> bool:
 
 def may_apply(bundle: Bundle) -> bool:
     """The part of `applies` that needs no configuration."""
-    return bundle.privileged and bundle.container_type != "sandbox" and sees_everything(bundle)
+    return oci.has_sys_admin(bundle.spec) and bundle.container_type != "sandbox" and sees_everything(bundle)
 
 
 def applies(bundle: Bundle, config: Config) -> bool:

@@ -282,6 +282,7 @@ ELSEWHERE = (
     Elsewhere("other tenants' pages", ("corrupted usage and pages",), (T + "test_pages.py::test_not_even_root_writes_what_is_not_its_own",)),
     Elsewhere("other GPUs' minors, on cgroup v2", ("mknod",), (T + "test_cgroup_v2.py::test_another_minor_made_inside_cannot_be_opened", T + "test_policy.py::test_privileged_container_gets_no_other_gpu"), ("CVE-2024-0136",)),
     Elsewhere("the index of a device is truncated under a program", ("corrupted usage and pages",), ("shim/test_compute_life.py::test_index_that_is_truncated_under_a_running_program_does_not_kill_it",)),
+    Elsewhere("CAP_SYS_ADMIN over the host, without an entry in policy", ("mknod",), (T + "test_sys_admin.py::test_sys_admin_over_the_host_needs_an_entry", T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_of_its_own_needs_none")),
     Elsewhere("limits hidden from the shim", ("writable or hard-linked limits",), (T + "test_hidden_limits.py::test_without_the_limits_there_is_no_gpu", T + "test_lost_state.py::test_tenant_cannot_make_his_share_look_smaller")),
     Elsewhere("tricks of a program that wants more", ("image raises its limit",), (T + "test_limits.py::test_no_trick_gets_more",)),
     Elsewhere("what stays of a container is used again", ("image raises its limit",), (T + "test_docker_files.py::test_commit_and_run_again", T + "test_docker_files.py::test_copied_limits_do_not_count")),

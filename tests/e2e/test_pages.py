@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from gpushare import pages, region
 
+from tests.e2e.apart import hand_over, open_way, with_user_namespace
 from tests.lib import programs
 from tests.lib.host import Node
 from tests.lib.runc import Container
@@ -61,21 +62,8 @@ def used(one: Container, uuid: str) -> int:
     return int(shell(one, f"od -An -tu8 -j{at} -N8 {PEERS}/{uuid}/index"))
 
 
-def with_user_namespace(spec: dict[str, Any]) -> None:
-    """Its root is nobody's on the host."""
-    spec["linux"]["namespaces"].append({"type": "user"})
-    spec["linux"]["uidMappings"] = spec["linux"]["gidMappings"] = [{"containerID": 0, "hostID": 100000, "size": 65536}]
-
-
 def libdirs(one: Container) -> list[Path]:
     return list((one.rootfs / "usr/lib").glob("*-linux-gnu"))
-
-
-def open_way(directory: Path) -> None:
-    """A root of a user namespace has to get through."""
-    for path in (directory, *directory.parents):
-        if path.stat().st_uid == 0 and len(path.parts) > 2:
-            path.chmod(path.stat().st_mode | 0o011)
 
 
 @pytest.mark.parametrize("users", ["host", "own"])
@@ -87,10 +75,8 @@ def test_containers_see_each_other_whoever_was_first(
     def start() -> Container:
         edit = with_user_namespace if users == "own" else None
         one = container(["sleep", "inf"], env=ONE_GIB, edit=edit, **node.way(way))
-        for path in (
-            ("dev", "usr/bin", "usr/lib", *(f"usr/lib/{libdir.name}" for libdir in libdirs(one))) if edit else ()
-        ):
-            os.chown(one.rootfs / path, 100000, 100000)  # as an engine with user namespaces hands it over
+        if edit:
+            hand_over(one)
         return one.start()
 
     first = start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,49 @@ def test_privileged() -> None:
     assert bundle(process={"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}).privileged
     assert not bundle(process={"capabilities": {"bounding": ["CAP_CHOWN"]}}).privileged
     assert not bundle().privileged
+
+
+@pytest.mark.parametrize("name", ["bounding", "inheritable", "permitted", "effective", "ambient"])
+def test_capability_in_any_set_and_case_is_privileged(name: str) -> None:
+    for word in ("CAP_SYS_ADMIN", "cap_sys_admin"):
+        assert bundle(process={"capabilities": {name: ["CAP_CHOWN", word]}}).privileged
+
+
+@pytest.mark.parametrize(
+    "linux, privileged",
+    [
+        ({"namespaces": [{"type": "mount"}]}, True),
+        (
+            {"namespaces": [{"type": "user"}], "uidMappings": [{"containerID": 0, "hostID": 100000, "size": 65536}]},
+            False,
+        ),
+        ({"namespaces": [{"type": "user"}], "uidMappings": [{"containerID": 0, "hostID": 0, "size": 65536}]}, True),
+        ({"namespaces": [{"type": "user"}], "uidMappings": [{"containerID": 7, "hostID": 0, "size": 1}]}, True),
+        ({"namespaces": [{"type": "user"}]}, True),  # nobody says what it maps
+        ({"namespaces": [{"type": "user", "path": "/proc/self/ns/user"}]}, True),
+        ({"namespaces": [{"type": "user", "path": "/run/netns/user"}]}, True),
+        ({"namespaces": [{"type": "user", "path": 7}]}, True),
+    ],
+)
+def test_privileges_in_a_user_namespace_without_the_hosts_root_are_none(
+    linux: dict[str, Any], privileged: bool
+) -> None:
+    process = {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}
+    assert bundle(process=process, linux=linux).privileged is privileged
+
+
+def test_user_namespace_of_another_process_is_judged_by_its_map() -> None:
+    process = {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}
+    with subprocess.Popen(["unshare", "--user", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as apart:
+        assert apart.stdin is not None and apart.stdout is not None
+        apart.stdin.write(b"x\n")
+        apart.stdin.flush()
+        assert apart.stdout.readline() == b"x\n"
+        spec = {"namespaces": [{"type": "user", "path": f"/proc/{apart.pid}/ns/user"}]}
+        assert bundle(process=process, linux=spec).privileged  # no map yet
+        Path(f"/proc/{apart.pid}/uid_map").write_text("0 100000 1000\n")
+        assert not bundle(process=process, linux=spec).privileged
+        apart.stdin.close()
 
 
 def write(directory: Path, data: bytes) -> str:

@@ -230,7 +230,9 @@ def test_privileged_containers_need_an_entry(entries: tuple[str, ...], allowed: 
         if allowed:
             assert resolve(LIMIT, annotations=found, privileged=True, rules=rules)
         else:
-            with pytest.raises(PolicyError, match=r'GPUSHARE_MEMORY="4Gi": .* privileged, .*; add "ml/app" there'):
+            with pytest.raises(
+                PolicyError, match=r'GPUSHARE_MEMORY="4Gi": .* privileged .*CAP_SYS_ADMIN.*; add "ml/app" there'
+            ):
                 resolve(LIMIT, annotations=found, privileged=True, rules=rules)
         assert resolve(LIMIT, annotations=found, rules=rules)  # without privileges nobody needs one
 

@@ -1,0 +1,51 @@
+"""CAP_SYS_ADMIN undoes the `ro` of every mount: what policy says of containers that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.apart import hand_over, open_way, with_user_namespace
+from tests.lib.host import Node
+from tests.lib.runc import Container, RuntimeFailed
+
+MakeContainer = Callable[..., Container]
+ENV = {"GPUSHARE_MEMORY": "1Gi"}
+
+
+def admin(spec: dict[str, Any]) -> None:
+    """As `--cap-add SYS_ADMIN`."""
+    for name in ("bounding", "effective", "permitted"):
+        spec["process"]["capabilities"][name].append("CAP_SYS_ADMIN")
+
+
+def admin_apart(spec: dict[str, Any]) -> None:
+    """The same in a user namespace whose root is nobody's on the host."""
+    admin(spec)
+    with_user_namespace(spec)
+
+
+def test_sys_admin_over_the_host_needs_an_entry(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
+) -> None:
+    node = make_node(simhost, policy={"privileged_containers": ["allowed"]})
+    one = container(["true"], env=ENV, edit=admin, **node.way(way))
+    with pytest.raises(RuntimeFailed, match=r"CAP_SYS_ADMIN .*not among policy\.privileged_containers") as refused:
+        one.create()
+    assert one.id in refused.value.last_line and "config.yaml" in refused.value.last_line
+    assert node.leases() == []
+    allowed = container(["true"], env=ENV, edit=admin, id="allowed", **node.way(way))
+    assert allowed.run() == 0, allowed.stderr
+
+
+def test_sys_admin_in_a_user_namespace_of_its_own_needs_none(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str, tmp_path: Path
+) -> None:
+    open_way(tmp_path)
+    node = make_node(simhost, policy={"privileged_containers": []})
+    one = container(["true"], env=ENV, edit=admin_apart, **node.way(way))
+    hand_over(one)
+    assert one.run() == 0, one.stderr
