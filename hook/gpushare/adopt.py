@@ -11,6 +11,7 @@ from . import applied, apply, leases, log, oci, procs, storage
 from .errors import RequestError
 from .light import TYPE_CHECKING
 from .ops import Plan
+from .quoting import shown
 
 if TYPE_CHECKING:
     from .hook import Options
@@ -36,7 +37,7 @@ def adopt(options: Options, state: oci.State) -> int:
         if lease is not None and lease.state == "reserved" and lease.bundle == bundle.path:
             leases.hold(options.state_dir, lease, init, procs.cgroup_of(init.pid))
         elif record.leased and not leases.is_held_by(options.state_dir, bundle.id, init):  # the launcher began
-            raise RequestError(f"the lease of {bundle.id!r} is gone", "start the container again")
+            raise RequestError(f"the lease of {shown(bundle.id)} is gone", "start the container again")
     except BaseException:
         hook.ignore_signals()
         hook.undo(options.state_dir, bundle.id, done.undo)
@@ -53,6 +54,6 @@ def _refuse_another_s(record: applied.Record, state_dir: str, container_id: str)
     sources = [source for _, source in record.mounts] + [word for op in record.ops for word in op]
     if any(isinstance(one, str) and one.startswith(ours) and not f"{one}/".startswith(f"{mine}/") for one in sources):
         raise RequestError(
-            f"config.json was written for another container while {container_id!r} was starting",
+            f"config.json was written for another container while {shown(container_id)} was starting",
             "start containers of one bundle one after the other",
         )

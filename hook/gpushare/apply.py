@@ -31,6 +31,7 @@ from .ops import (
     TenantTmpfs,
     WriteLimits,
 )
+from .quoting import shown
 
 _SHIM = ("libcuda.so", "libnvidia-ml.so")  # in shim_dir; files of the driver have its version in their names
 
@@ -195,7 +196,7 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode]) -> int:
         fd = os.open(op.source, os.O_PATH | os.O_CLOEXEC)
     except OSError as error:
         raise DeviceError(
-            f"{op.source!r}: {os.strerror(error.errno or 0)}",
+            f"{shown(op.source)}: {os.strerror(error.errno or 0)}",
             "install gpushare again, or set shim_dir in the configuration"
             if os.path.basename(op.source) in _SHIM
             else "is the driver loaded, and its version still the same?",
@@ -218,12 +219,14 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode]) -> int:
 def _check_source(op: Union[Mount, Cover, DeviceNode], status: os.stat_result) -> None:
     if not isinstance(op, DeviceNode):
         if not mountrules.SOURCES[op.kind](status.st_mode):
-            raise DeviceError(f"{op.source!r} is {mountrules.type_name(status.st_mode)}, not a {op.kind}")
+            raise DeviceError(f"{shown(op.source)} is {mountrules.type_name(status.st_mode)}, not a {op.kind}")
     elif op.simulated:
         if not stat.S_ISREG(status.st_mode):
-            raise DeviceError(f"{op.source!r} is {mountrules.type_name(status.st_mode)}, not a simulated device")
+            raise DeviceError(f"{shown(op.source)} is {mountrules.type_name(status.st_mode)}, not a simulated device")
     elif not stat.S_ISCHR(status.st_mode) or status.st_rdev != os.makedev(op.major, op.minor):
-        raise DeviceError(f"{op.source!r} is not the character device {op.major}:{op.minor}", "run gpushare refresh")
+        raise DeviceError(
+            f"{shown(op.source)} is not the character device {op.major}:{op.minor}", "run gpushare refresh"
+        )
 
 
 def _mount(root: mountpoint.Root, op: Union[Mount, Cover], tree: int) -> None:
@@ -237,11 +240,11 @@ def _image_file(root: mountpoint.Root, op: ImageFile, _: int) -> None:
     if source < 0 or not stat.S_ISREG(mode) or inroot.path_of(root.fd, source) != op.source:
         what = mountrules.type_name(mode) if source >= 0 and not stat.S_ISREG(mode) else "not where it was"
         raise KernelError(
-            f"{op.source!r} of the image is {what}: it was changed while the container was being started",
+            f"{shown(op.source)} of the image is {what}: it was changed while the container was being started",
             "stop what is writing to the container's file system",
         )
     if root.is_own(source):
-        raise KernelError(f"{op.source!r} of the image is covered already", "start the container again")
+        raise KernelError(f"{shown(op.source)} of the image is covered already", "start the container again")
     tree = root.keep(linux.open_tree("", dir_fd=source))
     attributes = sum(linux.ATTRIBUTES[name] for name in op.flags)
     linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
@@ -317,11 +320,11 @@ def _cover(root: mountpoint.Root, op: Link) -> None:
     existing = root.library_behind(op.target)
     if not stat.S_ISREG(os.fstat(existing).st_mode):
         kind = mountrules.type_name(os.fstat(existing).st_mode)
-        raise KernelError(f"{op.target!r} is {kind} where a link must be", "remove it from the image")
+        raise KernelError(f"{shown(op.target)} is {kind} where a link must be", "remove it from the image")
     meant_path = os.path.join(os.path.dirname(op.target), op.text)
     meant = root.lookup(meant_path)
     if meant < 0 or not root.is_own(meant):
-        raise KernelError(f"{op.target!r} is in the way of a link to {op.text!r}", "remove it from the image")
+        raise KernelError(f"{shown(op.target)} is in the way of a link to {shown(op.text)}", "remove it from the image")
     if os.path.samestat(os.fstat(existing), os.fstat(meant)):
         return
     tree = root.keep(linux.open_tree("", dir_fd=meant))

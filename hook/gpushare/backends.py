@@ -27,7 +27,7 @@ from .ledger import Ledger
 from .light import Callable, NamedTuple, Optional, Sequence
 from .model import Device, Lease, Node, Policy, Request, Share
 from .ops import Op
-from .quantity import shown
+from .quoting import shown
 
 MEMORY, COMPUTE = "memory", "compute"
 VIRTUAL = "memory beyond the device"  # of an oversubscribed share: what goes on in host memory

@@ -20,7 +20,8 @@ from . import configsharing, names
 from .configkeys import KEYS, PATTERNS, TYPES, VERSION
 from .errors import ConfigError, RequestError, what_to_do
 from .model import Config, Policy, SharingRule
-from .quantity import amount, shown, whole_percent
+from .quantity import amount, whole_percent
+from .quoting import shown
 
 MAX_CONFIG_BYTES = 1 << 20
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from .errors import RequestError
 from .light import Callable, NamedTuple, Optional
 from .model import Device, Inventory
-from .quantity import shown, wrong
+from .quantity import wrong
+from .quoting import shown
 
 _Version = tuple[int, ...]
 OPERATORS: dict[str, Callable[[_Version, _Version], bool]] = {  # longer ones first: ">=" begins with ">"

@@ -22,6 +22,7 @@ import time
 from .errors import GpushareError
 from .light import Callable, NamedTuple, Optional, Sequence
 from .model import Lease, Request
+from .quoting import quoted
 
 SYSLOG, NOWHERE = "syslog", "none"  # of the key log.decisions; anything else is a path
 SOCKET = "/dev/log"
@@ -80,8 +81,7 @@ def value(text: str) -> str:
     """`text` behind the = of a field: as it is when that is harmless, else in quotes; cut when it is long."""
     if text and len(text) <= _MAX_VALUE and _SAFE.issuperset(text):
         return text
-    shown = text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 1] + "…"
-    return '"' + "".join(f"\\{c}" if c in '"\\' else c if c.isprintable() else repr(c)[1:-1] for c in shown) + '"'
+    return quoted(text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 1] + "…")
 
 
 def facts(lease: Lease) -> str:

@@ -32,6 +32,7 @@ from .errors import CapacityError, GpushareError, KernelError
 from .light import Callable, NamedTuple, Optional, Sequence, dumps, loads
 from .model import Device, Inventory, Share
 from .ops import KernelLimit
+from .quoting import shown
 
 CAPACITY, MAX, MIN = "dmem.capacity", "dmem.max", "dmem.min"
 RECORD = "dmem"  # in containers/<id>
@@ -180,7 +181,7 @@ def _require_own(directory: str, pid: int) -> None:
     others = [word for word in (_read(f"{directory}/cgroup.procs") or "").split() if word != str(pid)]
     if others:
         raise KernelError(
-            f"{directory!r} is not the container's own cgroup: process {others[0]} is in it",
+            f"{shown(directory)} is not the container's own cgroup: process {others[0]} is in it",
             "use cgroup v2 alone, or the shim",
         )
 
@@ -206,12 +207,12 @@ def _write(directory: str, region: str, limit_bytes: Optional[int]) -> None:
                 os.close(fd)
         except FileNotFoundError:
             raise KernelError(
-                f"{path!r} is not there: the container's cgroup has no dmem controller",
+                f"{shown(path)} is not there: the container's cgroup has no dmem controller",
                 "write +dmem to cgroup.subtree_control of the cgroups above, or set policy.allowed_backends to shim",
             ) from None
         except OSError as error:
             if error.errno == errno.EBUSY:  #: newer kernels refuse a limit below what is in use
-                raise CapacityError(f"{path!r}: more than {text!r} is in use", "free it first") from None
+                raise CapacityError(f"{shown(path)}: more than {shown(text)} is in use", "free it first") from None
             raise linux.from_os_error(error, "write", path) from None
         if limit_bytes is not None and name == MAX:
             _require(path, region, limit_bytes)
@@ -223,7 +224,7 @@ def _require(path: str, region: str, limit_bytes: int) -> None:
         name, _, value = line.partition(" ")
         if name == region and value.strip().isdigit() and int(value) <= limit_bytes:
             return
-    raise KernelError(f"{path!r} does not say {region} {limit_bytes} after it was written", "update the kernel")
+    raise KernelError(f"{shown(path)} does not say {region} {limit_bytes} after it was written", "update the kernel")
 
 
 def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None:
@@ -238,7 +239,7 @@ def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None
         held = Held(**loads(_read(record) or ""))
         _ = [held.regions[new.device.uuid] for _, new in changed]
     except (ValueError, TypeError, KeyError):
-        raise KernelError(f"{record!r} does not say which cgroup the container has", "start it again") from None
+        raise KernelError(f"{shown(record)} does not say which cgroup the container has", "start it again") from None
     done: list[tuple[str, Optional[int]]] = []
     try:
         for old, new in changed:

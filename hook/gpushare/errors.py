@@ -9,6 +9,8 @@ GpushareError              1   anything else that a person must act on
 └── KernelError           71   the kernel refused an operation (syscall and path are named)
 """
 
+from .quoting import printable, shown
+
 
 class GpushareError(Exception):
     """One line for the person who must act: what failed, and what to do (`hint`). `brief`: the reason in a few words,
@@ -24,8 +26,7 @@ class GpushareError(Exception):
 
     def __str__(self) -> str:
         """The line as it is printed: control characters never reach a terminal or a log."""
-        text = f"{self.message}; {self.hint}" if self.hint else self.message
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        return printable(f"{self.message}; {self.hint}" if self.hint else self.message)
 
 
 class ConfigError(GpushareError):
@@ -70,4 +71,4 @@ def what_to_do(error: OSError) -> str:
 
 def of_file(error: OSError, path: str) -> KernelError:
     """`error` as a person reads it."""
-    return KernelError(f"{path!r}: {error.strerror}", what_to_do(error))
+    return KernelError(f"{shown(path)}: {error.strerror}", what_to_do(error))

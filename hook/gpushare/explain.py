@@ -14,7 +14,8 @@ from typing import Any, Optional
 from .dialects import device_name
 from .model import Request, Selection
 from .ops import DeviceNode, Op, Plan, WriteLimits, needs
-from .quantity import human, shown
+from .quantity import human
+from .quoting import printable, shown
 from .why import Reason
 
 NOTHING = "nothing asked: this container is left alone\n"
@@ -99,7 +100,7 @@ def explain_text(
     lines += [f"{number:>3} {op.describe()}" for number, op in enumerate(plan.ops, 1)]
     notes = [f"note: {note}" for note in plan.notes if note not in request.ignored]
     lines += ["", *notes] if notes else []
-    return "".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) + "\n" for line in lines)
+    return "".join(printable(line) + "\n" for line in lines)
 
 
 def _plain(value: Any) -> Any:

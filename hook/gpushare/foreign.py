@@ -19,7 +19,7 @@ from .hearing import MODE, Heard, limits_of, line
 from .light import Any, Optional, Sequence
 from .limits import Wish, merged, scaled
 from .model import Device, Inventory, Node, Request, Selection
-from .quantity import shown
+from .quoting import shown
 
 
 def _named(heard: Heard, inventory: Inventory) -> Optional[tuple[Selection, Demand, Said]]:

@@ -16,7 +16,7 @@ from .dialects.demand import Demand, Limit, once
 from .dialects.table import BEYOND, COMPUTE, DEVICES, EVERYTHING, MEMORY, PRIORITY, Said, Spoken
 from .light import NamedTuple, Optional
 from .model import Bundle, Node, Policy, Request
-from .quantity import shown
+from .quoting import shown
 
 MODE = "mode"
 _FIELDS = {  # what a word can be about -> the name of ours that says it

@@ -18,6 +18,7 @@ from . import decision, log, names, oci, rootless
 from .errors import GpushareError, KernelError, RequestError
 from .light import TYPE_CHECKING, Callable, NamedTuple, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request, Share
+from .quoting import shown
 
 if TYPE_CHECKING:
     from . import apply, procs
@@ -49,12 +50,12 @@ def parse(argv: Sequence[str]) -> Options:
     while words and words[0].startswith("-"):
         flag, equals, value = words.pop(0).partition("=")
         if flag not in values or not (equals or words):
-            raise RequestError(f"option {flag!r} is unknown or has no value", _USAGE)
+            raise RequestError(f"option {shown(flag)} is unknown or has no value", _USAGE)
         values[flag] = value if equals else words.pop(0)
         if not values[flag].startswith("/"):
-            raise RequestError(f"{flag} {values[flag]!r} is not an absolute path", _USAGE)
+            raise RequestError(f"{flag} {shown(values[flag])} is not an absolute path", _USAGE)
     if len(words) != 1 or words[0] not in _STAGES:
-        raise RequestError(f"stage {' '.join(words)!r} is unknown", _USAGE)
+        raise RequestError(f"stage {shown(' '.join(words))} is unknown", _USAGE)
     return Options(words[0], values["--config"], values["--state"].rstrip("/") or rootless.state_dir())
 
 

@@ -19,6 +19,7 @@ from . import ldcache, linux, mountns, mountpoint, names, rootfs
 from .errors import KernelError
 from .light import Any, Union
 from .ops import DeviceNode, LdCache, Link, Mount, Op, Plan
+from .quoting import shown
 
 _DEV = "/dev"
 _TMPFS = {"size": "16m", "mode": "0755"}
@@ -85,7 +86,7 @@ def _existing_directory(path: str) -> str:
         above = os.path.dirname(above)
     above = os.path.realpath(above)
     if above == "/":
-        raise KernelError(f"{path!r} is not on this host", f"mkdir {os.path.dirname(path)!r}")
+        raise KernelError(f"{shown(path)} is not on this host", f"mkdir {shown(os.path.dirname(path))}")
     return above
 
 
@@ -129,7 +130,7 @@ class HostRoot(mountpoint.Root):
     def require_writable(self, dir_fd: int, path: str) -> None:
         """In our own layers only: everything else is the host's."""
         if not self.is_own(dir_fd):
-            raise KernelError(f"{path!r} would have to be made on the host", "create it there, empty")
+            raise KernelError(f"{shown(path)} would have to be made on the host", "create it there, empty")
 
     def add_layers(self, directories: list[str]) -> None:
         """All are prepared before one is attached: overlays are then one deep, however their directories nest."""
@@ -156,7 +157,7 @@ class HostRoot(mountpoint.Root):
             return linux.detached_overlay(directory, f"{scratch}/upper", f"{scratch}/work")
         except linux.SyscallError as error:
             raise KernelError(
-                f"no private layer can be put over {directory!r}: {os.strerror(error.errno)}",
+                f"no private layer can be put over {shown(directory)}: {os.strerror(error.errno)}",
                 "see `gpushare run` in the documentation for the mount points that would have to be there",
             ) from None
 

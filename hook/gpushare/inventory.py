@@ -19,6 +19,7 @@ from .driverroot import short_read
 from .errors import DeviceError
 from .light import TYPE_CHECKING, Any, Optional, loads
 from .model import Device, Inventory
+from .quoting import shown
 
 if TYPE_CHECKING:  # not on the start path
     from . import nvml
@@ -89,7 +90,7 @@ def _device(
     uuid, minor = facts.get("GPU UUID", ""), facts.get("Device Minor", "")
     if not uuid.startswith("GPU-") or "?" in uuid or not minor.isdigit():
         raise DeviceError(
-            f"the driver does not know the GPU at {bus_id} yet (uuid {uuid!r})", "run nvidia-smi once as root"
+            f"the driver does not know the GPU at {bus_id} yet (uuid {shown(uuid)})", "run nvidia-smi once as root"
         )
     model = facts.get("Model", "unknown")
     told = answer.gpus[uuid]
@@ -113,8 +114,8 @@ def _mig_devices(root: str, devices: tuple[Device, ...], answer: nvml.Answer) ->
     for device in devices:
         told = answer.gpus[device.uuid].mig
         names_of = {(one.gpu_instance, one.compute_instance): one for one in told}
-        shown = [one[1:] for one in mig.instances(root) if one.gpu_minor == device.minor]
-        for number, (gi, ci) in enumerate(shown):
+        instances = [one[1:] for one in mig.instances(root) if one.gpu_minor == device.minor]
+        for number, (gi, ci) in enumerate(instances):
             mine = device._replace(parent=device.uuid, gpu_instance=gi, compute_instance=ci)
             one = names_of.get((gi, ci))
             if one is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from . import leases, procs, storage
 from .light import Optional
 from .model import Lease
+from .quoting import shown
 
 
 def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = None) -> str:
@@ -26,10 +27,10 @@ def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = N
         if isinstance(lease, leases.Damaged):
             pid = leases.user_of_page(state_dir, container_id)
             if pid:
-                return f"lease of {container_id!r} is kept: {lease.reason}, and pid {pid} is alive"
+                return f"lease of {shown(container_id)} is kept: {lease.reason}, and pid {pid} is alive"
         elif lease is not None and not leases.why_dead(state_dir, lease, procs.boot_id()):
             pid = lease.init_pid or lease.creator_pid
-            return f"lease of {container_id!r} is kept: pid {pid} or one that it left is alive"
+            return f"lease of {shown(container_id)} is kept: pid {pid} or one that it left is alive"
         gone = leases.drop(state_dir, container_id, lease.shares if isinstance(lease, Lease) else ())
     if gone and ended and isinstance(lease, Lease):
         ended(lease)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from . import names
 from .light import Any, dumps, loads
 from .model import Device, Lease, Share
+from .quoting import shown
 
 # Field types as JSON has them; a lease of another shape is damaged.
 _LEASE: dict[str, tuple[type, ...]] = {
@@ -86,7 +87,7 @@ def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[s
         raise ValueError(f"{what} has fields of another version of gpushare")
     for name, allowed in types.items():
         if not isinstance(value[name], allowed) or (isinstance(value[name], bool) and bool not in allowed):
-            raise ValueError(f"{what}.{name} is {value[name]!r}")
+            raise ValueError(f"{what}.{name} is {shown(value[name])}")
     return value
 
 
@@ -102,7 +103,7 @@ def from_json(data: bytes, container_id: str) -> Lease:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if fields["id"] != container_id or fields["state"] not in ("reserved", "held"):
-        raise ValueError(f"id {fields['id']!r}, state {fields['state']!r}")
+        raise ValueError(f"id {shown(fields['id'])}, state {shown(fields['state'])}")
     shares = []
     for item in fields["shares"]:
         share = _fields(_completed(item, _EARLIER_SHARE), _SHARE, "share")
@@ -111,7 +112,7 @@ def from_json(data: bytes, container_id: str) -> Lease:
             device = {**device, **_EARLIER_DEVICE}
         shares.append(Share(**{**share, "device": Device(**_fields(device, _DEVICE, "device"))}))
     if not 0 <= fields["created"] < _LATEST:
-        raise ValueError(f"lease.created is {fields['created']!r}")
+        raise ValueError(f"lease.created is {shown(fields['created'])}")
     for slot, one in enumerate(shares):
         sizes = (one.memory_limit_bytes or 0, one.draining_bytes, one.virtual_bytes, one.compute_percent or 0)
         if one.slot != slot or min(sizes) < 0:

@@ -21,6 +21,7 @@ from . import leasefile, names, pages, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError, of_file, what_to_do
 from .light import Callable, NamedTuple, Optional, Sequence, TracebackType, Union
 from .model import Bundle, Lease, Node, Request, Share
+from .quoting import shown
 
 _MAX_BYTES = 1 << 20
 _USUAL_BYTES = 16 << 10
@@ -198,13 +199,14 @@ def _refuse_taken(container_id: str, seen: View) -> None:
         if lease.id == container_id:
             pid = lease.init_pid or lease.creator_pid
             raise CapacityError(
-                f"container id {container_id!r} already has a lease, {lease.state} by pid {pid} for {lease.bundle!r}",
+                f"container id {shown(container_id)} already has a lease, {lease.state} by pid {pid} "
+                f"for {shown(lease.bundle)}",
                 "end it, or use another --name" if ends(lease) else "delete that container, or use another id",
             )
     for damage in seen.damaged:
         if damage.id == container_id:
             raise CapacityError(
-                f"container id {container_id!r} has a lease that cannot be read: {damage.reason}",
+                f"container id {shown(container_id)} has a lease that cannot be read: {damage.reason}",
                 "make sure that it does not run, then `gpushare prune --assume-free`",
             )
 
@@ -286,7 +288,7 @@ def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
     except (OSError, GpushareError) as error:
         drop(state_dir, lease.id, lease.shares)
         if isinstance(error, OSError):
-            raise KernelError(f"directory of {lease.id!r}: {error.strerror}", what_to_do(error)) from error
+            raise KernelError(f"directory of {shown(lease.id)}: {error.strerror}", what_to_do(error)) from error
         raise
 
 
@@ -329,7 +331,9 @@ def hold(state_dir: str, lease: Lease, init: procs.Process, cgroup: str) -> Leas
     held = lease._replace(state="held", init_pid=init.pid, init_start=init.start, cgroup=cgroup)
     with locked(state_dir):
         if find(state_dir, lease.id) != lease:
-            raise KernelError(f"the lease of {lease.id!r} was taken away during its start", "start the container again")
+            raise KernelError(
+                f"the lease of {shown(lease.id)} was taken away during its start", "start the container again"
+            )
         if not procs.alive(init.pid, init.start):
             raise KernelError(f"the container's init (pid {init.pid}) died during its start")
         _write(state_dir, held)

@@ -16,7 +16,7 @@ from .dialects.table import MEMORY, Said
 from .errors import RequestError
 from .light import Any, Callable, NamedTuple, Optional, Sequence
 from .model import Amount, Device
-from .quantity import shown
+from .quoting import shown
 
 _TOLERANCE = 100  # portions are written with two decimals: they differ from an amount by less than 1/100 of the device
 _MICRO = 10**6  # decimals of a percentage in an Amount

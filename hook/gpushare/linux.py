@@ -14,6 +14,7 @@ import sys
 
 from .errors import KernelError
 from .light import TYPE_CHECKING, Any, Union
+from .quoting import shown
 
 if TYPE_CHECKING:
     import ctypes
@@ -121,7 +122,7 @@ class SyscallError(KernelError):
     @property
     def message(self) -> str:
         """Put together when somebody wants to read it: most of these only say that a path is not there."""
-        return self._message or f"{self.call} {self.path!r}: {os.strerror(self.errno)}"
+        return self._message or f"{self.call} {shown(self.path)}: {os.strerror(self.errno)}"
 
     @message.setter
     def message(self, text: str) -> None:
@@ -281,7 +282,7 @@ def futex_wake(mapping: Any, at: int) -> int:
     wherever they have it mapped; how many. A full memory barrier, too."""
     number = _FUTEX.get(os.uname().machine)
     if number is None:
-        raise KernelError(f"futex: no system call number for {os.uname().machine!r}")
+        raise KernelError(f"futex: no system call number for {shown(os.uname().machine)}")
     word = _Char.from_buffer(mapping, at)
     return _call("futex", "limits", number, _addressof(word), 1, 0x7FFFFFFF, None, None, 0)  # 1: FUTEX_WAKE, shared
 
@@ -290,5 +291,5 @@ def bpf(command: int, attr: Memory, what: str) -> int:
     """bpf(2); the kernel may write results into `attr`."""
     number = _BPF.get(os.uname().machine)
     if number is None:
-        raise KernelError(f"bpf {what}: no system call number for {os.uname().machine!r}")
+        raise KernelError(f"bpf {what}: no system call number for {shown(os.uname().machine)}")
     return _call("bpf", what, number, command, attr, len(attr))

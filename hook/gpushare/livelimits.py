@@ -20,6 +20,7 @@ from . import backends, leases, linux, mountns, names, pages, procs, region, sto
 from .errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError, of_file
 from .light import Callable, Iterable, NamedTuple, Optional, Sequence
 from .model import Lease, Share
+from .quoting import shown
 
 _GENERATION, _DEVICE = region.offset("gs_limits", "generation"), region.offset("gs_limits", "device")
 _DRAINING = region.offset("gs_device_limit", "draining_bytes")
@@ -80,14 +81,14 @@ def _running(container_id: str, live: Sequence[Lease], seen: leases.View) -> Lea
         if lease.id == container_id:
             if lease.state == "held":
                 return lease
-            raise CapacityError(f"container {names.short(container_id)!r} is starting", "try again when it runs")
+            raise CapacityError(f"container {shown(names.short(container_id))} is starting", "try again when it runs")
     for damage in seen.damaged:
         if damage.id == container_id:
             raise CapacityError(
-                f"container {names.short(container_id)!r} has a lease that cannot be read: {damage.reason}",
+                f"container {shown(names.short(container_id))} has a lease that cannot be read: {damage.reason}",
                 "make sure that it does not run, then `gpushare prune --assume-free`",
             )
-    raise RequestError(f"no running container {container_id!r}", "`gpushare list` shows those that have a share")
+    raise RequestError(f"no running container {shown(container_id)}", "`gpushare list` shows those that have a share")
 
 
 def _kept(before: Sequence[Share], after: Sequence[Share]) -> tuple[Share, ...]:
@@ -243,7 +244,7 @@ def _tell_others(state_dir: str, shares: Sequence[Share]) -> None:
         except FileNotFoundError:
             continue  # a lost state directory: the next start on the device tells them
         except (OSError, ValueError) as error:
-            raise KernelError(f"{path!r}: {getattr(error, 'strerror', error)}", "run as root") from error
+            raise KernelError(f"{shown(path)}: {getattr(error, 'strerror', error)}", "run as root") from error
 
 
 def _is_other(words: memoryview, shares: Sequence[Share], prefix: str) -> bool:
@@ -274,7 +275,7 @@ def _open(state_dir: str, container_id: str) -> int:
         if fd >= 0:
             return fd
         raise DeviceError(
-            f"container {names.short(container_id)!r} has devices and no limits: its image has no glibc",
+            f"container {shown(names.short(container_id))} has devices and no limits: its image has no glibc",
             "limits can be set for images with glibc",
         ) from None
     except OSError as error:
@@ -304,6 +305,6 @@ def _refuse_unheld(pid: int, before: Lease, after: Lease) -> None:
             raise KernelError(f"mounts of pid {pid}: {error.strerror}", "run as root") from error
         if not has_pages:
             raise DeviceError(
-                f"container {names.short(after.id)!r} has no {target}, so a compute limit could not be held",
+                f"container {shown(names.short(after.id))} has no {target}, so a compute limit could not be held",
                 "start it again with the limit",
             )

@@ -10,22 +10,25 @@ import os
 
 from .errors import GpushareError
 from .light import dumps
+from .quoting import printable, quoted
 
 _KEPT = 256  # files in errors/: a crash loop under ever new names must not fill the state directory
 _MAX_BYTES = 64 << 10
+_MAX_TEXT = 512  # characters of an unexpected exception's text
 TRACE = "~trace"  # no container id has a ~
 
 
 def line_of(error: BaseException) -> tuple[str, int]:
-    """(the one line, the exit code). An unexpected exception becomes its type and the place where it was raised."""
+    """(the one line, the exit code). An unexpected exception becomes its type, its text, which may repeat what an image
+    chose, and the place where it was raised."""
     if isinstance(error, GpushareError):
         return f"gpushare: {error}", error.exit_code
     place, trace = "", error.__traceback__
     while trace is not None:
         place = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
         trace = trace.tb_next
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{type(error).__name__}: {error}")
-    return f"gpushare: internal error: {text} (at {place}); please report it", 1
+    text = quoted(str(error)[:_MAX_TEXT])
+    return f"gpushare: internal error: {type(error).__name__}: {text} (at {place}); please report it", 1
 
 
 def to_stderr(line: str) -> None:
@@ -45,7 +48,7 @@ def record(state_dir: str, container_id: str, line: str, error: BaseException) -
             import traceback  # only for a bug of ours: not a cost of a normal start
 
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            _write(folder, container_id + TRACE, text)
+            _write(folder, container_id + TRACE, "".join(printable(part) + "\n" for part in text.splitlines()))
         _forget_oldest(folder)
     except OSError:
         pass

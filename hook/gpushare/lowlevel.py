@@ -19,6 +19,7 @@ from . import names
 from .errors import ConfigError, KernelError
 from .light import NoReturn, Sequence, signal
 from .model import Config
+from .quoting import shown
 
 FILE = "launcher"
 VERSION = "1"  # grows when the meaning of the file changes
@@ -88,7 +89,7 @@ def find(config: Config) -> str:
     """Absolute path of the low-level runtime. Raises ConfigError."""
     if config.runtime:
         if not os.access(config.runtime, os.X_OK) or not os.path.isfile(config.runtime):
-            raise ConfigError(f"runtime.path {config.runtime!r} is not a program", "set it to runc or crun")
+            raise ConfigError(f"runtime.path {shown(config.runtime)} is not a program", "set it to runc or crun")
         return config.runtime
     for name in _NAMES:
         for directory in _DIRECTORIES:
@@ -165,4 +166,4 @@ def execute(program: str, words: Sequence[str]) -> NoReturn:
     try:
         os.execve(program, [program, *words], given)
     except OSError as error:
-        raise KernelError(f"{program!r}: {error.strerror}", f"set runtime.path in {names.CONFIG_PATH}") from None
+        raise KernelError(f"{shown(program)}: {error.strerror}", f"set runtime.path in {names.CONFIG_PATH}") from None

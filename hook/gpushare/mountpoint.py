@@ -18,6 +18,7 @@ from . import inroot, linux, mountns
 from .errors import KernelError
 from .light import Callable, Optional
 from .mountrules import accepts, in_volume, is_library_path, not_a_library, wrong_type
+from .quoting import shown
 
 _RACES = 16  # how often something may change under us before we give up
 
@@ -68,9 +69,9 @@ class Root:
             if error.errno == errno.ENOENT:
                 return -1
             if error.errno == errno.ELOOP:
-                raise KernelError(f"{path!r} leads through a magic link or a loop of links", "remove it") from None
+                raise KernelError(f"{shown(path)} leads through a magic link or a loop of links", "remove it") from None
             if error.errno == errno.ENOTDIR:
-                raise KernelError(f"a parent of {path!r} is not a directory", "remove it from the image") from None
+                raise KernelError(f"a parent of {shown(path)} is not a directory", "remove it from the image") from None
             raise
 
     # mounts
@@ -87,7 +88,8 @@ class Root:
         fd = self.lookup(path, os.O_PATH | os.O_NOFOLLOW)
         if fd < 0 or not os.path.samestat(os.fstat(fd), source):
             raise KernelError(
-                f"{path!r} is not what config.json mounts there", "see whether another hook, or the image, changes it"
+                f"{shown(path)} is not what config.json mounts there",
+                "see whether another hook, or the image, changes it",
             )
         self._own_mounts.add(inroot.mount_id(fd))
 
@@ -140,13 +142,13 @@ class Root:
             if not accepts(kind, mode):
                 raise wrong_type(path, kind, mode)
             return fd
-        raise KernelError(f"{path!r} keeps changing", "stop what is writing to the container's file system")
+        raise KernelError(f"{shown(path)} keeps changing", "stop what is writing to the container's file system")
 
     def library_behind(self, path: str) -> int:
         """What the link `path` leads to, if that is in a library directory; else it is refused."""
         fd = self.lookup(path)
         if fd < 0:
-            raise KernelError(f"{path!r} is a link to nothing", "remove it from the image")
+            raise KernelError(f"{shown(path)} is a link to nothing", "remove it from the image")
         real = inroot.path_of(self.fd, fd)
         if not is_library_path(real):
             raise not_a_library(path, real)
@@ -156,7 +158,7 @@ class Root:
         """(descriptor of the directory that holds `path`, made if need be; the last name)."""
         above, _, name = path.rstrip("/").rpartition("/")
         if not name or name in (".", ".."):
-            raise KernelError(f"{path!r} cannot be a mount point", "name a file below the container's root")
+            raise KernelError(f"{shown(path)} cannot be a mount point", "name a file below the container's root")
         return self.directory(above or "/"), name
 
     def directory(self, path: str) -> int:
@@ -167,7 +169,7 @@ class Root:
                 fd = self._make(path, "dir")
             if fd >= 0:
                 return fd
-        raise KernelError(f"{path!r} is a link to nothing, or keeps changing", "remove it from the image")
+        raise KernelError(f"{shown(path)} is a link to nothing, or keeps changing", "remove it from the image")
 
     def _make(self, path: str, kind: str) -> int:
         """Creates an empty file or directory at `path`; -1 when something is there by now."""

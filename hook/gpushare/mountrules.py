@@ -6,6 +6,7 @@ import stat
 
 from .errors import KernelError
 from .light import Callable
+from .quoting import shown
 
 # Below which directories a link may lead us to cover something: the prefix, and how its first component may go on
 _LIBRARY_DIRS = (
@@ -57,24 +58,25 @@ def accepts(kind: str, mode: int) -> bool:
 
 def wrong_type(path: str, kind: str, mode: int) -> KernelError:
     wanted = "a directory" if kind == "dir" else "a file"
-    return KernelError(f"{path!r} is {type_name(mode)} where {wanted} must be", "remove it from the image")
+    return KernelError(f"{shown(path)} is {type_name(mode)} where {wanted} must be", "remove it from the image")
 
 
 def not_a_library(path: str, real: str) -> KernelError:
     return KernelError(
-        f"{path!r} is a link to {real!r}, which is not in a library directory", "remove it from the image"
+        f"{shown(path)} is a link to {shown(real)}, which is not in a library directory", "remove it from the image"
     )
 
 
 def in_volume(path: str, point: str, host: str) -> KernelError:
     return KernelError(
-        f"{path!r} would be created in the volume at {point!r} (on the host: {host!r})",
+        f"{shown(path)} would be created in the volume at {shown(point)} (on the host: {shown(host)})",
         "mount the volume elsewhere, or create it there, empty",
     )
 
 
 def in_shared_volume(path: str, point: str, host: str) -> KernelError:
     return KernelError(
-        f"{path!r} would appear on the host as well: the volume at {point!r} (on the host: {host!r}) is shared",
+        f"{shown(path)} would appear on the host as well: the volume at {shown(point)} "
+        f"(on the host: {shown(host)}) is shared",
         "mount the volume as rslave or rprivate, or elsewhere",
     )

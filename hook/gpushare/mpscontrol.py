@@ -21,6 +21,7 @@ from . import driverroot, mpswords
 from .drivertable import PROGRAM_DIRS
 from .errors import DeviceError, KernelError
 from .model import Node
+from .quoting import shown
 
 NAME, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
 DEADLINE_S = 10.0
@@ -61,12 +62,14 @@ class Control(NamedTuple):
                 cwd="/",
             )
         except subprocess.TimeoutExpired:
-            raise DeviceError(f"{NAME} in {self.pipe!r} does not answer {command!r}", "`gpushare mps stop`") from None
+            raise DeviceError(
+                f"{NAME} in {shown(self.pipe)} does not answer {shown(command)}", "`gpushare mps stop`"
+            ) from None
         except OSError as error:
-            raise KernelError(f"{self.program!r}: {error.strerror}") from None
+            raise KernelError(f"{shown(self.program)}: {error.strerror}") from None
         if done.returncode:
             said = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["no message"]
-            raise DeviceError(f"{NAME} in {self.pipe!r}: {said[0]}", "start it again: `gpushare mps start`")
+            raise DeviceError(f"{NAME} in {shown(self.pipe)}: {said[0]}", "start it again: `gpushare mps start`")
         return done.stdout.strip()
 
     def numbers(self, command: str) -> tuple[int, ...]:

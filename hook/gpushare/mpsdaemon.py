@@ -24,6 +24,7 @@ from . import backends, leases, mps, mpscontrol, mpslimits, mpsprocess, mpsshm, 
 from .errors import CapacityError, DeviceError, KernelError, RequestError
 from .model import Device, Node
 from .mpscontrol import Control
+from .quoting import shown
 
 _START_S = 30.0  # a driver without persistence mode takes seconds to come up
 _SOCKET_BYTES = 107  # sun_path in unix(7), without the byte that ends it
@@ -53,10 +54,14 @@ def start(host: Node, device: Device, wish: Wish) -> Started:
         raise RequestError(f"{device.uuid} is a MIG device: MPS is started for whole GPUs here", "name the GPU")
     program = mpscontrol.program(host.inventory.root)
     if program is None:
-        raise DeviceError(f"no {mpscontrol.NAME} in {host.inventory.root!r}", "install it: it is part of the driver")
+        raise DeviceError(
+            f"no {mpscontrol.NAME} in {shown(host.inventory.root)}", "install it: it is part of the driver"
+        )
     folder = mps.directory(host.config.state_dir, device.uuid)
     if len(os.fsencode(f"{folder}/pipe/control_privileged")) > _SOCKET_BYTES:
-        raise RequestError(f"a socket below {folder!r} would have too long a path", "use a shorter state directory")
+        raise RequestError(
+            f"a socket below {shown(folder)} would have too long a path", "use a shorter state directory"
+        )
     storage.prepare(host.config.state_dir)
     os.makedirs(os.path.dirname(folder), 0o755, exist_ok=True)
     with _locked(folder):
@@ -129,7 +134,7 @@ def _require_adoptable(
     daemon: mpscontrol.Daemon, device: Device, wish: Wish, folder: str, extra: Sequence[str]
 ) -> None:
     """A daemon that listens where ours would, and was not offered: of a start that was killed, or a person's own."""
-    who = f"the MPS daemon in {folder + '/pipe'!r} (pid {daemon.pid})"
+    who = f"the MPS daemon in {shown(folder + '/pipe')} (pid {daemon.pid})"
     if daemon.uid != os.geteuid():
         raise DeviceError(f"{who} is of uid {daemon.uid}", "stop it as that user")
     try:
@@ -206,7 +211,7 @@ def _launch(control: Control, folder: str, device: Device, wish: Wish, extra: Se
     except subprocess.TimeoutExpired:
         raise DeviceError(f"{mpscontrol.NAME} -d has not come up in {_START_S:.0f} s", f"see {folder}/log") from None
     except (OSError, subprocess.SubprocessError) as error:
-        raise KernelError(f"{control.program!r}: {error}") from None
+        raise KernelError(f"{shown(control.program)}: {error}") from None
     daemon = mpscontrol.listening(control.pipe)
     if done.returncode or daemon is None:
         silent = f"exit code {done.returncode}" if done.returncode else "it has ended, and nobody listens"

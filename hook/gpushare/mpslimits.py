@@ -8,6 +8,7 @@ from __future__ import annotations
 from . import mpscontrol, mpswords
 from .errors import DeviceError
 from .mpscontrol import Control
+from .quoting import shown
 
 
 def put(control: Control, percent: int, memory_bytes: int) -> None:
@@ -23,7 +24,7 @@ def put(control: Control, percent: int, memory_bytes: int) -> None:
         control.ask(words.set_memory.format(memory))
         said = control.ask(words.get_memory)
         if said != memory:
-            raise DeviceError(f"MPS did not take a limit of {memory} of memory: it says {said!r}")
+            raise DeviceError(f"MPS did not take a limit of {memory} of memory: it says {shown(said)}")
     for server in _servers(control) if words.set_server_percent else ():
         control.ask(words.set_server_percent.format(percent, server=server))
         if memory_bytes:
@@ -45,4 +46,4 @@ def _servers(control: Control) -> tuple[int, ...]:
 
 def _require_percent(percent: int, said: str) -> None:
     if mpswords.percent_in(said) != percent:
-        raise DeviceError(f"MPS did not take a limit of {percent}%: it says {said!r}")
+        raise DeviceError(f"MPS did not take a limit of {percent}%: it says {shown(said)}")

@@ -14,6 +14,7 @@ from . import linux, mpscontrol, procs
 from .errors import DeviceError, GpushareError, KernelError
 from .mpscontrol import Control
 from .mpswords import WORDS
+from .quoting import shown
 
 _QUIT_S = 10
 
@@ -33,7 +34,7 @@ def end_orphans(pipe: str) -> None:
         process = procs.find(int(name)) if kind else None
         if process is not None and kind == mpscontrol.NAME:
             raise DeviceError(
-                f"an MPS daemon whose directory {pipe!r} was lost runs (pid {name})",
+                f"an MPS daemon whose directory {shown(pipe)} was lost runs (pid {name})",
                 "kill it when the containers that have it have ended",
             )
         servers += [process] if process is not None else []

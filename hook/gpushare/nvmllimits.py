@@ -16,6 +16,7 @@ from typing import Any, Optional
 
 from . import nvml
 from .errors import DeviceError
+from .quoting import shown
 
 DEADLINE_S = 10.0
 MAX = (1 << 64) - 1
@@ -50,7 +51,7 @@ def put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) -> 
         nvml.end(pid)
     if said != "done":
         raise DeviceError(
-            f"NVML sets no memory limit of {uuid} for {directory!r}: {said or f'no answer in {DEADLINE_S:.0f} s'}",
+            f"NVML sets no memory limit of {uuid} for {shown(directory)}: {said or f'no answer in {DEADLINE_S:.0f} s'}",
             "use the backend shim",
         )
 

@@ -19,7 +19,7 @@ from . import names
 from .errors import RequestError
 from .light import Any, NamedTuple, Optional, Union, loads
 from .model import Bundle
-from .quantity import shown
+from .quoting import shown
 
 MAX_STATE_BYTES = 4 << 20
 MAX_CONFIG_BYTES = 16 << 20

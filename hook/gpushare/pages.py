@@ -23,6 +23,7 @@ import struct
 from . import linux, names, region, rootless
 from .errors import CapacityError, KernelError, of_file
 from .light import Union
+from .quoting import shown
 
 FOLDER = "devices"
 INDEX = "index"  # struct gs_peers; made last, so it marks a complete directory
@@ -46,7 +47,7 @@ _WORDS = struct.Struct("<" + "Q" * (region.MAX_PEERS // 64))
 def directory(state_dir: str, uuid: str) -> str:
     """devices/<uuid>; `uuid` is the driver's, as in the inventory."""
     if not uuid or "/" in uuid or uuid.startswith(".") or "\0" in uuid:
-        raise KernelError(f"device uuid {uuid!r} cannot name a directory")
+        raise KernelError(f"device uuid {shown(uuid)} cannot name a directory")
     return f"{state_dir}/{FOLDER}/{uuid}"
 
 
@@ -77,7 +78,7 @@ def prepare(state_dir: str, uuid: str, before: int = -1) -> None:
         finally:
             os.close(lock)
     except OSError as error:
-        raise KernelError(f"{place!r}: {error.strerror}", rootless.hint()) from error
+        raise KernelError(f"{shown(place)}: {error.strerror}", rootless.hint()) from error
 
 
 def _make(place: str, outside: int, before: int) -> None:
@@ -177,9 +178,11 @@ def _create(file: str, place: str, holders: dict[int, str]) -> int:
                 raise
         grown = _cut_back(place)
     if not grown:
-        raise CapacityError(f"{place!r} is full: pages of ended containers are still open", "stop who has them open")
+        raise CapacityError(
+            f"{shown(place)} is full: pages of ended containers are still open", "stop who has them open"
+        )
     who = ", ".join(names.short(holders.get(number, f"page {number}")) for number in grown)
-    raise CapacityError(f"{place!r} is full, and {who} fills it again and again", f"stop {who}")
+    raise CapacityError(f"{shown(place)} is full, and {who} fills it again and again", f"stop {who}")
 
 
 def _allocated(file: str) -> int:

@@ -19,7 +19,7 @@ from .fitting import Offer, Wanted
 from .ledger import Ledger, capacity_bytes, capacity_percent, counts, ledger_of
 from .light import NamedTuple, Optional
 from .model import Config, Device, Node, Policy, Request, Share
-from .quantity import shown
+from .quoting import shown
 
 __all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "named", "survey"]
 _ALL = 1_000_000  # parts of a device, for comparing how full they are

@@ -32,6 +32,7 @@ from .ops import (
     TenantTmpfs,
     WriteLimits,
 )
+from .quoting import shown
 
 USAGE_BYTES = 50 * 4096  # sizeof(struct gs_usage): whole pages, all that the tenant's tmpfs can hold
 TMPFS_INODES = 2  # its root directory and the usage file
@@ -97,13 +98,13 @@ def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: Dr
 
 def _libraries(files: DriverFiles, shim_dir: str, shimmed: bool) -> list[_Shown]:
     """What stands in the library directory: the shim (or, without a GPU, the driver itself), then the others."""
-    shown = []
+    visible = []
     for library, asked in ((files.cuda, files.asked_cuda), (files.nvml, files.asked_nvml)):
         if asked and shimmed:
-            shown.append(_Shown(library, f"{shim_dir}/{library.stem}.so", "the shim"))
+            visible.append(_Shown(library, f"{shim_dir}/{library.stem}.so", "the shim"))
         elif asked:
-            shown.append(_Shown(library, library.source, "driver library"))
-    return shown + [_driver_library(library) for library in files.libraries]
+            visible.append(_Shown(library, library.source, "driver library"))
+    return visible + [_driver_library(library) for library in files.libraries]
 
 
 def _driver_library(library: Library) -> _Shown:
@@ -124,14 +125,14 @@ def _libraries32(files: DriverFiles, shares: tuple[Share, ...], image: Image, no
     return [_Shown(library, library.source, "32-bit driver library") for library in libraries]
 
 
-def _place(shown: list[_Shown], image: Image, libdir: str) -> tuple[list[Op], list[Op]]:
+def _place(visible: list[_Shown], image: Image, libdir: str) -> tuple[list[Op], list[Op]]:
     """Mounts and links in a library directory. Where the image has a real file at a link's path, a link cannot be:
     the library is mounted over the file, which a loader reads the same way."""
     links_there = {path for path, _ in image.existing_links}
     files_there = {path for path, _ in image.other_drivers} - links_there
     mounts: list[Op] = []
     links: list[Op] = []
-    for one in shown:
+    for one in visible:
         library = one.library
         mounts.append(one.at(f"{libdir}/{library.name}"))
         for name, text in library.links:
@@ -172,22 +173,22 @@ def _extras(files: DriverFiles) -> list[Op]:
     return ops
 
 
-def _cache(shown: list[_Shown], shown32: list[_Shown], image: Image, notes: list[str]) -> list[Op]:
+def _cache(visible: list[_Shown], visible32: list[_Shown], image: Image, notes: list[str]) -> list[Op]:
     """Entries for the loader's cache, which is also what `ldconfig -p` shows to programs that look there."""
     if image.ldcache_note or not image.has_ldcache:
         notes.append(f"ld.so.cache is left alone: {image.ldcache_note or 'the image has none'}")
         return []
     flags = LD_FLAGS.get(image.machine)
     if flags is None:
-        notes.append(f"ld.so.cache is left alone: unknown machine {image.machine!r}")
+        notes.append(f"ld.so.cache is left alone: unknown machine {shown(image.machine)}")
         return []
-    entries = _entries(shown, image.libdir, flags) + _entries(shown32, image.libdir32, LD_FLAGS["i386"])
+    entries = _entries(visible, image.libdir, flags) + _entries(visible32, image.libdir32, LD_FLAGS["i386"])
     return [LdCache(tuple(entries))] if entries else []
 
 
-def _entries(shown: list[_Shown], libdir: str, flags: int) -> list[LdEntry]:
+def _entries(visible: list[_Shown], libdir: str, flags: int) -> list[LdEntry]:
     """Each name by which a loader asks for a library; links below the directory are for others."""
-    names_of = ([name for name, _ in library.links if "/" not in name] or [library.name] for library, _, _ in shown)
+    names_of = ([name for name, _ in library.links if "/" not in name] or [library.name] for library, _, _ in visible)
     return [LdEntry(name, f"{libdir}/{name}", flags) for some in names_of for name in some]
 
 
@@ -249,10 +250,10 @@ def _files(
     shim_dir = node.config.shim_dir.rstrip("/")
     if shares:
         files = forward.newest(files, image, shares, notes)
-    shown = _libraries(files, shim_dir, shimmed=bool(shares))
-    shown32 = _libraries32(files, shares, image, notes)
-    mounts, links = _place(shown, image, image.libdir)
-    mounts32, links32 = _place(shown32, image, image.libdir32)
+    visible = _libraries(files, shim_dir, shimmed=bool(shares))
+    visible32 = _libraries32(files, shares, image, notes)
+    mounts, links = _place(visible, image, image.libdir)
+    mounts32, links32 = _place(visible32, image, image.libdir32)
     ops: list[Op] = []
     if shares:
         ops += _limits(node.config, bundle, shares, files)
@@ -260,4 +261,4 @@ def _files(
     if shares:
         taken = {op.target for op in (*ops, *mounts, *links) if isinstance(op, (Mount, ImageFile, Link))}
         ops += _covers(files, image, shim_dir, taken)
-    return ops + mounts32 + _extras(files) + links + links32 + _cache(shown, shown32, image, notes)
+    return ops + mounts32 + _extras(files) + links + links32 + _cache(visible, visible32, image, notes)

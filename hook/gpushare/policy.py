@@ -20,7 +20,7 @@ from .dialects import Env, injected, nvidia, triggers
 from .errors import PolicyError, RequestError
 from .light import Any, Iterable
 from .model import Bundle, Config, Lease, Policy, Request
-from .quantity import shown
+from .quoting import shown
 
 
 def accepted(who: str, bundle: Bundle) -> bool:

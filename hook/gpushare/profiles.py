@@ -15,6 +15,7 @@ from typing import Any
 from .config import rendered
 from .configkeys import VERSION
 from .errors import ConfigError
+from .quoting import shown
 
 # Whoever starts containers owns the machine: every way of asking counts, and a container that names no limit gets the
 # whole device, for itself.
@@ -49,7 +50,7 @@ _HEADS = {
 def text(profile: str) -> str:
     """Raises ConfigError when there is no such profile."""
     if profile not in PROFILES:
-        raise ConfigError(f"no profile {profile!r}", f"one of {', '.join(NAMES)}")
+        raise ConfigError(f"no profile {shown(profile)}", f"one of {', '.join(NAMES)}")
     return rendered(PROFILES[profile], (*_HEADS[profile], "# `gpushare config check` reads it and says what is wrong."))
 
 

@@ -7,7 +7,6 @@
     amounts(name, value)       -> ((slot or None, Amount), ...)
     percents(name, value)      -> ((slot or None, int), ...)
     bytes_of(amount, total_bytes, granularity_bytes) -> int            percentages round down to whole blocks
-    shown(value)               -> str                                  quoted and short, for a message
     human(size_bytes)          -> str                                  "4 GiB", exact or with two digits
 
 Every parser raises RequestError with `name`, `value` and what would be right. Powers follow the International
@@ -20,6 +19,7 @@ from __future__ import annotations
 from .errors import RequestError
 from .light import Callable, Optional, TypeVar
 from .model import Amount
+from .quoting import shown
 
 MAX_BYTES = (1 << 63) - 1
 MAX_SLOTS = 16  # GS_MAX_DEVICES
@@ -38,11 +38,6 @@ _WHOLE_HINT = "write a whole percentage from 1% to 100%, such as 30%"
 _SLOT_HINT = "write one amount for every device, or one for each slot such as 0=4Gi,1=8Gi"
 
 T = TypeVar("T")
-
-
-def shown(value: str) -> str:
-    """`value` in quotes, shortened to what fits one line of a log."""
-    return f'"{value}"' if len(value) <= 80 else f'"{value[:64]}..." ({len(value)} characters)'
 
 
 def wrong(name: str, value: str, reason: str, hint: str) -> RequestError:

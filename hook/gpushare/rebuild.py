@@ -19,6 +19,7 @@ from . import decision, inroot, leasefile, linux, mountns, names, pages, procs, 
 from .errors import KernelError, what_to_do
 from .light import NamedTuple, Optional
 from .model import Device, Lease, Node, Share
+from .quoting import shown
 
 _UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
 
@@ -55,7 +56,9 @@ def run(state_dir: str, node: Node) -> tuple[str, ...]:
             decision.rebuilt(node.config.log, found.id, lease)
         os.unlink(marker)
     except OSError as error:
-        raise KernelError(f"leases in {state_dir!r} cannot be rebuilt: {error.strerror}", what_to_do(error)) from error
+        raise KernelError(
+            f"leases in {shown(state_dir)} cannot be rebuilt: {error.strerror}", what_to_do(error)
+        ) from error
     return tuple(written)
 
 
@@ -214,8 +217,8 @@ def open_limits(state_dir: str, container_id: str) -> int:
         try:
             if not namespace.is_ours():
                 raise KernelError(
-                    f"container {names.short(container_id)!r} outlived the state directory, and has a user namespace "
-                    "of its own: its limits cannot be changed any more",
+                    f"container {shown(names.short(container_id))} outlived the state directory, and has a user "
+                    "namespace of its own: its limits cannot be changed any more",
                     "start it again",
                 )
             tree = _mounted(namespace, names.PRIVATE_DIR)
@@ -228,9 +231,9 @@ def open_limits(state_dir: str, container_id: str) -> int:
         finally:
             os.close(tree)
     except OSError as error:
-        raise KernelError(f"{names.LIMITS} of {names.short(container_id)!r}: {error.strerror}") from error
+        raise KernelError(f"{names.LIMITS} of {shown(names.short(container_id))}: {error.strerror}") from error
     device = os.fstat(fd).st_dev
     if f"{os.major(device)}:{os.minor(device)}" != found.device:
         os.close(fd)
-        raise KernelError(f"{names.LIMITS} of {names.short(container_id)!r} is of another file system")
+        raise KernelError(f"{names.LIMITS} of {shown(names.short(container_id))} is of another file system")
     return fd

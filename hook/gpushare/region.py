@@ -13,6 +13,7 @@ import struct
 from .errors import GpushareError
 from .light import NamedTuple, Sequence
 from .model import Share
+from .quoting import shown
 
 ABI_VERSION = 1
 LIMITS_MAGIC = int.from_bytes(b"GSLIMITS", "little")
@@ -227,7 +228,7 @@ def uuid_bytes(uuid: str) -> bytes:
     except ValueError:
         raw = b""
     if len(raw) != 16:
-        raise RegionError(f"device uuid {uuid!r} is not GPU- or MIG- and 32 hexadecimal digits")
+        raise RegionError(f"device uuid {shown(uuid)} is not GPU- or MIG- and 32 hexadecimal digits")
     return raw
 
 
@@ -278,7 +279,7 @@ def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0, turn_mib: i
     text = device.uuid.encode("ascii", "replace")
     limit_bytes, percent, priority, weight, flags = changing(share)
     if not 0 <= limit_bytes <= UNLIMITED or len(text) > 63:
-        raise RegionError(f"share of device {device.uuid!r} cannot be written: memory limit {limit_bytes} bytes")
+        raise RegionError(f"share of device {shown(device.uuid)} cannot be written: memory limit {limit_bytes} bytes")
     return packer("gs_device_limit").pack(
         uuid_bytes(device.uuid),
         text,

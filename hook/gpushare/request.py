@@ -19,7 +19,8 @@ from .dialects import Env, driverwords, injected, nvidia, own, triggers
 from .errors import DeviceError, PolicyError, RequestError
 from .light import Any, Callable, Optional
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
-from .quantity import shown, wrong
+from .quantity import wrong
+from .quoting import shown
 
 # name -> (env, annotations, spec, inventory) -> Request | None, the most specific language first.
 # Other schedulers' words are in dialects/table.py, and foreign.py says what they add.

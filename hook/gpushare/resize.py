@@ -15,7 +15,7 @@ from .dialects import device_name
 from .errors import RequestError
 from .light import Iterable, NamedTuple, Optional
 from .model import Amount, Lease, Node, Share
-from .quantity import shown
+from .quoting import shown
 
 MEMORY, COMPUTE, DEVICE = "--memory", "--compute", "--device"
 NO_LIMIT = "unlimited"

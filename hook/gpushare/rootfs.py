@@ -13,6 +13,7 @@ from . import compatdir, imagefiles, inroot, ldcache, linux
 from .errors import KernelError
 from .light import Iterable, Iterator, NamedTuple, Union
 from .model import Bundle, Image
+from .quoting import shown
 
 LD_CACHE = "/etc/ld.so.cache"
 SONAMES = {  # what a program asks the loader for -> the library that it means
@@ -63,7 +64,7 @@ def open_root(bundle: Bundle, pid: int = 0) -> int:
             os.close(theirs)
     except (OSError, linux.SyscallError) as error:
         raise KernelError(
-            f"open the container's root {bundle.rootfs!r}: {os.strerror(error.errno or 0)}",
+            f"open the container's root {shown(bundle.rootfs)}: {os.strerror(error.errno or 0)}",
             "check root.path in config.json",
         ) from None
 

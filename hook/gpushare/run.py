@@ -42,6 +42,7 @@ from .errors import GpushareError, KernelError, RequestError
 from .light import NamedTuple, NoReturn, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request
 from .ops import Plan
+from .quoting import shown
 from .runtime import Paths, Watch
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as env(1)
@@ -147,7 +148,7 @@ def _what_to_do(program: str, number: int) -> str:
 
 
 def _cannot(program: str, number: int) -> CannotExecute:
-    error = CannotExecute(f"{program!r}: {os.strerror(number)}", _what_to_do(program, number))
+    error = CannotExecute(f"{shown(program)}: {os.strerror(number)}", _what_to_do(program, number))
     error.exit_code = NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE
     return error
 

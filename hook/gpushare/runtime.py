@@ -21,6 +21,7 @@ from .commandline import Call
 from .errors import GpushareError, RequestError
 from .light import TYPE_CHECKING, Callable, NamedTuple, NoReturn, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request
+from .quoting import shown
 
 if TYPE_CHECKING:
     from .ops import Plan
@@ -40,7 +41,7 @@ def paths_of(call: Call) -> Paths:
     paths = Paths(call.config or names.CONFIG_PATH, call.state_dir or rootless.state_dir())
     for flag, value in zip(commandline.OWN, paths):
         if not value.startswith("/"):
-            raise RequestError(f"--{flag} {value!r} is not an absolute path", "write the whole path")
+            raise RequestError(f"--{flag} {shown(value)} is not an absolute path", "write the whole path")
     return paths._replace(state_dir=paths.state_dir.rstrip("/"))
 
 
@@ -75,7 +76,7 @@ def _keep(call: Call, line: str, error: BaseException) -> None:
 def _main(call: Call, paths: Paths) -> int:
     if call.unknown and commandline.could_start(call):
         raise RequestError(
-            f"flag {call.unknown!r} is not known, so nobody can say which container this starts",
+            f"flag {shown(call.unknown)} is not known, so nobody can say which container this starts",
             "leave it out, or update gpushare",
         )
     if call.unknown or call.command not in _COMMANDS:

@@ -9,6 +9,7 @@ import os
 import socket
 
 from .errors import KernelError
+from .quoting import shown
 
 _VARIABLE = "NOTIFY_SOCKET"
 
@@ -25,4 +26,4 @@ def tell(pid: int, status: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told:
             told.sendto(text.encode(), address)
     except (OSError, ValueError) as error:
-        raise KernelError(f"{_VARIABLE} {path!r}: {error}") from None
+        raise KernelError(f"{_VARIABLE} {shown(path)}: {error}") from None

@@ -35,6 +35,7 @@ from .ops import (
     Plan,
     ProcMask,
 )
+from .quoting import shown
 from .spectree import SpecTree
 
 HOOK_PROGRAM = "gpushare-hook"
@@ -233,7 +234,7 @@ def write(path: str, spec: Spec) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise KernelError(f"write {path!r}: {error.strerror}", what_to_do(error)) from None
+        raise KernelError(f"write {shown(path)}: {error.strerror}", what_to_do(error)) from None
 
 
 def _replace(path: str, new: str) -> None:

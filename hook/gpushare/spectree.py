@@ -21,6 +21,7 @@ from . import inroot, linux, mountrules, oci, rootfs
 from .errors import KernelError
 from .light import NamedTuple, Optional, TracebackType
 from .model import Bundle
+from .quoting import shown
 
 _MAX_LINKS = 40
 _Parts = list[str]
@@ -233,7 +234,7 @@ class SpecTree(inroot.View):
                 resolved, mode = self._library_behind(path)
         except linux.SyscallError as error:
             if error.errno == errno.ELOOP:
-                raise KernelError(f"{path!r} leads through a magic link or a loop of links", "remove it") from None
+                raise KernelError(f"{shown(path)} leads through a magic link or a loop of links", "remove it") from None
             raise
         if not mode:
             self._require_creatable(path, resolved)
@@ -267,7 +268,7 @@ class SpecTree(inroot.View):
         resolved, there = self._resolve(path, follow_last=True)
         mode = self._mode(resolved) if there else 0
         if not mode:
-            raise KernelError(f"{path!r} is a link to nothing", "remove it from the image")
+            raise KernelError(f"{shown(path)} is a link to nothing", "remove it from the image")
         if not mountrules.is_library_path(resolved):
             raise mountrules.not_a_library(path, resolved)
         return resolved, mode
@@ -283,7 +284,7 @@ class SpecTree(inroot.View):
                 break
             parent = parent.rpartition("/")[0]
         if mode and not stat.S_ISDIR(mode):
-            raise KernelError(f"a parent of {path!r} is not a directory", "remove it from the image")
+            raise KernelError(f"a parent of {shown(path)} is not a directory", "remove it from the image")
         self._directories.add(parent)
         if mount is not None and mount.source and not mount.ours:
             raise mountrules.in_volume(path, mount.target, mount.source)

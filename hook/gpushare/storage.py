@@ -24,6 +24,7 @@ from .errors import KernelError, of_file, what_to_do
 from .light import TYPE_CHECKING, Sequence, Union
 from .model import Share
 from .ops import TenantTmpfs, WriteLimits
+from .quoting import shown
 
 if TYPE_CHECKING:
     from .usagefile import Usage
@@ -61,7 +62,7 @@ _TENANT_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 def container_dir(state_dir: str, container_id: str) -> str:
     """containers/<id>: 0700, since `rw` below it is writable by anybody who can reach it."""
     if not container_id or "/" in container_id or container_id in (".", "..") or "\0" in container_id:
-        raise KernelError(f"container id {container_id!r} cannot name a directory")  # oci.py refused it before
+        raise KernelError(f"container id {shown(container_id)} cannot name a directory")  # oci.py refused it before
     return os.path.join(state_dir, "containers", container_id)
 
 
@@ -96,7 +97,7 @@ def prepare(state_dir: str) -> None:
             os.close(fd)
     except OSError as error:
         hint = rootless.hint() if error.errno in (errno.EACCES, errno.EPERM) else what_to_do(error)
-        raise KernelError(f"state directory {state_dir!r}: {error.strerror}", hint) from error
+        raise KernelError(f"state directory {shown(state_dir)}: {error.strerror}", hint) from error
 
 
 def foreign(state_dir: str) -> str:
@@ -112,7 +113,8 @@ def _make_state(state_dir: str) -> None:
     other = foreign(state_dir)
     if other:
         raise KernelError(
-            f"state directory {state_dir!r}: {other!r} in it is not gpushare's", "name an empty directory, or a new one"
+            f"state directory {shown(state_dir)}: {shown(other)} in it is not gpushare's",
+            "name an empty directory, or a new one",
         )
     if not rootless.is_rootless():
         _mount_state(state_dir)
@@ -331,7 +333,7 @@ def _delete(path: str) -> None:
             try:
                 status = os.lstat(inside)
                 if status.st_dev != device:
-                    raise KernelError(f"{inside!r} is still a mount point")
+                    raise KernelError(f"{shown(inside)} is still a mount point")
                 os.rmdir(inside) if stat.S_ISDIR(status.st_mode) else os.unlink(inside)
             except FileNotFoundError:
                 pass
@@ -374,11 +376,13 @@ def _pread(path: str, size_bytes: int, what: str) -> bytes:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise region.RegionError(f"{what} {path!r} is damaged: not a regular file")
+                raise region.RegionError(f"{what} {shown(path)} is damaged: not a regular file")
             if status.st_size != size_bytes:
-                raise region.RegionError(f"{what} {path!r} is damaged: {status.st_size} bytes, must be {size_bytes}")
+                raise region.RegionError(
+                    f"{what} {shown(path)} is damaged: {status.st_size} bytes, must be {size_bytes}"
+                )
             return os.pread(fd, size_bytes, 0)
         finally:
             os.close(fd)
     except OSError as error:
-        raise region.RegionError(f"{what} {path!r} cannot be read: {error.strerror}") from error
+        raise region.RegionError(f"{what} {shown(path)} cannot be read: {error.strerror}") from error

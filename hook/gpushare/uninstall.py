@@ -21,6 +21,7 @@ from .engines.base import Settings
 from .engines.configure import ENGINES, Outcome
 from .engines.host import Host
 from .errors import CapacityError, ConfigError
+from .quoting import shown
 
 
 class Plan(NamedTuple):
@@ -70,7 +71,7 @@ def _refuse_foreign(state_dir: str) -> None:
         other = storage.foreign(state_dir)
         if other:
             raise ConfigError(
-                f"{state_dir!r} is no state directory: {other!r} in it is not gpushare's",
+                f"{shown(state_dir)} is no state directory: {shown(other)} in it is not gpushare's",
                 "name gpushare's with --state",
             )
 
@@ -90,10 +91,10 @@ def refuse_leases(state_dir: str) -> None:
     seen = leases.view(state_dir)
     held = [names.short(name) for name in [*(one.id for one in seen.live), *(one.id for one in seen.damaged)]]
     if held:
-        shown = ", ".join(held[:5]) + (f" and {len(held) - 5} more" if len(held) > 5 else "")
+        some = ", ".join(held[:5]) + (f" and {len(held) - 5} more" if len(held) > 5 else "")
         who, them = ("1 container holds", "it") if len(held) == 1 else (f"{len(held)} containers hold", "them")
         hint = f"stop {them} first; --force leaves {them} running without a ledger"
-        raise CapacityError(f"{who} a share: {shown}", hint)
+        raise CapacityError(f"{who} a share: {some}", hint)
 
 
 def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:

@@ -131,7 +131,7 @@ def test_a_failure_at_any_op_undoes_the_earlier_ones(image: Path, source: Path, 
     ops.insert(failing, Mount(str(source / "shim.so"), "/fifo", "file", RO, "fails"))
     with ns_util.sandbox(image) as box:
         message = box.refuses(*ops)
-        assert message == "'/fifo' is a FIFO where a file must be; remove it from the image"
+        assert message == '"/fifo" is a FIFO where a file must be; remove it from the image'
 
 
 @pytest.mark.parametrize("survived", range(11))
@@ -168,7 +168,7 @@ def test_a_kill_at_any_op_leaves_the_host_alone_and_the_next_start_works(
 def test_a_missing_source_is_found_before_anything_is_done(image: Path, source: Path) -> None:
     with ns_util.sandbox(image) as box:
         message = box.refuses(*whole_plan(source), Mount(str(source / "gone.so"), "/x", "file", RO, "?"))
-        assert "gone.so': No such file or directory" in message
+        assert 'gone.so": No such file or directory' in message
 
 
 def test_no_descriptor_is_left_open_and_the_caller_is_where_it_was(image: Path, source: Path) -> None:
@@ -340,4 +340,4 @@ def test_the_kernels_reason_reaches_the_message(image: Path, source: Path, monke
     monkeypatch.setattr(linux, "move_mount", refuse)
     with ns_util.sandbox(image) as box:
         message = box.refuses(*whole_plan(source))
-        assert message == "move_mount '/usr/lib/gpushare': Operation not permitted"
+        assert message == 'move_mount "/usr/lib/gpushare": Operation not permitted'

@@ -42,7 +42,7 @@ def test_a_node_of_another_device_in_its_place_is_refused(image: Path, source: P
     os.mknod(image / "dev/nvidia0", 0o666 | 0o020000, os.makedev(195, 7))
     with ns_util.sandbox(image) as box:
         message = box.refuses(DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False))
-        assert message.startswith("'/dev/nvidia0' is a character device where a file must be")
+        assert message.startswith('"/dev/nvidia0" is a character device where a file must be')
 
 
 def test_a_socket_is_mounted_as_one(image: Path, source: Path) -> None:

@@ -90,5 +90,5 @@ def test_low_level_runtime_that_is_not_there(containerd: Containerd) -> None:
         return
     with configured(containerd, runtime={"path": "/no/such/runc"}), pytest.raises(CriError) as failed:
         containerd.pod()
-    assert "runtime.path '/no/such/runc' is not a program" in failed.value.detail
+    assert 'runtime.path "/no/such/runc" is not a program' in failed.value.detail
     assert "set it to runc or crun" in failed.value.detail

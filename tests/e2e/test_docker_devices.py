@@ -157,7 +157,7 @@ def test_host_s_dev_without_the_nodes_is_refused(hosts: Hosts, tmp_path: Path) -
     """Nodes would be created in it, so on the host."""
     (tmp_path / "dev").mkdir()
     done = hosts.docker.try_run(*FIRST, "-v", f"{tmp_path}/dev:/dev", runtime="real", args=("true",))
-    assert done.code == 125 and f"in the volume at '/dev' (on the host: '{tmp_path}/dev')" in done.err
+    assert done.code == 125 and f'in the volume at "/dev" (on the host: "{tmp_path}/dev")' in done.err
     assert list((tmp_path / "dev").iterdir()) == []
 
 

@@ -64,7 +64,7 @@ def test_host_directory_over_usr_is_refused_and_stays_as_it_is(
         before = sorted(path.relative_to(host) for path in host.rglob("*"))
         done = docker.try_run(*TWO_GIB, "-v", f"{host}:{target}", args=(PROBE,))
         assert done.code == 125 and done.out == ""
-        assert f"in the volume at '{target}' (on the host: '{host}')" in done.err
+        assert f'in the volume at "{target}" (on the host: "{host}")' in done.err
         assert sorted(path.relative_to(host) for path in host.rglob("*")) == before
 
 

@@ -146,7 +146,7 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
         assert kubelet.allocate(MEMORY, 24) == {name: f"{first}=24Mi"}
         with pytest.raises(Refused) as caught:
             kubelet.endpoints[MEMORY].call("Allocate", container_requests=[{"devices_ids": ["nobodys-1"]}])
-        assert caught.value.args == ("gpushare: no device 'nobodys-1' is offered on this node", "INVALID_ARGUMENT")
+        assert caught.value.args == ('gpushare: no device "nobodys-1" is offered on this node', "INVALID_ARGUMENT")
 
         # kubelet restarts: it remembers what it gave, and empties its directory
         before = sockets(folder)
@@ -279,7 +279,7 @@ def test_a_kubelet_that_refuses(two: Callable[..., Node], folder: Path, plugin: 
     with Kubelet(folder, refuse="no such resource here") as kubelet:
         code, error = plugin(node).end(0)
         assert (code, error.count("\n")) == (1, 1)
-        assert f"kubelet.sock': kubelet refuses {MEMORY}: no such resource here" in error
+        assert f'kubelet.sock": kubelet refuses {MEMORY}: no such resource here' in error
         assert sockets(folder) == []
         kubelet.refuse = ""
         one = plugin(node)

@@ -51,7 +51,7 @@ KINDS = ("FIFO", "directory", "character device", "block device", "socket")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_special_file_at_a_mount_target(image: Path, source: Path, host: Path, kind: str) -> None:
     with laid(image / NAME[1:], kind), ns_util.sandbox(image) as box:
-        assert box.refuses(shim(source)) == f"{NAME!r} is a {kind} where a file must be; remove it from the image"
+        assert box.refuses(shim(source)) == f'"{NAME}" is a {kind} where a file must be; remove it from the image'
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,7 +59,7 @@ def test_a_special_file_at_a_links_name(image: Path, source: Path, host: Path, k
     name = f"{LIBDIR}/libcuda.so.1"
     with laid(image / name[1:], kind), ns_util.sandbox(image) as box:
         message = box.refuses(shim(source), Link(name, "libcuda.so.535.1", "name"))
-    assert message == f"{name!r} is a {kind} where a link must be; remove it from the image"
+    assert message == f'"{name}" is a {kind} where a link must be; remove it from the image'
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,14 +74,14 @@ def test_a_special_file_behind_a_links_name(image: Path, source: Path, host: Pat
 def test_a_special_file_at_a_device_target(image: Path, source: Path, host: Path, kind: str) -> None:
     with laid(image / "dev/nvidia0", kind), ns_util.sandbox(image) as box:
         message = box.refuses(DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False))
-    assert message.startswith(f"'/dev/nvidia0' is a {kind} where a file must be")
+    assert message.startswith(f'"/dev/nvidia0" is a {kind} where a file must be')
 
 
 def test_a_file_where_a_directory_must_be(image: Path, source: Path, host: Path) -> None:
     (image / "usr/lib/gpushare").write_text("x")
     with ns_util.sandbox(image) as box:
         message = box.refuses(Mount(str(source / "share"), "/usr/lib/gpushare", "dir", RO, "share"))
-        assert message.startswith("'/usr/lib/gpushare' is a regular file where a directory must be")
+        assert message.startswith('"/usr/lib/gpushare" is a regular file where a directory must be')
         message = box.refuses(shim(source, "/usr/lib/gpushare/a/b"))
         assert "is not a directory" in message
 
@@ -102,7 +102,7 @@ def test_an_immutable_directory(image: Path, source: Path, host: Path) -> None:
             message = box.refuses(shim(source))
     finally:
         subprocess.run(["chattr", "-i", image / LIBDIR[1:]], check=True)
-    assert message == f"create {NAME!r}: Operation not permitted"
+    assert message == f'create "{NAME}": Operation not permitted'
 
 
 # Volumes of the user's
@@ -111,15 +111,15 @@ def test_an_immutable_directory(image: Path, source: Path, host: Path) -> None:
 def test_nothing_is_created_in_a_volume(image: Path, source: Path, host: Path) -> None:
     with ns_util.sandbox(image, f"mount --bind {host}/lib {image}{LIBDIR}/") as box:
         message = box.refuses(shim(source))
-    where = f"(on the host: {str(host / 'lib')!r})"
-    assert message.startswith(f"{NAME!r} would be created in the volume at {LIBDIR!r} {where}")
+    where = f'(on the host: "{host}/lib")'
+    assert message.startswith(f'"{NAME}" would be created in the volume at "{LIBDIR}" {where}')
 
 
 def test_a_link_is_not_created_in_a_volume(image: Path, source: Path, host: Path) -> None:
     (image / "opt/v").mkdir(parents=True)
     with ns_util.sandbox(image, f"mount --bind {host}/lib {image}/opt/v") as box:
         message = box.refuses(Link("/opt/v/libcuda.so.1", "x", "name"))
-    assert message.startswith("'/opt/v/libcuda.so.1' would be created in the volume at '/opt/v'")
+    assert message.startswith('"/opt/v/libcuda.so.1" would be created in the volume at "/opt/v"')
 
 
 def test_a_volume_over_a_parent_is_a_share_when_the_file_is_there(image: Path, source: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_devices_of_the_host_are_not_added_to(image: Path, source: Path, host: P
     before = sorted(os.listdir("/dev"))
     with ns_util.sandbox(image, f"mount --rbind /dev {image}/dev") as box:
         message = box.refuses(DeviceNode(str(source / "nvidia0"), "/dev/nvidia0-gpushare", 195, 0, False))
-    assert "would be created in the volume at '/dev'" in message
+    assert 'would be created in the volume at "/dev"' in message
     assert sorted(os.listdir("/dev")) == before
 
 
@@ -179,7 +179,7 @@ def test_a_read_only_parent(image: Path, source: Path, host: Path) -> None:
     with ns_util.sandbox(image, setup) as box:
         message = box.refuses(shim(source), shim(source, "/opt/x/file"))
     assert message.startswith(
-        "create '/opt/x/file': Read-only file system; the image is read-only: create an empty file"
+        'create "/opt/x/file": Read-only file system; the image is read-only: create an empty file'
     )
 
 

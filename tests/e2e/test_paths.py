@@ -41,7 +41,7 @@ def test_a_leaf_link_out_of_the_library_directories(image: Path, source: Path, h
     os.symlink(text.format(host=host), image / NAME[1:])
     with ns_util.sandbox(image) as box:
         message = box.refuses(shim(source))
-    assert message.startswith(f"{NAME!r} is a link to ")
+    assert message.startswith(f'"{NAME}" is a link to ')
     assert "not in a library directory" in message
 
 
@@ -49,7 +49,7 @@ def test_a_leaf_link_out_of_the_library_directories(image: Path, source: Path, h
 def test_a_leaf_link_to_nothing_inside(image: Path, source: Path, host: Path, text: str) -> None:
     os.symlink(text.format(host=host), image / NAME[1:])
     with ns_util.sandbox(image) as box:
-        assert box.refuses(shim(source)) == f"{NAME!r} is a link to nothing; remove it from the image"
+        assert box.refuses(shim(source)) == f'"{NAME}" is a link to nothing; remove it from the image'
 
 
 @pytest.mark.parametrize("text", ["/usr/local/lib/a.so", "../../local/lib/a.so", "/../../lib/../local/lib/a.so"])
@@ -85,7 +85,7 @@ def test_a_parent_link_to_nothing(image: Path, source: Path, host: Path) -> None
     os.symlink("nothing", image / "usr/lib/gpushare")
     with ns_util.sandbox(image) as box:
         message = box.refuses(Mount(str(source / "share"), "/usr/lib/gpushare/driver", "dir", RO, "share"))
-    assert message.startswith("'/usr/lib/gpushare' is a link to nothing")
+    assert message.startswith('"/usr/lib/gpushare" is a link to nothing')
 
 
 def test_loops(image: Path, source: Path, host: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_links_text_never_leads_us(image: Path, source: Path, host: Path) -> N
     os.symlink("../../../host/lib", image / "usr/lib/there")
     with ns_util.sandbox(image) as box:
         message = box.refuses(Link("/usr/lib/there/libcuda.so.1", f"{host}/passwd", "name"))
-    assert message.startswith("'/usr/lib/there' is a link to nothing")
+    assert message.startswith('"/usr/lib/there" is a link to nothing')
 
 
 def test_a_link_name_that_is_a_link_to_passwd(image: Path, source: Path, host: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_link_name_that_is_a_link_to_passwd(image: Path, source: Path, host: P
     with ns_util.sandbox(image) as box:
         message = box.refuses(shim(source), Link(f"{LIBDIR}/libcuda.so.1", "libcuda.so.535.1", "name"))
     assert message.startswith(
-        f"'{LIBDIR}/libcuda.so.1' is a link to '/etc/passwd', which is not in a library directory"
+        f'"{LIBDIR}/libcuda.so.1" is a link to "/etc/passwd", which is not in a library directory'
     )
 
 

@@ -158,10 +158,10 @@ def test_a_terminal_stays_the_controlling_terminal(node: Node) -> None:
 ENDS = {
     "code": (("sh", "-c", "exit 7"), 7, ""),
     "signal": (("sh", "-c", "kill -TERM $$"), -signal.SIGTERM, ""),
-    "not found": (("no-such",), 127, "gpushare: 'no-such': No such file or directory; no directory of PATH has it: "),
-    "not found by path": (("/no/such",), 127, "gpushare: '/no/such': No such file or directory; give the path of "),
-    "not executable": (("/etc/passwd",), 126, "gpushare: '/etc/passwd': Permission denied; name a program, which "),
-    "a directory": (("/etc",), 126, "gpushare: '/etc': Permission denied; name a program"),
+    "not found": (("no-such",), 127, 'gpushare: "no-such": No such file or directory; no directory of PATH has it: '),
+    "not found by path": (("/no/such",), 127, 'gpushare: "/no/such": No such file or directory; give the path of '),
+    "not executable": (("/etc/passwd",), 126, 'gpushare: "/etc/passwd": Permission denied; name a program, which '),
+    "a directory": (("/etc",), 126, 'gpushare: "/etc": Permission denied; name a program'),
 }
 
 
@@ -185,7 +185,7 @@ def test_scripts_without_a_header_run_in_the_shell(node: Node, tmp_path: Path) -
     damaged.write_text("#!/no/such/interpreter\n")
     damaged.chmod(0o755)
     done = run(node, "--", str(damaged))
-    said = f"gpushare: {str(damaged)!r}: No such file or directory; its interpreter is not there\n"
+    said = f'gpushare: "{damaged}": No such file or directory; its interpreter is not there\n'
     assert (done.returncode, done.stderr) == (127, said)
     assert node.leases() == []
 
@@ -202,7 +202,7 @@ def test_list_shows_the_command_and_inspect_the_process(node: Node) -> None:
         assert "command       sh -c" in node.cli("inspect", "held").stdout
         assert node.cli("list").stdout.splitlines()[1].endswith("exit 9'")
         taken = run(node, "--name", "held", "--memory", "1Gi", "--", "true")
-        assert taken.returncode == 75 and "'held' already has a lease" in taken.stderr
+        assert taken.returncode == 75 and '"held" already has a lease' in taken.stderr
         process.communicate(b"\n", timeout=30)
         assert process.returncode == 9
 
@@ -253,7 +253,7 @@ REFUSED = {
     "backend": (("--backend", "magic"), 64, "--backend"),
     "name": (("--name", "../x"), 64, '"../x" is not acceptable'),
     "empty name": (("--name", "a b"), 64, "is not acceptable"),
-    "user": (("--user", "no-such-user"), 64, "--user 'no-such-user': no such user"),
+    "user": (("--user", "no-such-user"), 64, '--user "no-such-user": no such user'),
     "group": (("--user", "0:no-such-group"), 64, "no such group"),
     "flag": (("--memorry", "1Gi"), 2, "no such option"),
 }

@@ -157,7 +157,7 @@ def test_no_low_level_runtime(make_node: Callable[..., Node], simhost: Path, con
     one = container(["true"], env=ALL)
     done = call(node, "create", "--bundle", str(one.bundle), one.id)
     assert (done.returncode, done.stderr.count("\n")) == (78, 1)
-    assert "runtime.path '/nowhere/runc' is not a program" in done.stderr
+    assert 'runtime.path "/nowhere/runc" is not a program' in done.stderr
     assert config_of(one) == one.spec and node.leases() == []
 
 
@@ -232,7 +232,7 @@ def test_refusal_is_in_the_engine_s_log(container: MakeContainer, node: Node, tm
         assert entry["level"] == "error" and entry["time"].endswith("Z") and entry["msg"] == done.stderr.strip()
     else:
         assert line.startswith('time="') and 'level=error msg="gpushare: GPUSHARE_MEMORY=' in line
-    assert 'ba"nana' in node.cli("inspect", one.id).stdout
+    assert r'"ba\x22nana"' in node.cli("inspect", one.id).stdout
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"mounts": {}, "process": {"env": ["GPUSHARE_MEMORY=1Gi"]}}'])
@@ -269,4 +269,4 @@ def test_crun_shows_what_our_hook_says(container: MakeContainer, make_node: Call
     (one.bundle / "config.json").write_text(json.dumps(spec))
     with pytest.raises(RuntimeFailed) as failed:
         one.create()
-    assert f"gpushare: the lease of '{one.id}' is gone" in failed.value.message
+    assert f'gpushare: the lease of "{one.id}" is gone' in failed.value.message

@@ -6,12 +6,13 @@ Each function takes the bytes that a fuzzer made. Whatever it raises, but for a 
 from __future__ import annotations
 
 import os
+import shlex
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpushare import config, elf, ldcache, leasefile, oci, pages, quantity, region, request, usagefile
+from gpushare import config, elf, ldcache, leasefile, oci, pages, quantity, quoting, region, request, usagefile
 from gpushare.errors import GpushareError
 from gpushare.model import Amount, Bundle, LdEntry, Node
 
@@ -126,6 +127,28 @@ def _check_amount(amount: Amount) -> None:
         size = quantity.bytes_of(amount, total, block)
         if amount.limit_bytes is None:
             assert 0 <= size <= total and size % block == 0, (amount, total)
+
+
+def _bytes_of(quoted: str) -> bytes:
+    r"""What `quoted` stands for: \xNN is the only escape."""
+    first, *parts = quoted[1:-1].split("\\")
+    assert all(part[0] == "x" for part in parts), quoted
+    return first.encode() + b"".join(bytes.fromhex(part[1:3]) + part[3:].encode() for part in parts)
+
+
+def quoted_value(data: bytes) -> None:
+    """A value that an image chose, in a message: one short line, one word for a shell, and nothing of it is lost."""
+    if data[:1] == b"u":  # any code point, also a lone surrogate
+        text = data[1 : 1 + (len(data) - 1) // 2 * 2].decode("utf-16-le", "surrogatepass")
+    else:
+        text = data.decode("utf-8", "surrogateescape")
+        assert _bytes_of(quoting.quoted(text)) == data
+    cut, fits = quoting.shown(text), len(text) <= (256 if text[:1] == "/" else 80)
+    for line in (quoting.quoted(text), cut if fits else cut[: cut.rindex(" (")]):
+        assert line.isprintable() and not set("$`'\"\n").intersection(line[1:-1]), line
+        assert shlex.split(line) == [line[1:-1]] and shlex.split(f"it's {line}'") == [f"its {line}"]
+    assert (cut == quoting.quoted(text)) == fits and len(cut) < 256 * 16 + 40
+    assert quoting.printable(text).isprintable() and str(GpushareError(text)) == quoting.printable(text)
 
 
 def _is_in_order(cache: ldcache.Cache) -> bool:

@@ -46,6 +46,7 @@ TARGETS = {
         Target("oci-state", "the state on stdin", "readers:state", json=True),
         Target("requests", "variables and annotations, all dialects", "readers:requests", words=True),
         Target("quantity", "amounts of memory and compute", "readers:quantities", longest=256),
+        Target("quoting", "values of images, as messages have them", "readers:quoted_value", longest=512),
         Target("ldcache", "an image's ld.so.cache", "readers:loader_cache"),
         Target("elf", "an image's libraries", "readers:library"),
         Target("limits", "limits files", "readers:limits", longest=512),

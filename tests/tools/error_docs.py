@@ -123,7 +123,7 @@ SHIM_ADVICE = {
     "region.c": "the share's files are damaged, hidden, or of another version: start the container anew",
 }
 SYSCALL = (
-    "| `CALL PATH: REASON`, as `openat2 '/etc/ld.so.cache': Permission denied` | the kernel refused that call on that path: "
+    '| `CALL PATH: REASON`, as `openat2 "/etc/ld.so.cache": Permission denied` | the kernel refused that call on that path: '
     "its reason says why; of a path in the image, look at what the image has there |\n"
 )
 

@@ -148,7 +148,7 @@ def test_program_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(facts, "host", lambda paths: pure.node())
     hook = tmp_path / "gpushare-hook"
     line = ["cdi", "generate", "--program", str(hook)]
-    assert main(line) == 78 and f"{str(hook)!r} is not a program" in capfd.readouterr().err
+    assert main(line) == 78 and f'"{hook}" is not a program' in capfd.readouterr().err
     monkeypatch.setattr(cli_cdi, "check_program", lambda path: path)
     monkeypatch.setattr(cli_cdi, "foreign_owners", lambda paths: [f"{paths[0]} is not root's"])
     assert main(line) == 0
@@ -175,7 +175,7 @@ def test_device_without_a_name_is_told(host: None, monkeypatch: pytest.MonkeyPat
     odd = node._replace(inventory=node.inventory._replace(devices=(pure.device(0, uuid="MIG-GPU-aa/1/0"),)))
     monkeypatch.setattr(facts, "host", lambda paths: odd)
     assert main(["cdi", "generate"]) == 0
-    assert "'MIG-GPU-aa/1/0' is left out" in capfd.readouterr().err
+    assert '"MIG-GPU-aa/1/0" is left out' in capfd.readouterr().err
 
 
 def test_uninstall_takes_it(tmp_path: Path) -> None:

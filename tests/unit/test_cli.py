@@ -160,7 +160,7 @@ def test_bug_of_ours_is_one_line(cli: Callable[..., Any], monkeypatch: pytest.Mo
 
 def test_names_cannot_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     output.write_table((output.Column("name"),), [("\x1b[31mred\n",)])
-    assert capfd.readouterr().out == "NAME\n\\x1b[31mred\\n\n"
+    assert capfd.readouterr().out == "NAME\n\\x1b[31mred\\x0a\n"
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_bar_is_full_only_at_the_limit(used: int, limit: int, text: str) -> None
         (("limit", "set", "c1", "--device", "0"), 64, "nothing to change"),
         (("limit", "set", "c1", "--compute", "80"), 75, "80% of compute asked, 50% free of 100%, held by c2 (50%); "),
         (("limit", "set", "c1", "--compute", "80"), 75, "or set --compute-mode soft"),
-        (("limit", "set", "c3", "--compute", "8"), 64, "no container 'c3'"),
+        (("limit", "set", "c3", "--compute", "8"), 64, 'no container "c3"'),
         (("limit", "set", "c1", "--compute", "8", "--device", ""), 2, "'--device': it is empty"),
         (("limit", "set", "c1", "--compute", "8", "--memory", " "), 2, "'--memory': it is empty"),
-        (("pause", "c3"), 64, "no container 'c3'"),
-        (("limit", "show", "c3"), 64, "no container 'c3'"),
+        (("pause", "c3"), 64, 'no container "c3"'),
+        (("limit", "show", "c3"), 64, 'no container "c3"'),
     ],
 )
 def test_refusals_name_the_flags(

@@ -26,7 +26,7 @@ cli, daemon_json = configurehost.cli, configurehost.daemon_json
         ("[1]", "/etc/docker/daemon.json: must hold a JSON object, not list"),
         ('{"runtimes": []}', '/etc/docker/daemon.json: "runtimes" must be an object, not list'),
         ('{"default-runtime": 1}', '/etc/docker/daemon.json: "default-runtime" must be text, not int'),
-        ('{"runtimes": {}, "runtimes": {}}', "'runtimes' is there twice"),
+        ('{"runtimes": {}, "runtimes": {}}', '"runtimes" is there twice'),
     ],
 )
 def test_a_broken_file_is_named_and_left_alone(
@@ -58,7 +58,7 @@ def _fifo(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_link, "'/etc/docker/daemon.json' is a link to '/elsewhere'"),
+        (_link, '"/etc/docker/daemon.json" is a link to "/elsewhere"'),
         (_folder, "is not a regular file"),
         (_fifo, "is not a regular file"),
         (lambda path: path.write_bytes(b'{"a": "\xff"}'), "not UTF-8 text (byte 7)"),

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gpushare import decision, linux
+from gpushare import decision, linux, quoting
 from gpushare.errors import CapacityError, ConfigError, GpushareError, PolicyError, RequestError
 from gpushare.model import Device, Lease, Request, Selection, Share
 
@@ -100,7 +100,7 @@ def test_no_text_from_outside_makes_a_field_or_a_line(tmp_path: Path, text: str)
         fields = only_line(tmp_path / "log")
         assert fields["decision"] == expected and len(str(fields)) < 4000
         if text.isprintable() and 0 < len(text) < 100:
-            assert fields["id"] in (text, '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"')
+            assert fields["id"] in (text, quoting.quoted(text))
         os.unlink(path)
 
 

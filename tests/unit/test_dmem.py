@@ -115,7 +115,7 @@ def test_the_shim_s_shares_touch_no_cgroup(tree: Path, tmp_path: Path) -> None:
 
 def test_without_the_controller_in_the_container_s_cgroup_nothing_starts(tree: Path, tmp_path: Path) -> None:
     (tree / "dmem.max").unlink()
-    with pytest.raises(KernelError, match=r"dmem\.max' is not there: .*; write \+dmem to cgroup.subtree_control"):
+    with pytest.raises(KernelError, match=r"dmem\.max\" is not there: .*; write \+dmem to cgroup.subtree_control"):
         dmem.hold(os.getpid(), limits(tmp_path))
     assert not (tmp_path / dmem.RECORD).exists()
 

@@ -39,7 +39,7 @@ def test_a_directory_that_is_read_only(machine: Machine, cli: Callable[..., Any]
     subprocess.run(["mount", "-o", "remount,ro", state], check=True)
     assert ask("state", machine).result == FAIL
     code, _, error = cli("prune")
-    assert code and error.endswith("/lock': Read-only file system; make it writable: mount -o remount,rw\n")
+    assert code and error.endswith('/lock": Read-only file system; make it writable: mount -o remount,rw\n')
 
 
 def test_leases(machine: Machine, start: Callable[..., Path], state: Path) -> None:

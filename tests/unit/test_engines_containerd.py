@@ -197,7 +197,7 @@ def test_base_spec_that_is_missing_elsewhere_is_as_containerds() -> None:
         ("[plugins.cri]\nx = 1\n", "version 1 of the configuration file (it names no other); write it as version 2"),
         ("version = 1\n", "version 1 of the configuration file"),
         ("version = 5\n", "version 5 is not known; known: 2, 3, 4; update gpushare"),
-        ('version = "2"\n', "version '2' is not known"),
+        ('version = "2"\n', 'version "2" is not known'),
         ('disabled_plugins = ["cri"]\n', "disabled_plugins switches CRI off; take it out of that list"),
         (f'version = 3\ndisabled_plugins = ["{CRI3}"]\n', "disabled_plugins switches CRI off"),
         ("version = 2\nimports = 1\n", "imports must be a list of texts"),
@@ -220,10 +220,10 @@ def test_containerd_files_that_are_wrong(text: str, message: str) -> None:
 def test_containerd_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="cannot give a runtime arguments .--gpushare-state /s."):
         containerd.propose(NEW._replace(state_dir="/s"), Tree({}))
-    with pytest.raises(ConfigError, match="'two' is no version; write it as 1.7 or 2.1"):
+    with pytest.raises(ConfigError, match='"two" is no version; write it as 1.7 or 2.1'):
         containerd.propose(SETTINGS._replace(engine_version="two"), Tree({}))
 
 
 def test_another_default_runtime_is_noted() -> None:
     text = KUBEADM.replace("/usr/sbin/runc", "/usr/bin/crun")
-    assert "'/usr/bin/crun'" in containerd.propose(NEW, Tree({MAIN: text})).notes[0]
+    assert '"/usr/bin/crun"' in containerd.propose(NEW, Tree({MAIN: text})).notes[0]

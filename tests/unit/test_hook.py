@@ -139,7 +139,7 @@ def test_refusal_is_the_last_line_and_is_kept(
 
     monkeypatch.setattr(request, "mentions", refuse)
     assert call(bundle(), "--state", str(state_dir), "prestart") == 75
-    expected = "gpushare: 8 GiB asked,\\n\\x1b[31m4 GiB free; ask for less\n"
+    expected = "gpushare: 8 GiB asked,\\x0a\\x1b[31m4 GiB free; ask for less\n"
     assert capfd.readouterr().err == expected
     assert (state_dir / "errors" / "c1").read_text() == expected
     assert log.read(str(state_dir), "c1") == expected[len("gpushare: ") : -1]
@@ -155,7 +155,7 @@ def test_bug_of_ours_is_one_line_and_a_trace_on_the_host(
     monkeypatch.setattr(request, "mentions", broken)
     assert call(bundle(), "--state", str(state_dir), "prestart") == 1
     error = capfd.readouterr().err
-    assert error.startswith("gpushare: internal error: ZeroDivisionError: a\\nb (at test_hook.py:")
+    assert error.startswith('gpushare: internal error: ZeroDivisionError: "a\\x0ab" (at test_hook.py:')
     assert error.count("\n") == 1
     trace = state_dir / "errors" / "c1~trace"
     assert "Traceback" in trace.read_text() and trace.stat().st_mode & 0o077 == 0

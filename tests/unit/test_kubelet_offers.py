@@ -107,7 +107,7 @@ def test_a_container_gets_what_kubelet_chose(kind: str, offered: Any, ids: list[
         (MEMORY, BOTH, [f"{A}--1"], "is offered"),
         (MEMORY, BOTH, [f"{A}-1\u0661"], "is offered"),
         (MEMORY, BOTH, ["GPU-cccccccc-0"], "is offered"),
-        (MEMORY, BOTH, ["x" * 10_000], "'x{80}' is offered"),
+        (MEMORY, BOTH, ["x" * 10_000], r'"x{64}\.\.\." \(10000 characters\) is offered'),
         (MEMORY, {FIRST}, [f"{B}-0"], "is gone"),
         (GPU, BOTH, [f"{A}-0", f"{A}-1"], "2 GPUs are asked for, and kubelet chose from 1"),
         (GPU, {FIRST}, [f"{A}-0", f"{B}-1"], r"device 1 \(GPU-bbbb.*is gone"),

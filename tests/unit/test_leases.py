@@ -123,7 +123,9 @@ def test_lease_survives_a_round_trip_through_its_file() -> None:
 
 def test_second_create_of_a_live_id_is_refused_and_named(state: str) -> None:
     reserve(state, "c1")
-    with pytest.raises(CapacityError, match=rf"'c1' already has a lease, reserved by pid {os.getpid()} for '/bundle'"):
+    with pytest.raises(
+        CapacityError, match=rf"\"c1\" already has a lease, reserved by pid {os.getpid()} for \"/bundle\""
+    ):
         reserve(state, "c1")
     assert len(leases.view(state).live) == 1
 

@@ -91,7 +91,7 @@ def test_what_is_refused(root: int, opener: Opener, path: str, reason: int) -> N
     with pytest.raises(linux.SyscallError) as caught:
         opener(root, path)
     assert caught.value.errno == reason
-    assert path in str(caught.value)
+    assert path[:200] in str(caught.value)
     assert os.strerror(reason) in str(caught.value)
 
 
@@ -192,11 +192,11 @@ def test_no_descriptor_is_left_open(root: int, opener: Opener) -> None:
 
 
 def test_an_error_names_call_path_and_reason() -> None:
-    with pytest.raises(KernelError, match="umount2 '/nowhere/at-all': No such file or directory"):
+    with pytest.raises(KernelError, match='umount2 "/nowhere/at-all": No such file or directory'):
         linux.umount("/nowhere/at-all")
-    with open("/proc/self/status") as file, pytest.raises(KernelError, match="setns 'a file': "):
+    with open("/proc/self/status") as file, pytest.raises(KernelError, match='setns "a file": '):
         linux.setns(file.fileno(), "a file")
-    with pytest.raises(KernelError, match=r"pidfd_open 'pid 4194304'"):
+    with pytest.raises(KernelError, match='pidfd_open "pid 4194304"'):
         linux.pidfd_open(4194304)
 
 

@@ -195,7 +195,7 @@ def test_a_page_that_cannot_be_read_gives_nothing_back(held: Callable[..., Lease
 
 
 def test_only_what_runs_is_changed(held: Callable[..., Lease], state: str) -> None:
-    with pytest.raises(RequestError, match="no running container 'c1'"):
+    with pytest.raises(RequestError, match='no running container "c1"'):
         change(state, resize.Wish("1Gi"))
     reserve(state, GIB, "c1")
     with pytest.raises(CapacityError, match="is starting"):

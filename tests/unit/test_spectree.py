@@ -120,14 +120,14 @@ def test_places(make: MakeTree) -> None:
 @pytest.mark.parametrize(
     ("target", "kind", "reason"),
     [
-        ("/v/new", "file", r"'/v/new' would be created in the volume at '/v' \(on the host: '.*/volume'\)"),
-        ("/v/a/b", "dir", r"in the volume at '/v'"),
-        ("/to-v/new", "file", r"in the volume at '/v'"),
-        ("/passwd", "file", r"link to '/etc/passwd', which is not in a library directory"),
+        ("/v/new", "file", r"\"/v/new\" would be created in the volume at \"/v\" \(on the host: \".*/volume\"\)"),
+        ("/v/a/b", "dir", r"in the volume at \"/v\""),
+        ("/to-v/new", "file", r"in the volume at \"/v\""),
+        ("/passwd", "file", r"link to \"/etc/passwd\", which is not in a library directory"),
         ("/usr/lib/nowhere", "file", "is a link to nothing"),
         ("/usr/lib", "file", "is a directory where a file must be"),
         ("/etc/passwd", "dir", "is a regular file where a directory must be"),
-        ("/etc/passwd/x", "file", "a parent of '/etc/passwd/x' is not a directory"),
+        ("/etc/passwd/x", "file", 'a parent of "/etc/passwd/x" is not a directory'),
         ("/usr/lib/fifo", "file", "is a FIFO where a file must be"),
     ],
 )
@@ -162,7 +162,7 @@ def test_nothing_is_mounted_where_the_host_would_see_it(make: MakeTree, flag: st
         for path, kind in (("/v", "dir"), ("/v/there", "file")):
             if refused:
                 with pytest.raises(
-                    KernelError, match=r"appear on the host.* volume at '/v' \(on the host: '.*/volume'\)"
+                    KernelError, match=r"appear on the host.* volume at \"/v\" \(on the host: \".*/volume\"\)"
                 ):
                     tree.place(path, kind)
             else:

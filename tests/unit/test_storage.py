@@ -97,7 +97,7 @@ def test_prepare_beside_one_that_does_the_same(state_dir: Path, monkeypatch: pyt
 
 def test_prepare_says_what_to_do_when_it_cannot(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(KernelError, match=r"state directory '.*file/state': Not a directory$"):
+    with pytest.raises(KernelError, match=r"state directory \".*file/state\": Not a directory$"):
         storage.prepare(str(tmp_path / "file" / "state"))
 
 
@@ -110,7 +110,7 @@ def test_somebody_else_s_directory_is_neither_covered_nor_used(state_dir: Path, 
     (state_dir / "passwd").write_text("root")
     (state_dir / "lock").mkdir()  # as /run has one
     assert not storage.is_ready(str(state_dir))
-    with pytest.raises(KernelError, match="'passwd' in it is not gpushare's; name an empty directory"):
+    with pytest.raises(KernelError, match='"passwd" in it is not gpushare\'s; name an empty directory'):
         storage.prepare(str(state_dir))
     assert sorted(os.listdir(state_dir)) == ["lock", "passwd"] and len(mounts_on(state_dir)) == before
     (state_dir / "lock").rmdir()

@@ -260,7 +260,7 @@ def test_a_directory_that_is_not_the_state_s_is_not_unmounted(
     rootfs.mount_tmpfs(home, "mode=755")
     (home / "ada").mkdir()
     assert main(["--state", "/home", "uninstall", "--root", str(root), *words]) == 78
-    assert "'ada' in it is not gpushare's; name gpushare's with --state" in capfd.readouterr().err
+    assert "\"ada\" in it is not gpushare's; name gpushare's with --state" in capfd.readouterr().err
     assert os.path.ismount(home) and (root / "etc/gpushare").is_dir()
 
 

@@ -13,6 +13,7 @@ from .. import cdi as devices
 from .. import log
 from ..engines.base import Change
 from ..engines.host import Host, check_program, foreign_owners
+from ..quoting import shown
 from . import facts
 from .options import Paths, given, with_no_color
 from .output import write, write_line
@@ -72,7 +73,7 @@ def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: st
             host.write([change])
         write_line("nothing to do" if change.before == text else change.describe())
     for uuid in devices.device_names(node)[1]:
-        log.to_stderr(f"gpushare: device {uuid!r} is left out: CDI has no such names; containers can ask for any")
+        log.to_stderr(f"gpushare: device {shown(uuid)} is left out: CDI has no such names; containers can ask for any")
     for note in foreign_owners([settings.hook]):
         log.to_stderr(f"gpushare: {note}")
 
@@ -83,7 +84,7 @@ def _format_of(path: Optional[str], kind: Optional[str]) -> str:
         return kind or "yaml"
     ending = os.path.splitext(path)[1]
     if ending not in _FORMATS:
-        raise click.UsageError(f"--output {path!r}: engines read files that end in {' or '.join(_FORMATS)} only")
+        raise click.UsageError(f"--output {shown(path)}: engines read files that end in {' or '.join(_FORMATS)} only")
     if ending == ".json" and kind == "yaml":
-        raise click.UsageError(f"--format yaml: {path!r} would not be JSON")
+        raise click.UsageError(f"--format yaml: {shown(path)} would not be JSON")
     return kind or _FORMATS[ending]

@@ -11,6 +11,7 @@ import click
 from .. import log, names
 from ..dialects import device_name
 from ..quantity import human
+from ..quoting import printable
 from . import facts
 from .options import Paths, complete_ids, with_format
 from .output import (
@@ -19,7 +20,6 @@ from .output import (
     age,
     bar,
     is_tty,
-    printable,
     state_style,
     write_json,
     write_line,

@@ -31,10 +31,11 @@ from ..dialects import injected, table
 from ..explain import explain_json, explain_text
 from ..model import Bundle, Lease, Node, Request
 from ..ops import Mount, Plan
+from ..quoting import printable
 from ..spectree import SpecTree
 from . import facts
 from .options import Paths, with_format
-from .output import printable, write_json, write_text
+from .output import write_json, write_text
 
 _INDENT = 13  # of what is behind a label
 WITHHELD = (

@@ -21,6 +21,7 @@ import click
 from .. import driverfiles, gpuuse, inventory, livelimits, node, reconcile, sigterm
 from ..errors import GpushareError, RequestError, what_to_do
 from ..model import Lease
+from ..quoting import shown
 from . import facts
 from .options import Paths, given, with_interval, with_no_color
 from .output import write, write_line
@@ -206,7 +207,9 @@ def _bound(listen: str, port: int, path: Optional[str]) -> _Server:
     try:
         address = ipaddress.ip_address(listen)
     except ValueError:
-        raise RequestError(f"--listen {listen!r}: not an address", "give 127.0.0.1, ::1, or 0.0.0.0 for all") from None
+        raise RequestError(
+            f"--listen {shown(listen)}: not an address", "give 127.0.0.1, ::1, or 0.0.0.0 for all"
+        ) from None
     where = f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
     try:
         return _Server((str(address), port), socket.AF_INET6 if address.version == 6 else socket.AF_INET)
@@ -219,7 +222,7 @@ def _bound_to_file(path: str) -> _Server:
     """A socket that somebody listens on is left alone; one of a server that was killed is replaced. To connect to
     anything else is refused in the same words by the kernel, and that is no socket of ours to remove."""
     if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise GpushareError(f"cannot serve on {path!r}: it is there, and is no socket", "give another --socket")
+        raise GpushareError(f"cannot serve on {shown(path)}: it is there, and is no socket", "give another --socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -230,7 +233,7 @@ def _bound_to_file(path: str) -> _Server:
         except OSError as error:
             raise _no_socket(path, error) from None
         else:
-            raise GpushareError(f"cannot serve on {path!r}: somebody does", "give another --socket")
+            raise GpushareError(f"cannot serve on {shown(path)}: somebody does", "give another --socket")
     before = os.umask(0o177)
     try:
         return _Server(path, socket.AF_UNIX)
@@ -242,7 +245,7 @@ def _bound_to_file(path: str) -> _Server:
 
 def _no_socket(path: str, error: OSError) -> GpushareError:
     """Of a path that is too long, only Python knows, and has no number for it."""
-    return GpushareError(f"cannot serve on {path!r}: {error.strerror or error}", what_to_do(error))
+    return GpushareError(f"cannot serve on {shown(path)}: {error.strerror or error}", what_to_do(error))
 
 
 def _serve(watched: Watched, server: _Server, interval: float) -> int:

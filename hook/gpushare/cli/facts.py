@@ -10,6 +10,7 @@ from .. import leases, log, names, node, procs, region, rootless, storage, usage
 from ..errors import GpushareError, RequestError
 from ..model import Lease, Node, Share
 from ..quantity import human
+from ..quoting import shown
 from .options import Paths
 
 NONE = "no container has a share of a GPU"
@@ -142,11 +143,11 @@ def find(state_dir: str, text: str) -> str:
         return matching[0]
     if not matching:
         hint = "`gpushare list` shows those that have a share, by id and not by docker's name"
-        raise RequestError(f"no container {text!r}", hint)
-    shown = ", ".join(
+        raise RequestError(f"no container {shown(text)}", hint)
+    candidates = ", ".join(
         names.short(name) if names.short(name) != names.short(matching[0]) else name for name in matching[:8]
     )
-    raise RequestError(f"{text!r} begins {len(matching)} ids: {shown}", "give more of it")
+    raise RequestError(f"{shown(text)} begins {len(matching)} ids: {candidates}", "give more of it")
 
 
 def none() -> str:

@@ -10,7 +10,8 @@ import click
 from .. import node
 from ..errors import GpushareError, RequestError
 from ..model import Node
-from ..quantity import shown, size_bytes
+from ..quantity import size_bytes
+from ..quoting import shown
 from . import facts
 from .options import Paths, given, with_interval, with_no_color
 from .output import write_line
@@ -83,7 +84,7 @@ def _node(paths: Paths, whole: tuple[str, ...]) -> Node:
     found = node.last(paths.state_dir) or facts.host(paths)
     for name in whole:
         if not any(is_among(device, [name]) for device in usable_devices(found.inventory)):
-            raise RequestError(f"--whole {name!r}: no such device", "see `gpushare devices`")
+            raise RequestError(f"--whole {shown(name)}: no such device", "see `gpushare devices`")
     if not found.inventory.devices:
         raise GpushareError("this host has no device", "load the driver")
     return found

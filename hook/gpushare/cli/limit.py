@@ -11,6 +11,7 @@ from ..dialects import device_name
 from ..errors import GpushareError, RequestError
 from ..model import Lease, Share
 from ..quantity import human
+from ..quoting import shown
 from . import facts
 from .options import Paths, complete_ids, given, with_format
 from .output import Column, write_json, write_line, write_table
@@ -94,7 +95,7 @@ def show(paths: Paths, id: str, output: str) -> None:
     container_id = facts.find(paths.state_dir, id)
     one = facts.one(paths.state_dir, container_id)
     if one is None or one.lease is None:
-        raise RequestError(f"no running container {id!r}", "`gpushare list` shows those that have a share")
+        raise RequestError(f"no running container {shown(id)}", "`gpushare list` shows those that have a share")
     used = tuple(use.used_bytes for use in one.uses)
     seen = livelimits.Changed(one.lease, one.lease, used)
     if output == "json":

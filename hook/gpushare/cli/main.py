@@ -15,6 +15,7 @@ import click
 
 from .. import log, names, rootless
 from ..errors import GpushareError, what_to_do
+from ..quoting import shown
 from .options import Paths, given, with_no_color
 
 PROGRAM = "gpushare"
@@ -174,14 +175,14 @@ def _run(argv: Optional[Sequence[str]]) -> int:
     except BrokenPipeError:
         raise
     except PermissionError as error:
-        return _fail(GpushareError(f"{error.filename!r}: {error.strerror}", "run as root"))
+        return _fail(GpushareError(f"{shown(error.filename)}: {error.strerror}", "run as root"))
     except OSError as error:
         if error.filename is None and error.errno in _OF_OUTPUT:
             raise
         if error.filename is None and error.errno == errno.ENOENT:  # getcwd(3), for a path that is not absolute
             return _fail(GpushareError(f"the directory of this process: {error.strerror}", "cd to one that exists"))
         return _fail(
-            GpushareError(f"{error.filename!r}: {error.strerror}", what_to_do(error)) if error.filename else error
+            GpushareError(f"{shown(error.filename)}: {error.strerror}", what_to_do(error)) if error.filename else error
         )
     except Exception as error:
         return _fail(error)

@@ -10,7 +10,8 @@ from .. import backends, leases, mps, mpsdaemon, mpsstatus, names, quantity, ser
 from ..dialects import device_name, find_devices
 from ..errors import RequestError
 from ..model import Device, Node
-from ..quantity import human, shown
+from ..quantity import human
+from ..quoting import shown
 from . import facts
 from .options import Paths, given, with_format
 from .output import Column, Progress, state_style, write_json, write_line, write_table

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import click
 
+from ..quoting import printable
 from .options import NO_COLOR
 
 if TYPE_CHECKING:
@@ -85,11 +86,6 @@ def has_colour() -> bool:
     context = click.get_current_context(silent=True)
     wanted = not (os.environ.get("NO_COLOR") or (context and context.meta.get(NO_COLOR)))
     return wanted and is_tty() and is_capable()
-
-
-def printable(text: str) -> str:
-    """Names can come from a tenant: control characters never reach a terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def write(text: str, now: bool = False) -> None:

@@ -11,6 +11,7 @@ import click
 
 from .. import decision, names
 from ..errors import GpushareError, RequestError
+from ..quoting import shown
 from .options import Paths, given
 
 if TYPE_CHECKING:
@@ -111,14 +112,14 @@ def user_of(text: str) -> programs.User:
     except (KeyError, ValueError):  # ValueError: a NUL
         entry = None
     if entry is None and not user.isdecimal():
-        raise RequestError(f"--user {text!r}: no such user", "write one that this host knows")
+        raise RequestError(f"--user {shown(text)}: no such user", "write one that this host knows")
     uid = entry.pw_uid if entry else _id(text, user)
     gid = entry.pw_gid if entry else uid
     if colon:
         try:
             gid = _id(text, group) if group.isdecimal() else grp.getgrnam(group).gr_gid
         except (KeyError, ValueError):
-            raise RequestError(f"--user {text!r}: no such group", "write one that this host knows") from None
+            raise RequestError(f"--user {shown(text)}: no such group", "write one that this host knows") from None
     groups = tuple(os.getgrouplist(entry.pw_name, gid)) if entry else (gid,)
     return programs.User(uid, gid, groups)
 
@@ -126,5 +127,5 @@ def user_of(text: str) -> programs.User:
 def _id(text: str, digits: str) -> int:
     """A user or group id. Raises RequestError: the kernel takes the last number for "leave it as it is"."""
     if len(digits) > 10 or int(digits) >= _NO_ID:
-        raise RequestError(f"--user {text!r}: {digits[:20]} is no id", f"write one below {_NO_ID}")
+        raise RequestError(f"--user {shown(text)}: {digits[:20]} is no id", f"write one below {_NO_ID}")
     return int(digits)

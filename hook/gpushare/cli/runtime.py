@@ -16,6 +16,7 @@ from ..engines.base import Change, Settings
 from ..engines.configure import ENGINES, Outcome, State
 from ..engines.host import Host, check_program, foreign_owners
 from ..errors import ConfigError
+from ..quoting import shown
 from .options import Paths, given, with_format
 from .output import Column, state_style, write_json, write_line, write_table
 
@@ -127,7 +128,7 @@ def profile_changes(profile: str, path: str, host: Host, force: bool) -> list[Ch
     if there is not None and not force and there not in written and not profiles.says_nothing(there):
         try:
             now, then = effective(parse_config(there, path)), effective(parse_config(wanted, path))
-            other = [f"{key} {now[key]!r} (profile: {then[key]!r})" for key in now if now[key] != then[key]]
+            other = [f"{key} {shown(now[key])} (profile: {shown(then[key])})" for key in now if now[key] != then[key]]
         except ConfigError as error:
             other = [str(error)]
         what = ", ".join(other) or "only in its comments"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 from .. import names
 from ..dialects import device_name
 from ..quantity import human
+from ..quoting import printable
 from . import facts
 from .containers import compute_text, limit_text
-from .output import BAR, BAR_CELLS, Column, age, bar, bar_column, printable, state_style, table
+from .output import BAR, BAR_CELLS, Column, age, bar, bar_column, state_style, table
 from .sample import Line, Sample
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from ..errors import DeviceError, RequestError
 from ..light import Iterable, Optional
 from ..model import Device, Inventory, Selection
-from ..quantity import MAX_SLOTS, shown, wrong
+from ..quantity import MAX_SLOTS, wrong
+from ..quoting import shown
 
 Env = tuple[tuple[str, str], ...]
 

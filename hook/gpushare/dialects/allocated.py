@@ -15,7 +15,8 @@ from __future__ import annotations
 from .. import names
 from ..errors import RequestError
 from ..light import Optional
-from ..quantity import amounts, shown, wrong
+from ..quantity import amounts, wrong
+from ..quoting import shown
 from . import Env, one_value
 
 _ANY = ("", "any", "any:1")

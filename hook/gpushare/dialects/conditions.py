@@ -16,7 +16,8 @@ from __future__ import annotations
 from ..errors import CapacityError, DeviceError, GpushareError, RequestError
 from ..light import Any, Callable, Iterable
 from ..model import Amount, Condition, Device
-from ..quantity import amount, bytes_of, human, shown, size_bytes, wrong
+from ..quantity import amount, bytes_of, human, size_bytes, wrong
+from ..quoting import shown
 from . import device_name
 
 _HINT = "write any or any:2, then with commas model=A100, memory>=40Gi, free>=20Gi, mig=yes or mig=no"

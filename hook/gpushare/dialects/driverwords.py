@@ -12,7 +12,8 @@ from __future__ import annotations
 from ..drivertable import FEATURES
 from ..light import Any, NamedTuple
 from ..model import Inventory
-from ..quantity import shown, wrong
+from ..quantity import wrong
+from ..quoting import shown
 from . import Env, find_devices, nvidia, one_value
 
 ENV_IMEX = "NVIDIA_IMEX_CHANNELS"

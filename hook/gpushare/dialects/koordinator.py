@@ -13,7 +13,8 @@ from __future__ import annotations
 from ..errors import DeviceError
 from ..light import Any, Optional, loads
 from ..model import Inventory, Selection
-from ..quantity import UNITS, shown, wrong
+from ..quantity import UNITS, wrong
+from ..quoting import shown
 from .demand import Demand, Limit, memory
 from .table import Said
 

@@ -9,7 +9,8 @@ G and M 1024-based; a percentage may have decimals; priority 1 is below normal, 
 from __future__ import annotations
 
 from ..model import Inventory
-from ..quantity import shown, wrong
+from ..quantity import wrong
+from ..quoting import shown
 from .demand import Demand, Limit, fraction, memory, number
 from .table import Said
 

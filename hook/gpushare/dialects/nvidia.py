@@ -21,7 +21,7 @@ from .. import oci
 from ..errors import RequestError
 from ..light import Any, Optional
 from ..model import Inventory, Request, Selection
-from ..quantity import shown
+from ..quoting import shown
 from . import Env, expand_capabilities, one_value, parse_devices
 
 ENV_DEVICES = "NVIDIA_VISIBLE_DEVICES"

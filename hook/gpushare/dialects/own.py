@@ -18,7 +18,8 @@ from .. import names, oci
 from ..errors import RequestError
 from ..light import Any, Callable, Iterable, NamedTuple, Optional
 from ..model import Inventory, Request, Selection
-from ..quantity import amounts, percents, shown, wrong
+from ..quantity import amounts, percents, wrong
+from ..quoting import shown
 from . import Env, nvidia, one_value, parse_devices
 
 UNNAMED = Selection("any", count=0)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from ..errors import RequestError
 from ..model import Inventory
-from ..quantity import MAX_SLOTS, UNITS, shown, wrong
+from ..quantity import MAX_SLOTS, UNITS, wrong
+from ..quoting import shown
 from .demand import Demand, Limit, fraction, memory, number, percent
 from .table import KEYS, Said
 

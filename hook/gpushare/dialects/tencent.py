@@ -12,7 +12,8 @@ from __future__ import annotations
 from ..errors import DeviceError
 from ..light import Optional
 from ..model import Inventory, Selection
-from ..quantity import shown, wrong
+from ..quantity import wrong
+from ..quoting import shown
 from .demand import Demand, Limit, memory, number
 from .table import Said
 

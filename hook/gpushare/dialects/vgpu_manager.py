@@ -16,7 +16,8 @@ from __future__ import annotations
 from ..errors import DeviceError
 from ..light import NamedTuple, Optional, Union
 from ..model import Device, Inventory
-from ..quantity import shown, wrong
+from ..quantity import wrong
+from ..quoting import shown
 from . import find_devices, parse_devices
 from .demand import BINARY, Beyond, Demand, Limit, flag, fraction, memory, percent
 from .table import DEVICES, Said

@@ -9,7 +9,8 @@ both in MB) and "how to use gpu number" (only VOLCANO_GPU_ALLOCATED=1: whole dev
 from __future__ import annotations
 
 from ..model import Inventory
-from ..quantity import shown, wrong
+from ..quantity import wrong
+from ..quoting import shown
 from .demand import Demand, Limit, number
 from .table import Said
 

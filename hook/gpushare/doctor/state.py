@@ -6,6 +6,7 @@ import os
 import time
 
 from .. import changes, leases, livelimits, log, names, node, storage
+from ..quoting import shown
 from .base import FAIL, OK, WARN, Machine, Result, no_driver
 
 _RECENT_S = 24 * 3600
@@ -20,7 +21,9 @@ def directory(machine: Machine) -> Result:
     if not storage.is_ready(path):
         other = storage.foreign(path)
         if other:
-            return Result(FAIL, f"{other!r} in {path} is not gpushare's: no container starts", "name another directory")
+            return Result(
+                FAIL, f"{shown(other)} in {path} is not gpushare's: no container starts", "name another directory"
+            )
         return Result(OK, f"{path} is not mounted; the first start mounts it")
     space = os.statvfs(path)
     if space.f_flag & os.ST_RDONLY:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Optional, Protocol
 
 from .. import names
 from ..errors import ConfigError
+from ..quoting import shown
 
 RUNTIME = "gpushare"  # the name that `docker run --runtime` and a RuntimeClass's handler give
 RUNTIME_PROGRAM = "gpushare-runtime"
@@ -61,7 +62,7 @@ class Change(NamedTuple):
         """Raises ConfigError where the file is there and somebody else's: ours have `sign` in them."""
         if self.before and self.before.strip() and sign not in self.before:
             raise ConfigError(
-                f"{self.path!r} is there, and was not written by gpushare", "move it away, or name another file"
+                f"{shown(self.path)} is there, and was not written by gpushare", "move it away, or name another file"
             )
 
     def diff(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 from ..errors import ConfigError
+from ..quoting import shown
 from . import containerd, crio, docker, podman, record
 from .base import UNKNOWN, Change, Engine, Settings
 from .host import Host
@@ -131,5 +132,5 @@ def state(engine: Engine, settings: Settings, host: Host) -> State:
     except ConfigError as error:
         return State(engine.NAME, found, False, "", (), str(error))
     program = next(iter(entries.values()), "")
-    problem = f"{program!r} does not exist" if program and not host.has(program) and host.root == "/" else ""
+    problem = f"{shown(program)} does not exist" if program and not host.has(program) and host.root == "/" else ""
     return State(engine.NAME, found, bool(entries), program, tuple(entries), problem)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Optional
 
 from ..dialects import triggers
 from ..errors import ConfigError
+from ..quoting import shown
 from . import basespec, hookfiles, jsontext, tomltext
 from .base import RUNTIME, UNKNOWN, Change, Files, Proposal, Settings
 from .tomltext import Keys
@@ -62,7 +63,9 @@ def engine_version(settings: Settings, files: Files) -> tuple[int, int]:
     if settings.engine_version:
         match = re.fullmatch(r"v?(\d+)\.(\d+)(?:[.~+-].*)?", settings.engine_version)
         if match is None:
-            raise ConfigError(f"--engine-version {settings.engine_version!r} is no version", "write it as 1.7 or 2.1")
+            raise ConfigError(
+                f"--engine-version {shown(settings.engine_version)} is no version", "write it as 1.7 or 2.1"
+            )
         return int(match[1]), int(match[2])
     match = re.search(r" v?(\d+)\.(\d+)\.", files.ask("containerd", "--version") or "")
     if match is not None:
@@ -82,7 +85,7 @@ def _config_version(source: Source, engine: tuple[int, int]) -> int:
         hint = "write it as version 2: `containerd config migrate` does"
         raise ConfigError(f"{source.path}: version 1 of the configuration file (it names no other)", hint)
     known = ", ".join(map(str, _PLUGINS))
-    raise ConfigError(f"{source.path}: version {version!r} is not known", f"known: {known}; update gpushare")
+    raise ConfigError(f"{source.path}: version {shown(version)} is not known", f"known: {known}; update gpushare")
 
 
 def _sources(main: str, files: Files) -> list[Source]:
@@ -178,7 +181,9 @@ def _table(
         hookfiles.refuse_arguments(settings, "containerd")
         before = options.get("BinaryName")
         if before and before.rpartition("/")[2] != "runc":
-            notes.append(f"the default handler runs {before!r}; below gpushare it is what runtime.path says, or runc")
+            notes.append(
+                f"the default handler runs {shown(before)}; below gpushare it is what runtime.path says, or runc"
+            )
         options["BinaryName"] = settings.program
     if options:
         table["options"] = options

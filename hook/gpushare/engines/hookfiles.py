@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from ..errors import ConfigError
+from ..quoting import shown
 from . import jsontext, tomltext
 from .base import HOOK_PROGRAM, Change, Files, Settings
 
@@ -51,7 +52,7 @@ def propose(folder: str, settings: Settings, files: Files) -> list[Change]:
     for path, stage in names(folder).items():
         before, after = files.read(path), text(settings, stage)
         if before is not None and not program(path, before):
-            raise ConfigError(f"{path!r} is there and runs another program", "move it away")
+            raise ConfigError(f"{shown(path)} is there and runs another program", "move it away")
         if before != after:
             changes.append(Change(path, before, after))
     return changes
@@ -72,7 +73,7 @@ def folders(
             raise ConfigError(f"{path}: hooks_dir must be a list of texts", "mend the file")
         found = said
         if path.rpartition("/")[0] == own.rpartition("/")[0] and path > own and folder not in said:
-            notes.append(f"{path}: hooks_dir lacks {folder!r} and counts more than ours, so add it there")
+            notes.append(f"{path}: hooks_dir lacks {shown(folder)} and counts more than ours, so add it there")
     return [*found, *([] if folder in found else [folder])], notes
 
 

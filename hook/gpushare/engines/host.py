@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Optional
 
 from ..errors import ConfigError, KernelError
+from ..quoting import shown
 from .base import Change
 
 MAX_BYTES = 4 << 20
@@ -33,11 +34,11 @@ class Host:
     def at(self, path: str) -> str:
         """Where `path` is; a link out of `root` is refused. Raises ConfigError."""
         if not path.startswith("/"):
-            raise ConfigError(f"{path!r} is not an absolute path", "write the whole path")
+            raise ConfigError(f"{shown(path)} is not an absolute path", "write the whole path")
         full = os.path.join(self.root, os.path.normpath(path).lstrip("/"))
         folder = os.path.realpath(os.path.dirname(full))
         if self.root != "/" and os.path.commonpath([self.root, folder]) != self.root:
-            raise ConfigError(f"{path!r} leads out of {self.root!r}", "remove that link")
+            raise ConfigError(f"{shown(path)} leads out of {shown(self.root)}", "remove that link")
         return os.path.join(folder, os.path.basename(full))
 
     def _status(self, path: str) -> Optional[os.stat_result]:
@@ -47,12 +48,16 @@ class Host:
         except FileNotFoundError:
             return None
         except NotADirectoryError:
-            raise ConfigError(f"{path!r}: {os.path.dirname(path)!r} is not a directory", "move it away") from None
+            raise ConfigError(
+                f"{shown(path)}: {shown(os.path.dirname(path))} is not a directory", "move it away"
+            ) from None
         if stat.S_ISLNK(status.st_mode):
             target = os.readlink(full)
-            raise ConfigError(f"{path!r} is a link to {target!r}", "change that file yourself, or replace the link")
+            raise ConfigError(
+                f"{shown(path)} is a link to {shown(target)}", "change that file yourself, or replace the link"
+            )
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{path!r} is not a regular file", "move it away")
+            raise ConfigError(f"{shown(path)} is not a regular file", "move it away")
         return status
 
     def read(self, path: str) -> Optional[str]:
@@ -63,11 +68,11 @@ class Host:
         with open(fd, "rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise ConfigError(f"{path!r} is larger than {MAX_BYTES} bytes")
+            raise ConfigError(f"{shown(path)} is larger than {MAX_BYTES} bytes")
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path!r}: not UTF-8 text (byte {error.start})", "mend the file") from None
+            raise ConfigError(f"{shown(path)}: not UTF-8 text (byte {error.start})", "mend the file") from None
 
     def glob(self, pattern: str) -> list[str]:
         prefix = self.root.rstrip("/")
@@ -110,7 +115,7 @@ class Host:
         """All changes, or none. Raises KernelError, ConfigError when a file is not as it was when it was read."""
         for change in changes:
             if self.read(change.path) != change.before:
-                raise ConfigError(f"{change.path!r} was changed meanwhile", "run the command again")
+                raise ConfigError(f"{shown(change.path)} was changed meanwhile", "run the command again")
         done: list[Change] = []
         folders: list[str] = []
         path = ""
@@ -128,7 +133,7 @@ class Host:
                 self._replace(change._replace(before=change.after, after=change.before))
             self.remove_folders(folders)
             raise KernelError(
-                f"{path!r}: {error.strerror}; nothing was changed", _HINTS.get(error.errno or 0, "")
+                f"{shown(path)}: {error.strerror}; nothing was changed", _HINTS.get(error.errno or 0, "")
             ) from error
 
     def remove_folders(self, folders: Sequence[str]) -> None:
@@ -196,7 +201,7 @@ def check_program(path: str) -> str:
     could change what it is."""
     resolved = os.path.realpath(path)
     if not os.path.isfile(resolved) or not os.access(resolved, os.X_OK):
-        raise ConfigError(f"{path!r} is not a program", "install gpushare, or name it with --program")
+        raise ConfigError(f"{shown(path)} is not a program", "install gpushare, or name it with --program")
     here = resolved
     while True:
         status = os.stat(here)
@@ -204,7 +209,7 @@ def check_program(path: str) -> str:
         sticky = here != resolved and status.st_mode & stat.S_ISVTX
         if (group or status.st_mode & stat.S_IWOTH) and not sticky:
             mode = oct(stat.S_IMODE(status.st_mode))[2:]
-            raise ConfigError(f"{here!r} (mode {mode}) is writable by others than root", f"chmod go-w {here}")
+            raise ConfigError(f"{shown(here)} (mode {mode}) is writable by others than root", f"chmod go-w {here}")
         if here == "/":
             return resolved
         here = os.path.dirname(here)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
 from ..errors import ConfigError
+from ..quoting import shown
 
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"
@@ -35,7 +36,7 @@ def check(text: str, path: str) -> dict[str, Any]:
         if len(value) != len(found):
             keys = [key for key, _ in found]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise ConfigError(f"{path}: {twice!r} is there twice", "keep one")
+            raise ConfigError(f"{path}: {shown(twice)} is there twice", "keep one")
         return value
 
     try:
@@ -118,9 +119,9 @@ def _put(text: str, at: int, keys: Sequence[str], value: Any, unit: str) -> str:
         return text[: at + 1] + body + text[stop:]
     gap = text[at + 1 : members[0].start]
     lines = "\n" in gap
-    shown = _written(value, margin, unit) if lines else json.dumps(value, ensure_ascii=False)
+    member = _written(value, margin, unit) if lines else json.dumps(value, ensure_ascii=False)
     last = members[-1].end
-    return f"{text[:last]},{gap if lines else ' '}{json.dumps(keys[0])}: {shown}{text[last:]}"
+    return f"{text[:last]},{gap if lines else ' '}{json.dumps(keys[0])}: {member}{text[last:]}"
 
 
 def drop(text: str, keys: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import json
 from typing import Any, NamedTuple, Optional
 
 from ..errors import ConfigError
+from ..quoting import shown
 from .base import Change
 from .host import Host
 
@@ -67,7 +68,7 @@ def load(host: Host, engine: str) -> Optional[Record]:
             raise ValueError("wrong types")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         hint = "move it away; --undo then removes our entries only"
-        raise ConfigError(f"{path!r} is damaged: {error}", hint) from None
+        raise ConfigError(f"{shown(path)} is damaged: {error}", hint) from None
     return Record(files, folders)
 
 

@@ -24,6 +24,7 @@ from ..errors import DeviceError, RequestError
 from ..ledger import capacity_bytes, rule_of
 from ..model import Device, Node
 from ..quantity import MAX_SLOTS
+from ..quoting import shown
 
 MEMORY, GPU = "memory", "gpu"
 VARIABLES = {MEMORY: names.ENV_ALLOCATED_MEMORY, GPU: names.ENV_ALLOCATED_GPU}
@@ -94,7 +95,7 @@ def _by_device(offers: Iterable[Offered], ids: Iterable[str]) -> dict[Offered, l
     for unit in ids:
         key, number = _device_of(unit)
         if key not in known or not 0 <= number < known[key].count:
-            raise RequestError(f"no device {unit[:80]!r} is offered on this node")
+            raise RequestError(f"no device {shown(unit)} is offered on this node")
         found.setdefault(key, []).append(number)
     return {one: sorted(set(found[key])) for key, one in known.items() if key in found}
 

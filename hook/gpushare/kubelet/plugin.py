@@ -24,6 +24,7 @@ from .. import inventory, node, sigterm
 from ..dialects import device_name
 from ..errors import DeviceError, GpushareError, what_to_do
 from ..model import Device, Node
+from ..quoting import shown
 from . import offers, protocol, service
 from .protocol import grpc
 from .service import Service
@@ -126,7 +127,7 @@ class Plugin:
         place = os.path.join(self._settings.folder, protocol.SOCKET)
         here = _identity(place)
         if here is None:
-            raise GpushareError(f"{place!r}: kubelet is not there", _FIRST)
+            raise GpushareError(f"{shown(place)}: kubelet is not there", _FIRST)
         for one in self._services:
             label = one.name.rpartition("/")[2]
             one.serve(os.path.join(self._settings.folder, f"gpushare-{label}-{os.urandom(4).hex()}.sock"))
@@ -218,9 +219,9 @@ def _register(place: str, one: Service) -> None:
             grpc.channel_ready_future(channel).result(timeout=_LISTENS_S)
             call(request, timeout=_REGISTER_S)
         except grpc.FutureTimeoutError:
-            raise GpushareError(f"{place!r}: kubelet does not answer", _FIRST) from None
+            raise GpushareError(f"{shown(place)}: kubelet does not answer", _FIRST) from None
         except grpc.RpcError as error:
-            raise GpushareError(f"{place!r}: kubelet refuses {one.name}: {error.details()}") from None
+            raise GpushareError(f"{shown(place)}: kubelet refuses {one.name}: {error.details()}") from None
 
 
 class _Watch:
@@ -236,7 +237,7 @@ class _Watch:
         if failed is not None:
             self.close()
             hint = _FIRST if isinstance(failed, FileNotFoundError) else what_to_do(failed)
-            raise GpushareError(f"{folder!r}: {os.strerror(failed.errno or 0)}", hint)
+            raise GpushareError(f"{shown(folder)}: {os.strerror(failed.errno or 0)}", hint)
 
     def _add(self) -> Optional[OSError]:
         try:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, NamedTuple, Optional
 
 from ..errors import ConfigError, DeviceError, GpushareError, RequestError
+from ..quoting import shown
 from . import offers as pure
 from . import protocol
 from .offers import Offered
@@ -78,7 +79,7 @@ class Service:
         """Listens there, and nowhere else any more."""
         self.close()
         if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-            raise GpushareError(f"cannot serve on {path!r}: longer than {_MAX_PATH_BYTES} bytes", "give --kubelet")
+            raise GpushareError(f"cannot serve on {shown(path)}: longer than {_MAX_PATH_BYTES} bytes", "give --kubelet")
         options = [("grpc.max_receive_message_length", _MAX_REQUEST_BYTES), ("grpc.so_reuseport", 0)]
         server = grpc.server(ThreadPoolExecutor(_THREADS), options=options)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, self._methods()),))
@@ -86,7 +87,7 @@ class Service:
         try:
             server.add_insecure_port(f"unix:{path}")
         except RuntimeError:
-            raise GpushareError(f"cannot serve on {path!r}", "run as root") from None
+            raise GpushareError(f"cannot serve on {shown(path)}", "run as root") from None
         finally:
             os.umask(before)
         server.start()

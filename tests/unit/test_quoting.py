@@ -1,0 +1,127 @@
+"""Values of images in our lines: inert in a shell, a log and a terminal, and short."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gpushare import log, oci, quantity, quoting
+from gpushare.errors import GpushareError
+
+SOURCES = Path(oci.__file__).resolve().parent
+COMMANDS = (
+    "$(touch made)",
+    "`touch made`",
+    '"; touch made; "',
+    "'; touch made; '",
+    "\\$(touch made)",
+    '\\"; touch made; \\"',
+    "\n touch made \n",
+    "\r\ntouch made\r\n",
+    "\u2028touch made\u2029",
+    "${IFS}$(touch${IFS}made)",
+    "$((a[$(touch made)]))",
+    "!touch made",
+    "'\"'\"$(touch made)",
+    "\\",
+    "\\'; touch made; '",
+    "#' $(touch made)",
+)
+# before and after the value: ours, and as uneven as they come
+FRAMES = (
+    "{}",
+    "gpushare: X={}: not an amount; write 4Gi",
+    "the container's {}",
+    "{} of gpushare's",
+    "it's {} in docker's {}",
+)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("4Gi", '"4Gi"'),
+        ("", '""'),
+        ("größe 🎉", '"größe 🎉"'),
+        ("$(id)", r'"\x24(id)"'),
+        ("a`b\"c'd\\e", r'"a\x60b\x22c\x27d\x5ce"'),
+        ("a\nb\tc\x00\x1b[31m\x7f", r'"a\x0ab\x09c\x00\x1b[31m\x7f"'),
+        ("\u202egpj.exe", r'"\xe2\x80\xaegpj.exe"'),  # an override of the writing direction
+        ("\x9b31m", r'"\xc2\x9b31m"'),
+        ("\udcff\udc80", r'"\xff\x80"'),  # bytes that are not UTF-8
+        ("\ud800", r'"\xed\xa0\x80"'),  # JSON can hold such
+    ],
+)
+def test_special_characters_become_bytes(text: str, expected: str) -> None:
+    assert quoting.quoted(text) == quoting.shown(text) == expected
+
+
+def test_long_values_are_cut_before_they_are_escaped() -> None:
+    assert quoting.shown("x" * 80) == f'"{"x" * 80}"'
+    assert quoting.shown("x" * 81) == f'"{"x" * 64}..." (81 characters)'
+    assert quoting.shown("/" + "x" * 255) == f'"/{"x" * 255}"'
+    assert quoting.shown("/" + "x" * 256) == f'"/{"x" * 203}..." (257 characters)'
+    worst = "\U0010ffff" * 1_000_000  # four bytes, none printable
+    assert len(quoting.shown(worst)) < 64 * 16 + 40 and len(quoting.shown("/" + worst)) < 256 * 16 + 40
+
+
+def test_numbers_stay_as_they_are() -> None:
+    assert [quoting.shown(value) for value in (5, 2.5, True, None)] == ["5", "2.5", "True", '"None"']
+
+
+@pytest.mark.parametrize("text", COMMANDS)
+def test_a_shell_runs_nothing_of_a_message(text: str, tmp_path: Path) -> None:
+    lines = [frame.format(quoting.shown(text), quoting.shown(text)) for frame in FRAMES]
+    lines += [log.line_of(GpushareError(quantity.wrong("X", text, "bad", "do better").message))[0]]
+    lines += [log.line_of(ValueError(text))[0], log.line_of(ValueError("it's " + text))[0]]
+    for number, script in enumerate([*lines, "\n".join(lines), "\n".join(lines[::-1])]):
+        for shell in ("bash", "sh"):
+            subprocess.run([shell, "-c", script], cwd=tmp_path, capture_output=True, env={"PATH": os.environ["PATH"]})
+            assert os.listdir(tmp_path) == [], (number, shell, script)
+
+
+@pytest.mark.parametrize("text", COMMANDS)
+def test_a_shell_reads_a_quoted_value_as_one_word(text: str) -> None:
+    shown = quoting.shown(text)
+    assert shlex.split(shown) == [shown[1:-1]]
+    printed = subprocess.run(["bash", "-c", f"printf %s {shown}"], capture_output=True, text=True, check=True)
+    assert printed.stdout == shown[1:-1]
+
+
+def test_line_of_an_unexpected_error_quotes_its_text() -> None:
+    line, code = log.line_of(OSError(2, "No such file", "/opt/$(touch made)"))
+    assert r'FileNotFoundError: "[Errno 2] No such file: \x27/opt/\x24(touch made)\x27"' in line and code == 1
+
+
+def messages() -> Iterator[tuple[str, ast.JoinedStr]]:
+    """Every f-string of the package, with where it is."""
+    for path in sorted(SOURCES.rglob("*.py")):
+        if path.name not in ("light.py", "quoting.py"):  # typing's own words; the function itself
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield f"{path.relative_to(SOURCES)}:{node.lineno}", node
+
+
+def test_no_message_quotes_by_itself() -> None:
+    """`{value!r}` leaves `$(` as it is; so do quotes written around `{value}`."""
+    ours = {
+        'engines/docker.py: "{_DEFAULT}"',
+        "dialects/conditions.py: '{word}",
+        'log.py: "{stamp}"',
+    }  # no image's text
+    found = set()
+    for where, node in messages():
+        for before, value in zip([None, *node.values], node.values):
+            if not isinstance(value, ast.FormattedValue):
+                continue
+            assert value.conversion == -1, f"{where}: write {{shown(value)}}"
+            text = before.value if isinstance(before, ast.Constant) else ""
+            if isinstance(text, str) and text.endswith(('"', "'")):
+                end = text[-1] if text[-1] == '"' else ""
+                found.add(f"{where.rpartition(':')[0]}: {text[-1]}{{{ast.unparse(value.value)}}}{end}")
+    assert found == ours
