@@ -162,6 +162,7 @@ def _start(options: Options, state: oci.State) -> int:
     if not request.mentions(bundle):
         from . import lowlevel
 
+        _refuse_rules(bundle, options)
         lowlevel.remember_if_stale(options.config, options.state_dir)
         return 0
     from . import leases, node, procs, storage
@@ -170,6 +171,7 @@ def _start(options: Options, state: oci.State) -> int:
     host = node.load_node(options.config, options.state_dir)
     asked = request.resolve(bundle, host)
     if asked is None:
+        _refuse_rules(bundle, options)
         return 0
     request.refuse_conflicts(bundle, asked)
     init = procs.find(bundle.pid)
@@ -180,6 +182,16 @@ def _start(options: Options, state: oci.State) -> int:
     _give(bundle, asked, host, init)
     log.forget(options.state_dir, bundle.id)
     return 0
+
+
+def _refuse_rules(bundle: Bundle, options: Options) -> None:
+    """Of a container that asks for nothing: device rules that open GPUs. Raises PolicyError."""
+    from .dialects import injected
+
+    if injected.rules_reach(bundle.spec):
+        from . import node, withhold
+
+        withhold.refuse(bundle, node.load_config_only(options.config, options.state_dir))
 
 
 def grant(asked: Request, host: Node, live: tuple[Lease, ...], blocked: frozenset[str]) -> tuple[Share, ...]:

@@ -5,7 +5,7 @@
     remember_if_stale(config_path, state_dir)    the same for hosts with the hook only
     execute(program, words)                      never returns; signals, mask and environment as we were given them
 
-STATE_DIR/launcher has a few lines of `key value`: the runtime, whether policy concerns containers that ask for nothing,
+STATE_DIR/launcher has a few lines of `key value`: the runtime, whether Python must see containers that ask for nothing,
 and what the configuration file was when that was found out, so that an edited file counts at once. It is a cache:
 without it the next start costs more, nothing else.
 """
@@ -108,9 +108,7 @@ def remember(config_path: str, state_dir: str, config: Config) -> None:
             "config": config_path,
             "identity": identity(config_path),
             "runtime": find(config),
-            # 1: the launcher starts Python for every container. Of one that gets all devices of the host with its
-            # whole /dev, the text has no word of NVIDIA's.
-            "always": "0" if "*" in config.policy.privileged_containers else "1",
+            "always": "0",  # 1: the launcher starts Python for every container
         }
         if any("\n" in value for value in lines.values()):
             return

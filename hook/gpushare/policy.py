@@ -3,9 +3,9 @@
     accepted(who, bundle)             -> bool    who: always | privileged | never
     refuse_unaccepted(mine, bundle, policy)      our own words, where the node does not listen to them
     refuse_injected(bundle, policy)              devices that other software put into config.json
-    refuse_unlimited(bundle, config)             the same from a hook, where limits are required
+    refuse_unlimited(bundle, config)             the same where limits are required
     refuse_unlisted(request, bundle, policy)     a privileged container without an entry
-    listed(bundle, policy)            -> bool    whether a privileged container has an entry
+    listed(bundle, policy)            -> bool    whether a container has an entry in policy.privileged_containers
     pod_wide(request, bundle)         -> str     the sandbox, when an annotation without a container's name was used
     refuse_second(request, bundle, live)         two containers of a pod with one such annotation
     heard(bundle, policy, limited)    -> (env, spec)      what counts of NVIDIA's words
@@ -44,20 +44,26 @@ def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
             )
 
 
+def _injected(bundle: Bundle, policy: Policy) -> str:
+    """The device that config.json names, "" when it names none. A rule alone does not count where an entry of
+    policy.privileged_containers lets the container have it; elsewhere withhold.py takes it out."""
+    if not injected.minors(bundle.spec) and listed(bundle, policy):
+        return ""
+    return injected.named(bundle.spec)
+
+
 def refuse_injected(bundle: Bundle, policy: Policy) -> None:
     """Devices that nobody but their injector asked for. Left in, they would be a whole GPU without a limit."""
-    minors = injected.minors(bundle.spec)
-    if minors and not accepted(policy.accept_cdi, bundle):
+    found = _injected(bundle, policy)
+    if found and not accepted(policy.accept_cdi, bundle):
         raise PolicyError(
-            f"config.json has {nvidia.DEVICE_PREFIX}{minors[0]}: devices that other software puts there are not "
-            "accepted on this node",
+            f"config.json has {found}: devices that other software puts there are not accepted on this node",
             f"ask with {names.ENV_DEVICES}, or set policy.accept.cdi in the node's config.yaml",
         )
 
 
 def refuse_unlimited(bundle: Bundle, config: Config) -> None:
-    """The same where nobody is there to take them out again, and a limit is required."""
-    minors = injected.minors(bundle.spec)
+    """The same without a request, where limits are required."""
     policy = config.policy
     required = {
         "policy.require_limits": policy.require_limits,
@@ -66,9 +72,10 @@ def refuse_unlimited(bundle: Bundle, config: Config) -> None:
         "sharing": config.sharing,
     }
     key = next((key for key, value in required.items() if value), "")
-    if minors and key:
+    found = _injected(bundle, policy) if key else ""
+    if found:
         raise PolicyError(
-            f"config.json has {nvidia.DEVICE_PREFIX}{minors[0]} without a memory limit, and {key} requires one",
+            f"config.json has {found} without a memory limit, and {key} requires one",
             f"start the container through gpushare-runtime, with {names.ENV_MEMORY}",
         )
 
@@ -80,8 +87,8 @@ def _entry_of(bundle: Bundle) -> str:
 
 
 def listed(bundle: Bundle, policy: Policy) -> bool:
-    """Whether one of policy.privileged_containers is this container."""
-    if "*" in policy.privileged_containers:
+    """Whether one of policy.privileged_containers is this container; "*" is every privileged one, and no other."""
+    if oci.has_sys_admin(bundle.spec) and "*" in policy.privileged_containers:
         return True
     namespace, slash, name = _entry_of(bundle).partition("/")
     fits = {namespace} if not slash else {f"{namespace}/{name}", f"{namespace}/*", f"*/{name}", "*/*"}

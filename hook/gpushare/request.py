@@ -60,7 +60,7 @@ def mentions(bundle: Bundle) -> bool:
         or any(names.ANNOTATION_PREFIX in key for key in bundle.annotations)
         or not triggers.KEYS.isdisjoint(bundle.annotations)
         or bool(nvidia.volume_requests(bundle.spec))
-        or bool(injected.minors(bundle.spec))
+        or bool(injected.named(bundle.spec))
     )
 
 
@@ -230,7 +230,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     if request is None:
         if with_injected:
             _refuse_void(mine, bundle)
-        elif not on_host:
+        if not on_host:
             policy.refuse_unlimited(bundle, node.config)
         return None
     request = _with_replaced(request, bundle) if with_injected else request
@@ -281,7 +281,11 @@ def refuse_conflicts(bundle: Bundle, request: Request) -> None:
             f"config.json already has an NVIDIA {found[0]}" + (f" and {len(found) - 1} more" if found[1:] else ""),
             f"start the container through gpushare-runtime, which replaces it, or leave out {request.sources[0][0]}",
         )
-    if injected.allows_everything(bundle.spec) or not {-1, nvidia.MAJOR}.isdisjoint(injected.majors(bundle.spec)):
+    if not injected.rules_reach(bundle.spec):
+        return
+    from . import withhold
+
+    if withhold.rules_open(bundle.spec, {nvidia.MAJOR}):
         raise RequestError(
             "config.json allows devices that were not granted (linux.resources.devices), as --privileged does",
             f"start the container through gpushare-runtime, which denies them, or leave out {request.sources[0][0]}",

@@ -141,9 +141,9 @@ def _create(call: Call, paths: Paths) -> int:
     bundle = _bundle(call, directory, clean)
     asked, host = _asked(bundle, paths)
     if asked is None or host is None:
-        withheld = _withheld(bundle, paths)
-        if withheld or clean is not spec:
-            specedit.write(path, withheld or clean)
+        edited = _withheld(bundle, paths) or clean
+        if edited is not spec:
+            specedit.write(path, edited)
         watch.end()
         _become(call, paths)
     oci.check_id(call.container_id)
@@ -160,9 +160,11 @@ def _create(call: Call, paths: Paths) -> int:
 
 
 def _withheld(bundle: Bundle, paths: Paths) -> Optional[dict[str, object]]:
-    """The spec of a container that asks for nothing and gets every device, without NVIDIA's: it is privileged, and
-    policy wants an entry for those. None: it stays as it is."""
-    if not bundle.privileged:
+    """The spec of a container that asks for nothing, without NVIDIA's devices: its rules reach those, or it is
+    privileged and has their nodes, and policy has no entry for it. None: it stays as it is."""
+    from .dialects import injected
+
+    if not oci.has_sys_admin(bundle.spec) and not injected.rules_reach(bundle.spec):
         return None
     from . import node, withhold
 
@@ -272,13 +274,19 @@ def _hook_stderr() -> str:
 def _restore(call: Call, paths: Paths) -> int:
     from . import applied
 
-    directory, _, spec = _read(call)
-    asked, _ = _asked(_bundle(call, directory, applied.stripped(spec)), paths)
+    directory, path, spec = _read(call)
+    bundle = _bundle(call, directory, applied.stripped(spec))
+    asked, _ = _asked(bundle, paths)
     if asked is not None:
         raise RequestError(
             f"{asked.sources[0][0]}: a container with a share of a GPU cannot be restored from a checkpoint",
             "start it anew",
         )
+    withheld = _withheld(bundle, paths)
+    if withheld is not None:
+        from . import specedit
+
+        specedit.write(path, withheld)
     _become(call, paths)
 
 

@@ -74,7 +74,7 @@ class Editor:
 
     def narrow(self, root: str) -> None:
         """Rules of others lose NVIDIA's devices, behind `take_out_foreign` and before `deny`; see withhold.py."""
-        if not injected.reaches(self.spec):
+        if not injected.rules_reach(self.spec):
             return
         from . import withhold
 

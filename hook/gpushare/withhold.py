@@ -1,12 +1,13 @@
-"""What a container that may use every device must not use: NVIDIA's devices that it was not granted (start path, for
-such containers only).
+"""Keep containers from NVIDIA's devices that they were not granted, where their device rules reach those (start path,
+for such containers only).
 
-    sees_everything(bundle)     -> bool                whether the engine gave it all devices, or NVIDIA's
     numbers(root, granted)      -> [(major, minor)]    to deny; minor -1 stands for all of a major
-    narrower(rule, majors)      -> [rule] or None      a rule for other devices and NVIDIA's, without those
+    narrower(rule, majors)      -> [rule] or None      what is left of a rule that reaches them; None: all of it
     majors(root)                -> {major}             of NVIDIA's devices on this host
     is_there(root)              -> bool                whether this host has such devices at all
     applies(bundle, config)     -> bool                whether a container that asks for nothing loses them
+    rules_open(spec, majors)    -> bool                whether device rules open devices of these majors
+    refuse(bundle, config)                             the hook's answer to the same: raises PolicyError
 
 `--privileged` is a rule for all devices, so leaving nodes out is not enough: mknod makes them again. Rules of a spec
 count in their order, so these come after that one. They name single minors, since cgroup v1 knows no exception of an
@@ -22,6 +23,7 @@ import stat
 from . import oci, policy
 from .dialects import injected, nvidia
 from .driverroot import listing, short_read
+from .errors import PolicyError
 from .light import Any, Iterable, Optional
 from .model import Bundle, Config
 
@@ -31,21 +33,46 @@ _CONTROL = (254, 255)  # nvidia-modeset, nvidiactl
 _DIRECTORIES = ("", "nvidia-caps", "nvidia-caps-imex-channels")  # below dev
 _MAX_BYTES = 1 << 16
 _CHARACTER_MAJORS = 512  # CHRDEV_MAJOR_MAX, include/linux/fs.h
+_MAJORS = 1 << 12  # include/linux/kdev_t.h; what is beyond a runtime may cut to fewer bits
+_EVERY_MAJOR = -1
 
 
-def sees_everything(bundle: Bundle) -> bool:
-    return (
-        injected.allows_everything(bundle.spec) or injected.reaches(bundle.spec) or bool(nvidia.conflicts(bundle.spec))
-    )
+def _has_nodes(bundle: Bundle) -> bool:
+    """Whether what an engine makes of --privileged has NVIDIA's nodes or files."""
+    return oci.has_sys_admin(bundle.spec) and bool(nvidia.conflicts(bundle.spec))
 
 
 def may_apply(bundle: Bundle) -> bool:
     """The part of `applies` that needs no configuration."""
-    return oci.has_sys_admin(bundle.spec) and bundle.container_type != "sandbox" and sees_everything(bundle)
+    return injected.rules_reach(bundle.spec) or _has_nodes(bundle)
 
 
 def applies(bundle: Bundle, config: Config) -> bool:
-    return may_apply(bundle) and not policy.listed(bundle, config.policy) and is_there(config.driver_root)
+    """Whether a container without a share has a rule or, if it is privileged, a node of NVIDIA's to lose."""
+    if policy.listed(bundle, config.policy) or not is_there(config.driver_root):
+        return False
+    if _has_nodes(bundle):
+        return True
+    return rules_open(bundle.spec, majors(config.driver_root))
+
+
+def rules_open(spec: dict[str, Any], majors: set[int]) -> bool:
+    """Whether device rules let a program open devices of these majors. Pure."""
+    rules = oci.items(spec, "linux", "resources", "devices")
+    return injected.allows_everything(spec) or any(narrower(rule, majors) is not None for rule in rules)
+
+
+def refuse(bundle: Bundle, config: Config) -> None:
+    """For the hook, which runs after the device rules were made. Raises PolicyError. It leaves a container alone that
+    --privileged started: that one could change its own cgroup anyway, and many that a host needs are started so."""
+    everything = oci.has_sys_admin(bundle.spec) and injected.allows_everything(bundle.spec)
+    if everything or not injected.rules_reach(bundle.spec) or not applies(bundle, config):
+        return
+    rule = injected.rule_for_nvidia(bundle.spec) or "devices of every major"
+    raise PolicyError(
+        f"linux.resources.devices in config.json allows {rule}, so this container could open any GPU",
+        "start the container through gpushare-runtime, which denies them, or leave out that device rule",
+    )
 
 
 def _majors(root: str) -> set[int]:
@@ -73,7 +100,8 @@ def _nodes(root: str) -> set[tuple[int, int]]:
 
 
 def is_there(root: str) -> bool:
-    return bool(_majors(root) or _nodes(root))
+    nodes = listing(os.path.join(root, "dev"))
+    return bool(_majors(root)) or any(name.startswith("nvidia") for name in nodes)
 
 
 def majors(root: str) -> set[int]:
@@ -81,12 +109,15 @@ def majors(root: str) -> set[int]:
 
 
 def narrower(rule: Any, majors: set[int]) -> Optional[list[dict[str, Any]]]:
-    """None: it has nothing to do with NVIDIA's devices. Pure."""
-    major = injected.major_of(rule)
-    if major is None or (major >= 0 and major not in majors):
+    """What a rule becomes without NVIDIA's devices. None: it stays, because it does not reach them, or because it is
+    for all devices and `numbers` are denied behind it. Pure."""
+    if not injected.reaches(rule) or injected.allows_every_device(rule):
         return None
-    rest = range(_CHARACTER_MAJORS) if major < 0 else ()
-    return [{**rule, "major": other} for other in rest if other not in majors]
+    major = rule.get("major", _EVERY_MAJOR)
+    if major not in (None, _EVERY_MAJOR):
+        known = type(major) is int and 0 <= major < _MAJORS
+        return [] if not known or major in majors else None
+    return [{**rule, "major": other} for other in range(_CHARACTER_MAJORS) if other not in majors]
 
 
 def numbers(root: str, granted: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -69,9 +69,119 @@ static bool has_major(const char *text, size_t size) {
     return false;
 }
 
+/* A device rule, as far as it has been read. */
+struct rule {
+    const char *at, *end;
+    unsigned seen; /* members, by their place in KEYS */
+    bool allows, is_block, is_character, only_makes_nodes, is_below;
+};
+
+static bool take(struct rule *rule, char wanted) {
+    while (rule->at < rule->end && *rule->at && strchr(" \t\r\n", *rule->at))
+        rule->at++;
+    bool there = rule->at < rule->end && *rule->at == wanted;
+    rule->at += there;
+    return there;
+}
+
+struct value {
+    const char *text; /* not ended, without quotes */
+    size_t length;
+    bool is_text;
+};
+
+/* A text without escapes, a number or a word. */
+static bool take_value(struct rule *rule, struct value *value) {
+    value->is_text = take(rule, '"');
+    value->text = rule->at;
+    while (rule->at < rule->end && (isalnum((unsigned char)*rule->at) || *rule->at == '-'))
+        rule->at++;
+    value->length = (size_t)(rule->at - value->text);
+    if (!value->is_text)
+        return value->length > 0;
+    return rule->at < rule->end && *rule->at++ == '"';
+}
+
+static bool is(struct value value, const char *word) {
+    return value.length == strlen(word) && memcmp(value.text, word, value.length) == 0;
+}
+
+static bool is_below_nvidia(struct value value) {
+    int number = 0;
+    for (size_t at = 0; at < value.length; at++) {
+        if (value.length > 3 || !isdigit((unsigned char)value.text[at]))
+            return false;
+        number = number * 10 + (value.text[at] - '0');
+    }
+    return number < NVIDIA_MAJOR_NUMBER;
+}
+
+/* One `"key": value`; false when it is not what engines write. */
+static bool take_member(struct rule *rule) {
+    static const char *const KEYS[] = {"allow", "type", "major", "minor", "access"};
+    static const bool IS_TEXT[] = {false, true, false, false, true};
+    struct value key, value;
+    size_t which = 0, count = sizeof KEYS / sizeof *KEYS;
+    if (!take_value(rule, &key) || !key.is_text || !take(rule, ':') || !take_value(rule, &value))
+        return false;
+    while (which < count && !is(key, KEYS[which]))
+        which++;
+    if (which == count || value.is_text != IS_TEXT[which] || rule->seen & 1u << which)
+        return false;
+    rule->seen |= 1u << which;
+    switch (which) {
+    case 0:
+        rule->allows = is(value, "true");
+        break;
+    case 1:
+        rule->is_block = is(value, "b");
+        rule->is_character = is(value, "c");
+        break;
+    case 2:
+        rule->is_below = is_below_nvidia(value);
+        break;
+    case 4:
+        rule->only_makes_nodes = is(value, "m");
+        break;
+    }
+    return true;
+}
+
+/* Whether the object at rule->at could open NVIDIA's devices, as injected.reaches of Python says,
+ * which decides. One that is not written as engines write it could. */
+static bool rule_reaches(struct rule rule) {
+    if (!take(&rule, '{'))
+        return true;
+    do {
+        if (!take_member(&rule))
+            return true;
+    } while (take(&rule, ','));
+    if (!take(&rule, '}'))
+        return true;
+    return rule.allows && !rule.is_block &&
+           !(rule.is_character && (rule.only_makes_nodes || rule.is_below));
+}
+
+/* Whether a device rule anywhere in the text could open NVIDIA's devices. */
+static bool rules_reach(const char *text, size_t size) {
+    static const char key[] = "\"allow\"";
+    const char *end = text + size;
+    for (const char *at = text; (at = memmem(at, (size_t)(end - at), key, sizeof key - 1));) {
+        struct rule rule = {.at = at, .end = end};
+        while (rule.at > text && *rule.at != '{' && *rule.at != '}')
+            rule.at--;
+        if (rule_reaches(rule))
+            return true;
+        at += sizeof key - 1;
+    }
+    return false;
+}
+
 bool scan_text_may_ask(char *text, size_t size) {
     if (is_sandbox(text, size))
         return false;
+    if (rules_reach(text, size))
+        return true;
     for (size_t at = 0; at < size; at++)
         text[at] = (char)(text[at] >= 'A' && text[at] <= 'Z' ? text[at] + 'a' - 'A' : text[at]);
     for (const char *const *trigger = TRIGGERS; *trigger; trigger++) {

@@ -67,6 +67,7 @@ def defines() -> str:
         "PEERS_GENERATION": str(region.offset("gs_peers", "generation")),
         "POSTSTOP_WAIT_MS": str(hook.POSTSTOP_WAIT_MS),
         "NVIDIA_MAJOR": f'"{nvidia.MAJOR}"',
+        "NVIDIA_MAJOR_NUMBER": str(nvidia.MAJOR),
         "DECISION_SYSLOG": f'"{decision.SYSLOG}"',
         "DECISION_NOWHERE": f'"{decision.NOWHERE}"',
         "DECISION_SOCKET": f'"{decision.SOCKET}"',

@@ -130,7 +130,7 @@ def require_no_gpu(one: Container) -> None:
 
 def _look(one: Container, command: str) -> list[Any]:
     """In the container: what grab.py says, the lines of `command`, and those that `_require_devices` wants."""
-    devices = f"ls -d /dev/nvidia[0-9]*; mknod {MADE} c 195 1 && (: <{MADE}) 2>&1; rm -f {MADE}"
+    devices = f"ls -d /dev/nvidia[0-9]*; {{ mknod {MADE} c 195 1 && (: <{MADE}); }} 2>&1; rm -f {MADE}"
     script = f"{PYTHON} /opt/grab.py || exit 1; echo; echo {_MARK}; {command}; {devices}"
     done = one.exec(*CLEAN, "/bin/sh", "-c", script)
     lines = done.stdout.splitlines()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Union
 
-from . import environment, image, inside, races, spec, volumes
+from . import environment, image, inside, races, rules, spec, volumes
 from .scene import LIBCUDA, LIBDIR, Scene
 
 # What a hook must survive, as the project's collection of facts from the field has it. Each word has a row.
@@ -22,7 +22,7 @@ FACTS = (
     "id or annotation with ../", "pid reused", "crafted ELF", "crafted ld.so.cache", "crafted ld.so.conf",
     "shared propagation", "mount table growth", "read-only rootfs", "user namespace", "no /etc, distroless, musl",
     "killed hook", "hanging hook", "writable or hard-linked limits", "corrupted usage and pages", "mknod",
-    "another tenant's MPS pipe",
+    "another tenant's MPS pipe", "device rule",
 )  # fmt: skip
 
 # Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
@@ -54,6 +54,7 @@ Verdict = Union[Refused, Other, None]
 SHARE = None  # it starts, and has exactly what it asked for
 NO_GPU = Other("starts, no GPU")  # its own files stand in the way of its programs
 ENDS = Other("ends at once")  # its program is none
+DENIED = Other("starts, opens no GPU")  # without a share
 
 
 def refused(*words: str) -> Refused:
@@ -230,7 +231,16 @@ INSIDE = (
     both("mounts over ours in a user namespace", "user namespace; writable or hard-linked limits", inside.hidden_in_a_user_namespace),
 )  # fmt: skip
 
-ATTACKS = (*IMAGE, *VOLUMES, *ENVIRONMENT, *SPEC, *INSIDE)
+RULES = {
+    "all devices": rules.EVERY_DEVICE, "character devices of every major": rules.EVERY_MAJOR,
+    "NVIDIA's major": rules.GPUS, "reading one GPU": rules.GPU,
+}  # fmt: skip
+BY_RULE = (
+    *(each(f"a rule for {name}", "device rule; mknod", rules.allowing(rule), refused("linux.resources.devices"), SHARE) for name, rule in RULES.items()),
+    *(each(f"a rule for {name}, and no request", "device rule; mknod", rules.allowing(rule, asks=False), refused("could open any GPU"), DENIED) for name, rule in RULES.items()),
+)  # fmt: skip
+
+ATTACKS = (*IMAGE, *VOLUMES, *ENVIRONMENT, *SPEC, *INSIDE, *BY_RULE)
 
 # Where the outcome with crun is another one than with runc: (name, way)
 CRUN: dict[tuple[str, str], Verdict] = {
@@ -283,6 +293,7 @@ ELSEWHERE = (
     Elsewhere("other GPUs' minors, on cgroup v2", ("mknod",), (T + "test_cgroup_v2.py::test_another_minor_made_inside_cannot_be_opened", T + "test_policy.py::test_privileged_container_gets_no_other_gpu"), ("CVE-2024-0136",)),
     Elsewhere("the index of a device is truncated under a program", ("corrupted usage and pages",), ("shim/test_compute_life.py::test_index_that_is_truncated_under_a_running_program_does_not_kill_it",)),
     Elsewhere("CAP_SYS_ADMIN over the host, without an entry in policy", ("mknod",), (T + "test_sys_admin.py::test_sys_admin_over_the_host_needs_an_entry", T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_of_its_own_needs_none")),
+    Elsewhere("device rules that open GPUs, on cgroup v1 and v2, runc and crun", ("device rule", "mknod"), (T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu", T + "test_policy.py::test_hook_refuses_rules_that_open_gpus", T + "test_policy.py::test_rule_that_names_a_gpu_is_refused_where_policy_says_so", T + "test_policy.py::test_ordinary_container_with_rules_for_gpus_opens_none_under_crun")),
     Elsewhere("limits hidden from the shim", ("writable or hard-linked limits",), (T + "test_hidden_limits.py::test_without_the_limits_there_is_no_gpu", T + "test_lost_state.py::test_tenant_cannot_make_his_share_look_smaller")),
     Elsewhere("tricks of a program that wants more", ("image raises its limit",), (T + "test_limits.py::test_no_trick_gets_more",)),
     Elsewhere("what stays of a container is used again", ("image raises its limit",), (T + "test_docker_files.py::test_commit_and_run_again", T + "test_docker_files.py::test_copied_limits_do_not_count")),
@@ -306,8 +317,11 @@ RUNC_ALONE = {
         for test in (
             "test_images.py::test_musl_gets_devices_and_no_promise",
             "test_hook_errors.py::test_hook_that_hangs_meets_its_own_deadline",
+            "test_policy.py::test_hook_refuses_rules_that_open_gpus",
+            "test_policy.py::test_rule_that_names_a_gpu_is_refused_where_policy_says_so",
         )
     },
+    T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu": "on cgroup v1 crun takes no rule with -1",
     T
     + "test_policy.py::test_privileged_container_gets_no_other_gpu": "on cgroup v2 crun raises a limit that a test machine may not raise",
 }

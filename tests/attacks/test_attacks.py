@@ -12,7 +12,7 @@ from tests.lib import runc
 from tests.lib.host import Node
 from tests.lib.runc import Container, RuntimeFailed
 
-from . import proof, table
+from . import proof, rules, table
 from .scene import Scene
 
 
@@ -47,6 +47,9 @@ def test_attack(attack: table.Attack, scene: Scene, record_property: Callable[[s
             if expected == table.NO_GPU:
                 assert error is None, error
                 proof.require_no_gpu(scene.one)
+            elif expected == table.DENIED:
+                assert error is None, error
+                rules.opens_no_gpu(scene.one)
         elif expected is None:
             assert error is None, error
             for act in scene.inside:

@@ -18,6 +18,7 @@ from tests.lib.engines.cri import CriError
 from tests.lib.engines.image import PROBE
 from tests.lib.engines.pods import PodContainer
 from tests.lib.host import write_config
+from tests.lib.launcher import require_no_python
 from tests.lib.spec import Mount
 from tests.sim.simhost import VERSION, make_simhost
 
@@ -167,3 +168,10 @@ def test_driver_in_the_mounts_of_a_pod(containerd: Containerd) -> None:
         one = pod.run(Want(SLEEP, TWO_GIB, mounts=mounts))
         assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
         assert one.exec("sh", "-c", "ls /dev/nvidia[0-9]*").out == "/dev/nvidia1\n"
+
+
+def test_containerds_own_device_rules_do_not_start_python(containerd: Containerd, tmp_path: Path) -> None:
+    with containerd.pod() as pod:
+        one = pod.run(Want(SLEEP))
+        for place, spec in (("pod", pod.info()["runtimeSpec"]), ("one", one.info()["runtimeSpec"])):
+            require_no_python(tmp_path / place, spec)

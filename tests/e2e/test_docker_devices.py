@@ -18,6 +18,7 @@ from tests.lib.engines.base import SLEEP, Refused
 from tests.lib.engines.docker import DockerContainer
 from tests.lib.engines.image import PROBE
 from tests.lib.host import Node
+from tests.lib.launcher import require_no_python
 from tests.lib.rootfs import run
 from tests.sim.simhost import make_simhost
 
@@ -176,6 +177,15 @@ def test_privileged_that_asks_for_nothing_gets_nothing(hosts: Hosts) -> None:
     assert done.code != 0 and done.out == ""
 
 
+@pytest.mark.parametrize("rule", ["c 195:* rmw", "c *:* rmw", "a *:* rmw"])
+def test_device_rule_alone_opens_no_gpu(hosts: Hosts, rule: str) -> None:
+    options = ("--device-cgroup-rule", rule, "--cap-add", "MKNOD")
+    with hosts.docker.start_with(*options, runtime="real", args=SLEEP) as one:
+        for minor in (0, 1, 255):
+            done = one.exec("sh", "-c", f"mknod /tmp/n{minor} c 195 {minor} && exec 3<>/tmp/n{minor}")
+            assert done.code != 0 and DENIED in done.err
+
+
 # Others before us
 
 
@@ -228,3 +238,9 @@ def test_user_namespace(image_root: Path, subordinate_ids: str) -> None:
         assert docker.node.leases() == []
         own = docker.try_run(*TWO_GIB, "--userns", "host", args=(PROBE,)).answer()
         assert own["total_bytes"] == 2 * GIB
+
+
+def test_dockers_own_device_rules_do_not_start_python(hosts: Hosts, tmp_path: Path) -> None:
+    with hosts.docker.start_with(args=SLEEP) as one:
+        (path,) = hosts.docker.daemon.directory.glob(f"exec/containerd/**/moby/{one.id}/config.json")
+        require_no_python(tmp_path / "installed", json.loads(path.read_text()))

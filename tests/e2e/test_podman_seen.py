@@ -15,6 +15,7 @@ from tests.e2e.podman_host import GIB, OURS, TWO_GIB, refusal
 from tests.lib.engines.base import SLEEP, Want
 from tests.lib.engines.image import PROBE
 from tests.lib.engines.podman import Podman
+from tests.lib.launcher import require_no_python
 from tests.lib.rootfs import run
 
 
@@ -191,3 +192,9 @@ def test_device_of_nvidia_s_own_cdi(podman: Podman, etc_cdi: Path) -> None:
         assert podman.node.leases() == [one.id]
     with podman.start(Want(SLEEP), *words):  # nobody said how much, so it is the whole device
         assert "held by" in refusal(podman, Want(SLEEP, TWO_GIB))
+
+
+def test_podmans_own_device_rules_do_not_start_python(podman: Podman, tmp_path: Path) -> None:
+    with podman.start(Want(SLEEP)) as one:
+        path = Path(podman.inspect(one.name)["OCIConfigPath"])
+        require_no_python(tmp_path / "installed", json.loads(path.read_text()))

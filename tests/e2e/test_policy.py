@@ -209,6 +209,7 @@ WIDE = {
 
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("asks", [True, False], ids=["asks", "silent"])
+@pytest.mark.parametrize("is_privileged", [True, False], ids=["privileged", "ordinary"])
 def test_no_rule_for_devices_reaches_another_gpu(
     view: View,
     container: MakeContainer,
@@ -217,12 +218,14 @@ def test_no_rule_for_devices_reaches_another_gpu(
     image: Path,
     name: str,
     asks: bool,
+    is_privileged: bool,
 ) -> None:
     """cgroup v1 cannot deny a part of what `c *:* rwm` allows, so that rule itself must change."""
     node = make_node(real_root, policy={"privileged_containers": ["allowed"]})
 
     def edit(spec: dict[str, Any]) -> None:
-        privileged(spec)
+        if is_privileged:
+            privileged(spec)
         spec["linux"]["devices"] = []
         spec["linux"]["resources"]["devices"] = [{"allow": False, "access": "rwm"}, *WIDE[name], {**ANY, "major": 9}]
 
@@ -258,6 +261,57 @@ def test_privileged_container_without_an_entry_gets_no_gpu(
     with_entry = container(["sleep", "inf"], edit=privileged, rootfs=image, id="allowed", **rest).start()
     assert opened(with_entry, 195, 0) == ENXIO
     assert config_of(with_entry) == with_entry.spec  # not touched
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_hook_refuses_rules_that_open_gpus(
+    container: MakeContainer, make_node: Callable[..., Node], real_root: Path, name: str
+) -> None:
+    """It runs after the rules were made."""
+    node = make_node(real_root)
+
+    def edit(spec: dict[str, Any]) -> None:
+        spec["linux"]["resources"]["devices"] = [{"allow": False, "access": "rwm"}, *WIDE[name]]
+
+    for env in ({}, {"NVIDIA_VISIBLE_DEVICES": "0"}):
+        one = container(["true"], env=env, hook=node.hook(), edit=edit)
+        with pytest.raises(RuntimeFailed, match=r"config.json allows .*, so this|config.json allows devices that were"):
+            one.start()
+        assert "linux.resources.devices" in node.cli("explain", "--way", "hook", str(one.bundle)).stderr
+
+
+@pytest.mark.parametrize("key", ["accept", "require_limits"])
+@pytest.mark.parametrize("way", ["hook", "runtime"])
+def test_rule_that_names_a_gpu_is_refused_where_policy_says_so(
+    container: MakeContainer, make_node: Callable[..., Node], real_root: Path, key: str, way: str
+) -> None:
+    """One for all majors names none, and is narrowed: not every program that asks for /dev/kvm so means a GPU."""
+    node = make_node(real_root, policy={key: {"cdi": "never"} if key == "accept" else True})
+
+    def edit(spec: dict[str, Any]) -> None:
+        spec["linux"]["resources"]["devices"].append({**ANY, "major": 195, "minor": 0})
+
+    one = container(["true"], edit=edit, **node.way(way))
+    with pytest.raises(RuntimeFailed, match="config.json has a rule for devices 195:0"):
+        one.start()
+
+
+@pytest.mark.usefixtures("no_hybrid_cgroups")
+def test_ordinary_container_with_rules_for_gpus_opens_none_under_crun(
+    container: MakeContainer, make_node: Callable[..., Node], real_root: Path
+) -> None:
+    node = make_node(real_root, runtime={"path": str(shutil.which("crun"))})
+    for number, rules in enumerate(
+        (WIDE["without numbers"], ({**ANY, "major": 195},), ({"allow": True, "type": "a", "access": "rwm"},))
+    ):
+
+        def edit(spec: dict[str, Any], rules: tuple[dict[str, Any], ...] = rules) -> None:
+            spec["linux"]["resources"]["devices"] = [{"allow": False, "access": "rwm"}, *rules]
+
+        one = container(["sleep", "inf"], runtime=node.runtime(), edit=edit, id=f"c{number}").start()
+        assert [opened(one, 195, minor) for minor in (0, 1, 255)] == [EPERM] * 3
+        assert (opened(one, 10, 229) == EPERM) == (number == 1)
+        one.delete()
 
 
 @pytest.mark.usefixtures("no_hybrid_cgroups")

@@ -7,6 +7,7 @@ import json
 from typing import Optional
 
 from gpushare import commandline, names, oci, request
+from gpushare.dialects import injected
 from gpushare.errors import GpushareError
 
 from tests.lib.host import BUILD
@@ -70,9 +71,10 @@ def command_line(data: bytes) -> None:
 
 
 def words_in_config(data: bytes) -> None:
-    """A config.json that asks for something has one of the words in its text."""
+    """A config.json that asks for something, or may open a GPU, has one of the words or such a rule in its text."""
     try:
-        asks = request.mentions(oci.bundle_of(oci.State("c", 1, "", "/b", {}), json.loads(data.decode())))
+        spec = json.loads(data.decode())
+        asks = request.mentions(oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec)) or injected.rules_reach(spec)
     except (ValueError, RecursionError, AttributeError, GpushareError):
         return  # the low-level runtime refuses it, too
     text = ctypes.create_string_buffer(data, len(data))

@@ -4,73 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from gpushare import commandline, lowlevel, oci, request
+from gpushare.dialects import injected
 from gpushare.errors import GpushareError
 from gpushare.model import Config, Policy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.lib.host import BUILD
+from tests.lib import launcher
+from tests.lib.launcher import LOW_LEVEL_RAN, PYTHON_RAN, Installed
 
-PYTHON_RAN = 42
-LOW_LEVEL_RAN = 43
 MANY = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-class Installed(NamedTuple):
-    """The launchers in a place where the Python programs only say that they were started."""
-
-    directory: Path
-
-    def run(self, name: str, *words: str, stdin: bytes = b"", cwd: Path | None = None) -> tuple[int, bytes]:
-        program = self.directory / "bin" / name
-        done = subprocess.run([program, *words], input=stdin, capture_output=True, cwd=cwd or self.directory)
-        return done.returncode, done.stdout
-
-    def runtime(self, *words: str, cwd: Path | None = None) -> tuple[int, bytes]:
-        state = f"--gpushare-state={self.directory / 'state'}"
-        return self.run("gpushare-runtime", f"--gpushare-config={self.config}", state, *words, cwd=cwd)
-
-    def hook(self, stage: str, state: bytes, *words: str) -> int:
-        return self.run("gpushare-hook", "--state", str(self.directory / "state"), *words, stage, stdin=state)[0]
-
-    @property
-    def config(self) -> Path:
-        return self.directory / "config.yaml"
-
-    def bundle(self, text: bytes) -> bytes:
-        """Writes a config.json; the state that names it."""
-        (self.directory / "bundle").mkdir(exist_ok=True)
-        (self.directory / "bundle" / "config.json").write_bytes(text)
-        return json.dumps({"id": "c", "pid": 1, "bundle": str(self.directory / "bundle")}).encode()
-
-
-def script(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    directory = tmp_path_factory.mktemp("installed")
-    for name in ("gpushare-hook", "gpushare-runtime"):
-        script(directory / "libexec" / name, f"cat; exit {PYTHON_RAN}")
-        (directory / "bin").mkdir(exist_ok=True)
-        shutil.copy(BUILD / "bin" / name, directory / "bin" / name)
-    script(directory / "low-level", f"printf '%s\\n' \"$@\"; exit {LOW_LEVEL_RAN}")
-    one = Installed(directory)
-    (directory / "state").mkdir()
-    one.config.write_text("version: 1\n")
-    lowlevel.remember(str(one.config), str(directory / "state"), Config(runtime=str(directory / "low-level")))
-    return one
+    return launcher.install(tmp_path_factory.mktemp("installed"))
 
 
 # Texts
@@ -81,7 +35,7 @@ def asks(text: bytes) -> bool:
     try:
         spec = json.loads(text.decode())
         bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec)
-        return request.mentions(bundle)
+        return request.mentions(bundle) or injected.rules_reach(spec)
     except (ValueError, GpushareError, AttributeError):
         return False  # the low-level runtime refuses it too
 
@@ -363,21 +317,21 @@ def test_stale_or_foreign_knowledge_is_not_used(installed: Installed, tmp_path: 
     assert ran() == PYTHON_RAN
 
 
-def test_policy_for_everybody_starts_python_for_whoever_starts(installed: Installed, tmp_path: Path) -> None:
+def test_file_that_says_always_starts_python_for_every_start(installed: Installed, tmp_path: Path) -> None:
     """And not for what is done with a container afterwards, many times."""
     state, bundle = tmp_path / "state", tmp_path / "bundle"
     state.mkdir()
     bundle.mkdir()
     (bundle / "config.json").write_bytes(PLAIN)
-    lowlevel.remember(
-        "/none.yaml",
-        str(state),
-        Config(runtime=str(installed.directory / "low-level"), policy=Policy(privileged_containers=())),
-    )
-    assert "always 1\n" in (state / lowlevel.FILE).read_text()
+    config = Config(runtime=str(installed.directory / "low-level"), policy=Policy(privileged_containers=()))
+    lowlevel.remember("/none.yaml", str(state), config)
     own = ("--gpushare-config=/none.yaml", f"--gpushare-state={state}")
-    for words in (["create", "c"], ["--log", "/l", "run", "c"], ["restore", "c"]):
-        assert installed.run("gpushare-runtime", *own, *words, cwd=bundle)[0] == PYTHON_RAN
+    starts = (["create", "c"], ["--log", "/l", "run", "c"], ["restore", "c"])
+    for always, ran in (("0", LOW_LEVEL_RAN), ("1", PYTHON_RAN)):
+        text = (state / lowlevel.FILE).read_text()
+        (state / lowlevel.FILE).write_text(text.replace("always 0\n", f"always {always}\n"))
+        for words in starts:
+            assert installed.run("gpushare-runtime", *own, *words, cwd=bundle)[0] == ran
     for words in (["state", "c"], ["start", "c"], ["kill", "c", "9"], ["delete", "c"], ["exec", "c", "ls"]):
         assert installed.run("gpushare-runtime", *own, *words, cwd=bundle)[0] == LOW_LEVEL_RAN
 
@@ -388,13 +342,3 @@ def test_policy_for_everybody_starts_python_for_everybody(installed: Installed, 
     assert installed.hook("prestart", state, "--config", str(config)) == 0  # no file: no policy
     config.write_text("version: 1\n")
     assert installed.hook("prestart", state, "--config", str(config)) == PYTHON_RAN  # nobody has read it yet
-
-
-def test_privileged_containers_that_need_an_entry_start_python_for_every_container(tmp_path: Path) -> None:
-    """Of one with the host's whole /dev and a rule for all devices, the text says nothing."""
-    program = tmp_path / "low-level"
-    script(program, "true")
-    for entries, always in ((("*",), "0"), ((), "1"), (("ml/agent",), "1")):
-        policy = Policy(privileged_containers=entries)
-        lowlevel.remember("/none.yaml", str(tmp_path), Config(runtime=str(program), policy=policy))
-        assert f"always {always}\n" in (tmp_path / lowlevel.FILE).read_text()

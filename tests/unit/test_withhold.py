@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from gpushare import applied, withhold
+from gpushare.dialects import injected
+from gpushare.errors import PolicyError
+from gpushare.model import Config, Policy
 
 from tests.unit.pure import bundle
 
@@ -71,13 +74,51 @@ def test_a_rule_for_a_major_has_no_minor() -> None:
     assert applied.denial(195, 0)["minor"] == 0
 
 
-def test_who_sees_everything() -> None:
-    def of(*rules: object) -> bool:
-        return withhold.sees_everything(bundle(linux={"resources": {"devices": list(rules)}}))
+def test_rule_reaches_nvidia_unless_it_is_an_engines_default() -> None:
+    def of(**rule: object) -> bool:
+        return injected.reaches({"allow": True, "type": "c", "major": 10, "minor": 229, "access": "rwm", **rule})
 
-    assert of({"allow": True, "access": "rwm"})
-    assert of({"allow": True, "type": "a", "major": -1, "minor": -1, "access": "rwm"})
-    assert of({"allow": True, "major": 1, "minor": 3, "access": "rwm"})  # no type is all types, whatever the numbers
-    assert of({"allow": True, "type": "c", "access": "rwm"})
-    assert of({"allow": True, "type": "c", "major": 195, "access": "rwm"})
-    assert not of({"allow": False, "access": "rwm"}, {"allow": True, "type": "c", "major": 1, "minor": 3})
+    assert not of() and not of(major=194) and not of(major=0)
+    assert not of(type="b", major=-1) and not of(major=-1, access="m") and not of(allow=False, major=195)
+    assert of(major=195) and of(major=195, access="r") and of(major=195, access="wm") and of(major=510)
+    assert of(major=-1) and of(major=None) and of(major="195") and of(major=True) and of(major=195.0)
+    assert of(type="a") and of(type=None) and of(type="") and of(type="u") and of(type="C")
+    assert of(major=-1, access="") and of(major=-1, access=None) and of(major=1 << 32 | 195)
+    assert injected.reaches({"allow": True, "major": 1, "minor": 3})  # no type is all types, whatever the numbers
+    assert not injected.reaches("rule") and not injected.reaches({"type": "c", "major": 195})
+
+
+def test_number_that_a_runtime_could_cut_to_nvidias_is_no_rule() -> None:
+    for major in (1 << 32 | 195, 4096, -2, 195 - (1 << 32), True, 195.0, "195"):
+        assert withhold.narrower({"allow": True, "type": "c", "major": major, "access": "rwm"}, {195}) == []
+
+
+@pytest.mark.parametrize("rule", [{"major": 195}, {"major": 510, "minor": 0}, {}, {"type": "a"}], ids=str)
+def test_rules_are_narrowed_with_and_without_privileges(root: Path, rule: dict[str, object]) -> None:
+    rules = [{"allow": False, "access": "rwm"}, {"allow": True, "type": "c", "access": "rwm", **rule}]
+    admin = {"process": {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}}
+    plain = bundle(linux={"resources": {"devices": rules}})
+    privileged = bundle(linux={"resources": {"devices": rules}}, **admin)
+
+    def config(*entries: str) -> Config:
+        return Config(driver_root=str(root), policy=Policy(privileged_containers=entries))
+
+    for one in (plain, privileged):
+        assert withhold.may_apply(one) and withhold.applies(one, config())
+        assert not withhold.applies(one, config(one.id))
+    assert withhold.applies(plain, config("*")) and not withhold.applies(privileged, config("*"))
+    with pytest.raises(PolicyError, match="could open any GPU"):
+        withhold.refuse(plain, config("*"))
+
+
+def test_rule_for_another_vendors_device_is_left_alone(root: Path) -> None:
+    one = bundle(linux={"resources": {"devices": [{"allow": True, "type": "c", "major": 226, "access": "rwm"}]}})
+    config = Config(driver_root=str(root), policy=Policy())
+    assert withhold.may_apply(one) and not withhold.applies(one, config)
+    withhold.refuse(one, config)
+
+
+def test_hook_leaves_alone_what_privileged_started(root: Path) -> None:
+    admin = {"process": {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}}
+    one = bundle(linux={"resources": {"devices": [{"allow": True, "access": "rwm"}]}}, **admin)
+    withhold.refuse(one, Config(driver_root=str(root), policy=Policy(privileged_containers=())))

@@ -42,6 +42,7 @@ WITHHELD = (
     "nothing asked: NVIDIA's devices are withheld from this privileged container, "
     "which is not among policy.privileged_containers"
 )
+NARROWED = "nothing asked: the device rules of this container reach NVIDIA's devices, which are taken out of them"
 
 
 @click.command()
@@ -69,14 +70,18 @@ def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> 
     way = way_of(found) if way == "auto" else way
     found = clean(found)
     asked, steps, placed, held = of_bundle(paths, found, way)
-    withheld = asked is None and way == "runtime" and withhold.may_apply(found)
-    withheld = withheld and withhold.applies(found, node.load_config_only(paths.config, paths.state_dir))
+    withheld = False
+    if asked is None and withhold.may_apply(found):
+        config = node.load_config_only(paths.config, paths.state_dir)
+        withheld = way == "runtime" and withhold.applies(found, config)
+        if way == "hook":
+            withhold.refuse(found, config)
     spoken = asked is None and table.spoken(found.env, found.annotations)
     unused = request.unused(found, facts.host(paths)) if spoken else ()
     if output == "json":
         write_json({**explain_json(asked, steps, placed, held), "withheld": withheld, "unused": list(unused)})
     elif withheld:
-        click.echo(WITHHELD)
+        click.echo(WITHHELD if found.privileged else NARROWED)
     else:
         write_text(explain_text(asked, steps, placed, held), _INDENT)
     for line in unused if output != "json" else ():
@@ -86,7 +91,7 @@ def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> 
 def way_of(bundle: Bundle) -> str:
     """By which way a bundle with these contents starts: what is in config.json already only gpushare-runtime takes."""
     ours = names.APPLIED_ANNOTATION in bundle.annotations
-    return "runtime" if ours or withhold.sees_everything(bundle) or injected.minors(bundle.spec) else "hook"
+    return "runtime" if ours or withhold.may_apply(bundle) or injected.minors(bundle.spec) else "hook"
 
 
 def clean(bundle: Bundle) -> Bundle:

@@ -3,9 +3,11 @@
     read(env, annotations, spec, inventory) -> Request | None      names the devices, sets no limit
     minors(spec)                            -> tuple[int, ...]     of the GPUs in the spec
     allows_everything(spec)                 -> bool                --privileged: a rule for all devices
-    majors(spec)                            -> {int | None}        of all rules
-    reaches(spec)                           -> bool                whether a rule could be for NVIDIA's devices
-    major_of(rule)                          -> int | None          of a rule that allows character devices
+    allows_every_device(rule)               -> bool                whether it is that rule
+    reaches(rule)                           -> bool                whether a rule could open NVIDIA's devices
+    rules_reach(spec)                       -> bool                whether any rule of a spec does
+    rule_for_nvidia(spec)                   -> str                 "195:0" of a rule that names NVIDIA's major
+    named(spec)                             -> str                 what names a device, for messages
     same_gpus(one, other, inventory)        -> bool                whether two selections name the same GPUs
     narrowest(one, other, inventory)        -> Selection | None    of two that do: what both name; None: nothing
 
@@ -25,32 +27,53 @@ _CAPABILITY = "/dev/nvidia-caps/nvidia-cap"
 _MODESET_MINOR = 254  # 254 and 255 are control nodes
 
 
-def _allows_everything(rule: Any) -> bool:
+def allows_every_device(rule: Any) -> bool:
     """A device rule without a type, as --privileged makes it. Numbers beside it mean nothing: runc and the kernel
     look no further (security/device_cgroup.c)."""
     return isinstance(rule, dict) and rule.get("allow") is True and rule.get("type") in (None, "", "a")
 
 
 def allows_everything(spec: dict[str, Any]) -> bool:
-    return any(map(_allows_everything, oci.items(spec, "linux", "resources", "devices")))
+    return any(map(allows_every_device, oci.items(spec, "linux", "resources", "devices")))
 
 
-def major_of(rule: Any) -> Optional[int]:
-    """Of a rule that allows character devices: its major, -1 for any. None: it allows none."""
-    if not isinstance(rule, dict) or rule.get("allow") is not True or rule.get("type") != "c":
-        return None
-    major = rule.get("major")
-    return major if isinstance(major, int) and major >= 0 else -1
+def reaches(rule: Any) -> bool:
+    """Whether a device rule lets a program open devices that could be NVIDIA's: the first of their majors is fixed, the
+    others are above it. False for the rules that engines and runtimes always write: majors below it, and `c *:* m`,
+    which only makes nodes. scan.c decides the same from the text and may only err towards True."""
+    if not isinstance(rule, dict) or rule.get("allow") is not True:
+        return False
+    kind, major = rule.get("type"), rule.get("major")
+    if kind == "b" or (kind == "c" and rule.get("access") == "m"):
+        return False
+    return kind != "c" or type(major) is not int or not 0 <= major < nvidia.MAJOR
 
 
-def majors(spec: dict[str, Any]) -> set[Optional[int]]:
-    """`major_of` all rules of a spec."""
-    return set(map(major_of, oci.items(spec, "linux", "resources", "devices")))
+def rules_reach(spec: dict[str, Any]) -> bool:
+    return any(map(reaches, oci.items(spec, "linux", "resources", "devices")))
 
 
-def reaches(spec: dict[str, Any]) -> bool:
-    """Whether a rule could be for NVIDIA's devices: its first major is fixed, others are above it."""
-    return any(major is not None and (major < 0 or major >= nvidia.MAJOR) for major in majors(spec))
+def _is_privileged(spec: dict[str, Any]) -> bool:
+    """As --privileged makes it: then the spec has all devices of the host, and nobody named them one by one."""
+    return allows_everything(spec) and oci.has_sys_admin(spec)
+
+
+def rule_for_nvidia(spec: dict[str, Any]) -> str:
+    if _is_privileged(spec):
+        return ""
+    rules = filter(reaches, oci.items(spec, "linux", "resources", "devices"))
+    rule = next((rule for rule in rules if rule.get("major") == nvidia.MAJOR and not allows_every_device(rule)), None)
+    if rule is None:
+        return ""
+    minor = rule.get("minor")
+    return f"{nvidia.MAJOR}:{minor if type(minor) is int and minor >= 0 else '*'}"
+
+
+def named(spec: dict[str, Any]) -> str:
+    """A node counts before a rule."""
+    found = minors(spec)
+    rule = "" if found else rule_for_nvidia(spec)
+    return f"{nvidia.DEVICE_PREFIX}{found[0]}" if found else f"a rule for devices {rule}" if rule else ""
 
 
 def _devices(selection: Selection, inventory: Inventory) -> list[Device]:
@@ -94,8 +117,8 @@ def _minor_of_device(device: dict[str, Any]) -> int:
 
 def minors(spec: dict[str, Any]) -> tuple[int, ...]:
     """In the order of the spec, each once."""
-    if allows_everything(spec) and oci.is_privileged(spec):
-        return ()  # without the capability it is no --privileged, and its devices were named one by one
+    if _is_privileged(spec):
+        return ()
     devices = [device for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
     paths = [mount.get("destination") for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
     found = [*map(_minor_of_device, devices), *map(_minor_of, paths)]
