@@ -256,7 +256,7 @@ def _device(root: mountpoint.Root, op: DeviceNode, tree: int) -> None:
     if fd >= 0:
         status = os.fstat(fd)
         if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.makedev(op.major, op.minor) and not op.simulated:
-            root.notes.append(f"{op.target} is there already")
+            root.notes.append(f"{shown(op.target)} is there already")
             return
     root.attach(tree, root.mount_point(op.target, "file"), op.target)
 
@@ -330,7 +330,7 @@ def _cover(root: mountpoint.Root, op: Link) -> None:
     tree = root.keep(linux.open_tree("", dir_fd=meant))
     linux.mount_setattr(tree, 0, linux.MS_PRIVATE, meant_path)
     root.attach(tree, existing, op.target)
-    root.notes.append(f"{op.target} of the image is covered ({inroot.path_of(root.fd, existing)})")
+    root.notes.append(f"{shown(op.target)} of the image is covered ({shown(inroot.path_of(root.fd, existing))})")
 
 
 def _load_executors(plan: Plan) -> None:

@@ -20,6 +20,7 @@ import struct
 from . import linux
 from .errors import KernelError
 from .light import Callable, NamedTuple, Sequence
+from .quoting import shown
 
 Rule = tuple[int, int]
 
@@ -194,7 +195,7 @@ def attach(path: str, program: Program) -> None:
     """Adds `program` to the cgroup directory `path`: the ones of the cgroups above are asked as well."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        loaded = load(program, f"a device program for {path}")
+        loaded = load(program, f"a device program for {shown(path)}")
         try:
             attr = _attr("IIIII", directory, loaded, _ATTACH_CGROUP_DEVICE, _F_ALLOW_MULTI, 0)
             linux.bpf(_PROG_ATTACH, attr, f"attach {path}")
@@ -259,7 +260,7 @@ def _change_one(
     directory: int, old: int, flags: int, path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]
 ) -> int:
     """The descriptor of the program that replaced `old`, or -1 when there was nothing to change."""
-    what = f"the device program of {path}"
+    what = f"the device program of {shown(path)}"
     rules, original = split(_read(old, what))
     wanted = change(rules)
     if wanted == rules:

@@ -14,7 +14,7 @@ from .errors import RequestError
 from .light import Callable, NamedTuple, Optional
 from .model import Device, Inventory
 from .quantity import wrong
-from .quoting import shown
+from .quoting import setting, shown
 
 _Version = tuple[int, ...]
 OPERATORS: dict[str, Callable[[_Version, _Version], bool]] = {  # longer ones first: ">=" begins with ">"
@@ -112,6 +112,6 @@ def require(requirements: tuple[tuple[str, str], ...], host: Inventory, device: 
         if not alternatives or any(all(_holds(term, host, device) for term in terms) for terms in alternatives):
             continue
         raise RequestError(
-            f"{name}={shown(value)} is not met: {_facts(alternatives, host, device)}",
+            f"{setting(name, value)} is not met: {_facts(alternatives, host, device)}",
             "update the host's driver, use another image, or set NVIDIA_DISABLE_REQUIRE=1 to try anyway",
         )

@@ -15,7 +15,7 @@ from .dialects import device_name
 from .model import Request, Selection
 from .ops import DeviceNode, Op, Plan, WriteLimits, needs
 from .quantity import human
-from .quoting import printable, shown
+from .quoting import printable, setting
 from .why import Reason
 
 NOTHING = "nothing asked: this container is left alone\n"
@@ -89,8 +89,8 @@ def explain_text(
     if request is None or plan is None:
         return NOTHING
     lines = [f"{label:<12} {text}" for label, text in _facts(request)]
-    lines += [f"{'from':<12} {name}={shown(value)}" for name, value in request.sources]
-    lines += [f"{'requires':<12} {name}={shown(value)}" for name, value in request.requirements]
+    lines += [f"{'from':<12} {setting(name, value)}" for name, value in request.sources]
+    lines += [f"{'requires':<12} {setting(name, value)}" for name, value in request.requirements]
     lines += [f"{'ignored':<12} {text}" for text in request.ignored]
     lines += [f"{'gets':<12} {text}" for text in _gets(plan)]
     lines += [f"{'held':<12} {text}" for text in held]

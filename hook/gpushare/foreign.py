@@ -19,7 +19,7 @@ from .hearing import MODE, Heard, limits_of, line
 from .light import Any, Optional, Sequence
 from .limits import Wish, merged, scaled
 from .model import Device, Inventory, Node, Request, Selection
-from .quoting import shown
+from .quoting import setting, shown_name
 
 
 def _named(heard: Heard, inventory: Inventory) -> Optional[tuple[Selection, Demand, Said]]:
@@ -40,7 +40,7 @@ def _same(one: Selection, other: Selection, inventory: Inventory) -> bool:
 
 def _disagree(one: Said, other: Said, what: str) -> RequestError:
     return RequestError(
-        f"{one.name}={shown(one.value)} and {other.name}={shown(other.value)} {what}",
+        f"{setting(one.name, one.value)} and {setting(other.name, other.value)} {what}",
         "leave one of them out, or say it with names of gpushare, which win",
     )
 
@@ -77,7 +77,11 @@ def with_devices(base: Optional[Request], heard: Heard, node: Node) -> Optional[
     selection, demand, said = named
     sources = ((said.name, said.value),)
     if base is None or base.selection.kind == "all":  # which images say
-        more = [f"{name}={shown(value)}: {said.name} says which" for name, value in base.sources[:1]] if base else []
+        more = (
+            [f"{setting(name, value)}: {shown_name(said.name)} says which" for name, value in base.sources[:1]]
+            if base
+            else []
+        )
         ignored = (*base.ignored, *more) if base else ()
         return Request(demand.dialect, selection, heard.capabilities, sources=sources, ignored=ignored)
     name, value = base.sources[0]
@@ -112,8 +116,8 @@ def _refuse_unheard(heard: Heard, request: Request) -> None:
         if field in (MEMORY, COMPUTE) or (field == EVERYTHING and not {MEMORY, COMPUTE} <= heard.taken):
             where = "annotations" if said.name in table.KEYS else "env"
             raise PolicyError(
-                f"{said.name}={shown(said.value)}: requests in {where} are not accepted on this node ({key}), "
-                f"and {request.sources[0][0] if request.sources else 'another word'} asks for a device",
+                f"{setting(said.name, said.value)}: requests in {where} are not accepted on this node ({key}), "
+                f"and {shown_name(request.sources[0][0]) if request.sources else 'another word'} asks for a device",
                 f"set {key} in the node's config.yaml, or add {dialect} to policy.dialects.disabled",
             )
 

@@ -16,7 +16,7 @@ from .dialects.demand import Demand, Limit, once
 from .dialects.table import BEYOND, COMPUTE, DEVICES, EVERYTHING, MEMORY, PRIORITY, Said, Spoken
 from .light import NamedTuple, Optional
 from .model import Bundle, Node, Policy, Request
-from .quoting import shown
+from .quoting import setting, shown, shown_name
 
 MODE = "mode"
 _FIELDS = {  # what a word can be about -> the name of ours that says it
@@ -52,7 +52,7 @@ def limits_of(demand: Demand) -> list[Limit]:
 
 
 def line(said: Said, why: str) -> str:
-    return f"{said.name}={shown(said.value)}: {why}"
+    return f"{setting(said.name, said.value)}: {why}"
 
 
 def _own_names(mine: Optional[Request], env: Env) -> dict[str, str]:
@@ -133,7 +133,7 @@ def listen(spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, 
     aliased = [
         (one.named, value) for one in demands for value in _aliases(one, bundle) if one.named and DEVICES not in ours
     ]
-    ignored += [f"{nvidia.ENV_DEVICES}={shown(value)}: {said.name} says which" for said, value in aliased]
+    ignored += [f"{nvidia.ENV_DEVICES}={shown(value)}: {shown_name(said.name)} says which" for said, value in aliased]
     return Heard(
         demands,
         tuple(one for one in heard if not one.row.asks),

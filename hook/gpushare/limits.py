@@ -16,7 +16,7 @@ from .dialects.table import MEMORY, Said
 from .errors import RequestError
 from .light import Any, Callable, NamedTuple, Optional, Sequence
 from .model import Amount, Device
-from .quoting import shown
+from .quoting import setting
 
 _TOLERANCE = 100  # portions are written with two decimals: they differ from an amount by less than 1/100 of the device
 _MICRO = 10**6  # decimals of a percentage in an Amount
@@ -79,7 +79,7 @@ def _refuse_gaps(wish: Wish, devices: Sequence[Optional[Device]]) -> None:
     if beyond is not None:
         said, slot = beyond.said, isinstance(beyond.device, int)
         raise RequestError(
-            f"{said.name}={shown(said.value)}: a limit for {f'slot {beyond.device}' if slot else 'another device'}, "
+            f"{setting(said.name, said.value)}: a limit for {f'slot {beyond.device}' if slot else 'another device'}, "
             f"but {gets}{', counted from 0' if slot else ''}",
             "leave it out",
         )
@@ -87,7 +87,7 @@ def _refuse_gaps(wish: Wish, devices: Sequence[Optional[Device]]) -> None:
     if empty is not None:
         said = wish.limits[0].said
         raise RequestError(
-            f"{said.name}={shown(said.value)}: no limit for slot {empty}, and {gets}", "give every device a limit"
+            f"{setting(said.name, said.value)}: no limit for slot {empty}, and {gets}", "give every device a limit"
         )
 
 

@@ -19,6 +19,7 @@ from .light import Sequence
 from .model import Amount, Config, Device, Inventory, Node, Share
 from .names import ENV_MEMORY, ENV_OVERSUBSCRIBE
 from .quantity import amount, bytes_of, human
+from .quoting import shown_name
 from .region import MAX_DEVICES
 
 KEY = "oversubscription.host_memory"
@@ -63,7 +64,7 @@ def _without(sources: Sequence[tuple[str, str]]) -> str:
 
     others = tuple(word.name for row in table.SCHEDULERS for word in row.variables if word.about == table.BEYOND)
     said = next((name for name, _ in sources if name.startswith(others) or name.endswith(_OURS)), "")
-    return f"leave {said} out" if said else "sharing.memory_scaling to 1.0"
+    return f"leave {shown_name(said)} out" if said else "sharing.memory_scaling to 1.0"
 
 
 def require_budget(

@@ -19,7 +19,7 @@ from .fitting import Offer, Wanted
 from .ledger import Ledger, capacity_bytes, capacity_percent, counts, ledger_of
 from .light import NamedTuple, Optional
 from .model import Config, Device, Node, Policy, Request, Share
-from .quoting import shown
+from .quoting import setting
 
 __all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "named", "survey"]
 _ALL = 1_000_000  # parts of a device, for comparing how full they are
@@ -44,7 +44,7 @@ def _said(request: Request, variable: str, otherwise: str) -> str:
     """`NAME="VALUE"` as the container says it, be it a variable or an annotation; `otherwise` when it does not."""
     suffix = names.ANNOTATIONS[variable]
     found = next((pair for pair in request.sources if pair[0] == variable or pair[0].endswith(suffix)), None)
-    return f"{found[0]}={shown(found[1])}" if found else otherwise
+    return setting(*found) if found else otherwise
 
 
 def _denied_by_policy(device: Device, policy: Policy) -> Optional[PolicyError]:

@@ -20,7 +20,7 @@ from .dialects import Env, injected, nvidia, triggers
 from .errors import PolicyError, RequestError
 from .light import Any, Iterable
 from .model import Bundle, Config, Lease, Policy, Request
-from .quoting import shown
+from .quoting import setting, shown, shown_name
 
 
 def accepted(who: str, bundle: Bundle) -> bool:
@@ -34,13 +34,14 @@ def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
         if not accepted(policy.accept_env if is_variable else policy.accept_annotations, bundle):
             key = "env" if is_variable else "annotations"
             raise PolicyError(
-                f"{name}={shown(value)}: requests in {key} are not accepted on this node",
+                f"{setting(name, value)}: requests in {key} are not accepted on this node",
                 f"set policy.accept.{key} in the node's config.yaml, or leave the name out",
             )
         if policy.annotations == "scoped" and name.startswith(names.ANNOTATION_PREFIX):
+            scoped = f"{bundle.container_name or '<container>'}.{name}"
             raise PolicyError(
-                f"{name}={shown(value)}: only annotations for one container are accepted on this node",
-                f"write {bundle.container_name or '<container>'}.{name}, or set policy.annotations: any",
+                f"{setting(name, value)}: only annotations for one container are accepted on this node",
+                f"write {shown_name(scoped)}, or set policy.annotations: any",
             )
 
 
@@ -99,7 +100,7 @@ def refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:
     if bundle.privileged and not listed(bundle, policy):
         name, value = request.sources[0]
         raise PolicyError(
-            f"{name}={shown(value)}: this container is privileged (CAP_SYS_ADMIN in the host's user namespace), and "
+            f"{setting(name, value)}: this container is privileged (CAP_SYS_ADMIN in the host's user namespace), and "
             "not among policy.privileged_containers",
             f"add {shown(_entry_of(bundle))} there in the node's config.yaml, which lets it undo limits, or run it "
             "without the capability or in a user namespace of its own",
@@ -125,9 +126,10 @@ def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> No
     other = next((lease for lease in live if sandbox and lease.sandbox == sandbox and lease.id != bundle.id), None)
     if other is not None:
         name = _unscoped(request)
+        own = names.ANNOTATION_PREFIX + "memory" if name in triggers.KEYS else name
         raise RequestError(
-            f"{name} says nothing about which container, and {other.id} of this pod has a share by it",
-            f"write {bundle.container_name}.{names.ANNOTATION_PREFIX + 'memory' if name in triggers.KEYS else name}",
+            f"{shown_name(name)} says nothing about which container, and {other.id} of this pod has a share by it",
+            f"write {shown_name(f'{bundle.container_name}.{own}')}",
         )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from .errors import RequestError
 from .light import Callable, Optional, TypeVar
 from .model import Amount
-from .quoting import shown
+from .quoting import setting, shown, shown_name
 
 MAX_BYTES = (1 << 63) - 1
 MAX_SLOTS = 16  # GS_MAX_DEVICES
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 def wrong(name: str, value: str, reason: str, hint: str) -> RequestError:
     """The error for a variable or annotation `name` whose value makes no sense."""
-    return RequestError(f"{name}={shown(value)}: {reason}", hint)
+    return RequestError(f"{setting(name, value)}: {reason}", hint)
 
 
 def _decimal(text: str) -> Optional[tuple[int, int]]:
@@ -126,7 +126,8 @@ def _by_slot(name: str, value: str, parse: Callable[[str, str], T]) -> tuple[tup
         try:
             found[int(key)] = parse(name, text)
         except RequestError as error:
-            raise RequestError(f"{name}={shown(value)}: in {error.message.partition('=')[2]}", error.hint) from None
+            wrong_item = error.message[len(shown_name(name)) + 1 :]
+            raise RequestError(f"{setting(name, value)}: in {wrong_item}", error.hint) from None
     return tuple(sorted(found.items()))
 
 

@@ -2,6 +2,8 @@ r"""How text that is not ours is written in a line for people, logs and terminal
 
     shown(value)      -> str     "a \x24(b)": quoted and short, for a message
     quoted(text)      -> str     the same at any length
+    shown_name(name)        -> str     a name as it is when nothing in it is special, else quoted
+    setting(name, value) -> str  GPUSHARE_MEMORY="4Gi", for a variable or an annotation
     printable(text)   -> str     without control characters, for a column or a line of a table
 
 An image, a pod, a user or a program chooses names, paths and values that our messages repeat, and a message may end up
@@ -13,6 +15,7 @@ JSON and metrics have their own escaping.
 from __future__ import annotations
 
 _SPECIAL = frozenset("\"'\\$`")
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./-")
 _LONGEST, _LONGEST_PATH = 80, 256  # characters; of longer values four fifths are shown
 
 
@@ -44,3 +47,13 @@ def shown(value: object) -> str:
     if len(text) <= longest:
         return quoted(text)
     return f"{quoted(text[: longest * 4 // 5] + '...')} ({len(text)} characters)"
+
+
+def shown_name(name: str) -> str:
+    """A variable's or an annotation's name, which an image can choose too: quoted unless it is plain."""
+    return name if _PLAIN.issuperset(name) and 0 < len(name) <= _LONGEST_PATH else shown(name)
+
+
+def setting(name: str, value: object) -> str:
+    """A variable or an annotation with its value."""
+    return f"{shown_name(name)}={shown(value)}"

@@ -20,7 +20,7 @@ from .errors import DeviceError, PolicyError, RequestError
 from .light import Any, Callable, Optional
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
 from .quantity import wrong
-from .quoting import shown
+from .quoting import setting, shown, shown_name
 
 # name -> (env, annotations, spec, inventory) -> Request | None, the most specific language first.
 # Other schedulers' words are in dialects/table.py, and foreign.py says what they add.
@@ -82,13 +82,13 @@ def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> 
         both = injected.narrowest(found.selection, said, node.inventory)
         if both is None or not injected.same_gpus(said, found.selection, node.inventory):
             raise RequestError(
-                f"{name}={shown(value)} and {found.sources[0][1]} in config.json name different devices",
+                f"{setting(name, value)} and {found.sources[0][1]} in config.json name different devices",
                 "leave one of them out",
             )
         found = found._replace(selection=both)
     if said is None:
         return found
-    return found._replace(ignored=(*found.ignored, f"{name}={shown(value)}: config.json has {found.sources[0][1]}"))
+    return found._replace(ignored=(*found.ignored, f"{setting(name, value)}: config.json has {found.sources[0][1]}"))
 
 
 def _without(mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool) -> Optional[Request]:
@@ -141,7 +141,7 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
         if limits:
             (name, value), word = limits[0], mine.selection.kind
             raise RequestError(
-                f"{name}={shown(value)}: a limit, but {names.ENV_DEVICES} is {word}", "name a device, or leave one out"
+                f"{setting(name, value)}: a limit, but {names.ENV_DEVICES} is {word}", "name a device, or leave one out"
             )
         return mine if mine.selection.kind == "none" else None
     if mine.selection != own.UNNAMED:
@@ -157,7 +157,7 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
         return foreign
     ignored = mine.ignored
     if foreign is not None:
-        ignored += (f"{nvidia.ENV_DEVICES}=none: {limits[0][0]} asks for a device",)
+        ignored += (f"{nvidia.ENV_DEVICES}=none: {shown_name(limits[0][0])} asks for a device",)
     return mine._replace(selection=Selection("any", count=1), ignored=ignored)
 
 
@@ -191,7 +191,7 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
     if words.mig_access and not bundle.privileged:
         name, value = next((name, value) for name, value in words.sources if name in driverwords.MIG_RIGHTS)
         raise PolicyError(
-            f"{name}={shown(value)}: only a privileged container gets rights over MIG",
+            f"{setting(name, value)}: only a privileged container gets rights over MIG",
             "leave it out, or run privileged",
         )
     request = request._replace(
@@ -259,7 +259,7 @@ def _refuse_void(mine: Optional[Request], bundle: Bundle) -> None:
     if mine is not None and minors:
         name, value = mine.sources[0]
         raise RequestError(
-            f"{name}={shown(value)}, but config.json has {nvidia.DEVICE_PREFIX}{minors[0]}", "leave one of them out"
+            f"{setting(name, value)}, but config.json has {nvidia.DEVICE_PREFIX}{minors[0]}", "leave one of them out"
         )
 
 
@@ -269,17 +269,19 @@ def _with_replaced(request: Request, bundle: Bundle) -> Request:
     if not minors:
         return request
     paths = ",".join(f"{nvidia.DEVICE_PREFIX}{minor}" for minor in minors)
-    return request._replace(ignored=(*request.ignored, f"{paths} in config.json: {request.sources[0][0]} says which"))
+    return request._replace(
+        ignored=(*request.ignored, f"{paths} in config.json: {shown_name(request.sources[0][0])} says which")
+    )
 
 
 def refuse_conflicts(bundle: Bundle, request: Request) -> None:
     """A hook cannot take out what other software put into config.json, so it refuses and says what that was:
     an NVIDIA hook would mount its own libcuda over ours, or beside it."""
-    found = nvidia.conflicts(bundle.spec)
+    found, name = nvidia.conflicts(bundle.spec), shown_name(request.sources[0][0])
     if found:
         raise RequestError(
             f"config.json already has an NVIDIA {found[0]}" + (f" and {len(found) - 1} more" if found[1:] else ""),
-            f"start the container through gpushare-runtime, which replaces it, or leave out {request.sources[0][0]}",
+            f"start the container through gpushare-runtime, which replaces it, or leave out {name}",
         )
     if not injected.rules_reach(bundle.spec):
         return
@@ -288,5 +290,5 @@ def refuse_conflicts(bundle: Bundle, request: Request) -> None:
     if withhold.rules_open(bundle.spec, {nvidia.MAJOR}):
         raise RequestError(
             "config.json allows devices that were not granted (linux.resources.devices), as --privileged does",
-            f"start the container through gpushare-runtime, which denies them, or leave out {request.sources[0][0]}",
+            f"start the container through gpushare-runtime, which denies them, or leave out {name}",
         )

@@ -21,7 +21,7 @@ from .commandline import Call
 from .errors import GpushareError, RequestError
 from .light import TYPE_CHECKING, Callable, NamedTuple, NoReturn, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request
-from .quoting import shown
+from .quoting import shown, shown_name
 
 if TYPE_CHECKING:
     from .ops import Plan
@@ -278,8 +278,9 @@ def _restore(call: Call, paths: Paths) -> int:
     bundle = _bundle(call, directory, applied.stripped(spec))
     asked, _ = _asked(bundle, paths)
     if asked is not None:
+        name = shown_name(asked.sources[0][0])
         raise RequestError(
-            f"{asked.sources[0][0]}: a container with a share of a GPU cannot be restored from a checkpoint",
+            f"{name}: a container with a share of a GPU cannot be restored from a checkpoint",
             "start it anew",
         )
     withheld = _withheld(bundle, paths)

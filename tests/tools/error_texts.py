@@ -36,7 +36,7 @@ CARRIERS = {
     "dialects/conditions.py": ("<error.message>",),
     "engines/tomltext.py": ("{error.message}",),
     "mps.py": ("{found.problem}",),
-    "quantity.py": ("{reason}", "{error.message.partition"),
+    "quantity.py": ("{reason}", "{wrong_item}"),
     "rebuild.py": ("<str(error)>",),
 }
 
@@ -73,6 +73,8 @@ def _text(node: Optional[ast.AST], local: Local = {}) -> str:  # noqa: B006
     if isinstance(node, ast.JoinedStr):
         return "".join(map(_text, node.values))
     if isinstance(node, ast.FormattedValue):
+        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "setting":  # quoting.py
+            return "{name}={value}"
         known = _constant(node.value)
         return known if known is not None else f"{{{ast.unparse(node.value)}}}"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

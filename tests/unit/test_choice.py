@@ -131,7 +131,7 @@ def test_mig_devices_and_whole_gpus_unless_told() -> None:
 @pytest.mark.parametrize(
     ("value", "reason", "hint"),
     [
-        ("any:model=A100", '"any:model=A100" is not a number of devices', "write any,model=A100"),
+        ("any:model=A100", '"any:model=A100" is not a number of devices', 'write "any,model=A100"'),
         ("any:0,model=A100", '"any:0" is not a number', "write any:1 to any:16"),
         ("any,0", "any cannot be combined", "write any"),
         ("0,any,model=A100", "any cannot be combined", "write any"),

@@ -137,7 +137,9 @@ def test_limits_of_devices_that_others_injected() -> None:
 
 def test_a_word_for_devices_that_others_injected() -> None:
     assert asked("CUDA_MEM_LIMIT_1=2g", runtime=True, linux=injected(1)).dialect == "injected+vgpu-manager"
-    with pytest.raises(RequestError, match=r'GPU_DEVICES_UUID="GPU-aaaa.*" and .*config.json="/dev/nvidia1" name diff'):
+    with pytest.raises(
+        RequestError, match=r'GPU_DEVICES_UUID="GPU-aaaa.*" and .*config.json"="/dev/nvidia1" name diff'
+    ):
         resolve(f"GPU_DEVICES_UUID={UUIDS[0]}", "CUDA_MEM_LIMIT=2g", runtime=True, linux=injected(1))
 
 

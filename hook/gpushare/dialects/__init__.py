@@ -18,7 +18,7 @@ from ..errors import DeviceError, RequestError
 from ..light import Iterable, Optional
 from ..model import Device, Inventory, Selection
 from ..quantity import MAX_SLOTS, wrong
-from ..quoting import shown
+from ..quoting import setting, shown
 
 Env = tuple[tuple[str, str], ...]
 
@@ -133,7 +133,7 @@ def find_devices(
     if len(found) > 1:
         raise wrong(name, value, f"{shown(token)} names more than one device", "write the whole uuid")
     if not found:
-        raise DeviceError(f"{name}={shown(value)}: no {what} {shown(token)}", _there(inventory))
+        raise DeviceError(f"{setting(name, value)}: no {what} {shown(token)}", _there(inventory))
     return tuple(device for device in inventory.mig if device.parent == found[0].uuid) or (found[0],)
 
 
@@ -142,7 +142,7 @@ def _parse_any(name: str, value: str, tokens: list[str]) -> Selection:
     first, *words = tokens
     count = first[4:] if first.startswith("any:") else "1"
     if "=" in count:
-        raise wrong(name, value, f"{shown(first)} is not a number of devices", f"write any,{first[4:]}")
+        raise wrong(name, value, f"{shown(first)} is not a number of devices", f"write {shown('any,' + first[4:])}")
     if not _is_number(count) or len(count) > 3 or not 1 <= int(count) <= MAX_SLOTS:
         raise wrong(name, value, f"{shown(first)} is not a number of devices", f"write any:1 to any:{MAX_SLOTS}")
     if not words:

@@ -13,7 +13,7 @@ from ..errors import CapacityError
 from ..light import Optional
 from ..model import Inventory, Selection
 from ..quantity import wrong
-from ..quoting import shown
+from ..quoting import setting
 from . import parse_devices
 from .demand import Demand, Limit, flag, number
 from .table import Said
@@ -30,7 +30,7 @@ def _part(words: dict[str, Said]) -> tuple[Limit, ...]:
         raise wrong(said.name, said.value, f"there is no {_DEVICE}, so nobody knows its unit", f"set {_DEVICE} too")
     amount, of = (number(one, 1, _MOST, "an amount of memory") for one in (said, whole))
     if amount > of:
-        raise wrong(said.name, said.value, f"more than {whole.name}={shown(whole.value)}", "ask for less")
+        raise wrong(said.name, said.value, f"more than {setting(whole.name, whole.value)}", "ask for less")
     return (Limit(said, part=(amount, of) if amount < of else None, beside=(whole,)),)
 
 
@@ -41,7 +41,7 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
     if named is not None:
         if named.value.strip() == "-1":
             raise CapacityError(
-                f"{named.name}={shown(named.value)}: the scheduler found no device for this container",
+                f"{setting(named.name, named.value)}: the scheduler found no device for this container",
                 "ask for less or free a device",
             )
         devices = parse_devices(named.name, named.value, inventory, any_allowed=False)

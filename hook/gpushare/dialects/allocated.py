@@ -16,7 +16,7 @@ from .. import names
 from ..errors import RequestError
 from ..light import Optional
 from ..quantity import amounts, wrong
-from ..quoting import shown
+from ..quoting import setting, shown
 from . import Env, one_value
 
 _ANY = ("", "any", "any:1")
@@ -53,7 +53,7 @@ def refuse_other(variable: str, name: str, text: Optional[str], given: str) -> N
         same = [(slot, one[:2]) for slot, one in mine] == [(slot, one[:2]) for slot, one in theirs]
     if not same:
         raise RequestError(
-            f"{name}={shown(text)}, and kubelet gave {shown(given)}: they contradict", f"leave out {name}"
+            f"{setting(name, text)}, and kubelet gave {shown(given)}: they contradict", f"leave out {name}"
         )
 
 
@@ -61,4 +61,4 @@ def refuse_amount(name: str, text: Optional[str]) -> None:
     """How much an equal share is, the configuration says: kubelet has promised the others of the device. Raises
     RequestError."""
     if text is not None:
-        raise RequestError(f"{name}={shown(text)}, and kubelet gave an equal share of a device", f"leave out {name}")
+        raise RequestError(f"{setting(name, text)}, and kubelet gave an equal share of a device", f"leave out {name}")

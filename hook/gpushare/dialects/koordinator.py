@@ -14,7 +14,7 @@ from ..errors import DeviceError
 from ..light import Any, Optional, loads
 from ..model import Inventory, Selection
 from ..quantity import UNITS, wrong
-from ..quoting import shown
+from ..quoting import setting, shown
 from .demand import Demand, Limit, memory
 from .table import Said
 
@@ -75,7 +75,7 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
     missing = next((gpu["minor"] for gpu in gpus if gpu["minor"] not in by_minor), None)
     if missing is not None:
         raise DeviceError(
-            f"{one.name}={shown(one.value)}: this host has no device with minor {missing}", "run gpushare refresh"
+            f"{setting(one.name, one.value)}: this host has no device with minor {missing}", "run gpushare refresh"
         )
     uuids = [by_minor[gpu["minor"]] for gpu in gpus]
     return Demand(

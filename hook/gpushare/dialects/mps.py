@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..model import Inventory
 from ..quantity import wrong
-from ..quoting import shown
+from ..quoting import setting, shown
 from .demand import Demand, Limit, fraction, memory, number
 from .table import Said
 
@@ -33,7 +33,7 @@ def _percent(one: Said) -> tuple[Limit, tuple[str, ...]]:
     top, bottom = fraction(one, "a percentage")
     if top > 100 * bottom or top < bottom:
         raise wrong(one.name, one.value, "not a percentage from 1 to 100", "write 50")
-    rounded = (f"{one.name}={shown(one.value)}: {top // bottom} % counts",) if top % bottom else ()
+    rounded = (f"{setting(one.name, one.value)}: {top // bottom} % counts",) if top % bottom else ()
     return Limit(one, None, top // bottom if top < 100 * bottom else None), rounded
 
 
@@ -47,9 +47,9 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
             demand = demand._replace(compute=(limit,), ignored=demand.ignored + ignored)
         elif one.name == "CUDA_MPS_CLIENT_PRIORITY":
             below = number(one, 0, 1, "a priority")
-            why = (f"{one.name}={shown(one.value)}: below normal is not there, it is normal",) if below else ()
+            why = (f"{setting(one.name, one.value)}: below normal is not there, it is normal",) if below else ()
             demand = demand._replace(ignored=demand.ignored + why)
         else:
-            why = (f"{one.name}={shown(one.value)}: gpushare keeps the limits itself, without an MPS daemon",)
+            why = (f"{setting(one.name, one.value)}: gpushare keeps the limits itself, without an MPS daemon",)
             demand = demand._replace(ignored=demand.ignored + why)
     return demand

@@ -19,7 +19,7 @@ from ..errors import RequestError
 from ..light import Any, Callable, Iterable, NamedTuple, Optional
 from ..model import Inventory, Request, Selection
 from ..quantity import amounts, percents, wrong
-from ..quoting import shown
+from ..quoting import setting, shown, shown_name
 from . import Env, nvidia, one_value, parse_devices
 
 UNNAMED = Selection("any", count=0)
@@ -144,7 +144,11 @@ def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> N
         scope, prefix, rest = key.rpartition(names.ANNOTATION_PREFIX)
         if prefix and scope in ("", f"{container}.") and prefix + rest not in known_keys:
             meant = _meant(prefix + rest, names.ANNOTATIONS.values())
-            hint = f"did you mean {scope}{meant}?" if meant else f"use {', '.join(names.ANNOTATIONS.values())}"
+            hint = (
+                f"did you mean {shown_name(scope + meant)}?"
+                if meant
+                else f"use {', '.join(names.ANNOTATIONS.values())}"
+            )
             raise wrong(key, value, "unknown annotation", hint)
 
 
@@ -157,7 +161,7 @@ def _from_cdi(env: Env, value: Optional[str]) -> Optional[Found]:
     found = Found(given[0].name, ",".join(dict.fromkeys(item.value for item in given)))
     if value is not None and value.strip() and value.strip() != found.value:
         raise RequestError(
-            f"{names.ENV_DEVICES}={shown(value)} and {found.name}={shown(found.value)}, which CDI has set, contradict",
+            f"{names.ENV_DEVICES}={shown(value)} and {setting(found.name, found.value)}, which CDI has set, contradict",
             f"leave out {names.ENV_DEVICES}, or the CDI device",
         )
     return found
@@ -188,7 +192,7 @@ def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool)
                 kubelets.refuse_amount(name, text)
         if value is not None and said is not None and value.strip() != said.strip():
             raise RequestError(
-                f"{source}={shown(value)} and annotation {chosen}={shown(said)} contradict", "keep one of them"
+                f"{setting(source, value)} and annotation {setting(chosen, said)} contradict", "keep one of them"
             )
         if value is not None:
             found[variable] = Found(source, value)
@@ -210,7 +214,7 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
             found = everything
         else:
             ignored = [
-                f"{item.name}={shown(item.value)}: container {shown(container)} names no device"
+                f"{setting(item.name, item.value)}: container {shown(container)} names no device"
                 for variable, item in everything.items()
                 if variable not in found
             ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from ..errors import RequestError
 from ..model import Inventory
 from ..quantity import MAX_SLOTS, UNITS, wrong
-from ..quoting import shown
+from ..quoting import setting
 from .demand import Demand, Limit, fraction, memory, number, percent
 from .table import KEYS, Said
 
@@ -66,7 +66,7 @@ def _compute(said: tuple[Said, ...]) -> tuple[Limit, ...]:
     cores = next((one for one in said if one.name == "gpu-sm-cores"), None)
     if cores is not None and not found:
         raise RequestError(
-            f"{cores.name}={shown(cores.value)}: a number of multiprocessors is not available in this version",
+            f"{setting(cores.name, cores.value)}: a number of multiprocessors is not available in this version",
             "write gpu-sm-percentage",
         )
     return found
@@ -76,7 +76,7 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
     limits = [_limit(one) for one in said if one.word.about == "memory"]
     counts = _counts(limits)
     ignored = [
-        f"{limit.said.name}={shown(limit.said.value)}: {counts[0].said.name} is what counts"
+        f"{setting(limit.said.name, limit.said.value)}: {counts[0].said.name} is what counts"
         for limit in limits
         if limit not in counts
     ]

@@ -13,7 +13,7 @@ from ..errors import DeviceError
 from ..light import Optional
 from ..model import Inventory, Selection
 from ..quantity import wrong
-from ..quoting import shown
+from ..quoting import setting, shown
 from .demand import Demand, Limit, memory, number
 from .table import Said
 
@@ -34,7 +34,7 @@ def _devices(one: Optional[Said], inventory: Inventory) -> Optional[Selection]:
         raise wrong(one.name, one.value, f"{shown(odd)} is no device node", "write /dev/nvidia0")
     missing = next((node for node in nodes if node not in by_minor), None)
     if missing is not None:
-        raise DeviceError(f"{one.name}={shown(one.value)}: this host has no {missing}", "the number is a minor")
+        raise DeviceError(f"{setting(one.name, one.value)}: this host has no {shown(missing)}", "the number is a minor")
     return Selection("list", names=tuple(dict.fromkeys(by_minor[node] for node in nodes)))
 
 
@@ -59,4 +59,4 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
     most = number(may, 1, 100, "a percentage")
     if most < cores:
         return demand._replace(compute=(Limit(may, size=most),))
-    return demand._replace(ignored=(f"{may.name}={shown(may.value)}: {core.name}={shown(core.value)} is the limit",))
+    return demand._replace(ignored=(f"{setting(may.name, may.value)}: {setting(core.name, core.value)} is the limit",))

@@ -17,7 +17,7 @@ from ..errors import DeviceError
 from ..light import NamedTuple, Optional, Union
 from ..model import Device, Inventory
 from ..quantity import wrong
-from ..quoting import shown
+from ..quoting import setting
 from . import find_devices, parse_devices
 from .demand import BINARY, Beyond, Demand, Limit, flag, fraction, memory, percent
 from .table import DEVICES, Said
@@ -77,7 +77,8 @@ def _device(one: Said, numbers: Numbers, inventory: Inventory) -> Optional[str]:
     gpus = [device.uuid for device in inventory.devices if device.index == one.number]
     if not gpus:
         raise DeviceError(
-            f"{one.name}={shown(one.value)}: this host has no device {one.number}", "the number is an index on the host"
+            f"{setting(one.name, one.value)}: this host has no device {one.number}",
+            "the number is an index on the host",
         )
     return gpus[0]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..model import Inventory
 from ..quantity import wrong
-from ..quoting import shown
+from ..quoting import setting
 from .demand import Demand, Limit, number
 from .table import Said
 
@@ -24,9 +24,9 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
         return Demand("volcano")
     amount = number(allocated, 1, _MOST, "an amount of memory")
     if total is None:
-        why = f"{allocated.name}={shown(allocated.value)}: whole devices, as there is no VOLCANO_GPU_MEMORY_TOTAL"
+        why = f"{setting(allocated.name, allocated.value)}: whole devices, as there is no VOLCANO_GPU_MEMORY_TOTAL"
         return Demand("volcano", (Limit(allocated),), ignored=(why,))
     of = number(total, 1, _MOST, "an amount of memory")
     if amount > of:
-        raise wrong(allocated.name, allocated.value, f"more than {total.name}={shown(total.value)}", "ask for less")
+        raise wrong(allocated.name, allocated.value, f"more than {setting(total.name, total.value)}", "ask for less")
     return Demand("volcano", (Limit(allocated, part=(amount, of), beside=(total,)),))
