@@ -7,7 +7,7 @@ place by now. Then the lease becomes the container's own: from here on it lives 
 
 from __future__ import annotations
 
-from . import applied, apply, leases, log, oci, procs, storage
+from . import applied, apply, leases, log, oci, procs, rootless, storage
 from .errors import RequestError
 from .light import TYPE_CHECKING
 from .ops import Plan
@@ -31,6 +31,10 @@ def adopt(options: Options, state: oci.State) -> int:
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(f"the state's pid {bundle.pid} is no process", "adopt is a createRuntime hook")
+    if record.leased and not rootless.is_rootless():
+        from . import cgroup
+
+        cgroup.own_cgroups(init.pid)  # else the rules of config.json are nowhere, and every device opens
     done = apply.adopt(Plan(bundle.id, applied.remaining(record)), bundle, init.pid)
     try:
         lease = leases.find(options.state_dir, bundle.id)

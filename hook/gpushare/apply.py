@@ -138,6 +138,10 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     store(plan)
     trees = copies(plan, applied._trees)
     host_mounts = mountns.read_mounts()
+    rules = [(op.major, op.minor) for op in plan.ops if isinstance(op, DeviceRule)]
+    simulated = any(isinstance(op, DeviceNode) and op.simulated for op in plan.ops)  # which has none, and the promise
+    if (rules or simulated) and not rootless.is_rootless():  # a rootless container has no device cgroup
+        cgroup.own_cgroups(pid, host_mounts)
     root_fd = rootfs.open_root(bundle, pid)
     root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, host_mounts)
     root.keep(root_fd)
@@ -147,9 +151,8 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
         put(root, plan, trees)
     applied.notes.extend(root.notes)
     _hold(plan, pid, applied)
-    rules = [(op.major, op.minor) for op in plan.ops if isinstance(op, DeviceRule)]
-    if rules and not rootless.is_rootless():  # a rootless container has no device cgroup
-        applied._access.append(cgroup.allow_devices(pid, rules))
+    if rules and not rootless.is_rootless():
+        applied._access.append(cgroup.allow_devices(pid, rules, host_mounts))
         applied._namespace.require_alive()
 
 

@@ -9,13 +9,16 @@ import os
 
 from . import linux, mountns
 from .errors import KernelError
-from .light import Callable, Sequence
+from .light import Callable, Optional, Sequence
+from .quoting import shown
 
 Rule = tuple[int, int]
+Mounts = Optional[list[mountns.MountEntry]]
 
 
-def allow_devices(pid: int, rules: Sequence[Rule]) -> Callable[[], None]:
-    """Lets the cgroup of `pid` open the devices; returns the undo. Raises KernelError, with nothing changed."""
+def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None) -> Callable[[], None]:
+    """Lets the cgroup of `pid` open the devices; returns the undo. Raises KernelError, with nothing changed, also when
+    the container has no cgroup of its own. `mounts`: of this process, where they are known."""
     undos: list[Callable[[], None]] = []
 
     def undo() -> None:
@@ -23,7 +26,7 @@ def allow_devices(pid: int, rules: Sequence[Rule]) -> Callable[[], None]:
             undos.pop()()
 
     try:
-        v1, v2 = find_cgroups(pid)
+        v1, v2 = own_cgroups(pid, mounts)
         if v1:
             undos.append(_allow_v1(v1, rules))
         if v2:
@@ -49,7 +52,29 @@ def revoke(pid: int, rules: Sequence[Rule]) -> None:
         bpf.revoke(v2, rules)
 
 
-def find_cgroups(pid: int) -> tuple[str, str]:
+def own_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
+    """`find_cgroups` of a container's process, only those that hold nothing but the container. Raises KernelError where
+    the one that decides about devices (v1's, where both are there) is shared with whoever starts the container: a rule
+    written there would be the caller's, and would stay (`podman run --cgroups=disabled`)."""
+    mounts = mountns.read_mounts() if mounts is None else mounts
+    theirs, ours = find_cgroups(pid, mounts), find_cgroups(os.getpid(), mounts)
+    v1, v2 = ("" if holds(one, mine) else one for one, mine in zip(theirs, ours))
+    deciding, own = (theirs[0], v1) if theirs[0] else (theirs[1], v2)
+    if deciding and not own:
+        raise KernelError(
+            f"the container has no cgroup of its own: its first process is in {shown(deciding)}, as is the process "
+            "that starts it",
+            "start it with a cgroup (podman: without --cgroups=disabled)",
+        )
+    return v1, v2
+
+
+def holds(directory: str, other: str) -> bool:
+    """Whether cgroup `other` is this one, or below it."""
+    return bool(directory) and f"{other}/".startswith(directory.rstrip("/") + "/")
+
+
+def find_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
     """(directory in the v1 devices hierarchy, directory in the v2 hierarchy) of a process; "" where not mounted."""
     v1_path = v2_path = ""
     with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
@@ -60,7 +85,7 @@ def find_cgroups(pid: int) -> tuple[str, str]:
             elif number == "0" and not controllers:
                 v2_path = path
     v1 = v2 = ""
-    for mount in mountns.read_mounts():
+    for mount in mountns.read_mounts() if mounts is None else mounts:
         if mount.fstype == "cgroup" and v1_path and not v1 and "devices" in mount.super_options.split(","):
             v1 = _below(mount, v1_path)
         elif mount.fstype == "cgroup2" and v2_path and not v2:

@@ -171,8 +171,10 @@ def _directory(pid: int, tree: str) -> str:
     from . import cgroup
 
     directory = cgroup.find_cgroups(pid)[1]
-    if not directory:
-        raise KernelError(f"the cgroup of process {pid} is not mounted here", "mount cgroup v2 at /sys/fs/cgroup")
+    if not directory or cgroup.holds(directory, cgroup.find_cgroups(os.getpid())[1]):
+        raise KernelError(
+            f"the cgroup of process {pid} is not mounted here, or not its own", "mount cgroup v2 at /sys/fs/cgroup"
+        )
     return directory
 
 

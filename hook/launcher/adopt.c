@@ -199,6 +199,17 @@ static const char *cgroup_path(char *text) {
     return devices ? devices : unified;
 }
 
+/* Whether the container has a cgroup that this process is not in, nor below: as cgroup.own_cgroups.
+ * Where it has none (podman --cgroups=disabled), Python refuses. */
+static bool is_own_cgroup(const char *theirs) {
+    char text[16 << 10];
+    if (read_at(AT_FDCWD, "/proc/self/cgroup", text, sizeof text) < 0)
+        return false;
+    const char *ours = cgroup_path(text);
+    size_t length = strcmp(theirs, "/") == 0 ? 0 : strlen(theirs);
+    return strncmp(ours, theirs, length) != 0 || (ours[length] != '\0' && ours[length] != '/');
+}
+
 /* Under the lock: the reservation is still there, and init still lives. As leases.hold. */
 static bool hold_locked(struct adoption *a, long pid, const char *creator, const char *cgroup) {
     char path[PATH_MAX], text[2 * PATH_MAX];
@@ -229,6 +240,8 @@ static bool hold(struct adoption *a, long pid, const char *creator) {
         snprintf(path, sizeof path, "%s/lock", a->state_dir) >= (int)sizeof path)
         return false;
     const char *cgroup = cgroup_path(cgroups);
+    if (!is_own_cgroup(cgroup))
+        return false;
     int lock = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     bool held = lock >= 0 && flock(lock, LOCK_EX) == 0 && hold_locked(a, pid, creator, cgroup);
     if (lock >= 0)

@@ -23,6 +23,7 @@ FACTS = (
     "shared propagation", "mount table growth", "read-only rootfs", "user namespace", "no /etc, distroless, musl",
     "killed hook", "hanging hook", "writable or hard-linked limits", "corrupted usage and pages", "mknod",
     "another tenant's MPS pipe", "device rule",
+    "no cgroup of its own",
 )  # fmt: skip
 
 # Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
@@ -296,6 +297,7 @@ ELSEWHERE = (
     Elsewhere("device rules that open GPUs, on cgroup v1 and v2, runc and crun", ("device rule", "mknod"), (T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu", T + "test_policy.py::test_hook_refuses_rules_that_open_gpus", T + "test_policy.py::test_rule_that_names_a_gpu_is_refused_where_policy_says_so", T + "test_policy.py::test_ordinary_container_with_rules_for_gpus_opens_none_under_crun")),
     Elsewhere("limits hidden from the shim", ("writable or hard-linked limits",), (T + "test_hidden_limits.py::test_without_the_limits_there_is_no_gpu", T + "test_lost_state.py::test_tenant_cannot_make_his_share_look_smaller")),
     Elsewhere("tricks of a program that wants more", ("image raises its limit",), (T + "test_limits.py::test_no_trick_gets_more",)),
+    Elsewhere("a container that stays in its caller's cgroup", ("no cgroup of its own", "mknod"), (T + "test_podman_cgroups.py::test_cgroup_of_the_caller_gets_no_rule", T + "test_podman_cgroups.py::test_podman_without_cgroups_is_refused", T + "test_podman_cgroups.py::test_container_that_stays_in_the_callers_cgroup_is_refused")),
     Elsewhere("what stays of a container is used again", ("image raises its limit",), (T + "test_docker_files.py::test_commit_and_run_again", T + "test_docker_files.py::test_copied_limits_do_not_count")),
 )  # fmt: skip
 

@@ -195,7 +195,7 @@ def test_mknod_is_never_granted(view: View, tmp_path: Path) -> None:
             linux.bpf(8, bpf._attr("IIIII", directory, bpf.load(deny, path), 6, 2, 0), "attach")
             join(path)
             answers = [attempt(lambda: os.open(node, os.O_RDWR))]
-            cgroup.allow_devices(os.getpid(), GRANTED)
+            bpf.allow(path, GRANTED)
             answers.append(attempt(lambda: os.open(node, os.O_RDWR)))
             answers.append(attempt(lambda: os.mknod(other, 0o020666, os.makedev(195, 0))))
             answers.append(attempt(lambda: os.open("/dev/null", os.O_RDWR)))
