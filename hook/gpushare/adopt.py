@@ -7,6 +7,8 @@ place by now. Then the lease becomes the container's own: from here on it lives 
 
 from __future__ import annotations
 
+import os
+
 from . import applied, apply, leases, log, oci, procs, rootless, storage
 from .errors import RequestError
 from .light import TYPE_CHECKING
@@ -47,6 +49,10 @@ def adopt(options: Options, state: oci.State) -> int:
         hook.undo(options.state_dir, bundle.id, done.undo)
         raise
     done.close()
+    try:
+        os.unlink(os.path.join(storage.container_dir(options.state_dir, bundle.id), storage.CACHE))
+    except FileNotFoundError:
+        pass
     log.forget(options.state_dir, bundle.id)
     return 0
 

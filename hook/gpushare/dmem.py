@@ -27,7 +27,7 @@ from __future__ import annotations
 import errno
 import os
 
-from . import linux, mountns
+from . import linux, mountns, storage
 from .errors import CapacityError, GpushareError, KernelError
 from .light import Callable, NamedTuple, Optional, Sequence, dumps, loads
 from .model import Device, Inventory, Share
@@ -153,7 +153,7 @@ def hold(pid: int, limits: Sequence[KernelLimit]) -> Callable[[], None]:
             _put(held, limit.uuid, limit.limit_bytes)
         fd = os.open(limits[0].record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.write(fd, dumps(held._asdict()).encode())
+            storage.write_all(fd, dumps(held._asdict()).encode())
         finally:
             os.close(fd)
     except BaseException:

@@ -54,10 +54,17 @@ class KernelError(GpushareError):
 
 
 _NO_ROOM, _NO_RIGHT = "make room there", "run as root"
-# errno of a file that could not be written or read -> what to do
-_WHAT_TO_DO = {  # ENOSPC, EDQUOT, EACCES, EPERM, EROFS
+# errno that says that something has run out, which is no bug of ours, whichever call meets it -> what to do
+EXHAUSTED = {  # ENOSPC, EDQUOT, EMFILE, ENFILE, ENOMEM
     28: _NO_ROOM,
     122: _NO_ROOM,
+    24: "raise RLIMIT_NOFILE (ulimit -n) of whoever starts this",
+    23: "raise fs.file-max, or find out who has so many files open",
+    12: "see what takes the memory of this host, or of this cgroup",
+}
+# errno of a file that could not be written or read -> what to do
+_WHAT_TO_DO = {  # EACCES, EPERM, EROFS
+    **EXHAUSTED,
     13: _NO_RIGHT,
     1: _NO_RIGHT,
     30: "make it writable: mount -o remount,rw",
@@ -67,6 +74,20 @@ _WHAT_TO_DO = {  # ENOSPC, EDQUOT, EACCES, EPERM, EROFS
 def what_to_do(error: OSError) -> str:
     """The hint for an error of the kernel that is about a file; "" when its own words must do."""
     return _WHAT_TO_DO.get(error.errno or 0, "")
+
+
+def is_exhausted(error: Exception) -> bool:
+    """Whether this is one of EXHAUSTED: not even "nothing is there" may be concluded from it."""
+    return getattr(error, "errno", None) in EXHAUSTED
+
+
+def reported(error: BaseException) -> BaseException:
+    """`error` as this program reports it: an OSError of EXHAUSTED is the host's, wherever it was raised."""
+    if isinstance(error, OSError) and is_exhausted(error):
+        if error.filename:
+            return of_file(error, str(error.filename))
+        return KernelError(f"a system call failed: {error.strerror}", what_to_do(error))
+    return error
 
 
 def of_file(error: OSError, path: str) -> KernelError:

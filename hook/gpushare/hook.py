@@ -15,7 +15,7 @@ import os
 import sys
 
 from . import decision, log, names, oci, rootless
-from .errors import GpushareError, KernelError, RequestError
+from .errors import GpushareError, KernelError, RequestError, reported
 from .light import TYPE_CHECKING, Callable, NamedTuple, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request, Share
 from .quoting import shown
@@ -78,8 +78,9 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
         container_id = state.id
         state = state._replace(bundle=os.path.realpath(state.bundle))  # runc says it as PWD does
         return _STAGES[options.stage](options, state)
-    except BaseException as error:
+    except BaseException as raised:
         ignore_signals()
+        error = reported(raised)
         line, code = log.line_of(error)
         if container_id:
             way = "" if options.stage == "poststop" else "runtime" if options.stage == "adopt" else "hook"

@@ -12,7 +12,7 @@ import errno
 import os
 import sys
 
-from .errors import KernelError
+from .errors import EXHAUSTED, KernelError
 from .light import TYPE_CHECKING, Any, Union
 from .quoting import shown
 
@@ -114,7 +114,7 @@ class SyscallError(KernelError):
     """A system call failed. `errno` lets a caller accept one reason and pass on the others."""
 
     def __init__(self, call: str, path: str, errno: int, hint: str = "") -> None:
-        super().__init__("", hint)
+        super().__init__("", hint or EXHAUSTED.get(errno, ""))
         self.call = call
         self.path = path
         self.errno = errno

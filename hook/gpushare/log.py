@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 
-from .errors import GpushareError
+from .errors import GpushareError, reported
 from .light import dumps
 from .quoting import printable, quoted
 
 _KEPT = 256  # files in errors/: a crash loop under ever new names must not fill the state directory
-_MAX_BYTES = 64 << 10
+_MAX_BYTES = 16 << 10
 _MAX_TEXT = 512  # characters of an unexpected exception's text
 TRACE = "~trace"  # no container id has a ~
 
@@ -21,6 +21,7 @@ TRACE = "~trace"  # no container id has a ~
 def line_of(error: BaseException) -> tuple[str, int]:
     """(the one line, the exit code). An unexpected exception becomes its type, its text, which may repeat what an image
     chose, and the place where it was raised."""
+    error = reported(error)
     if isinstance(error, GpushareError):
         return f"gpushare: {error}", error.exit_code
     place, trace = "", error.__traceback__

@@ -12,6 +12,7 @@ without it the next start costs more, nothing else.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -117,7 +118,9 @@ def remember(config_path: str, state_dir: str, config: Config) -> None:
     except (OSError, ConfigError):
         return
     try:
-        os.write(fd, text.encode("utf-8", "surrogateescape"))
+        data = text.encode("utf-8", "surrogateescape")
+        if os.write(fd, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.rename(temporary, os.path.join(state_dir, FILE))
     except OSError:
         os.unlink(temporary)

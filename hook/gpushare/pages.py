@@ -21,7 +21,7 @@ import stat
 import struct
 
 from . import linux, names, region, rootless
-from .errors import CapacityError, KernelError, of_file
+from .errors import CapacityError, KernelError, of_file, what_to_do
 from .light import Union
 from .quoting import shown
 
@@ -78,7 +78,7 @@ def prepare(state_dir: str, uuid: str, before: int = -1) -> None:
         finally:
             os.close(lock)
     except OSError as error:
-        raise KernelError(f"{shown(place)}: {error.strerror}", rootless.hint()) from error
+        raise KernelError(f"{shown(place)}: {error.strerror}", what_to_do(error)) from error
 
 
 def _make(place: str, outside: int, before: int) -> None:
@@ -130,7 +130,8 @@ def _fill(dir_fd: int) -> None:
     temporary = INDEX + ".new"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o444, dir_fd=dir_fd)
     try:
-        os.write(fd, data)
+        if os.write(fd, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         _give_away(fd, 0o444)
     finally:
         os.close(fd)

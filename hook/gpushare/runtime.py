@@ -18,7 +18,7 @@ import sys
 
 from . import commandline, decision, hook, log, lowlevel, names, oci, rootless
 from .commandline import Call
-from .errors import GpushareError, RequestError
+from .errors import GpushareError, RequestError, reported
 from .light import TYPE_CHECKING, Callable, NamedTuple, NoReturn, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request
 from .quoting import shown, shown_name
@@ -50,8 +50,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     call = commandline.parse(sys.argv[1:] if argv is None else argv)
     try:
         return _main(call, paths_of(call))
-    except BaseException as error:
+    except BaseException as raised:
         hook.ignore_signals()
+        error = reported(raised)
         line, code = log.line_of(error)
         if call.command in commandline.STARTING:
             _keep(call, line, error)

@@ -53,6 +53,7 @@ _OURS = frozenset(  # beginnings of names in it, without the dot of temporary fi
 )
 LEASE = "lease.json"
 HELD = "held"  # beside a lease that is only reserved: whose it became (leasefile.held)
+CACHE = "ld.so.cache"  # the container's new loader cache, until the launcher has put it there (ticket.py)
 _CGROUP = "cgroup"  # path of a cgroup that was made for this lease alone
 _SHARE_FOLDERS = ("driver", "rw", "pages", "peers", "mps")
 _SHARE_FILES = (names.REAL_CUDA, names.REAL_NVML)  # mount points; the directory is read-only in the container
@@ -159,9 +160,16 @@ def _make_folders(state_dir: str) -> None:
 
 def make_share_dir(state_dir: str, container_id: str, shares: Sequence[Share]) -> str:
     """containers/<id>/share with its mount points; returns its path. Modes do not depend on the umask: any uid in the
-    container reads it. Raises OSError."""
+    container reads it. Raises KernelError."""
     share = os.path.join(container_dir(state_dir, container_id), "share")
-    uuids = [one.device.uuid for one in shares]
+    try:
+        _make_points(share, [one.device.uuid for one in shares])
+    except OSError as error:
+        raise of_file(error, error.filename or share) from error
+    return share
+
+
+def _make_points(share: str, uuids: Sequence[str]) -> None:
     for path in (share, *(os.path.join(share, name) for name in (*_SHARE_FOLDERS, *(f"peers/{u}" for u in uuids)))):
         os.mkdir(path)
         os.chmod(path, 0o755)
@@ -169,7 +177,6 @@ def make_share_dir(state_dir: str, container_id: str, shares: Sequence[Share]) -
         path = share + target[len(names.PRIVATE_DIR) :]
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o444))
         os.chmod(path, 0o444)
-    return share
 
 
 def execute(op: Union[WriteLimits, TenantTmpfs]) -> None:

@@ -17,7 +17,8 @@ The file is words, each ended by a NUL:
     "end"
 
 It is only ever a shorter way: without it, or when anything is not as it says, adopt.py does the work from the record in
-config.json. Nothing is written for what the launcher cannot do: copies of image files, covers.
+config.json. Nothing is written for what the launcher cannot do: copies of image files, covers. Nor is anything that an
+image made large: the state directory is one for all containers. The cache goes as soon as it was used.
 """
 
 from __future__ import annotations
@@ -32,18 +33,30 @@ from .model import Bundle, LdEntry, Lease
 from .ops import DEVICE_FLAGS, DeviceNode
 
 FILE = "adopt"
-CACHE = "ld.so.cache"
+CACHE = storage.CACHE
 PROC = "proc"
 VERSION = "gpushare-adopt-5"
+# Of each container, for as long as its start takes and as long as it lives: 1000 of them must fit (storage.prepare)
+MAX_CACHE_BYTES = 128 << 10  # one of 500 libraries has 40 KiB
+MAX_BYTES = 64 << 10
 
 
 def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, log: str) -> None:
-    """Never raises for what only costs time. The caller owns containers/<id>."""
+    """Never raises for what only costs time, as a full state directory does. The caller owns containers/<id>."""
     folder = storage.container_dir(state_dir, bundle.id)
-    words = _words(bundle, lease, record, tree, folder, log)
-    if words is not None and not any("\0" in word for word in words):
-        data = b"".join(os.fsencode(word) + b"\0" for word in words)
-        _create(os.path.join(folder, FILE), data)
+    try:
+        words = _words(bundle, lease, record, tree, folder, log)
+        data = b"".join(os.fsencode(word) + b"\0" for word in words or ())
+        if words is not None and len(data) <= MAX_BYTES and not any("\0" in word for word in words):
+            return _create(os.path.join(folder, FILE), data)
+    except OSError:
+        pass
+    for name in (FILE, CACHE):
+        try:
+            os.unlink(os.path.join(folder, name))
+        except FileNotFoundError:
+            pass
+    return None
 
 
 def _words(
@@ -128,13 +141,15 @@ def _cache(tree: inroot.View, entries: list[LdEntry], folder: str) -> Optional[l
         os.close(fd)
     if new == old:
         return []
+    if len(new) > MAX_CACHE_BYTES:
+        return None
     _create(os.path.join(folder, CACHE), new)
     seconds, nanoseconds = divmod(status.st_mtime_ns, 10**9)
     return ["cache", *map(str, (status.st_ino, status.st_size, seconds, nanoseconds))]
 
 
 def _create(path: str, data: bytes) -> None:
-    """A whole file, or the start fails: a full state directory holds no lease either."""
+    """Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         storage.write_all(fd, data)

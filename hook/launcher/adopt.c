@@ -170,6 +170,8 @@ static bool put_cache(struct adoption *a) {
                 mount == a->mount;
     int new = openat(a->container, TICKET_CACHE, O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
     bool done = same && new >= 0 && write_cache(parent, new, &old);
+    if (done)
+        unlinkat(a->container, TICKET_CACHE, 0); /* the state directory is one for all containers */
     if (fd >= 0)
         close(fd);
     if (new >= 0)

@@ -92,15 +92,19 @@ class Scene:
 
     def start(self) -> RuntimeFailed | None:
         """Start it; the refusal if there is one."""
+        return self.refusal_of(self.one)
+
+    def refusal_of(self, one: Container) -> RuntimeFailed | None:
+        """Start `one`; the refusal if there is one."""
         try:
-            self.one.start()
+            one.start()
         except RuntimeFailed as error:
-            return error if "gpushare: " in error.message else self._with_kept_line(error)
+            return error if "gpushare: " in error.message else self._with_kept_line(error, one)
         return None
 
-    def _with_kept_line(self, error: RuntimeFailed) -> RuntimeFailed:
+    def _with_kept_line(self, error: RuntimeFailed, one: Container) -> RuntimeFailed:
         """crun keeps what a hook prints to itself; `gpushare inspect` shows our line."""
-        kept = self.node.state / "errors" / self.one.id
+        kept = self.node.state / "errors" / one.id
         if not kept.exists():
             return error
         return RuntimeFailed("create", error.code, f"{error.message.rstrip()}\n{kept.read_text()}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Union
 
-from . import environment, image, inside, races, rules, spec, volumes
+from . import environment, exhaustion, image, inside, races, rules, spec, volumes
 from .scene import LIBCUDA, LIBDIR, Scene
 
 # What a hook must survive, as the project's collection of facts from the field has it. Each word has a row.
@@ -24,6 +24,7 @@ FACTS = (
     "killed hook", "hanging hook", "writable or hard-linked limits", "corrupted usage and pages", "mknod",
     "another tenant's MPS pipe", "device rule",
     "no cgroup of its own",
+    "state directory filled",
 )  # fmt: skip
 
 # Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
@@ -241,7 +242,12 @@ BY_RULE = (
     *(each(f"a rule for {name}, and no request", "device rule; mknod", rules.allowing(rule, asks=False), refused("could open any GPU"), DENIED) for name, rule in RULES.items()),
 )  # fmt: skip
 
-ATTACKS = (*IMAGE, *VOLUMES, *ENVIRONMENT, *SPEC, *INSIDE, *BY_RULE)
+EXHAUSTION = (
+    both("an image's large files fill the state directory", "state directory filled; crafted ld.so.cache", exhaustion.fill_the_state),
+    both("the state directory is full", "state directory filled", exhaustion.full_state),
+)  # fmt: skip
+
+ATTACKS = (*IMAGE, *VOLUMES, *ENVIRONMENT, *SPEC, *INSIDE, *BY_RULE, *EXHAUSTION)
 
 # Where the outcome with crun is another one than with runc: (name, way)
 CRUN: dict[tuple[str, str], Verdict] = {
