@@ -37,7 +37,7 @@ def adopt(options: Options, state: oci.State) -> int:
         from . import cgroup
 
         cgroup.own_cgroups(init.pid)  # else the rules of config.json are nowhere, and every device opens
-    done = apply.adopt(Plan(bundle.id, applied.remaining(record)), bundle, init.pid)
+    done = apply.adopt(Plan(bundle.id, applied.remaining(record)), bundle, init.pid, options.state_dir)
     try:
         lease = leases.find(options.state_dir, bundle.id)
         if lease is not None and lease.state == "reserved" and lease.bundle == bundle.path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 
-from . import cgroup, inroot, linux, mountns, mountpoint, mountrules, rootfs, rootless
+from . import cgroup, idmap, inroot, linux, mountns, mountpoint, mountrules, rootfs, rootless
 from .errors import DeviceError, GpushareError, KernelError
 from .light import Any, Callable, Union
 from .model import Bundle
@@ -44,6 +44,7 @@ class Applied:
         self._access: list[Callable[[], None]] = []
         self._root: Union[mountpoint.Root, None] = None
         self._trees: list[int] = []
+        self.hider: Union[idmap.Hider, None] = None
         self.notes: list[str] = []
 
     def undo(self) -> None:
@@ -64,6 +65,8 @@ class Applied:
         for fd in self._trees:
             os.close(fd)
         self._trees.clear()
+        if self.hider is not None:
+            self.hider.close()
         if self._root is not None:
             self._root.close()
         self._namespace.close()
@@ -77,19 +80,23 @@ def _run_all(steps: list[Callable[[], None]], failures: list[Exception]) -> None
             failures.append(error)
 
 
-def apply(plan: Plan, bundle: Bundle, pid: int) -> Applied:
-    """Applies `plan` to the container whose init is `pid`. Raises GpushareError, with nothing of the plan left."""
-    return _carry_out(_apply, plan, bundle, pid)
+def apply(plan: Plan, bundle: Bundle, pid: int, state_dir: str = "") -> Applied:
+    """Applies `plan` to the container whose init is `pid`. Raises GpushareError, with nothing of the plan left.
+    `state_dir`: mounts hide the owner of what they show (idmap.py)."""
+    return _carry_out(_apply, plan, bundle, pid, state_dir)
 
 
-def adopt(plan: Plan, bundle: Bundle, pid: int) -> Applied:
+def adopt(plan: Plan, bundle: Bundle, pid: int, state_dir: str = "") -> Applied:
     """Applies what config.json does not hold to a container that got the rest from there: each InPlace of `plan` must
     be there already, as its runtime was told. Raises as `apply` does."""
-    return _carry_out(_adopt, plan, bundle, pid)
+    return _carry_out(_adopt, plan, bundle, pid, state_dir)
 
 
-def _carry_out(steps: Callable[[Plan, Bundle, int, Applied], None], plan: Plan, bundle: Bundle, pid: int) -> Applied:
+def _carry_out(
+    steps: Callable[[Plan, Bundle, int, Applied], None], plan: Plan, bundle: Bundle, pid: int, state_dir: str
+) -> Applied:
     applied = Applied(mountns.Namespace(pid))
+    applied.hider = idmap.Hider(state_dir) if state_dir else None
     try:
         steps(plan, bundle, pid, applied)
     except BaseException as error:
@@ -114,14 +121,14 @@ def store(plan: Plan) -> None:
             storage.execute(op)
 
 
-def copies(plan: Plan, kept: list[int]) -> dict[int, int]:
+def copies(plan: Plan, kept: list[int], hider: Union[idmap.Hider, None] = None) -> dict[int, int]:
     """{index of an op: a detached copy of its source}. Each is added to `kept` too, for whoever closes them."""
     trees: dict[int, int] = {}
     for index, op in enumerate(plan.ops):
         if isinstance(op, (Mount, ImageFile)):
             _make_point_in_source(op, plan.ops[:index])
         if isinstance(op, (Mount, Cover, DeviceNode)):
-            trees[index] = _detached_copy(op)
+            trees[index] = _detached_copy(op, hider)
             kept.append(trees[index])
     return trees
 
@@ -136,7 +143,7 @@ def put(root: mountpoint.Root, plan: Plan, trees: dict[int, int]) -> None:
 
 def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     store(plan)
-    trees = copies(plan, applied._trees)
+    trees = copies(plan, applied._trees, applied.hider)
     host_mounts = mountns.read_mounts()
     rules = [(op.major, op.minor) for op in plan.ops if isinstance(op, DeviceRule)]
     simulated = any(isinstance(op, DeviceNode) and op.simulated for op in plan.ops)  # which has none, and the promise
@@ -167,7 +174,7 @@ def _hold(plan: Plan, pid: int, applied: Applied) -> None:
 
 def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     sources = {op.target: os.stat(op.source) for op in plan.ops if isinstance(op, InPlace)}
-    trees = copies(plan, applied._trees)
+    trees = copies(plan, applied._trees, applied.hider)
     root_fd = rootfs.open_root(bundle, pid)
     root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, mountns.read_mounts())
     root.keep(root_fd)
@@ -193,7 +200,7 @@ def _make_point_in_source(op: Union[Mount, ImageFile], earlier: tuple[Op, ...]) 
                 os.close(os.open(path, flags, 0o444))
 
 
-def _detached_copy(op: Union[Mount, Cover, DeviceNode]) -> int:
+def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider, None]) -> int:
     """The source as a mount of its own that is attached nowhere, private, with the op's attributes."""
     try:
         fd = os.open(op.source, os.O_PATH | os.O_CLOEXEC)
@@ -205,18 +212,35 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode]) -> int:
             else "is the driver loaded, and its version still the same?",
         ) from None
     try:
-        _check_source(op, os.fstat(fd))
+        status = os.fstat(fd)
+        _check_source(op, status)
         tree = linux.open_tree("", dir_fd=fd)
     finally:
         os.close(fd)
     names = DEVICE_FLAGS[op.simulated] if isinstance(op, DeviceNode) else op.flags
     try:
         attributes = sum(linux.ATTRIBUTES[name] for name in names)
-        linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
+        if hider is None or not _hide(hider, op, tree, attributes, status):
+            linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
     except BaseException:
         os.close(tree)
         raise
     return tree
+
+
+def _hide(
+    hider: idmap.Hider, op: Union[Mount, Cover, DeviceNode], tree: int, attributes: int, status: os.stat_result
+) -> bool:
+    """Sets the attributes, and those that hide the owner, where the file system can."""
+    more = 0 if isinstance(op, DeviceNode) else hider.attributes(op.target, op.kind, op.flags, status)
+    try:
+        if more:
+            linux.mount_setattr(tree, attributes | more, linux.MS_PRIVATE, op.source, userns=hider.fd)
+    except linux.SyscallError as error:
+        if not hider.refused(error, status.st_dev):
+            raise
+        return False
+    return bool(more)
 
 
 def _check_source(op: Union[Mount, Cover, DeviceNode], status: os.stat_result) -> None:

@@ -63,11 +63,12 @@ EXHAUSTED = {  # ENOSPC, EDQUOT, EMFILE, ENFILE, ENOMEM
     12: "see what takes the memory of this host, or of this cgroup",
 }
 # errno of a file that could not be written or read -> what to do
-_WHAT_TO_DO = {  # EACCES, EPERM, EROFS
+_WHAT_TO_DO = {  # EACCES, EPERM, EROFS, EAGAIN
     **EXHAUSTED,
     13: _NO_RIGHT,
     1: _NO_RIGHT,
     30: "make it writable: mount -o remount,rw",
+    11: "a process of a container holds a lease on it (F_SETLEASE): sysctl fs.leases-enable=0, and again in a minute",
 }
 
 

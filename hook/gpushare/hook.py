@@ -225,7 +225,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
                 return  # the same hook in two stages: no lease says so where no device was asked for
         finally:
             os.close(root)
-        applied = apply.apply(steps, bundle, init.pid)
+        applied = apply.apply(steps, bundle, init.pid, state_dir)
         if lease is not None:
             leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
     except BaseException:

@@ -17,7 +17,7 @@ import fcntl
 import os
 import time
 
-from . import leasefile, names, pages, procs, region, storage
+from . import idmap, leasefile, names, pages, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError, of_file, what_to_do
 from .light import Callable, NamedTuple, Optional, Sequence, TracebackType, Union
 from .model import Bundle, Lease, Node, Request, Share
@@ -274,6 +274,7 @@ def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
     """Writes a new lease, and takes its pages. Raises KernelError and CapacityError, leaving nothing."""
     try:
         os.mkdir(storage.container_dir(state_dir, lease.id), 0o700)
+        idmap.give(storage.container_dir(state_dir, lease.id))
         _write(state_dir, lease)
         for share in lease.shares:
             uuid = share.device.uuid

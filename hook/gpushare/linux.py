@@ -47,8 +47,8 @@ PROC_SUPER_MAGIC = 0x9FA0
 TMPFS_MAGIC = 0x01021994
 
 # Calls since 5.2 have one number on every architecture; bpf is older.
-_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _PIDFD_OPEN, _OPENAT2, _MOUNT_SETATTR = (
-    428, 429, 430, 431, 432, 434, 437, 442,
+_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _PIDFD_OPEN, _OPENAT2, _MOUNT_SETATTR, _OPEN_TREE_ATTR = (
+    428, 429, 430, 431, 432, 434, 437, 442, 467,
 )  # fmt: skip
 _BPF = {"x86_64": 321, "aarch64": 280}
 _FUTEX = {"x86_64": 202, "aarch64": 98}
@@ -180,9 +180,19 @@ def open_tree(path: str, recursive: bool = False, dir_fd: int = AT_FDCWD) -> int
     return _call("open_tree", path or f"fd {dir_fd}", _OPEN_TREE, dir_fd, os.fsencode(path), flags)
 
 
-def mount_setattr(fd: int, set_: int, propagation: int, what: str, clear: int = 0, recursive: bool = False) -> None:
-    """Sets attributes and propagation of the mount whose root is `fd`."""
-    attr = _u64s(set_, clear, propagation, 0)
+def open_tree_mapped(dir_fd: int, what: str) -> int:
+    """As `open_tree` of a descriptor, with every owner as the file system has it, whatever the id map of the mount.
+    Raises with ENOSYS before Linux 6.15."""
+    attr = _u64s(0, 0x100000, 0, 0)  # clears MOUNT_ATTR_IDMAP
+    flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_EMPTY_PATH
+    return _call("open_tree_attr", what, _OPEN_TREE_ATTR, dir_fd, b"", flags, attr, len(attr))
+
+
+def mount_setattr(
+    fd: int, set_: int, propagation: int, what: str, clear: int = 0, recursive: bool = False, userns: int = 0
+) -> None:
+    """Sets attributes and propagation of the mount whose root is `fd`. `userns`: the user namespace of an id map."""
+    attr = _u64s(set_, clear, propagation, userns)
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
     _call("mount_setattr", what, _MOUNT_SETATTR, fd, b"", flags, attr, len(attr))
 

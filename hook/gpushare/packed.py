@@ -61,11 +61,11 @@ else:
 PROGRAMS = {  # program -> what its start imports: first, also for containers that ask for nothing; then for the others
     "gpushare-runtime": (
         "runtime applied request",
-        "driverfiles leases node placement plan policy procmask rootfs specedit spectree storage ticket",
+        "driverfiles idmap leases node placement plan policy procmask rootfs specedit spectree storage ticket",
     ),
     "gpushare-hook": (
         "hook request",
-        "apply cachefile driverfiles leases node placement plan policy procmask rootfs storage",
+        "apply cachefile driverfiles idmap leases node placement plan policy procmask rootfs storage",
     ),
 }
 _spec_of_file = importer.spec_from_file_location

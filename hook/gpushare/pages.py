@@ -312,8 +312,11 @@ def numbers(state_dir: str, uuid: str) -> frozenset[int]:
     """What the index says. Raises KernelError."""
     file = f"{directory(state_dir, uuid)}/{INDEX}"
     try:
-        with open(file, "rb") as index:
-            data = index.read()
+        index = os.open(file, os.O_RDONLY | _FLAGS)
+        try:
+            data = os.pread(index, region.packer("gs_peers").size + 1, 0)
+        finally:
+            os.close(index)
         region.check(data, "index of pages", region.PEERS_MAGIC, region.packer("gs_peers").size)
     except OSError as error:
         raise of_file(error, file) from error

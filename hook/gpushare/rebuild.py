@@ -12,6 +12,7 @@ see too much; too little only if every process of the container has left the sha
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 
@@ -136,11 +137,16 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
 
 
 def _mounted(namespace: mountns.Namespace, path: str) -> int:
-    """A copy of the container's own mount at `path`, detached. Raises OSError and KernelError."""
+    """A copy of the container's own mount at `path`, detached. Raises OSError and KernelError. Before Linux 6.15 it
+    hides owners if that does (idmap.py), and then the host cannot write there either."""
     with namespace:
         resolve = linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
         found = linux.openat2(linux.AT_FDCWD, path, os.O_PATH, resolve=resolve)
         try:
+            return linux.open_tree_mapped(found, path)
+        except linux.SyscallError as error:
+            if error.call != "open_tree_attr":
+                raise
             return linux.open_tree("", dir_fd=found)
         finally:
             os.close(found)
@@ -231,7 +237,11 @@ def open_limits(state_dir: str, container_id: str) -> int:
         finally:
             os.close(tree)
     except OSError as error:
-        raise KernelError(f"{names.LIMITS} of {shown(names.short(container_id))}: {error.strerror}") from error
+        raise KernelError(
+            f"container {shown(names.short(container_id))} outlived the state directory, and its limits file cannot be "
+            f"written any more: {error.strerror}",
+            "start it again (Linux 6.15 can change its limits)" if error.errno == errno.EACCES else "",
+        ) from error
     device = os.fstat(fd).st_dev
     if f"{os.major(device)}:{os.minor(device)}" != found.device:
         os.close(fd)

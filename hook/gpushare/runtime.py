@@ -210,7 +210,7 @@ def _put_back(path: str, clean: dict[str, object], nonces: Sequence[str]) -> Non
 def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, nonces: list[str]) -> None:
     """Reserves, and writes config.json. `nonces` gets the number of the edit."""
     rootless.require_mounts()
-    from . import driverfiles, leases, plan, rootfs, specedit, storage, ticket
+    from . import driverfiles, idmap, leases, plan, rootfs, specedit, storage, ticket
     from .dialects import injected
     from .ops import TenantTmpfs, WriteLimits
     from .spectree import SpecTree
@@ -234,7 +234,8 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
         if injected.allows_everything(editor.spec):
             editor.deny(_denied(steps, host))
         shim_dir = host.config.shim_dir if lease is not None and _launcher_mounts(bundle) else ""
-        spec = editor.put_in(steps, tree, _hook_words(paths), _hook_stderr(), shim_dir)
+        shown = idmap.shown(paths.state_dir)
+        spec = editor.put_in(steps, tree, _hook_words(paths), _hook_stderr(), shim_dir, shown)
         if lease is not None:
             ticket.write(paths.state_dir, bundle, lease, editor.record, tree, host.config.log)
         specedit.write(path, spec)

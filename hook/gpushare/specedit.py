@@ -92,17 +92,23 @@ class Editor:
             self.record.denied.append([major, minor])
 
     def put_in(
-        self, plan: Plan, tree: SpecTree, hook_words: Sequence[str], stderr_path: str, shim_dir: str = ""
+        self,
+        plan: Plan,
+        tree: SpecTree,
+        hook_words: Sequence[str],
+        stderr_path: str,
+        shim_dir: str = "",
+        shown: Callable[[Mount], str] = lambda op: op.source,
     ) -> Spec:
         """The spec with everything of `plan` that a spec can carry, and our hook for the rest.
 
         `hook_words` is the hook's absolute path and its options; `stderr_path` is where crun sends what hooks print;
-        `shim_dir`: the hook makes the mounts that hold no limit (see `stays`). Raises KernelError when a target is not
-        safe.
+        `shim_dir`: the hook makes the mounts that hold no limit (see `stays`); `shown`: where the source of a read-only
+        mount is taken from (idmap.py). Raises KernelError when a target is not safe.
         """
         for op in plan.ops:
             if isinstance(op, Mount):
-                self._put_mount(op, tree, not shim_dir or stays(op, shim_dir))
+                self._put_mount(op, tree, not shim_dir or stays(op, shim_dir), shown)
             elif isinstance(op, DeviceNode):
                 self._put_device(op, tree, not shim_dir)
             elif isinstance(op, DeviceRule):
@@ -139,11 +145,11 @@ class Editor:
         self.spec["mounts"].append({"destination": target, "type": "bind", "source": source, "options": options})
         self.record.mounts.append([target, source])
 
-    def _put_mount(self, op: Mount, tree: SpecTree, stays: bool) -> None:
+    def _put_mount(self, op: Mount, tree: SpecTree, stays: bool, shown: Callable[[Mount], str]) -> None:
         target = tree.place(op.target, op.kind)
         tree.add(target, op.source)
         if stays:
-            self._mount(op.source, target, op.flags)
+            self._mount(shown(op), target, op.flags)
             self.record.ops.append(["Mount", target, op.source, op.kind])
         else:
             self.record.ops.append(["Bind", target, op.source, op.kind, list(op.flags)])

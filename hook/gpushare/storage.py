@@ -19,7 +19,7 @@ import os
 import stat
 import time
 
-from . import linux, names, region, rootless
+from . import idmap, linux, names, region, rootless
 from .errors import KernelError, of_file, what_to_do
 from .light import TYPE_CHECKING, Sequence, Union
 from .model import Share
@@ -45,6 +45,7 @@ _OURS = frozenset(  # beginnings of names in it, without the dot of temporary fi
         REBUILD,
         CHANGING,
         "devices",
+        idmap.FOLDER,
         "mps",
         "node",
         "launcher",
@@ -154,6 +155,7 @@ def _make_folders(state_dir: str) -> None:
         except FileExistsError:  # of a start that was killed, or of one that does the same just now
             pass
         os.chmod(path, mode)
+    idmap.give(os.path.join(state_dir, "containers"))
     for name in (REBUILD, _MARKER):
         os.close(os.open(os.path.join(state_dir, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 

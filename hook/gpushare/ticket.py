@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import stat
 
-from . import decision, imagefiles, inroot, ldcache, linux, mountrules, procmask, rootfs, storage
+from . import decision, idmap, imagefiles, inroot, ldcache, linux, mountrules, procmask, rootfs, storage
 from .applied import Record
 from .light import Any, Optional
 from .model import Bundle, LdEntry, Lease
@@ -44,13 +44,16 @@ MAX_BYTES = 64 << 10
 def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, log: str) -> None:
     """Never raises for what only costs time, as a full state directory does. The caller owns containers/<id>."""
     folder = storage.container_dir(state_dir, bundle.id)
+    hider = idmap.Hider(state_dir)
     try:
-        words = _words(bundle, lease, record, tree, folder, log)
+        words = _words(bundle, lease, record, tree, folder, log, hider)
         data = b"".join(os.fsencode(word) + b"\0" for word in words or ())
         if words is not None and len(data) <= MAX_BYTES and not any("\0" in word for word in words):
             return _create(os.path.join(folder, FILE), data)
     except OSError:
         pass
+    finally:
+        hider.close()
     for name in (FILE, CACHE):
         try:
             os.unlink(os.path.join(folder, name))
@@ -60,7 +63,7 @@ def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: in
 
 
 def _words(
-    bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, folder: str, log: str
+    bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, folder: str, log: str, hider: idmap.Hider
 ) -> Optional[list[str]]:
     """None: not for the launcher."""
     before = [VERSION, bundle.path, bundle.rootfs, f"{lease.creator_pid} {lease.creator_start}"]
@@ -75,7 +78,7 @@ def _words(
             status = os.stat(source)
             before += ["mount", str(status.st_dev), str(status.st_ino), target]
         elif kind in ("Bind", "Device"):
-            target, words = _bind(kind, fields)
+            target, words = _bind(kind, fields, hider)
             if words is None or target.startswith(tuple(below)):
                 return None  # in the launcher all mounts are made at once
             below.append(target + "/")
@@ -97,11 +100,13 @@ def _words(
     return [*before, *after, "end"]
 
 
-def _bind(kind: str, fields: list[Any]) -> tuple[str, Optional[list[str]]]:
+def _bind(kind: str, fields: list[Any], hider: idmap.Hider) -> tuple[str, Optional[list[str]]]:
     """(target, words for a mount that the launcher makes); no words where apply.py would refuse the source."""
+    hidden = 0
     if kind == "Bind":
         target, source, what, flags = fields
         status = os.stat(source)
+        hidden = hider.attributes(target, what, flags, status)
         right = mountrules.SOURCES[what](status.st_mode)
     else:
         op = DeviceNode(*fields)
@@ -110,7 +115,7 @@ def _bind(kind: str, fields: list[Any]) -> tuple[str, Optional[list[str]]]:
         real = stat.S_ISCHR(status.st_mode) and status.st_rdev == os.makedev(op.major, op.minor)
         right = stat.S_ISREG(status.st_mode) if op.simulated else real
     attributes = sum(linux.ATTRIBUTES[flag] for flag in flags)
-    numbers = (status.st_dev, status.st_ino, attributes)
+    numbers = (status.st_dev, status.st_ino, attributes | hidden)
     return target, ["bind", *map(str, numbers), target, source] if right else None
 
 

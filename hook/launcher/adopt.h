@@ -23,6 +23,7 @@ struct attachments {
         int top;
     } quiet[MAX_QUIET]; /* mounts that ours will be on, and their roots */
     size_t quiet_count;
+    int userns; /* of mounts that hide the owner; 0: not opened */
 };
 
 /* adopt.c: what the ticket is about. */

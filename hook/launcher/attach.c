@@ -19,8 +19,9 @@
 
 #define DEEPEST 64 /* directories between a mount point and the root of the mount that it is on */
 
-static bool set_mount(int mount, uint64_t attributes, uint64_t propagation) {
-    struct mount_attr attr = {.attr_set = attributes, .propagation = propagation};
+static bool set_mount(int mount, uint64_t attributes, uint64_t propagation, int userns) {
+    struct mount_attr attr = {
+        .attr_set = attributes, .propagation = propagation, .userns_fd = (uint64_t)userns};
     return syscall(SYS_mount_setattr, mount, "", AT_EMPTY_PATH, &attr, sizeof attr) == 0;
 }
 
@@ -66,7 +67,7 @@ static bool will_be_quiet(struct attachments *all, int directory) {
 
 bool attach_add(struct attachments *all, int tree, uint64_t attributes, int target, int directory) {
     if (all->count == MAX_ATTACHED || !will_be_quiet(all, directory) ||
-        !set_mount(tree, attributes, MS_PRIVATE))
+        !set_mount(tree, attributes, MS_PRIVATE, all->userns))
         return false;
     all->one[all->count].tree = tree;
     all->one[all->count++].target = target;
@@ -96,7 +97,7 @@ static bool attach_here(const struct attachments *all) {
     size_t done = 0;
     bool whole = true;
     for (size_t i = 0; whole && i < all->quiet_count; i++)
-        whole = set_mount(all->quiet[i].top, 0, MS_SLAVE);
+        whole = set_mount(all->quiet[i].top, 0, MS_SLAVE, 0);
     while (whole && done < all->count)
         if (syscall(SYS_move_mount, all->one[done].tree, "", all->one[done].target, "",
                     MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH) == 0)

@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include "adopt.h"
+#include "launcher_tables.h"
 
 int in_root(int root, const char *path, int flags) {
     struct open_how how = {.flags = (unsigned)(flags | O_PATH | O_CLOEXEC),
@@ -177,6 +178,15 @@ static int beside(struct adoption *a, char *path, int target, bool is_directory)
     return parent >= 0 && mount_of(parent, &above) && above == mount ? parent : -1;
 }
 
+/* The user namespace of mounts that hide the owner of what they show: gpushare/idmap.py. */
+static bool open_userns(struct adoption *a) {
+    char path[PATH_MAX];
+    if (!a->attachments.userns &&
+        snprintf(path, sizeof path, "%s/" IDMAP_NAMESPACE, a->state_dir) < (int)sizeof path)
+        a->attachments.userns = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    return a->attachments.userns > 0;
+}
+
 /* A mount of ours. The source is still the file that Python saw, and its type with it. */
 bool place_bind(struct adoption *a) {
     unsigned long long device, inode, attributes;
@@ -185,6 +195,8 @@ bool place_bind(struct adoption *a) {
     char *to;
     if (!ticket_number(a, &device) || !ticket_number(a, &inode) || !ticket_number(a, &attributes) ||
         !(to = ticket_word(a)) || !(from = ticket_word(a)))
+        return false;
+    if (attributes & MOUNT_ATTR_IDMAP && !open_userns(a))
         return false;
     int tree = (int)syscall(SYS_open_tree, AT_FDCWD, from, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
     if (tree < 0 || fstat(tree, &source) != 0 || source.st_dev != device || source.st_ino != inode)

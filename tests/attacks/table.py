@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Union
 
-from . import environment, exhaustion, image, inside, races, rules, spec, volumes
+from . import environment, exhaustion, image, inside, owners, races, rules, spec, volumes
 from .scene import LIBCUDA, LIBDIR, Scene
 
 # What a hook must survive, as the project's collection of facts from the field has it. Each word has a row.
@@ -25,6 +25,8 @@ FACTS = (
     "another tenant's MPS pipe", "device rule",
     "no cgroup of its own",
     "state directory filled",
+    "file lease",
+    "CAP_SYS_ADMIN",
 )  # fmt: skip
 
 # Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
@@ -230,6 +232,8 @@ INSIDE = (
     both("the host's paths in a container", "id or annotation with ../", inside.process_environment, SHARE, *NAMESPACES),
     both("another tenant's pipes, pages and names", "another tenant's MPS pipe; corrupted usage and pages", inside.other_tenant),
     both("a process that is another container's by now", "pid reused", inside.pid_of_another),
+    both("leases on all files that a container is shown", "file lease; hanging hook", owners.leases),
+    both("mounts made writable again by CAP_SYS_ADMIN", "CAP_SYS_ADMIN; writable or hard-linked limits", owners.writes),
     both("mounts over ours in a user namespace", "user namespace; writable or hard-linked limits", inside.hidden_in_a_user_namespace),
 )  # fmt: skip
 
@@ -299,7 +303,7 @@ ELSEWHERE = (
     Elsewhere("other tenants' pages", ("corrupted usage and pages",), (T + "test_pages.py::test_not_even_root_writes_what_is_not_its_own",)),
     Elsewhere("other GPUs' minors, on cgroup v2", ("mknod",), (T + "test_cgroup_v2.py::test_another_minor_made_inside_cannot_be_opened", T + "test_policy.py::test_privileged_container_gets_no_other_gpu"), ("CVE-2024-0136",)),
     Elsewhere("the index of a device is truncated under a program", ("corrupted usage and pages",), ("shim/test_compute_life.py::test_index_that_is_truncated_under_a_running_program_does_not_kill_it",)),
-    Elsewhere("CAP_SYS_ADMIN over the host, without an entry in policy", ("mknod",), (T + "test_sys_admin.py::test_sys_admin_over_the_host_needs_an_entry", T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_of_its_own_needs_none")),
+    Elsewhere("CAP_SYS_ADMIN over the host, without an entry in policy", ("CAP_SYS_ADMIN",), (T + "test_sys_admin.py::test_sys_admin_over_the_host_needs_an_entry", T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_of_its_own_needs_none")),
     Elsewhere("device rules that open GPUs, on cgroup v1 and v2, runc and crun", ("device rule", "mknod"), (T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu", T + "test_policy.py::test_hook_refuses_rules_that_open_gpus", T + "test_policy.py::test_rule_that_names_a_gpu_is_refused_where_policy_says_so", T + "test_policy.py::test_ordinary_container_with_rules_for_gpus_opens_none_under_crun")),
     Elsewhere("limits hidden from the shim", ("writable or hard-linked limits",), (T + "test_hidden_limits.py::test_without_the_limits_there_is_no_gpu", T + "test_lost_state.py::test_tenant_cannot_make_his_share_look_smaller")),
     Elsewhere("tricks of a program that wants more", ("image raises its limit",), (T + "test_limits.py::test_no_trick_gets_more",)),

@@ -45,7 +45,7 @@ def test_another_user_sees_no_share_and_holds_up_no_start(container: MakeContain
         said = json.loads(grabber.stdout.readline())
         assert "." in said["readable"], "the premise: the state directory is open to him"
         assert set(said["readable"]) <= {".", "errors", "launcher", "node.json"} and said["writable"] == []
-        assert sorted(path.rpartition("/")[2] for path in said["closed"]) == ["containers", "devices", "trash"]
+        assert sorted(path.rpartition("/")[2] for path in said["closed"]) == ["containers", "devices", "idmap", "trash"]
         node.config.write_text(node.config.read_text() + "\n")  # all of it is read and compiled again
         other = container(["true"], env=SHARE, **node.way(way))
         assert other.run() == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gpushare import bpf, linux, mountns, rootless
-from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result
+from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result, kernel
 
 from tests.unit.doctorhost import ask, machine, root
 
@@ -49,6 +51,37 @@ def test_kernel_without_a_call(machine: Machine, monkeypatch: pytest.MonkeyPatch
     assert result.result == FAIL and "not permitted" in result.detail
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert ask("kernel", machine).result == SKIP
+
+
+def overlay(directory: Path) -> Path:
+    """A mounted overlay, which is no file system that can hide owners; of a private mount namespace (conftest.py)."""
+    for name in ("lower", "upper", "work", "root"):
+        (directory / name).mkdir()
+    options = ",".join(f"{name}dir={directory / name}" for name in ("lower", "upper", "work"))
+    subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", directory / "root"], check=True)
+    return directory / "root"
+
+
+def test_file_system_that_cannot_hide_owners_is_named(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert machine.config is not None
+    (tmp_path / "shim").mkdir()
+    machine = machine._replace(config=machine.config._replace(shim_dir=str(tmp_path / "shim")))
+    before = len(os.listdir("/proc/self/fd"))
+    assert ask("file leases", machine).result == OK
+    assert len(os.listdir("/proc/self/fd")) == before
+    (tmp_path / "disk").mkdir()
+    place = overlay(tmp_path / "disk")
+    try:
+        machine = machine._replace(config=machine.config._replace(shim_dir=str(place)))
+        result = ask("file leases", machine)
+        assert result.result == WARN and f"{place} (overlay) cannot hide" in result.detail, result
+        assert "fs.leases-enable=0" in result.hint
+        monkeypatch.setattr(kernel, "short_read", lambda path: "0\n")
+        assert ask("file leases", machine).result == OK
+    finally:
+        subprocess.run(["umount", place], check=True)
 
 
 def hierarchy(kind: str, options: str = "") -> mountns.MountEntry:

@@ -27,6 +27,7 @@ CHECKS = (
     Check("programs", "our programs are there, and nobody but root can change them", engines.programs),
     Check("library", "the library for containers is there, whole, and for this machine", shim.files),
     Check("kernel", "the kernel has the system calls that a start needs", kernel.features),
+    Check("file leases", "no container can lease or change the files that it is shown", kernel.file_leases),
     Check("cgroups", "a cgroup hierarchy decides on devices; its version, and whether systemd runs", kernel.cgroups),
     Check("runtime", "runc or crun is there and runs", engines.runtime),
     Check("driver", "an NVIDIA driver is loaded", driver.driver),

@@ -7,7 +7,8 @@ import errno
 import os
 from typing import Callable, NamedTuple
 
-from .. import bpf, linux, mountns
+from .. import bpf, driverfiles, idmap, linux, mountns, rootless
+from ..driverroot import short_read
 from ..errors import KernelError
 from .base import FAIL, OK, SKIP, WARN, Machine, Result
 
@@ -58,6 +59,41 @@ def features(_: Machine) -> Result:
             return Result(SKIP, f"Linux {release}; mounts need root")
         return Result(FAIL, "; ".join(refused), "let this system have mounts (CAP_SYS_ADMIN, seccomp, AppArmor)")
     return Result(OK, f"Linux {release} has all {len(FEATURES)} system calls")
+
+
+def file_leases(machine: Machine) -> Result:
+    """Tried on each file system that containers are shown files of; see idmap.py."""
+    if machine.config is None or rootless.is_rootless():
+        return Result(SKIP, "not without a configuration, and root's rights over mounts")
+    paths = [machine.config.shim_dir]
+    if machine.inventory is not None:
+        paths.append(driverfiles.cuda_library(machine.inventory.root, machine.inventory.driver_version))
+    namespace = idmap.new_namespace()
+    try:
+        trees = [("the state directory's tmpfs", linux.detached_tmpfs({}, 0, "tmpfs"))]
+        trees += [(f"{path} ({_type_of(path)})", linux.open_tree(path)) for path in paths if os.path.exists(path)]
+        refused = [what for what, tree in trees if not idmap.hides(tree, namespace, what)]
+        for _, tree in trees:
+            os.close(tree)
+    finally:
+        os.close(namespace)
+    if not refused:
+        return Result(OK, f"the owner of what containers are shown is hidden on all {len(trees)} file systems")
+    if (short_read("/proc/sys/fs/leases-enable") or "").strip() == "0":
+        return Result(OK, "fs.leases-enable is 0")
+    return Result(
+        WARN,
+        f"{', '.join(refused)} cannot hide the owner of its files: root of a container can lease them (F_SETLEASE), "
+        "which holds up its neighbours' starts for minutes",
+        "sysctl fs.leases-enable=0, and the same in /etc/sysctl.d",
+    )
+
+
+def _type_of(path: str) -> str:
+    """The type of the file system that `path` is on."""
+    status = os.stat(path)
+    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    return next((mount.fstype for mount in mountns.read_mounts() if mount.device == device), "a file system")
 
 
 def cgroups(_: Machine) -> Result:

@@ -1,0 +1,158 @@
+"""Mounts that hide the owner of what they show: made once, shared by all starts, and left out where they cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from gpushare import idmap, linux, mountns, storage
+from gpushare.ops import Mount
+
+from tests.unit.test_doctor_kernel import overlay
+
+FLAGS = ("ro", "nosuid", "nodev")
+
+
+@pytest.fixture
+def state(state_dir: Path) -> str:
+    storage.prepare(str(state_dir))
+    return str(state_dir)
+
+
+def share(state: str, name: str = "c1") -> Mount:
+    """A share's mount; its directories as a start makes them."""
+    folder = Path(storage.container_dir(state, name))
+    folder.mkdir(0o700)
+    idmap.give(str(folder))
+    path = storage.make_share_dir(state, name, ())
+    limits = Path(path, "limits")
+    limits.write_bytes(b"limits")
+    limits.chmod(0o666)
+    return Mount(path, "/usr/lib/gpushare", "dir", FLAGS, "")
+
+
+def below(state: str) -> list[str]:
+    return sorted(mount.point for mount in mountns.read_mounts() if mount.point.startswith(f"{state}/"))
+
+
+def test_share_is_shown_by_one_mount_for_all_and_root_owns_nothing_in_it(state: str) -> None:
+    op = share(state)
+    shown = Path(idmap.shown(state)(op))
+    before = below(state)
+    assert len(before) == 2 and str(shown).startswith(f"{state}/idmap/")
+    assert idmap.shown(state)(share(state, "c2")) == str(shown.parent.with_name("c2") / "share")
+    assert below(state) == before
+    limits = shown / "limits"
+    assert os.path.samestat(limits.stat(), Path(op.source, "limits").stat())
+    assert limits.read_bytes() == b"limits"
+    command = ["setpriv", "--bounding-set=-lease", "python3", "-c", LEASE]  # this test has CAP_LEASE
+    for path, answer in ((str(limits), "refused\n"), (f"{op.source}/limits", "leased\n")):
+        assert subprocess.run([*command, path], capture_output=True, text=True).stdout == answer
+    with pytest.raises(OSError):
+        os.chmod(limits, 0o644)
+    tree = linux.open_tree(str(shown))
+    try:  # as CAP_SYS_ADMIN makes it writable
+        linux.mount_setattr(tree, 0, linux.MS_PRIVATE, "", clear=linux.ATTRIBUTES["ro"])
+        with pytest.raises(PermissionError):
+            os.open("limits", os.O_RDWR, dir_fd=tree)
+    finally:
+        os.close(tree)
+
+
+LEASE = """
+import fcntl, os, signal, sys
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+fd = os.open(sys.argv[1], os.O_RDONLY)
+try:
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    print("leased")
+except PermissionError:
+    print("refused")
+"""
+
+
+def test_no_user_of_the_host_gets_to_a_share(state: str) -> None:
+    op = share(state)
+    shown = idmap.shown(state)(op)
+    for path in (shown, f"{state}/containers/c1", f"{state}/containers"):
+        done = subprocess.run(
+            ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "ls", path], capture_output=True
+        )
+        assert done.returncode and b"Permission denied" in done.stderr, path
+
+
+@pytest.mark.parametrize(
+    "target, kind, flags, mode",
+    [
+        ("/usr/lib/gpushare/rw", "dir", ("nosuid",), 0o755),
+        ("/run/nvidia/socket", "socket", FLAGS, 0o666),
+        ("/usr/lib/gpushare/mps/GPU-1", "dir", FLAGS, 0o755),
+        ("/usr/bin/secret", "file", FLAGS, 0o750),
+        ("/usr/bin/readable", "file", FLAGS, 0o744),
+    ],
+)
+def test_what_needs_its_owner_keeps_it(state: str, target: str, kind: str, flags: tuple[str, ...], mode: int) -> None:
+    hider = idmap.Hider(state)
+    status = os.stat(state)
+    try:
+        assert hider.attributes(target, kind, FLAGS, os.stat_result((0o755, *status[1:]))) in (0, idmap.IDMAP)
+        assert hider.attributes("/usr/bin/x", "file", FLAGS, os.stat_result((0o755, *status[1:]))) == idmap.IDMAP
+        assert hider.attributes(target, kind, flags, os.stat_result((mode, *status[1:]))) == 0
+    finally:
+        hider.close()
+
+
+def test_file_system_that_refuses_is_asked_once(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    place = overlay(tmp_path / "disk")
+    try:
+        library = place / "libcuda.so.1"
+        library.write_bytes(b"")
+        library.chmod(0o644)
+        op = Mount(str(library), "/usr/lib/libcuda.so.1", "file", FLAGS, "")
+        assert idmap.shown(state)(op) == op.source
+        monkeypatch.setattr(linux, "open_tree", None)
+        assert idmap.shown(state)(op) == op.source
+        assert any(name.startswith("refused-") for name in os.listdir(f"{state}/idmap"))
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_directory_that_replaces_another_is_shown_anew(state: str, tmp_path: Path) -> None:
+    shim = tmp_path / "shim"
+    for content in (b"one", b"two"):
+        shim.mkdir()
+        (shim / "libcuda.so").write_bytes(content)
+        op = Mount(str(shim / "libcuda.so"), "/usr/lib/libcuda.so.1", "file", FLAGS, "")
+        path = idmap.shown(state)(op)
+        assert path != op.source and Path(path).read_bytes() == content
+        shim.rename(tmp_path / content.decode())
+
+
+def test_host_without_user_namespaces_shows_files_as_they_are(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unshare(kinds: int, what: str) -> None:
+        raise linux.SyscallError("unshare", what, 28)
+
+    monkeypatch.setattr(linux, "unshare", unshare)
+    op = share(state)
+    assert idmap.shown(state)(op) == op.source
+    monkeypatch.setattr(os, "fork", None)  # nor is it tried again
+    assert idmap.shown(state)(op) == op.source
+
+
+def test_state_directory_of_before_is_completed(state: str) -> None:
+    """0.1.0 made it, with directories of root's."""
+    os.chown(f"{state}/containers", 0, 0)
+    shown = idmap.shown(state)(share(state))
+    assert Path(shown, "limits").read_bytes() == b"limits"
+
+
+def test_namespace_is_made_once_by_starts_at_once(state: str) -> None:
+    program = "import sys; from gpushare import idmap; print(idmap.Hider(sys.argv[1]).fd >= 0)"
+    command = ["python3", "-c", program, state]
+    environment = {**os.environ, "PYTHONPATH": str(Path(idmap.__file__).parents[1])}
+    starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(8)]
+    assert [start.communicate()[0] for start in starts] == ["True\n"] * 8
+    assert below(state) == [f"{state}/idmap/ns"]
