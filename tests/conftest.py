@@ -148,8 +148,9 @@ def no_leaks() -> Iterator[None]:
     """Fails a test that leaves a mount or a process behind. Use it first, so that it looks last."""
     mounts, children = set(rootfs.mount_points()), set(processes.children())
     yield
-    devices = {f"{point}/devices" for point in mounts}  # what a device has for its containers stays with the state
-    left = [point for point in rootfs.mount_points() if point not in mounts and os.path.dirname(point) not in devices]
+    # What a device has for its containers stays with the state, and so does what hides the owner of files
+    stays = {f"{point}/{name}" for point in mounts for name in ("devices", "idmap")}
+    left = [point for point in rootfs.mount_points() if point not in mounts and os.path.dirname(point) not in stays]
     assert not left, f"mounts left behind: {left}"
     left_over = {pid: command for pid, command in processes.children().items() if pid not in children}
     # What asks the kernel to hurry a start (hook/launcher/hurry.c) may outlive it by a moment.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from . import applied, apply, leases, log, oci, procs, rootless, storage
+from . import applied, apply, inroot, leases, log, oci, procs, rootless, storage
 from .errors import RequestError
 from .light import TYPE_CHECKING
 from .ops import Plan
@@ -37,7 +37,8 @@ def adopt(options: Options, state: oci.State) -> int:
         from . import cgroup
 
         cgroup.own_cgroups(init.pid)  # else the rules of config.json are nowhere, and every device opens
-    done = apply.adopt(Plan(bundle.id, applied.remaining(record)), bundle, init.pid, options.state_dir)
+    with inroot.budget():
+        done = apply.adopt(Plan(bundle.id, applied.remaining(record)), bundle, init.pid, options.state_dir)
     try:
         lease = leases.find(options.state_dir, bundle.id)
         if lease is not None and lease.state == "reserved" and lease.bundle == bundle.path:

@@ -205,7 +205,7 @@ def grant(asked: Request, host: Node, live: tuple[Lease, ...], blocked: frozense
 def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> None:
     """Reserve, apply, hold; or nothing at all."""
     rootless.require_mounts()
-    from . import apply, driverfiles, leases, plan, procs, rootfs, storage
+    from . import apply, driverfiles, inroot, leases, plan, procs, rootfs, storage
     from .ops import Mount
 
     state_dir, inventory = host.config.state_dir, host.inventory
@@ -216,16 +216,17 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
             lease = leases.reserve(state_dir, bundle, asked, host, grant, decision.ending(host.config.log, "start"))
             storage.make_share_dir(state_dir, bundle.id, lease.shares)
         files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
-        root = rootfs.open_root(bundle, init.pid)
-        try:
-            image = rootfs.probe(root, bundle.env)
-            steps = plan.make_plan(bundle, asked, host, lease, image, files)
-            files_only = [(op.source, op.target) for op in steps.ops if lease is None and isinstance(op, Mount)]
-            if files_only and rootfs.shows(root, files_only):
-                return  # the same hook in two stages: no lease says so where no device was asked for
-        finally:
-            os.close(root)
-        applied = apply.apply(steps, bundle, init.pid, state_dir)
+        with inroot.budget():
+            root = rootfs.open_root(bundle, init.pid)
+            try:
+                image = rootfs.probe(root, bundle.env)
+                steps = plan.make_plan(bundle, asked, host, lease, image, files)
+                files_only = [(op.source, op.target) for op in steps.ops if lease is None and isinstance(op, Mount)]
+                if files_only and rootfs.shows(root, files_only):
+                    return  # the same hook in two stages: no lease says so where no device was asked for
+            finally:
+                os.close(root)
+            applied = apply.apply(steps, bundle, init.pid, state_dir)
         if lease is not None:
             leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
     except BaseException:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 
 from . import elf, inroot
+from .errors import is_exhausted
 from .light import Union
 
 MAX_NAMES = 4096  # of one directory
@@ -68,7 +69,9 @@ def names_in(root: inroot.Root, path: str, limit: int = MAX_NAMES) -> list[str]:
                 names = [entry.name for _, entry in zip(range(limit), entries)]
         finally:
             os.close(readable)
-    except OSError:
+    except OSError as error:
+        if is_exhausted(error):
+            raise
         return []
     finally:
         os.close(fd)

@@ -9,15 +9,51 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 
 from . import linux
-from .light import Union
+from .errors import KernelError
+from .light import Optional, TracebackType, Union
+from .quoting import shown
 
 _RESOLVE = linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS
 _RETRIES = 64  # EAGAIN: a rename or mount elsewhere raced with the look-up of ".."
 _MAX_LINKS = 40  # as in the kernel
 _PLAIN_PROC_LINKS = ("self", "thread-self", "mounts", "net")  # links in procfs that hold a real path
 _kernel_has_openat2 = True
+
+
+# One look-up follows up to 40 links of 4 KiB each, which takes the kernel milliseconds, and an image chooses how many
+# look-ups there are. How many steps each takes is not told, so what they take of the processor is bounded.
+BUDGET_S = 0.5  # of an ordinary start they take 5 ms
+_CHECKED = 8  # look-ups between two questions for the time
+_SHOWN = 200  # characters of a path
+_until = 0.0  # of time.process_time(); 0: no bound
+_looked = 0
+
+
+class budget:
+    """Within it, look-ups end with a KernelError when this process has worked for BUDGET_S."""
+
+    def __enter__(self) -> None:
+        global _until
+        _until = time.process_time() + BUDGET_S
+
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        global _until
+        _until = 0.0
+
+
+def spend(path: str) -> None:
+    """Before each look-up, and for each link that we follow ourselves. Raises KernelError, which is not "nothing is
+    there"; undoing needs no look-up."""
+    global _looked
+    _looked += 1
+    if _until and _looked % _CHECKED == 0 and time.process_time() > _until:
+        raise KernelError(
+            f"following the links of the image takes more than {BUDGET_S} s of processor (at {shown(path[:_SHOWN])})",
+            "use an image without mazes of links",
+        )
 
 
 class View:
@@ -58,6 +94,7 @@ def open_below(root_fd: int, path: str, flags: int, mode: int, resolve: int) -> 
     """`open_in` for a descriptor, with further RESOLVE_ flags; those are only for kernels that have openat2."""
     global _kernel_has_openat2
     for attempt in range(_RETRIES):
+        spend(path)
         try:
             if _kernel_has_openat2:
                 return linux.openat2(root_fd, path, flags, mode, _RESOLVE | resolve)

@@ -10,7 +10,7 @@ import os
 import stat
 
 from . import compatdir, imagefiles, inroot, ldcache, linux
-from .errors import KernelError
+from .errors import KernelError, is_exhausted
 from .light import Iterable, Iterator, NamedTuple, Union
 from .model import Bundle, Image
 from .quoting import shown
@@ -63,6 +63,8 @@ def open_root(bundle: Bundle, pid: int = 0) -> int:
         finally:
             os.close(theirs)
     except (OSError, linux.SyscallError) as error:
+        if is_exhausted(error):
+            raise
         raise KernelError(
             f"open the container's root {shown(bundle.rootfs)}: {os.strerror(error.errno or 0)}",
             "check root.path in config.json",
@@ -138,6 +140,8 @@ def read_cache(root: inroot.Root) -> tuple[Union[ldcache.Cache, None], str]:
     except ldcache.MalformedCache as error:
         return None, f"{LD_CACHE} is malformed: {error}"
     except OSError as error:
+        if is_exhausted(error):
+            raise
         return None, f"{LD_CACHE} cannot be read: {os.strerror(error.errno or 0)}"
     finally:
         os.close(fd)

@@ -18,7 +18,7 @@ import sys
 
 from . import commandline, decision, hook, log, lowlevel, names, oci, rootless
 from .commandline import Call
-from .errors import GpushareError, RequestError, reported
+from .errors import GpushareError, KernelError, RequestError, reported
 from .light import TYPE_CHECKING, Callable, NamedTuple, NoReturn, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request
 from .quoting import shown, shown_name
@@ -26,6 +26,7 @@ from .quoting import shown, shown_name
 if TYPE_CHECKING:
     from .ops import Plan
 
+MIN_DESCRIPTORS = 64
 _WATCHED = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -148,6 +149,7 @@ def _create(call: Call, paths: Paths) -> int:
         watch.end()
         _become(call, paths)
     oci.check_id(call.container_id)
+    _require_descriptors()
     program = lowlevel.runtime_of(paths.config, paths.state_dir)
     nonces: list[str] = []
     try:
@@ -158,6 +160,17 @@ def _create(call: Call, paths: Paths) -> int:
         hook.ignore_signals()
         hook.undo(paths.state_dir, bundle.id, lambda: _put_back(path, clean, nonces))
         raise
+
+
+def _require_descriptors() -> None:
+    """runc waits for ever for a container whose start ran out of descriptors (1.1 does at 12 for `create`, at 18 for
+    `run`), and its lease would live as long. Raises KernelError."""
+    limit = os.sysconf("SC_OPEN_MAX")
+    if 0 <= limit < MIN_DESCRIPTORS:
+        raise KernelError(
+            f"RLIMIT_NOFILE is {limit}: a start needs {MIN_DESCRIPTORS} descriptors",
+            "raise it (ulimit -n) for whoever starts containers",
+        )
 
 
 def _withheld(bundle: Bundle, paths: Paths) -> Optional[dict[str, object]]:
@@ -210,7 +223,7 @@ def _put_back(path: str, clean: dict[str, object], nonces: Sequence[str]) -> Non
 def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, nonces: list[str]) -> None:
     """Reserves, and writes config.json. `nonces` gets the number of the edit."""
     rootless.require_mounts()
-    from . import driverfiles, idmap, leases, plan, rootfs, specedit, storage, ticket
+    from . import driverfiles, idmap, inroot, leases, plan, rootfs, specedit, storage, ticket
     from .dialects import injected
     from .ops import TenantTmpfs, WriteLimits
     from .spectree import SpecTree
@@ -226,7 +239,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
     nonces.append(editor.record.nonce)
     removed = editor.take_out_foreign()
     editor.narrow(host.config.driver_root)
-    with SpecTree(bundle._replace(spec=editor.spec)) as tree:
+    with inroot.budget(), SpecTree(bundle._replace(spec=editor.spec)) as tree:
         steps = plan.make_plan(bundle, asked, host, lease, rootfs.probe(tree, bundle.env), files)
         for op in steps.ops:
             if isinstance(op, (WriteLimits, TenantTmpfs)):

@@ -18,7 +18,7 @@ import os
 import stat
 
 from . import inroot, linux, mountrules, oci, rootfs
-from .errors import KernelError
+from .errors import KernelError, is_exhausted
 from .light import NamedTuple, Optional, TracebackType
 from .model import Bundle
 from .quoting import shown
@@ -123,7 +123,9 @@ class SpecTree(inroot.View):
         if mount.source not in self._fds:
             try:
                 self._fds[mount.source] = os.open(mount.source, os.O_PATH | os.O_CLOEXEC)
-            except OSError:
+            except OSError as error:
+                if is_exhausted(error):
+                    raise
                 self._fds[mount.source] = -1
         return self._fds[mount.source]
 
@@ -203,6 +205,7 @@ class SpecTree(inroot.View):
                 here = step
                 continue
             links += 1
+            inroot.spend(path)
             if links > _MAX_LINKS:
                 raise _error(path, errno.ELOOP)
             here = "" if text.startswith("/") else here

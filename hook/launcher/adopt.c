@@ -278,6 +278,7 @@ bool adopt(const struct state *state, const char *state_dir) {
     static struct adoption a;
     static char ticket[MAX_TICKET];
     char path[PATH_MAX];
+    in_root_begin();
     a = (struct adoption){.container = -1, .id = state->id, .state_dir = state_dir};
     if (state->pid <= 0 ||
         snprintf(path, sizeof path, "%s/containers/%s", state_dir, state->id) >= (int)sizeof path)

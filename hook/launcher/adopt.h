@@ -55,6 +55,7 @@ bool ticket_number(struct adoption *a, unsigned long long *value);
 
 /* place.c. A path in a container's root, whatever links are on the way: an O_PATH descriptor. */
 int in_root(int root, const char *path, int flags);
+void in_root_begin(void); /* from here on look-ups have a budget of processor time */
 bool mount_of(int fd, unsigned long long *mount);
 
 /* The directory that holds `path`, made if need be, if it is no volume's. `name` is in `path`. */

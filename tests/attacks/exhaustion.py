@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from tests.lib.rootfs import run
 from tests.lib.runc import Container
 
 from . import image
-from .scene import Scene
+from .scene import LIBDIR, Scene
 
 STATE_BYTES = 6 << 20  # of the state directory in these attacks: what one image could take once over
+_LINKS = 38  # the kernel follows 40, and there are some on the way
+MAX_PROCESSOR_S = 3.0  # of a start in a maze: a tenth of it is what any start takes
 MANY = 4  # containers of that image, all at once
 
 
@@ -93,3 +96,56 @@ def full_state(scene: Scene) -> None:
     scene.node.cli("refresh")
     run("mount", "-o", f"remount,size={STATE_BYTES}", scene.node.state)
     scene.inside.append(attack)
+
+
+def _maze(root: Path) -> str:
+    """A path that costs the kernel 50,000 steps, and leads to nothing: links of PATH_MAX each, as many as may follow
+    each other."""
+    place = root / "m"
+    (place / "a").mkdir(parents=True)
+    steps = "a/../" * 800
+    for number in range(_LINKS):
+        os.symlink(f"{steps}l{number + 1}", place / f"l{number}")
+    (place / f"l{_LINKS}").write_text("")
+    return "/m/l0"
+
+
+def names_in_a_maze(scene: Scene) -> None:
+    """Very many names of a driver's library, each a link through a maze."""
+    start = _maze(scene.root)
+    for number in range(4000):
+        os.symlink(start, scene.root / LIBDIR / f"libcuda.so.{number}.1")
+    _bounded(scene)
+
+
+def paths_in_a_maze(scene: Scene) -> None:
+    """LD_LIBRARY_PATH with as many directories as are looked at, each of them behind a maze."""
+    _maze(scene.root)
+    (scene.root / "m" / f"l{_LINKS}").unlink()
+    (scene.root / "m" / f"l{_LINKS}").mkdir()
+    scene.set_env("LD_LIBRARY_PATH=" + ":".join(f"/m/l0/{'./' * number}" for number in range(1, 129)))
+    _bounded(scene)
+
+
+def variants_in_a_maze(scene: Scene) -> None:
+    """Very many directories of variants for processors, in which libraries are looked for, each behind a maze."""
+    _maze(scene.root)
+    (scene.root / "m" / f"l{_LINKS}").unlink()
+    (scene.root / "m" / f"l{_LINKS}").mkdir()
+    hwcaps = scene.root / LIBDIR / "glibc-hwcaps"
+    hwcaps.mkdir(exist_ok=True)
+    for number in range(4000):
+        os.symlink("/m/l1", hwcaps / f"x86-64-v{number}")
+    _bounded(scene)
+
+
+def _bounded(scene: Scene) -> None:
+    """The start takes a few seconds of processor at most, in programs of ours and of the runtime."""
+    begin = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    def measure() -> None:
+        end = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent = end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
+        assert spent < MAX_PROCESSOR_S, f"{spent:.1f} s of processor"
+
+    scene.after.append(measure)

@@ -27,6 +27,7 @@ FACTS = (
     "state directory filled",
     "file lease",
     "CAP_SYS_ADMIN",
+    "maze of links", "few descriptors",
 )  # fmt: skip
 
 # Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
@@ -248,6 +249,9 @@ BY_RULE = (
 
 EXHAUSTION = (
     both("an image's large files fill the state directory", "state directory filled; crafted ld.so.cache", exhaustion.fill_the_state),
+    both("a library's names lead through a maze of links", "maze of links; hanging hook", exhaustion.names_in_a_maze, refused("links")),
+    both("LD_LIBRARY_PATH leads through a maze of links", "maze of links; hanging hook", exhaustion.paths_in_a_maze, refused("links")),
+    both("directories of variants are behind a maze of links", "maze of links; hanging hook", exhaustion.variants_in_a_maze, refused("links")),
     both("the state directory is full", "state directory filled", exhaustion.full_state),
 )  # fmt: skip
 
@@ -308,6 +312,7 @@ ELSEWHERE = (
     Elsewhere("limits hidden from the shim", ("writable or hard-linked limits",), (T + "test_hidden_limits.py::test_without_the_limits_there_is_no_gpu", T + "test_lost_state.py::test_tenant_cannot_make_his_share_look_smaller")),
     Elsewhere("tricks of a program that wants more", ("image raises its limit",), (T + "test_limits.py::test_no_trick_gets_more",)),
     Elsewhere("a container that stays in its caller's cgroup", ("no cgroup of its own", "mknod"), (T + "test_podman_cgroups.py::test_cgroup_of_the_caller_gets_no_rule", T + "test_podman_cgroups.py::test_podman_without_cgroups_is_refused", T + "test_podman_cgroups.py::test_container_that_stays_in_the_callers_cgroup_is_refused")),
+    Elsewhere("a start that may open few files", ("few descriptors", "hanging hook"), (T + "test_few_descriptors.py::test_runtime_refuses_before_anything_is_reserved", T + "test_few_descriptors.py::test_table_of_files_that_is_full_later_is_no_internal_error")),
     Elsewhere("what stays of a container is used again", ("image raises its limit",), (T + "test_docker_files.py::test_commit_and_run_again", T + "test_docker_files.py::test_copied_limits_do_not_count")),
 )  # fmt: skip
 

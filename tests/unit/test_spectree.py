@@ -187,3 +187,28 @@ def test_directory_that_only_a_mount_makes_is_there_from_then_on(make: MakeTree,
         assert tree.place("/srv/new/a", "file") == "/srv/new/a"
         with pytest.raises(KernelError, match="link to nothing"):
             tree.place("/srv/new/link", "file")
+
+
+# Processor time
+
+
+def test_look_ups_end_when_the_budget_is_spent(make: MakeTree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By descriptor and through a spec's mounts; it is no answer that nothing is there, and holds only within."""
+    monkeypatch.setattr(inroot, "BUDGET_S", -1.0)
+    root = os.open(tmp_path, os.O_PATH)
+    with make([], "rootfs/a") as tree:
+        for place in (root, tree):
+            with pytest.raises(KernelError, match="links of the image .*/rootfs/a.* without mazes"), inroot.budget():
+                for _ in range(inroot._CHECKED):
+                    inroot.exists(place, "/rootfs/a")
+            for _ in range(inroot._CHECKED):
+                inroot.exists(place, "/rootfs/a")
+    os.close(root)
+
+
+def test_links_that_are_followed_here_count_too(make: MakeTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inroot, "BUDGET_S", -1.0)
+    with make([], *((f"rootfs/l{n}", f"l{n + 1}") for n in range(30)), "rootfs/l30") as tree:
+        with pytest.raises(KernelError, match="links of the image"), inroot.budget():
+            tree._resolve("/l0", follow_last=True)
+        assert tree._resolve("/l0", follow_last=True) == ("/l30", True)
