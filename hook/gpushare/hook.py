@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import decision, log, names, oci, rootless
+from . import decision, hookoutput, log, names, oci, rootless
 from .errors import GpushareError, KernelError, RequestError, reported
 from .light import TYPE_CHECKING, Callable, NamedTuple, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request, Share
@@ -74,7 +74,9 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
         os.umask(0o022)
         os.chdir("/")
         watch()
-        state = oci.read_state(_read_stdin(stdin))
+        data = _read_stdin(stdin)
+        hookoutput.silence_for_state(data)
+        state = oci.read_state(data)
         container_id = state.id
         state = state._replace(bundle=os.path.realpath(state.bundle))  # runc says it as PWD does
         return _STAGES[options.stage](options, state)
@@ -159,7 +161,9 @@ def _start(options: Options, state: oci.State) -> int:
     """prestart and createRuntime: the same work, whichever the engine offers."""
     from . import request
 
-    bundle = oci.load_bundle(state)
+    spec = oci.read_json(os.path.join(state.bundle, "config.json"), oci.MAX_CONFIG_BYTES, "config.json")
+    hookoutput.silence_for(spec.get("annotations"))
+    bundle = oci.bundle_of(state, spec)
     if not request.mentions(bundle):
         from . import lowlevel
 

@@ -46,7 +46,7 @@ ANNOTATIONS = {
 }
 BACKENDS = ("shim", "mps", "dmem")  # rows of backends.py
 APPLIED_ANNOTATION = "gpushare.io/applied"  # ours: what we put into config.json, see specedit.py
-CRUN_STDERR_ANNOTATION = "run.oci.hooks.stderr"  # crun: the file that gets what hooks print, else nobody does
+HOOK_OUTPUT_ANNOTATIONS = ("run.oci.hooks.stdout", "run.oci.hooks.stderr")  # crun: files that get what hooks print
 
 # Annotations in which engines say what a container is
 CONTAINER_TYPE_ANNOTATIONS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")

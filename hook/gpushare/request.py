@@ -41,6 +41,7 @@ RAW_TRIGGERS = (
     "/nvidia",  # of /dev, however that is spelled
     "cdi.k8s.io",
     *triggers.KEY_BEGINNINGS,
+    *names.HOOK_OUTPUT_ANNOTATIONS,  # asks for nothing; gpushare-runtime removes it (hookoutput.py)
 )
 _LONGEST = max(map(len, TRIGGERS))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import commandline, decision, hook, log, lowlevel, names, oci, rootless
+from . import commandline, decision, hook, hookoutput, log, lowlevel, names, oci, rootless
 from .commandline import Call
 from .errors import GpushareError, KernelError, RequestError, reported
 from .light import TYPE_CHECKING, Callable, NamedTuple, NoReturn, Optional, Sequence, signal
@@ -139,7 +139,7 @@ def _create(call: Call, paths: Paths) -> int:
 
     directory, path, spec = _read(call)
     watch = Watch()
-    clean = applied.stripped(spec)
+    clean = hookoutput.without(applied.stripped(spec))
     bundle = _bundle(call, directory, clean)
     asked, host = _asked(bundle, paths)
     if asked is None or host is None:
@@ -280,17 +280,18 @@ def _hook_program() -> str:
 def _hook_stderr() -> str:
     """What crun opens to give hooks an error output: its own, unless that cannot be opened by name."""
     try:
-        os.close(os.open("/dev/stderr", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC))
+        os.close(os.open(hookoutput.OWN_STDERR, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError:
         return ""
-    return "/dev/stderr"
+    return hookoutput.OWN_STDERR
 
 
 def _restore(call: Call, paths: Paths) -> int:
     from . import applied
 
     directory, path, spec = _read(call)
-    bundle = _bundle(call, directory, applied.stripped(spec))
+    clean = hookoutput.without(applied.stripped(spec))
+    bundle = _bundle(call, directory, clean)
     asked, _ = _asked(bundle, paths)
     if asked is not None:
         name = shown_name(asked.sources[0][0])
@@ -298,11 +299,11 @@ def _restore(call: Call, paths: Paths) -> int:
             f"{name}: a container with a share of a GPU cannot be restored from a checkpoint",
             "start it anew",
         )
-    withheld = _withheld(bundle, paths)
-    if withheld is not None:
+    edited = _withheld(bundle, paths) or clean
+    if edited is not spec:
         from . import specedit
 
-        specedit.write(path, withheld)
+        specedit.write(path, edited)
     _become(call, paths)
 
 

@@ -124,7 +124,7 @@ class Editor:
                 self.record.ops.append(["ProcMask", list(op.bus_ids), list(op.capabilities)])
             elif isinstance(op, (ImageFile, Cover)):
                 self.record.ops.append([type(op).__name__, op.source, op.target, list(op.flags)])
-        key = names.CRUN_STDERR_ANNOTATION
+        key = names.HOOK_OUTPUT_ANNOTATIONS[1]
         if stderr_path and key not in self.spec["annotations"]:
             self.spec["annotations"][key] = stderr_path
             self.record.annotations.append(key)

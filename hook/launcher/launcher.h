@@ -16,6 +16,7 @@
 /* scan.c: does a config.json hold one of the words? Unreadable or large: yes. */
 bool scan_may_ask(const char *path);
 bool scan_text_may_ask(char *text, size_t size); /* changes the text */
+bool scan_has_hidden_letters(const char *text, size_t size);
 
 /* args.c: the command line, as gpushare/commandline.py reads it. */
 struct call {
@@ -37,6 +38,7 @@ struct state {
     char bundle[PATH_MAX];
     char id[256];
     long pid;
+    bool redirects; /* annotations name a file for what hooks print (hookoutput.py), or may */
 };
 bool state_read(const char *json, size_t size, struct state *state);
 bool state_is_id(const char *id);

@@ -24,7 +24,7 @@ static int hex(char c) {
 
 /* Whether the text spells a character of our words with an escape: \u00XX, or \/. Others (\n,
  * \u003c, which Go writes for <) cannot be part of one. */
-static bool has_hidden_letters(const char *text, size_t size) {
+bool scan_has_hidden_letters(const char *text, size_t size) {
     const char *end = text + size;
     for (const char *at = text; (at = memchr(at, '\\', (size_t)(end - at))); at += 2) {
         if (end - at < 2)
@@ -52,7 +52,8 @@ static bool holds(const char *text, size_t size, const char *word) {
 static bool is_sandbox(const char *text, size_t size) {
     return holds(text, size, SANDBOX) && !holds(text, size, "/dev/nvidia") &&
            !holds(text, size, APPLIED) && !holds(text, size, SANDBOX_TOO) &&
-           !has_hidden_letters(text, size);
+           !holds(text, size, HOOK_STDOUT) && !holds(text, size, HOOK_STDERR) &&
+           !scan_has_hidden_letters(text, size);
 }
 
 /* Whether a device may be NVIDIA's by its numbers, whatever it is called: "major" : 195. */
@@ -194,7 +195,7 @@ bool scan_text_may_ask(char *text, size_t size) {
         if (memmem(text, size, word, length))
             return true;
     }
-    return has_major(text, size) || has_hidden_letters(text, size);
+    return has_major(text, size) || scan_has_hidden_letters(text, size);
 }
 
 bool scan_may_ask(const char *path) {

@@ -106,6 +106,45 @@ static bool plain_number(struct text *t, long *value) {
     return true;
 }
 
+/* Whether an annotation sends what hooks print into a file; as hookoutput.is_redirected. */
+static bool redirects(const char *name, size_t length, bool plain, struct text value) {
+    const char *begin;
+    if (!plain)
+        return scan_has_hidden_letters(name, length);
+    if (is(name, length, HOOK_STDOUT))
+        return true;
+    return is(name, length, HOOK_STDERR) &&
+           !(string(&value, &begin, &length, &plain) && plain && is(begin, length, OWN_STDERR));
+}
+
+/* What stands behind a value in an object. */
+static bool next_member(struct text *t) {
+    if (peek(t) == ',')
+        t->at++;
+    else if (peek(t) != '}')
+        return false;
+    return true;
+}
+
+static bool annotations(struct text *t, struct state *state) {
+    if (peek(t) != '{')
+        return skip(t);
+    t->at++;
+    while (peek(t) != '}') {
+        const char *name;
+        size_t length;
+        bool plain;
+        if (!string(t, &name, &length, &plain) || peek(t) != ':')
+            return false;
+        t->at++;
+        state->redirects |= redirects(name, length, plain, *t);
+        if (!skip(t) || !next_member(t))
+            return false;
+    }
+    t->at++;
+    return true;
+}
+
 /* One value. False: leave it to Python. */
 static bool take(struct text *t, const char *name, size_t length, struct state *state) {
     if (is(name, length, "bundle") || is(name, length, "bundlePath"))
@@ -120,6 +159,8 @@ static bool take(struct text *t, const char *name, size_t length, struct state *
     }
     if (is(name, length, "pid"))
         return plain_number(t, &state->pid);
+    if (is(name, length, "annotations"))
+        return annotations(t, state);
     return skip(t);
 }
 
@@ -129,18 +170,14 @@ bool state_read(const char *json, size_t size, struct state *state) {
     if (memchr(json, '\0', size) || peek(&t) != '{')
         return false;
     t.at++;
-    for (char c = peek(&t); c != '}'; c = peek(&t)) {
+    while (peek(&t) != '}') {
         const char *name;
         size_t length;
         bool plain;
         if (!string(&t, &name, &length, &plain) || !plain || peek(&t) != ':')
             return false;
         t.at++;
-        if (!take(&t, name, length, state))
-            return false;
-        if (peek(&t) == ',')
-            t.at++;
-        else if (peek(&t) != '}')
+        if (!take(&t, name, length, state) || !next_member(&t))
             return false;
     }
     t.at++;

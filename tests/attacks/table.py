@@ -28,6 +28,7 @@ FACTS = (
     "file lease",
     "CAP_SYS_ADMIN",
     "maze of links", "few descriptors",
+    "image's text in our lines",
 )  # fmt: skip
 
 # Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
@@ -299,6 +300,9 @@ ELSEWHERE = (
     Elsewhere("a container of a user namespace", ("user namespace",), (T + "test_pages.py::test_containers_see_each_other_whoever_was_first",)),
     Elsewhere("images without a shell, without glibc", ("no /etc, distroless, musl",), (T + "test_images.py::test_the_limit_is_seen_in_every_layout", T + "test_images.py::test_musl_gets_devices_and_no_promise")),
     Elsewhere("forged lines in the log of decisions", ("NUL, newline, 1 MiB",), ("unit/test_decision.py::test_no_text_from_outside_makes_a_field_or_a_line", T + "test_decisions.py::test_a_hostile_request_is_refused_in_one_line_without_its_value")),
+    Elsewhere("an image names files of the host for what hooks print", ("image's text in our lines",), (T + "test_podman.py::test_image_names_files_of_the_host_for_what_hooks_print", T + "test_hook_output.py::test_runtime_names_no_file_for_what_hooks_print", T + "test_hook_output.py::test_runtime_removes_them_from_its_own_config_json", T + "test_hook_output.py::test_hook_prints_nothing_under_crun")),
+    Elsewhere("a link of the image whose text is a command", ("image's text in our lines", "leaf link"), (T + "test_hook_output.py::test_link_of_an_image_is_quoted_and_printed_nowhere_else",)),
+    Elsewhere("commands in every name and value of a request", ("image's text in our lines",), ("unit/test_quoting_messages.py::test_text_of_an_image_is_always_between_quotes", "unit/test_quoting.py::test_a_shell_runs_nothing_of_a_message")),
     Elsewhere("a start killed at any point", ("killed hook",), (T + "test_lifecycle.py::test_start_killed_at_any_point_leaves_nothing", T + "test_adopt.py::test_adoption_killed_at_any_call_leaves_nothing", T + "test_kill_points.py::test_gpushare_run_killed_at_any_point_leaves_nothing")),
     Elsewhere("a release killed at any point", ("killed hook",), (T + "test_release.py::test_poststop_killed_at_any_call_is_finished_by_the_next",)),
     Elsewhere("a hook that hangs", ("hanging hook",), (T + "test_hook_errors.py::test_hook_that_hangs_meets_its_own_deadline",)),

@@ -257,13 +257,24 @@ def test_refusal_is_one_line(podman: Podman) -> None:
     assert len(refused.value.result.err.strip().splitlines()) == 1
 
 
-def test_crun_shows_the_reason_when_told_where(podman: Podman, tmp_path: Path) -> None:
-    """The annotation is crun's own; podman's user can set it where only the hook is installed."""
-    if podman.shows_reason:
-        return
-    want = Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}, {"run.oci.hooks.stderr": str(tmp_path / "words")})
-    refusal(podman, want)
-    assert '"lots"' in (tmp_path / "words").read_text()
+@pytest.mark.parametrize("asks", ["ENV GPUSHARE_MEMORY='$(touch made)'", "ENV GPUSHARE_MEMORY=1Gi", ""])
+def test_image_names_files_of_the_host_for_what_hooks_print(
+    podman: Podman, build: Callable[..., str], tmp_path: Path, asks: str
+) -> None:
+    """podman copies an image's annotations, and crun opens these files as root before any hook runs. With the hook
+    alone they stay empty; gpushare-runtime removes the annotations."""
+    files = [tmp_path / f"{name}.sh" for name in ("stdout", "stderr")]
+    options = [word for path in files for word in ("--annotation", f"run.oci.hooks.{path.stem}={path}")]
+    image = build(asks, *options)
+    if "touch" in asks:
+        with pytest.raises(Refused):
+            podman.start(Want(SLEEP), image=image)
+        kept = max((podman.node.state / "errors").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        assert '"\\x24(touch made)"' in podman.node.cli("inspect", kept.name).stdout
+    else:
+        podman.run(Want(("/bin/true",)), image=image)
+    made_by_crun = podman.low_level == "crun" and podman.way == "hook"
+    assert [path.read_bytes() for path in files if path.exists()] == ([b"", b""] if made_by_crun else [])
 
 
 @pytest.mark.parametrize("stages", [("createRuntime",), ("prestart", "createRuntime")], ids=" and ".join)

@@ -6,7 +6,7 @@ import ctypes
 import json
 from typing import Optional
 
-from gpushare import commandline, names, oci, request
+from gpushare import commandline, hookoutput, names, oci, request
 from gpushare.dialects import injected
 from gpushare.errors import GpushareError
 
@@ -33,7 +33,12 @@ class _Call(ctypes.Structure):
 class _State(ctypes.Structure):
     """struct state of launcher.h."""
 
-    _fields_ = [("bundle", ctypes.c_char * PATH_MAX), ("id", ctypes.c_char * 256), ("pid", ctypes.c_long)]
+    _fields_ = [
+        ("bundle", ctypes.c_char * PATH_MAX),
+        ("id", ctypes.c_char * 256),
+        ("pid", ctypes.c_long),
+        ("redirects", ctypes.c_bool),
+    ]
 
 
 _launcher = ctypes.CDLL(str(BUILD / "fuzz" / "liblauncher.so"))
@@ -75,6 +80,7 @@ def words_in_config(data: bytes) -> None:
     try:
         spec = json.loads(data.decode())
         asks = request.mentions(oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec)) or injected.rules_reach(spec)
+        asks = asks or hookoutput.without(spec) is not spec
     except (ValueError, RecursionError, AttributeError, GpushareError):
         return  # the low-level runtime refuses it, too
     text = ctypes.create_string_buffer(data, len(data))
@@ -93,3 +99,4 @@ def oci_state(data: bytes) -> None:
     assert found.bundle.decode("utf-8", "surrogateescape") == seen.bundle
     assert found.id.decode() in ("", seen.id)
     assert found.pid in (0, seen.pid)
+    assert found.redirects or not hookoutput.is_redirected(seen.annotations)

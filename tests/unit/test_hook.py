@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import hook, log, names, oci, request
+from gpushare import hook, log, names, request
 from gpushare.errors import CapacityError, RequestError
 
 SOURCE = str(Path(hook.__file__).resolve().parents[1])
@@ -183,12 +183,6 @@ def test_help_is_no_error(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert hook.main([flag], stdin=-1) == 0
     told = capfd.readouterr()
     assert told.out.startswith("usage: gpushare-hook ") and told.err == ""
-
-
-def test_endless_state_is_refused(state_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with open("/dev/zero", "rb") as zeros:
-        assert hook.main(["--state", str(state_dir), "prestart"], stdin=zeros.fileno()) == 64
-    assert f"larger than {oci.MAX_STATE_BYTES} bytes" in capfd.readouterr().err
 
 
 def test_runtime_that_never_sends_the_state_meets_the_deadline(

@@ -163,6 +163,8 @@ WORDS = compact(SANDBOX).decode()[1:].partition(",")[0]
         {"annotations": SANDBOX, "linux": {"devices": [{"path": "/dev/nvidia0"}]}},
         {"annotations": {**SANDBOX, "gpushare.io/applied": "{}"}},
         {"annotations": {**SANDBOX, "io.kubernetes.cri-o.ContainerType": "container"}},
+        {"annotations": {**SANDBOX, "run.oci.hooks.stdout": "/x"}},
+        {"annotations": {**SANDBOX, "run.oci.hooks.stderr": "/x"}},
     ],
     ids=str,
 )
@@ -220,6 +222,33 @@ def test_bundle_is_found_beside_anything(installed: Installed) -> None:
     state = {"annotations": {"bundle": "/x", 'a"b\\': "{["}, "n": [1, -2.5e3, None, True, [[]], {}], "bundle": bundle}
     for text in (json.dumps(state), json.dumps(state, indent=3), json.dumps(state, separators=(",", ":"))):
         assert installed.hook("prestart", text.encode()) == 0
+
+
+@pytest.mark.parametrize("stage", ["prestart", "createRuntime", "adopt", "poststop"])
+@pytest.mark.parametrize(
+    "annotations, prints",
+    [
+        (b'{"run.oci.hooks.stderr": "/x"}', False),
+        (b'{"a": {"b": ["}"]}, "run.oci.hooks.stdout" : 1}', False),
+        (b'{"run.oci.hooks.std\\u0065rr": "/x"}', False),
+        (b'{"run.oci.hooks.stderr": "/dev/stderr", "run.oci.hooks.stderr": "/x"}', False),
+        (b'{"run.oci.hooks.stderr": "/dev\\/stderr"}', False),
+        (b'{"run.oci.hooks.stderr": "/dev/stderr", "\\n": "<"}', True),
+        (b'{"a": "run.oci.hooks.stderr"}', True),
+        (b'"run.oci.hooks.stderr"', True),
+        (b"{}", True),
+    ],
+)
+def test_nothing_is_printed_into_a_file_that_annotations_name(
+    installed: Installed, stage: str, annotations: bytes, prints: bool
+) -> None:
+    """The Python program here prints the state: to nobody, then."""
+    state = (
+        installed.bundle(b'{"annotations": {"gpushare.io/memory": "1Gi"}}')[:-1] + b', "annotations": ' + annotations
+    )
+    for text in (state + b"}", state + b', "unclear": {'):
+        code, printed = installed.run("gpushare-hook", stage, stdin=text)
+        assert (code, printed) == (PYTHON_RAN, text if prints else b"")
 
 
 def test_large_state_reaches_python(installed: Installed) -> None:

@@ -131,12 +131,6 @@ def test_what_is_left_to_the_hook(root: Path) -> None:
     assert applied.stripped(spec) == {}
 
 
-def test_engine_s_own_choice_for_crun_stays(root: Path) -> None:
-    spec = put(root, {"annotations": {"run.oci.hooks.stderr": "/log"}})
-    assert spec["annotations"]["run.oci.hooks.stderr"] == "/log"
-    assert applied.stripped(spec)["annotations"] == {"run.oci.hooks.stderr": "/log"}
-
-
 # Any spec, back and forth
 
 values = st.recursive(

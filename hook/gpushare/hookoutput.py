@@ -1,0 +1,68 @@
+"""The files into which crun writes what hooks print (start path).
+
+    without(spec)             -> Spec    a config.json that names none of them; `spec` itself when it has none
+    silence_for(annotations)  -> None    prints nothing from here on where they name a file
+    silence_for_state(data)   -> None    the same, for the text of an OCI state
+
+The annotations run.oci.hooks.stdout and run.oci.hooks.stderr hold any path of the host. crun opens it as the host's
+root before it runs a hook (open_hooks_output in its container.c: O_CREAT | O_APPEND, mode 0700). podman copies the
+annotations of an image into config.json, so an image can choose the file, and our messages repeat what the image asks
+for. gpushare-runtime removes both. A hook alone comes too late for that, and prints nothing.
+
+The one value that may stay is crun's own error output, /dev/stderr, which gpushare-runtime sets itself: crun opens it
+in its own process and on the host, so it is where crun writes its errors anyway.
+"""
+
+from __future__ import annotations
+
+import os
+
+from . import names, oci
+from .light import Any, loads
+
+OWN_STDERR = "/dev/stderr"
+
+
+def without(spec: dict[str, Any]) -> dict[str, Any]:
+    """Never changes its argument."""
+    annotations = oci.section(spec, "annotations")
+    if annotations.keys().isdisjoint(names.HOOK_OUTPUT_ANNOTATIONS):
+        return spec
+    kept = {key: value for key, value in annotations.items() if key not in names.HOOK_OUTPUT_ANNOTATIONS}
+    return {**spec, "annotations": kept}
+
+
+def is_redirected(annotations: object) -> bool:
+    """Whether they name a file other than crun's own error output."""
+    if not isinstance(annotations, dict):
+        return False
+    stdout, stderr = names.HOOK_OUTPUT_ANNOTATIONS
+    return stdout in annotations or annotations.get(stderr, OWN_STDERR) != OWN_STDERR
+
+
+def silence_for(annotations: object) -> None:
+    """Also what this process starts prints nothing then."""
+    if is_redirected(annotations):
+        _silence()
+
+
+def silence_for_state(data: bytes) -> None:
+    """A state that cannot be read may name a file, too."""
+    try:
+        value = loads(data) if len(data) <= oci.MAX_STATE_BYTES else None
+    except (ValueError, RecursionError):
+        value = None
+    if value is None:
+        if any(key.encode() in data for key in names.HOOK_OUTPUT_ANNOTATIONS) or len(data) > oci.MAX_STATE_BYTES:
+            _silence()
+    elif isinstance(value, dict):
+        silence_for(value.get("annotations"))
+
+
+def _silence() -> None:
+    try:
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+    except OSError:
+        os._exit(1)
