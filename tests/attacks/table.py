@@ -29,6 +29,7 @@ FACTS = (
     "CAP_SYS_ADMIN",
     "maze of links", "few descriptors",
     "image's text in our lines",
+    "slow clients",
 )  # fmt: skip
 
 # Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
@@ -302,6 +303,7 @@ ELSEWHERE = (
     Elsewhere("forged lines in the log of decisions", ("NUL, newline, 1 MiB",), ("unit/test_decision.py::test_no_text_from_outside_makes_a_field_or_a_line", T + "test_decisions.py::test_a_hostile_request_is_refused_in_one_line_without_its_value")),
     Elsewhere("an image names files of the host for what hooks print", ("image's text in our lines",), (T + "test_podman.py::test_image_names_files_of_the_host_for_what_hooks_print", T + "test_hook_output.py::test_runtime_names_no_file_for_what_hooks_print", T + "test_hook_output.py::test_runtime_removes_them_from_its_own_config_json", T + "test_hook_output.py::test_hook_prints_nothing_under_crun")),
     Elsewhere("a link of the image whose text is a command", ("image's text in our lines", "leaf link"), (T + "test_hook_output.py::test_link_of_an_image_is_quoted_and_printed_nowhere_else",)),
+    Elsewhere("connections to the exporter that never end", ("slow clients",), ("unit/test_export_clients.py::test_scrapes_are_answered_beside_slow_clients", "unit/test_export_clients.py::test_whole_request_has_one_deadline", "unit/test_export_clients.py::test_bounded_reader_gives_no_more_than_its_bytes")),
     Elsewhere("commands in every name and value of a request", ("image's text in our lines",), ("unit/test_quoting_messages.py::test_text_of_an_image_is_always_between_quotes", "unit/test_quoting.py::test_a_shell_runs_nothing_of_a_message")),
     Elsewhere("a start killed at any point", ("killed hook",), (T + "test_lifecycle.py::test_start_killed_at_any_point_leaves_nothing", T + "test_adopt.py::test_adoption_killed_at_any_call_leaves_nothing", T + "test_kill_points.py::test_gpushare_run_killed_at_any_point_leaves_nothing")),
     Elsewhere("a release killed at any point", ("killed hook",), (T + "test_release.py::test_poststop_killed_at_any_call_is_finished_by_the_next",)),

@@ -27,8 +27,9 @@ from .options import Paths, given, with_interval, with_no_color
 from .output import write, write_line
 
 PORT = 9878
-_CLIENTS = 32  # at once; more are turned away
-_CLIENT_S = 10.0  # of silence
+_CLIENTS = 32  # at once; one more, and another is dropped
+_CLIENT_S = 10.0  # for a request and its answer
+_REQUEST_BYTES = 16 << 10  # what is read of one; http.server alone would keep 6 MiB of headers
 _HINTS = {
     errno.EADDRINUSE: "is another exporter running? give another --port",
     errno.EADDRNOTAVAIL: "give an address of this host",
@@ -142,8 +143,33 @@ class Watched:
         return registry
 
 
+class _Bounded:
+    """The beginning of a request; behind it the request ends."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left = file, _REQUEST_BYTES
+
+    def readline(self, size: int) -> bytes:
+        line: bytes = self._file.readline(min(size, self._left))
+        self._left -= len(line)
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _Handler(WSGIRequestHandler):
-    timeout = _CLIENT_S
+    timeout = _CLIENT_S  # of one call; of all together: _Server.service_actions
+    server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile: Any = _Bounded(self.rfile)
+
+    def parse_request(self) -> bool:
+        complete = super().parse_request()
+        self.server.asked(self.connection)
+        return complete
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a line."""
@@ -159,7 +185,9 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: Any, family: int) -> None:
         self.address_family = family
-        self._room = threading.BoundedSemaphore(_CLIENTS)
+        self._lock = threading.Lock()
+        self._clients: dict[socket.socket, tuple[bool, float]] = {}  # has sent its request, since when it is connected
+        self._room = threading.BoundedSemaphore(2 * _CLIENTS)  # those of dropped clients are about to end
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -180,16 +208,48 @@ class _Server(ThreadingMixIn, WSGIServer):
         return request, address or ("local", 0)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
+        """A new client is always served. Where there are too many, the oldest that has not even sent its request is
+        dropped: a scrape sends it at once."""
+        self._room.acquire()
+        with self._lock:
+            if len(self._clients) >= _CLIENTS:
+                self._drop(min(self._clients, key=self._clients.__getitem__))
+            self._clients[request] = (False, time.monotonic())
+        try:
             super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        except BaseException:  # no thread can be started
+            self._forget(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._forget(request)
+
+    def asked(self, request: Any) -> None:
+        """The client has sent its request."""
+        with self._lock:
+            if request in self._clients:
+                self._clients[request] = (True, self._clients[request][1])
+
+    def service_actions(self) -> None:
+        """Between two looks for new clients: drops those that take too long, however busy they look."""
+        before = time.monotonic() - _CLIENT_S
+        with self._lock:
+            for request in [one for one, (_, since) in self._clients.items() if since < before]:
+                self._drop(request)
+
+    def _drop(self, request: Any) -> None:
+        """Its thread gets an end of file or an error, and closes it."""
+        del self._clients[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, request: Any) -> None:
+        with self._lock:
+            self._clients.pop(request, None)
+        self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away in the middle is nobody's concern; anything else is one line."""
