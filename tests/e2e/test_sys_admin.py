@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.attacks import owners
 from tests.e2e.apart import hand_over, open_way, with_user_namespace
-from tests.lib.host import Node
+from tests.lib.host import PYTHON, Node, python_mounts
 from tests.lib.runc import Container, RuntimeFailed
 
 MakeContainer = Callable[..., Container]
@@ -49,3 +52,23 @@ def test_sys_admin_in_a_user_namespace_of_its_own_needs_none(
     one = container(["true"], env=ENV, edit=admin_apart, **node.way(way))
     hand_over(one)
     assert one.run() == 0, one.stderr
+
+
+def test_sys_admin_in_a_user_namespace_of_its_own_writes_no_file_that_it_is_shown(
+    container: MakeContainer, node: Node, way: str, tmp_path: Path
+) -> None:
+    """It made a neighbour's page shorter, and the neighbour's processes died by SIGBUS."""
+    open_way(tmp_path)
+    one, other = (
+        container(["sleep", "inf"], env=ENV, edit=admin_apart, mounts=python_mounts(), **node.way(way))
+        for _ in range(2)
+    )
+    for each in (one, other):
+        hand_over(each)
+        each.start()
+    changed, leased = (
+        json.loads(one.exec(PYTHON, "-c", textwrap.dedent(program)).stdout)
+        for program in (owners.WRITES, owners.LEASES)
+    )
+    assert [line for line in changed if "not made writable" not in line] == []
+    assert leased == []
