@@ -58,7 +58,7 @@ $(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJ
 PROGRAMS := build/bin/gpushare build/libexec/gpushare-hook build/libexec/gpushare-runtime
 PACKS := build/libexec/gpushare-hook.pack build/libexec/gpushare-runtime.pack
 
-build: $(SETUP) shim sim simhost $(PROGRAMS) $(PACKS) $(LAUNCHERS) ## build the shim, the simulated driver and the programs
+build: $(SETUP) shim sim simhost $(PROGRAMS) $(PACKS) $(LAUNCHERS) build/bin/gpushare-runtime-cri ## build the shim, the simulated driver and the programs
 
 $(PROGRAMS): packaging/program $(SETUP)
 	@mkdir -p $(@D)

@@ -18,7 +18,10 @@ build/wheel/$(1)/gpushare-runtime build/wheel/$(1)/gpushare-hook: $(LAUNCHER_SOU
 	$$(WHEEL_CC_$(1)) $$(WHEEL_CFLAGS) -DIS_HOOK=$$(if $$(filter %-hook,$$@),1,0) $$(LAUNCHER_LDFLAGS) -Wl,-s -o $$@.new $$(LAUNCHER_SOURCES)
 	@mv $$@.new $$@
 
-build/wheel/$(1)/.complete: build/wheel/$(1)/gpushare-runtime build/wheel/$(1)/gpushare-hook $$(SHIM_RELEASE_$(1)) \
+build/wheel/$(1)/gpushare-runtime-cri: build/wheel/$(1)/gpushare-runtime
+	@cp $$< $$@
+
+build/wheel/$(1)/.complete: build/wheel/$(1)/gpushare-runtime build/wheel/$(1)/gpushare-runtime-cri build/wheel/$(1)/gpushare-hook $$(SHIM_RELEASE_$(1)) \
     $(DIST_SOURCES) build/dist/.names $(DATED) packaging/wheel.py $(wildcard packaging/wheel/*) pyproject.toml README.md LICENSE
 	@rm -f build/wheel/$(1)/*.whl
 	GPUSHARE_WHEEL_MACHINE=$(1) build/venv/bin/hatchling build -t wheel -d build/wheel/$(1)

@@ -2,6 +2,7 @@
 
 gpushare/shim/                      the library that stands in containers
 bin/gpushare-hook, gpushare-runtime      the launchers, which start what is beside them:
+bin/gpushare-runtime-cri            the second under another name: a wheel has no links
 bin/gpushare-hook.py, gpushare-runtime.py   with the first line that whoever installs a wheel writes anew
 """
 
@@ -32,3 +33,4 @@ class Compiled(BuildHookInterface):  # type: ignore[type-arg]
         for name in PROGRAMS:
             build_data["shared_scripts"][f"{launchers}/{name}"] = name
             build_data["shared_scripts"][f"packaging/wheel/{name}.py"] = f"{name}.py"
+        build_data["shared_scripts"][f"{launchers}/gpushare-runtime-cri"] = "gpushare-runtime-cri"

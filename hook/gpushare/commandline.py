@@ -16,6 +16,7 @@ from .light import NamedTuple, Sequence
 
 # Our own flags: first in the line, and not passed on
 OWN = ("gpushare-config", "gpushare-state")
+OWN_CRI = "gpushare-cri"  # without a value; the launcher adds it where it was called by the name gpushare-runtime-cri
 # Global flags: with a value, and without
 GLOBAL_VALUE = ("cgroup-manager", "criu", "log", "log-format", "root", "rootless")
 GLOBAL_BARE = ("?", "V", "debug", "h", "help", "systemd-cgroup", "usage", "v", "version")
@@ -42,6 +43,7 @@ class Call(NamedTuple):
     rest: tuple[str, ...]
     config: str = ""  # ours; "" = not given
     state_dir: str = ""
+    cri: bool = False  # the engine is configured as a CRI
     command: str = ""  # "" = none: `--version`, or nothing at all
     container_id: str = ""
     bundle: str = "."
@@ -62,6 +64,9 @@ def _own(words: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     while words and words[0].startswith("--"):
         name, value, given = _flag(words[0])
+        if words[0] == f"--{OWN_CRI}":
+            found[OWN_CRI] = words.pop(0)
+            continue
         if words[0].startswith("---") or name not in OWN or not (given or words[1:]):
             break
         words.pop(0)
@@ -107,7 +112,7 @@ def parse(words: Sequence[str]) -> Call:
     """`words` without the program's name."""
     rest = list(words)
     own = _own(rest)
-    call = Call(tuple(rest), own.get(OWN[0], ""), own.get(OWN[1], ""))
+    call = Call(tuple(rest), own.get(OWN[0], ""), own.get(OWN[1], ""), OWN_CRI in own)
     top = _Scan(rest, GLOBAL_VALUE, GLOBAL_BARE, stop=True)
     call = call._replace(
         unknown=top.unknown,

@@ -97,7 +97,7 @@ def _names_device(bundle: Bundle, spoken: tuple[Spoken, ...], mine: dict[str, st
         DEVICES in mine
         or (variables and policy.accepted(rules.accept_env, bundle))
         or nvidia.names_device(bundle.env, bundle.spec)
-        or injected.minors(bundle.spec)
+        or injected.named(bundle.spec)
     )
 
 

@@ -1,6 +1,8 @@
 """gpushare-hook: the OCI hook, one container from its state on stdin to its share (start path).
 
-    gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop|adopt
+    gpushare-hook [--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt
+
+--cri                     the engine is a CRI: its annotations say which container of which pod this is
 
 prestart, createRuntime   give the container what it asks for, or fail with one line and undo everything
 adopt                     a createRuntime hook that gpushare-runtime puts into config.json: see adopt.py
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
 UNDO_DEADLINE_S = 2  # for each step; all of it within the 30 s that hooks have from an engine's configuration
 POSTSTOP_WAIT_MS = 2000
-_SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] prestart|createRuntime|poststop|adopt"
+_SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt"
 _USAGE = f"use {_SYNOPSIS}"
 
 
@@ -37,6 +39,7 @@ class Options(NamedTuple):
     stage: str
     config: str
     state_dir: str
+    cri: bool = False
 
 
 class Interrupted(GpushareError):
@@ -47,6 +50,8 @@ def parse(argv: Sequence[str]) -> Options:
     """The command line, without argparse (10 ms). Raises RequestError."""
     values = {"--config": names.CONFIG_PATH, "--state": ""}
     words = list(argv)
+    cri = names.CRI_FLAG in words[:-1]
+    words = [word for word in words[:-1] if word != names.CRI_FLAG] + words[-1:]
     while words and words[0].startswith("-"):
         flag, equals, value = words.pop(0).partition("=")
         if flag not in values or not (equals or words):
@@ -56,7 +61,7 @@ def parse(argv: Sequence[str]) -> Options:
             raise RequestError(f"{flag} {shown(values[flag])} is not an absolute path", _USAGE)
     if len(words) != 1 or words[0] not in _STAGES:
         raise RequestError(f"stage {shown(' '.join(words))} is unknown", _USAGE)
-    return Options(words[0], values["--config"], values["--state"].rstrip("/") or rootless.state_dir())
+    return Options(words[0], values["--config"], values["--state"].rstrip("/") or rootless.state_dir(), cri)
 
 
 def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
@@ -163,7 +168,7 @@ def _start(options: Options, state: oci.State) -> int:
 
     spec = oci.read_json(os.path.join(state.bundle, "config.json"), oci.MAX_CONFIG_BYTES, "config.json")
     hookoutput.silence_for(spec.get("annotations"))
-    bundle = oci.bundle_of(state, spec)
+    bundle = oci.bundle_of(state, spec, options.cri)
     if not request.mentions(bundle):
         from . import lowlevel
 

@@ -31,6 +31,7 @@ _LEASE: dict[str, tuple[type, ...]] = {
     "dialect": (str,),
     "driver_version": (str,),
     "sandbox": (str,),
+    "cri": (bool,),
 }
 HELD_VERSION = "gpushare-held-1"
 _SHARE: dict[str, tuple[type, ...]] = {
@@ -71,7 +72,7 @@ _LATEST = 1e12  # seconds
 # No page: then nobody else gets this one
 _EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0, "virtual_bytes": 0}
 _EARLIER_SHARE.update((name, Share._field_defaults[name]) for name in ("memory_backend", "compute_backend"))
-_EARLIER_LEASE = {"sandbox": ""}
+_EARLIER_LEASE: dict[str, Any] = {"sandbox": "", "cri": True}  # what annotations say was believed
 _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 
 

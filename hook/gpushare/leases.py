@@ -263,6 +263,7 @@ def _reserve(
                     dialect=request.dialect,
                     driver_version=node.inventory.driver_version,
                     sandbox=policy.pod_wide(request, bundle),
+                    cri=bool(bundle.container_name),
                 )
                 _make(state_dir, lease, live)
                 return lease

@@ -108,12 +108,14 @@ class Bundle(NamedTuple):
     path: str  # the bundle directory
     rootfs: str  # absolute path in the container's mount namespace, before pivot_root
     env: tuple[tuple[str, str], ...]  # in order, duplicates kept
-    annotations: dict[str, str]
+    annotations: dict[str, str]  # those in which a CRI says what a container is only where a CRI runs it
     cgroups_path: str
     container_type: str  # "sandbox" | "container" | ""
     container_name: str
     privileged: bool
     spec: dict[str, Any]
+    claims: tuple[str, str] = ("", "")  # what a CRI would say of it, (name, value), where no CRI is configured
+    claimed_entry: str = ""  # and its <namespace>/<container>
 
 
 class Condition(NamedTuple):
@@ -202,6 +204,7 @@ class Lease(NamedTuple):
     dialect: str = ""
     driver_version: str = ""
     sandbox: str = ""  # of the pod, where the share was asked by an annotation that every container of it has
+    cri: bool = False  # annotations of the container say which pod it is in: a CRI has written them
 
 
 class LdEntry(NamedTuple):

@@ -54,6 +54,17 @@ CONTAINER_NAME_ANNOTATIONS = ("io.kubernetes.cri.container-name", "io.kubernetes
 POD_NAMESPACE_ANNOTATIONS = ("io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace")
 POD_NAME_ANNOTATIONS = ("io.kubernetes.cri.sandbox-name", "io.kubernetes.pod.name")
 SANDBOX_ID_ANNOTATIONS = ("io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID")
+# They count where the engine is configured as a CRI. Podman copies annotations from images.
+CRI_ANNOTATIONS = frozenset(
+    (
+        *CONTAINER_TYPE_ANNOTATIONS,
+        *CONTAINER_NAME_ANNOTATIONS,
+        *POD_NAMESPACE_ANNOTATIONS,
+        *POD_NAME_ANNOTATIONS,
+        *SANDBOX_ID_ANNOTATIONS,
+    )
+)
+CRI_FLAG = "--cri"  # of gpushare-hook, and with another beginning of gpushare-runtime: the engine is a CRI
 
 
 def short(container_id: str) -> str:

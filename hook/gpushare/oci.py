@@ -1,8 +1,8 @@
 """What the runtime hands over: the state on stdin and the bundle's config.json. Both are untrusted text.
 
     read_state(data: bytes)           -> State     the hook's stdin
-    load_bundle(State | path)         -> Bundle    config.json of that bundle
-    bundle_of(state, spec, directory) -> Bundle    the same from a parsed config.json (pure)
+    load_bundle(State | path, cri)    -> Bundle    config.json of that bundle
+    bundle_of(state, spec, cri)       -> Bundle    the same from a parsed config.json (pure)
     read_json(path, max_bytes, what)  -> dict      bounded, one object, clear errors
     check_id(text)                    -> str       a container id that may become a directory name
     env_get(env, name)                -> str|None  the last of duplicates counts, as in the container's libc
@@ -196,8 +196,9 @@ def read_state(data: bytes) -> State:
     )
 
 
-def load_bundle(source: Union[State, str]) -> Bundle:
-    """The bundle of a state, or of a directory (its id is then the directory's name, as runc's users do)."""
+def load_bundle(source: Union[State, str], cri: bool = False) -> Bundle:
+    """The bundle of a state, or of a directory (its id is then the directory's name, as runc's users do). `cri`: as in
+    bundle_of."""
     if isinstance(source, str):
         directory = os.path.abspath(path_text(source, "the bundle"))
         name = os.path.basename(directory)
@@ -205,7 +206,7 @@ def load_bundle(source: Union[State, str]) -> Bundle:
     else:
         state = source
     spec = read_json(os.path.join(state.bundle, "config.json"), MAX_CONFIG_BYTES, "config.json")
-    return bundle_of(state, spec)
+    return bundle_of(state, spec, cri)
 
 
 def _env(spec: dict[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -307,9 +308,27 @@ def _joined_map(path: Any) -> list[tuple[Any, Any]]:
         return []
 
 
-def bundle_of(state: State, spec: dict[str, Any]) -> Bundle:
-    """The parts of a parsed config.json that matter here, checked."""
-    annotations = _texts(spec.get("annotations"), "config.json: annotations")
+def _claims(annotations: dict[str, str]) -> tuple[str, str]:
+    """The annotation by which a container would be one of a pod, ("", "") when there is none. Podman's own pods have
+    CRI-O's type and no name, and are no sandboxes to us."""
+    kinds, crio = names.CONTAINER_TYPE_ANNOTATIONS, names.CONTAINER_TYPE_ANNOTATIONS[1]
+    found = next((key for key in (*kinds, *names.CONTAINER_NAME_ANNOTATIONS) if annotations.get(key)), "")
+    if found == crio and annotations[crio] != "sandbox":
+        found = next((key for key in names.CONTAINER_NAME_ANNOTATIONS if annotations.get(key)), "")
+    return (found, annotations[found]) if found else ("", "")
+
+
+def pod_entry(annotations: dict[str, str]) -> str:
+    """<namespace>/<container>, "" when the engine does not give both."""
+    namespace, name = pod_namespace(annotations), container_name(annotations)
+    return f"{namespace}/{name}" if namespace and name else ""
+
+
+def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
+    """The parts of a parsed config.json that matter here, checked. `cri`: the configuration says that the engine is a
+    CRI, so what its annotations say of pods counts. From any other engine an image can have set them."""
+    said = _texts(spec.get("annotations"), "config.json: annotations")
+    annotations = said if cri else {key: text for key, text in said.items() if key not in names.CRI_ANNOTATIONS}
     cgroups_path = section(spec, "linux").get("cgroupsPath") or ""
     if not isinstance(cgroups_path, str):
         raise RequestError("config.json: linux.cgroupsPath must be text")
@@ -325,6 +344,8 @@ def bundle_of(state: State, spec: dict[str, Any]) -> Bundle:
         container_name=container_name(annotations),
         privileged=is_privileged(spec),
         spec=spec,
+        claims=("", "") if cri else _claims(said),
+        claimed_entry="" if cri else pod_entry(said),
     )
 
 

@@ -5,6 +5,7 @@
     refuse_injected(bundle, policy)              devices that other software put into config.json
     refuse_unlimited(bundle, config)             the same where limits are required
     refuse_unlisted(request, bundle, policy)     a privileged container without an entry
+    refuse_claims(bundle)                        annotations of a CRI where none is configured
     listed(bundle, policy)            -> bool    whether a container has an entry in policy.privileged_containers
     pod_wide(request, bundle)         -> str     the sandbox, when an annotation without a container's name was used
     refuse_second(request, bundle, live)         two containers of a pod with one such annotation
@@ -83,17 +84,34 @@ def refuse_unlimited(bundle: Bundle, config: Config) -> None:
 
 def _entry_of(bundle: Bundle) -> str:
     """What the configuration calls this container: <namespace>/<container> in a pod, else its id."""
-    namespace = oci.pod_namespace(bundle.annotations)
-    return f"{namespace}/{bundle.container_name}" if namespace and bundle.container_name else bundle.id
+    return oci.pod_entry(bundle.annotations) or bundle.id
 
 
 def listed(bundle: Bundle, policy: Policy) -> bool:
     """Whether one of policy.privileged_containers is this container; "*" is every privileged one, and no other."""
     if oci.has_sys_admin(bundle.spec) and "*" in policy.privileged_containers:
         return True
-    namespace, slash, name = _entry_of(bundle).partition("/")
-    fits = {namespace} if not slash else {f"{namespace}/{name}", f"{namespace}/*", f"*/{name}", "*/*"}
-    return not fits.isdisjoint(policy.privileged_containers)
+    if _fits(bundle.claimed_entry, policy):
+        refuse_claims(bundle)
+    return _fits(_entry_of(bundle), policy)
+
+
+def _fits(entry: str, policy: Policy) -> bool:
+    namespace, slash, name = entry.partition("/")
+    patterns = {entry, f"{namespace}/*", f"*/{name}", "*/*"} if slash else {entry}
+    return not patterns.isdisjoint(policy.privileged_containers)
+
+
+def refuse_claims(bundle: Bundle) -> None:
+    """A container of a pod, under an engine that is not configured as a CRI: its annotations do not count, and what
+    rests on them must neither be granted twice nor be overlooked. Raises RequestError."""
+    name, value = bundle.claims
+    raise RequestError(
+        f"annotation {setting(name, value)} would make this a container of a pod, but the engine's configuration does "
+        "not say that the engine is a CRI",
+        "on containerd or CRI-O run `gpushare runtime configure containerd` (or crio) again and restart it; elsewhere "
+        "leave the annotation out",
+    )
 
 
 def refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:

@@ -34,11 +34,12 @@ TRIGGERS = (*own.PREFIXES, nvidia.ENV_DEVICES, *triggers.BEGINNINGS)
 # What the launcher looks for in the text of a config.json, in any case of letters: without one of these, or a device
 # of the driver's major (scan.c), there is nothing that `mentions` could find. ASCII letters, digits and . _ - / only,
 # which it knows in every JSON spelling.
+DEVICE_TRIGGER = "/nvidia"  # of /dev, however that is spelled: the one that counts in a sandbox, too
 RAW_TRIGGERS = (
     *TRIGGERS,
     names.ANNOTATION_PREFIX.rstrip("/"),
     nvidia.VOLUME_ROOT.rpartition("/")[2],
-    "/nvidia",  # of /dev, however that is spelled
+    DEVICE_TRIGGER,
     "cdi.k8s.io",
     *triggers.KEY_BEGINNINGS,
     *names.HOOK_OUTPUT_ANNOTATIONS,  # asks for nothing; gpushare-runtime removes it (hookoutput.py)
@@ -55,7 +56,7 @@ def mentions(bundle: Bundle) -> bool:
     """False when no dialect can find anything, so that such a container costs neither inventory nor lease.
     Variables of ours count in any case of letters: a misspelt limit must be refused, not overlooked."""
     if bundle.container_type == "sandbox":
-        return False
+        return bool(injected.named(bundle.spec))
     return (
         any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
         or any(names.ANNOTATION_PREFIX in key for key in bundle.annotations)
@@ -215,8 +216,11 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
 def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bool = False) -> Optional[Request]:
     """What the container asks for. The sandbox container of a pod asks for nothing, whatever it inherited."""
     if bundle.container_type == "sandbox":
+        _refuse_in_sandbox(bundle)
         return None
     rules = node.config.policy
+    if bundle.claims[0] and _annotated(bundle):
+        policy.refuse_claims(bundle)
     mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
     if mine is not None:
         policy.refuse_unaccepted(mine, bundle, rules)
@@ -241,6 +245,20 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     policy.refuse_unlisted(request, bundle, rules)
     _check_words(request, rules)
     return _with_driver_words(request, bundle, node)
+
+
+def _refuse_in_sandbox(bundle: Bundle) -> None:
+    found = injected.named(bundle.spec)
+    if found:
+        raise RequestError(
+            f"config.json of a pod's sandbox has {found}", "ask for devices in a container of the pod, not in the pod"
+        )
+
+
+def _annotated(bundle: Bundle) -> bool:
+    """Whether an annotation asks for something, as those of a pod do for each of its containers."""
+    asking = (key for key in bundle.annotations if names.ANNOTATION_PREFIX in key and key != names.APPLIED_ANNOTATION)
+    return next(asking, "") != "" or not triggers.KEYS.isdisjoint(bundle.annotations)
 
 
 def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """gpushare-runtime: an OCI runtime that puts a container's share into its config.json and becomes runc or crun (start
 path).
 
-    gpushare-runtime [--gpushare-config FILE] [--gpushare-state DIR] <any command line of runc or crun>
+    gpushare-runtime [--gpushare-config FILE] [--gpushare-state DIR] [--gpushare-cri] <any command line of runc or crun>
 
 create, run   request -> lease -> plan, as in the hook; the plan goes into config.json, and a hook for what cannot
 delete        of a container that we know: the low-level runtime as a child, its exit code, then the lease goes
@@ -118,7 +118,7 @@ def _read(call: Call) -> tuple[str, str, dict[str, object]]:
 
 
 def _bundle(call: Call, directory: str, spec: dict[str, object]) -> Bundle:
-    return oci.bundle_of(oci.State(call.container_id, 0, "creating", directory, {}), spec)
+    return oci.bundle_of(oci.State(call.container_id, 0, "creating", directory, {}), spec, call.cri)
 
 
 def _asked(bundle: Bundle, paths: Paths) -> tuple[Optional[Request], Optional[Node]]:

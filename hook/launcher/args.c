@@ -53,6 +53,11 @@ static bool is_flag(const char *word) {
 static const char *const *take_own(const char *const *words, struct call *call) {
     while (*words && strncmp(*words, "--", 2) == 0 && (*words)[2] != '-') {
         struct flag flag = split(*words);
+        if (is(flag, OWN_CRI) && !flag.value) {
+            call->cri = true;
+            words++;
+            continue;
+        }
         bool config = is(flag, OWN_CONFIG);
         if (!config && !is(flag, OWN_STATE))
             break;

@@ -66,7 +66,7 @@ static bool may_ask(const struct call *call) {
     const char *name = call->config_name && *call->config_name ? call->config_name : "config.json";
     bool usual = strcmp(name, "config.json") == 0; /* crun: any other is not of the bundle */
     int length = snprintf(path, sizeof path, "%s%s%s", usual ? bundle : "", usual ? "/" : "", name);
-    return length >= (int)sizeof path || scan_may_ask(path);
+    return length >= (int)sizeof path || scan_may_ask(path, call->cri);
 }
 
 static void wake_up(int number) {
@@ -159,8 +159,27 @@ static int delete_container(const struct call *call, char **words) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-static int runtime(char **argv) {
+/* Whether this is gpushare-runtime-cri, the name in the configuration of containerd and CRI-O. */
+static bool is_called_cri(const char *name) {
+    const char *slash = strrchr(name, '/');
+    return strcmp(slash ? slash + 1 : name, CRI_NAME) == 0;
+}
+
+/* Python does not see the name: it is given the flag instead. */
+static char **with_flag(char **argv, int count) {
+    char **words = calloc((size_t)count + 2, sizeof *words);
+    if (words) {
+        words[0] = argv[0];
+        words[1] = (char *)"--" OWN_CRI;
+        memcpy(words + 2, argv + 1, (size_t)count * sizeof *words);
+    }
+    return words;
+}
+
+static int runtime(char **argv, int count) {
     char low[PATH_MAX];
+    if (is_called_cri(argv[0]) && !(argv = with_flag(argv, count)))
+        return fail("memory");
     struct call call = args_parse((const char *const *)argv + 1);
     const char *command = call.command ? call.command : "";
     bool ours = call.unknown || call.config[0] != '/' || call.state_dir[0] != '/';
@@ -226,7 +245,13 @@ static int hook(char **argv) {
     static struct state state;
     char path[PATH_MAX + 16], low[PATH_MAX];
     char **word = argv + 1;
+    bool cri = false;
     for (; *word && **word == '-'; word += 2) {
+        if (strcmp(*word, CRI_FLAG) == 0) {
+            cri = true;
+            word--; /* it has no value */
+            continue;
+        }
         const char **field = strcmp(*word, "--config") == 0  ? &config
                              : strcmp(*word, "--state") == 0 ? &state_dir
                                                              : NULL;
@@ -257,7 +282,7 @@ static int hook(char **argv) {
         release(state_dir, state.id, state.bundle) == RELEASE_DONE)
         return 0;
     snprintf(path, sizeof path, "%s/config.json", state.bundle);
-    if (quick && !scan_may_ask(path) &&
+    if (quick && !scan_may_ask(path, cri) &&
         (!known_config_exists(config) || known_runtime(state_dir, config, true, low)))
         return 0;
     alarm(0);
@@ -268,5 +293,5 @@ int main(int argc, char **argv) {
     if (argc < 1)
         return 127;
     decision_begin();
-    return IS_HOOK ? hook(argv) : runtime(argv);
+    return IS_HOOK ? hook(argv) : runtime(argv, argc);
 }

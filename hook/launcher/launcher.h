@@ -13,9 +13,10 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* scan.c: does a config.json hold one of the words? Unreadable or large: yes. */
-bool scan_may_ask(const char *path);
-bool scan_text_may_ask(char *text, size_t size); /* changes the text */
+/* scan.c: does a config.json hold one of the words, or a device rule that could open a GPU?
+ * Unreadable or large: yes. `cri`: the engine is one, so a sandbox may be one. */
+bool scan_may_ask(const char *path, bool cri);
+bool scan_text_may_ask(char *text, size_t size, bool cri); /* changes the text */
 bool scan_has_hidden_letters(const char *text, size_t size);
 
 /* args.c: the command line, as gpushare/commandline.py reads it. */
@@ -28,6 +29,7 @@ struct call {
     const char *bundle;
     const char *config_name;
     bool unknown; /* a flag that is in no table: Python decides */
+    bool cri;
 };
 struct call args_parse(const char *const *words);
 bool args_listed(const char *const *list, const char *word, size_t length);

@@ -1,4 +1,5 @@
 # build/bin/gpushare-runtime and build/bin/gpushare-hook: one static C program, built twice (hook/launcher/launcher.h).
+# build/bin/gpushare-runtime-cri: another name of the first, for engines that are a CRI.
 
 LAUNCHERS := build/bin/gpushare-runtime build/bin/gpushare-hook
 LAUNCHER_SOURCES := $(addprefix hook/launcher/,adopt.c args.c attach.c decision.c hurry.c known.c launcher.c place.c release.c scan.c state.c)
@@ -24,3 +25,6 @@ $(LAUNCHERS) $(LAUNCHERS_ANALYZED): $(LAUNCHER_SOURCES) hook/launcher/adopt.h ho
 	@mkdir -p $(@D)
 	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) -DIS_HOOK=$(LAUNCHER_IS_HOOK) $(LAUNCHER_LDFLAGS) -o $@.new $(LAUNCHER_SOURCES)
 	@mv $@.new $@
+
+build/bin/gpushare-runtime-cri: build/bin/gpushare-runtime
+	@ln -sfn gpushare-runtime $@

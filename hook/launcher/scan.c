@@ -45,15 +45,15 @@ static bool holds(const char *text, size_t size, const char *word) {
 }
 
 /* Whether this is the sandbox of a pod, which asks for nothing whatever annotations of its pod it
- * has. Quotes inside of a JSON string are escaped, so this text is a member of an object, spelled
- * as containerd spells it, and only annotations and sysctls can have such a name (no runtime takes
- * such a sysctl). One that has devices or an edit of ours is not what it should be, and one of
- * which another engine says what it is may be a container whose pod carries that annotation. */
+ * has; the caller knows that the engine is a CRI. Quotes inside of a JSON string are escaped, so
+ * this text is a member of an object, spelled as containerd spells it, and only annotations and
+ * sysctls can have such a name (no runtime takes such a sysctl). One that has an edit of ours is
+ * not what it should be, and one of which another engine says what it is may be a container whose
+ * pod carries that annotation. */
 static bool is_sandbox(const char *text, size_t size) {
-    return holds(text, size, SANDBOX) && !holds(text, size, "/dev/nvidia") &&
-           !holds(text, size, APPLIED) && !holds(text, size, SANDBOX_TOO) &&
-           !holds(text, size, HOOK_STDOUT) && !holds(text, size, HOOK_STDERR) &&
-           !scan_has_hidden_letters(text, size);
+    return holds(text, size, SANDBOX) && !holds(text, size, APPLIED) &&
+           !holds(text, size, SANDBOX_TOO) && !holds(text, size, HOOK_STDOUT) &&
+           !holds(text, size, HOOK_STDERR) && !scan_has_hidden_letters(text, size);
 }
 
 /* Whether a device may be NVIDIA's by its numbers, whatever it is called: "major" : 195. */
@@ -178,9 +178,8 @@ static bool rules_reach(const char *text, size_t size) {
     return false;
 }
 
-bool scan_text_may_ask(char *text, size_t size) {
-    if (is_sandbox(text, size))
-        return false;
+bool scan_text_may_ask(char *text, size_t size, bool cri) {
+    bool sandbox = cri && is_sandbox(text, size);
     if (rules_reach(text, size))
         return true;
     for (size_t at = 0; at < size; at++)
@@ -190,6 +189,8 @@ bool scan_text_may_ask(char *text, size_t size) {
         size_t length = strlen(*trigger);
         if (length >= sizeof word)
             return true;
+        if (sandbox && strcmp(*trigger, DEVICE_TRIGGER) != 0)
+            continue;
         for (size_t at = 0; at <= length; at++)
             word[at] = (char)tolower((unsigned char)(*trigger)[at]);
         if (memmem(text, size, word, length))
@@ -198,7 +199,7 @@ bool scan_text_may_ask(char *text, size_t size) {
     return has_major(text, size) || scan_has_hidden_letters(text, size);
 }
 
-bool scan_may_ask(const char *path) {
+bool scan_may_ask(const char *path, bool cri) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd < 0)
         return true;
@@ -212,7 +213,7 @@ bool scan_may_ask(const char *path) {
             got = read(fd, text + size, MAX_TEXT + 1 - size);
             size += got > 0 ? (size_t)got : 0;
         }
-        asks = got != 0 || scan_text_may_ask(text, size); /* not 0: an error, or more than it had */
+        asks = got != 0 || scan_text_may_ask(text, size, cri); /* not 0: an error, or too much */
         free(text);
     }
     close(fd);

@@ -30,6 +30,7 @@ from gpushare import (
     ticket,
 )
 from gpushare.dialects import nvidia
+from gpushare.engines import base
 
 
 def c_list(name: str, words: Sequence[str]) -> str:
@@ -47,6 +48,10 @@ def defines() -> str:
         "DEFAULT_STATE": f'"{names.STATE_DIR}"',
         "OWN_CONFIG": f'"{commandline.OWN[0]}"',
         "OWN_STATE": f'"{commandline.OWN[1]}"',
+        "OWN_CRI": f'"{commandline.OWN_CRI}"',
+        "CRI_FLAG": f'"{names.CRI_FLAG}"',
+        "CRI_NAME": f'"{base.CRI_PROGRAM}"',
+        "DEVICE_TRIGGER": f'"{request.DEVICE_TRIGGER}"',
         "LAUNCHER_FILE": f'"{lowlevel.FILE}"',
         "LAUNCHER_VERSION": f'"{lowlevel.VERSION}"',
         "SANDBOX": c_text(f'"{names.CONTAINER_TYPE_ANNOTATIONS[0]}":"sandbox"'),

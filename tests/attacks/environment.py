@@ -76,3 +76,7 @@ def annotation(key: str, value: str) -> Prepare:
         scene.spec["annotations"][key] = value
 
     return prepare
+
+
+def several_annotations(said: dict[str, str]) -> Prepare:
+    return lambda scene: scene.spec["annotations"].update(said)

@@ -30,6 +30,7 @@ FACTS = (
     "maze of links", "few descriptors",
     "image's text in our lines",
     "slow clients",
+    "image claims a pod",
 )  # fmt: skip
 
 # Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
@@ -203,6 +204,10 @@ ENVIRONMENT = (
     both("a limit of 1 MiB of text", "NUL, newline, 1 MiB", environment.variables_instead("GPUSHARE_MEMORY=" + "1" * (1 << 20)), refused("GPUSHARE_MEMORY")),
     both("escape sequences in the limit", "NUL, newline, 1 MiB", environment.variables_instead("GPUSHARE_MEMORY=\x1b[2J16Gi"), refused("GPUSHARE_MEMORY")),
     both("a device with ../", "id or annotation with ../", environment.variables("GPUSHARE_DEVICES=../../dev/sda"), refused("GPUSHARE_DEVICES")),
+    both("an image that claims to be a pod's sandbox", "image claims a pod", environment.annotation("io.kubernetes.cri.container-type", "sandbox")),
+    both("an image that claims to be CRI-O's sandbox", "image claims a pod", environment.annotation("io.kubernetes.cri-o.ContainerType", "sandbox")),
+    both("an image that claims to be a pod's container", "image claims a pod", environment.annotation("io.kubernetes.cri.container-name", "app")),
+    both("a limit for a pod, which the container claims to be in", "image claims a pod; image raises its limit", environment.several_annotations({"io.kubernetes.cri.container-name": "app", "app.gpushare.io/memory": "16Gi"}), refused("would make this a container of a pod")),
     both("an annotation with ../", "id or annotation with ../", environment.annotation("gpushare.io/devices", "../../../etc/shadow"), refused("shadow")),
 )  # fmt: skip
 
@@ -317,6 +322,8 @@ ELSEWHERE = (
     Elsewhere("device rules that open GPUs, on cgroup v1 and v2, runc and crun", ("device rule", "mknod"), (T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu", T + "test_policy.py::test_hook_refuses_rules_that_open_gpus", T + "test_policy.py::test_rule_that_names_a_gpu_is_refused_where_policy_says_so", T + "test_policy.py::test_ordinary_container_with_rules_for_gpus_opens_none_under_crun")),
     Elsewhere("leases and writes from a user namespace with CAP_SYS_ADMIN", ("file lease", "CAP_SYS_ADMIN", "user namespace"), (T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_of_its_own_writes_no_file_that_it_is_shown",)),
     Elsewhere("leases where a file system cannot hide owners, and after an upgrade", ("file lease",), (T + "test_hidden_owner.py::test_driver_on_a_file_system_that_cannot_hide_owners", T + "test_hidden_owner.py::test_state_directory_of_a_gpushare_without_it_is_completed")),
+    Elsewhere("annotations of a CRI in an image of podman's, with devices and policy", ("image claims a pod",), (T + "test_podman_claims.py::test_injected_device_has_the_limit_of_the_user", T + "test_podman_claims.py::test_policy_holds", T + "test_podman_claims.py::test_privileges_need_an_entry")),
+    Elsewhere("a device in the sandbox of a pod", ("image claims a pod",), (T + "test_policy.py::test_device_in_a_sandbox_is_refused",)),
     Elsewhere("limits hidden from the shim", ("writable or hard-linked limits",), (T + "test_hidden_limits.py::test_without_the_limits_there_is_no_gpu", T + "test_lost_state.py::test_tenant_cannot_make_his_share_look_smaller")),
     Elsewhere("tricks of a program that wants more", ("image raises its limit",), (T + "test_limits.py::test_no_trick_gets_more",)),
     Elsewhere("a container that stays in its caller's cgroup", ("no cgroup of its own", "mknod"), (T + "test_podman_cgroups.py::test_cgroup_of_the_caller_gets_no_rule", T + "test_podman_cgroups.py::test_podman_without_cgroups_is_refused", T + "test_podman_cgroups.py::test_container_that_stays_in_the_callers_cgroup_is_refused")),

@@ -70,7 +70,7 @@ def test_containerd_has_our_handler_beside_its_own(tmp_path: Path, text: str, de
     if hook_only:
         assert (ours["base_runtime_spec"], options.get("BinaryName", "")) == (containerd.BASE_SPEC, "")
     else:
-        assert options["BinaryName"] == str(BUILD / "bin" / "gpushare-runtime")
+        assert options["BinaryName"] == str(BUILD / "bin" / "gpushare-runtime-cri")
     configure(tmp_path, "containerd", "--undo")
     assert main.exists() == (text is not None) and not (tmp_path / containerd.BASE_SPEC.lstrip("/")).exists()
     if text is not None:

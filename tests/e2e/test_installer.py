@@ -156,7 +156,7 @@ def test_installs_and_takes_away(node: Path, start: Callable[..., Pod]) -> None:
     pod = start("install")
     pod.until("ready")
     (home,) = (path for path in (node / "opt/gpushare").iterdir() if path.is_dir() and not path.is_symlink())
-    program = f"/opt/gpushare/{home.name}/bin/gpushare-runtime"
+    program = f"/opt/gpushare/{home.name}/bin/gpushare-runtime-cri"
     assert f'BinaryName = "{program}"' in (node / DROP_IN).read_text()
     assert (node / program[1:]).stat().st_mode & 0o777 == 0o755
     assert "require_limits: true" in (node / "etc/gpushare/config.yaml").read_text()  # of a cluster

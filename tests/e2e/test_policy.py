@@ -82,17 +82,32 @@ def test_cluster_grants_nothing_to_an_image_that_only_names_devices(
     assert node.leases() == []
 
 
+def test_device_in_a_sandbox_is_refused(container: MakeContainer, node: Node, way: str) -> None:
+    """A pod's annotations ask for nothing there, but what is injected would be a GPU without a limit."""
+    sandbox = {"io.kubernetes.cri.container-type": "sandbox", "gpushare.io/memory": "1Gi"}
+    assert container(["true"], annotations=sandbox, **node.way(way, cri=True)).run() == 0
+    for path, more in (("devices", {"path": "/dev/nvidia0"}), ("resources.devices", {"allow": True, "access": "rw"})):
+
+        def edit(spec: dict[str, Any], path: str = path, more: dict[str, Any] = more) -> None:
+            place = spec["linux"]["resources"] if "." in path else spec["linux"]
+            place.setdefault("devices", []).append({"type": "c", "major": 195, "minor": 0, **more})
+
+        one = container(["true"], annotations=sandbox, edit=edit, **node.way(way, cri=True))
+        with pytest.raises(RuntimeFailed, match="a pod's sandbox has"):
+            one.start()
+
+
 def test_one_annotation_for_two_containers_of_a_pod(container: MakeContainer, node: Node, way: str) -> None:
     def pod(name: str) -> dict[str, str]:
         pods = {"container-type": "container", "container-name": name, "sandbox-id": "s1"}
         return {"gpushare.io/memory": "1Gi", **{f"io.kubernetes.cri.{key}": value for key, value in pods.items()}}
 
     env = {"NVIDIA_VISIBLE_DEVICES": "0"}
-    first = container(["sleep", "inf"], env=env, annotations=pod("a"), **node.way(way)).start()
+    first = container(["sleep", "inf"], env=env, annotations=pod("a"), **node.way(way, cri=True)).start()
     with pytest.raises(RuntimeFailed, match=rf"{first.id} of this pod has a share by it; write b\.gpushare\.io/memory"):
-        container(["true"], env=env, annotations=pod("b"), **node.way(way)).create()
+        container(["true"], env=env, annotations=pod("b"), **node.way(way, cri=True)).create()
     first.delete()  # as when the first one is restarted under another id
-    assert container(["true"], env=env, annotations=pod("a"), **node.way(way)).run() == 0
+    assert container(["true"], env=env, annotations=pod("a"), **node.way(way, cri=True)).run() == 0
 
 
 def test_misspelt_limit_in_the_real_start(container: MakeContainer, node: Node, way: str) -> None:

@@ -27,6 +27,7 @@ class _Call(ctypes.Structure):
         ("bundle", ctypes.c_char_p),
         ("config_name", ctypes.c_char_p),
         ("unknown", ctypes.c_bool),
+        ("cri", ctypes.c_bool),
     ]
 
 
@@ -43,6 +44,7 @@ class _State(ctypes.Structure):
 
 _launcher = ctypes.CDLL(str(BUILD / "fuzz" / "liblauncher.so"))
 _launcher.scan_text_may_ask.restype = ctypes.c_bool
+_launcher.scan_text_may_ask.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool]
 _launcher.state_read.restype = ctypes.c_bool
 
 
@@ -64,6 +66,7 @@ def command_line(data: bytes) -> None:
     assert tuple(rest) == seen.rest
     assert _text(call.config, "") == (seen.config or names.CONFIG_PATH)
     assert _text(call.state_dir, "") == (seen.state_dir or names.STATE_DIR)
+    assert call.cri == seen.cri
     assert call.unknown or not seen.unknown, seen.unknown
     if call.unknown:
         return
@@ -77,14 +80,17 @@ def command_line(data: bytes) -> None:
 
 def words_in_config(data: bytes) -> None:
     """A config.json that asks for something, or may open a GPU, has one of the words or such a rule in its text."""
-    try:
-        spec = json.loads(data.decode())
-        asks = request.mentions(oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec)) or injected.rules_reach(spec)
-        asks = asks or hookoutput.without(spec) is not spec
-    except (ValueError, RecursionError, AttributeError, GpushareError):
-        return  # the low-level runtime refuses it, too
-    text = ctypes.create_string_buffer(data, len(data))
-    assert not asks or _launcher.scan_text_may_ask(text, ctypes.c_size_t(len(data)))
+    for cri in (False, True):
+        try:
+            spec = json.loads(data.decode())
+            bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec, cri)
+            asks = request.mentions(bundle) or injected.rules_reach(spec) or hookoutput.without(spec) is not spec
+        except (ValueError, RecursionError, AttributeError, GpushareError):
+            return  # the low-level runtime refuses it, too
+        assert cri or names.CRI_ANNOTATIONS.isdisjoint(bundle.annotations)
+        assert not injected.named(spec) or asks, "a device counts, whatever the container is"
+        text = ctypes.create_string_buffer(data, len(data))  # the launcher changes it
+        assert not asks or _launcher.scan_text_may_ask(text, ctypes.c_size_t(len(data)), cri)
 
 
 def oci_state(data: bytes) -> None:

@@ -63,7 +63,7 @@ def explained(case: Path) -> str:
     """The way of the hook, without its effects."""
     node, image, driver_files, held = facts_of(case)
     try:
-        bundle = oci.load_bundle(oci.State(case.name, 0, "created", str(case), {}))
+        bundle = oci.load_bundle(oci.State(case.name, 0, "created", str(case), {}), cri=True)
         asked = request.resolve(bundle, node)
         if asked is None:
             return explain.explain_text(None, None)

@@ -94,17 +94,20 @@ class Node:
         self.state.mkdir()
         write_config(self.config, driver_root, **config)
 
-    def hook(self, stage: str = "prestart") -> Hook:
-        return Hook(BIN / "gpushare-hook", self.config, self.state, stage)
+    def hook(self, stage: str = "prestart", cri: bool = False) -> Hook:
+        return Hook(BIN / "gpushare-hook", self.config, self.state, stage, cri)
 
     def runtime(self, program: Path = BIN / "gpushare-runtime") -> tuple[str, ...]:
         """gpushare-runtime, or another in its place, in front of what this node's configuration names, or of runc."""
         words = (program, "--gpushare-config", self.config, "--gpushare-state", self.state)
         return tuple(str(word) for word in words)
 
-    def way(self, name: str) -> dict[str, Any]:
-        """Arguments of lib.runc.Container for one of the two ways in: "hook" or "runtime"."""
-        return {"hook": self.hook()} if name == "hook" else {"runtime": self.runtime()}
+    def way(self, name: str, cri: bool = False) -> dict[str, Any]:
+        """Arguments of lib.runc.Container for one of the two ways in: "hook" or "runtime"; `cri`: as containerd and
+        CRI-O call them."""
+        if name == "hook":
+            return {"hook": self.hook(cri=cri)}
+        return {"runtime": self.runtime(BIN / ("gpushare-runtime-cri" if cri else "gpushare-runtime"))}
 
     def cli(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Run `gpushare` against this node."""

@@ -27,9 +27,9 @@ class Installed(NamedTuple):
         done = subprocess.run([program, *words], input=stdin, capture_output=True, cwd=cwd or self.directory)
         return done.returncode, done.stdout
 
-    def runtime(self, *words: str, cwd: Path | None = None) -> tuple[int, bytes]:
+    def runtime(self, *words: str, cwd: Path | None = None, name: str = "gpushare-runtime") -> tuple[int, bytes]:
         state = f"--gpushare-state={self.directory / 'state'}"
-        return self.run("gpushare-runtime", f"--gpushare-config={self.config}", state, *words, cwd=cwd)
+        return self.run(name, f"--gpushare-config={self.config}", state, *words, cwd=cwd)
 
     def hook(self, stage: str, state: bytes, *words: str) -> int:
         return self.run("gpushare-hook", "--state", str(self.directory / "state"), *words, stage, stdin=state)[0]
@@ -57,6 +57,7 @@ def install(directory: Path) -> Installed:
         script(directory / "libexec" / name, f"cat; exit {PYTHON_RAN}")
         (directory / "bin").mkdir(exist_ok=True)
         shutil.copy(BUILD / "bin" / name, directory / "bin" / name)
+    (directory / "bin" / "gpushare-runtime-cri").symlink_to("gpushare-runtime")
     script(directory / "low-level", f"printf '%s\\n' \"$@\"; exit {LOW_LEVEL_RAN}")
     one = Installed(directory)
     (directory / "state").mkdir()

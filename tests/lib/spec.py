@@ -31,10 +31,12 @@ class Hook(NamedTuple):
     config: Path
     state: Path
     stage: str = "prestart"
+    cri: bool = False  # as in the configuration of containerd and CRI-O
 
     def entries(self) -> dict[str, Any]:
         def entry(action: str) -> list[dict[str, Any]]:
-            args = [self.program.name, "--config", str(self.config), "--state", str(self.state), action]
+            words = ["--config", str(self.config), "--state", str(self.state), *(["--cri"] if self.cri else [])]
+            args = [self.program.name, *words, action]
             return [{"path": str(self.program), "args": args, "env": [PATH], "timeout": 30}]
 
         return {self.stage: entry(self.stage), "poststop": entry("poststop")}

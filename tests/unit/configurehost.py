@@ -29,7 +29,7 @@ def programs(tmp_path: Path) -> Path:
     """An installation: bin/gpushare-runtime and bin/gpushare-hook."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("gpushare-runtime", "gpushare-hook"):
+    for name in ("gpushare-runtime", "gpushare-runtime-cri", "gpushare-hook"):
         (folder / name).write_text("#!/bin/sh\n")
         (folder / name).chmod(0o755)
     return folder

@@ -23,11 +23,11 @@ def node(devices: int = 2, memory_bytes: int = 16 << 30, overcommit: float = 1.0
     return Node(Config(memory_overcommit=overcommit, policy=Policy(**policy)), inventory)
 
 
-def bundle(*env: str, annotations: Any = None, container_id: str = "c1", **spec: Any) -> Bundle:
+def bundle(*env: str, annotations: Any = None, container_id: str = "c1", cri: bool = True, **spec: Any) -> Bundle:
     """A container with these `NAME=value` lines; keyword arguments are further keys of config.json."""
     spec = {"root": {"path": "rootfs"}, "annotations": annotations, **spec}
     spec["process"] = {"env": list(env), **spec.get("process", {})}
-    return oci.bundle_of(oci.State(container_id, 0, "created", "/bundle", {}), spec)
+    return oci.bundle_of(oci.State(container_id, 0, "created", "/bundle", {}), spec, cri)
 
 
 def library(stem: str, *endings: str) -> Library:

@@ -30,7 +30,7 @@ def test_crio() -> None:
     """No allowed_annotations: CRI-O refuses to start with one that it does not know."""
     after = configured(crio, {})
     table = tomlkit.parse(after[crio.FILE]).unwrap()["crio"]["runtime"]["runtimes"]["gpushare"]
-    assert (table["runtime_path"], table["runtime_type"]) == ("/usr/bin/gpushare-runtime", "oci")
+    assert (table["runtime_path"], table["runtime_type"]) == ("/usr/bin/gpushare-runtime-cri", "oci")
     assert "allowed_annotations" not in table and set(after) == {crio.FILE}
     assert withdrawn(crio, after, {}) == {}
     with pytest.raises(ConfigError, match="CRI-O cannot give a runtime arguments"):
@@ -50,7 +50,8 @@ def test_hooks_are_added_to_the_folders_that_somebody_has_set(engine: Any, main:
     for stage, name in (("prestart", "gpushare.json"), ("poststop", "gpushare-poststop.json")):
         value = json.loads(after[f"{engine.HOOKS}/{name}"])
         assert value["version"] == "1.0.0" and value["when"] == {"always": True} and value["stages"] == [stage]
-        assert value["hook"]["args"] == ["gpushare-hook", "--state", "/s", stage]
+        flags = ["--cri"] if engine is crio else []
+        assert value["hook"]["args"] == ["gpushare-hook", "--state", "/s", *flags, stage]
         assert [one.partition("=")[0] for one in value["hook"]["env"]] == ["PATH"]
     assert withdrawn(engine, after, files) == files
     later = f"{engine.FILE.rpartition('/')[0]}/zz.conf"

@@ -34,7 +34,7 @@ def test_before_2_1_the_entry_goes_into_the_file_and_runc_stays() -> None:
         "runtime_type": "io.containerd.runc.v2",
         "pod_annotations": list(containerd.ANNOTATIONS),
         "container_annotations": list(containerd.ANNOTATIONS),
-        "options": {"BinaryName": "/usr/bin/gpushare-runtime"},
+        "options": {"BinaryName": "/usr/bin/gpushare-runtime-cri"},
     }
     assert withdrawn(containerd, after, files) == files
 
@@ -54,7 +54,7 @@ def test_the_default_handlers_options_are_ours_too() -> None:
     after = configured(containerd, files, NEW)
     assert after[MAIN] == KUBEADM  # it imports the folder already
     table = handler(after, containerd.DROP_IN, CRI3)["gpushare"]
-    assert table["options"] == {"BinaryName": "/usr/bin/gpushare-runtime", "SystemdCgroup": True}
+    assert table["options"] == {"BinaryName": "/usr/bin/gpushare-runtime-cri", "SystemdCgroup": True}
     assert table["snapshotter"] == "zfs"
     assert table["pod_annotations"] == ["a.io/*", *containerd.ANNOTATIONS]
     assert {"gpushare.io/*", "*.gpushare.io/*", "scheduling.koordinator.sh/device-allocated"} <= {
@@ -149,7 +149,7 @@ def test_a_rewritten_file_loses_our_comments_and_is_still_undone() -> None:
     again = configured(
         containerd, {MAIN: bare}, SETTINGS._replace(engine_version="1.7", program="/opt/gpushare-runtime")
     )
-    assert handler(again)["gpushare"]["options"]["BinaryName"] == "/opt/gpushare-runtime"
+    assert handler(again)["gpushare"]["options"]["BinaryName"] == "/opt/gpushare-runtime-cri"
 
 
 def test_hook_only_keeps_the_runtime_and_adds_hooks_to_the_base_spec() -> None:
@@ -163,7 +163,7 @@ def test_hook_only_keeps_the_runtime_and_adds_hooks_to_the_base_spec() -> None:
     for stage in ("prestart", "poststop"):
         (hook,) = spec["hooks"][stage]
         assert hook["path"] == "/usr/bin/gpushare-hook"
-        assert hook["args"] == ["gpushare-hook", "--config", "/c.yaml", stage]
+        assert hook["args"] == ["gpushare-hook", "--config", "/c.yaml", "--cri", stage]
     assert withdrawn(containerd, after, {MAIN: KUBEADM}) == {MAIN: KUBEADM}
 
 

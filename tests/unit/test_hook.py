@@ -67,9 +67,12 @@ def call(state: bytes, *argv: str) -> int:
 
 
 def test_options_and_their_defaults() -> None:
-    assert hook.parse(["prestart"]) == ("prestart", names.CONFIG_PATH, names.STATE_DIR)
+    assert hook.parse(["prestart"]) == ("prestart", names.CONFIG_PATH, names.STATE_DIR, False)
     both = ["--config", "/c.yaml", "--state=/s/", "createRuntime"]
-    assert hook.parse(both) == ("createRuntime", "/c.yaml", "/s")
+    assert hook.parse(both) == ("createRuntime", "/c.yaml", "/s", False)
+    for at in range(4):
+        if at != 1:  # there it would be the value of --config
+            assert hook.parse([*both[:at], "--cri", *both[at:]]) == ("createRuntime", "/c.yaml", "/s", True)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,10 @@ def test_container_that_asks_for_nothing_leaves_no_trace(
 ) -> None:
     """It touches neither configuration nor state: both paths do not exist, and still do not afterwards."""
     state = tmp_path / "none" / "state"
-    assert call(bundle(*env, annotations=annotations), "--config", "/none", "--state", str(state), "prestart") == 0
+    assert (
+        call(bundle(*env, annotations=annotations), "--config", "/none", "--cri", "--state", str(state), "prestart")
+        == 0
+    )
     assert not state.parent.exists()
 
 

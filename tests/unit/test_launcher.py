@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.lib import launcher
-from tests.lib.launcher import LOW_LEVEL_RAN, PYTHON_RAN, Installed
+from tests.lib.launcher import LOW_LEVEL_RAN, PYTHON_RAN, Installed, script
 
 MANY = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -30,11 +30,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 # Texts
 
 
-def asks(text: bytes) -> bool:
+def asks(text: bytes, cri: bool = False) -> bool:
     """Whether Python finds anything to do: a request, or something that it would refuse."""
     try:
         spec = json.loads(text.decode())
-        bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec)
+        bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec, cri)
         return request.mentions(bundle) or injected.rules_reach(spec)
     except (ValueError, GpushareError, AttributeError):
         return False  # the low-level runtime refuses it too
@@ -142,10 +142,32 @@ def compact(spec: dict[str, Any]) -> bytes:
 
 def test_sandbox_does_not_start_python_whatever_its_pod_asks(installed: Installed) -> None:
     spec = {"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "annotations": SANDBOX}
-    assert not asks(compact(spec))
+    assert not asks(compact(spec), cri=True)
     state = installed.bundle(compact(spec))
-    assert installed.hook("createRuntime", state) == 0
-    assert installed.runtime("create", "-b", str(installed.directory / "bundle"), "c")[0] == LOW_LEVEL_RAN
+    assert installed.hook("createRuntime", state, "--cri") == 0
+    create = ("create", "-b", str(installed.directory / "bundle"), "c")
+    assert installed.runtime(*create, name="gpushare-runtime-cri")[0] == LOW_LEVEL_RAN
+    words = ["--gpushare-cri", f"--gpushare-config={installed.config}"]
+    state_dir = f"--gpushare-state={installed.directory / 'state'}"
+    assert installed.run("gpushare-runtime", *words, state_dir, *create)[0] == LOW_LEVEL_RAN
+
+
+def test_sandbox_of_an_engine_that_is_no_cri_starts_python(installed: Installed) -> None:
+    spec = {"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "annotations": SANDBOX}
+    assert installed.hook("createRuntime", installed.bundle(compact(spec))) == PYTHON_RAN
+    create = ("create", "-b", str(installed.directory / "bundle"), "c")
+    assert installed.runtime(*create)[0] == PYTHON_RAN
+
+
+def test_python_is_told_of_the_name(installed: Installed) -> None:
+    program = installed.directory / "libexec" / "gpushare-runtime"
+    before = program.read_text()
+    script(program, 'echo "$@"')
+    try:
+        for name, flag in (("gpushare-runtime-cri", "--gpushare-cri "), ("gpushare-runtime", "")):
+            assert installed.run(name, "--new", "create")[1].decode() == f"{flag}--new create\n"
+    finally:
+        program.write_text(before)
 
 
 WORDS = compact(SANDBOX).decode()[1:].partition(",")[0]
@@ -161,6 +183,9 @@ WORDS = compact(SANDBOX).decode()[1:].partition(",")[0]
         {"process": {"env": ["GPUSHARE_MEMORY=1Gi", f"A={{{WORDS}}}"]}},
         {"annotations": {WORDS: WORDS, "gpushare.io/memory": "1Gi"}},
         {"annotations": SANDBOX, "linux": {"devices": [{"path": "/dev/nvidia0"}]}},
+        {"annotations": SANDBOX, "linux": {"devices": [{"path": "/dev/gpu", "major": 195}]}},
+        {"annotations": SANDBOX, "mounts": [{"destination": "dev/./NVIDIA0"}]},
+        {"annotations": SANDBOX, "linux": {"resources": {"devices": [{"allow": True, "type": "c", "access": "rw"}]}}},
         {"annotations": {**SANDBOX, "gpushare.io/applied": "{}"}},
         {"annotations": {**SANDBOX, "io.kubernetes.cri-o.ContainerType": "container"}},
         {"annotations": {**SANDBOX, "run.oci.hooks.stdout": "/x"}},
@@ -169,7 +194,7 @@ WORDS = compact(SANDBOX).decode()[1:].partition(",")[0]
     ids=str,
 )
 def test_what_only_looks_like_a_sandbox_starts_python(installed: Installed, spec: dict[str, Any]) -> None:
-    assert installed.hook("createRuntime", installed.bundle(compact(spec))) == PYTHON_RAN
+    assert installed.hook("createRuntime", installed.bundle(compact(spec)), "--cri") == PYTHON_RAN
 
 
 @pytest.mark.parametrize("escape", ["\\u0047", "\\u005F", "\\u005f", "\\u0030", "\\u002e", "\\/"])

@@ -117,7 +117,7 @@ def in_pod(state: Path, folder: Path, name: str, **said: Any) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"annotations": said}))
     path = state / "containers" / name / "lease.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "bundle": str(folder)}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bundle": str(folder), "cri": name != "claims"}))
 
 
 def test_figures_are_those_of_list(state: Path, start: Callable[..., Path], frozen: None) -> None:
@@ -147,6 +147,8 @@ def test_names_of_kubernetes_and_of_nobody(state: Path, start: Callable[..., Pat
     start("odd", pure.share(0, 0, GIB))
     in_pod(state, tmp_path / "odd", "odd", **{keys[0][0]: 'a"\n\\}\ud800 1', keys[1][0]: 7, keys[2][0]: ["x"]})
     start("bare", pure.share(0, 0, GIB))
+    start("claims", pure.share(0, 0, GIB))  # by annotations of its image, under an engine that is no CRI
+    in_pod(state, tmp_path / "claims", "claims", **{key[0]: "x" for key in keys})
     start("torn", pure.share(0, 0, GIB))
     in_pod(state, tmp_path / "torn", "torn")
     (tmp_path / "torn" / "config.json").write_text("[" * 100_000)
@@ -158,7 +160,9 @@ def test_names_of_kubernetes_and_of_nobody(state: Path, start: Callable[..., Pat
 
     assert named("k0") == named("k1") == ("main", "train-0", "ml")  # twice the same pod: ids tell them apart
     assert named("odd") == ('a"\n\\}\\ud800 1', "", "")
-    assert (named("bare"), named("torn")) == (("bare", "", ""), ("torn", "", ""))
+    assert [named(name) for name in ("bare", "torn", "claims")] == [
+        (name, "", "") for name in ("bare", "torn", "claims")
+    ]
 
 
 def test_dead_and_damaged_have_no_use(state: Path, start: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
         (root / name).write_text(text)
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("gpushare-runtime", "gpushare-hook"):
+    for name in ("gpushare-runtime", "gpushare-runtime-cri", "gpushare-hook"):
         (programs / name).touch(0o755)
     (root / "run").mkdir()
     for engine in ENGINES:

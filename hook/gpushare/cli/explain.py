@@ -53,10 +53,11 @@ NARROWED = "nothing asked: the device rules of this container reach NVIDIA's dev
     default="auto",
     help="By which of our programs it starts; auto: by gpushare-runtime where only that could start it.",
 )
+@click.option("--cri", is_flag=True, help="It is a container of containerd's CRI or of CRI-O: pod annotations count.")
 @click.option("--restore", is_flag=True, help="Take out of config.json what gpushare-runtime put into it.")
 @with_format
 @click.pass_obj
-def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> None:
+def explain(paths: Paths, bundle: str, way: str, cri: bool, restore: bool, output: str) -> None:
     """What a container would get if it started now.
 
     BUNDLE is a directory with config.json, looked at as the hook or gpushare-runtime would (--way); `gpushare inspect`
@@ -66,7 +67,7 @@ def explain(paths: Paths, bundle: str, way: str, restore: bool, output: str) -> 
     if restore:
         _restore(bundle, output)
         return
-    found = oci.load_bundle(bundle)
+    found = oci.load_bundle(bundle, cri)
     way = way_of(found) if way == "auto" else way
     found = clean(found)
     asked, steps, placed, held = of_bundle(paths, found, way)

@@ -89,7 +89,7 @@ class Names:
         """A container that is in no pod is called by its id."""
         key = (lease.id, lease.created)
         if key not in self._known:
-            said = _annotations(lease)
+            said = _annotations(lease) if lease.cri else {}
             named = oci.container_name(said) or lease.id, oci.pod_name(said), oci.pod_namespace(said)
             self._known[key] = _utf8(named[0]), _utf8(named[1]), _utf8(named[2])
         return self._known[key]

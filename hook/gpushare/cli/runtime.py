@@ -13,7 +13,7 @@ from ..config import effective, parse_config
 from ..engines import base
 from ..engines import configure as engines
 from ..engines.base import Change, Settings
-from ..engines.configure import ENGINES, Outcome, State
+from ..engines.configure import CRI_ENGINES, ENGINES, Outcome, State
 from ..engines.host import Host, check_program, foreign_owners
 from ..errors import ConfigError
 from ..quoting import shown
@@ -89,6 +89,8 @@ def configure_(
         outcome = engines.undo(ENGINES[engine], settings, host, given["dry_run"])
     else:
         checked = settings._replace(program=check_program(settings.program), hook=check_program(settings.hook))
+        if engine in CRI_ENGINES and not checked.hook_only:
+            check_program(checked.cri_program)
         outcome = engines.configure(ENGINES[engine], checked, host, given["dry_run"], more)
         owners = foreign_owners([checked.program, checked.hook]) if outcome.changes else []
         outcome = outcome._replace(notes=(*outcome.notes, *owners))

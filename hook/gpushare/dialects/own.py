@@ -20,7 +20,7 @@ from ..light import Any, Callable, Iterable, NamedTuple, Optional
 from ..model import Inventory, Request, Selection
 from ..quantity import amounts, percents, wrong
 from ..quoting import setting, shown, shown_name
-from . import Env, nvidia, one_value, parse_devices
+from . import Env, injected, nvidia, one_value, parse_devices
 
 UNNAMED = Selection("any", count=0)
 VOID = Selection("void")
@@ -210,7 +210,7 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     if container:
         everything = _find(env, annotations, container, unscoped=True)
         named = found.get(names.ENV_DEVICES)
-        if (named and named.value.strip()) or nvidia.names_device(env, spec):
+        if (named and named.value.strip()) or nvidia.names_device(env, spec) or injected.named(spec):
             found = everything
         else:
             ignored = [

@@ -81,7 +81,7 @@ def engines(machine: Machine) -> Result:
     states = _states(machine)
     problems = [f"{one.engine}: {one.problem}" for one in states if one.problem]
     if problems:
-        return Result(FAIL, "; ".join(problems), "gpushare runtime configure ENGINE writes it anew")
+        return Result(FAIL, "; ".join(problems), "gpushare runtime configure ENGINE writes the entry again")
     configured = [_word(one) for one in states if one.configured]
     others = [one.engine for one in states if one.found and not one.configured]
     if configured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from typing import NamedTuple, Optional, Protocol
 
@@ -12,6 +13,7 @@ from ..quoting import shown
 
 RUNTIME = "gpushare"  # the name that `docker run --runtime` and a RuntimeClass's handler give
 RUNTIME_PROGRAM = "gpushare-runtime"
+CRI_PROGRAM = "gpushare-runtime-cri"  # the same program; under this name annotations say which pod a container is of
 HOOK_PROGRAM = "gpushare-hook"
 UNKNOWN = ""  # `before` of a file of which nobody wrote down what was in it
 
@@ -28,6 +30,12 @@ class Settings(NamedTuple):
     hook_only: bool = False  # stock runtime, our hook
     engine_version: str = ""  # empty: ask the engine's program
     dump: str = ""  # text of `containerd config dump`; empty: ask the program
+    cri: bool = False  # for an engine that is a CRI
+
+    @property
+    def cri_program(self) -> str:
+        """gpushare-runtime under its other name, beside it."""
+        return os.path.join(os.path.dirname(self.program), CRI_PROGRAM)
 
     def runtime_args(self) -> list[str]:
         """Arguments of gpushare-runtime that are not what it takes anyway."""
@@ -35,7 +43,7 @@ class Settings(NamedTuple):
 
     def hook_args(self) -> list[str]:
         """The same of gpushare-hook."""
-        return self._args("--config", "--state")
+        return self._args("--config", "--state") + ([names.CRI_FLAG] if self.cri else [])
 
     def _args(self, config_flag: str, state_flag: str) -> list[str]:
         config = [] if self.config == names.CONFIG_PATH else [config_flag, self.config]
@@ -117,6 +125,9 @@ class Engine(Protocol):
     def withdraw(self, path: str, text: str, before: Optional[str]) -> Optional[str]:
         """`text` without our entries and nothing else changed; None: the file should go. `before` is what was there
         before us (None: no file, UNKNOWN: nobody knows)."""
+
+    def lacks_cri(self, path: str, text: str) -> bool:
+        """Whether our entry in `text` is of a version that did not say that the engine is a CRI."""
 
     def entry(self, path: str, text: str) -> str:
         """The program that our entry in `text` names; empty when there is none."""

@@ -19,6 +19,7 @@ from .host import Host
 from .record import Kept, Record
 
 ENGINES: dict[str, Engine] = {module.NAME: module for module in (docker, containerd, crio, podman)}
+CRI_ENGINES = (containerd.NAME, crio.NAME)
 
 
 class Outcome(NamedTuple):
@@ -123,14 +124,21 @@ def state(engine: Engine, settings: Settings, host: Host) -> State:
     try:
         kept = record.load(host, engine.NAME)
         paths = _paths(engine, settings, kept)
-        entries = {}
+        entries, former = {}, False
         for path in paths:
             text = host.read(path)
             program = engine.entry(path, text) if text is not None else ""
-            if program:
+            if program and text is not None:
                 entries[path] = program
+                former = former or engine.lacks_cri(path, text)
     except ConfigError as error:
         return State(engine.NAME, found, False, "", (), str(error))
     program = next(iter(entries.values()), "")
+    if former:
+        problem = (
+            "the entry is of an earlier version, so pod annotations are refused: run `gpushare runtime configure "
+            f"{engine.NAME}` again, then `{engine.RELOAD}`"
+        )
+        return State(engine.NAME, found, True, program, tuple(entries), problem)
     problem = f"{shown(program)} does not exist" if program and not host.has(program) and host.root == "/" else ""
     return State(engine.NAME, found, bool(entries), program, tuple(entries), problem)

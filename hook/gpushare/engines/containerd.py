@@ -21,7 +21,7 @@ from ..dialects import triggers
 from ..errors import ConfigError
 from ..quoting import shown
 from . import basespec, hookfiles, jsontext, tomltext
-from .base import RUNTIME, UNKNOWN, Change, Files, Proposal, Settings
+from .base import RUNTIME, RUNTIME_PROGRAM, UNKNOWN, Change, Files, Proposal, Settings
 from .tomltext import Keys
 
 NAME = "containerd"
@@ -116,6 +116,7 @@ def _merged(to: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def propose(settings: Settings, files: Files) -> Proposal:
+    settings = settings._replace(cri=True)
     main = settings.config_file or FILE
     engine = engine_version(settings, files)
     merges = engine >= _MERGES
@@ -184,7 +185,7 @@ def _table(
             notes.append(
                 f"the default handler runs {shown(before)}; below gpushare it is what runtime.path says, or runc"
             )
-        options["BinaryName"] = settings.program
+        options["BinaryName"] = settings.cri_program
     if options:
         table["options"] = options
     return table, changes, notes
@@ -266,3 +267,12 @@ def entry(path: str, text: str) -> str:
         if table:
             return str(tomltext.table_at(table, ("options",), path).get("BinaryName") or table.get("base_runtime_spec"))
     return ""
+
+
+def lacks_cri(path: str, text: str) -> bool:
+    program = entry(path, text)
+    if path == BASE_SPEC:
+        hooks = jsontext.check(text, path).get("hooks", {}).get(hookfiles.STAGES[0], [])
+        ours = [hook for hook in hooks if str(hook.get("path")).endswith("/gpushare-hook")]
+        return any(map(hookfiles.lacks_cri, ours))
+    return program.rpartition("/")[2] == RUNTIME_PROGRAM

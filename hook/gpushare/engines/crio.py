@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Optional
 
-from . import hookfiles, tomltext
-from .base import RUNTIME, Change, Files, Proposal, Settings
+from . import hookfiles, jsontext, tomltext
+from .base import RUNTIME, RUNTIME_PROGRAM, Change, Files, Proposal, Settings
 
 NAME = "crio"
 PROGRAMS: tuple[str, ...] = ("crio",)
@@ -30,6 +30,7 @@ def paths(settings: Settings) -> tuple[str, ...]:
 
 
 def propose(settings: Settings, files: Files) -> Proposal:
+    settings = settings._replace(cri=True)
     path = paths(settings)[0]
     before = files.read(path)
     if settings.hook_only:
@@ -38,7 +39,7 @@ def propose(settings: Settings, files: Files) -> Proposal:
         changes = hookfiles.propose(HOOKS, settings, files)
     else:
         hookfiles.refuse_arguments(settings, "CRI-O")
-        table = {"runtime_path": settings.program, "runtime_type": "oci"}
+        table = {"runtime_path": settings.cri_program, "runtime_type": "oci"}
         after = tomltext.put(before or "", {_KEYS: table}, path, _OURS)
         changes, notes = [], []
     own = [Change(path, before, after)] if before != after else []
@@ -54,3 +55,10 @@ def entry(path: str, text: str) -> str:
         return hookfiles.program(path, text)
     found = tomltext.table_at(tomltext.check(text, path), _KEYS, path).get("runtime_path")
     return found if isinstance(found, str) else ""
+
+
+def lacks_cri(path: str, text: str) -> bool:
+    if path.endswith(".json"):
+        hook = jsontext.check(text, path).get("hook") if entry(path, text) else None
+        return isinstance(hook, dict) and hookfiles.lacks_cri(hook)
+    return entry(path, text).rpartition("/")[2] == RUNTIME_PROGRAM

@@ -75,3 +75,7 @@ def entry(path: str, text: str) -> str:
     found = (runtimes or {}).get(RUNTIME)
     program = found.get("path") if isinstance(found, dict) else None
     return program if isinstance(program, str) else ""
+
+
+def lacks_cri(path: str, text: str) -> bool:
+    return False  # it is none

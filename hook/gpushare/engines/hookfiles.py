@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from ..errors import ConfigError
+from ..names import CRI_FLAG
 from ..quoting import shown
 from . import jsontext, tomltext
 from .base import HOOK_PROGRAM, Change, Files, Settings
@@ -75,6 +76,12 @@ def folders(
         if path.rpartition("/")[0] == own.rpartition("/")[0] and path > own and folder not in said:
             notes.append(f"{path}: hooks_dir lacks {shown(folder)} and counts more than ours, so add it there")
     return [*found, *([] if folder in found else [folder])], notes
+
+
+def lacks_cri(hook: dict[str, Any]) -> bool:
+    """Whether a hook of ours does not know that its engine is a CRI."""
+    args = hook.get("args")
+    return not isinstance(args, list) or CRI_FLAG not in args
 
 
 def program(path: str, text: str) -> str:

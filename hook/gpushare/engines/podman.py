@@ -52,3 +52,7 @@ def entry(path: str, text: str) -> str:
         return hookfiles.program(path, text)
     found = tomltext.table_at(tomltext.check(text, path), (*_TABLE, "runtimes"), path).get(RUNTIME)
     return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else ""
+
+
+def lacks_cri(path: str, text: str) -> bool:
+    return False  # it is none

@@ -129,6 +129,7 @@ class Programs:
             program = directory / "libexec" / name
             program.write_text(f'#!/bin/sh\necho {name} "$@" >>{self._log}\nexec {BUILD}/libexec/{name} "$@"\n')
             program.chmod(0o755)
+        (directory / "bin" / "gpushare-runtime-cri").symlink_to("gpushare-runtime")
         self.hook = directory / "bin" / "gpushare-hook"
         self.runtime = directory / "bin" / "gpushare-runtime"
 
