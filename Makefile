@@ -5,6 +5,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
+ifneq ($(words $(CURDIR)),1)
+$(error gpushare: make knows no file names with spaces, and this tree is in "$(CURDIR)": move it)
+endif
 ifndef V # make V=1 shows the commands
 MAKEFLAGS += --silent
 endif
@@ -25,7 +28,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all test-attacks test-kills test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -103,6 +106,9 @@ test: root build gpu-programs dist $(TEST_SETUP) ## the linters and every test; 
 
 test-all: root build ## every test in its long form, for hours, or PARTS="attacks kills"; logs and a summary in build/test-all
 	@$(VENV_PYTHON) -m tests.tools.everything $(PARTS)
+
+test-elsewhere: root ## tests from clones below /tmp, at a long path and behind a symbolic link
+	@tests/tools/elsewhere
 
 test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the programs of the bundle
 	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) --programs $(DIST) tests/e2e $(PYTEST_ARGS)

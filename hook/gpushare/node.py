@@ -104,8 +104,8 @@ def read_node(config_path: str, state_dir: str) -> Optional[Node]:
         node = node_of(value)
         host = node.inventory
         partial = not all(device.memory_bytes for device in (*host.devices, *host.mig))
-        if partial and time.time() - os.stat(os.path.join(state_dir, FILE)).st_mtime > PARTIAL_S:
-            return None
+        if partial and not 0 <= time.time() - os.stat(os.path.join(state_dir, FILE)).st_mtime <= PARTIAL_S:
+            return None  # also one of the future: the clock was set back
     except (KeyError, TypeError, AttributeError, OSError):
         return None
     if value.get("driver_identity") != _driver_identity(node.config.driver_root):

@@ -42,6 +42,13 @@ def dots_root(scene: Scene) -> None:
     scene.spec["root"]["path"] = "../" * 20 + str(scene.root).lstrip("/")
 
 
+def root_of_the_host(scene: Scene) -> None:
+    """root.path is "/". Without the mounts from this tree: where it is below /tmp, the spec's own tmpfs would hide it,
+    and runc would refuse before we see anything."""
+    scene.spec["root"]["path"] = "/"
+    scene.spec["mounts"] = [mount for mount in scene.spec["mounts"] if mount["type"] != "bind"]
+
+
 def linked_root(target: str) -> Prepare:
     """root.path is a link."""
 

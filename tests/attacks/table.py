@@ -219,7 +219,7 @@ SPEC = (
     both("root.path has very many ..", "root.path", spec.dots_root),
     both("root.path is a link to the root", "root.path", spec.linked_root("{root}"), RUNC),
     both("root.path is a link to /", "root.path", spec.linked_root("/"), RUNC),
-    both("root.path is /", "root.path", spec.put("root.path", "/"), refused("root.path")),
+    both("root.path is /", "root.path", spec.root_of_the_host, refused("root.path")),
     both("root.path is not there", "root.path", spec.put("root.path", "{host}/none"), RUNC),
     both("there is no root", "root.path", spec.drop("root"), RUNC),
     both("a read-only root", "read-only rootfs", spec.put("root.readonly", True)),
