@@ -11,7 +11,6 @@ of one that died, and goes. `lock` orders starts and stops of one device.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -20,7 +19,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from . import backends, leases, mps, mpscontrol, mpslimits, mpsprocess, mpsshm, mpswords, procs, rootless, storage
+from . import (
+    backends,
+    filelock,
+    leases,
+    mps,
+    mpscontrol,
+    mpslimits,
+    mpsprocess,
+    mpsshm,
+    mpswords,
+    procs,
+    rootless,
+    storage,
+)
 from .errors import CapacityError, DeviceError, KernelError, RequestError
 from .model import Device, Node
 from .mpscontrol import Control
@@ -310,7 +322,7 @@ def stop(host: Node, uuid: str, force: bool) -> bool:
 def _locked(folder: str) -> Iterator[None]:
     fd = os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        filelock.take(fd, f"{folder}.lock")
         yield
     finally:
         os.close(fd)

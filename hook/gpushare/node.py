@@ -14,12 +14,11 @@ compiled again next time. Raises ConfigError and DeviceError.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import time
 
-from . import inventory, lowlevel, names
+from . import filelock, inventory, lowlevel, names
 from .errors import DeviceError, GpushareError
 from .light import Any, Optional, dumps, loads
 from .model import Config, Device, Inventory, Node, Policy, SharingRule
@@ -135,7 +134,7 @@ def _compiled_once(config_path: str, state_dir: str) -> Node:
     except OSError:
         return compile_node(config_path, state_dir)
     try:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # ended by the start's deadline; given back when its holder dies
+        filelock.take(turn, os.path.join(state_dir, _TURN))  # given back when its holder dies
         return read_node(config_path, state_dir) or compile_node(config_path, state_dir)
     finally:
         os.close(turn)

@@ -15,12 +15,11 @@ cut back when somebody else needs it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import struct
 
-from . import linux, names, region, rootless
+from . import filelock, linux, names, region, rootless
 from .errors import CapacityError, KernelError, of_file, what_to_do
 from .light import Union
 from .quoting import shown
@@ -71,7 +70,7 @@ def prepare(state_dir: str, uuid: str, before: int = -1) -> None:
         os.makedirs(above, 0o700, exist_ok=True)
         lock = os.open(above, _DIRECTORY)  # which no container sees: two first starts take turns
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            filelock.take(lock, above)
             if not is_ready(state_dir, uuid):
                 os.makedirs(place, 0o755, exist_ok=True)
                 _make(place, os.fstat(lock).st_dev, before)

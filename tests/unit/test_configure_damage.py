@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare import filelock
 from gpushare.engines import host
 from gpushare.errors import ConfigError, KernelError
 
@@ -178,16 +180,15 @@ def test_killed_at_any_step_an_undo_gives_everything_back(
 
 
 def test_a_file_that_another_command_writes_is_waited_for(
-    cli: Callable[..., Any], root: Path, daemon_json: Path, programs: Path
+    cli: Callable[..., Any], root: Path, daemon_json: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waits = threading.Event()
+    monkeypatch.setattr(filelock.time, "sleep", lambda _: waits.set())
     other, full = host._temporary(str(daemon_json))[1], daemon_json.with_name(".daemon.json.gpushare-new")
     os.write(other, b'{"other": 1}')
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(host._temporary, str(daemon_json))
-        while f":{os.fstat(other).st_ino} " not in "".join(
-            line for line in Path("/proc/locks").read_text().splitlines() if "->" in line
-        ):
-            assert not second.done()
+        assert waits.wait(30) and not second.done()
         os.rename(full, daemon_json)
         os.close(other)
         path, fd = second.result(30)

@@ -60,7 +60,7 @@ def test_only_one_of_many_starts_compiles(host: Host, monkeypatch: pytest.Monkey
     host.load()
     written = host.file.read_bytes()
     host.file.unlink()
-    monkeypatch.setattr(node.fcntl, "flock", lambda fd, how: host.file.write_bytes(written))  # another's turn passes
+    monkeypatch.setattr(node.filelock, "take", lambda fd, path: host.file.write_bytes(written))  # another's turn passes
     monkeypatch.setattr(node, "compile_node", lambda *_: pytest.fail("compiled a second time"))
     assert host.load() == host.fresh()
 

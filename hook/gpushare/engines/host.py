@@ -7,7 +7,6 @@ owner stay. What is no plain file (a link, a directory, a FIFO) is refused: some
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import os
 import shutil
@@ -16,6 +15,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Optional
 
+from .. import filelock
 from ..errors import ConfigError, KernelError
 from ..quoting import shown
 from .base import Change
@@ -184,7 +184,7 @@ def _temporary(full: str) -> tuple[str, int]:
     while True:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            filelock.take(fd, path)
             if os.path.samestat(os.fstat(fd), os.lstat(path)):
                 os.ftruncate(fd, 0)
                 return path, fd

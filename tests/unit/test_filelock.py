@@ -1,0 +1,43 @@
+"""Locks that another process may never give back."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+from gpushare import filelock
+from gpushare.errors import KernelError
+
+
+def test_command_gives_up_on_a_lock_that_is_never_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "lock")
+    monkeypatch.setattr(filelock, "WAIT_S", 0.0)
+    first, second = filelock.open_own(path), filelock.open_own(path)
+    try:
+        filelock.take(first, path)
+        with pytest.raises(KernelError, match="another process has kept this lock for 0 s; find it: fuser -v "):
+            filelock.take(second, path)
+        fcntl.flock(first, fcntl.LOCK_UN)
+        filelock.take(second, path)
+    finally:
+        os.close(first)
+        os.close(second)
+
+
+@pytest.mark.parametrize("kind", ["readable by others", "of two names", "a FIFO", "another's"])
+def test_file_that_is_not_ours_alone_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "lock"
+    if kind == "a FIFO":
+        os.mkfifo(path, 0o600)
+    else:
+        path.touch(0o600)
+    if kind == "readable by others":
+        path.chmod(0o644)
+    elif kind == "of two names":
+        os.link(path, tmp_path / "other")
+    elif kind == "another's":
+        os.chown(path, 65534, 65534)
+    with pytest.raises(KernelError, match="is not a file of uid 0 alone"):
+        filelock.open_own(str(path))
