@@ -219,7 +219,8 @@ def test_target_in_a_volume_is_refused_and_both_are_named(
     one = container(["true"], env=ONE_GIB, mounts=[Mount(host, "/usr/bin", ("rw",))], **node.way(way))
     with pytest.raises(RuntimeFailed) as failed:
         one.create()
-    assert '"/usr/bin/nvidia-' in failed.value.last_line and 'volume at "/usr/bin"' in failed.value.last_line
+    said = failed.value.last_line.replace("\\", "")  # runc quotes what a hook said
+    assert '"/usr/bin/nvidia-' in said and 'volume at "/usr/bin"' in said
     assert list(host.iterdir()) == []
     assert node.leases() == []
 
