@@ -84,6 +84,11 @@ def find_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
                 v1_path = path
             elif number == "0" and not controllers:
                 v2_path = path
+    return directories(v1_path, v2_path, mounts)
+
+
+def directories(v1_path: str, v2_path: str, mounts: Mounts = None) -> tuple[str, str]:
+    """Where these paths of the v1 devices hierarchy and of the v2 hierarchy are; "" where not mounted."""
     v1 = v2 = ""
     for mount in mountns.read_mounts() if mounts is None else mounts:
         if mount.fstype == "cgroup" and v1_path and not v1 and "devices" in mount.super_options.split(","):

@@ -112,6 +112,11 @@ def rebuilt(where: str, container_id: str, lease: Optional[Lease]) -> None:
     _write(open_sink(where), WARNING, f"decision=granted {what} way=rebuild")
 
 
+def searched(where: str, remark: str) -> None:
+    """What the search for containers that outlived the state directory left out."""
+    _write(open_sink(where), WARNING, f"decision=ignored way=rebuild why={value(remark)}")
+
+
 def details(key: str, texts: Sequence[str]) -> tuple[str, ...]:
     """A field, unless there is nothing to say."""
     return (f"{key}={value('; '.join(texts))}",) if texts else ()

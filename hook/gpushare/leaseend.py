@@ -7,7 +7,9 @@ sweep(...)                all that are dead
 
 from __future__ import annotations
 
-from . import leases, procs, storage
+import os
+
+from . import leases, names, procs, storage
 from .light import Optional
 from .model import Lease
 from .quoting import shown
@@ -18,16 +20,17 @@ def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = N
 
     Not even poststop may free what is in use: runc calls it for a failed create too, also when the id is one that
     another container (of another runc root) holds. Where the lease cannot be read, whoever sees the container's page
-    shows that it lives.
+    shows that it lives; that is looked for before the lock is taken.
     """
     if not storage.is_ready(state_dir):
         return ""
+    before = leases.judged(state_dir, container_id)
+    user = _user(state_dir, container_id) if isinstance(before, leases.Damaged) else ""
     with leases.locked(state_dir):
         lease = leases.judged(state_dir, container_id)
         if isinstance(lease, leases.Damaged):
-            pid = leases.user_of_page(state_dir, container_id)
-            if pid:
-                return f"lease of {shown(container_id)} is kept: {lease.reason}, and pid {pid} is alive"
+            if user or lease != before:
+                return f"lease of {shown(container_id)} is kept: {lease.reason}, and {user or 'it has just changed'}"
         elif lease is not None and not leases.why_dead(state_dir, lease, procs.boot_id()):
             pid = lease.init_pid or lease.creator_pid
             return f"lease of {shown(container_id)} is kept: pid {pid} or one that it left is alive"
@@ -35,6 +38,16 @@ def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = N
     if gone and ended and isinstance(lease, Lease):
         ended(lease)
     return ""
+
+
+def _user(state_dir: str, container_id: str) -> str:
+    """Who may still use what a lease that cannot be read is about, in words; "" when nobody does."""
+    from . import leftover, mounttables
+
+    if leftover.is_locked(os.path.join(storage.container_dir(state_dir, container_id), "rw", "usage")):
+        return "a process uses its limits"
+    pid, left_out = mounttables.user_of(mounttables.page_device(state_dir, container_id), names.RW_DIR)
+    return f"pid {pid} is alive" if pid else left_out and f"{left_out}; if it is gone: gpushare prune --assume-free"
 
 
 def release_reserved_by(

@@ -5,7 +5,8 @@ from_json(data, id)          -> Lease     raises ValueError: a file of any other
 held(lease, data)            -> Lease     a reserved lease as the file `held` beside it continues it; raises ValueError
 
 `held` is what the launcher writes instead of a new lease.json, complete by its rename: four lines, the version, the
-creator's pid and start time (it must be the lease's own), init's pid and start time, and the cgroup.
+creator's pid and start time (it must be the lease's own), init's pid and start time, and the cgroup. The launcher
+writes it only for an init that is the first process of its pid namespace.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ _LEASE: dict[str, tuple[type, ...]] = {
     "init_pid": (int,),
     "init_start": (int,),
     "cgroup": (str,),
+    "first": (bool,),
+    "cgroup_dir": (str,),
+    "cgroup_id": (int,),
     "created": (float, int),
     "dialect": (str,),
     "driver_version": (str,),
     "sandbox": (str,),
     "cri": (bool,),
 }
-HELD_VERSION = "gpushare-held-1"
+HELD_VERSION = "gpushare-held-2"
+_HELD_BEFORE = "gpushare-held-1"  # which does not say whether init is the first process of its pid namespace
 _SHARE: dict[str, tuple[type, ...]] = {
     "slot": (int,),
     "device": (dict,),
@@ -73,6 +78,7 @@ _LATEST = 1e12  # seconds
 _EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0, "virtual_bytes": 0}
 _EARLIER_SHARE.update((name, Share._field_defaults[name]) for name in ("memory_backend", "compute_backend"))
 _EARLIER_LEASE: dict[str, Any] = {"sandbox": "", "cri": True}  # what annotations say was believed
+_EARLIER_LEASE.update((name, Lease._field_defaults[name]) for name in ("first", "cgroup_dir", "cgroup_id"))
 _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 
 
@@ -126,9 +132,14 @@ def from_json(data: bytes, container_id: str) -> Lease:
 def held(lease: Lease, data: bytes) -> Lease:
     """`lease` as the launcher turned it over to the container's init. Raises ValueError."""
     lines = data.decode("utf-8", "surrogateescape").split("\n")
-    if len(lines) != 5 or lines[0] != HELD_VERSION or lines[1] != f"{lease.creator_pid} {lease.creator_start}":
+    if (
+        len(lines) != 5
+        or lines[0] not in (HELD_VERSION, _HELD_BEFORE)
+        or lines[1] != f"{lease.creator_pid} {lease.creator_start}"
+    ):
         raise ValueError("its file `held` is of another lease, or damaged")
     pid, _, start = lines[2].partition(" ")
     if not (pid.isdigit() and start.isdigit()) or lines[4]:
         raise ValueError("its file `held` is damaged")
-    return lease._replace(state="held", init_pid=int(pid), init_start=int(start), cgroup=lines[3])
+    first = lines[0] == HELD_VERSION
+    return lease._replace(state="held", init_pid=int(pid), init_start=int(start), cgroup=lines[3], first=first)

@@ -13,15 +13,17 @@ The lock is one flock, held for reads, renames and arithmetic only: never across
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 
-from . import idmap, leasefile, names, pages, procs, region, storage
+from . import filelock, idmap, leasefile, names, pages, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError, of_file, what_to_do
-from .light import Callable, NamedTuple, Optional, Sequence, TracebackType, Union
+from .light import TYPE_CHECKING, Callable, NamedTuple, Optional, Sequence, TracebackType, Union
 from .model import Bundle, Lease, Node, Request, Share
 from .quoting import shown
+
+if TYPE_CHECKING:
+    from .rebuild import Looked
 
 _MAX_BYTES = 1 << 20
 _USUAL_BYTES = 16 << 10
@@ -65,7 +67,7 @@ class locked:
         except OSError as error:
             raise of_file(error, self._path) from error
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            filelock.take(self._fd, self._path)
         except BaseException:
             os.close(self._fd)
             raise
@@ -74,24 +76,27 @@ class locked:
         os.close(self._fd)
 
 
-def user_of_page(state_dir: str, container_id: str) -> int:
-    """A process that sees this container's page where the container does; 0 when there is none."""
-    return procs.with_mount(storage.page_device(state_dir, container_id), names.RW_DIR)
-
-
 def why_dead(state_dir: str, lease: Lease, boot_id: str) -> str:
-    """Why this lease counts for nothing; "" while it is alive. A container in the host's pid namespace can outlive its
-    init, so one whose init is gone lives while anybody sees its page."""
+    """Why this lease counts for nothing; "" while it is alive. A container in the host's pid namespace, or in a pod's,
+    can outlive its init."""
     if lease.boot_id != boot_id:
         return "of another boot"
     if lease.state == "reserved":
         dead = not procs.alive(lease.creator_pid, lease.creator_start)
         return f"its start (pid {lease.creator_pid}) was killed" if dead else ""
-    if procs.alive(lease.init_pid, lease.init_start) or user_of_page(state_dir, lease.id):
+    if procs.alive(lease.init_pid, lease.init_start) or _outlived(state_dir, lease):
         return ""
     return (
         f"its program (pid {lease.init_pid}) has ended" if ends(lease) else f"its init (pid {lease.init_pid}) is gone"
     )
+
+
+def _outlived(state_dir: str, lease: Lease) -> bool:
+    if lease.first:
+        return False
+    from . import leftover
+
+    return leftover.lives(state_dir, lease)
 
 
 def ends(lease: Lease) -> bool:
@@ -241,8 +246,10 @@ def _reserve(
 
     me = procs.myself()
     while True:
+        looked = _look(state_dir, node)
         with locked(state_dir):
-            _rebuild(state_dir, node)
+            if _rebuild(state_dir, node, looked) is None:
+                continue
             seen = view(state_dir)
             dead += discard_dead(state_dir, seen)[0]
             _refuse_taken(bundle.id, seen)
@@ -313,24 +320,50 @@ def rewrite(state_dir: str, lease: Lease) -> None:
     _write(state_dir, lease)
 
 
-def _rebuild(state_dir: str, node: Node) -> tuple[str, ...]:
+def _look(state_dir: str, node: Node) -> Optional[Looked]:
     if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
-        return ()
+        return None
     from . import rebuild
 
-    return rebuild.run(state_dir, node)
+    return rebuild.look(state_dir, node)
+
+
+def _rebuild(state_dir: str, node: Node, looked: Optional[Looked]) -> Optional[tuple[str, ...]]:
+    """The ids that got a lease; None when the state directory was lost since the look."""
+    if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
+        return ()
+    if looked is None:
+        return None
+    from . import rebuild
+
+    return rebuild.run(state_dir, node, looked)
 
 
 def recover(state_dir: str, node: Node) -> tuple[str, ...]:
     """The leases of a state directory that was lost, now rather than at the next start; the ids that got one."""
-    with locked(state_dir):
-        return _rebuild(state_dir, node)
+    while True:
+        looked = _look(state_dir, node)
+        with locked(state_dir):
+            written = _rebuild(state_dir, node, looked)
+        if written is not None:
+            return written
+
+
+def of_init(lease: Lease, pid: int) -> Lease:
+    """`lease` with how to tell whether anything outlives this init."""
+    if procs.is_first(pid):
+        return lease._replace(first=True, cgroup_id=0)
+    from . import leftover
+
+    directory, number = leftover.own_cgroup(pid)
+    return lease._replace(cgroup_dir=directory, cgroup_id=number)
 
 
 def hold(state_dir: str, lease: Lease, init: procs.Process, cgroup: str) -> Lease:
     """The reserved `lease` becomes the container's own. Raises KernelError when it was taken away meanwhile, or when
     the container's init has died, since nobody would release it then."""
     held = lease._replace(state="held", init_pid=init.pid, init_start=init.start, cgroup=cgroup)
+    held = of_init(held, init.pid)
     with locked(state_dir):
         if find(state_dir, lease.id) != lease:
             raise KernelError(

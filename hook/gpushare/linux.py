@@ -28,6 +28,7 @@ RESOLVE_NO_XDEV = 0x01
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_IN_ROOT = 0x10
+RESOLVE_CACHED = 0x20  # Linux 5.12: fails with EAGAIN where a file system would have to be asked
 
 OPEN_TREE_CLONE = 1
 OPEN_TREE_CLOEXEC = os.O_CLOEXEC
@@ -303,3 +304,11 @@ def bpf(command: int, attr: Memory, what: str) -> int:
     if number is None:
         raise KernelError(f"bpf {what}: no system call number for {shown(os.uname().machine)}")
     return _call("bpf", what, number, command, attr, len(attr))
+
+
+def try_setxattr(path: str, name: str) -> None:
+    """Sets an extended attribute where that can be: not for users, nor on every file system."""
+    try:
+        os.setxattr(path, name, b"1")
+    except OSError:
+        pass

@@ -48,7 +48,7 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
         before = _running(container_id, live, seen)
         after = before._replace(shares=_kept(before.shares, decide(before, live, seen)))
         if after.shares != before.shares:
-            pid = _someone(state_dir, before)
+            pid = _someone(before)
             _refuse_unheld(pid, before, after)
             fd = _open(state_dir, before.id)
             try:
@@ -285,11 +285,13 @@ def _open(state_dir: str, container_id: str) -> int:
 # Whether a limit can be held
 
 
-def _someone(state_dir: str, lease: Lease) -> int:
+def _someone(lease: Lease) -> int:
     """A living process of the container; 0 when only its lease is left."""
     if procs.alive(lease.init_pid, lease.init_start):
         return lease.init_pid
-    return procs.with_mount(storage.page_device(state_dir, lease.id), names.RW_DIR)
+    from . import leftover
+
+    return leftover.process_of(lease)
 
 
 def _refuse_unheld(pid: int, before: Lease, after: Lease) -> None:
@@ -299,6 +301,12 @@ def _refuse_unheld(pid: int, before: Lease, after: Lease) -> None:
         if (old.compute_percent, old.soft) == (new.compute_percent, new.soft) or unlimited:
             continue
         target = f"{names.PAGES_DIR}/{new.device.uuid}"
+        if not pid:
+            raise DeviceError(
+                f"container {names.short(after.id)!r} has lost its init and its cgroup, so nobody can tell whether a "
+                "compute limit could be held",
+                "start it again with the limit",
+            )
         try:
             has_pages = any(entry.point == target for entry in mountns.read_mounts(str(pid)))
         except OSError as error:

@@ -200,6 +200,9 @@ class Lease(NamedTuple):
     init_pid: int = 0
     init_start: int = 0
     cgroup: str = ""
+    first: bool = False  # init is the first process of a pid namespace: nothing of the container outlives it
+    cgroup_dir: str = ""  # of a cgroup of the container's own, which is known by its inode number: leftover.py
+    cgroup_id: int = -1  # 0: it has none; -1: not recorded
     created: float = 0.0  # unix seconds
     dialect: str = ""
     driver_version: str = ""

@@ -86,25 +86,13 @@ def cgroup_of(pid: int) -> str:
     return paths.get("devices", paths.get("0", ""))
 
 
-def with_mount(device: str, point: str) -> int:
-    """A process in another mount namespace that has the file system `device` ("major:minor") mounted at `point` of its
-    root (or, before pivot_root, of what will be its root); 0 when there is none. Other namespaces have copies of the
-    host's own mount, elsewhere. A scan of /proc, for the rare case in which nothing better is known."""
-    seen = {(os.readlink("/proc/self/ns/mnt"), "/")}
-    end = point.encode()
-    for name in filter(str.isdigit, os.listdir("/proc") if device else ()):
-        try:
-            view = os.readlink(f"/proc/{name}/ns/mnt"), os.readlink(f"/proc/{name}/root")
-            if view in seen:
-                continue
-            seen.add(view)
-            with open(f"/proc/{name}/mountinfo", "rb") as table:
-                fields = (line.split(b" ", 5) for line in table)
-                if any(entry[2] == device.encode() and entry[4].endswith(end) for entry in fields):
-                    return int(name)
-        except OSError:  # gone, or a zombie
-            continue
-    return 0
+def is_first(pid: int) -> bool:
+    """Whether the process is the first of a pid namespace below ours. Source: NSpid in proc(5) status."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"NSpid:"):
+            numbers = line.split()[1:]
+            return len(numbers) > 1 and numbers[-1] == b"1"
+    return False
 
 
 def pids_by_container_pid(cgroup: str) -> dict[int, int]:

@@ -1,13 +1,23 @@
 """Leases again, after the state directory was lost under containers that live on (rare, but on the start path).
 
-Somebody unmounted or emptied it, or an upgrade of the host did. What was granted is still there: each live container
-has its share mounted at /usr/lib/gpushare, so the kernel's mount tables say which containers there are, and their
-limits files, which no container can write, say what they hold. No engine has to be asked.
+    look(state_dir, node)           -> Looked    what there is: without the lease lock
+    run(state_dir, node, looked)    -> ids       writes their leases, under the lock
+
+An administrator unmounted or emptied it, or an upgrade of the host did. What was granted is still there: each live
+container has its share mounted at /usr/lib/gpushare, so the kernel's mount tables name the containers, and their
+limits files, which no container can write, hold what they were granted. No engine has to be asked.
 
 A new state directory has the file `rebuild` until the first start (or `gpushare refresh`) has looked. A container whose
-limits cannot be read gets a lease that cannot be read either: that blocks its devices until a person says that they are
-free, `gpushare prune --assume-free`. Whoever can mount file systems, on the host or in a user namespace, can make us
-see too much; too little only if every process of the container has left the share's mount behind (pivot_root).
+limits cannot be read gets a lease that cannot be read either: that blocks its devices until an administrator runs
+`gpushare prune --assume-free`.
+
+Any user can mount a tmpfs that looks like a state directory in a user namespace, and a container's root can own the
+files in it: a namespace can map 0 to 0. So a mount counts in a mount namespace of our own user namespace, or if it is
+of the state directory's present file system. Elsewhere (containers with user namespaces) it counts if the directory has
+`storage.SHARE_MARK`, an attribute that only root of this host can set, or in one of 0.1.0, if root made that user
+namespace, and uid 0 of this host owns the directory without being mapped there. Other mounts are ignored. The
+search misses a container whose processes have all left the share behind: by pivot_root, or for a user namespace in
+which our uid 0 is mapped.
 """
 
 from __future__ import annotations
@@ -16,13 +26,14 @@ import errno
 import os
 import time
 
-from . import decision, inroot, leasefile, linux, mountns, names, pages, procs, region, rootless, storage
+from . import decision, leasefile, leases, linux, mountns, mounttables, names, pages, procs, region, rootless, storage
 from .errors import KernelError, what_to_do
 from .light import NamedTuple, Optional
 from .model import Device, Lease, Node, Share
 from .quoting import shown
 
 _UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
+_NS_GET_USERNS, _NS_GET_PARENT = 0xB701, 0xB702  # ioctl_ns(2)
 
 
 CONTRADICTION = ""  # the device where two mounts name one container: nobody can tell which is the real one
@@ -34,28 +45,62 @@ class Found(NamedTuple):
     id: str
     init: procs.Process
     device: str  # "major:minor" of the state directory's former file system
+    ours: bool = True  # whether its mount namespace belongs to our own user namespace
 
 
-def run(state_dir: str, node: Node) -> tuple[str, ...]:
-    """Writes the lease of every container that has a share and no lease; their ids. Does nothing unless the state
-    directory is new. The caller holds the lock. Raises KernelError."""
-    marker = os.path.join(state_dir, storage.REBUILD)
-    if not os.path.lexists(marker):
+class Looked(NamedTuple):
+    """What a look found. `marker`: the identity of the file `rebuild` that asked for it."""
+
+    marker: tuple[int, int]
+    found: tuple[tuple[Found, Optional[Lease]], ...]
+
+
+def _marker(state_dir: str) -> Optional[tuple[int, int]]:
+    try:
+        status = os.stat(os.path.join(state_dir, storage.REBUILD), follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def look(state_dir: str, node: Node) -> Optional[Looked]:
+    """The containers that may need a lease, with what they hold; None unless the state directory is new. Never under
+    the lease lock: it reads others' mount tables, and takes over the pages of devices."""
+    marker = _marker(state_dir)
+    if marker is None:
+        return None
+    found = []
+    every, remarks = _search(state_dir)
+    for one in every:
+        lease = _lease(one, node)
+        for share in lease.shares if lease else ():
+            _keep_pages(state_dir, one, share.device.uuid)
+        found.append((one, lease))
+    for remark in remarks:
+        decision.searched(node.config.log, remark)
+    return Looked(marker, tuple(found))
+
+
+def run(state_dir: str, node: Node, looked: Looked) -> Optional[tuple[str, ...]]:
+    """Writes the lease of every container that has a share and no lease; their ids. None: the directory was lost again,
+    so look again. The caller holds the lock: until the marker is gone, nothing else makes leases. Raises KernelError.
+    """
+    marker = _marker(state_dir)
+    if marker is None:
         return ()
+    if marker != looked.marker:
+        return None
     written = []
     try:
-        for found in containers(state_dir):
+        for found, lease in looked.found:
             folder = storage.container_dir(state_dir, found.id)
             if os.path.lexists(os.path.join(folder, storage.LEASE)):
                 continue
             os.makedirs(folder, 0o700, exist_ok=True)
-            lease = _lease(found, node)
             storage.write_lease(state_dir, found.id, leasefile.to_json(lease) if lease else _UNREADABLE)
-            for share in lease.shares if lease else ():
-                _keep_pages(state_dir, found, share.device.uuid)
             written.append(found.id)
             decision.rebuilt(node.config.log, found.id, lease)
-        os.unlink(marker)
+        os.unlink(os.path.join(state_dir, storage.REBUILD))
     except OSError as error:
         raise KernelError(
             f"leases in {shown(state_dir)} cannot be rebuilt: {error.strerror}", what_to_do(error)
@@ -65,26 +110,91 @@ def run(state_dir: str, node: Node) -> tuple[str, ...]:
 
 def containers(state_dir: str) -> tuple[Found, ...]:
     """Every container that has a share of `state_dir`, of now or of before, mounted where containers have it."""
+    return _search(state_dir)[0]
+
+
+def _search(state_dir: str) -> tuple[tuple[Found, ...], tuple[str, ...]]:
+    """`containers`, and a line about each kind of thing that was left out."""
     oldest: dict[str, Found] = {}
-    tables: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            view = os.readlink(f"/proc/{name}/ns/mnt"), os.readlink(f"/proc/{name}/root")
-            if view not in tables:
-                with open(f"/proc/{name}/mountinfo", "rb") as table:
-                    tables[view] = shared_mounts(table.read(), state_dir)
-        except OSError:  # gone, or a zombie
-            continue
-        process = procs.find(int(name)) if tables[view] else None
-        if process is None:
-            continue
-        for container_id, device in tables[view]:
+    now = _now(state_dir)
+    ignored: list[int] = []
+    tables, left_out = mounttables.read(mounttables.ROOT)
+    for table in tables:
+        ours = table.owner == mounttables.OURS
+        for container_id, device in shared_mounts(table.mountinfo, state_dir):
+            one = Found(container_id, table.process, device, ours)
+            if not ours and device != now and not _is_root_s(one):
+                ignored.append(table.process.pid)
+                continue
             known = oldest.get(container_id)
             if known is not None and known.device != device:
                 oldest[container_id] = known._replace(device=CONTRADICTION)
-            elif known is None or (process.start, process.pid) < (known.init.start, known.init.pid):
-                oldest[container_id] = Found(container_id, process, device)
-    return tuple(oldest[key] for key in sorted(oldest))
+            elif known is None or (table.process.start, table.process.pid) < (known.init.start, known.init.pid):
+                oldest[container_id] = one
+    remarks = [left_out] if left_out else []
+    if ignored:
+        remarks.append(
+            f"{len(ignored)} mounts like shares were ignored: anyone can make them; first of pid {ignored[0]}"
+        )
+    return tuple(oldest[key] for key in sorted(oldest)), tuple(remarks)
+
+
+def _now(state_dir: str) -> str:
+    """The device number of the state directory, which may have been emptied only; "" for a user's own files."""
+    try:
+        here, above = os.stat(state_dir).st_dev, os.stat(os.path.dirname(os.path.abspath(state_dir))).st_dev
+    except OSError:
+        return ""
+    return "" if here == above else f"{os.major(here)}:{os.minor(here)}"
+
+
+def _is_root_s(found: Found) -> bool:
+    """Whether a share was made by root of this host, though its mount namespace belongs to another user namespace. The
+    map of that is written once, so it is read last; a map without our uid 0 cannot make files of that owner."""
+    base = f"/proc/{found.init.pid}"
+    try:
+        share = _share_dir(found)
+        try:
+            if _is_marked(share):
+                return True
+            mine = os.stat(share).st_uid == 0 and os.stat("limits", dir_fd=share, follow_symlinks=False).st_uid == 0
+        finally:
+            os.close(share)
+        with open(f"{base}/uid_map", encoding="ascii") as file:
+            maps = [[int(word) for word in line.split()] for line in file]
+        return (
+            mine
+            and _owner_is_its_own_child(base)
+            and bool(maps)
+            and all(first > 0 for _, first, _ in maps)
+            and procs.alive(found.init.pid, found.init.start)
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _is_marked(share: int) -> bool:
+    try:
+        return bool(os.getxattr(f"/proc/self/fd/{share}", storage.SHARE_MARK))
+    except OSError:
+        return False
+
+
+def _owner_is_its_own_child(base: str) -> bool:
+    """Whether the mount namespace belongs to the process's own user namespace, and the parent of that is ours."""
+    import fcntl
+
+    fds = [os.open(f"{base}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)]
+    try:
+        fds.append(fcntl.ioctl(fds[0], _NS_GET_USERNS))
+        fds.append(fcntl.ioctl(fds[1], _NS_GET_PARENT))
+        owner, parent = os.fstat(fds[1]), os.fstat(fds[2])
+        return os.path.samestat(owner, os.stat(f"{base}/ns/user")) and os.path.samestat(
+            parent, os.stat("/proc/self/ns/user")
+        )
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def shared_mounts(mountinfo: bytes, state_dir: str) -> tuple[tuple[str, str], ...]:
@@ -119,7 +229,7 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
         )
     except (OSError, KeyError, region.RegionError):
         return None
-    return Lease(
+    lease = Lease(
         id=found.id,
         state="held",
         boot_id=procs.boot_id(),
@@ -134,6 +244,7 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
         dialect="rebuilt",
         driver_version=node.inventory.driver_version,
     )
+    return leases.of_init(lease, found.init.pid)
 
 
 def _mounted(namespace: mountns.Namespace, path: str) -> int:
@@ -191,25 +302,41 @@ def _share(slot: int, limit: region.Limit, device: Device, mps_device: int = 0) 
     )
 
 
-def _limits_of(found: Found) -> bytes:
-    """The limits file as the container sees it, if that is really ours. Raises OSError, RegionError."""
+def _share_dir(found: Found) -> int:
+    """The directory of a share as the container sees it, if that is the mount that was found. Raises OSError. In a
+    namespace that is not ours the look-up takes only what the kernel has cached: a FUSE server could block it for ever.
+    """
     root = os.open(f"/proc/{found.init.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fd = inroot.open_regular(root, names.LIMITS)
-        except linux.SyscallError as error:
-            raise region.RegionError(str(error)) from error
-        if fd < 0:
-            raise region.RegionError(f"{names.LIMITS} is missing")
+        resolve = linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
+        if not found.ours:
+            resolve |= linux.RESOLVE_CACHED
+        share = linux.openat2(root, names.PRIVATE_DIR, os.O_PATH | os.O_DIRECTORY, resolve=resolve)
+    except linux.SyscallError as error:
+        raise OSError(error.errno, str(error)) from error
+    finally:
+        os.close(root)
+    device = os.fstat(share).st_dev
+    if f"{os.major(device)}:{os.minor(device)}" != found.device:
+        os.close(share)
+        raise OSError(f"{names.PRIVATE_DIR} is of another file system")
+    return share
+
+
+def _limits_of(found: Found) -> bytes:
+    """The limits file of a share that is ours. Raises OSError."""
+    share = _share_dir(found)
+    try:
+        fd = os.open("limits", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=share)
         try:
             device = os.fstat(fd).st_dev
             if f"{os.major(device)}:{os.minor(device)}" != found.device:
-                raise region.RegionError(f"{names.LIMITS} is of another file system")
+                raise OSError(f"{names.LIMITS} is of another file system")
             return os.pread(fd, region.LIMITS_SIZE + 1, 0)
         finally:
             os.close(fd)
     finally:
-        os.close(root)
+        os.close(share)
 
 
 def open_limits(state_dir: str, container_id: str) -> int:

@@ -14,12 +14,11 @@ A process killed in either step leaves something that the next `empty_trash` (ea
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import time
 
-from . import idmap, linux, names, region, rootless
+from . import filelock, idmap, linux, names, region, rootless
 from .errors import KernelError, of_file, what_to_do
 from .light import TYPE_CHECKING, Sequence, Union
 from .model import Share
@@ -36,6 +35,7 @@ _FOLDERS = (("containers", 0o700), ("trash", 0o700), ("errors", 0o755))
 _PLAIN = "rootless"  # there when the directory is a user's own and no mount
 _MARKER = "lock"  # made last: its presence says that the directory is complete
 REBUILD = "rebuild"  # there from the making of the directory until leases of living containers were looked for
+FIRST = ".lock"  # of first starts, below the mount
 CHANGING = "changing"  # there while limits of a living container change: see livelimits.py
 _OURS = frozenset(  # beginnings of names in it, without the dot of temporary files
     (
@@ -53,6 +53,7 @@ _OURS = frozenset(  # beginnings of names in it, without the dot of temporary fi
     )
 )
 LEASE = "lease.json"
+SHARE_MARK = "trusted.gpushare"
 HELD = "held"  # beside a lease that is only reserved: whose it became (leasefile.held)
 CACHE = "ld.so.cache"  # the container's new loader cache, until the launcher has put it there (ticket.py)
 _CGROUP = "cgroup"  # path of a cgroup that was made for this lease alone
@@ -83,16 +84,17 @@ def prepare(state_dir: str) -> None:
 
     Also where the directory is on a tmpfs already: /run is shared between mount namespaces on a systemd host, so a
     tenant's page mounted below it would be copied into every other namespace and outlive its container.
-    The flock on the directory below the mount makes two first starts take turns; one that comes between the mount and
-    the marker finds the directory on top, and does what is left, as the other does.
+    A lock orders first starts; one that comes between mount and marker finishes what is left, as the other does.
     """
     if is_ready(state_dir):
         return
     try:
-        os.makedirs(state_dir, 0o700, exist_ok=True)  # below the mount: nobody else may take the lock
-        fd = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.makedirs(state_dir, 0o700, exist_ok=True)
+        filelock.require_own(state_dir)
+        _refuse_foreign(state_dir)
+        fd = filelock.open_own(os.path.join(state_dir, FIRST))  # any user can lock a directory
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            filelock.take(fd, os.path.join(state_dir, FIRST))
             if not is_ready(state_dir):
                 _make_state(state_dir)
         finally:
@@ -110,7 +112,7 @@ def foreign(state_dir: str) -> str:
     return ""
 
 
-def _make_state(state_dir: str) -> None:
+def _refuse_foreign(state_dir: str) -> None:
     """Raises KernelError for somebody else's directory: `--state /etc` would hide all that is there below a mount."""
     other = foreign(state_dir)
     if other:
@@ -118,6 +120,9 @@ def _make_state(state_dir: str) -> None:
             f"state directory {shown(state_dir)}: {shown(other)} in it is not gpushare's",
             "name an empty directory, or a new one",
         )
+
+
+def _make_state(state_dir: str) -> None:
     if not rootless.is_rootless():
         _mount_state(state_dir)
         return
@@ -168,6 +173,7 @@ def make_share_dir(state_dir: str, container_id: str, shares: Sequence[Share]) -
         _make_points(share, [one.device.uuid for one in shares])
     except OSError as error:
         raise of_file(error, error.filename or share) from error
+    linux.try_setxattr(share, SHARE_MARK)  # only root of this host can: rebuild.py
     return share
 
 
@@ -363,16 +369,6 @@ def read_usage(state_dir: str, container_id: str, n_devices: int) -> Usage:
 
     path = os.path.join(container_dir(state_dir, container_id), "rw", "usage")
     return usagefile.read_usage(_pread(path, region.USAGE_SIZE, "usage file"), n_devices)
-
-
-def page_device(state_dir: str, container_id: str) -> str:
-    """The "major:minor" of a container's own tmpfs, as in mountinfo; "" when it has none."""
-    folder = container_dir(state_dir, container_id)
-    try:
-        device, outside = os.lstat(os.path.join(folder, "rw")).st_dev, os.lstat(folder).st_dev
-    except OSError:
-        return ""
-    return "" if device == outside else f"{os.major(device)}:{os.minor(device)}"
 
 
 def _pread(path: str, size_bytes: int, what: str) -> bytes:

@@ -123,6 +123,10 @@ def unmount_state(state_dir: str) -> None:
                 break
             raise
     try:
+        os.unlink(os.path.join(state_dir, storage.FIRST))
+    except FileNotFoundError:
+        pass
+    try:
         os.rmdir(state_dir)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):

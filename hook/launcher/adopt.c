@@ -90,12 +90,27 @@ static bool is_own_root(int process) {
     return true;
 }
 
+/* Whether init is the first process of a pid namespace below ours, whose end the kernel makes the
+ * end of all in there: as procs.is_first. Others' leases are Python's, at the end too. */
+static bool is_first(int process) {
+    char text[16 << 10];
+    char *line =
+        read_at(process, "status", text, sizeof text) > 0 ? strstr(text, "\nNSpid:") : NULL;
+    unsigned numbers = 0, number = 0;
+    int used = 0;
+    for (line = line ? line + strlen("\nNSpid:") : "";
+         sscanf(line, "%*[ \t]%u%n", &number, &used) == 1; line += used)
+        numbers++;
+    return numbers > 1 && number == 1;
+}
+
 static bool open_container(struct adoption *a, const char *rootfs, long pid) {
     char path[64];
     struct stat theirs, ours;
     snprintf(path, sizeof path, "/proc/%ld", pid);
     a->init = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (a->init < 0 || !start_time(a->init, &a->init_start) || !is_own_root(a->init))
+    if (a->init < 0 || !start_time(a->init, &a->init_start) || !is_own_root(a->init) ||
+        !is_first(a->init))
         return false;
     if (fstatat(a->init, "ns/mnt", &theirs, 0) != 0 || stat("/proc/self/ns/mnt", &ours) != 0 ||
         (theirs.st_dev == ours.st_dev && theirs.st_ino == ours.st_ino))

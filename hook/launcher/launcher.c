@@ -71,9 +71,10 @@ static bool may_ask(const struct call *call) {
 
 static void wake_up(int number) {
     (void)number;
+    time_is_up = 1;
 }
 
-/* What hangs (the lease lock) ends after a while, and Python then says what it was. */
+/* What hangs (the lease lock) or never ends is over after a while, and Python says what it was. */
 static bool take_time(void) {
     struct sigaction action = {.sa_handler = wake_up};
     alarm(ADOPT_S);

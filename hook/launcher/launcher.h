@@ -10,8 +10,12 @@
 #define GPUSHARE_LAUNCHER_H
 
 #include <limits.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
+
+/* release.c: the alarm has ended the wait for a lock; every loop over files ends, too. */
+extern volatile sig_atomic_t time_is_up;
 
 /* scan.c: does a config.json hold one of the words, or a device rule that could open a GPU?
  * Unreadable or large: yes. `cri`: the engine is one, so a sandbox may be one. */

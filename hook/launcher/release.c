@@ -1,6 +1,7 @@
 /* The end of a container where it is simple: its lease goes, with its files. As leaseend.release
- * and storage.empty_trash, for a lease that `held` says this program handed over (adopt.c). What is
- * not exactly as a start leaves it, is in use, or cannot be removed, is for Python, which does all
+ * and storage.empty_trash, for a lease that `held` says this program handed over (adopt.c): of a
+ * container that its init's end is the end of, whatever mounts or descriptors are left. What is not
+ * exactly as a start leaves it, is in use, or cannot be removed, is for Python, which does all
  * of it again: each step leaves what the next look finds. */
 
 #define _GNU_SOURCE
@@ -18,7 +19,6 @@
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/sysmacros.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -26,9 +26,10 @@
 #include "launcher.h"
 #include "launcher_tables.h"
 
-#define MAX_VIEWS 4096 /* mount namespaces that are remembered as looked at */
 #define MAX_DEPTH 16
 #define MAX_TEXT (16 << 10)
+
+volatile sig_atomic_t time_is_up;
 
 /* Everything that a lease's directory may hold for this; a name that is not here is Python's. */
 static const char *const NAMES[] = {LEASE_FILE,  HELD_FILE,  TICKET_FILE, TICKET_CACHE,
@@ -92,12 +93,12 @@ static bool has_only_known_names(int directory) {
     int fd = openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     DIR *list = fd >= 0 ? fdopendir(fd) : NULL;
     bool known = list;
-    for (struct dirent *one; known && (one = readdir(list));)
+    for (struct dirent *one; known && !time_is_up && (one = readdir(list));)
         known = strcmp(one->d_name, ".") == 0 || strcmp(one->d_name, "..") == 0 ||
                 args_listed(NAMES, one->d_name, strlen(one->d_name));
     if (list)
         closedir(list);
-    return known;
+    return known && !time_is_up;
 }
 
 static bool lives(const struct lease *lease) {
@@ -119,72 +120,6 @@ static void wait_gone(const struct lease *lease) {
         poll(&one, 1, POSTSTOP_WAIT_MS);
     if (fd >= 0)
         close(fd);
-}
-
-static bool shows_mount(const char *table, const char *device) {
-    FILE *file = fopen(table, "re");
-    char *text = NULL;
-    size_t room = 0;
-    bool found = false;
-    while (file && !found && getline(&text, &room, file) > 0) {
-        char *field = text;
-        const char *fields[5] = {NULL};
-        for (size_t i = 0; i < 5 && field; i++)
-            fields[i] = strsep(&field, " ");
-        size_t length = fields[4] ? strlen(fields[4]) : 0, end = strlen(RW_DIR);
-        found = length >= end && strcmp(fields[2], device) == 0 &&
-                strcmp(fields[4] + length - end, RW_DIR) == 0;
-    }
-    free(text);
-    if (file)
-        fclose(file);
-    return found;
-}
-
-/* Whether a process in another mount namespace still sees the container's page; procs.with_mount.
- * A container in the host's pid namespace can outlive its init. */
-static bool in_use(const struct lease *lease) {
-    static char *views[MAX_VIEWS];
-    size_t known = 0;
-    struct stat page, folder;
-    char device[32], ours[PATH_MAX] = "";
-    if (fstatat(lease->directory, RW_NAME, &page, AT_SYMLINK_NOFOLLOW) != 0 ||
-        fstat(lease->directory, &folder) != 0 || page.st_dev == folder.st_dev)
-        return false;
-    snprintf(device, sizeof device, "%u:%u", major(page.st_dev), minor(page.st_dev));
-    if (readlink("/proc/self/ns/mnt", ours, 64) <= 0)
-        return true;
-    DIR *proc = opendir("/proc");
-    if (!proc)
-        return true;
-    strcat(ours, " /");
-    bool found = false;
-    for (struct dirent *one; !found && (one = readdir(proc));) {
-        char path[300], view[2 * PATH_MAX];
-        if (!isdigit((unsigned char)*one->d_name))
-            continue;
-        snprintf(path, sizeof path, "/proc/%s/ns/mnt", one->d_name);
-        ssize_t size = readlink(path, view, 64);
-        if (size <= 0)
-            continue; /* gone, or a zombie */
-        view[size++] = ' ';
-        snprintf(path, sizeof path, "/proc/%s/root", one->d_name);
-        ssize_t more = readlink(path, view + size, PATH_MAX);
-        if (more <= 0)
-            continue;
-        view[size + more] = '\0';
-        bool seen = strcmp(view, ours) == 0;
-        for (size_t i = 0; !seen && i < known; i++)
-            seen = strcmp(views[i], view) == 0;
-        if (seen)
-            continue;
-        if (known < MAX_VIEWS && (views[known] = strdup(view)))
-            known++;
-        snprintf(path, sizeof path, "/proc/%s/mountinfo", one->d_name);
-        found = shows_mount(path, device);
-    }
-    closedir(proc);
-    return found;
 }
 
 /* As pages.free: the index no longer has the number, and the page goes, also its memory where
@@ -260,7 +195,7 @@ static bool empty(int directory, dev_t device, int depth) {
     int fd = depth < MAX_DEPTH ? openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
     DIR *list = fd >= 0 ? fdopendir(fd) : NULL;
     bool done = list;
-    for (struct dirent *one; done && (one = readdir(list));) {
+    for (struct dirent *one; done && !time_is_up && (one = readdir(list));) {
         struct stat status;
         if (strcmp(one->d_name, ".") == 0 || strcmp(one->d_name, "..") == 0)
             continue;
@@ -280,7 +215,7 @@ static bool empty(int directory, dev_t device, int depth) {
     }
     if (list)
         closedir(list);
-    return done;
+    return done && !time_is_up;
 }
 
 static bool remove_files(const struct lease *lease) {
@@ -288,7 +223,7 @@ static bool remove_files(const struct lease *lease) {
     struct stat status;
     if (snprintf(path, sizeof path, "%s/" RW_NAME, lease->path) >= (int)sizeof path)
         return false;
-    while (umount2(path, MNT_DETACH | UMOUNT_NOFOLLOW) == 0)
+    while (!time_is_up && umount2(path, MNT_DETACH | UMOUNT_NOFOLLOW) == 0)
         ; /* somebody may have mounted something over it */
     return (errno == EINVAL || errno == ENOENT) && fstat(lease->directory, &status) == 0 &&
            empty(lease->directory, status.st_dev, 0) &&
@@ -303,14 +238,14 @@ static bool has_leftovers(const char *state_dir) {
         return true;
     DIR *list = opendir(path);
     bool left = !list && errno != ENOENT;
-    for (struct dirent *one; list && !left && (one = readdir(list));) {
+    for (struct dirent *one; list && !left && !time_is_up && (one = readdir(list));) {
         const char *pid = strrchr(one->d_name, '-');
         left = strcmp(one->d_name, ".") != 0 && strcmp(one->d_name, "..") != 0 &&
                (!pid || atoi(pid + 1) <= 0 || kill(atoi(pid + 1), 0) != 0);
     }
     if (list)
         closedir(list);
-    return left;
+    return left || time_is_up;
 }
 
 enum release release(const char *state_dir, const char *id, const char *bundle) {
@@ -325,7 +260,7 @@ enum release release(const char *state_dir, const char *id, const char *bundle) 
         return RELEASE_UNCLEAR;
     if (bundle)
         wait_gone(&lease);
-    if (lives(&lease) || in_use(&lease))
+    if (lives(&lease)) /* of this pid namespace its processes end with it: is_first in adopt.c */
         return RELEASE_IN_USE;
     if (!discard(&lease, state_dir))
         return RELEASE_UNCLEAR;

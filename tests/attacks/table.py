@@ -289,6 +289,11 @@ RACES = (
 
 T = "e2e/"
 ELSEWHERE = (
+    Elsewhere("65,000 mounts and 60 roots of others, while containers start and end", ("mount table growth", "hanging hook"), (T + "test_leftovers.py::test_no_end_and_no_start_looks_at_mounts_or_processes_of_others",)),
+    Elsewhere("a process that outlives its init and pivots away with its CUDA context", ("pid reused",), (T + "test_leftovers.py::test_context_of_a_process_that_pivoted_away_keeps_the_lease",)),
+    Elsewhere("a descriptor of the usage file, passed on with a lock", ("corrupted usage and pages",), (T + "test_leftovers.py::test_passed_descriptor_keeps_no_share",)),
+    Elsewhere("forged shares after the state directory was lost", ("user namespace",), (T + "test_forged_shares.py::test_forged_share_is_ignored", T + "test_forged_shares.py::test_share_made_by_root_of_a_user_namespace_in_a_container_is_ignored")),
+    Elsewhere("a lock on the directory below the state's mount", ("hanging hook",), (T + "test_host_user.py::test_lock_of_a_user_on_the_directory_below_the_mount_holds_up_no_first_start",)),
     Elsewhere("links of every kind, op by op", ("leaf link", "parent link", "magic link"), (T + "test_paths.py::test_a_leaf_link_out_of_the_library_directories", T + "test_paths.py::test_magic_links", T + "test_paths.py::test_a_link_name_that_is_a_link_to_passwd"), LINKS),
     Elsewhere("special files, op by op", ("special file",), (T + "test_path_kinds.py::test_a_special_file_at_a_mount_target", T + "test_path_kinds.py::test_a_special_file_at_a_links_name", T + "test_path_kinds.py::test_a_special_file_at_a_device_target")),
     Elsewhere("an immutable directory", ("immutable file",), (T + "test_path_kinds.py::test_an_immutable_directory",)),

@@ -4,12 +4,16 @@ him, and nothing that he may open delays a start or an end."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.attacks import proof
 from tests.lib.host import Node
+from tests.lib.runc import RuntimeFailed
 
 MakeContainer = Callable[..., Any]
 USER = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--")
@@ -32,6 +36,36 @@ for folder, folders, files in os.walk(sys.argv[1], onerror=lambda error: said["c
 print(json.dumps(said), flush=True)
 sys.stdin.read()
 """
+
+
+def test_lock_of_a_user_on_the_directory_below_the_mount_holds_up_no_first_start(
+    container: MakeContainer, node: Node, way: str
+) -> None:
+    """An administrator, or systemd, may have made it, open to all as /run is."""
+    node.state.mkdir(exist_ok=True)
+    for directory in (node.state, *node.state.parents):
+        if str(directory).startswith("/tmp/"):
+            directory.chmod(directory.stat().st_mode | 0o055)
+    script = f"exec 9<{node.state}; flock 9; echo locked; cat"
+    with subprocess.Popen([*USER, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as grabber:
+        assert grabber.stdin and grabber.stdout and grabber.stdout.readline() == b"locked\n"
+        one = container(["true"], env=SHARE, **node.way(way))
+        assert one.run() == 0, one.stderr
+        assert grabber.poll() is None
+        grabber.stdin.close()
+
+
+def test_state_directory_of_another_user_is_refused(container: MakeContainer, node: Node, way: str) -> None:
+    node.state.mkdir(exist_ok=True)
+    os.chown(node.state, 65534, 65534)
+    with pytest.raises(RuntimeFailed, match="state directory .* belongs to uid 65534, not 0; chown 0 "):
+        container(["true"], env=SHARE, **node.way(way)).start()
+    os.chown(node.state, 0, 0)
+    (node.state / ".lock").touch()
+    os.chown(node.state / ".lock", 65534, 65534)
+    with pytest.raises(RuntimeFailed, match=r"lock\S+ is not a file of uid 0 alone with mode 600; rm "):
+        container(["true"], env=SHARE, **node.way(way)).start()
+    (node.state / ".lock").unlink()
 
 
 def test_another_user_sees_no_share_and_holds_up_no_start(container: MakeContainer, node: Node, way: str) -> None:

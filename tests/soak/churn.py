@@ -6,7 +6,6 @@ it was killed as well), and the next start, or `gpushare prune` in the end, find
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -19,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpushare import leases, procs
+from gpushare import leases, leftover, procs
 
 from tests.lib import processes
 from tests.lib.runc import Container, RuntimeFailed
@@ -178,9 +177,8 @@ class Churn:
                 continue
             if procs.alive(lease.init_pid, lease.init_start):
                 return "its init runs"
-            if user := leases.user_of_page(state, container_id):
-                with contextlib.suppress(OSError):  # it has just ended
-                    return f"its page is seen by {Path(f'/proc/{user}/comm').read_text().strip()}"
+            if not lease.first and leftover.lives(state, lease):
+                return "its cgroup is populated, or its usage file is mapped"
         return ""
 
     def dead_engine(self, one: Container) -> None:

@@ -102,13 +102,15 @@ def test_held_as_the_launcher_writes_it(state: str, init: subprocess.Popen[bytes
     path = lease_file(state, "c1").with_name(storage.HELD)
     text = f"{leasefile.HELD_VERSION}\n{reserved.creator_pid} {reserved.creator_start}\n{who.pid} {who.start}\n/a b\n"
     path.write_text(text)
-    held = reserved._replace(state="held", init_pid=who.pid, init_start=who.start, cgroup="/a b")
+    held = reserved._replace(state="held", init_pid=who.pid, init_start=who.start, cgroup="/a b", first=True)
     assert leases.view(state).live == (held,) and leases.find(state, "c1") == held
     assert leases.is_held_by(state, "c1", who)
     assert not leaseend.release_reserved_by(state, "c1", reserved.bundle, reserved.creator_pid)
     for damaged in ("", text[:-1], text + "\n", text.replace(f"{reserved.creator_pid} ", "1 "), text.replace(" ", "")):
         path.write_text(damaged)
         assert [damage.id for damage in leases.view(state).damaged] == ["c1"], damaged
+    path.write_text(text.replace(leasefile.HELD_VERSION, "gpushare-held-1"))  # of 0.1.0
+    assert leases.view(state).live == (held._replace(first=False),)
     path.write_text(text)
     init.kill()
     init.wait()

@@ -1,0 +1,125 @@
+"""What of a container is found after its init."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gpushare import leases, leftover, mounttables, rebuild, storage
+
+from tests.unit import pure
+
+ONE_GPU = pure.node(1)
+
+
+def in_child(work: Callable[[], None]) -> tuple[int, int, int]:
+    """(pid, descriptor that says that `work` is done, descriptor whose end ends it)."""
+    done, says = os.pipe()
+    waits, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(end)
+            work()
+            os.write(says, b".")
+            os.read(waits, 1)
+        finally:
+            os._exit(0)
+    os.close(says)
+    os.close(waits)
+    assert os.read(done, 1) == b"."
+    return child, done, end
+
+
+def ended(child: tuple[int, int, int]) -> None:
+    os.close(child[2])
+    os.waitpid(child[0], 0)
+    os.close(child[1])
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """As shim/region.c: locked, mapped, closed."""
+    fd = os.open(path, os.O_RDWR)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+    page = mmap.mmap(fd, 4096)
+    os.close(fd)
+    return page
+
+
+def test_lock_lasts_as_long_as_any_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "usage"
+    path.write_bytes(bytes(4096))
+    assert not leftover.is_locked(str(path))
+    kept: list[mmap.mmap] = []
+
+    def forks() -> None:
+        kept.append(mapped(path))
+        in_child(lambda: None)
+
+    first = in_child(forks)
+    assert leftover.is_locked(str(path))
+    ended(first)  # its child has the end of a pipe, and so ends too
+    while leftover.is_locked(str(path)):  # the kernel ends it in its own time
+        pass
+
+
+@pytest.mark.parametrize(
+    ("folders", "populated"), [(0, False), (20, False), (leftover._MAX_CGROUPS + 1, None)], ids=["none", "few", "many"]
+)
+def test_cgroups_below_are_looked_at_in_bounds(tmp_path: Path, folders: int, populated: bool | None) -> None:
+    (tmp_path / "cgroup.procs").touch()
+    for number in range(folders):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "cgroup.procs").touch()
+    assert leftover._populated_v1(str(tmp_path)) is populated
+    if folders == 20:
+        (tmp_path / "7" / "cgroup.procs").write_text("12\n")
+        assert leftover._populated_v1(str(tmp_path)) is True
+    deep = tmp_path.joinpath(*["d"] * (leftover._MAX_DEPTH + 1))
+    deep.mkdir(parents=True)
+    for folder in (deep, *list(deep.parents)[: leftover._MAX_DEPTH]):
+        (folder / "cgroup.procs").touch()
+    assert leftover._populated_v1(str(tmp_path)) is not False
+
+
+def test_search_for_lost_containers_holds_no_lock(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many mounts there are, starts that need none of it go on."""
+    state = str(state_dir)
+    storage.prepare(state)
+    looks = []
+
+    def read(last: int) -> mounttables.Found:
+        with open(f"{state}/lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        looks.append(last)
+        return mounttables.Found((), "12 mount tables were not read")
+
+    monkeypatch.setattr(mounttables, "read", read)
+    assert leases.recover(state, ONE_GPU) == ()
+    assert looks == [mounttables.ROOT]
+    assert not (state_dir / storage.REBUILD).exists()
+
+
+def test_directory_that_is_lost_again_during_the_search_is_searched_again(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = str(state_dir)
+    storage.prepare(state)
+    marker, looks = state_dir / storage.REBUILD, []
+
+    def look(of: str, node: object) -> rebuild.Looked:
+        status = marker.stat()
+        looks.append(status.st_ino)
+        if len(looks) == 1:
+            marker.rename(state_dir / "rebuild.before")
+            marker.touch()
+        return rebuild.Looked((status.st_dev, status.st_ino), ())
+
+    monkeypatch.setattr(rebuild, "look", look)
+    assert leases.recover(state, ONE_GPU) == ()
+    assert len(looks) == 2 and not marker.exists()
