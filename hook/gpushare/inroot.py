@@ -93,7 +93,7 @@ def open_in(root: Root, path: str, flags: int = os.O_PATH, mode: int = 0) -> int
 def open_below(root_fd: int, path: str, flags: int, mode: int, resolve: int) -> int:
     """`open_in` for a descriptor, with further RESOLVE_ flags; those are only for kernels that have openat2."""
     global _kernel_has_openat2
-    for attempt in range(_RETRIES):
+    for _ in range(_RETRIES):
         spend(path)
         try:
             if _kernel_has_openat2:
@@ -104,9 +104,10 @@ def open_below(root_fd: int, path: str, flags: int, mode: int, resolve: int) -> 
         except linux.SyscallError as error:
             if error.errno == errno.ENOSYS and _kernel_has_openat2:
                 _kernel_has_openat2 = False
-            elif error.errno != errno.EAGAIN or attempt == _RETRIES - 1:
+            elif error.errno != errno.EAGAIN:
                 raise
-    raise linux.SyscallError("openat2", path, errno.EAGAIN)
+    hint = "use an image without mazes of links, or stop what renames directories all the time"
+    raise linux.SyscallError("openat2", path[:_SHOWN], errno.EAGAIN, hint)
 
 
 def exists(root: Root, path: str, flags: int = os.O_PATH) -> int:
