@@ -55,6 +55,7 @@ class Policy(NamedTuple):
     nvidia_visible_devices: str = "alone"  # alone | with_limit
     privileged_containers: tuple[str, ...] = ("*",)  # <namespace>/<container> or an id; * = all, () = none
     over_maximum: str = "refuse"  # refuse | clamp
+    accept_widening: str = "always"  # variables that make more of a request than its limit
     accept_switches: str = "never"  # words of other schedulers that switch their limits off
     enabled_dialects: tuple[str, ...] = ("*",)  # names of dialects.table.SCHEDULERS; * = all
     disabled_dialects: tuple[str, ...] = ()

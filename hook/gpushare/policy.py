@@ -2,6 +2,7 @@
 
     accepted(who, bundle)             -> bool    who: always | privileged | never
     refuse_unaccepted(mine, bundle, policy)      our own words, where the node does not listen to them
+    without_widening(request, bundle, policy) -> Request     what variables add to a limit, where they may not
     refuse_injected(bundle, policy)              devices that other software put into config.json
     refuse_unlimited(bundle, config)             the same where limits are required
     refuse_unlisted(request, bundle, policy)     a privileged container without an entry
@@ -52,6 +53,34 @@ def _injected(bundle: Bundle, policy: Policy) -> str:
     if not injected.minors(bundle.spec) and listed(bundle, policy):
         return ""
     return injected.named(bundle.spec)
+
+
+# field of Request that gives more than the limit -> our variable, its least value
+_MORE: dict[str, tuple[str, Any]] = {
+    "compute_mode": (names.ENV_COMPUTE_MODE, "hard"),
+    "priority": (names.ENV_PRIORITY, 0),
+    "oversubscribe": (names.ENV_OVERSUBSCRIBE, False),
+    "scalings": (names.ENV_OVERSUBSCRIBE, ()),
+}
+
+
+def without_widening(request: Request, bundle: Bundle, policy: Policy) -> Request:
+    """`request` without what variables add to its limits, where policy does not take that. Ignored, not refused: an
+    image may have set them, and the limit is the user's in any case."""
+    if accepted(policy.accept_widening, bundle):
+        return request
+    fields: dict[str, Any] = {}
+    ignored = []
+    for field, (variable, least) in _MORE.items():
+        said = [(name, value) for name, value in request.sources if name == variable]
+        key = names.ANNOTATIONS[variable]
+        annotated = any(name.endswith(key) or name in triggers.KEYS for name, _ in request.sources)
+        if getattr(request, field) == least or (annotated and not said):
+            continue
+        fields[field] = least
+        shown_as = setting(*said[0]) if said else f"{field} of {request.dialect}"
+        ignored.append(f"{shown_as}: policy.accept.widening does not take it")
+    return request._replace(ignored=(*request.ignored, *ignored), **fields)
 
 
 def refuse_injected(bundle: Bundle, policy: Policy) -> None:

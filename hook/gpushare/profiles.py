@@ -26,6 +26,7 @@ WORKSTATION: dict[str, Any] = {
 # that reaches a sidecar, words of a scheduler that is not there, a privileged agent), nobody what no scheduler has
 # counted, and nobody more than the maximum.
 CLUSTER: dict[str, Any] = {
+    "policy.accept.widening": "never",
     "policy.annotations": "scoped",
     "policy.dialects.enabled": [],
     "policy.nvidia_visible_devices": "with_limit",

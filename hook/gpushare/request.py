@@ -189,6 +189,11 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
     rules = node.config.policy
     env = bundle.env if policy.accepted(rules.accept_env, bundle) else nvidia.constraints_only(bundle.env)
     spec = bundle.spec if policy.accepted(rules.accept_volume_mounts, bundle) else {}
+    more: tuple[str, ...] = ()
+    if not policy.accepted(rules.accept_widening, bundle):
+        said = dict(pair for pair in env if pair[0] in driverwords.WIDENING and pair[1].strip() not in ("", "disabled"))
+        more = tuple(f"{setting(*pair)}: policy.accept.widening does not take it" for pair in said.items())
+        env = tuple(pair for pair in env if pair[0] not in driverwords.WIDENING)
     words = driverwords.read(env, spec, node.inventory)
     if words.mig_access and not bundle.privileged:
         name, value = next((name, value) for name, value in words.sources if name in driverwords.MIG_RIGHTS)
@@ -204,7 +209,7 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
         mig_access=words.mig_access,
         requirements=words.requirements,
         sources=request.sources + words.sources,
-        ignored=request.ignored + words.ignored,
+        ignored=request.ignored + words.ignored + more,
     )
     if request.requirements and request.selection.kind == "none":  # for the others placement asks, device by device
         from . import constraints
@@ -244,7 +249,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
         _check_rootfs(bundle)
     policy.refuse_unlisted(request, bundle, rules)
     _check_words(request, rules)
-    return _with_driver_words(request, bundle, node)
+    return _with_driver_words(policy.without_widening(request, bundle, rules), bundle, node)
 
 
 def _refuse_in_sandbox(bundle: Bundle) -> None:

@@ -71,7 +71,8 @@ sharing:
   cores_scaling: 2
   overrides: [{model: A100|H100*, split_count: 7}, {devices: ["0:1", GPU-x], split_count: 0, cores_scaling: 1.5}]
 policy:
-  accept: {env: never, annotations: privileged, volume_mounts: never, cdi: privileged, switches: privileged}
+  accept:
+    {env: never, annotations: privileged, volume_mounts: never, cdi: privileged, switches: privileged, widening: never}
   dialects: {enabled: [hami, mps], disabled: [mps]}
   annotations: scoped
   nvidia_visible_devices: with_limit
@@ -92,7 +93,7 @@ def test_every_key_arrives() -> None:
     policy = Policy("never", "privileged", True, "50%", 40, ("0", "GPU-x"), ("mps",), "deny", "never")
     policy = policy._replace(accept_cdi="privileged", annotations="scoped", nvidia_visible_devices="with_limit")
     policy = policy._replace(privileged_containers=("kube-system/agent",), over_maximum="clamp")
-    policy = policy._replace(accept_switches="privileged", enabled_dialects=("hami", "mps"))
+    policy = policy._replace(accept_switches="privileged", enabled_dialects=("hami", "mps"), accept_widening="never")
     policy = policy._replace(disabled_dialects=("mps",))
     path = Config().state_dir
     log, runtime = "/var/log/gpushare.log", "/opt/runc"

@@ -33,6 +33,7 @@ def test_a_workstation_is_the_defaults() -> None:
 
 def test_a_cluster_gives_nothing_by_accident() -> None:
     assert config.parse_config(profiles.text("cluster"), "c").policy == Policy(
+        accept_widening="never",
         require_limits=True,
         max_memory="50%",
         unlimited="deny",

@@ -23,6 +23,7 @@ _DISABLE_REQUIRE = "NVIDIA_DISABLE_REQUIRE"
 _TRUE = ("1", "t", "true", "yes")
 _NOTHING = ("", "void", "none")
 _NAMES = frozenset((ENV_IMEX, _DISABLE_REQUIRE, *MIG_RIGHTS, *(feature.variable for feature in FEATURES.values())))
+WIDENING = frozenset((ENV_IMEX, *(feature.variable for feature in FEATURES.values())))  # more than a device
 _MAX_CHANNELS = 2048  # as many as the driver can make
 
 
