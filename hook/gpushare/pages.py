@@ -33,13 +33,13 @@ _TMPFS = {
     "nr_inodes": "16384",
     "mode": "0755",
 }
-# A uid that no container has: the owner of a file may take a lease on it (fcntl, F_SETLEASE), and every open waits
-# then; anybody else needs CAP_LEASE for that, which containers do not have.
+# A uid that owns nothing else. A program of a container that is not root cannot be the owner, who may take a lease on
+# the file (fcntl, F_SETLEASE); root of a container takes any uid, so idmap.py hides the owner where files are shown.
 OWNER = 4294967280
 _TRIES = 8  # how often what tenants took is cut back before we give up
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ATTRIBUTES = sum(linux.ATTRIBUTES[name] for name in ("nosuid", "nodev", "noexec"))
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: not held up by a lease of a container with CAP_LEASE
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a container may hold a lease on its own page
 _WORDS = struct.Struct("<" + "Q" * (region.MAX_PEERS // 64))
 
 

@@ -390,4 +390,5 @@ def _pread(path: str, size_bytes: int, what: str) -> bytes:
         finally:
             os.close(fd)
     except OSError as error:
-        raise region.RegionError(f"{what} {shown(path)} cannot be read: {error.strerror}") from error
+        why = "a process of the container holds a lease on it" if error.errno == errno.EAGAIN else error.strerror
+        raise region.RegionError(f"{what} {shown(path)} cannot be read: {why}") from error

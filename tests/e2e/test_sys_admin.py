@@ -66,9 +66,8 @@ def test_sys_admin_in_a_user_namespace_of_its_own_writes_no_file_that_it_is_show
     for each in (one, other):
         hand_over(each)
         each.start()
-    changed, leased = (
-        json.loads(one.exec(PYTHON, "-c", textwrap.dedent(program)).stdout)
-        for program in (owners.WRITES, owners.LEASES)
-    )
+    done = [one.exec(PYTHON, "-c", textwrap.dedent(program)) for program in (owners.WRITES, owners.LEASES)]
+    assert [one.returncode for one in done] == [0, 0], done
+    changed, leased = (json.loads(one.stdout) for one in done)
     assert [line for line in changed if "not made writable" not in line] == []
     assert leased == []

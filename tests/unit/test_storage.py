@@ -269,7 +269,7 @@ def test_write_lease_of_the_tenant_does_not_hold_up_the_host(page: Path, state: 
     fd = os.open(page, os.O_RDWR)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        with pytest.raises(region.RegionError, match="cannot be read: Resource temporarily unavailable"):
+        with pytest.raises(region.RegionError, match="cannot be read: a process of the container holds a lease on it"):
             storage.read_usage(state, "c1", 1)
     finally:
         os.close(fd)
