@@ -63,7 +63,7 @@ def test_container_with_a_user_namespace_keeps_its_share(
     hand_over(one)
     one.start()
     unmounted(node)
-    with pytest.raises(RuntimeFailed, match=one.id):
+    with pytest.raises(RuntimeFailed, match=f"{one.id}|exit code: 75"):
         container(["true"], env={"GPUSHARE_MEMORY": "10Gi"}, **node.way(way)).start()
     (share,) = listed(node)[one.id]["shares"]
     assert share["memory_limit_bytes"] == 10 << 30
