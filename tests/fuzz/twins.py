@@ -85,10 +85,11 @@ def words_in_config(data: bytes) -> None:
             spec = json.loads(data.decode())
             bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec, cri)
             asks = request.mentions(bundle) or injected.rules_reach(spec) or hookoutput.without(spec) is not spec
+            device = injected.named(spec)
         except (ValueError, RecursionError, AttributeError, GpushareError):
             return  # the low-level runtime refuses it, too
         assert cri or names.CRI_ANNOTATIONS.isdisjoint(bundle.annotations)
-        assert not injected.named(spec) or asks, "a device counts, whatever the container is"
+        assert not device or asks, "a device counts, whatever the container is"
         text = ctypes.create_string_buffer(data, len(data))  # the launcher changes it
         assert not asks or _launcher.scan_text_may_ask(text, ctypes.c_size_t(len(data)), cri)
 
