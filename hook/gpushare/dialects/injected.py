@@ -115,20 +115,30 @@ def _minor_of_device(device: dict[str, Any]) -> int:
     return _minor_of(device.get("path"))
 
 
+def _mounted_nodes(spec: dict[str, Any]) -> list[object]:
+    """Where mounts put nodes of the driver's. Only those whose source is called so, too: an image chooses the target of
+    a volume (VOLUME /dev/nvidia0), and the engine its source."""
+    mounts = [mount for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
+    return [
+        mount.get("destination")
+        for mount in mounts
+        if nvidia.target_of(mount.get("source")).rpartition("/")[2].startswith("nvidia")
+    ]
+
+
 def minors(spec: dict[str, Any]) -> tuple[int, ...]:
     """In the order of the spec, each once."""
     if _is_privileged(spec):
         return ()
     devices = [device for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
-    paths = [mount.get("destination") for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
-    found = [*map(_minor_of_device, devices), *map(_minor_of, paths)]
+    found = [*map(_minor_of_device, devices), *map(_minor_of, _mounted_nodes(spec))]
     return tuple(dict.fromkeys(minor for minor in found if 0 <= minor < _MODESET_MINOR))
 
 
 def _capabilities(spec: dict[str, Any]) -> frozenset[int]:
     """21 for /dev/nvidia-caps/nvidia-cap21."""
-    places = [*oci.items(spec, "linux", "devices"), *oci.items(spec, "mounts")]
-    paths = [place.get("path") or place.get("destination") for place in places if isinstance(place, dict)]
+    devices = [device for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
+    paths = [*(device.get("path") for device in devices), *_mounted_nodes(spec)]
     rests = [path[len(_CAPABILITY) :] for path in map(nvidia.target_of, paths) if path.startswith(_CAPABILITY)]
     return frozenset(int(rest) for rest in rests if rest.isascii() and rest.isdigit() and len(rest) <= 6)
 
