@@ -367,7 +367,7 @@ def test_injected_device_of_another_name_is_still_that_device() -> None:
     "path", ["/dev//nvidia1", "//dev/nvidia1", "dev/nvidia1", "/dev/x/../nvidia1/", "/dev/nvidia1"]
 )
 def test_injected_device_in_any_spelling_is_seen_and_taken_out(path: str) -> None:
-    node, mount = {"path": path, "type": "c", "major": 1, "minor": 3}, {"destination": path, "source": "/host/dev/nvidia1"}
+    node, mount = {"path": path, "type": "c", "major": 1, "minor": 3}, {"destination": path, "source": "/d/nvidia1"}
     assert injected.minors({"linux": {"devices": [node]}}) == (1,) == injected.minors({"mounts": [mount]})
     for source in ("/var/lib/volumes/0a1b/_data", "tmpfs", "", None, 1):  # VOLUME of an image
         assert injected.minors({"mounts": [{**mount, "source": source}]}) == ()
