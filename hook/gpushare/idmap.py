@@ -14,7 +14,8 @@ STATE_DIR/idmap/ns; a start opens that. It maps KEEPER alone, to uid 0 of the ho
 above a share, so the low-level runtime gets through them and no other user does. Beside it are the clones that mounts
 of config.json name, each called by the number of its directory: the leases' directory, the shim's. A file system that
 refuses (overlayfs, tmpfs before Linux 6.3) is remembered as the file `refused-<device>`, and its files are shown as
-they are.
+they are. Such a file counts for RETRY_S: a device number can become that of another file system, and what failed for
+want of memory or descriptors must not leave all containers after it unprotected.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 
 from . import linux, names, rootless
 from .errors import KernelError
@@ -34,7 +36,8 @@ FOLDER = "idmap"
 NAMESPACE = "ns"
 KEEPER = 4294967279  # owns no file but the directories above a share
 IDMAP = 0x100000  # MOUNT_ATTR_IDMAP
-_NONE = "none"  # no user namespace can be made on this host
+_NONE = "none"  # no user namespace could be made on this host
+RETRY_S = 60
 _REFUSALS = (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLONE = linux.ATTRIBUTES["ro"] | linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"]
@@ -71,14 +74,14 @@ class Hider:
         if self.fd < 0:
             return False
         if device not in self._refused:
-            self._refused[device] = os.access(self._mark(device), os.F_OK)
+            self._refused[device] = _failed_lately(self._mark(device))
         return not self._refused[device]
 
     def _mark(self, device: int) -> str:
         return f"{self.folder}/refused-{os.major(device)}:{os.minor(device)}"
 
     def refused(self, error: linux.SyscallError, device: int) -> bool:
-        """Whether `error` says that the file system cannot; it is not asked again until the host starts anew."""
+        """Whether `error` says that the file system cannot; it is not asked again for RETRY_S."""
         if error.errno not in _REFUSALS:
             return False
         self._refused[device] = True
@@ -149,7 +152,7 @@ def _namespace(state_dir: str) -> int:
             if os.fstat(fd).st_dev != os.stat(state_dir).st_dev:  # not the mount point alone
                 return fd
             os.close(fd)
-        if made or os.access(f"{state_dir}/{FOLDER}/{_NONE}", os.F_OK):
+        if made or _failed_lately(f"{state_dir}/{FOLDER}/{_NONE}"):
             break
         _make_namespace(state_dir, path)
     return -1
@@ -224,8 +227,17 @@ def new_namespace() -> int:
 def _touch(path: str) -> None:
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        os.utime(path)
     except OSError:
         pass  # it is asked again
+
+
+def _failed_lately(mark: str) -> bool:
+    """Not by a mark of the future: the clock was set back."""
+    try:
+        return 0 <= time.time() - os.stat(mark).st_mtime <= RETRY_S
+    except OSError:
+        return False
 
 
 def hides(tree: int, namespace: int, what: str) -> bool:

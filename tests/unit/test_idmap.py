@@ -142,6 +142,34 @@ def test_host_without_user_namespaces_shows_files_as_they_are(state: str, monkey
     assert idmap.shown(state)(op) == op.source
 
 
+def test_failure_for_want_of_descriptors_does_not_last(state: str) -> None:
+    program = "import sys; from gpushare import idmap; print(idmap.Hider(sys.argv[1]).fd >= 0)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(idmap.__file__).parents[1])}
+    few = ["prlimit", "--nofile=6", "python3", "-c", program, state]
+    assert subprocess.run(few, capture_output=True, text=True, env=environment).stdout == "False\n"
+    mark = Path(state, "idmap", "none")
+    for seconds, hidden in ((idmap.RETRY_S // 2, False), (-3600, True), (idmap.RETRY_S + 1, True)):
+        mark.touch()
+        when = mark.stat().st_mtime - seconds
+        os.utime(mark, (when, when))
+        hider = idmap.Hider(state)
+        assert (hider.fd >= 0) is hidden, seconds
+        hider.close()
+
+
+def test_refusal_does_not_outlive_the_file_system_that_had_the_number(state: str) -> None:
+    status = os.stat(state)
+    hider = idmap.Hider(state)
+    mark = Path(hider._mark(status.st_dev))
+    mark.touch()
+    assert not hider.can(status.st_dev)
+    hider.close()
+    os.utime(mark, (0, 0))
+    hider = idmap.Hider(state)
+    assert hider.can(status.st_dev)
+    hider.close()
+
+
 def test_state_directory_of_before_is_completed(state: str) -> None:
     """0.1.0 made it, with directories of root's."""
     os.chown(f"{state}/containers", 0, 0)
