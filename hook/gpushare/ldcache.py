@@ -19,6 +19,7 @@ from .model import LdEntry
 
 MAX_BYTES = 4 << 20  # a cache of 500 libraries has 40 KiB
 MAX_LIBS = 1 << 16
+_MAX_NAME = 4096  # PATH_MAX; comparing two names takes a step for each byte
 
 _OLD_MAGIC = b"ld.so-1.7.0"
 _NEW_MAGIC = b"glibc-ld.so.cache1.1"
@@ -207,7 +208,9 @@ def _position(cache: Cache, entries: Sequence[Entry], name: bytes, flags: int) -
     while low < high:
         middle = (low + high) // 2
         entry = entries[middle]
-        order = compare_names(cache.text(entry.key), name) or entry.flags - flags or int(entry.hwcap != 0)
+        there = cache.text(entry.key)
+        _require(len(there) <= _MAX_NAME, f"it has a name of {len(there)} bytes; at most {_MAX_NAME} are read")
+        order = compare_names(there, name) or entry.flags - flags or int(entry.hwcap != 0)
         if order > 0:
             low = middle + 1
         else:

@@ -223,3 +223,12 @@ def test_a_huge_file_is_not_looked_at() -> None:
 def test_a_name_of_a_million_digits_costs_nothing_special() -> None:
     digits = b"lib" + b"9" * 1_000_000
     assert ldcache.compare_names(digits, digits + b"x") < 0  # would take minutes with numbers that grow
+
+
+def test_name_of_megabytes_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comparison would take a second."""
+    strings = b"libcuda.so." + b"1" * (1 << 20) + b"\0"
+    cache = ldcache.Cache((ldcache.Entry(X86_64, 0, 0, 0, 0),), strings, ())
+    monkeypatch.setattr(ldcache, "compare_names", None)
+    with pytest.raises(ldcache.MalformedCache, match="a name of 1048587 bytes"):
+        ldcache.extended(cache, [LdEntry("libcuda.so.1", "/usr/lib/libcuda.so.1", X86_64)])
