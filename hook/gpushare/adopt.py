@@ -45,6 +45,7 @@ def adopt(options: Options, state: oci.State) -> int:
             leases.hold(options.state_dir, lease, init, procs.cgroup_of(init.pid))
         elif record.leased and not leases.is_held_by(options.state_dir, bundle.id, init):  # the launcher began
             raise RequestError(f"the lease of {shown(bundle.id)} is gone", "start the container again")
+        hook.ignore_signals()  # the container has its share: a refusal from here on would leave it behind
     except BaseException:
         hook.ignore_signals()
         hook.undo(options.state_dir, bundle.id, done.undo)

@@ -1,7 +1,7 @@
 """Waiting for a lock that another process may never give back (start path).
 
     open_own(path)    a file for it that no other user can open
-    take(fd, path)    an exclusive flock; raises KernelError after WAIT_S
+    take(fd, path)    an exclusive flock; raises KernelError after WAIT_S, or `wait_s`
 
 A lock stands on a file that only its owner can open: anyone who can open a file, for reading too, can lock it for ever.
 A start waits in the kernel, since it has a deadline of its own (hook.watch); a command would wait without end.
@@ -39,12 +39,12 @@ def open_own(path: str) -> int:
     return fd
 
 
-def take(fd: int, path: str) -> None:
+def take(fd: int, path: str, wait_s: float = WAIT_S) -> None:
     """Raises KernelError when another process keeps it, OSError."""
     if signal.getitimer(signal.ITIMER_REAL)[0]:
         fcntl.flock(fd, fcntl.LOCK_EX)
         return
-    until, pause_s = time.monotonic() + WAIT_S, 0.001
+    until, pause_s = time.monotonic() + wait_s, 0.001
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,7 +52,7 @@ def take(fd: int, path: str) -> None:
         except BlockingIOError:
             if time.monotonic() > until:
                 raise KernelError(
-                    f"{shown(path)}: another process has kept this lock for {WAIT_S:.0f} s", f"find it: fuser -v {path}"
+                    f"{shown(path)}: another process has kept this lock for {wait_s:.0f} s", f"find it: fuser -v {path}"
                 ) from None
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.02)

@@ -238,6 +238,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
             applied = apply.apply(steps, bundle, init.pid, state_dir)
         if lease is not None:
             leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
+        ignore_signals()  # the container has its share: a refusal from here on would leave it behind
     except BaseException:
         ignore_signals()
         undo(state_dir, bundle.id, applied.undo if applied is not None else None)

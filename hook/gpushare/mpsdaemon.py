@@ -322,7 +322,7 @@ def stop(host: Node, uuid: str, force: bool) -> bool:
 def _locked(folder: str) -> Iterator[None]:
     fd = os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        filelock.take(fd, f"{folder}.lock")
+        filelock.take(fd, f"{folder}.lock", 2 * _START_S)
         yield
     finally:
         os.close(fd)

@@ -287,7 +287,8 @@ def _is_apart(spec: dict[str, Any]) -> bool:
             if path:
                 return not _maps_root(_joined_map(path))
             rows = (row for row in items(spec, "linux", "uidMappings") if isinstance(row, dict))
-            return not _maps_root([(row.get("hostID", 0), row.get("size", 0)) for row in rows])
+            # null is 0 to a runtime in Go
+            return not _maps_root([(row.get("hostID") or 0, row.get("size") or 0) for row in rows])
     return False
 
 

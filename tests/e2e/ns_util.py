@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from gpushare import apply, linux
+from gpushare import apply, cgroup, linux
 from gpushare.errors import GpushareError
 from gpushare.model import Bundle
 from gpushare.ops import Op, Plan
@@ -113,7 +113,7 @@ def ended(process: Optional[subprocess.Popen[str]]) -> None:
 
 class Sandbox:
     """A process in its own mount namespace in which `rootfs` is a mount point, as a runtime leaves it before
-    pivot_root.
+    pivot_root, and in a cgroup of its own.
 
     `setup` are shell commands run there first. `propagates`: the rootfs stays a shared peer of the host's. `mapped`:
     in a user namespace whose root is this host uid."""
@@ -124,7 +124,11 @@ class Sandbox:
         script = " && ".join([*steps, *([setup] if setup else []), "echo ready", "exec sleep 1000"])
         self._holder = self._user_namespace(mapped) if mapped else None
         users = ["nsenter", "-U", "-t", str(self._holder.pid), "-S", "0", "-G", "0"] if self._holder else []
+        self._cgroups = [Path(one, f"gpushare-box-{uuid.uuid4()}") for one in cgroup.find_cgroups(os.getpid()) if one]
         self.process = started([*users, "unshare", "-m", "--propagation", "unchanged", "sh", "-c", script])
+        for one in self._cgroups:
+            one.mkdir()
+            (one / "cgroup.procs").write_text(str(self.process.pid))
 
     @staticmethod
     def _user_namespace(mapped: int) -> subprocess.Popen[str]:
@@ -192,6 +196,8 @@ class Sandbox:
     def close(self) -> None:
         ended(self.process)
         ended(self._holder)
+        for one in self._cgroups:
+            one.rmdir()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ def test_a_node_that_is_there_already_is_kept(image: Path, source: Path) -> None
     os.mknod(image / "dev/nvidia0", 0o666 | 0o020000, os.makedev(195, 0))
     node = DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False)
     with ns_util.sandbox(image) as box:
-        assert box.apply(Plan("test", (node,)), lambda applied: applied.notes) == ["/dev/nvidia0 is there already"]
+        assert box.apply(Plan("test", (node,)), lambda applied: applied.notes) == ['"/dev/nvidia0" is there already']
         assert box.mounts() == []
 
 

@@ -47,7 +47,7 @@ def hosts(_made: Hosts) -> Iterator[Hosts]:
 # runtime, options -> what the message has to quote
 REFUSALS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "bad value": ("gpushare", ("-e", "GPUSHARE_MEMORY=lots"), ('GPUSHARE_MEMORY="lots"', "4Gi")),
-    "two values": ("gpushare", ("-e", "GPUSHARE_MEMORY=1\n2"), ("GPUSHARE_MEMORY", r"1\n2")),
+    "two values": ("gpushare", ("-e", "GPUSHARE_MEMORY=1\n2"), ("GPUSHARE_MEMORY", r"1\x0a2")),
     "not so much": ("gpushare", ("-e", "GPUSHARE_MEMORY=17Gi"), ("17Gi",)),
     "policy": ("policy", ("-e", "GPUSHARE_MEMORY=5Gi"), ("5Gi", "max_memory", "4 GiB")),
     "policy, no limit": ("policy", ("-e", "NVIDIA_VISIBLE_DEVICES=0"), ("limit",)),

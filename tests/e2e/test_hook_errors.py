@@ -70,7 +70,8 @@ def test_bug_of_ours_is_one_line_and_its_trace_stays_on_the_host(
     program = changed_hook(tmp_path, "from gpushare import plan\nplan.make_plan = lambda *a: 1 / 0")
     one = container(["true"], env=SHARE, hook=node.hook()._replace(program=program))
     line = refused(one)
-    assert "gpushare: internal error: ZeroDivisionError: division by zero (at changed-hook:7)" in line
+    assert "gpushare: internal error: ZeroDivisionError: " in line
+    assert "division by zero" in line and "(at changed-hook:7)" in line
     trace = node.state / "errors" / f"{one.id}~trace"
     assert "hook.py" in trace.read_text() and trace.stat().st_mode & 0o777 == 0o600
     assert_nothing_left(node)

@@ -82,6 +82,11 @@ def test_rpm_is_known_by_rpm(packages: dict[str, Path]) -> None:
 
 def test_nothing_is_configured_by_being_installed() -> None:
     script = (TREE / "packaging/scripts/postinstall").read_text()
-    commands = re.findall(r"^\s*(?:/usr/bin/)?(gpushare|systemctl) ([a-z-]+)", script, re.MULTILINE)
-    assert set(commands) == {("gpushare", "refresh"), ("systemctl", "daemon-reload"), ("systemctl", "try-restart")}
+    commands = re.findall(r"^\s*(?:/usr/bin/)?((?:gpushare (?:runtime )?|systemctl )[a-z-]+)", script, re.MULTILINE)
+    assert set(commands) == {
+        "gpushare runtime status",
+        "gpushare refresh",
+        "systemctl daemon-reload",
+        "systemctl try-restart",
+    }
     assert "gpushare-" not in "".join(path.name for path in (TREE / "packaging").glob("*preset*"))

@@ -44,7 +44,7 @@ def test_configured_runtime_is_no_program(
     make(tmp_path / "low")
     node = make_node(simhost, runtime={"path": str(tmp_path / "low")})
     for env in (ONE_GIB, {}):
-        refused(node, container(["true"], env=env), CONFIG, repr(str(tmp_path / "low")), "set it to runc or crun")
+        refused(node, container(["true"], env=env), CONFIG, f'"{tmp_path / "low"}"', "set it to runc or crun")
 
 
 def test_configured_runtime_is_relative(container: MakeContainer, make_node: MakeNode, simhost: Path) -> None:

@@ -167,6 +167,7 @@ def test_capability_in_any_set_and_case_is_privileged(name: str) -> None:
         ),
         ({"namespaces": [{"type": "user"}], "uidMappings": [{"containerID": 0, "hostID": 0, "size": 65536}]}, True),
         ({"namespaces": [{"type": "user"}], "uidMappings": [{"containerID": 7, "hostID": 0, "size": 1}]}, True),
+        ({"namespaces": [{"type": "user"}], "uidMappings": [{"containerID": 0, "hostID": None, "size": 1}]}, True),
         ({"namespaces": [{"type": "user"}]}, True),  # nobody says what it maps
         ({"namespaces": [{"type": "user", "path": "/proc/self/ns/user"}]}, True),
         ({"namespaces": [{"type": "user", "path": "/run/netns/user"}]}, True),
