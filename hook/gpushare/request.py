@@ -314,5 +314,6 @@ def refuse_conflicts(bundle: Bundle, request: Request) -> None:
     if withhold.rules_open(bundle.spec, {nvidia.MAJOR}):
         raise RequestError(
             "config.json allows devices that were not granted (linux.resources.devices), as --privileged does",
-            f"start the container through gpushare-runtime, which denies them, or leave out {name}",
+            "start the container through gpushare-runtime, which denies them, or leave out --device-cgroup-rule and "
+            "--privileged",
         )

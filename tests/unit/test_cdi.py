@@ -106,6 +106,13 @@ def test_contradictions(names: tuple[str, ...], env: tuple[str, ...], annotation
         asked(pure.node(), *names, env=env, annotations=annotations)
 
 
+@pytest.mark.parametrize("value", ["1", "all", f"{SECOND},1", "any:2", "", "none"])
+def test_variable_of_an_image_adds_no_device(value: str) -> None:
+    """An image can set a variable beside the user's CDI device, but it knows no uuid of this host."""
+    with pytest.raises(RequestError, match="GPUSHARE_CDI_X=.*not set by a CDI device"):
+        asked(pure.node(), FIRST, env=(f"GPUSHARE_CDI_X={value}",))
+
+
 def test_policy_holds() -> None:
     """The variable is a request like any other, since an image can set it, too."""
     for words, key in (({"accept_env": "never"}, "env"), ({"accept_env": "privileged"}, "env")):

@@ -26,6 +26,8 @@ UNNAMED = Selection("any", count=0)
 VOID = Selection("void")
 _OTHER_VARIABLES = frozenset(("GPUSHARE_LOG", *names.ALLOCATED))  # ours, but no rows
 _PREFIX = "GPUSHARE_"
+_UUIDS = ("GPU-", "MIG-")  # how the driver's uuids begin
+_UUID_LENGTH = 40
 
 
 class Found(NamedTuple):
@@ -158,6 +160,10 @@ def _from_cdi(env: Env, value: Optional[str]) -> Optional[Found]:
     given = [Found(name, text.strip()) for name, text in env if name.startswith(names.ENV_CDI_PREFIX)]
     if not given:
         return None
+    for one in given:  # an image can set such a variable too, but it cannot know a uuid of this host
+        if one.value != "any" and not (one.value.startswith(_UUIDS) and len(one.value) == _UUID_LENGTH):
+            hint = "leave it out, or use --device gpushare.io/share=any"
+            raise wrong(one.name, one.value, "not set by a CDI device of gpushare", hint)
     found = Found(given[0].name, ",".join(dict.fromkeys(item.value for item in given)))
     if value is not None and value.strip() and value.strip() != found.value:
         raise RequestError(
