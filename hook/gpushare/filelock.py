@@ -39,8 +39,9 @@ def open_own(path: str) -> int:
     return fd
 
 
-def take(fd: int, path: str, wait_s: float = WAIT_S) -> None:
+def take(fd: int, path: str, wait_s: float = 0.0) -> None:
     """Raises KernelError when another process keeps it, OSError."""
+    wait_s = wait_s or WAIT_S
     if signal.getitimer(signal.ITIMER_REAL)[0]:
         fcntl.flock(fd, fcntl.LOCK_EX)
         return
