@@ -359,8 +359,12 @@ RUNC_ALONE = {
             "test_hook_errors.py::test_hook_that_hangs_meets_its_own_deadline",
             "test_policy.py::test_hook_refuses_rules_that_open_gpus",
             "test_policy.py::test_rule_that_names_a_gpu_is_refused_where_policy_says_so",
+            "test_policy.py::test_device_in_a_sandbox_is_refused",
+            "test_sys_admin.py::test_sys_admin_over_the_host_needs_an_entry",
+            "test_few_descriptors.py::test_table_of_files_that_is_full_later_is_no_internal_error",
         )
     },
+    T + "test_podman_cgroups.py::test_cgroup_of_the_caller_gets_no_rule": "starts no container",
     T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu": "on cgroup v1 crun takes no rule with -1",
     T
     + "test_policy.py::test_privileged_container_gets_no_other_gpu": "on cgroup v2 crun raises a limit that a test machine may not raise",
