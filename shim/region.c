@@ -42,7 +42,8 @@ void gs_log(const char *text, const char *detail) {
 
 /* Tells the host that a process of this container lives: a mapping keeps the open file, and with it
  * this lock, until it is unmapped or its process and all that were forked from it have ended
- * (leftover.py). Whoever holds another lock, or a kernel without these, makes no difference here.
+ * (leftover.py). It is no error where that fails: another process holds a conflicting lock,
+ * or the kernel has no such locks.
  */
 static void tell_host(int fd) {
     struct flock lock = {.l_type = F_RDLCK, .l_whence = SEEK_SET};

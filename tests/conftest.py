@@ -148,7 +148,7 @@ def no_leaks() -> Iterator[None]:
     """Fails a test that leaves a mount or a process behind. Use it first, so that it looks last."""
     mounts, children = set(rootfs.mount_points()), set(processes.children())
     yield
-    # What a device has for its containers stays with the state, and so does what hides the owner of files
+    # Mounts of a device's pages and of idmap.py stay as long as the state directory
     stays = {f"{point}/{name}" for point in mounts for name in ("devices", "idmap")}
     left = [point for point in rootfs.mount_points() if point not in mounts and os.path.dirname(point) not in stays]
     assert not left, f"mounts left behind: {left}"

@@ -56,9 +56,7 @@ def own_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
     """`find_cgroups` of a container's process, only those that hold nothing but the container. Raises KernelError where
     the one that decides about devices (v1's, where both are there) is shared with whoever starts the container: a rule
     written there would be the caller's, and would stay (`podman run --cgroups=disabled`)."""
-    mounts = mountns.read_mounts() if mounts is None else mounts
-    theirs, ours = find_cgroups(pid, mounts), find_cgroups(os.getpid(), mounts)
-    v1, v2 = ("" if holds(one, mine) else one for one, mine in zip(theirs, ours))
+    theirs, (v1, v2) = apart(pid, mounts)
     deciding, own = (theirs[0], v1) if theirs[0] else (theirs[1], v2)
     if deciding and not own:
         raise KernelError(
@@ -67,6 +65,14 @@ def own_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
             "start it with a cgroup (podman: without --cgroups=disabled)",
         )
     return v1, v2
+
+
+def apart(pid: int, mounts: Mounts = None) -> tuple[tuple[str, str], tuple[str, str]]:
+    """(`find_cgroups` of a process, the same with "" where this process is in that cgroup, or below it)."""
+    mounts = mountns.read_mounts() if mounts is None else mounts
+    v1, v2 = theirs = find_cgroups(pid, mounts)
+    my_v1, my_v2 = find_cgroups(os.getpid(), mounts)
+    return theirs, ("" if holds(v1, my_v1) else v1, "" if holds(v2, my_v2) else v2)
 
 
 def holds(directory: str, other: str) -> bool:

@@ -3,6 +3,7 @@
     granted    who got what, and in whose words          released   a share that ended, and who saw it
     refused    who got nothing, and what kind of reason  withheld   devices taken from a privileged container
     changed    who has other limits now, or is paused    exceeded   who uses more than its limit, as the driver says
+    ignored    what the search for containers that outlived the state directory left out
 
     decision=granted id=web dialect=own devices=GPU-1 memory=4294967296 compute=30 ... way=runtime ms=21.4
 

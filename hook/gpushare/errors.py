@@ -59,7 +59,7 @@ EXHAUSTED = {  # ENOSPC, EDQUOT, EMFILE, ENFILE, ENOMEM
     28: _NO_ROOM,
     122: _NO_ROOM,
     24: "raise RLIMIT_NOFILE (ulimit -n) of whoever starts this",
-    23: "raise fs.file-max, or find out who has so many files open",
+    23: "raise fs.file-max, or find the process that has so many files open",
     12: "see what takes the memory of this host, or of this cgroup",
 }
 # errno of a file that could not be written or read -> what to do

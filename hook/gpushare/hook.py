@@ -80,8 +80,7 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
         os.chdir("/")
         watch()
         data = _read_stdin(stdin)
-        hookoutput.silence_for_state(data)
-        state = oci.read_state(data)
+        state = hookoutput.read_state(data)
         container_id = state.id
         state = state._replace(bundle=os.path.realpath(state.bundle))  # runc says it as PWD does
         return _STAGES[options.stage](options, state)

@@ -2,7 +2,7 @@
 
     without(spec)             -> Spec    a config.json that names none of them; `spec` itself when it has none
     silence_for(annotations)  -> None    prints nothing from here on where they name a file
-    silence_for_state(data)   -> None    the same, for the text of an OCI state
+    read_state(data)          -> State   the same, for the text of an OCI state
 
 The annotations run.oci.hooks.stdout and run.oci.hooks.stderr hold any path of the host. crun opens it as the host's
 root before it runs a hook (open_hooks_output in its container.c: O_CREAT | O_APPEND, mode 0700). podman copies the
@@ -18,9 +18,10 @@ from __future__ import annotations
 import os
 
 from . import names, oci
-from .light import Any, loads
+from .light import Any
 
 OWN_STDERR = "/dev/stderr"
+_MAY_NAME_A_FILE = (*(key.encode() for key in names.HOOK_OUTPUT_ANNOTATIONS), b"\\")  # or spell it with an escape
 
 
 def without(spec: dict[str, Any]) -> dict[str, Any]:
@@ -46,17 +47,16 @@ def silence_for(annotations: object) -> None:
         _silence()
 
 
-def silence_for_state(data: bytes) -> None:
-    """A state that cannot be read may name a file, too."""
+def read_state(data: bytes) -> oci.State:
+    """oci.read_state, silent from here on where the state names a file, or cannot be read and may. Raises as that."""
     try:
-        value = loads(data) if len(data) <= oci.MAX_STATE_BYTES else None
-    except (ValueError, RecursionError):
-        value = None
-    if value is None:
-        if any(key.encode() in data for key in names.HOOK_OUTPUT_ANNOTATIONS) or len(data) > oci.MAX_STATE_BYTES:
+        state = oci.read_state(data)
+    except BaseException:
+        if len(data) > oci.MAX_STATE_BYTES or any(part in data for part in _MAY_NAME_A_FILE):
             _silence()
-    elif isinstance(value, dict):
-        silence_for(value.get("annotations"))
+        raise
+    silence_for(state.annotations)
+    return state
 
 
 def _silence() -> None:

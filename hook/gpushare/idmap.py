@@ -1,7 +1,7 @@
 """Mounts in which the owner of every file is unmapped (start path).
 
     Hider(state_dir)                 decides which mounts of a container hide the owner; `attributes`, `fd`, `refused`
-    shown(state_dir)                 where a mount of config.json comes from: the same file with its owner hidden
+    shown(hider)                     where a mount of config.json comes from: the same file with its owner hidden
     new_namespace(), hides(tree, ...)    whether a file system can show its files so (doctor)
 
 The owner of a file may take a lease on it (fcntl, F_SETLEASE), and every open of the file on this host waits then, or
@@ -21,11 +21,10 @@ want of memory or descriptors must not leave all containers after it unprotected
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import time
 
-from . import linux, names, rootless
+from . import filelock, linux, names, rootless
 from .errors import KernelError
 from .light import TYPE_CHECKING, Callable, Sequence
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 FOLDER = "idmap"
 NAMESPACE = "ns"
 KEEPER = 4294967279  # owns no file but the directories above a share
-IDMAP = 0x100000  # MOUNT_ATTR_IDMAP
+IDMAP = linux.MOUNT_ATTR_IDMAP
 _NONE = "none"  # no user namespace could be made on this host
 RETRY_S = 60
 _REFUSALS = (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
@@ -45,12 +44,7 @@ _CLONE = linux.ATTRIBUTES["ro"] | linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES[
 
 def give(path: str) -> None:
     """Makes KEEPER the owner of a directory above a share. Raises OSError."""
-    if not rootless.is_rootless():
-        try:
-            os.chown(path, KEEPER, KEEPER)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a host in a user namespace, which does not have that uid
-                raise
+    rootless.give_away(path, KEEPER)
 
 
 class Hider:
@@ -62,8 +56,8 @@ class Hider:
         self.fd = -1 if rootless.is_rootless() else _namespace(state_dir)
 
     def attributes(self, target: str, kind: str, flags: Sequence[str], status: os.stat_result) -> int:
-        """IDMAP, or 0, for the mount of a source with this `status`. What a container writes to keeps its owner, and
-        so does what others than the owner may not read: nobody in the container could then."""
+        """IDMAP, or 0, for the mount of a source with this `status`. A file that a container writes keeps its
+        owner. So does a file that only its owner may read: with the owner hidden no process could read it."""
         mode = status.st_mode
         if "ro" not in flags or kind == "socket" or target.startswith(names.MPS_DIR + "/") or mode >> 6 & 0o5 & ~mode:
             return 0
@@ -94,10 +88,9 @@ class Hider:
             self.fd = -1
 
 
-def shown(state_dir: str) -> Callable[[Mount], str]:
+def shown(hider: Hider) -> Callable[[Mount], str]:
     """A function of a mount: where its source is seen with the owner hidden, or the source itself."""
-    hider = Hider(state_dir)  # its descriptor ends with this process's program
-    containers = f"{state_dir}/containers"
+    containers = f"{os.path.dirname(hider.folder)}/containers"
 
     def place(op: Mount) -> str:
         status = os.stat(op.source)
@@ -166,7 +159,7 @@ def _make_namespace(state_dir: str, path: str) -> None:
     except OSError:
         return  # the next start tries again
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of root alone, by the directory's mode
+        filelock.take(lock, folder)  # of root alone, by the directory's mode
         if os.path.lexists(path) and os.stat(path).st_dev != os.fstat(lock).st_dev:
             return  # another start was first
         give(f"{state_dir}/containers")

@@ -41,7 +41,7 @@ def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = N
 
 
 def _user(state_dir: str, container_id: str) -> str:
-    """Who may still use what a lease that cannot be read is about, in words; "" when nobody does."""
+    """Why a container whose lease cannot be read may still be running, in words; "" when it is not."""
     from . import leftover, mounttables
 
     if leftover.is_locked(os.path.join(storage.container_dir(state_dir, container_id), "rw", "usage")):

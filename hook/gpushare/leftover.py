@@ -16,7 +16,7 @@ import fcntl
 import os
 import struct
 
-from . import cgroup, mountns, names, procs, storage
+from . import cgroup, names, procs, storage
 from .light import Optional
 from .model import Lease
 
@@ -30,15 +30,15 @@ def own_cgroup(init: int) -> tuple[str, int]:
     """(directory, inode number) of a cgroup that holds this container alone; ("", 0) where it has none: then it shares
     one with this process (rootless podman without cgroups)."""
     try:
-        mounts = mountns.read_mounts()
-        theirs, ours = cgroup.find_cgroups(init, mounts), cgroup.find_cgroups(os.getpid(), mounts)
+        theirs, own = cgroup.apart(init)
     except OSError:
         return "", 0
-    for directory, mine in zip(theirs, ours):
-        if not directory or (init != os.getpid() and cgroup.holds(directory, mine)):
-            continue
+    is_self = init == os.getpid()
+    for directory in theirs if is_self else own:
         try:
-            if init == os.getpid() and _read(directory, "cgroup.procs").split() != [str(init).encode()]:
+            if not directory:
+                continue
+            if is_self and _read(directory, "cgroup.procs").split() != [str(init).encode()]:
                 continue  # of whoever started this program
             return directory, os.stat(directory).st_ino
         except OSError:

@@ -28,6 +28,7 @@ RESOLVE_NO_XDEV = 0x01
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_IN_ROOT = 0x10
+MOUNT_ATTR_IDMAP = 0x100000  # set once, on a detached mount, with the user namespace that maps
 RESOLVE_CACHED = 0x20  # Linux 5.12: fails with EAGAIN where a file system would have to be asked
 
 OPEN_TREE_CLONE = 1
@@ -184,7 +185,7 @@ def open_tree(path: str, recursive: bool = False, dir_fd: int = AT_FDCWD) -> int
 def open_tree_mapped(dir_fd: int, what: str) -> int:
     """As `open_tree` of a descriptor, with every owner as the file system has it, whatever the id map of the mount.
     Raises with ENOSYS before Linux 6.15."""
-    attr = _u64s(0, 0x100000, 0, 0)  # clears MOUNT_ATTR_IDMAP
+    attr = _u64s(0, MOUNT_ATTR_IDMAP, 0, 0)
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_EMPTY_PATH
     return _call("open_tree_attr", what, _OPEN_TREE_ATTR, dir_fd, b"", flags, attr, len(attr))
 

@@ -303,8 +303,8 @@ def _refuse_unheld(pid: int, before: Lease, after: Lease) -> None:
         target = f"{names.PAGES_DIR}/{new.device.uuid}"
         if not pid:
             raise DeviceError(
-                f"container {shown(names.short(after.id))} has lost its init and its cgroup, so nobody can tell "
-                "whether a compute limit could be held",
+                f"container {shown(names.short(after.id))} has no init and no cgroup left, so gpushare cannot "
+                "tell whether a compute limit could be enforced",
                 "start it again with the limit",
             )
         try:

@@ -23,7 +23,7 @@ from .model import Config
 from .quoting import shown
 
 FILE = "launcher"
-VERSION = "1"  # grows when the meaning of the file changes
+VERSION = "2"  # grows when the meaning of the file changes
 _MAX_BYTES = 16 << 10
 _NAMES = ("runc", "crun")
 _DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
@@ -109,7 +109,6 @@ def remember(config_path: str, state_dir: str, config: Config) -> None:
             "config": config_path,
             "identity": identity(config_path),
             "runtime": find(config),
-            "always": "0",  # 1: the launcher starts Python for every container
         }
         if any("\n" in value for value in lines.values()):
             return

@@ -279,8 +279,8 @@ def is_privileged(spec: dict[str, Any]) -> bool:
 
 
 def _is_apart(spec: dict[str, Any]) -> bool:
-    """Whether the container has a user namespace in which root of the host is nobody. Such a container's CAP_SYS_ADMIN
-    is over its own mounts, and the files of the host stay closed to it."""
+    """Whether the container has a user namespace that does not map the host's root. There CAP_SYS_ADMIN reaches the
+    container's own mounts only, and no file of the host's root."""
     for one in items(spec, "linux", "namespaces"):
         if isinstance(one, dict) and one.get("type") == "user":
             path = one.get("path")

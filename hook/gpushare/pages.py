@@ -139,12 +139,7 @@ def _fill(dir_fd: int) -> None:
 
 def _give_away(fd: int, mode: int) -> None:
     os.fchmod(fd, mode)
-    if not rootless.is_rootless():
-        try:
-            os.fchown(fd, OWNER, OWNER)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a host in a user namespace, which does not have that uid
-                raise
+    rootless.give_away(fd, OWNER)
 
 
 # Pages
@@ -179,7 +174,8 @@ def _create(file: str, place: str, holders: dict[int, str]) -> int:
         grown = _cut_back(place)
     if not grown:
         raise CapacityError(
-            f"{shown(place)} is full: pages of ended containers are still open", "stop who has them open"
+            f"{shown(place)} is full: pages of ended containers are still open",
+            "stop the processes that have them open",
         )
     who = ", ".join(names.short(holders.get(number, f"page {number}")) for number in grown)
     raise CapacityError(f"{shown(place)} is full, and {who} fills it again and again", f"stop {who}")

@@ -249,7 +249,9 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
         _check_rootfs(bundle)
     policy.refuse_unlisted(request, bundle, rules)
     _check_words(request, rules)
-    return _with_driver_words(policy.without_widening(request, bundle, rules), bundle, node)
+    if not on_host:  # nor is there an image
+        request = policy.without_widening(request, bundle, rules)
+    return _with_driver_words(request, bundle, node)
 
 
 def _refuse_in_sandbox(bundle: Bundle) -> None:

@@ -1,6 +1,7 @@
 """Who has no rights over this host, and where such a process keeps its state (start path).
 
     is_rootless() -> bool     an ordinary user, also as "root" of a user namespace of his own (rootless podman)
+    give_away(file, owner)    makes a uid without processes the owner of a file
     require_mounts()          raises when he is not root even of such a namespace: then nothing can be mounted
     state_dir()   -> str      where state is when nobody names a directory
 
@@ -10,10 +11,12 @@ hold; there is no device cgroup; whoever started a program could also have start
 
 from __future__ import annotations
 
+import errno
 import os
 
 from . import names
 from .errors import KernelError
+from .light import Union
 
 _RUN = os.path.dirname(names.STATE_DIR)
 _WHOLE_MAP = ["0", "0", "4294967295"]  # uid_map of the initial user namespace; user_namespaces(7)
@@ -26,6 +29,16 @@ def is_rootless() -> bool:
     if os.access(_RUN, os.W_OK):
         return False
     return os.geteuid() != 0 or _uid_map() != _WHOLE_MAP
+
+
+def give_away(file: Union[int, str], owner: int) -> None:
+    """Makes a uid that has no process the owner of a file or descriptor, where this process may. Raises OSError."""
+    if not is_rootless():
+        try:
+            os.chown(file, owner, owner)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a host in a user namespace, which does not have that uid
+                raise
 
 
 def require_mounts() -> None:

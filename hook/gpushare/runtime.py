@@ -78,7 +78,7 @@ def _keep(call: Call, line: str, error: BaseException) -> None:
 def _main(call: Call, paths: Paths) -> int:
     if call.unknown and commandline.could_start(call):
         raise RequestError(
-            f"flag {shown(call.unknown)} is not known, so nobody can say which container this starts",
+            f"flag {shown(call.unknown)} is not known, so gpushare cannot tell which container this starts",
             "leave it out, or update gpushare",
         )
     if call.unknown or call.command not in _COMMANDS:
@@ -247,10 +247,10 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
         if injected.allows_everything(editor.spec):
             editor.deny(_denied(steps, host))
         shim_dir = host.config.shim_dir if lease is not None and _launcher_mounts(bundle) else ""
-        shown = idmap.shown(paths.state_dir)
-        spec = editor.put_in(steps, tree, _hook_words(paths), _hook_stderr(), shim_dir, shown)
+        hider = idmap.Hider(paths.state_dir)  # its descriptor ends with this program
+        spec = editor.put_in(steps, tree, _hook_words(paths), _hook_stderr(), shim_dir, idmap.shown(hider))
         if lease is not None:
-            ticket.write(paths.state_dir, bundle, lease, editor.record, tree, host.config.log)
+            ticket.write(paths.state_dir, bundle, lease, editor.record, tree, host.config.log, hider)
         specedit.write(path, spec)
     storage.empty_trash(paths.state_dir)
     hook.tell(decision.open_sink(host.config.log), "runtime", asked, lease, steps, removed)

@@ -1,7 +1,7 @@
 """containers/<id>/adopt: what the launcher does as the createRuntime hook, so that Python starts once and not twice
 (start path).
 
-    write(state_dir, bundle, lease, record, tree)    writes it when the launcher can do all that is left
+    write(state_dir, bundle, lease, record, tree, log, hider)    writes it when the launcher can do all that is left
 
 The file is words, each ended by a NUL:
 
@@ -41,10 +41,11 @@ MAX_CACHE_BYTES = 128 << 10  # one of 500 libraries has 40 KiB
 MAX_BYTES = 64 << 10
 
 
-def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, log: str) -> None:
+def write(
+    state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: inroot.View, log: str, hider: idmap.Hider
+) -> None:
     """Never raises for what only costs time, as a full state directory does. The caller owns containers/<id>."""
     folder = storage.container_dir(state_dir, bundle.id)
-    hider = idmap.Hider(state_dir)
     try:
         words = _words(bundle, lease, record, tree, folder, log, hider)
         data = b"".join(os.fsencode(word) + b"\0" for word in words or ())
@@ -52,8 +53,6 @@ def write(state_dir: str, bundle: Bundle, lease: Lease, record: Record, tree: in
             return _create(os.path.join(folder, FILE), data)
     except OSError:
         pass
-    finally:
-        hider.close()
     for name in (FILE, CACHE):
         try:
             os.unlink(os.path.join(folder, name))

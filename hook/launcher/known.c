@@ -58,7 +58,7 @@ static const char *value_of(char *text, const char *key, char **after) {
     return text + length + 1;
 }
 
-bool known_runtime(const char *state_dir, const char *config, bool starts, char runtime[PATH_MAX]) {
+bool known_runtime(const char *state_dir, const char *config, char runtime[PATH_MAX]) {
     static char text[MAX_FILE];
     char path[PATH_MAX], now[96], *at = text;
     if (snprintf(path, sizeof path, "%s/%s", state_dir, LAUNCHER_FILE) >= (int)sizeof path ||
@@ -68,10 +68,9 @@ bool known_runtime(const char *state_dir, const char *config, bool starts, char 
                *of = version ? value_of(at, "config", &at) : NULL;
     const char *then = of ? value_of(at, "identity", &at) : NULL,
                *found = then ? value_of(at, "runtime", &at) : NULL;
-    const char *always = found ? value_of(at, "always", &at) : NULL;
     identity(config, now, sizeof now);
-    if (!always || (starts && strcmp(always, "0") != 0) || strcmp(version, LAUNCHER_VERSION) != 0 ||
-        strcmp(of, config) != 0 || strcmp(then, now) != 0 || strlen(found) >= PATH_MAX)
+    if (!found || strcmp(version, LAUNCHER_VERSION) != 0 || strcmp(of, config) != 0 ||
+        strcmp(then, now) != 0 || strlen(found) >= PATH_MAX)
         return false;
     strcpy(runtime, found);
     return true;

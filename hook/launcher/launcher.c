@@ -190,7 +190,7 @@ static int runtime(char **argv, int count) {
     else if (!ours && strcmp(command, "delete") == 0)
         ours = is_known_container(&call);
     bool known = call.config[0] == '/' && call.state_dir[0] == '/' && !call.unknown &&
-                 known_runtime(call.state_dir, call.config, starts, low);
+                 known_runtime(call.state_dir, call.config, low);
     char **words = (char **)call.rest - 1; /* there is at least our own name before it */
     if (known && !ours) {
         words[0] = low;
@@ -232,8 +232,7 @@ static char *read_state(size_t *size) {
     return got == 0 ? text : NULL;
 }
 
-/* crun opened a file that an image named: nothing of what is said here, or by Python, gets there.
- */
+/* crun sends this output to a file that an image chose: write nothing there, nor let Python. */
 static void be_silent(void) {
     int null = open("/dev/null", O_RDWR | O_CLOEXEC);
     if (null < 0 || dup2(null, 1) < 0 || dup2(null, 2) < 0)
@@ -284,7 +283,7 @@ static int hook(char **argv) {
         return 0;
     snprintf(path, sizeof path, "%s/config.json", state.bundle);
     if (quick && !scan_may_ask(path, cri) &&
-        (!known_config_exists(config) || known_runtime(state_dir, config, true, low)))
+        (!known_config_exists(config) || known_runtime(state_dir, config, low)))
         return 0;
     alarm(0);
     return python("gpushare-hook", argv);

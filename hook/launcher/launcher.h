@@ -67,9 +67,8 @@ void decision_begin(void);
 void decision_released(const char *where, const char *facts, const char *by);
 
 /* known.c: the low-level runtime from STATE_DIR/launcher, which gpushare/lowlevel.py writes. False
- * when the file is missing or stale, or when a container starts and the file says that policy
- * concerns every one: Python decides. */
-bool known_runtime(const char *state_dir, const char *config, bool starts, char runtime[PATH_MAX]);
+ * when the file is missing or stale: Python decides. */
+bool known_runtime(const char *state_dir, const char *config, char runtime[PATH_MAX]);
 bool known_config_exists(const char *config);
 
 #endif

@@ -23,7 +23,7 @@ MANY = 4  # containers of that image, all at once
 
 
 def large_cache(root: Path) -> None:
-    """The image's own loader cache, as large as any that is read, with names that nobody looks for."""
+    """The image's own loader cache, as large as any that is read, with names that no program looks up."""
     file = root / image.CACHE
     known = ldcache.parse(file.read_bytes())
     room = ldcache.MAX_BYTES - (16 << 10) - file.stat().st_size

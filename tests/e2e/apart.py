@@ -12,7 +12,7 @@ ROOT = 100000  # uid and gid on the host of the container's root
 
 
 def with_user_namespace(spec: dict[str, Any]) -> None:
-    """Its root is nobody's on the host."""
+    """A user namespace that does not map the host's root."""
     spec["linux"]["namespaces"].append({"type": "user"})
     spec["linux"]["uidMappings"] = spec["linux"]["gidMappings"] = [{"containerID": 0, "hostID": ROOT, "size": 65536}]
 

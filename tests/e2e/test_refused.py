@@ -81,8 +81,8 @@ def test_hook_cannot_take_away_another_device(
             spec["linux"]["resources"]["devices"].append({"allow": True, **rule})
 
     one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook(), edit=wide)
-    what = "/dev/nvidia1" if rule is None else "linux.resources.devices"
-    assert_refused(one, node, (what, "gpushare-runtime", "GPUSHARE_MEMORY"))
+    said = ("/dev/nvidia1", "GPUSHARE_MEMORY") if rule is None else ("linux.resources.devices", "--device-cgroup-rule")
+    assert_refused(one, node, (*said, "gpushare-runtime"))
 
 
 def test_second_container_over_capacity(

@@ -26,7 +26,7 @@ def admin(spec: dict[str, Any]) -> None:
 
 
 def admin_apart(spec: dict[str, Any]) -> None:
-    """The same in a user namespace whose root is nobody's on the host."""
+    """The same in a user namespace that does not map the host's root."""
     admin(spec)
     with_user_namespace(spec)
 

@@ -39,10 +39,10 @@ def below(state: str) -> list[str]:
 
 def test_share_is_shown_by_one_mount_for_all_and_root_owns_nothing_in_it(state: str) -> None:
     op = share(state)
-    shown = Path(idmap.shown(state)(op))
+    shown = Path(idmap.shown(idmap.Hider(state))(op))
     before = below(state)
     assert len(before) == 2 and str(shown).startswith(f"{state}/idmap/")
-    assert idmap.shown(state)(share(state, "c2")) == str(shown.parent.with_name("c2") / "share")
+    assert idmap.shown(idmap.Hider(state))(share(state, "c2")) == str(shown.parent.with_name("c2") / "share")
     assert below(state) == before
     limits = shown / "limits"
     assert os.path.samestat(limits.stat(), Path(op.source, "limits").stat())
@@ -75,7 +75,7 @@ except PermissionError:
 
 def test_no_user_of_the_host_gets_to_a_share(state: str) -> None:
     op = share(state)
-    shown = idmap.shown(state)(op)
+    shown = idmap.shown(idmap.Hider(state))(op)
     for path in (shown, f"{state}/containers/c1", f"{state}/containers"):
         done = subprocess.run(
             ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "ls", path], capture_output=True
@@ -112,9 +112,9 @@ def test_file_system_that_refuses_is_asked_once(state: str, tmp_path: Path, monk
         library.write_bytes(b"")
         library.chmod(0o644)
         op = Mount(str(library), "/usr/lib/libcuda.so.1", "file", FLAGS, "")
-        assert idmap.shown(state)(op) == op.source
+        assert idmap.shown(idmap.Hider(state))(op) == op.source
         monkeypatch.setattr(linux, "open_tree", None)
-        assert idmap.shown(state)(op) == op.source
+        assert idmap.shown(idmap.Hider(state))(op) == op.source
         assert any(name.startswith("refused-") for name in os.listdir(f"{state}/idmap"))
     finally:
         subprocess.run(["umount", place], check=True)
@@ -126,7 +126,7 @@ def test_directory_that_replaces_another_is_shown_anew(state: str, tmp_path: Pat
         shim.mkdir()
         (shim / "libcuda.so").write_bytes(content)
         op = Mount(str(shim / "libcuda.so"), "/usr/lib/libcuda.so.1", "file", FLAGS, "")
-        path = idmap.shown(state)(op)
+        path = idmap.shown(idmap.Hider(state))(op)
         assert path != op.source and Path(path).read_bytes() == content
         shim.rename(tmp_path / content.decode())
 
@@ -137,9 +137,9 @@ def test_host_without_user_namespaces_shows_files_as_they_are(state: str, monkey
 
     monkeypatch.setattr(linux, "unshare", unshare)
     op = share(state)
-    assert idmap.shown(state)(op) == op.source
+    assert idmap.shown(idmap.Hider(state))(op) == op.source
     monkeypatch.setattr(os, "fork", None)  # nor is it tried again
-    assert idmap.shown(state)(op) == op.source
+    assert idmap.shown(idmap.Hider(state))(op) == op.source
 
 
 def test_failure_for_want_of_descriptors_does_not_last(state: str) -> None:
@@ -173,7 +173,7 @@ def test_refusal_does_not_outlive_the_file_system_that_had_the_number(state: str
 def test_state_directory_of_before_is_completed(state: str) -> None:
     """0.1.0 made it, with directories of root's."""
     os.chown(f"{state}/containers", 0, 0)
-    shown = idmap.shown(state)(share(state))
+    shown = idmap.shown(idmap.Hider(state))(share(state))
     assert Path(shown, "limits").read_bytes() == b"limits"
 
 

@@ -293,7 +293,7 @@ def _bound_to_file(path: str) -> _Server:
         except OSError as error:
             raise _no_socket(path, error) from None
         else:
-            raise GpushareError(f"cannot serve on {shown(path)}: somebody does", "give another --socket")
+            raise GpushareError(f"cannot serve on {shown(path)}: another process does", "give another --socket")
     before = os.umask(0o177)
     try:
         return _Server(path, socket.AF_UNIX)

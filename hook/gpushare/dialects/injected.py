@@ -54,7 +54,7 @@ def rules_reach(spec: dict[str, Any]) -> bool:
 
 
 def _is_privileged(spec: dict[str, Any]) -> bool:
-    """As --privileged makes it: then the spec has all devices of the host, and nobody named them one by one."""
+    """Whether --privileged made the spec: its devices are then all of the host's, and name none in particular."""
     return allows_everything(spec) and oci.has_sys_admin(spec)
 
 
