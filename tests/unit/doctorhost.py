@@ -18,7 +18,8 @@ from tests.unit import pure
 def root(tmp_path: Path) -> Path:
     """The files of a host with one engine, docker, and with our programs."""
     path = tmp_path / "root"
-    for name in ("usr/bin/dockerd", "usr/bin/docker", "opt/gpushare-runtime", "opt/gpushare-hook"):
+    ours = ("opt/gpushare-runtime", "opt/gpushare-runtime-cri", "opt/gpushare-hook")
+    for name in ("usr/bin/dockerd", "usr/bin/docker", *ours):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text("#!/bin/sh\n")
         (path / name).chmod(0o755)

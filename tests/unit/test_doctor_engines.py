@@ -23,8 +23,11 @@ def test_programs(machine: Machine, root: Path) -> None:
     assert ask("programs", there).result == OK
     (root / "opt/gpushare-hook").chmod(0o777)
     assert ask("programs", there).result == FAIL and "chmod go-w" in ask("programs", there).hint
-    (root / "opt/gpushare-hook").unlink()
-    assert "is not a program" in ask("programs", there).detail
+    (root / "opt/gpushare-hook").chmod(0o755)
+    for name in ("gpushare-runtime-cri", "gpushare-hook"):
+        (root / "opt" / name).unlink()
+        assert f'{name}" is not a program' in ask("programs", there).detail
+        put(root, f"opt/{name}", "#!/bin/sh\n").chmod(0o755)
 
 
 def test_runtime(machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

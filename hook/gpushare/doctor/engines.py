@@ -38,11 +38,12 @@ _NVIDIA_DEFAULT = re.compile(r'"default-runtime"\s*:\s*"nvidia|^\s*default_runti
 def programs(machine: Machine) -> Result:
     """What root will run for each container must be root's."""
     settings = machine.settings
-    paths = [check_program(path) for path in (settings.program, settings.hook)]
+    paths = [check_program(path) for path in (settings.program, settings.cri_program, settings.hook)]
     owners = foreign_owners(paths)
     if owners:
         return Result(WARN, "; ".join(owners), "install gpushare from its archive, as root")
-    return Result(OK, f"{base.RUNTIME_PROGRAM} and {base.HOOK_PROGRAM} in {os.path.dirname(paths[0])}")
+    names = f"{base.RUNTIME_PROGRAM}, {base.CRI_PROGRAM} and {base.HOOK_PROGRAM}"
+    return Result(OK, f"{names} in {os.path.dirname(paths[0])}")
 
 
 def runtime(machine: Machine) -> Result:
