@@ -17,7 +17,8 @@ from typing import Any
 
 import tomlkit
 
-from ..host import BUILD, Node
+from .. import host
+from ..host import Node
 from ..rootfs import OverlayRoot, run
 from .base import Refused, Result, Want
 from .containerd_daemon import CGROUP_PARENT, Daemon
@@ -118,18 +119,19 @@ class Containerd:
 
 
 class Programs:
-    """Our launchers, installed where they start Python programs that first write down that they were started."""
+    """Our launchers (those of the bundle with --programs), installed where they start Python programs that first write
+    down that they were started."""
 
     def __init__(self, directory: Path) -> None:
-        self._log = directory / "started"
+        self._log, libexec = directory / "started", host.BIN.parent / "libexec"
         for name in ("gpushare-hook", "gpushare-runtime"):
             for place in ("bin", "libexec"):
                 (directory / place).mkdir(parents=True, exist_ok=True)
-            shutil.copy2(BUILD / "bin" / name, directory / "bin" / name)
+            shutil.copy2(host.BIN / name, directory / "bin" / name)
             program = directory / "libexec" / name
-            program.write_text(f'#!/bin/sh\necho {name} "$@" >>{self._log}\nexec {BUILD}/libexec/{name} "$@"\n')
+            program.write_text(f'#!/bin/sh\necho {name} "$@" >>{self._log}\nexec {libexec}/{name} "$@"\n')
             program.chmod(0o755)
-        (directory / "bin" / "gpushare-runtime-cri").symlink_to("gpushare-runtime")
+        shutil.copy2(host.BIN / "gpushare-runtime-cri", directory / "bin", follow_symlinks=False)
         self.hook = directory / "bin" / "gpushare-hook"
         self.runtime = directory / "bin" / "gpushare-runtime"
 

@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from ..host import BUILD, Node
+from .. import host
+from ..host import Node
 from ..spec import Mount
 from .base import Refused, Result, Want
 from .dockerd import Dockerd
@@ -63,7 +64,7 @@ class Docker:
 
 def configure(node: Node, daemon: Dockerd, *options: str) -> None:
     """The entry in daemon.json, with this node's directories as arguments of the runtime."""
-    program = ("--program", str(BUILD / "bin" / "gpushare-runtime"))
+    program = ("--program", str(host.BIN / "gpushare-runtime"))
     # As if its directory were a host's /: what configure keeps for --undo is there as well.
     where = ("--root", str(daemon.directory), "--config-file", "/daemon.json")
     done = node.cli("runtime", "configure", "docker", *where, *program, *options)
