@@ -176,9 +176,19 @@ def test_installs_and_takes_away(node: Path, start: Callable[..., Pod]) -> None:
     again = start("install")
     again.until("ready")
     assert called(node) == ["systemctl restart containerd"] and home.is_dir()
+    again.process.kill()
+    again.process.wait(timeout=60)
 
-    assert again.stop() == 0, again.lines
+    # One that finds the entry of a version without gpushare-runtime-cri writes it again.
+    entry = (node / DROP_IN).read_text()
+    (node / DROP_IN).write_text(entry.replace(program, program.removesuffix("-cri")))
+    upgraded = start("install")
+    upgraded.until("ready")
+    assert (node / DROP_IN).read_text() == entry
     assert called(node) == ["systemctl restart containerd"] * 2
+
+    assert upgraded.stop() == 0, upgraded.lines
+    assert called(node) == ["systemctl restart containerd"] * 3
     assert {path for path in tree(node) - before if "gpushare" in path} == set()
     assert not (node / FEATURES).exists()
 

@@ -54,7 +54,7 @@ def test_deb(packages: dict[str, Path]) -> None:
     assert {fields[1] for fields in found.values()} == {"root/root"}
     assert not [name for name, fields in found.items() if re.match(r"[-d].{4}w|[-d].{7}w|.{3}[sS]|.{6}[sS]", fields[0])]
     wanted = {
-        *(f"/usr/bin/{name}" for name in ("gpushare", "gpushare-hook", "gpushare-runtime")),
+        *(f"/usr/bin/{name}" for name in ("gpushare", "gpushare-hook", "gpushare-runtime", "gpushare-runtime-cri")),
         *(f"/usr/lib/systemd/system/{path.name}" for path in (TREE / "packaging/systemd").iterdir()),
         *(f"/usr/share/man/man1/{path.name}.gz" for path in (BUILD / "man/man1").iterdir()),
         "/etc/gpushare/config.yaml",

@@ -14,9 +14,10 @@ from tests.lib.host import version
 from tests.lib.rootfs import run
 
 from . import newer
+from .check_cri import CONTAINERD, OWN, configure
 from .cleanroot import CleanRoot
 from .conftest import PACKAGES
-from .held import GIB, Held, listed, use_simulated_gpu
+from .held import GIB, POD, Held, listed, use_simulated_gpu
 
 VENV = "/opt/venv"
 PIP = (f"{VENV}/bin/pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
@@ -60,6 +61,11 @@ def test_wheel_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Pa
         made.append(first := Held(root, "first", RUNTIME))
         assert first.said["total_bytes"] == first.said["nvml_total_bytes"] == GIB and first.said["refused"] == 2
         config = json.loads((root.path / "srv/first/config.json").read_text())
+        assert configure(root) == f"{RUNTIME}-cri"
+        assert root.run(f"{RUNTIME}-cri", "--version").startswith("runc version")
+        made.append(pod := Held(root, "pod", f"{RUNTIME}-cri", env={}, annotations=POD))
+        assert pod.said["total_bytes"] == GIB
+        pod.end()
         programs = {hook["path"] for stage in config["hooks"].values() for hook in stage}
         assert programs == {f"{VENV}/bin/gpushare-hook"}
         content, places = first.shim(), mount_points(first)
@@ -85,4 +91,5 @@ def test_wheel_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Pa
     root.run(*PIP, "uninstall", "--yes", "gpushare")
     made_by_hand = {"/usr/local/bin/gpushare", "/opt/driver/.gpushare-sim"}
     assert ours(root) == made_by_hand
+    assert (root.path / CONTAINERD[1:]).read_text() == OWN
     assert root.run("cat", "/etc/docker/daemon.json") == '{"debug": false}\n'

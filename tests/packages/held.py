@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,40 @@ from tests.sim.simhost import make_simhost
 from .cleanroot import CleanRoot
 
 GIB = 1 << 30
+ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
+# As containerd's CRI describes the container `cuda` of a pod that asks for 1 GiB
+POD = {
+    "io.kubernetes.cri.container-type": "container",
+    "io.kubernetes.cri.container-name": "cuda",
+    "io.kubernetes.cri.sandbox-namespace": "default",
+    "cuda.gpushare.io/memory": "1Gi",
+}
 IN_CONTAINER = "usr/lib/x86_64-linux-gnu/libcuda.so.1"
 
 
 class Held:
     """A container that has taken all that it may, until `end`."""
 
-    def __init__(self, root: CleanRoot, name: str, runtime: str) -> None:
+    def __init__(
+        self,
+        root: CleanRoot,
+        name: str,
+        runtime: str,
+        env: Mapping[str, str] = ONE_GIB,
+        annotations: Mapping[str, str] = {},
+    ) -> None:
         self.root, self.name = root, name
-        config = spec(
+        self.config = spec(
             rootfs=Path("/srv/image"),
             args=[PROBE, "hold"],
-            env={"GPUSHARE_MEMORY": "1Gi"},
-            annotations={},
+            env=dict(env),
+            annotations=dict(annotations),
             hook=None,
             mounts=[],
             user=(0, 0),
             cgroups_path=f"/gpushare-packages-{os.getpid()}-{name}",
         )
-        root.put(f"/srv/{name}/config.json", json.dumps(config))
+        root.put(f"/srv/{name}/config.json", json.dumps(self.config))
         self.process = root.start(runtime, "run", "--bundle", f"/srv/{name}", name)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
