@@ -71,4 +71,5 @@ $(AARCH64)/stress: tests/shim/stress.c tests/shim/families.h tests/packages/robu
 	$(AARCH64_CC) -O2 -rdynamic -Wall -Wextra -Werror -I$(CUDA_INCLUDE) -o $@ $(filter %.c %.so.1,$^) -ldl
 
 test-packages: root build packages $(PACKAGES_SETUP) $(AARCH64)/stress ## install, use, upgrade and remove each package; build all of them twice
+	@$(VENV_PYTHON) -m tests.packages.cleanroot
 	@$(VENV_PYTHON) -m pytest -o python_files='check_*.py' tests/packages $(PYTEST_ARGS)

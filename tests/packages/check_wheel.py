@@ -15,7 +15,7 @@ from tests.lib.rootfs import run
 
 from . import newer
 from .check_cri import CONTAINERD, OWN, configure
-from .cleanroot import CleanRoot
+from .cleanroot import PYTHON, CleanRoot
 from .conftest import PACKAGES
 from .held import GIB, POD, Held, listed, use_simulated_gpu
 
@@ -27,7 +27,7 @@ RUNTIME = f"{VENV}/bin/gpushare-runtime"
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[CleanRoot]:
     """Without a package index: what the wheel depends on lies in /srv."""
-    root = CleanRoot(tmp_path / "debian", "python3-venv")
+    root = CleanRoot(tmp_path / "debian", PYTHON)
     try:
         (wheel,) = PACKAGES.glob("*_x86_64.whl")
         run(sys.executable, "-m", "pip", "--quiet", "download", "--dest", root.path / "srv", wheel)

@@ -1,6 +1,7 @@
 """A Debian of its own, as debootstrap makes it: what a package finds on a machine where nobody has prepared anything.
 
-archive()              -> build/debian-root.tar, made once; or build/debian-root-PACKAGE.tar, with that one, too
+archive()              -> build/debian-root.tar, made once; or build/debian-root-PACKAGE.tar, with that one, too. Run as
+                       a program, this module makes all of them, which may take longer than a test is given
 CleanRoot(directory)   that, unpacked to memory; `run` runs programs that have it as their root, and nothing else
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 from tests.lib.host import BUILD
 from tests.lib.rootfs import run, unmount_below
 
+PYTHON = "python3-venv"  # a wheel is installed with it
 # What a host has: a runtime, systemd to look at our units with; and rpm, which installs .rpm wherever it is
 INCLUDED = "runc,systemd,rpm"
 _ENTER = """
@@ -46,8 +48,8 @@ def archive(more: str = "") -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     run("debootstrap", "--variant=minbase", f"--include={INCLUDED}{',' * bool(more)}{more}", suite, folder, sources[0])
     run("tar", "--numeric-owner", "--one-file-system", "-C", folder, "-cf", new, "--exclude=./var/cache", ".")
-    shutil.rmtree(folder)
     new.rename(target)
+    shutil.rmtree(folder)
     return target
 
 
@@ -113,3 +115,8 @@ class CleanRoot:
             inside.communicate()
         unmount_below(self.path)
         self.path.rmdir()
+
+
+if __name__ == "__main__":
+    for one in ("", PYTHON):
+        archive(one)
