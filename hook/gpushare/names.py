@@ -55,15 +55,14 @@ POD_NAMESPACE_ANNOTATIONS = ("io.kubernetes.cri.sandbox-namespace", "io.kubernet
 POD_NAME_ANNOTATIONS = ("io.kubernetes.cri.sandbox-name", "io.kubernetes.pod.name")
 SANDBOX_ID_ANNOTATIONS = ("io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID")
 # They count where the engine is configured as a CRI. Podman copies annotations from images.
-CRI_ANNOTATIONS = frozenset(
-    (
-        *CONTAINER_TYPE_ANNOTATIONS,
-        *CONTAINER_NAME_ANNOTATIONS,
-        *POD_NAMESPACE_ANNOTATIONS,
-        *POD_NAME_ANNOTATIONS,
-        *SANDBOX_ID_ANNOTATIONS,
-    )
+CRI_ANNOTATION_PAIRS = (  # of containerd and of CRI-O: they never differ unless one of them is somebody else's
+    CONTAINER_TYPE_ANNOTATIONS,
+    CONTAINER_NAME_ANNOTATIONS,
+    POD_NAMESPACE_ANNOTATIONS,
+    POD_NAME_ANNOTATIONS,
+    SANDBOX_ID_ANNOTATIONS,
 )
+CRI_ANNOTATIONS = frozenset(key for pair in CRI_ANNOTATION_PAIRS for key in pair)
 CRI_FLAG = "--cri"  # of gpushare-hook, and with another beginning of gpushare-runtime: the engine is a CRI
 
 

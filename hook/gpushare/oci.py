@@ -19,7 +19,7 @@ from . import names
 from .errors import RequestError
 from .light import Any, NamedTuple, Optional, Union, loads
 from .model import Bundle
-from .quoting import shown
+from .quoting import setting, shown
 
 MAX_STATE_BYTES = 4 << 20
 MAX_CONFIG_BYTES = 16 << 20
@@ -236,26 +236,31 @@ def _first(annotations: dict[str, str], keys: tuple[str, ...]) -> str:
     return next((annotations[key] for key in keys if annotations.get(key)), "")
 
 
-def _agreed(annotations: dict[str, str], keys: tuple[str, ...]) -> str:
-    """As `_first`; "" also when two of them differ. An engine sets its own, and a pod's owner may have written that of
-    another engine, which this one passes on (CRI-O: all annotations of the pod)."""
-    said = {annotations[key] for key in keys if annotations.get(key)}
-    return said.pop() if len(said) == 1 else ""
+def _refuse_disagreement(annotations: dict[str, str]) -> None:
+    """An engine sets its own annotations, and a pod's owner may have written those of another engine, which this one
+    passes on (CRI-O: all annotations of the pod). Neither may then decide which container or pod this is."""
+    for keys in names.CRI_ANNOTATION_PAIRS:
+        said = [(key, annotations[key]) for key in keys if annotations.get(key)]
+        if len({value for _, value in said}) > 1:
+            raise RequestError(
+                f"annotations {' and '.join(setting(*pair) for pair in said)} contradict",
+                "leave the one out that the engine has not set: it is in the pod's own annotations",
+            )
 
 
 def container_name(annotations: dict[str, str]) -> str:
-    """The container's name inside its pod, "" when no engine says, or two do."""
-    return _agreed(annotations, names.CONTAINER_NAME_ANNOTATIONS)
+    """The container's name inside its pod, "" when no engine says."""
+    return _first(annotations, names.CONTAINER_NAME_ANNOTATIONS)
 
 
 def pod_namespace(annotations: dict[str, str]) -> str:
-    """The namespace of the container's pod, "" when no engine says, or two do."""
-    return _agreed(annotations, names.POD_NAMESPACE_ANNOTATIONS)
+    """The namespace of the container's pod, "" when no engine says."""
+    return _first(annotations, names.POD_NAMESPACE_ANNOTATIONS)
 
 
 def pod_name(annotations: dict[str, str]) -> str:
-    """The name of the container's pod, "" when no engine says, or two do."""
-    return _agreed(annotations, names.POD_NAME_ANNOTATIONS)
+    """The name of the container's pod, "" when no engine says."""
+    return _first(annotations, names.POD_NAME_ANNOTATIONS)
 
 
 def sandbox_id(annotations: dict[str, str]) -> str:
@@ -330,6 +335,7 @@ def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
     CRI, so what its annotations say of pods counts. From any other engine an image can have set them."""
     said = _texts(spec.get("annotations"), "config.json: annotations")
     annotations = said if cri else {key: text for key, text in said.items() if key not in names.CRI_ANNOTATIONS}
+    _refuse_disagreement(annotations)
     cgroups_path = section(spec, "linux").get("cgroupsPath") or ""
     if not isinstance(cgroups_path, str):
         raise RequestError("config.json: linux.cgroupsPath must be text")
@@ -341,7 +347,7 @@ def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
         env=_env(spec),
         annotations=annotations,
         cgroups_path=cgroups_path,
-        container_type=_agreed(annotations, names.CONTAINER_TYPE_ANNOTATIONS),
+        container_type=_first(annotations, names.CONTAINER_TYPE_ANNOTATIONS),
         container_name=container_name(annotations),
         privileged=is_privileged(spec),
         spec=spec,

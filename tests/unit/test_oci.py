@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import names, oci, policy, request
+from gpushare import names, oci
 from gpushare.errors import RequestError
-from gpushare.model import Policy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.pure import bundle, node
+from tests.unit.pure import bundle
 
 STATE = {"ociVersion": "1.0.2", "id": "c1", "status": "created", "pid": 42, "bundle": "/b", "annotations": {"a": "b"}}
 
@@ -126,19 +125,15 @@ def test_sandbox(key: str) -> None:
 
 
 @pytest.mark.parametrize("real, forged", [(0, 1), (1, 0)])
-def test_pod_cannot_say_what_its_container_is_in_another_engine_s_words(real: int, forged: int) -> None:
-    """Else the container would be left alone, with all devices that a plugin gave it, or pass for another one."""
-    keys = names.CONTAINER_TYPE_ANNOTATIONS, names.CONTAINER_NAME_ANNOTATIONS, names.POD_NAMESPACE_ANNOTATIONS
-    annotations = {
-        **dict(zip((key[real] for key in keys), ("container", "train", "team"))),
-        **dict(zip((key[forged] for key in keys), ("sandbox", "driver", "kube-system"))),
-    }
-    one = bundle(annotations=annotations)
-    assert one.container_type != "sandbox"
-    assert one.container_name == oci.pod_namespace(one.annotations) == ""
-    asking = bundle("GPUSHARE_MEMORY=1Gi", annotations=annotations)
-    assert request.mentions(asking) and request.resolve(asking, node()) is not None
-    assert not policy.listed(asking, Policy(privileged_containers=("kube-system/driver", "kube-system/*")))
+@pytest.mark.parametrize("keys", names.CRI_ANNOTATION_PAIRS, ids=lambda keys: keys[0].rpartition("/")[2])
+def test_pods_annotation_in_another_engines_words_is_refused(keys: tuple[str, str], real: int, forged: int) -> None:
+    """Else a pod's owner hides which container a limit is for, is left alone with all devices that a plugin gave it,
+    or passes for a container of an entry, or for one of another pod."""
+    said = {keys[real]: "container", keys[forged]: "sandbox"}
+    with pytest.raises(RequestError, match=f'{keys[0]}="[a-z]*" and {keys[1]}="[a-z]*" contradict'):
+        bundle(annotations=said)
+    assert bundle(annotations=said, cri=False).annotations == {}
+    assert bundle(annotations=dict.fromkeys(keys, "container")).annotations == dict.fromkeys(keys, "container")
 
 
 def test_container_name() -> None:
