@@ -125,12 +125,14 @@ except (ImportError, AttributeError, TypeError):  # a Python that has it otherwi
 _SPACE = " \t\n\r"
 
 
-def loads(data: Union[str, bytes]) -> Any:
-    """json.loads(data), also its errors: what the parser refuses is given to json for the message."""
+def loads(data: Union[str, bytes], made: Any = None) -> Any:
+    """json.loads(data), also its errors: what the parser refuses is given to json for the message. `made`: as json's
+    object_pairs_hook."""
     if _json is not None:
         try:
             text = (data if isinstance(data, str) else data.decode("utf-8")).lstrip(_SPACE)
-            value, end = _scan(text, 0)
+            settings: Any = type("_", (_Parser,), {"object_pairs_hook": staticmethod(made)}) if made else None
+            value, end = (_json.make_scanner(settings) if settings else _scan)(text, 0)
             if not text[end:].strip(_SPACE):
                 return value
         except (
@@ -141,7 +143,7 @@ def loads(data: Union[str, bytes]) -> Any:
             pass
     import json
 
-    return json.loads(data)
+    return json.loads(data, object_pairs_hook=made)
 
 
 def dumps(value: object, item_separator: str = ", ", key_separator: str = ": ") -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 
-from . import names
+from . import names, speckeys
 from .errors import RequestError
 from .light import Any, NamedTuple, Optional, Union, loads
 from .model import Bundle
@@ -62,10 +62,20 @@ def path_text(value: object, what: str) -> str:
     return value
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. A key twice has no one meaning: Go merges the two objects behind it, Python takes the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{shown(key)} is twice in one object")
+    return found
+
+
 def _object(data: bytes, what: str) -> dict[str, Any]:
     """One JSON object, whatever is wrong with the text."""
     try:
-        value = loads(data.decode("utf-8"))
+        value = loads(data.decode("utf-8"), _unique)
     except RecursionError:
         raise RequestError(f"{what} is nested too deeply") from None
     except ValueError as error:  # also UnicodeDecodeError, and integers of absurd length
@@ -333,6 +343,7 @@ def pod_entry(annotations: dict[str, str]) -> str:
 def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
     """The parts of a parsed config.json that matter here, checked. `cri`: the configuration says that the engine is a
     CRI, so what its annotations say of pods counts. From any other engine an image can have set them."""
+    speckeys.refuse_other_case(spec, speckeys.KEYS)
     said = _texts(spec.get("annotations"), "config.json: annotations")
     annotations = said if cri else {key: text for key, text in said.items() if key not in names.CRI_ANNOTATIONS}
     _refuse_disagreement(annotations)

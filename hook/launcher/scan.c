@@ -163,27 +163,40 @@ static bool rule_reaches(struct rule rule) {
            !(rule.is_character && (rule.only_makes_nodes || rule.is_below));
 }
 
+static const char allow_key[] = "\"allow\"";
+
+static size_t count_rules(const char *text, size_t size) {
+    const char *at = text, *end = text + size;
+    size_t found = 0;
+    for (; (at = memmem(at, (size_t)(end - at), allow_key, sizeof allow_key - 1)); found++)
+        at += sizeof allow_key - 1;
+    return found;
+}
+
 /* Whether a device rule anywhere in the text could open NVIDIA's devices. */
 static bool rules_reach(const char *text, size_t size) {
-    static const char key[] = "\"allow\"";
     const char *end = text + size;
-    for (const char *at = text; (at = memmem(at, (size_t)(end - at), key, sizeof key - 1));) {
+    for (const char *at = text;
+         (at = memmem(at, (size_t)(end - at), allow_key, sizeof allow_key - 1));) {
         struct rule rule = {.at = at, .end = end};
         while (rule.at > text && *rule.at != '{' && *rule.at != '}')
             rule.at--;
         if (rule_reaches(rule))
             return true;
-        at += sizeof key - 1;
+        at += sizeof allow_key - 1;
     }
     return false;
 }
 
 bool scan_text_may_ask(char *text, size_t size, bool cri) {
     bool sandbox = cri && is_sandbox(text, size);
+    size_t rules = count_rules(text, size);
     if (rules_reach(text, size))
         return true;
     for (size_t at = 0; at < size; at++)
         text[at] = (char)(text[at] >= 'A' && text[at] <= 'Z' ? text[at] + 'a' - 'A' : text[at]);
+    if (count_rules(text, size) != rules)
+        return true; /* a rule that begins otherwise: runc obeys it, and Python refuses it */
     for (const char *const *trigger = TRIGGERS; *trigger; trigger++) {
         char word[64];
         size_t length = strlen(*trigger);

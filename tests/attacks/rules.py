@@ -13,6 +13,7 @@ Prepare = Callable[[Scene], None]
 _RULE = {"allow": True, "type": "c", "access": "rwm"}
 EVERY_DEVICE = {**_RULE, "type": "a"}
 EVERY_MAJOR = _RULE
+IN_ANOTHER_CASE = {"Allow": True, "type": "c", "access": "rwm"}
 GPUS = {**_RULE, "major": 195}
 GPU = {**_RULE, "major": 195, "minor": 0, "access": "r"}
 _OPEN = "mknod {path} c 195 {minor} && exec 3{mode}{path}"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from . import rules
 from .scene import Scene
 
 Prepare = Callable[[Scene], None]
@@ -71,9 +72,24 @@ def nested(depth: int) -> Prepare:
 
 
 def duplicate_objects(scene: Scene) -> None:
-    """Two `process` objects, of which the last counts, in Go's parser and ours."""
+    """Two `process` objects: Go merges them, and Python takes the last."""
     other = {**scene.spec["process"], "env": ["GPUSHARE_MEMORY=16Gi"]}
     scene.raw = lambda text: f'{{"process": {json.dumps(other)}, {text[1:]}'
+
+
+def _hidden_rule(key: str) -> Prepare:
+    """A device rule of a container that asks for nothing, in an object that Go merges into the other `linux`."""
+
+    def prepare(scene: Scene) -> None:
+        rules.allowing(rules.GPUS, asks=False)(scene)
+        hidden = json.dumps(scene.spec["linux"])
+        del scene.spec["linux"]["resources"]
+        scene.raw = lambda text: f'{{"{key}": {hidden}, {text[1:]}'
+
+    return prepare
+
+
+rule_in_another_case, rule_in_a_second_object = _hidden_rule("Linux"), _hidden_rule("linux")
 
 
 def other_case(scene: Scene) -> None:

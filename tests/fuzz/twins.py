@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from typing import Optional
+from typing import Any, Optional
 
 from gpushare import commandline, hookoutput, names, oci, request
 from gpushare.dialects import injected
@@ -78,11 +78,23 @@ def command_line(data: bytes) -> None:
         assert _text(call.config_name, "config.json") == seen.config_name
 
 
+def _allows_in_another_case(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(
+            (key != "allow" and key.lower() == "allow") or _allows_in_another_case(below)
+            for key, below in value.items()
+        )
+    return isinstance(value, list) and any(map(_allows_in_another_case, value))
+
+
 def words_in_config(data: bytes) -> None:
     """A config.json that asks for something, or may open a GPU, has one of the words or such a rule in its text."""
     for cri in (False, True):
         try:
             spec = json.loads(data.decode())
+            if _allows_in_another_case(spec):  # the runtime obeys it, and Python refuses it
+                text = ctypes.create_string_buffer(data, len(data))
+                assert _launcher.scan_text_may_ask(text, ctypes.c_size_t(len(data)), cri)
             bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec, cri)
             asks = request.mentions(bundle) or injected.rules_reach(spec) or hookoutput.without(spec) is not spec
             device = injected.named(spec)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import names, oci
+from gpushare import names, oci, speckeys
 from gpushare.errors import RequestError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +117,42 @@ def test_environment_keeps_order_and_duplicates() -> None:
 def test_wrong_types(spec: dict[str, Any], what: str) -> None:
     with pytest.raises(RequestError, match=what):
         oci.bundle_of(oci.State("c", 0, "", "/b", {}), spec)
+
+
+def _places(known: dict[str, Any], place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, below in known.items():
+        yield (*place, key)
+        yield from _places(below, (*place, key))
+
+
+def _at(place: tuple[str, ...], last: str, in_lists: bool) -> dict[str, Any]:
+    value: Any = {last: {}}
+    for key in reversed(place[:-1]):
+        value = {key: [value] if in_lists else value}
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.parametrize("place", list(_places(speckeys.KEYS)), ids=".".join)
+def test_key_in_another_case_is_refused(place: tuple[str, ...]) -> None:
+    """runc would read it."""
+    spelled = {place[-1].upper(), place[-1].swapcase(), place[-1].capitalize(), place[-1].replace("s", "\u017f")}
+    for in_lists in (False, True):
+        speckeys.refuse_other_case(_at(place, place[-1], in_lists), speckeys.KEYS)
+        for key in spelled - {place[-1]}:
+            with pytest.raises(RequestError, match="in other letters"):
+                speckeys.refuse_other_case(_at(place, key, in_lists), speckeys.KEYS)
+
+
+def test_names_that_people_choose_may_have_any_case() -> None:
+    assert bundle(annotations={"Env": "x", "PROCESS": "y", "Type": "z"}).annotations["PROCESS"] == "y"
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '{"linux": {"x": [{"b": {}, "c": 1, "b": {}}]}}'])
+def test_key_that_is_there_twice_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(RequestError, match='"[ab]" is twice in one object'):
+        oci.load_bundle(str(tmp_path))
 
 
 @pytest.mark.parametrize("key", ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"])
