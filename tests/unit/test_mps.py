@@ -30,6 +30,7 @@ from gpushare import (
     region,
     servicenotify,
 )
+from gpushare.cli.main import main
 from gpushare.cli.mps import mps_group
 from gpushare.errors import CapacityError, DeviceError, KernelError
 from hypothesis import given
@@ -345,3 +346,14 @@ def test_a_package_that_goes_asks_before_it_ends_mps(tmp_path: Path, listed: str
     else:
         disabled, mine = said.index("systemctl disable gpushare-mps@.service"), said.index("gpushare uninstall --yes")
         assert 0 < disabled < mine
+
+
+def test_stop_needs_no_driver_where_nothing_was_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A package is also removed from a host whose driver is gone."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f'{{"version": 1, "driver": {{"root": "{tmp_path}/none"}}}}')
+    where = ["--config", str(config), "--state", str(tmp_path / "state")]
+    assert main([*where, "mps", "stop"]) == 0
+    assert capfd.readouterr() == ("MPS was not running\n", "")
+    assert main([*where, "mps", "stop", "--device", "0"]) != 0
+    assert "driver" in capfd.readouterr().err

@@ -130,10 +130,12 @@ def _limits(found: mps.MpsState) -> str:
 def stop(paths: Paths, wanted: tuple[str, ...], force: bool, output: str) -> None:
     """End the control daemon of each device, and what it has started."""
     mpsdaemon.require_root()
-    host = facts.host(paths)
     known = mpsstatus.known(paths.state_dir)
-    uuids = [one.uuid for one in _devices(host, wanted)] if wanted else known
-    done = [(uuid, mpsdaemon.stop(host, uuid, force)) for uuid in uuids]
+    done = []
+    if wanted or known:  # where no daemon was started, the command also succeeds on a host without a driver
+        host = facts.host(paths)
+        uuids = [one.uuid for one in _devices(host, wanted)] if wanted else known
+        done = [(uuid, mpsdaemon.stop(host, uuid, force)) for uuid in uuids]
     if output == "json":
         write_json([{"uuid": uuid, "stopped": was_there} for uuid, was_there in done])
         return
