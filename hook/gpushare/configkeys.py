@@ -112,7 +112,8 @@ KEYS = (
         "From which containers variables are taken that make more of a request than its limit, which an image can set "
         "beside the limit of a user: GPUSHARE_COMPUTE_MODE=soft, GPUSHARE_PRIORITY=high, GPUSHARE_OVERSUBSCRIBE, other "
         "schedulers' words of the same meaning, NVIDIA_NVSWITCH, NVIDIA_MOFED, NVIDIA_GDRCOPY, NVIDIA_GDS and "
-        "NVIDIA_IMEX_CHANNELS. Elsewhere they are ignored and the limit stays. Annotations count in any case."),
+        "NVIDIA_IMEX_CHANNELS. Elsewhere they are ignored and the limit stays, also one of another scheduler beside a "
+        "larger GPUSHARE_MEMORY or GPUSHARE_COMPUTE. Annotations count in any case."),
     Key("policy.dialects.enabled", ["*"], {"type": "array", "items": {"enum": ["*", *_SCHEDULERS]}},
         "Other schedulers whose words count (docs/dialects.md); * means all. Those of the others mean nothing here."),
     Key("policy.dialects.disabled", [], {"type": "array", "items": {"enum": _SCHEDULERS}},

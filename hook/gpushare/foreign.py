@@ -2,6 +2,8 @@
 
     with_devices(base, heard, node)    -> Request | None     `base`: what NVIDIA's words or config.json name
     with_limits(request, heard, node)  -> Request
+    without(mine, variables)           -> Request | None     our own words less some limits, and
+    is_larger(variable, mine, theirs, node)                  whether they would widen what other words grant
 
 Two schedulers that say the same are fine, also when one of them rounds; two that disagree are an error that names both.
 A word that cannot be heard is never a way to be without limit: where it would have limited a device, the container is
@@ -10,8 +12,8 @@ refused. Loaded only when a word of another scheduler occurs. Pure.
 
 from __future__ import annotations
 
-from . import placement
-from .dialects import injected, table, usable_devices
+from . import names, placement
+from .dialects import injected, own, table, usable_devices
 from .dialects.demand import Demand, Limit, once
 from .dialects.table import BEYOND, COMPUTE, EVERYTHING, MEMORY, PRIORITY, Said
 from .errors import PolicyError, RequestError
@@ -19,6 +21,7 @@ from .hearing import MODE, Heard, limits_of, line
 from .light import Any, Optional, Sequence
 from .limits import Wish, merged, scaled
 from .model import Device, Inventory, Node, Request, Selection
+from .quantity import bytes_of
 from .quoting import setting, shown_name
 
 
@@ -131,6 +134,24 @@ def _priority(demands: list[Demand]) -> Optional[Demand]:
             raise _disagree(found.prioritised, demand.prioritised, "ask for different priorities")
         found = found or demand
     return found
+
+
+def without(mine: Request, limits: Sequence[str]) -> Optional[Request]:
+    """Our own words less these variables; None when nothing is left."""
+    left = tuple(pair for pair in mine.sources if pair[0] not in limits)
+    fields: dict[str, Any] = {own.ROWS[name][0]: () for name in limits}
+    return mine._replace(sources=left, **fields) if left else None
+
+
+def is_larger(variable: str, mine: Request, theirs: Request, node: Node) -> bool:
+    """Whether the limits of `mine` by that variable are larger than those of `theirs`, on any device of this host."""
+    field = own.ROWS[variable][0]
+    ones, others = getattr(mine, field), getattr(theirs, field)
+    pairs = [(a, b) for slot, a in ones for other, b in others if slot == other or None in (slot, other)]
+    if variable == names.ENV_COMPUTE:
+        return any(a > b for a, b in pairs)
+    sizes = [(device.memory_bytes, device.granularity_bytes) for device in usable_devices(node.inventory)]
+    return any(bytes_of(a, *size) > bytes_of(b, *size) for a, b in pairs for size in sizes)
 
 
 def with_limits(request: Request, heard: Heard, node: Node) -> Request:

@@ -114,10 +114,38 @@ def _spoken(bundle: Bundle) -> tuple[Any, ...]:
 def _with_schedulers(
     spoken: tuple[Any, ...], mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool
 ) -> Optional[Request]:
-    """The same, with other schedulers' words."""
+    """The same, with other schedulers' words. A variable of ours, which an image can set, replaces their limit by a
+    larger one only where policy takes what widens a request."""
+    request = _combined(spoken, mine, bundle, node, with_injected)
+    if mine is None or policy.accepted(node.config.policy.accept_widening, bundle):
+        return request
+    from . import foreign
+
+    limits = [name for name, _ in mine.sources if name in (names.ENV_MEMORY, names.ENV_COMPUTE)]
+    theirs = _combined(spoken, foreign.without(mine, limits), bundle, node, with_injected, judged=True)
+    larger = [name for name in limits if theirs is not None and foreign.is_larger(name, mine, theirs, node)]
+    request = _combined(spoken, foreign.without(mine, larger), bundle, node, with_injected) if larger else request
+    lines = [
+        f"{setting(name, value)}: policy.accept.widening does not take more than another scheduler's limit"
+        for name, value in mine.sources
+        if name in larger
+    ]
+    return request if request is None else request._replace(ignored=(*request.ignored, *lines))
+
+
+def _combined(
+    spoken: tuple[Any, ...],
+    mine: Optional[Request],
+    bundle: Bundle,
+    node: Node,
+    with_injected: bool,
+    judged: bool = False,
+) -> Optional[Request]:
+    """`judged`: only for what other schedulers' words grant, so those that policy does not take are no error."""
     from . import foreign, hearing
 
     heard = hearing.listen(spoken, mine, bundle, node)
+    heard = heard._replace(unheard=()) if judged else heard
     if mine is not None and mine.selection != own.UNNAMED:
         request = _combine(mine, None)
     else:

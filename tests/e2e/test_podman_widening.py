@@ -110,3 +110,16 @@ def test_image_adds_nothing_to_a_limit_in_a_cluster(podman: Podman, image: str, 
         assert has(podman, one) == LIMITS_ALONE
         assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
         require_reported(podman, one, ignored=True)
+
+
+def test_image_replaces_another_schedulers_limit_where_policy_accepts_it(
+    podman: Podman, build: Build, configure: Callable[..., None]
+) -> None:
+    image = build("ENV GPUSHARE_MEMORY=8Gi")
+    theirs = {"NVIDIA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_MEMORY_LIMIT": "1g"}
+    for accept, size in (("always", 8), ("never", 1)):
+        configure({"accept": {"widening": accept}})
+        with podman.start(Want(SLEEP, theirs), image=image) as one:
+            assert one.exec(PROBE).answer()["total_bytes"] == size * GIB
+            said = podman.node.cli("explain", str(bundle(podman, one))).stdout
+            assert ("more than another scheduler's limit" in said) == (accept == "never")

@@ -20,7 +20,8 @@ writes into the container's environment and annotations, and keeps the limits it
 to run.
 
 * Our own names win, each over what others say about the same: with `GPUSHARE_MEMORY=4Gi` a foreign memory limit is
-  not even read, a foreign compute limit still counts.
+  not even read, a foreign compute limit still counts. Where `policy.accept.widening` takes no variables, as in the
+  cluster profile, a variable that is larger than the foreign limit is ignored: an image can set it.
 * Two dialects that say the same are fine. Two that disagree are an error that names both words with their values.
 * `NVIDIA_VISIBLE_DEVICES=all`, which images set, gives way to a dialect that names devices. A list of others
   contradicts it.

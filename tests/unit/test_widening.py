@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from gpushare import profiles, request
+from gpushare.errors import RequestError
 from gpushare.model import Request
 
 from tests.unit.pure import bundle, node
@@ -58,3 +59,55 @@ def test_priority_in_another_schedulers_words_is_ignored() -> None:
 def test_cluster_profile_takes_none() -> None:
     assert profiles.CLUSTER["policy.accept.widening"] == "never"
     assert "policy.accept.widening" not in profiles.WORKSTATION
+
+
+# Limits of another scheduler, which a variable of the image replaces
+
+THEIRS = ("CUDA_DEVICE_MEMORY_LIMIT=1g", "CUDA_DEVICE_SM_LIMIT=30")
+
+
+def limited(*env: str, widening: str = "never", **more: Any) -> tuple[int | None, int, str]:
+    """(bytes, percent, ignored) of device 0, which the other scheduler gave."""
+    found = request.resolve(bundle("NVIDIA_VISIBLE_DEVICES=0", *env, **more), node(accept_widening=widening))
+    assert found is not None
+    ((_, memory),), ((_, compute),) = found.memory, found.compute
+    return memory.limit_bytes, compute, "; ".join(found.ignored)
+
+
+@pytest.mark.parametrize("word", ["GPUSHARE_MEMORY=8Gi", "GPUSHARE_MEMORY=0=8Gi", "GPUSHARE_MEMORY=50%"])
+def test_larger_memory_than_another_schedulers_is_ignored(word: str) -> None:
+    size, percent, ignored = limited(*THEIRS, word)
+    assert (size, percent) == (1 << 30, 30) and "GPUSHARE_MEMORY=" in ignored and "policy.accept.widening" in ignored
+    assert limited(*THEIRS, word, widening="always")[0] != 1 << 30
+
+
+def test_larger_compute_than_another_schedulers_is_ignored() -> None:
+    size, percent, ignored = limited(*THEIRS, "GPUSHARE_COMPUTE=80", "GPUSHARE_MEMORY=512Mi")
+    assert (size, percent) == (512 << 20, 30)
+    assert "GPUSHARE_COMPUTE=" in ignored and 'GPUSHARE_MEMORY="512Mi": policy' not in ignored
+
+
+@pytest.mark.parametrize("word", ["GPUSHARE_MEMORY=512Mi", "GPUSHARE_MEMORY=1Gi", "GPUSHARE_DEVICES=0"])
+def test_what_is_not_larger_counts(word: str) -> None:
+    size, percent, ignored = limited(*THEIRS, word)
+    assert size == (512 << 20 if "512" in word else 1 << 30) and percent == 30
+    assert "policy.accept.widening" not in ignored
+
+
+def test_larger_than_an_annotation_is_ignored() -> None:
+    assert limited("GPUSHARE_MEMORY=8Gi", "GPUSHARE_COMPUTE=30", annotations={"gpu-memory": "1024"})[0] == 1 << 30
+
+
+def test_own_annotation_is_the_users_and_counts() -> None:
+    assert limited(*THEIRS, annotations={"gpushare.io/memory": "8Gi"})[0] == 8 << 30
+
+
+def test_a_third_word_that_contradicts_does_not_lift_the_limit() -> None:
+    with pytest.raises(RequestError, match="ask for different shares"):
+        limited(*THEIRS, "GPU_PORTION=0.5", "GPUSHARE_MEMORY=8Gi")
+
+
+def test_words_that_policy_does_not_take_are_no_error_beside_ours() -> None:
+    rules = node(accept_widening="never", accept_annotations="never")
+    found = request.resolve(bundle("GPUSHARE_MEMORY=8Gi", annotations={"gpu-memory": "1024"}), rules)
+    assert found is not None and found.memory[0][1].limit_bytes == 8 << 30
