@@ -152,6 +152,7 @@ def load_config_only(config_path: str, state_dir: str) -> Config:
 
 def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
     """Reads the configuration and asks the driver. `write=False` leaves no trace (explain)."""
+    from . import rebuild
     from .config import load_config
 
     config_identity = _config_identity(config_path)  # before reading: a change meanwhile makes the file stale
@@ -164,6 +165,7 @@ def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
     driver_identity = _driver_identity(config.driver_root)
     node = Node(config, inventory.read_inventory(config.driver_root))
     if write:
+        rebuild.mark_shares(state_dir)  # an upgrade compiles
         _write(state_dir, node_json(node, config_identity, driver_identity))
     return node
 

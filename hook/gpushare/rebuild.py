@@ -2,6 +2,7 @@
 
     look(state_dir, node)           -> Looked    what there is: without the lease lock
     run(state_dir, node, looked)    -> ids       writes their leases, under the lock
+    mark_shares(state_dir)          -> None      so that a search finds containers from before an upgrade
 
 An administrator unmounted or emptied it, or an upgrade of the host did. What was granted is still there: each live
 container has its share mounted at /usr/lib/gpushare, so the kernel's mount tables name the containers, and their
@@ -11,13 +12,12 @@ A new state directory has the file `rebuild` until the first start (or `gpushare
 limits cannot be read gets a lease that cannot be read either: that blocks its devices until an administrator runs
 `gpushare prune --assume-free`.
 
-Any user can mount a tmpfs that looks like a state directory in a user namespace, and a container's root can own the
-files in it: a namespace can map 0 to 0. So a mount counts in a mount namespace of our own user namespace, or if it is
-of the state directory's present file system. Elsewhere (containers with user namespaces) it counts if the directory has
-`storage.SHARE_MARK`, an attribute that only root of this host can set, or in one of 0.1.0, if root made that user
-namespace, and uid 0 of this host owns the directory without being mapped there. Other mounts are ignored. The
-search misses a container whose processes have all left the share behind: by pivot_root, or for a user namespace in
-which our uid 0 is mapped.
+Any user can mount a tmpfs that looks like a state directory in a user namespace. Owners prove nothing: a namespace can
+map the host's uid 0, and hand its mount to a namespace that does not. So a mount counts in a mount namespace of our own
+user namespace, or if it is of the state directory's present file system. Elsewhere (containers with user namespaces) it
+counts if the directory has `storage.SHARE_MARK`, an attribute that only root of this host can set. Other mounts are
+ignored. The search misses a container whose processes have all left the share behind: by pivot_root, or for a user
+namespace that another uid than ours made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from .model import Device, Lease, Node, Share
 from .quoting import shown
 
 _UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
-_NS_GET_USERNS, _NS_GET_PARENT = 0xB701, 0xB702  # ioctl_ns(2)
 
 
 CONTRADICTION = ""  # the device where two mounts name one container: nobody can tell which is the real one
@@ -123,7 +122,7 @@ def _search(state_dir: str) -> tuple[tuple[Found, ...], tuple[str, ...]]:
         ours = table.owner == mounttables.OURS
         for container_id, device in shared_mounts(table.mountinfo, state_dir):
             one = Found(container_id, table.process, device, ours)
-            if not ours and device != now and not _is_root_s(one):
+            if not ours and device != now and not _is_marked(one):
                 ignored.append(table.process.pid)
                 continue
             known = oldest.get(container_id)
@@ -148,53 +147,25 @@ def _now(state_dir: str) -> str:
     return "" if here == above else f"{os.major(here)}:{os.minor(here)}"
 
 
-def _is_root_s(found: Found) -> bool:
-    """Whether a share was made by root of this host, though its mount namespace belongs to another user namespace. The
-    map of that is written once, so it is read last; a map without our uid 0 cannot make files of that owner."""
-    base = f"/proc/{found.init.pid}"
+def mark_shares(state_dir: str) -> None:
+    """Marks the shares that a gpushare without marks has made."""
+    folder = os.path.join(state_dir, "containers")
+    try:
+        for container_id in os.listdir(folder):
+            linux.try_setxattr(os.path.join(folder, container_id, "share"), storage.SHARE_MARK)
+    except OSError:
+        pass  # no container has started yet
+
+
+def _is_marked(found: Found) -> bool:
     try:
         share = _share_dir(found)
         try:
-            if _is_marked(share):
-                return True
-            mine = os.stat(share).st_uid == 0 and os.stat("limits", dir_fd=share, follow_symlinks=False).st_uid == 0
+            return bool(os.getxattr(f"/proc/self/fd/{share}", storage.SHARE_MARK))
         finally:
             os.close(share)
-        with open(f"{base}/uid_map", encoding="ascii") as file:
-            maps = [[int(word) for word in line.split()] for line in file]
-        return (
-            mine
-            and _owner_is_its_own_child(base)
-            and bool(maps)
-            and all(first > 0 for _, first, _ in maps)
-            and procs.alive(found.init.pid, found.init.start)
-        )
-    except (OSError, ValueError):
-        return False
-
-
-def _is_marked(share: int) -> bool:
-    try:
-        return bool(os.getxattr(f"/proc/self/fd/{share}", storage.SHARE_MARK))
     except OSError:
         return False
-
-
-def _owner_is_its_own_child(base: str) -> bool:
-    """Whether the mount namespace belongs to the process's own user namespace, and the parent of that is ours."""
-    import fcntl
-
-    fds = [os.open(f"{base}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)]
-    try:
-        fds.append(fcntl.ioctl(fds[0], _NS_GET_USERNS))
-        fds.append(fcntl.ioctl(fds[1], _NS_GET_PARENT))
-        owner, parent = os.fstat(fds[1]), os.fstat(fds[2])
-        return os.path.samestat(owner, os.stat(f"{base}/ns/user")) and os.path.samestat(
-            parent, os.stat("/proc/self/ns/user")
-        )
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 def shared_mounts(mountinfo: bytes, state_dir: str) -> tuple[tuple[str, str], ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gpushare import storage
 
 from tests.e2e.apart import hand_over, open_way, with_user_namespace
 from tests.e2e.test_host_user import USER
@@ -16,7 +17,8 @@ from tests.lib.host import PYTHON, TREE, Node, python_mounts
 from tests.lib.runc import Container, RuntimeFailed
 
 MakeContainer = Callable[..., Container]
-FORGE = TREE / "tests" / "e2e" / "programs" / "forge.py"
+PROGRAMS = TREE / "tests" / "e2e" / "programs"
+FORGE, FORGE_FROM_TWO = PROGRAMS / "forge.py", PROGRAMS / "forge_from_two.py"
 
 
 @pytest.fixture
@@ -54,14 +56,18 @@ def test_forged_share_is_ignored(
             forger.kill()
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
 def test_container_with_a_user_namespace_keeps_its_share(
-    container: MakeContainer, node: Node, way: str, tmp_path: Path
+    container: MakeContainer, node: Node, way: str, tmp_path: Path, old: bool
 ) -> None:
-    """Root of this host made that namespace, is nobody in it, and owns the share."""
+    """Also one of a gpushare that did not mark its shares, after an upgrade."""
     open_way(tmp_path)
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "10Gi"}, edit=with_user_namespace, **node.way(way))
     hand_over(one)
     one.start()
+    if old:
+        os.removexattr(node.state / "containers" / one.id / "share", storage.SHARE_MARK)
+        assert node.cli("refresh").returncode == 0
     unmounted(node)
     with pytest.raises(RuntimeFailed, match=f"{one.id}|exit code: 75"):
         container(["true"], env={"GPUSHARE_MEMORY": "10Gi"}, **node.way(way)).start()
@@ -69,12 +75,12 @@ def test_container_with_a_user_namespace_keeps_its_share(
     assert share["memory_limit_bytes"] == 10 << 30
 
 
+@pytest.mark.parametrize("forge", [f"unshare -Urm {PYTHON} /opt/{FORGE.name}", f"{PYTHON} /opt/{FORGE_FROM_TWO.name}"])
 def test_share_made_by_root_of_a_user_namespace_in_a_container_is_ignored(
-    container: MakeContainer, node: Node, way: str, limits: bytes
+    container: MakeContainer, node: Node, way: str, limits: bytes, forge: str
 ) -> None:
-    one = container(
-        ["sh", "-c", f"unshare -Urm {PYTHON} /opt/forge.py {node.state} /made </limits"], mounts=python_mounts(FORGE)
-    )
+    mounts = python_mounts(FORGE, FORGE_FROM_TWO)
+    one = container(["sh", "-c", f"{forge} {node.state} /made </limits"], mounts=mounts)
     (one.rootfs / "limits").write_bytes(limits)
     os.mkfifo(one.rootfs / "made")
     one.start()
