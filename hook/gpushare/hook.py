@@ -149,15 +149,20 @@ def _give_up_later() -> None:
     signal.alarm(UNDO_DEADLINE_S)
 
 
+WATCHED = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 def watch() -> None:
-    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    """crun starts a hook with all signals blocked, and then the deadline would never come."""
+    for number in WATCHED:
         signal.signal(number, _interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     signal.alarm(DEADLINE_S)
 
 
 def ignore_signals() -> None:
     signal.alarm(0)
-    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in WATCHED:
         signal.signal(number, signal.SIG_IGN)
 
 

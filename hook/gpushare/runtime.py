@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .ops import Plan
 
 MIN_DESCRIPTORS = 64
-_WATCHED = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Paths(NamedTuple):
@@ -97,14 +96,16 @@ class Watch:
     """Signals and the deadline end a start, and are as before when the low-level runtime takes over."""
 
     def __init__(self) -> None:
-        self._before = [(number, signal.getsignal(number)) for number in _WATCHED]
+        self._before = [(number, signal.getsignal(number)) for number in hook.WATCHED]
         self._mask = os.umask(0o022)
+        self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         hook.watch()
 
     def end(self) -> None:
         signal.alarm(0)
         for number, handler in self._before:
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         os.umask(self._mask)
 
 

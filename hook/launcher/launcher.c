@@ -74,11 +74,15 @@ static void wake_up(int number) {
     time_is_up = 1;
 }
 
-/* What hangs (the lease lock) or never ends is over after a while, and Python says what it was. */
+/* What hangs (the lease lock) or never ends is over after a while, and Python says what it was.
+ * crun starts a hook with all signals blocked. */
 static bool take_time(void) {
     struct sigaction action = {.sa_handler = wake_up};
+    sigset_t alarms;
+    sigemptyset(&alarms);
+    sigaddset(&alarms, SIGALRM);
     alarm(ADOPT_S);
-    return sigaction(SIGALRM, &action, NULL) == 0;
+    return sigaction(SIGALRM, &action, NULL) == 0 && sigprocmask(SIG_UNBLOCK, &alarms, NULL) == 0;
 }
 
 /* Python's hook, for what `release` leaves to it. */

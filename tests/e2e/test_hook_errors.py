@@ -81,8 +81,9 @@ def test_hook_that_hangs_meets_its_own_deadline(container: MakeContainer, node: 
     """Somebody holds the lease lock for ever: the start fails by itself and leaves nothing."""
     assert node.cli("refresh").returncode == 0  # makes the state directory
     program = changed_hook(tmp_path, "hook.DEADLINE_S = hook.UNDO_DEADLINE_S = 1")
-    one = container(["true"], env=SHARE)
-    one.spec["hooks"] = {"prestart": node.hook()._replace(program=program).entries()["prestart"]}
+    hook = node.hook()._replace(program=program)
+    one = container(["true"], env=SHARE, hook=hook)
+    one.spec["hooks"] = {"prestart": hook.entries()["prestart"]}
     (one.bundle / "config.json").write_text(json.dumps(one.spec))
     with open(node.state / "lock", "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
