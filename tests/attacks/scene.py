@@ -99,15 +99,8 @@ class Scene:
         try:
             one.start()
         except RuntimeFailed as error:
-            return error if "gpushare: " in error.message else self._with_kept_line(error, one)
-        return None
-
-    def _with_kept_line(self, error: RuntimeFailed, one: Container) -> RuntimeFailed:
-        """crun keeps what a hook prints to itself; `gpushare inspect` shows our line."""
-        kept = self.node.state / "errors" / one.id
-        if not kept.exists():
             return error
-        return RuntimeFailed("create", error.code, f"{error.message.rstrip()}\n{kept.read_text()}")
+        return None
 
     def end(self) -> None:
         """As an engine does."""

@@ -349,25 +349,6 @@ RUNC_ALONE = {
         T + f"test_docker_files.py::{test}": "docker has runc below it"
         for test in ("test_commit_and_run_again", "test_copied_limits_do_not_count")
     },
-    **{
-        T + test: "looks for what is left before the next start: crun runs no poststop after a create that failed"
-        for test in (
-            "test_adopt_mounts.py::test_target_that_was_changed_is_refused_by_name",
-            "test_lifecycle.py::test_start_killed_at_any_point_leaves_nothing",
-        )
-    },
-    **{
-        T + test: "reads what the hook printed: crun shows none of it"
-        for test in (
-            "test_images.py::test_musl_gets_devices_and_no_promise",
-            "test_hook_errors.py::test_hook_that_hangs_meets_its_own_deadline",
-            "test_policy.py::test_hook_refuses_rules_that_open_gpus",
-            "test_policy.py::test_rule_that_names_a_gpu_is_refused_where_policy_says_so",
-            "test_policy.py::test_device_in_a_sandbox_is_refused",
-            "test_sys_admin.py::test_sys_admin_over_the_host_needs_an_entry",
-            "test_few_descriptors.py::test_table_of_files_that_is_full_later_is_no_internal_error",
-        )
-    },
     T + "test_podman_cgroups.py::test_cgroup_of_the_caller_gets_no_rule": "starts no container",
     T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu": "on cgroup v1 crun takes no rule with -1",
     T

@@ -60,8 +60,8 @@ def test_attack(attack: table.Attack, scene: Scene, record_property: Callable[[s
             proof.require_refusal(error, expected.words, expected.by)
     finally:
         scene.end()
-    if error is not None and runc.LOW_LEVEL == "crun":  # no poststop after a create that failed: the next start does it
-        scene.node.cli("prune")
+    if error is not None:
+        scene.node.after_failed_create()
     assert proof.differences(before, proof.host_state(scene.node, scene.host)) == {}
     assert proof.mount_table(scene.node) == mounts
     proof.require_nothing_left(scene.node)

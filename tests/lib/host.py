@@ -148,6 +148,11 @@ class Node:
         Path(config).write_bytes(self.config.read_bytes())
         self.config, self.state = Path(config), Path(state)
 
+    def after_failed_create(self) -> None:
+        """crun calls no poststop after a create that failed, so what that left goes here, else with the next start."""
+        if runc.LOW_LEVEL == "crun":
+            self.cli("prune")
+
     def close(self) -> None:
         unmount_below(self.state)
 

@@ -72,6 +72,7 @@ class Container:
         self.pid = 0
         self.exit_code: int | None = None
         self._created = False
+        self._hook = hook
         self._runtime = (
             *prefix,
             *((runtime or LOW_LEVEL,) if isinstance(runtime, str) else runtime),
@@ -120,8 +121,16 @@ class Container:
         """`runc create`: the hooks have run, the program has not. Raises RuntimeFailed when a hook refuses."""
         code = self.begin_create().wait()
         if code:
-            raise RuntimeFailed("create", code, self.stderr)
+            raise RuntimeFailed("create", code, self.told(self.stderr))
         self.pid = int((self.bundle / "pid").read_text())
+
+    def told(self, text: str) -> str:
+        """`text`, which the runtime printed, and our hook's line, which crun keeps to itself: `gpushare inspect` shows
+        that."""
+        kept = self._hook.state / "errors" / self.id if self._hook else None
+        if "gpushare: " in text or kept is None or not kept.exists():
+            return text
+        return f"{text.rstrip()}\n{kept.read_text()}"
 
     def begin_create(self) -> subprocess.Popen[bytes]:
         """`runc create` while it runs. Afterwards the pid is in the bundle's file `pid`, unless it failed."""
