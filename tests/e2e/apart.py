@@ -27,5 +27,5 @@ def open_way(directory: Path) -> None:
 def hand_over(one: Container) -> None:
     """The root file system, as an engine with user namespaces hands it over."""
     libdirs = [f"usr/lib/{libdir.name}" for libdir in (one.rootfs / "usr/lib").glob("*-linux-gnu")]
-    for path in ("dev", "usr/bin", "usr/lib", *libdirs):
+    for path in ("dev", "opt", "usr/bin", "usr/lib", *libdirs):
         os.chown(one.rootfs / path, ROOT, ROOT)

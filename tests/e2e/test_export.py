@@ -170,7 +170,7 @@ def test_place_that_is_taken_and_how_it_ends(node: Node, exporter: Callable[...,
     second = exporter("--socket", str(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     taken = node.cli("export", "--socket", str(path))
-    assert taken.returncode == 1 and "somebody does" in taken.stderr and taken.stderr.count("\n") == 1
+    assert taken.returncode == 1 and "another process does" in taken.stderr and taken.stderr.count("\n") == 1
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")

@@ -252,6 +252,7 @@ def test_nothing_to_show(cli: Callable[..., Any], state: Path, monkeypatch: pyte
     said = []
     (tmp_path / "config.yaml").write_text("version: 1\n")
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setenv("TERM", "xterm-256color")  # the caller may have none
     for driver in (True, False):
         if not driver:
             monkeypatch.setattr(node, "read_node", lambda *_: None)

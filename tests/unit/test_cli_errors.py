@@ -202,8 +202,8 @@ def test_words_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) ->
     assert written.getvalue() == b"\xe9 \\u2192 #######...  75%\n"
 
 
-def points(command: list[str], state: Path, tmp_path: Path) -> int:
-    """How often the program opens a file."""
+def points(command: list[str], state: Path, tmp_path: Path) -> list[str]:
+    """The calls by which the program opens files."""
     log = tmp_path / "strace"
     words = [
         "strace",
@@ -218,16 +218,19 @@ def points(command: list[str], state: Path, tmp_path: Path) -> int:
         *command,
     ]
     subprocess.run(words, check=True, capture_output=True)
-    return log.read_text().count("openat(")
+    return [line for line in log.read_text().splitlines() if "openat(" in line]
 
 
 def test_ctrl_c_at_any_point(tmp_path: Path) -> None:
-    """SIGINT at every seventh file that is opened, from the interpreter's own to the last."""
+    """SIGINT at every seventh file that is opened, from the interpreter's own to the last. While the interpreter opens
+    the program itself, its own handler is in place and nothing of ours has run yet."""
     state = tmp_path / "none"
-    count = points(["list"], state, tmp_path)
-    assert count > 50
+    opened = points(["list"], state, tmp_path)
+    assert len(opened) > 50
     codes = set()
-    for number in range(5, count + 1, 7):
+    for number in range(5, len(opened) + 1, 7):
+        if f'"{BIN / "gpushare"}"' in opened[number - 1]:
+            continue
         inject = f"inject=openat:signal=INT:when={number}"
         words = ["strace", "-f", "-o", "/dev/null", "-e", "trace=openat", "-e", inject, str(BIN / "gpushare")]
         done = subprocess.run([*words, "--state", str(state), "list"], capture_output=True, text=True)
