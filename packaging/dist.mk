@@ -13,7 +13,7 @@ build/dist/boot: hook/launcher/boot.c hook/launcher/launcher.mk | $(SETUP)
 	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) $(LAUNCHER_LDFLAGS) -o $@.new $<
 	@mv $@.new $@
 
-build/.setup-dist: $(SETUP) packaging/bootstrap
+build/.setup-dist: $(SETUP) packaging/bootstrap README.md # which is in the metadata of what is installed
 	@packaging/bootstrap dist
 	@packaging/venv "$(PYTHON)" package
 	@touch $@
