@@ -33,7 +33,13 @@ _MAX_VALUE = 512  # characters of one value from outside
 _SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.,:/@+-")
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./-")
 _KINDS = {78: "config", 64: "request", 77: "policy", 75: "capacity", 69: "device", 71: "kernel"}  # errors.py
-_BEGAN_NS = time.monotonic_ns()
+_began_ns = time.monotonic_ns()
+
+
+def begin() -> None:
+    """Times count from here."""
+    global _began_ns
+    _began_ns = time.monotonic_ns()
 
 
 class Sink(NamedTuple):
@@ -66,7 +72,7 @@ def _write(sink: Sink, level: int, text: str) -> None:
     """One line, and the end of `sink`."""
     if sink.fd < 0:
         return
-    text = f"{text} ms={(time.monotonic_ns() - _BEGAN_NS) / 1e6:.1f}"
+    text = f"{text} ms={(time.monotonic_ns() - _began_ns) / 1e6:.1f}"
     if sink.is_syslog:
         line = f"<{level}>{time.strftime('%b %e %H:%M:%S')} {IDENTIFIER}[{os.getpid()}]: {text}"
     else:
