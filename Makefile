@@ -50,6 +50,7 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 -include tests/throttle/throttle.mk
 -include tests/gpu/gpu.mk
 -include hook/launcher/launcher.mk
+-include hook/snapshot/snapshot.mk
 -include tests/fuzz/fuzz.mk
 -include packaging/dist.mk
 -include packaging/packages.mk
@@ -61,7 +62,7 @@ $(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJ
 PROGRAMS := build/bin/gpushare build/libexec/gpushare-hook build/libexec/gpushare-runtime
 PACKS := build/libexec/gpushare-hook.pack build/libexec/gpushare-runtime.pack
 
-build: $(SETUP) shim sim simhost $(PROGRAMS) $(PACKS) $(LAUNCHERS) build/bin/gpushare-runtime-cri ## build the shim, the simulated driver and the programs
+build: $(SETUP) shim sim simhost $(PROGRAMS) $(PACKS) $(SNAPSHOT_MADE) $(LAUNCHERS) build/bin/gpushare-runtime-cri ## build the shim, the simulated driver and the programs
 
 $(PROGRAMS): packaging/program $(SETUP)
 	@mkdir -p $(@D)
@@ -91,7 +92,7 @@ newcomer: root ## how long it takes from a clone to the demo, and to a docker co
 	@tests/tools/newcomer
 
 # With the bundle: both ways in, every engine there is, command lines and refusals.
-DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_runtime_calls.py test_engines.py test_cli.py test_doctor.py test_refused.py)
+DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_runtime_calls.py test_engines.py test_cli.py test_doctor.py test_refused.py test_start.py)
 
 # Three workers for two processors, since a test that starts containers waits for most of its time: tests/lib/turns.py
 # says what may run beside what. WORKERS=0: one process, one test after the other.

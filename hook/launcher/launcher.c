@@ -36,16 +36,22 @@ static char **environment_of_hook(void) {
     return variables;
 }
 
-/* The Python program of the same name. */
+/* The Python program of the same name, from the snapshot where there is one. That becomes argv[0]
+ * itself where it must. */
 static int python(const char *name, char **argv) {
-    char self[PATH_MAX], path[2 * PATH_MAX];
+    char self[PATH_MAX], snapshot[2 * PATH_MAX];
+    static char path[2 * PATH_MAX];
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
     if (length < 0)
         return fail("/proc/self/exe");
     self[length] = '\0';
     *strrchr(self, '/') = '\0';
+    char **variables = strcmp(name, "gpushare-hook") == 0 ? environment_of_hook() : environ;
     snprintf(path, sizeof path, PYTHON_PROGRAM, self, name);
-    execve(path, argv, strcmp(name, "gpushare-hook") == 0 ? environment_of_hook() : environ);
+    snprintf(snapshot, sizeof snapshot, PYTHON_PROGRAM, self, "snapshot");
+    argv[0] = path;
+    execve(snapshot, argv, variables);
+    execve(path, argv, variables);
     return fail(path);
 }
 

@@ -1,0 +1,128 @@
+"""What a snapshot has in memory, and how it goes on: snapshot.c runs this once, in the tree, with the files of our
+modules on standard input. Two builds must make the same objects at the same places, so nothing is done here whose
+result has another size in another directory or at another time.
+
+A start that wants a module which is not here becomes the ordinary program, with the same command line: at once where
+the configuration is read, since nothing is held by then; else after the work that it stopped is undone.
+"""
+
+import _ctypes
+import _signal
+import gc
+import posix
+import sys
+from _frozen_importlib import ModuleSpec
+
+gc.disable()
+LIBRARY = sys.path[0]  # Python's own modules
+MAX_BYTES = 1 << 20
+
+
+class Text:
+    """Finds modules, and compiles them without docstrings and without the path of this tree."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> object:
+        stem = ("hook/" if name.partition(".")[0] == "gpushare" else f"{LIBRARY}/") + name.replace(".", "/")
+        for file in (f"{stem}/__init__.py", f"{stem}.py"):
+            if posix.access(file, posix.R_OK):
+                return ModuleSpec(name, Text, origin=file, is_package=file.endswith("/__init__.py"))
+        return None
+
+    create_module = staticmethod(lambda spec: None)
+
+    @staticmethod
+    def exec_module(module: object) -> None:
+        module.__file__ = module.__spec__.origin
+        fd = posix.open(module.__file__, posix.O_RDONLY)
+        text = posix.read(fd, MAX_BYTES)
+        posix.close(fd)
+        code = compile(text, module.__file__.removeprefix(f"{LIBRARY}/"), "exec", 0, True, 2)
+        del text
+        exec(code, module.__dict__)
+
+
+sys.meta_path[2:] = [Text]  # behind those of built-in and frozen modules
+for one in (sys.path, sys.path_hooks, sys.path_importer_cache):
+    one.clear()
+_ctypes.dlopen = lambda *_: 0
+_ctypes.dlsym = lambda _, name: FUNCTIONS[name]  # noqa: F821, from snapshot.c
+
+import importlib  # noqa: E402
+import json  # noqa: E402, F401
+import os  # noqa: E402
+import threading  # noqa: E402
+import traceback  # noqa: E402, F401
+
+for codec in ("ascii", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le", "utf_8_sig"):
+    importlib.import_module(f"encodings.{codec}")  # what JSON may be written in
+
+FIRST = ("yaml", "jsonschema", "pynvml")  # what compiles the configuration begins with one of these
+OTHERS = [
+    f"gpushare.{name}" for name in ("bundled", "cdi", "nvmllimits", "packed", "uninstall", "wheel")
+]  # of no start
+
+
+class Others:
+    """Finds modules last: those that the snapshot does not have."""
+
+    umask = 0
+    ignored: tuple = ()
+    missing = False
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name in FIRST:
+            self.become_ordinary()
+        self.missing = True
+
+    def become_ordinary(self) -> None:
+        _signal.alarm(0)
+        lowlevel.give_back_signals()
+        for number in self.ignored:
+            _signal.signal(number, _signal.SIG_IGN)
+        try:
+            os.lseek(0, 0, os.SEEK_SET)  # a hook's state, which the launcher keeps in a file
+        except OSError:
+            pass
+        os.umask(self.umask)
+        posix.execve(sys.argv[0], sys.argv, posix.environ)
+
+
+def resume(words: list, environ: dict, ignored: list) -> int:
+    """The exit code. `words`: the ordinary program's path first; `environ`: bytes; `ignored`: numbers of signals."""
+    sys.argv[:] = sys.orig_argv[:] = words
+    for variables in (posix.environ, os.environ._data):
+        variables.clear()
+        variables.update(environ)
+    folder = os.path.normpath(os.path.dirname(words[0]))
+    if posix.access(f"{folder}/_internal", posix.F_OK):
+        names.SHIM_DIR = f"{os.path.dirname(folder)}/shim"  # of the bundle, as gpushare/bundled.py has it
+    others.ignored = tuple(ignored)
+    for number in (*ignored, *lowlevel.PYTHON_IGNORES):  # as a new interpreter finds them and makes them
+        _signal.signal(number, _signal.SIG_IGN)
+    others.umask = os.umask(0o022)
+    os.umask(others.umask)
+    if words[0].endswith("/snapshot"):  # called by its own name, to see whether it goes on
+        linux.filesystem_magic(0)
+        return 0
+    decision.begin()
+    code = (hook if words[0].endswith("/gpushare-hook") else runtime).main()
+    if others.missing:
+        others.become_ordinary()
+    return code
+
+
+for file in posix.read(0, MAX_BYTES).decode().split():
+    module = file[len("hook/") : -len(".py")].replace("/", ".")
+    if module not in OTHERS:
+        importlib.import_module(module)
+from gpushare import decision, hook, linux, lowlevel, names, runtime  # noqa: E402
+
+others = Others()
+sys.meta_path[:] = [others]
+posix.environ.clear()
+os.environ._data.clear()
+decision._began_ns = 0
+threading._main_thread._native_id = 0
+gc.collect()
+gc.freeze()

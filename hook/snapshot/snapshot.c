@@ -1,0 +1,293 @@
+/* CPython that writes its own memory as a program, and goes on from there when that is started.
+ *
+ *     python BOOT LIBRARY FILE     runs BOOT with Python's modules in LIBRARY, then writes FILE
+ *     FILE [ARGUMENT]...           calls BOOT's `resume` with its words and its environment
+ *
+ * Everything that Python has written to is in two places: the section "python" (the variables of
+ * all objects but the C library's: snapshot.mk collects them) and the pool (below). FILE is this
+ * program with both as they are then. The C library has its variables as they were linked, and its
+ * own start code runs as in any program: it chooses functions for this processor, and takes stack
+ * canary, pointer guard, vDSO, thread pointer and program break from this start. For Python the
+ * rest is what follows a fork: another process with the same memory. */
+
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <internal/pycore_runtime.h>
+
+#include <elf.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/sendfile.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <unistd.h>
+
+#define PAGE ((size_t)4096)
+PyMODINIT_FUNC PyInit__json(void);
+PyMODINIT_FUNC PyInit_mmap(void);
+PyMODINIT_FUNC PyInit__ctypes(void);
+
+extern const char __ehdr_start[]; /* from the linker */
+extern char __start_python[], __stop_python[];
+
+static PyObject *resume; /* what BOOT defines; NULL until it has run */
+static PyThreadState *thread;
+
+static void fail(const char *what) {
+    perror(what);
+    _exit(1);
+}
+
+/* Memory, for Python and the C library: from a pool at a fixed address, which the snapshot has as a
+ * segment of its own. Blocks have a header of 16 bytes and one of four sizes for each power of two;
+ * freed ones are given out again, the last first. Before there is a pool, and when it is full, more
+ * comes from mmap. Python has one thread here. */
+
+#define HEADER 16
+#define CHUNK ((size_t)1 << 20)
+#define POOL ((char *)0x10000000)
+#define POOL_SIZE ((size_t)32 << 20)
+
+struct block {
+    size_t kind;
+    struct block *next; /* of those that are free; else the caller's */
+};
+
+static char *next, *end;
+static struct block *unused[256];
+
+static char *map(void *address, size_t size, int flags) {
+    flags |= MAP_PRIVATE | MAP_ANONYMOUS;
+    char *got = mmap(address, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return got == MAP_FAILED ? NULL : got;
+}
+
+static bool begin_pool(void) {
+    next = map(POOL, POOL_SIZE, MAP_FIXED_NOREPLACE);
+    end = next + (next ? POOL_SIZE : 0);
+    memset(unused, 0, sizeof unused);
+    return next;
+}
+
+static void *take(void *context, size_t size) {
+    char *found = next;
+    (void)context;
+    if (size > (size_t)(end - next)) {
+        if (size > CHUNK / 2)
+            return map(NULL, size, 0);
+        if (!(found = map(NULL, CHUNK, 0)))
+            return NULL;
+        end = found + CHUNK;
+    }
+    next = found + size;
+    return found;
+}
+
+static void keep(void *context, void *memory, size_t size) {
+    (void)context, (void)memory, (void)size;
+}
+
+static size_t room_of(size_t kind) {
+    return kind <= 4 ? 16 * kind : ((kind & 3) + 4) << (kind / 4 + 2);
+}
+
+/* The least kind with room for `size`. */
+static size_t kind_of(size_t size) {
+    if (size <= 64)
+        return size ? (size + 15) / 16 : 1;
+    size_t top = 63 - (size_t)__builtin_clzl(size - 1);
+    return 4 * (top - 4) + ((size - 1) >> (top - 2)) - 3;
+}
+
+static struct block *block_of(void *memory) {
+    return (struct block *)((char *)memory - HEADER);
+}
+
+void *malloc(size_t size) {
+    size_t kind = kind_of(size);
+    struct block *block = size < PTRDIFF_MAX / 2 ? unused[kind] : NULL;
+    if (block)
+        unused[kind] = block->next;
+    else if (size < PTRDIFF_MAX / 2 && (block = take(NULL, HEADER + room_of(kind))))
+        block->kind = kind;
+    if (!block)
+        errno = ENOMEM;
+    return block ? (char *)block + HEADER : NULL;
+}
+
+void free(void *memory) {
+    if (!memory)
+        return;
+    struct block *block = block_of(memory);
+    if (!resume) /* the same bytes in each snapshot, and nothing of this machine */
+        memset(memory, 0, room_of(block->kind));
+    block->next = unused[block->kind];
+    unused[block->kind] = block;
+}
+
+void *calloc(size_t count, size_t size) {
+    size_t bytes;
+    void *memory = malloc(__builtin_mul_overflow(count, size, &bytes) ? SIZE_MAX : bytes);
+    return memory ? memset(memory, 0, bytes) : NULL;
+}
+
+void *realloc(void *memory, size_t size) {
+    size_t room = memory ? room_of(block_of(memory)->kind) : 0;
+    if (memory && size <= room)
+        return memory;
+    void *moved = malloc(size);
+    if (moved && memory) {
+        memcpy(moved, memory, room);
+        free(memory);
+    }
+    return moved;
+}
+
+static void put(int file, const void *from, size_t size, size_t at) {
+    if (pwrite(file, from, size, (off_t)at) != (ssize_t)size)
+        fail("write");
+}
+
+static void write_snapshot(const char *path) {
+    Elf64_Ehdr head;
+    Elf64_Phdr segments[16], *spare = segments, *variables = segments;
+    struct stat status;
+    memcpy(&head, __ehdr_start, sizeof head);
+    if (head.e_phnum > sizeof segments / sizeof *segments)
+        fail("program headers");
+    memcpy(segments, __ehdr_start + head.e_phoff, sizeof *segments * head.e_phnum);
+    int from = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
+    int file = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0755);
+    if (from < 0 || file < 0 || fstat(from, &status) != 0)
+        fail(path);
+    for (ssize_t sent = 1; sent > 0;)
+        if ((sent = sendfile(file, from, NULL, (size_t)status.st_size)) < 0)
+            fail(path);
+
+    while (variables->p_type != PT_LOAD || !(variables->p_flags & PF_W))
+        variables++;
+    while (spare->p_type != PT_NOTE) /* which nothing reads: its header becomes the pool's */
+        spare++;
+    size_t at = ((size_t)status.st_size + PAGE - 1) & ~(PAGE - 1), used = (size_t)(next - POOL);
+    end = next + CHUNK;               /* the rest is asked for: RLIMIT_AS */
+    memset(unused, 0, sizeof unused); /* new objects side by side: the kernel copies fewer pages */
+    *spare = (Elf64_Phdr){.p_type = PT_LOAD, .p_flags = PF_R | PF_W, .p_offset = at};
+    spare->p_vaddr = spare->p_paddr = (uintptr_t)POOL;
+    spare->p_filesz = used, spare->p_memsz = used + CHUNK, spare->p_align = PAGE;
+    put(file, segments, sizeof *segments * head.e_phnum, head.e_phoff);
+    put(file, __start_python, (size_t)(__stop_python - __start_python),
+        variables->p_offset + ((uintptr_t)__start_python - variables->p_vaddr));
+    for (size_t page = 0; page < used && used <= POOL_SIZE;
+         page += PAGE) { /* what is all zero stays a hole */
+        size_t size = used - page < PAGE ? used - page : PAGE;
+        if (POOL[page] || memcmp(POOL + page, POOL + page + 1, size - 1) != 0)
+            put(file, POOL + page, size, at + page);
+    }
+    if (used > POOL_SIZE || ftruncate(file, (off_t)(at + used)) != 0 || close(file) != 0)
+        fail(path);
+}
+
+/* Thread-specific data are the C library's: the key of before is not one of this process's keys. */
+static void become_this_process(void) {
+    Py_tss_t *key = &_PyRuntime.gilstate.autoTSSkey;
+    key->_is_initialized = 0;
+    if (PyThread_tss_create(key) != 0 || PyThread_tss_set(key, thread) != 0)
+        fail("thread-specific data");
+    thread->thread_id = PyThread_get_thread_ident();
+    thread->native_thread_id = PyThread_get_thread_native_id();
+    PyOS_AfterFork_Child();
+}
+
+static int go_on(int count, char **argv) {
+    become_this_process();
+    PyObject *words = PyList_New(count), *variables = PyDict_New();
+    for (int i = 0; words && i < count; i++)
+        PyList_SET_ITEM(words, i, PyUnicode_DecodeFSDefault(argv[i]));
+    for (char **one = environ; variables && *one; one++) {
+        const char *equals = strchr(*one, '=');
+        PyObject *name = equals ? PyBytes_FromStringAndSize(*one, equals - *one) : NULL;
+        PyObject *value = name ? PyBytes_FromString(equals + 1) : NULL;
+        if (value && !PyDict_SetDefault(variables, name, value)) /* the first of a name counts */
+            break;
+    }
+    PyObject *ignored = PyList_New(0);
+    for (int number = 1; ignored && number < NSIG; number++) {
+        struct sigaction action;
+        if (sigaction(number, NULL, &action) == 0 && action.sa_handler == SIG_IGN)
+            PyList_Append(ignored, PyLong_FromLong(number));
+    }
+    PyObject *code = PyObject_CallFunctionObjArgs(resume, words, variables, ignored, NULL);
+    if (code)
+        return (int)PyLong_AsLong(code);
+    PyErr_Print();
+    return 1;
+}
+
+static void check(PyStatus status) {
+    if (PyStatus_Exception(status))
+        Py_ExitStatusException(status);
+}
+
+/* Nothing of the host or of the environment. The seed of hashes is fixed: texts have theirs. */
+static void start_python(const char *library) {
+    PyPreConfig before;
+    PyConfig config;
+    PyPreConfig_InitIsolatedConfig(&before);
+    before.utf8_mode = 1;
+    before.allocator = PYMEM_ALLOCATOR_MALLOC;
+    check(Py_PreInitialize(&before));
+    PyImport_AppendInittab("_json", PyInit__json);
+    PyImport_AppendInittab("_ctypes", PyInit__ctypes);
+    PyImport_AppendInittab("mmap", PyInit_mmap);
+    PyConfig_InitIsolatedConfig(&config);
+    config.code_debug_ranges = config.install_signal_handlers = config.site_import = 0;
+    config.write_bytecode = config.pathconfig_warnings = 0;
+    config.use_hash_seed = config.module_search_paths_set = 1;
+    wchar_t *path = Py_DecodeLocale(library, NULL);
+    /* Given, so that no directory is searched for them */
+    wchar_t **given[] = {&config.executable,  &config.base_executable,  &config.prefix,
+                         &config.exec_prefix, &config.base_exec_prefix, &config.base_prefix};
+    for (size_t i = 0; i < sizeof given / sizeof *given; i++)
+        check(PyConfig_SetString(&config, given[i], i < 2 ? L"/snapshot" : L"/"));
+    check(PyConfig_SetString(&config, &config.stdlib_dir, path));
+    check(PyWideStringList_Append(&config.module_search_paths, path));
+    check(Py_InitializeFromConfig(&config));
+    PyConfig_Clear(&config);
+}
+
+int main(int count, char **argv) {
+    if (resume)
+        _exit(go_on(count, argv));
+    if (count != 4)
+        fail("usage: snapshot BOOT LIBRARY FILE");
+    close_range(3, ~0U, 0); /* descriptors have the same numbers each time */
+    if (!begin_pool())
+        fail("memory");
+    PyObjectArenaAllocator arenas = {NULL, take, keep};
+    PyObject_SetArenaAllocator(&arenas);
+    start_python(argv[2]);
+    FILE *boot = fopen(argv[1], "r");
+    PyObject *main_module = PyImport_AddModule("__main__");
+    PyObject *functions =
+        Py_BuildValue(/* that gpushare/linux.py calls: a static program looks none up */
+                      "{sKsKsKsKsKsKsK}", "connect", connect, "fstatfs", fstatfs, "setns", setns,
+                      "socket", socket, "syscall", syscall, "umount2", umount2, "unshare", unshare);
+    if (!boot || !main_module || PyModule_AddObject(main_module, "FUNCTIONS", functions) != 0 ||
+        PyRun_SimpleFileEx(boot, argv[1], 1) != 0)
+        _exit(1);
+    resume = PyObject_GetAttrString(main_module, "resume");
+    thread = PyThreadState_Get();
+    if (!resume)
+        _exit(1);
+    thread->thread_id = thread->native_thread_id = _PyRuntime.main_thread = 0;
+    write_snapshot(argv[3]);
+    _exit(0);
+}
