@@ -30,6 +30,20 @@ def test_programs(machine: Machine, root: Path) -> None:
         put(root, f"opt/{name}", "#!/bin/sh\n").chmod(0o755)
 
 
+def test_snapshot_that_does_not_start(machine: Machine, root: Path) -> None:
+    settings = machine.settings._replace(
+        program=str(root / "opt/gpushare-runtime"), hook=str(root / "opt/gpushare-hook")
+    )
+    there = machine._replace(settings=settings)
+    snapshot = put(root, "libexec/snapshot", "#!/bin/sh\nexit 0\n")
+    snapshot.chmod(0o755)
+    assert ask("programs", there).result == OK
+    for broken in ("#!/bin/sh\nexit 1\n", "\x7fELF", "#!/bin/sh\nkill -SEGV $$\n"):
+        snapshot.write_text(broken)
+        found = ask("programs", there)
+        assert found.result == FAIL and str(root / "libexec/snapshot") in found.detail and "remove it" in found.hint
+
+
 def test_runtime(machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.config
     good = put(root, "opt/runc", "#!/bin/sh\necho runc version 1.9\necho more\n")
