@@ -202,19 +202,20 @@ def cache_in_a_shared_image(scene: Scene) -> Counted:
 
 
 def _remove(directory: Path) -> None:
-    """Below it is this machine's own directory, where somebody may make a file while all are being removed."""
-    while True:
+    """Below it is this machine's own directory, where somebody may make or remove files in the meantime."""
+    while directory.exists():
         try:
-            return shutil.rmtree(directory)
+            shutil.rmtree(directory)
         except OSError as error:
-            if error.errno != errno.ENOTEMPTY:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
                 raise
 
 
 def etc_in_a_shared_image(scene: Scene) -> Counted:
     """The directory that the cache is in."""
     directory = scene.root
-    shutil.copytree(directory / "etc", directory / "copy", symlinks=True)
+    (directory / "copy").mkdir()
+    shutil.copy2(directory / "etc/ld.so.cache", directory / "copy")
     _remove(directory / "etc")
     os.rename(directory / "copy", directory / "etc")  # of the upper layer alone: overlay swaps no merged directories
     os.symlink(f"../../../../../../../..{scene.host}/etc", directory / "evil")
