@@ -1,21 +1,18 @@
-"""What a snapshot has in memory, and how it goes on: snapshot.c runs this once, in the tree, with the files of our
-modules on standard input. Two builds must make the same objects at the same places, so nothing is done here whose
-result has another size in another directory or at another time.
-
-A start that wants a module which is not here becomes the ordinary program, with the same command line: at once where
-the configuration is read, since nothing is held by then; else after the work that it stopped is undone.
-"""
+"""What a snapshot has in memory, and how it goes on. snapshot.c runs this once, in the tree, with the files of our
+modules on standard input; two builds must make the same objects in the same order. A start that wants a module which
+is not here becomes the ordinary program with the same command line: at once where the configuration is read, since
+nothing is held by then; else after the work that it stopped is undone."""
 
 import _ctypes
 import _signal
 import gc
+import marshal
 import posix
 import sys
 from _frozen_importlib import ModuleSpec
 
 gc.disable()
 LIBRARY = sys.path[0]  # Python's own modules
-MAX_BYTES = 1 << 20
 
 
 class Text:
@@ -33,12 +30,15 @@ class Text:
 
     @staticmethod
     def exec_module(module: object) -> None:
-        module.__file__ = module.__spec__.origin
-        fd = posix.open(module.__file__, posix.O_RDONLY)
-        text = posix.read(fd, MAX_BYTES)
-        posix.close(fd)
-        code = compile(text, module.__file__.removeprefix(f"{LIBRARY}/"), "exec", 0, True, 2)
-        del text
+        name = module.__file__ = module.__spec__.origin
+        ours, theirs = posix.pipe()
+        if posix.fork() == 0:  # what compiling leaves in memory
+            with open(name, "rb") as text, open(theirs, "wb") as pipe:
+                marshal.dump(compile(text.read(), name.removeprefix(f"{LIBRARY}/"), "exec", 0, True, 2), pipe)
+            posix._exit(0)
+        posix.close(theirs)
+        with open(ours, "rb") as pipe:
+            code = marshal.load(pipe)
         exec(code, module.__dict__)
 
 
@@ -49,18 +49,15 @@ _ctypes.dlopen = lambda *_: 0
 _ctypes.dlsym = lambda _, name: FUNCTIONS[name]  # noqa: F821, from snapshot.c
 
 import importlib  # noqa: E402
-import json  # noqa: E402, F401
 import os  # noqa: E402
 import threading  # noqa: E402
-import traceback  # noqa: E402, F401
 
-for codec in ("ascii", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le", "utf_8_sig"):
-    importlib.import_module(f"encodings.{codec}")  # what JSON may be written in
+CODECS = ("ascii", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le", "utf_8_sig")
+for name in ("json", "traceback", *(f"encodings.{codec}" for codec in CODECS)):  # what JSON may be written in
+    importlib.import_module(name)
 
 FIRST = ("yaml", "jsonschema", "pynvml")  # what compiles the configuration begins with one of these
-OTHERS = [
-    f"gpushare.{name}" for name in ("bundled", "cdi", "nvmllimits", "packed", "uninstall", "wheel")
-]  # of no start
+OTHERS = ("bundled", "cdi", "nvmllimits", "packed", "uninstall", "wheel")  # of no start
 
 
 class Others:
@@ -112,9 +109,9 @@ def resume(words: list, environ: dict, ignored: list) -> int:
     return code
 
 
-for file in posix.read(0, MAX_BYTES).decode().split():
+for file in posix.read(0, 1 << 20).decode().split():
     module = file[len("hook/") : -len(".py")].replace("/", ".")
-    if module not in OTHERS:
+    if module.removeprefix("gpushare.") not in OTHERS:
         importlib.import_module(module)
 from gpushare import decision, hook, linux, lowlevel, names, runtime  # noqa: E402
 

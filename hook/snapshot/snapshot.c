@@ -1,14 +1,13 @@
 /* CPython that writes its own memory as a program, and goes on from there when that is started.
  *
- *     python BOOT LIBRARY FILE     runs BOOT with Python's modules in LIBRARY, then writes FILE
- *     FILE [ARGUMENT]...           calls BOOT's `resume` with its words and its environment
+ *     python BOOT LIBRARY ORDER FILE     runs BOOT with Python's modules in LIBRARY; writes FILE
+ *     FILE [ARGUMENT]...                 calls BOOT's `resume` with its words and its environment
  *
- * Everything that Python has written to is in two places: the section "python" (the variables of
- * all objects but the C library's: snapshot.mk collects them) and the pool (below). FILE is this
- * program with both as they are then. The C library has its variables as they were linked, and its
- * own start code runs as in any program: it chooses functions for this processor, and takes stack
- * canary, pointer guard, vDSO, thread pointer and program break from this start. For Python the
- * rest is what follows a fork: another process with the same memory. */
+ * What Python has written to is in the section "python" (the variables of all objects but the C
+ * library's) and in the pool (below). FILE, a copy of this program, gets both as they are then. The
+ * C library's own start code runs as in any program: it chooses functions for this processor, and
+ * takes stack canary, pointer guard, vDSO, thread pointer and program break from this start. For
+ * Python the rest is what follows a fork: another process with the same memory. */
 
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -16,17 +15,13 @@
 #include <internal/pycore_runtime.h>
 
 #include <elf.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdbool.h>
-#include <stdio.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
-#include <sys/sendfile.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/statfs.h>
 #include <unistd.h>
 
@@ -46,35 +41,50 @@ static void fail(const char *what) {
     _exit(1);
 }
 
-/* Memory, for Python and the C library: from a pool at a fixed address, which the snapshot has as a
- * segment of its own. Blocks have a header of 16 bytes and one of four sizes for each power of two;
- * freed ones are given out again, the last first. Before there is a pool, and when it is full, more
- * comes from mmap. Python has one thread here. */
+/* Memory, for Python and the C library: from a pool at a fixed address, a segment of the snapshot.
+ * Blocks are multiples of 16 bytes, and above 1 KiB one of four sizes for each power of two; all
+ * begin 8 bytes before a multiple of 16. Freed ones are given out again, the last first. Before
+ * there is a pool, and when it is full, more comes from mmap. Python has one thread here.
+ *
+ * A start uses a tenth of its objects, if only to count references, and the kernel copies each page
+ * that is written to. So those come first, side by side: ORDER has the numbers of their blocks.
+ * tests/tools/train.py finds them, with this program compiled for one block a page. */
 
-#define HEADER 16
+#ifndef SPACING
+#define SPACING 1
+#endif
+#define HEADER sizeof(size_t)
 #define CHUNK ((size_t)1 << 20)
 #define POOL ((char *)0x10000000)
-#define POOL_SIZE ((size_t)32 << 20)
+#define POOL_SIZE ((size_t)(SPACING > 1 ? 2000 : 32) << 20)
+#define FRONT ((size_t)2 << 20) /* for blocks of ORDER */
+#define BLOCK_OF(memory) ((struct block *)((char *)(memory)-HEADER))
+#define FINE 64 /* kinds of blocks of 16, 32, ... 1024 bytes */
 
 struct block {
-    size_t kind;
+    uint32_t kind, number;
     struct block *next; /* of those that are free; else the caller's */
 };
 
-static char *next, *end;
-static struct block *unused[256];
+static char *next, *end, *front = POOL + HEADER;
+static uint32_t number;
+static const uint32_t *order;
+static struct block *unused[FINE + 4 * 54];
 
 static char *map(void *address, size_t size, int flags) {
     flags |= MAP_PRIVATE | MAP_ANONYMOUS;
     char *got = mmap(address, size, PROT_READ | PROT_WRITE, flags, -1, 0);
-    return got == MAP_FAILED ? NULL : got;
+    return got == MAP_FAILED ? NULL : got + HEADER;
 }
 
-static bool begin_pool(void) {
+static bool begin_pool(int order_file) {
     next = map(POOL, POOL_SIZE, MAP_FIXED_NOREPLACE);
-    end = next + (next ? POOL_SIZE : 0);
+    next += next ? FRONT : 0;
+    end = POOL + POOL_SIZE;
     memset(unused, 0, sizeof unused);
-    return next;
+    number = 0;
+    order = mmap(NULL, FRONT, PROT_READ, MAP_PRIVATE, order_file, 0);
+    return next && order != MAP_FAILED;
 }
 
 static void *take(void *context, size_t size) {
@@ -82,10 +92,10 @@ static void *take(void *context, size_t size) {
     (void)context;
     if (size > (size_t)(end - next)) {
         if (size > CHUNK / 2)
-            return map(NULL, size, 0);
+            return map(NULL, size + HEADER, 0);
         if (!(found = map(NULL, CHUNK, 0)))
             return NULL;
-        end = found + CHUNK;
+        end = found - HEADER + CHUNK;
     }
     next = found + size;
     return found;
@@ -95,38 +105,46 @@ static void keep(void *context, void *memory, size_t size) {
     (void)context, (void)memory, (void)size;
 }
 
+/* What the caller has of a block. */
 static size_t room_of(size_t kind) {
-    return kind <= 4 ? 16 * kind : ((kind & 3) + 4) << (kind / 4 + 2);
+    size_t size = kind <= FINE ? 16 * kind : ((kind - 1) % 4 + 5) << ((kind - FINE - 1) / 4 + 8);
+    return size - HEADER;
 }
 
 /* The least kind with room for `size`. */
 static size_t kind_of(size_t size) {
-    if (size <= 64)
-        return size ? (size + 15) / 16 : 1;
-    size_t top = 63 - (size_t)__builtin_clzl(size - 1);
-    return 4 * (top - 4) + ((size - 1) >> (top - 2)) - 3;
-}
-
-static struct block *block_of(void *memory) {
-    return (struct block *)((char *)memory - HEADER);
+    size_t last = (size + HEADER - 1) | 15;
+    if (last < 16 * FINE)
+        return last / 16 + 1;
+    size_t top = 63 - (size_t)__builtin_clzl(last);
+    return FINE + 4 * (top - 10) + (last >> (top - 2)) - 3;
 }
 
 void *malloc(size_t size) {
-    size_t kind = kind_of(size);
-    struct block *block = size < PTRDIFF_MAX / 2 ? unused[kind] : NULL;
-    if (block)
+    size_t kind = kind_of(size), whole = (room_of(kind) + HEADER + SPACING - 1) & -(size_t)SPACING;
+    struct block *block = NULL;
+    if (order && *order == number) {
+        order++;
+        block = (struct block *)front;
+        front += whole;
+    } else if (size < PTRDIFF_MAX / 2 && (block = unused[kind]))
         unused[kind] = block->next;
-    else if (size < PTRDIFF_MAX / 2 && (block = take(NULL, HEADER + room_of(kind))))
-        block->kind = kind;
-    if (!block)
+    else if (size < PTRDIFF_MAX / 2)
+        block = take(NULL, whole);
+    if (!block) {
         errno = ENOMEM;
-    return block ? (char *)block + HEADER : NULL;
+        return NULL;
+    }
+    block->kind = (uint32_t)kind;
+    if (!resume)
+        block->number = number++;
+    return (char *)block + HEADER;
 }
 
 void free(void *memory) {
     if (!memory)
         return;
-    struct block *block = block_of(memory);
+    struct block *block = BLOCK_OF(memory);
     if (!resume) /* the same bytes in each snapshot, and nothing of this machine */
         memset(memory, 0, room_of(block->kind));
     block->next = unused[block->kind];
@@ -140,7 +158,7 @@ void *calloc(size_t count, size_t size) {
 }
 
 void *realloc(void *memory, size_t size) {
-    size_t room = memory ? room_of(block_of(memory)->kind) : 0;
+    size_t room = memory ? room_of(BLOCK_OF(memory)->kind) : 0;
     if (memory && size <= room)
         return memory;
     void *moved = malloc(size);
@@ -157,47 +175,30 @@ static void put(int file, const void *from, size_t size, size_t at) {
 }
 
 static void write_snapshot(const char *path) {
-    Elf64_Ehdr head;
+    const Elf64_Ehdr *head = (const void *)__ehdr_start;
     Elf64_Phdr segments[16], *spare = segments, *variables = segments;
-    struct stat status;
-    memcpy(&head, __ehdr_start, sizeof head);
-    if (head.e_phnum > sizeof segments / sizeof *segments)
-        fail("program headers");
-    memcpy(segments, __ehdr_start + head.e_phoff, sizeof *segments * head.e_phnum);
-    int from = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
-    int file = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0755);
-    if (from < 0 || file < 0 || fstat(from, &status) != 0)
-        fail(path);
-    for (ssize_t sent = 1; sent > 0;)
-        if ((sent = sendfile(file, from, NULL, (size_t)status.st_size)) < 0)
-            fail(path);
-
+    int file = open(path, O_RDWR | O_CLOEXEC);
+    off_t size = lseek(file, 0, SEEK_END);
+    memcpy(segments, __ehdr_start + head->e_phoff, sizeof *segments * head->e_phnum);
     while (variables->p_type != PT_LOAD || !(variables->p_flags & PF_W))
         variables++;
     while (spare->p_type != PT_NOTE) /* which nothing reads: its header becomes the pool's */
         spare++;
-    size_t at = ((size_t)status.st_size + PAGE - 1) & ~(PAGE - 1), used = (size_t)(next - POOL);
+    size_t at = ((size_t)size + PAGE - 1) & ~(PAGE - 1), used = (size_t)(next - POOL);
     end = next + CHUNK;               /* the rest is asked for: RLIMIT_AS */
     memset(unused, 0, sizeof unused); /* new objects side by side: the kernel copies fewer pages */
+    order = NULL;
     *spare = (Elf64_Phdr){.p_type = PT_LOAD, .p_flags = PF_R | PF_W, .p_offset = at};
     spare->p_vaddr = spare->p_paddr = (uintptr_t)POOL;
     spare->p_filesz = used, spare->p_memsz = used + CHUNK, spare->p_align = PAGE;
-    put(file, segments, sizeof *segments * head.e_phnum, head.e_phoff);
+    put(file, segments, sizeof *segments * head->e_phnum, head->e_phoff);
     put(file, __start_python, (size_t)(__stop_python - __start_python),
         variables->p_offset + ((uintptr_t)__start_python - variables->p_vaddr));
-    for (size_t page = 0; page < used && used <= POOL_SIZE;
-         page += PAGE) { /* what is all zero stays a hole */
-        size_t size = used - page < PAGE ? used - page : PAGE;
-        if (POOL[page] || memcmp(POOL + page, POOL + page + 1, size - 1) != 0)
-            put(file, POOL + page, size, at + page);
-    }
-    if (used > POOL_SIZE || ftruncate(file, (off_t)(at + used)) != 0 || close(file) != 0)
-        fail(path);
+    put(file, POOL, used, at);
 }
 
-/* Thread-specific data are the C library's: the key of before is not one of this process's keys. */
 static void become_this_process(void) {
-    Py_tss_t *key = &_PyRuntime.gilstate.autoTSSkey;
+    Py_tss_t *key = &_PyRuntime.gilstate.autoTSSkey; /* the C library has none of before */
     key->_is_initialized = 0;
     if (PyThread_tss_create(key) != 0 || PyThread_tss_set(key, thread) != 0)
         fail("thread-specific data");
@@ -206,7 +207,9 @@ static void become_this_process(void) {
     PyOS_AfterFork_Child();
 }
 
-static int go_on(int count, char **argv) {
+static void go_on(int count, char **argv) {
+    if (SPACING > 1) /* no page is read but those that are touched */
+        madvise(POOL, (size_t)(next - POOL), MADV_RANDOM);
     become_this_process();
     PyObject *words = PyList_New(count), *variables = PyDict_New();
     for (int i = 0; words && i < count; i++)
@@ -225,10 +228,11 @@ static int go_on(int count, char **argv) {
             PyList_Append(ignored, PyLong_FromLong(number));
     }
     PyObject *code = PyObject_CallFunctionObjArgs(resume, words, variables, ignored, NULL);
-    if (code)
-        return (int)PyLong_AsLong(code);
-    PyErr_Print();
-    return 1;
+    if (!code)
+        PyErr_Print();
+    if (SPACING > 1)
+        raise(SIGSTOP); /* for tests/tools/train.py */
+    _exit(code ? (int)PyLong_AsLong(code) : 1);
 }
 
 static void check(PyStatus status) {
@@ -265,12 +269,10 @@ static void start_python(const char *library) {
 
 int main(int count, char **argv) {
     if (resume)
-        _exit(go_on(count, argv));
-    if (count != 4)
-        fail("usage: snapshot BOOT LIBRARY FILE");
+        go_on(count, argv);
     close_range(3, ~0U, 0); /* descriptors have the same numbers each time */
-    if (!begin_pool())
-        fail("memory");
+    if (!begin_pool(open(argv[3], O_RDONLY)))
+        fail(argv[3]);
     PyObjectArenaAllocator arenas = {NULL, take, keep};
     PyObject_SetArenaAllocator(&arenas);
     start_python(argv[2]);
@@ -280,14 +282,12 @@ int main(int count, char **argv) {
         Py_BuildValue(/* that gpushare/linux.py calls: a static program looks none up */
                       "{sKsKsKsKsKsKsK}", "connect", connect, "fstatfs", fstatfs, "setns", setns,
                       "socket", socket, "syscall", syscall, "umount2", umount2, "unshare", unshare);
-    if (!boot || !main_module || PyModule_AddObject(main_module, "FUNCTIONS", functions) != 0 ||
+    if (!boot || PyModule_AddObject(main_module, "FUNCTIONS", functions) != 0 ||
         PyRun_SimpleFileEx(boot, argv[1], 1) != 0)
         _exit(1);
     resume = PyObject_GetAttrString(main_module, "resume");
     thread = PyThreadState_Get();
-    if (!resume)
-        _exit(1);
     thread->thread_id = thread->native_thread_id = _PyRuntime.main_thread = 0;
-    write_snapshot(argv[3]);
+    write_snapshot(argv[4]);
     _exit(0);
 }
