@@ -60,20 +60,13 @@ $(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJ
 
 # Python programs. The launchers, in build/bin, stand in front of those in build/libexec.
 PROGRAMS := build/bin/gpushare build/libexec/gpushare-hook build/libexec/gpushare-runtime
-PACKS := build/libexec/gpushare-hook.pack build/libexec/gpushare-runtime.pack
 
-build: $(SETUP) shim sim simhost $(PROGRAMS) $(PACKS) $(SNAPSHOT_MADE) $(LAUNCHERS) build/bin/gpushare-runtime-cri ## build the shim, the simulated driver and the programs
+build: $(SETUP) shim sim simhost $(PROGRAMS) $(SNAPSHOT_MADE) $(LAUNCHERS) build/bin/gpushare-runtime-cri ## build the shim, the simulated driver and the programs
 
 $(PROGRAMS): packaging/program $(SETUP)
 	@mkdir -p $(@D)
 	@packaging/program "$(PYTHON)" $(@F) >$@.new
 	@chmod 755 $@.new && mv $@.new $@
-
-# All modules that a start imports, in one file; without debug ranges: lines are enough for a trace
-$(PACKS): packaging/pack $(wildcard hook/gpushare/*.py hook/gpushare/dialects/*.py) | $(SETUP)
-	@mkdir -p $(@D)
-	@$(PYTHON) -ISs -X no_debug_ranges packaging/pack $(basename $(@F)) $@.new
-	@mv $@.new $@
 
 root:
 	@[ "$$(id -u)" = 0 ] || { echo "gpushare: this starts containers, so it needs root: sudo make $(MAKECMDGOALS)" >&2; exit 1; }

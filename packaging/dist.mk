@@ -3,7 +3,7 @@
 DIST := build/dist/gpushare
 DIST_VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 DIST_NAME = gpushare-$(DIST_VERSION)-linux-x86_64
-DIST_SOURCES := $(shell find hook/gpushare -name '*.py') $(wildcard config/*.*) packaging/gpushare.spec packaging/pack
+DIST_SOURCES := $(shell find hook/gpushare -name '*.py') $(wildcard config/*.*) packaging/gpushare.spec
 
 # Everything that is dated has the time of the last commit: two builds of one commit are the same bytes.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 0)

@@ -8,10 +8,10 @@ place by now. Then the lease becomes the container's own: from here on it lives 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from . import applied, apply, inroot, leases, log, oci, procs, rootless, storage
 from .errors import RequestError
-from .light import TYPE_CHECKING
 from .ops import Plan
 from .quoting import shown
 

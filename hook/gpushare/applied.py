@@ -11,8 +11,11 @@ nobody but the engine's administrator can put a hook there.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional, Union
+
 from . import names, oci
-from .light import Any, NamedTuple, Optional, Sequence, Union, dumps, loads
 from .model import LdEntry
 from .ops import Cover, DeviceNode, ImageFile, InPlace, KernelLimit, LdCache, Link, Mount, Op, ProcMask
 
@@ -83,7 +86,7 @@ def record_of(spec: Spec) -> Optional[Record]:
         return None
     nonces = _nonces(spec)
     try:
-        value = loads(text) if nonces else None
+        value = json.loads(text) if nonces else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or value.pop("version", 0) != VERSION or value.get("nonce") not in nonces:
@@ -126,7 +129,7 @@ def stripped(spec: Spec) -> Spec:
     if names.APPLIED_ANNOTATION not in annotations:
         return spec
     record = record_of(spec)
-    spec = loads(dumps(spec))
+    spec = json.loads(json.dumps(spec))
     if record is None:
         del spec["annotations"][names.APPLIED_ANNOTATION]
         return spec

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
+from typing import Any, Union
 
 from . import cgroup, idmap, inroot, linux, mountns, mountpoint, mountrules, rootfs, rootless
 from .errors import DeviceError, GpushareError, KernelError
-from .light import Any, Callable, Union
 from .model import Bundle
 from .ops import (
     DEVICE_FLAGS,

@@ -13,18 +13,19 @@
 The choice is made for each limit by itself: memory and compute of one share may have different holders. A request names
 backends ("mps", "dmem,mps"), of which each holds what it can, and the shim what none of them holds by its nature; one
 that cannot do on this device what it is there for is refused. `auto`: the first of policy.allowed_backends that can. No
-limit is ever without a holder.
-
-The shim stands in every container: it counts and shows the limits, whoever else enforces them.
+limit is ever without a holder. The shim is in every container: it counts and shows the limits, whoever else enforces
+them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Optional
 
 from . import names, rootless
 from .dialects import device_name
 from .errors import DeviceError, PolicyError, RequestError
 from .ledger import Ledger
-from .light import Callable, NamedTuple, Optional, Sequence
 from .model import Device, Lease, Node, Policy, Request, Share
 from .ops import Op
 from .quoting import shown

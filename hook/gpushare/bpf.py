@@ -16,10 +16,11 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from . import linux
 from .errors import KernelError
-from .light import Callable, NamedTuple, Sequence
 from .quoting import shown
 
 Rule = tuple[int, int]

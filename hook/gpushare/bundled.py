@@ -15,9 +15,6 @@ def main() -> None:
     folder, _, name = program.rpartition("/")
     if name != "gpushare":
         gc.disable()
-        from . import packed  # before os, which it imports in less time
-
-        packed.load(f"{__file__.rpartition('/gpushare/')[0]}/{name}.pack")
     import os
 
     from . import names
@@ -35,7 +32,7 @@ def main() -> None:
         from . import runtime
 
         os._exit(runtime.main())
-    from .light import signal
+    import signal
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `cli` handles it: no traceback

@@ -6,10 +6,11 @@ Rules are (major, minor) of character devices, for reading and writing; never mk
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from typing import Optional
 
 from . import linux, mountns
 from .errors import KernelError
-from .light import Callable, Optional, Sequence
 from .quoting import shown
 
 Rule = tuple[int, int]

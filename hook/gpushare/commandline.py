@@ -12,7 +12,8 @@ Sources: runc 1.1 and 1.2 (urfave/cli: `-root X`, `--root=X`, flags also after t
 
 from __future__ import annotations
 
-from .light import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 # Our own flags: first in the line, and not passed on
 OWN = ("gpushare-config", "gpushare-state")

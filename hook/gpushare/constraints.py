@@ -10,8 +10,10 @@ What the host does not know (no answer from NVML) holds nothing. Source: NVIDIA 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple, Optional
+
 from .errors import RequestError
-from .light import Callable, NamedTuple, Optional
 from .model import Device, Inventory
 from .quantity import wrong
 from .quoting import setting, shown

@@ -19,9 +19,10 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Optional
 
 from .errors import GpushareError
-from .light import Callable, NamedTuple, Optional, Sequence
 from .model import Lease, Request
 from .quoting import quoted
 

@@ -25,11 +25,13 @@ keeps. We promise nothing there: the sum of what is granted is kept below what t
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Optional
 
 from . import linux, mountns, storage
 from .errors import CapacityError, GpushareError, KernelError
-from .light import Callable, NamedTuple, Optional, Sequence, dumps, loads
 from .model import Device, Inventory, Share
 from .ops import KernelLimit
 from .quoting import shown
@@ -153,7 +155,7 @@ def hold(pid: int, limits: Sequence[KernelLimit]) -> Callable[[], None]:
             _put(held, limit.uuid, limit.limit_bytes)
         fd = os.open(limits[0].record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            storage.write_all(fd, dumps(held._asdict()).encode())
+            storage.write_all(fd, json.dumps(held._asdict()).encode())
         finally:
             os.close(fd)
     except BaseException:
@@ -238,7 +240,7 @@ def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None
     if not changed:
         return
     try:
-        held = Held(**loads(_read(record) or ""))
+        held = Held(**json.loads(_read(record) or ""))
         _ = [held.regions[new.device.uuid] for _, new in changed]
     except (ValueError, TypeError, KeyError):
         raise KernelError(f"{shown(record)} does not say which cgroup the container has", "start it again") from None

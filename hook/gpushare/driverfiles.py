@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import stat
+from typing import NamedTuple, Optional
 
 from . import drivernodes, mig
 from .driverroot import HostNode, in_root, listing, short_read
@@ -29,7 +30,6 @@ from .drivertable import (
     SUBDIRECTORIES,
 )
 from .errors import DeviceError
-from .light import NamedTuple, Optional
 from .model import Inventory, Request, Share
 
 _Listed = list[tuple[str, frozenset[str]]]  # (library directory, what it holds)

@@ -9,11 +9,11 @@ of_display(root, shares, capabilities)         -> nodes       /dev/dri of the gr
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from .driverroot import HostNode, listing, node, numbered
 from .drivertable import CAPABILITIES, FEATURES, IMEX_DIR
 from .errors import DeviceError
-from .light import Iterable
 from .model import Share
 
 Found = tuple[tuple[HostNode, ...], tuple[str, ...]]

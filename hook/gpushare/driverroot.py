@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import os
 import stat
-
-from .light import NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 
 class HostNode(NamedTuple):

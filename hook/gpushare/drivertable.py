@@ -6,7 +6,7 @@ them. Names as of driver branches 470 to 590; what a branch does not have is sim
 
 from __future__ import annotations
 
-from .light import NamedTuple
+from typing import NamedTuple
 
 Links = tuple[str, ...]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import struct
-
-from .light import NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm"}  # e_machine
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import stat
 import time
 
 from .errors import KernelError
-from .light import signal
 from .quoting import shown
 
 WAIT_S = 20.0

@@ -9,11 +9,12 @@ an error is the same in a few words, for a line about several devices.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Optional
+
 from . import backends, names
 from .dialects import device_name
 from .errors import CapacityError, DeviceError, PolicyError, RequestError
 from .ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of, turn_bytes
-from .light import NamedTuple, Optional
 from .model import Amount, Config, Device, Node, Policy, Request, Share
 from .quantity import amount, bytes_of, human
 from .region import MAX_PEERS

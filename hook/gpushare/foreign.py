@@ -12,13 +12,15 @@ refused. Loaded only when a word of another scheduler occurs. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Optional
+
 from . import names, placement
 from .dialects import injected, own, table, usable_devices
 from .dialects.demand import Demand, Limit, once
 from .dialects.table import BEYOND, COMPUTE, EVERYTHING, MEMORY, PRIORITY, Said
 from .errors import PolicyError, RequestError
 from .hearing import MODE, Heard, limits_of, line
-from .light import Any, Optional, Sequence
 from .limits import Wish, merged, scaled
 from .model import Device, Inventory, Node, Request, Selection
 from .quantity import bytes_of

@@ -10,11 +10,12 @@ another scheduler occurs. Pure.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Optional
+
 from . import names, policy
 from .dialects import Env, injected, nvidia, own, table
 from .dialects.demand import Demand, Limit, once
 from .dialects.table import BEYOND, COMPUTE, DEVICES, EVERYTHING, MEMORY, PRIORITY, Said, Spoken
-from .light import NamedTuple, Optional
 from .model import Bundle, Node, Policy, Request
 from .quoting import setting, shown, shown_name
 

@@ -14,11 +14,13 @@ Nothing is taken from this process's own environment or working directory: both 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from . import decision, hookoutput, log, names, oci, rootless
 from .errors import GpushareError, KernelError, RequestError, reported
-from .light import TYPE_CHECKING, Callable, NamedTuple, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request, Share
 from .quoting import shown
 

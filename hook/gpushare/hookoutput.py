@@ -16,9 +16,9 @@ in its own process and on the host, so it is where crun writes its errors anyway
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from . import names, oci
-from .light import Any
 
 OWN_STDERR = "/dev/stderr"
 _MAY_NAME_A_FILE = (*(key.encode() for key in names.HOOK_OUTPUT_ANNOTATIONS), b"\\")  # or spell it with an escape

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import stat
+from typing import Any, Union
 
 from . import ldcache, linux, mountns, mountpoint, names, rootfs
 from .errors import KernelError
-from .light import Any, Union
 from .ops import DeviceNode, LdCache, Link, Mount, Op, Plan
 from .quoting import shown
 

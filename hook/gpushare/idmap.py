@@ -23,10 +23,11 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from . import filelock, linux, names, rootless
 from .errors import KernelError
-from .light import TYPE_CHECKING, Callable, Sequence
 
 if TYPE_CHECKING:
     from .ops import Mount

@@ -9,10 +9,10 @@ names_in(root, path)           -> list[str]                       sorted, [] whe
 from __future__ import annotations
 
 import os
+from typing import Union
 
 from . import elf, inroot
 from .errors import is_exhausted
-from .light import Union
 
 MAX_NAMES = 4096  # of one directory
 

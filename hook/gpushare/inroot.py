@@ -10,10 +10,11 @@ import errno
 import os
 import stat
 import time
+from types import TracebackType
+from typing import Optional, Union
 
 from . import linux
 from .errors import KernelError
-from .light import Optional, TracebackType, Union
 from .quoting import shown
 
 _RESOLVE = linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS

@@ -12,12 +12,13 @@ JSON in that file, in the place of what its NVML does not know: {"context_bytes"
 
 from __future__ import annotations
 
+import json
 import os
+from typing import TYPE_CHECKING, Any, Optional
 
 from . import mig, names
 from .driverroot import short_read
 from .errors import DeviceError
-from .light import TYPE_CHECKING, Any, Optional, loads
 from .model import Device, Inventory
 from .quoting import shown
 
@@ -139,7 +140,7 @@ def _marker(root: str) -> Optional[dict[str, Any]]:
     if text is None:
         return None
     try:
-        value = loads(text or "{}")
+        value = json.loads(text or "{}")
     except ValueError:
         value = {}
     return value if isinstance(value, dict) else {}

@@ -13,8 +13,9 @@ of those for its own machine the glibc-hwcaps ones come first, then the first re
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from .light import Iterable, Iterator, NamedTuple, Sequence
 from .model import LdEntry
 
 MAX_BYTES = 4 << 20  # a cache of 500 libraries has 40 KiB

@@ -8,9 +8,9 @@ sweep(...)                all that are dead
 from __future__ import annotations
 
 import os
+from typing import Optional
 
 from . import leases, names, procs, storage
-from .light import Optional
 from .model import Lease
 from .quoting import shown
 

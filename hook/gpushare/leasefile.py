@@ -11,8 +11,10 @@ writes it only for an init that is the first process of its pid namespace.
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from . import names
-from .light import Any, dumps, loads
 from .model import Device, Lease, Share
 from .quoting import shown
 
@@ -85,7 +87,7 @@ _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 def to_json(lease: Lease) -> bytes:
     """lease.json: objects with the field names of model.py."""
     shares = [{**share._asdict(), "device": share.device._asdict()} for share in lease.shares]
-    return dumps({**lease._asdict(), "shares": shares}).encode()
+    return json.dumps({**lease._asdict(), "shares": shares}).encode()
 
 
 def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def _completed(value: Any, earlier: dict[str, Any]) -> Any:
 def from_json(data: bytes, container_id: str) -> Lease:
     """The inverse of `to_json`. Raises ValueError."""
     try:
-        fields = _fields(_completed(loads(data), _EARLIER_LEASE), _LEASE, "lease")
+        fields = _fields(_completed(json.loads(data), _EARLIER_LEASE), _LEASE, "lease")
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if fields["id"] != container_id or fields["state"] not in ("reserved", "held"):

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 
 from . import filelock, idmap, leasefile, names, pages, procs, region, storage
 from .errors import CapacityError, GpushareError, KernelError, of_file, what_to_do
-from .light import TYPE_CHECKING, Callable, NamedTuple, Optional, Sequence, TracebackType, Union
 from .model import Bundle, Lease, Node, Request, Share
 from .quoting import shown
 

@@ -10,7 +10,9 @@ counts(percent, soft)                      -> bool    whether a compute limit ta
 
 from __future__ import annotations
 
-from .light import Iterable, NamedTuple, Optional
+from collections.abc import Iterable
+from typing import NamedTuple, Optional
+
 from .model import Config, Device, Lease, Policy, SharingRule
 from .region import NO_PERCENT
 

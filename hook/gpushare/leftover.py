@@ -15,9 +15,9 @@ import errno
 import fcntl
 import os
 import struct
+from typing import Optional
 
 from . import cgroup, names, procs, storage
-from .light import Optional
 from .model import Lease
 
 UNKNOWN = -1  # Lease.cgroup_id of a version that recorded none

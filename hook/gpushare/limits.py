@@ -10,11 +10,13 @@ another scheduler occurs.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional
+
 from .dialects import device_name
 from .dialects.demand import Beyond, Demand, Limit
 from .dialects.table import MEMORY, Said
 from .errors import RequestError
-from .light import Any, Callable, NamedTuple, Optional, Sequence
 from .model import Amount, Device
 from .quoting import setting
 

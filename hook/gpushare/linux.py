@@ -11,9 +11,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from typing import TYPE_CHECKING, Any, Union
 
 from .errors import EXHAUSTED, KernelError
-from .light import TYPE_CHECKING, Any, Union
 from .quoting import shown
 
 if TYPE_CHECKING:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Optional
 
 from . import backends, leases, linux, mountns, names, pages, procs, region, storage
 from .errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError, of_file
-from .light import Callable, Iterable, NamedTuple, Optional, Sequence
 from .model import Lease, Share
 from .quoting import shown
 

@@ -6,10 +6,10 @@ Engines show differing parts of a hook's output (crun none of it), so the file i
 
 from __future__ import annotations
 
+import json
 import os
 
 from .errors import GpushareError, reported
-from .light import dumps
 from .quoting import printable, quoted
 
 _KEPT = 256  # files in errors/: a crash loop under ever new names must not fill the state directory
@@ -84,9 +84,9 @@ def to_runtime_log(path: str, log_format: str, line: str) -> None:
 
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if log_format == "json":
-        text = dumps({"level": "error", "msg": line, "time": stamp})
+        text = json.dumps({"level": "error", "msg": line, "time": stamp})
     else:
-        text = f'time="{stamp}" level=error msg={dumps(line)}'
+        text = f'time="{stamp}" level=error msg={json.dumps(line)}'
     try:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         try:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
+from collections.abc import Sequence
+from typing import NoReturn
 
 from . import names
 from .errors import ConfigError, KernelError
-from .light import NoReturn, Sequence, signal
 from .model import Config
 from .quoting import shown
 

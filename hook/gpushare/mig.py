@@ -13,11 +13,11 @@ Source: NVIDIA MIG user guide, "Device nodes and capabilities".
 from __future__ import annotations
 
 import os
+from typing import NamedTuple, Optional
 
 from .driverroot import HostNode, listing, node, short_read
 from .drivertable import CAPS_DIR
 from .errors import DeviceError
-from .light import NamedTuple, Optional
 from .model import Device, Share
 
 CAPABILITIES = "proc/driver/nvidia/capabilities"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple, Optional
+
 from . import names
-from .light import Any, NamedTuple, Optional
 
 
 class Device(NamedTuple):

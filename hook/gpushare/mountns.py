@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import select
+from types import TracebackType
+from typing import NamedTuple, Optional
 
 from . import linux
 from .errors import KernelError
-from .light import NamedTuple, Optional, TracebackType
 
 
 class MountEntry(NamedTuple):

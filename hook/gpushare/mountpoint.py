@@ -13,10 +13,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
+from typing import Optional
 
 from . import inroot, linux, mountns
 from .errors import KernelError
-from .light import Callable, Optional
 from .mountrules import accepts, in_volume, is_library_path, not_a_library, wrong_type
 from .quoting import shown
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Callable
 
 from .errors import KernelError
-from .light import Callable
 from .quoting import shown
 
 # Below which directories a link may lead us to cover something: the prefix, and how its first component may go on

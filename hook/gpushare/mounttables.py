@@ -15,9 +15,10 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from . import procs, storage
-from .light import Iterator, NamedTuple
 
 OURS, ROOT, USER = range(3)  # mount namespaces of our user namespace, of one that our user (root) made, of any other
 _NS_GET_USERNS, _NS_GET_OWNER_UID = 0xB701, 0xB704  # ioctl_ns(2)

@@ -16,11 +16,13 @@ after the daemon was started again find the new one. Start path.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from . import driverroot, names, procs
 from .errors import CapacityError, DeviceError
-from .light import TYPE_CHECKING, Any, NamedTuple, Optional, Sequence, loads
 from .model import Config, Request, Share
 from .ops import Mount, Op
 
@@ -85,7 +87,7 @@ def build_of(path: str) -> str:
 def parse(text: str) -> Optional[dict[str, Any]]:
     """A ready file; None when it is none of ours."""
     try:
-        found = loads(text)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or found.get("version") != VERSION:

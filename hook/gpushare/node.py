@@ -14,13 +14,14 @@ compiled again next time. Raises ConfigError and DeviceError.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import time
+from typing import Any, Optional
 
 from . import filelock, inventory, lowlevel, names
 from .errors import DeviceError, GpushareError
-from .light import Any, Optional, dumps, loads
 from .model import Config, Device, Inventory, Node, Policy, SharingRule
 
 SCHEMA = 4  # grows when the meaning of node.json changes
@@ -86,7 +87,7 @@ def _read(path: str) -> Optional[dict[str, Any]]:
         ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if not ours or not stat.S_ISREG(status.st_mode) or status.st_size > MAX_NODE_BYTES:
             return None
-        value = loads(os.read(fd, MAX_NODE_BYTES))
+        value = json.loads(os.read(fd, MAX_NODE_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     finally:
@@ -180,7 +181,7 @@ def _write(state_dir: str, value: dict[str, Any]) -> None:
         return
     try:
         with os.fdopen(fd, "w") as file:
-            file.write(dumps(value))
+            file.write(json.dumps(value))
         os.rename(temporary, os.path.join(state_dir, FILE))
     except OSError:
         try:

@@ -13,11 +13,12 @@ Start path: standard library only.
 
 from __future__ import annotations
 
+import json
 import os
+from typing import Any, NamedTuple, Optional, Union
 
 from . import names, speckeys
 from .errors import RequestError
-from .light import Any, NamedTuple, Optional, Union, loads
 from .model import Bundle
 from .quoting import setting, shown
 
@@ -75,7 +76,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _object(data: bytes, what: str) -> dict[str, Any]:
     """One JSON object, whatever is wrong with the text."""
     try:
-        value = loads(data.decode("utf-8"), _unique)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:
         raise RequestError(f"{what} is nested too deeply") from None
     except ValueError as error:  # also UnicodeDecodeError, and integers of absurd length

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from .light import NamedTuple, Union
+from typing import NamedTuple, Union
+
 from .model import LdEntry, Share
 from .quantity import human
 

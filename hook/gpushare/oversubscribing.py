@@ -11,11 +11,12 @@ it lies on the host, and it must have a place there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from . import names
 from .dialects import device_name
 from .errors import CapacityError, PolicyError, RequestError
 from .ledger import Ledger
-from .light import Sequence
 from .model import Amount, Config, Device, Inventory, Node, Share
 from .names import ENV_MEMORY, ENV_OVERSUBSCRIBE
 from .quantity import amount, bytes_of, human

@@ -11,11 +11,12 @@ process is in, without controllers. Raises KernelError, with nothing changed.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from . import bpf, cgroup, linux
 from .cgroup import Rule
 from .errors import KernelError
-from .light import NamedTuple, Sequence
 
 
 class Place(NamedTuple):

@@ -18,10 +18,10 @@ import errno
 import os
 import stat
 import struct
+from typing import Union
 
 from . import filelock, linux, names, region, rootless
 from .errors import CapacityError, KernelError, of_file, what_to_do
-from .light import Union
 from .quoting import shown
 
 FOLDER = "devices"

@@ -12,12 +12,13 @@ same answer: nothing is left to chance, nor to the order in which leases are fou
 
 from __future__ import annotations
 
+from typing import NamedTuple, Optional
+
 from . import fitting, names
 from .dialects import device_name, find_devices, is_among, usable_devices
 from .errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
 from .fitting import Offer, Wanted
 from .ledger import Ledger, capacity_bytes, capacity_percent, counts, ledger_of
-from .light import NamedTuple, Optional
 from .model import Config, Device, Node, Policy, Request, Share
 from .quoting import setting
 

@@ -11,12 +11,13 @@ Raises RequestError when the image cannot hold a limit. Start path.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Optional
+
 from . import backends, forward, names, oci, pages
 from .driverfiles import DriverFiles, Library
 from .drivertable import ALWAYS
 from .errors import RequestError
 from .ledger import turn_bytes
-from .light import NamedTuple, Optional
 from .model import Bundle, Config, Image, LdEntry, Lease, Node, Request, Share
 from .ops import (
     Cover,

@@ -17,10 +17,12 @@ They raise PolicyError, with the key of config.yaml that says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from . import names, oci
 from .dialects import Env, injected, nvidia, triggers
 from .errors import PolicyError, RequestError
-from .light import Any, Iterable
 from .model import Bundle, Config, Lease, Policy, Request
 from .quoting import setting, shown, shown_name
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from . import imagefiles, linux
-from .light import TYPE_CHECKING, Iterator
 
 if TYPE_CHECKING:
     from . import mountpoint

@@ -7,8 +7,7 @@ the same for two owners of one pid; the boot id tells one boot's numbers from an
 from __future__ import annotations
 
 import os
-
-from .light import NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _DEAD_STATES = ("Z", "X", "x")  # a zombie holds no memory, no device and no mount, if it has no other threads

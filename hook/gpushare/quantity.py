@@ -16,8 +16,10 @@ Start path: standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Optional, TypeVar
+
 from .errors import RequestError
-from .light import Callable, Optional, TypeVar
 from .model import Amount
 from .quoting import setting, shown, shown_name
 

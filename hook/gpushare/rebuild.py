@@ -25,10 +25,10 @@ from __future__ import annotations
 import errno
 import os
 import time
+from typing import NamedTuple, Optional
 
 from . import decision, leasefile, leases, linux, mountns, mounttables, names, pages, procs, region, rootless, storage
 from .errors import KernelError, what_to_do
-from .light import NamedTuple, Optional
 from .model import Device, Lease, Node, Share
 from .quoting import shown
 

@@ -9,9 +9,10 @@ What a tenant writes is read by usagefile.py, and by pages.py.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from .errors import GpushareError
-from .light import NamedTuple, Sequence
 from .model import Share
 from .quoting import shown
 

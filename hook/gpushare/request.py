@@ -14,10 +14,12 @@ Start path.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Optional
+
 from . import names, oci, policy
 from .dialects import Env, driverwords, injected, nvidia, own, triggers
 from .errors import DeviceError, PolicyError, RequestError
-from .light import Any, Callable, Optional
 from .model import Bundle, Inventory, Node, Policy, Request, Selection
 from .quantity import wrong
 from .quoting import setting, shown, shown_name

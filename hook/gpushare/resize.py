@@ -9,11 +9,13 @@ Both raise RequestError, and `shares` whatever `fitting.regrant` raises.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple, Optional
+
 from . import backends, fitting, quantity
 from . import ledger as books
 from .dialects import device_name
 from .errors import RequestError
-from .light import Iterable, NamedTuple, Optional
 from .model import Amount, Lease, Node, Share
 from .quoting import shown
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Union
 
 from . import compatdir, imagefiles, inroot, ldcache, linux
 from .errors import KernelError, is_exhausted
-from .light import Iterable, Iterator, NamedTuple, Union
 from .model import Bundle, Image
 from .quoting import shown
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import Union
 
 from . import names
 from .errors import KernelError
-from .light import Union
 
 _RUN = os.path.dirname(names.STATE_DIR)
 _WHOLE_MAP = ["0", "0", "4294967295"]  # uid_map of the initial user namespace; user_namespaces(7)

@@ -13,6 +13,9 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import signal
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn, Optional
 
 from . import (
     apply,
@@ -39,7 +42,6 @@ from . import (
 )
 from .dialects import own
 from .errors import GpushareError, KernelError, RequestError
-from .light import NamedTuple, NoReturn, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request
 from .ops import Plan
 from .quoting import shown

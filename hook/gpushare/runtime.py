@@ -14,12 +14,14 @@ The lease is reserved for this very process: execve keeps pid and start time, so
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Optional
 
 from . import commandline, decision, hook, hookoutput, log, lowlevel, names, oci, rootless
 from .commandline import Call
 from .errors import GpushareError, KernelError, RequestError, reported
-from .light import TYPE_CHECKING, Callable, NamedTuple, NoReturn, Optional, Sequence, signal
 from .model import Bundle, Lease, Node, Request
 from .quoting import shown, shown_name
 

@@ -7,9 +7,11 @@ only where the configuration has `sharing`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple, Optional
+
 from .dialects import device_name, is_among
 from .errors import DeviceError
-from .light import Iterable, NamedTuple, Optional
 from .model import Amount, Device, SharingRule
 
 

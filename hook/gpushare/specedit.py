@@ -14,14 +14,16 @@ that ran no hooks would give a container its devices and no way round the shim.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import applied, linux, names, oci
 from .applied import KERNEL_LIMITS, NONCE_ENV, PLACES, STAGES, UNIFIED, Record, Spec, place, rule
 from .dialects import injected, nvidia
 from .errors import KernelError, what_to_do
-from .light import Any, Callable, Sequence, dumps, loads
 from .ops import (
     DEVICE_FLAGS,
     Cover,
@@ -47,7 +49,7 @@ class Editor:
     """One edit of one copy of a spec, and the record of it. `leased`: the container holds a part of a device."""
 
     def __init__(self, spec: Spec, leased: bool) -> None:
-        self.spec: Spec = loads(dumps(spec))
+        self.spec: Spec = json.loads(json.dumps(spec))
         self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [], [], [])
         for path, empty in PLACES:
             above = place(self.spec, path[:-1])
@@ -194,7 +196,7 @@ class Editor:
             env = [HOOK_ENV, NONCE_ENV + self.record.nonce]
             self.spec["hooks"][stage].append({"path": path, "args": args, "env": env, "timeout": HOOK_TIMEOUT_S})
         self.record.annotations.append(names.APPLIED_ANNOTATION)
-        text = dumps({"version": applied.VERSION, **self.record._asdict()}, ",", ":")
+        text = json.dumps({"version": applied.VERSION, **self.record._asdict()}, separators=(",", ":"))
         self.spec["annotations"][names.APPLIED_ANNOTATION] = text
         return self.spec
 
@@ -224,7 +226,7 @@ def write(path: str, spec: Spec) -> None:
     temporary = f"{path}.gpushare-{os.getpid()}"
     try:
         status = os.stat(path)
-        data = dumps(spec).encode("utf-8", "surrogatepass")
+        data = json.dumps(spec).encode("utf-8", "surrogatepass")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(temporary, flags, 0o600)
         try:

@@ -5,8 +5,9 @@ refuse_other_case(spec, KEYS) -> None     RequestError for a key that the runtim
 
 from __future__ import annotations
 
+from typing import Any
+
 from .errors import RequestError
-from .light import Any
 from .quoting import shown
 
 

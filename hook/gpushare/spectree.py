@@ -16,10 +16,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from types import TracebackType
+from typing import NamedTuple, Optional
 
 from . import inroot, linux, mountrules, oci, rootfs
 from .errors import KernelError, is_exhausted
-from .light import NamedTuple, Optional, TracebackType
 from .model import Bundle
 from .quoting import shown
 

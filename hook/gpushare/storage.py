@@ -17,10 +17,11 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Union
 
 from . import filelock, idmap, linux, names, region, rootless
 from .errors import KernelError, of_file, what_to_do
-from .light import TYPE_CHECKING, Sequence, Union
 from .model import Share
 from .ops import TenantTmpfs, WriteLimits
 from .quoting import shown

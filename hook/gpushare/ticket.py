@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import os
 import stat
+from typing import Any, Optional
 
 from . import decision, idmap, imagefiles, inroot, ldcache, linux, mountrules, procmask, rootfs, storage
 from .applied import Record
-from .light import Any, Optional
 from .model import Bundle, LdEntry, Lease
 from .ops import DEVICE_FLAGS, DeviceNode
 

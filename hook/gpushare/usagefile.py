@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import struct
+from typing import NamedTuple
 
-from .light import NamedTuple
 from .region import (
     MAX_DEVICES,
     MAX_SHARES,

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
+from typing import Any, Optional
 
 from . import oci, policy
 from .dialects import injected, nvidia
 from .driverroot import listing, short_read
 from .errors import PolicyError
-from .light import Any, Iterable, Optional
 from .model import Bundle, Config
 
 ALL_MINORS = -1

@@ -57,7 +57,7 @@ for name in ("json", "traceback", *(f"encodings.{codec}" for codec in CODECS)): 
     importlib.import_module(name)
 
 FIRST = ("yaml", "jsonschema", "pynvml")  # what compiles the configuration begins with one of these
-OTHERS = ("bundled", "cdi", "nvmllimits", "packed", "uninstall", "wheel")  # of no start
+OTHERS = ("bundled", "cdi", "nvmllimits", "uninstall", "wheel")  # of no start
 
 
 class Others:

@@ -19,7 +19,6 @@ from tests.lib.engines import image
 from tests.lib.host import Node
 from tests.lib.runc import Container
 from tests.lib.terminal import Terminal
-from tests.unit.test_imports import LISTED, STARTS
 
 MakeContainer = Callable[..., Container]
 ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
@@ -247,19 +246,6 @@ def python(bundle: Path, text: str) -> str:
     done = call(*loader, inside / "python3", "-ISsc", text, env={"LC_ALL": "C"})
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def in_bundle(bundle: Path, statements: str) -> set[str]:
-    """What the bundle's interpreter loads for `statements`."""
-    text = f"import sys; before = set(sys.modules)\n{statements}\nprint(*(set(sys.modules) - before))"
-    return set(python(bundle, text).split())
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_start_loads_what_is_listed_and_nothing_else(bundle: Path, start: str) -> None:
-    loaded = in_bundle(bundle, f"from gpushare import bundled, {STARTS[start]}")
-    assert {name for name in loaded if not name.startswith("gpushare")} - in_bundle(bundle, LISTED) == set()
-    assert not loaded & {"gpushare.config", "gpushare.cli", "yaml", "click", "jsonschema", "pynvml", "zipimport"}
 
 
 def test_interpreter_is_alone(bundle: Path) -> None:

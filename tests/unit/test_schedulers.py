@@ -5,8 +5,6 @@ What each of them means is in tests/golden/dialects.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any, Optional
 
 import pytest
@@ -18,20 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.pure import UUIDS, bundle, device, ledger, node
-from tests.unit.test_imports import HOOK
 from tests.unit.test_mig import HOST as MIG_HOST
 from tests.unit.test_policy import PRIVILEGED, injected, pod
 
 ASKING = [word.name for row in table.SCHEDULERS for word in row.variables if word.name.startswith(table.BEGINNINGS)]
-READERS = {f"gpushare.dialects.{row.name.replace('-', '_')}" for row in table.SCHEDULERS}
-LATE = {
-    *READERS,
-    "gpushare.dialects.table",
-    "gpushare.dialects.demand",
-    "gpushare.foreign",
-    "gpushare.hearing",
-    "gpushare.limits",
-}
 NVIDIA = "NVIDIA_VISIBLE_DEVICES=1"
 
 
@@ -43,40 +31,6 @@ def asked(*env: str, **more: Any) -> Request:
     found = resolve(*env, **more)
     assert found is not None
     return found
-
-
-# What a start loads
-
-
-def loaded(*env: str) -> set[str]:
-    """The modules of a start that resolves this environment."""
-    text = f"""
-import sys; sys.path.insert(0, {HOOK!r})
-from gpushare import oci, request
-from gpushare.model import Config, Device, Inventory, Node
-host = Node(Config(), Inventory("/", "1", (Device(0, "GPU-aaaaaaaa-0", 0, "0000:01:00.0", "X", 1 << 34, 0),)))
-spec = {{"root": {{"path": "rootfs"}}, "process": {{"env": {list(env)!r}}}}}
-assert request.resolve(oci.bundle_of(oci.State("c", 0, "created", "/b", {{}}), spec), host)
-print(*sys.modules)"""
-    done = subprocess.run([sys.executable, "-ISc", text], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        ("GPUSHARE_MEMORY=4Gi", "GPUSHARE_COMPUTE=30%", "GPUSHARE_DEVICES=0"),
-        ("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=all", "CUDA_VERSION=12.2", "GPU_MEM=4"),
-    ],
-)
-def test_a_start_without_their_words_loads_nothing_for_them(env: tuple[str, ...]) -> None:
-    assert not loaded(*env) & LATE
-
-
-def test_a_start_loads_the_reader_of_its_words_and_no_other() -> None:
-    assert loaded("CUDA_DEVICE_MEMORY_LIMIT=1g") & READERS == {"gpushare.dialects.hami"}
-    assert loaded("NVIDIA_VISIBLE_DEVICES=0", "GPU_PORTION=0.5") & READERS == {"gpushare.dialects.runai"}
 
 
 # Which containers they are looked at in

@@ -14,8 +14,10 @@ Start path: standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Optional
+
 from ..errors import DeviceError, RequestError
-from ..light import Iterable, Optional
 from ..model import Device, Inventory, Selection
 from ..quantity import MAX_SLOTS, wrong
 from ..quoting import setting, shown

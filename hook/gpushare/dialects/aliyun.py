@@ -9,8 +9,9 @@ and CGPU_DISABLE=true or 1. The amount is for each device.
 
 from __future__ import annotations
 
+from typing import Optional
+
 from ..errors import CapacityError
-from ..light import Optional
 from ..model import Inventory, Selection
 from ..quantity import wrong
 from ..quoting import setting

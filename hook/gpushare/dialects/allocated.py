@@ -12,9 +12,10 @@ own that nobody else writes, and what the pod says besides must say the same.
 
 from __future__ import annotations
 
+from typing import Optional
+
 from .. import names
 from ..errors import RequestError
-from ..light import Optional
 from ..quantity import amounts, wrong
 from ..quoting import setting, shown
 from . import Env, one_value

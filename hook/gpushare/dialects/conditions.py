@@ -13,8 +13,10 @@ Kubernetes' labels say, is one too. Several are separated by |.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from ..errors import CapacityError, DeviceError, GpushareError, RequestError
-from ..light import Any, Callable, Iterable
 from ..model import Amount, Condition, Device
 from ..quantity import amount, bytes_of, human, size_bytes, wrong
 from ..quoting import shown

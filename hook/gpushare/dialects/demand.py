@@ -9,7 +9,9 @@ Loaded only when a word of another scheduler occurs.
 
 from __future__ import annotations
 
-from ..light import Iterable, NamedTuple, Optional, Union
+from collections.abc import Iterable
+from typing import NamedTuple, Optional, Union
+
 from ..model import Selection
 from ..quantity import MAX_BYTES, wrong
 from . import one_value

@@ -9,8 +9,9 @@ Source: NVIDIA container toolkit documentation and MIG user guide. Start path.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from ..drivertable import FEATURES
-from ..light import Any, NamedTuple
 from ..model import Inventory
 from ..quantity import wrong
 from ..quoting import shown

@@ -17,9 +17,10 @@ with access to every device has the host's whole list in its spec; that is nobod
 
 from __future__ import annotations
 
+from typing import Any, Optional
+
 from .. import oci
 from ..errors import DeviceError
-from ..light import Any, Optional
 from ..model import Device, Inventory, Request, Selection
 from . import Env, find_devices, nvidia
 

@@ -10,8 +10,10 @@ with commas, in NVIDIA_VISIBLE_DEVICES.
 
 from __future__ import annotations
 
+import json
+from typing import Any, Optional
+
 from ..errors import DeviceError
-from ..light import Any, Optional, loads
 from ..model import Inventory, Selection
 from ..quantity import UNITS, wrong
 from ..quoting import setting, shown
@@ -24,7 +26,7 @@ _HINT = "leave the annotation to Koordinator"
 
 def _gpus(one: Said) -> list[dict[str, Any]]:
     try:
-        value = loads(one.value)
+        value = json.loads(one.value)
     except (ValueError, RecursionError):
         raise wrong(one.name, one.value, "not valid JSON", _HINT) from None
     found = value.get("gpu") if isinstance(value, dict) else None

@@ -16,10 +16,10 @@ Source: NVIDIA container toolkit documentation; names of its hooks as of 1.17. S
 from __future__ import annotations
 
 import os
+from typing import Any, Optional
 
 from .. import oci
 from ..errors import RequestError
-from ..light import Any, Optional
 from ..model import Inventory, Request, Selection
 from ..quoting import shown
 from . import Env, expand_capabilities, one_value, parse_devices

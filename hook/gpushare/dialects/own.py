@@ -14,9 +14,11 @@ Start path.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Optional
+
 from .. import names, oci
 from ..errors import RequestError
-from ..light import Any, Callable, Iterable, NamedTuple, Optional
 from ..model import Inventory, Request, Selection
 from ..quantity import amounts, percents, wrong
 from ..quoting import setting, shown, shown_name

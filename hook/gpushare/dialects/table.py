@@ -14,7 +14,9 @@ this; the table and the readers of rows only when one of their words occurs.
 
 from __future__ import annotations
 
-from ..light import Any, Callable, NamedTuple, Optional
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
 from . import Env
 
 # What a word is about

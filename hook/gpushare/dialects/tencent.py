@@ -9,8 +9,9 @@ names of device nodes). 100 cores are a device; more than one device is a multip
 
 from __future__ import annotations
 
+from typing import Optional
+
 from ..errors import DeviceError
-from ..light import Optional
 from ..model import Inventory, Selection
 from ..quantity import wrong
 from ..quoting import setting, shown

@@ -13,8 +13,9 @@ the device, and the rest is managed memory.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Optional, Union
+
 from ..errors import DeviceError
-from ..light import NamedTuple, Optional, Union
 from ..model import Device, Inventory
 from ..quantity import wrong
 from ..quoting import setting
