@@ -25,7 +25,7 @@
 #include <sys/statfs.h>
 #include <unistd.h>
 
-#define PAGE ((size_t)4096)
+#define PAGE ((size_t)1 << 16) /* the largest of any processor that Python is built for */
 PyMODINIT_FUNC PyInit__json(void);
 PyMODINIT_FUNC PyInit_mmap(void);
 PyMODINIT_FUNC PyInit__ctypes(void);
