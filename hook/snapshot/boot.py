@@ -109,7 +109,7 @@ def resume(words: list, environ: dict, ignored: list) -> int:
     return code
 
 
-for file in posix.read(0, 1 << 20).decode().split():
+for file in posix.read(0, 1 << 16).decode().split():
     module = file[len("hook/") : -len(".py")].replace("/", ".")
     if module.removeprefix("gpushare.") not in OTHERS:
         importlib.import_module(module)

@@ -43,18 +43,16 @@ static void fail(const char *what) {
 
 /* Memory, for Python and the C library: from a pool at a fixed address, a segment of the snapshot.
  * Blocks are multiples of 16 bytes, and above 1 KiB one of four sizes for each power of two; all
- * begin 8 bytes before a multiple of 16. Freed ones are given out again, the last first. Before
- * there is a pool, and when it is full, more comes from mmap. Python has one thread here.
+ * begin 8 bytes before a multiple of 16. Freed ones are given out again, the last first. A start
+ * takes what ORDER left of the pool's front, then chunks; a large block is a mapping of its own,
+ * which ends when it is freed: RLIMIT_AS counts addresses. Python has one thread here.
  *
  * A start uses a tenth of its objects, if only to count references, and the kernel copies each page
  * that is written to. So those come first, side by side: ORDER has the numbers of their blocks.
- * tests/tools/train.py finds them, with this program compiled for one block a page. */
+ * tests/tools/train.py finds them, with this program compiled for one block a page (SPACING). */
 
-#ifndef SPACING
-#define SPACING 1
-#endif
 #define HEADER sizeof(size_t)
-#define CHUNK ((size_t)1 << 20)
+#define CHUNK ((size_t)1 << 18)
 #define POOL ((char *)0x10000000)
 #define POOL_SIZE ((size_t)(SPACING > 1 ? 2000 : 32) << 20)
 #define FRONT ((size_t)2 << 20) /* for blocks of ORDER */
@@ -90,9 +88,9 @@ static bool begin_pool(int order_file) {
 static void *take(void *context, size_t size) {
     char *found = next;
     (void)context;
+    if (size > CHUNK / 2 && (resume || size > (size_t)(end - next)))
+        return map(NULL, size + HEADER, 0);
     if (size > (size_t)(end - next)) {
-        if (size > CHUNK / 2)
-            return map(NULL, size + HEADER, 0);
         if (!(found = map(NULL, CHUNK, 0)))
             return NULL;
         end = found - HEADER + CHUNK;
@@ -145,10 +143,13 @@ void free(void *memory) {
     if (!memory)
         return;
     struct block *block = BLOCK_OF(memory);
+    size_t room = room_of(block->kind);
     if (!resume) /* the same bytes in each snapshot, and nothing of this machine */
-        memset(memory, 0, room_of(block->kind));
-    block->next = unused[block->kind];
-    unused[block->kind] = block;
+        memset(memory, 0, room);
+    if (room > CHUNK / 2 && (char *)memory > POOL + POOL_SIZE)
+        munmap((char *)block - HEADER, room + 2 * HEADER);
+    else
+        block->next = unused[block->kind], unused[block->kind] = block;
 }
 
 void *calloc(size_t count, size_t size) {
@@ -159,11 +160,11 @@ void *calloc(size_t count, size_t size) {
 
 void *realloc(void *memory, size_t size) {
     size_t room = memory ? room_of(BLOCK_OF(memory)->kind) : 0;
-    if (memory && size <= room)
+    if (memory && size <= room && (room <= CHUNK / 2 || size > room / 2))
         return memory;
     void *moved = malloc(size);
     if (moved && memory) {
-        memcpy(moved, memory, room);
+        memcpy(moved, memory, size < room ? size : room);
         free(memory);
     }
     return moved;
@@ -185,12 +186,11 @@ static void write_snapshot(const char *path) {
     while (spare->p_type != PT_NOTE) /* which nothing reads: its header becomes the pool's */
         spare++;
     size_t at = ((size_t)size + PAGE - 1) & ~(PAGE - 1), used = (size_t)(next - POOL);
-    end = next + CHUNK;               /* the rest is asked for: RLIMIT_AS */
+    next = front, end = POOL + FRONT;
     memset(unused, 0, sizeof unused); /* new objects side by side: the kernel copies fewer pages */
     order = NULL;
-    *spare = (Elf64_Phdr){.p_type = PT_LOAD, .p_flags = PF_R | PF_W, .p_offset = at};
-    spare->p_vaddr = spare->p_paddr = (uintptr_t)POOL;
-    spare->p_filesz = used, spare->p_memsz = used + CHUNK, spare->p_align = PAGE;
+    uintptr_t pool = (uintptr_t)POOL;
+    *spare = (Elf64_Phdr){PT_LOAD, PF_R | PF_W, at, pool, pool, used, used, PAGE};
     put(file, segments, sizeof *segments * head->e_phnum, head->e_phoff);
     put(file, __start_python, (size_t)(__stop_python - __start_python),
         variables->p_offset + ((uintptr_t)__start_python - variables->p_vaddr));
@@ -209,7 +209,7 @@ static void become_this_process(void) {
 
 static void go_on(int count, char **argv) {
     if (SPACING > 1) /* no page is read but those that are touched */
-        madvise(POOL, (size_t)(next - POOL), MADV_RANDOM);
+        madvise(POOL, POOL_SIZE, MADV_RANDOM);
     become_this_process();
     PyObject *words = PyList_New(count), *variables = PyDict_New();
     for (int i = 0; words && i < count; i++)

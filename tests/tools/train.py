@@ -56,7 +56,7 @@ def touched(command: list[str], snapshot: Path, size: int) -> set[int]:
     with open(snapshot, "rb") as cached:
         os.fsync(cached.fileno())
         os.posix_fadvise(cached.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    start = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    start = subprocess.Popen(command, env={"PATH": os.defpath}, stderr=subprocess.DEVNULL)
     _, status = os.waitpid(start.pid, os.WUNTRACED)
     if not os.WIFSTOPPED(status):
         raise SystemExit(f"{command[0]} ended with {status}")
