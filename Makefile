@@ -31,7 +31,7 @@ SECONDS ?= 60
 .PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-aarch64 test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
+	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
 
 setup: $(SETUP) ## install missing system packages, make build/venv
 
