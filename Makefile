@@ -46,10 +46,10 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 
 -include shim/shim.mk
 -include tests/sim/sim.mk
--include tests/bench/bench.mk
 -include tests/throttle/throttle.mk
 -include tests/gpu/gpu.mk
 -include hook/launcher/launcher.mk
+-include tests/bench/bench.mk
 -include hook/snapshot/snapshot.mk
 -include tests/fuzz/fuzz.mk
 -include packaging/dist.mk
@@ -143,7 +143,7 @@ check: $(SETUP) ## all static checks: lint, and gcc -fanalyzer through the shim 
 format: $(SETUP) ## rewrite Python and C files in the house format
 	@tests/tools/lint --fix
 
-bench: root build shim_bench vt dist ## measure; prints a table and writes build/bench.json
+bench: root build shim_bench start_bench vt dist ## measure; prints a table and writes build/bench.json
 	@$(VENV_PYTHON) -m tests.bench.bench
 
 MINUTES ?= 10

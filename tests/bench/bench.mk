@@ -13,6 +13,22 @@ build/bench/libcuda-stub.so: tests/bench/stub_driver.c | $(SETUP)
 	@mkdir -p $(@D)
 	$(CC) $(BENCH_CFLAGS) -fPIC -shared -Wl,-Bsymbolic -Wl,-soname,libcuda.so.1 -o $@ $<
 
+# What the lock warm-up is worth: it alone, and the runtime without it, beside the Python of this tree
+build/bench/warm: tests/bench/warm.c hook/launcher/hurry.c $(LAUNCHER_TABLES) | $(SETUP)
+	@mkdir -p $(@D)
+	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) $(LAUNCHER_LDFLAGS) -o $@ $(filter %.c,$^)
+
+build/bench/cold/bin/gpushare-runtime: tests/bench/cold.c $(filter-out hook/launcher/hurry.c,$(LAUNCHER_SOURCES)) $(LAUNCHER_TABLES) | $(SETUP)
+	@mkdir -p $(@D)
+	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) -DIS_HOOK=0 $(LAUNCHER_LDFLAGS) -o $@ $(filter %.c,$^)
+	@ln -sfn ../../../bin/gpushare-hook $(@D)/gpushare-hook
+	@ln -sfn ../../libexec build/bench/cold/libexec
+
+.PHONY: start_bench
+start_bench: build/bench/warm build/bench/cold/bin/gpushare-runtime
+
+ROUNDS ?= 40
+
 .PHONY: bench-start
-bench-start: root build ## measure what a start costs; RUNTIME=/path/to/wrapper: another wrapper too
-	@RUNTIME="$(RUNTIME)" $(VENV_PYTHON) -m tests.bench.start
+bench-start: root build start_bench ## measure what a start costs, in ROUNDS (40); RUNTIME=/path/to/wrapper: another wrapper too
+	@ROUNDS="$(ROUNDS)" RUNTIME="$(RUNTIME)" $(VENV_PYTHON) -m tests.bench.start

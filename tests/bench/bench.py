@@ -1,18 +1,20 @@
 """`make bench`: what gpushare costs, as a table and as build/bench.json.
 
-Keys of the file are flat, each value is {median, p99, n, unit}. Nothing passes or fails here: tests do that.
+Keys of the file are flat, each value is {median, p99, n, unit, low, high}: from `low` to `high` is the median with a
+confidence of 95 percent. Nothing passes or fails here: tests do that.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from rich import box
 from rich.console import Console
@@ -36,13 +38,18 @@ class Figure(NamedTuple):
     p99: float
     n: int
     unit: str
+    low: Optional[float] = None  # the interval around the median, of values that were measured one by one
+    high: Optional[float] = None
 
 
 def figure(values: Sequence[float], unit: str) -> Figure:
+    """Median with its interval: as many values are below it as heads fall in so many throws."""
     ordered = sorted(values)
-    return Figure(
-        statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))], len(ordered), unit
-    )
+    n = len(ordered)
+    away = 0.98 * math.sqrt(n)
+    low, high = max(0, math.floor(n / 2 - away)), min(n - 1, math.ceil(n / 2 + away))
+    p99 = ordered[min(n - 1, int(n * 0.99))]
+    return Figure(statistics.median(ordered), p99, n, unit, ordered[low], ordered[high])
 
 
 def start_cost(directory: Path) -> dict[str, Figure]:
@@ -111,7 +118,7 @@ def compute_shares(_directory: Path) -> dict[str, Figure]:
     figures = {key: figure(values, COMPUTE_UNITS[key]) for key, values in found.items()}
     for key in ("compute.jain", "compute.throughput_ratio"):  # the bad end is the low one
         low = figure([-value for value in found[key]], COMPUTE_UNITS[key])
-        figures[key] = low._replace(median=-low.median, p99=-low.p99)
+        figures[key] = figure(found[key], COMPUTE_UNITS[key])._replace(p99=-low.p99)
     return figures
 
 
@@ -136,12 +143,14 @@ def oversubscribed(_directory: Path) -> dict[str, Figure]:
 def show(figures: dict[str, Figure]) -> None:
     table = Table(box=box.SIMPLE, show_edge=False)
     table.add_column("what")
-    for heading in ("median", "p99", "n"):
+    for heading in ("median", "95% interval", "p99", "n"):
         table.add_column(heading, justify="right")
     table.add_column("unit")
     for key, value in sorted(figures.items()):
         digits = 3 if value.unit in ("points", "index", "ratio", "percent") else 1
-        table.add_row(key, f"{value.median:,.{digits}f}", f"{value.p99:,.{digits}f}", f"{value.n:,}", value.unit)
+        ends = [f"{end:,.{digits}f}" for end in (value.low, value.high) if end is not None]
+        numbers = (f"{value.median:,.{digits}f}", " to ".join(ends), f"{value.p99:,.{digits}f}", f"{value.n:,}")
+        table.add_row(key, *numbers, value.unit)
     Console(highlight=False).print(table)
 
 

@@ -1,0 +1,13 @@
+/* warm STATE_DIR PROGRAM [WORD]...: the lock warm-up of a start, and then PROGRAM. */
+
+#include <unistd.h>
+
+#include "../../hook/launcher/launcher.h"
+
+int main(int count, char **argv) {
+    if (count < 3)
+        return 127;
+    hurry(argv[1]);
+    execvp(argv[2], argv + 2);
+    return 127;
+}
