@@ -138,7 +138,7 @@ def is_mounted_over(root: Root, fd: int) -> bool:
     """Whether `fd` is on another mount than the root itself: a volume, or a file system that the runtime makes."""
     if isinstance(root, View):
         return root.is_mounted_over(fd)
-    return mount_id(fd) != mount_id(root)
+    return linux.mount_id(fd) != linux.mount_id(root)
 
 
 def open_regular(root: Root, path: str) -> int:
@@ -158,15 +158,6 @@ def open_regular(root: Root, path: str) -> int:
 def reopen(path_fd: int, flags: int = os.O_RDONLY) -> int:
     """Opens for use what an O_PATH descriptor names; O_NONBLOCK, because a lease on the file would block an open."""
     return os.open(f"/proc/self/fd/{path_fd}", flags | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def mount_id(fd: int) -> int:
-    """The id of the mount that `fd` is on, as in the first column of mountinfo."""
-    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
-        for line in info:
-            if line.startswith("mnt_id:"):
-                return int(line.split()[1])
-    raise linux.SyscallError("fdinfo", f"fd {fd}", errno.ENODATA)
 
 
 def _open_at(dir_fd: int, name: str, flags: int, mode: int, path: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import sys
 from typing import TYPE_CHECKING, Any, Union
 
@@ -56,6 +57,8 @@ _BPF = {"x86_64": 321, "aarch64": 280}
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _RENAMEAT2 = {"x86_64": 316, "aarch64": 276}
 _RENAME_EXCHANGE = 2
+_STATX = {"x86_64": 332, "aarch64": 291}
+_STATX_MNT_ID, _STATX_SIZE, _MNT_ID_AT = 0x1000, 256, 144  # struct statx
 
 if TYPE_CHECKING:
     from ctypes import addressof as _addressof
@@ -203,6 +206,16 @@ def move_mount(mount_fd: int, target_fd: int, what: str) -> None:
     """Attaches a detached mount on the very inode that `target_fd` (O_PATH) names; no path is looked up."""
     flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
     _call("move_mount", what, _MOVE_MOUNT, mount_fd, b"", target_fd, b"", flags)
+
+
+def mount_id(fd: int) -> int:
+    """The id of the mount that `fd` is on, as in the first column of mountinfo. Linux 5.8."""
+    found = buffer(_STATX_SIZE)
+    _call("statx", f"fd {fd}", _STATX[os.uname().machine], fd, b"", AT_EMPTY_PATH, _STATX_MNT_ID, found)
+    mask, number = struct.unpack_from(f"=I{_MNT_ID_AT - 4}xQ", found)
+    if not mask & _STATX_MNT_ID:
+        raise SyscallError("statx", f"fd {fd}", errno.ENODATA)
+    return int(number)
 
 
 def umount(path: str, flags: int = MNT_DETACH) -> None:

@@ -43,13 +43,14 @@ class Root:
     def __init__(self, fd: int, owner: tuple[int, int], host_mounts: list[mountns.MountEntry]) -> None:
         self.fd = fd
         self.owner = owner
-        self.mount_id = inroot.mount_id(fd)
+        self.mount_id = linux.mount_id(fd)
         self.undo: list[Callable[[], None]] = []
         self.notes: list[str] = []
         self._fds: list[int] = []
         self._host_mounts = host_mounts
         self._own_mounts: set[int] = set()
-        self._quiet: set[int] = set()  # mounts that are known not to propagate
+        self._quiet: set[int] = set()  # mounts that do not propagate
+        self._entries: dict[int, mountns.MountEntry] = {}  # by id; a mount that is not here is looked for again
 
     # descriptors
 
@@ -81,7 +82,7 @@ class Root:
         """Mounts the detached `tree` on `target`, so that it never shows anywhere but in this container."""
         self._silence(target, path)
         linux.move_mount(tree, target, path)
-        self._own_mounts.add(inroot.mount_id(tree))
+        self._own_mounts.add(linux.mount_id(tree))
         self.undo.append(lambda: linux.umount(f"/proc/self/fd/{tree}"))
 
     def claim(self, path: str, source: os.stat_result) -> None:
@@ -92,37 +93,36 @@ class Root:
                 f"{shown(path)} is not what config.json mounts there",
                 "see whether another hook, or the image, changes it",
             )
-        self._own_mounts.add(inroot.mount_id(fd))
+        self._own_mounts.add(linux.mount_id(fd))
 
     def is_own(self, fd: int) -> bool:
         """Whether `fd` is on a mount that this plan made."""
-        return inroot.mount_id(fd) in self._own_mounts
+        return linux.mount_id(fd) in self._own_mounts
 
     def _entry(self, mount_id: int) -> Optional[mountns.MountEntry]:
-        return next((e for e in mountns.read_mounts() if e.id == mount_id), None)
+        if mount_id not in self._entries:
+            self._entries = {entry.id: entry for entry in mountns.read_mounts()}
+        return self._entries.get(mount_id)
 
     def _silence(self, target: int, path: str) -> None:
         """Stops propagation out of the mount that `target` is on: a mount below a shared one appears at every peer, so
         on the host. It becomes a slave (it still receives), in this namespace only."""
-        mount_id = inroot.mount_id(target)
+        mount_id = linux.mount_id(target)
         if mount_id in self._quiet or mount_id in self._own_mounts:
             return
-        entry = self._entry(mount_id)
-        if entry is None or entry.shared:
-            linux.mount_setattr(self._mount_root(target, mount_id, path), 0, linux.MS_SLAVE, path)
+        linux.mount_setattr(self._mount_root(target, mount_id, path), 0, linux.MS_SLAVE, path)
         self._quiet.add(mount_id)
 
     def _mount_root(self, fd: int, mount_id: int, path: str) -> int:
         """The root of the mount that `fd` is on: up by ".." until the mount would change."""
         if not stat.S_ISDIR(os.fstat(fd).st_mode):
-            entry = self._entry(mount_id)
             parent = self.lookup(path.rpartition("/")[0] or "/")
-            if parent < 0 or entry is None or inroot.mount_id(parent) != mount_id:
+            if parent < 0 or linux.mount_id(parent) != mount_id:
                 return fd  # a file that is itself the root of its mount
             fd = parent
         while True:
             up = self.keep(os.open("..", os.O_PATH | os.O_CLOEXEC, dir_fd=fd))
-            if inroot.mount_id(up) != mount_id or os.path.samestat(os.fstat(up), os.fstat(fd)):
+            if linux.mount_id(up) != mount_id or os.path.samestat(os.fstat(up), os.fstat(fd)):
                 return fd
             fd = up
 
@@ -233,7 +233,7 @@ class Root:
         """Refuses to create in a volume: a mount other than the root whose superblock the host has mounted as well.
         What we made there would appear on the host. File systems that the runtime made (/dev, /run) are the
         container's."""
-        mount_id = inroot.mount_id(dir_fd)
+        mount_id = linux.mount_id(dir_fd)
         if mount_id == self.mount_id or mount_id in self._own_mounts:
             return
         entry = self._entry(mount_id)
