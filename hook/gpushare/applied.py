@@ -141,8 +141,8 @@ def stripped(spec: Spec) -> Spec:
         _drop_last(place(spec, ("linux", "resources", "devices")), rule(major, minor))
     for major, minor in record.denied:
         _drop_last(place(spec, ("linux", "resources", "devices")), denial(major, minor))
-    rules = place(spec, ("linux", "resources", "devices")) or []
-    for index, count, value in reversed(record.narrowed):
+    rules = place(spec, ("linux", "resources", "devices"))  # an empty list too: it was the only rule
+    for index, count, value in reversed(record.narrowed if rules is not None else []):
         rules[index : index + count] = [value]
     for key, was_there, value in reversed(record.unified):
         unified = place(spec, UNIFIED)

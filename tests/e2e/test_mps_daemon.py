@@ -22,6 +22,7 @@ import pytest
 from gpushare import mps, mpsstatus, region
 from gpushare.model import Device, Lease, Share
 
+from tests.lib import processes
 from tests.lib.doctor import finding
 from tests.lib.host import BIN, Node, write_config
 from tests.lib.processes import reap_zombies
@@ -60,6 +61,12 @@ class Host:
         env = {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / pipe)}
         done = subprocess.run([self.control], input=command + "\n", env=env, capture_output=True, text=True, timeout=20)
         return done.stdout.strip()
+
+    def quit(self) -> None:
+        """Ends the daemons and waits until they are gone, which takes a busy machine seconds."""
+        daemons = [pid for pid, command in processes.children().items() if self.control.name in command]
+        self.ask("quit")
+        assert daemons and None not in [processes.wait_exit(pid, 30) for pid in daemons]
 
     def pid(self) -> int:
         (row,) = self.mps("status")
@@ -215,7 +222,7 @@ def test_daemon_of_somebody_else_is_not_adopted(host: Host) -> None:
     for more, why in (({}, "not started for this device"), ({"CUDA_VISIBLE_DEVICES": UUID}, "with another /dev/shm")):
         subprocess.run([host.control, "-d"], env={**env, **more}, check=True, timeout=20)
         assert why in host.refused("start") and not (host.folder / "ready").exists()
-        host.ask("quit")
+        host.quit()
 
 
 def test_nothing_is_offered_when_a_limit_is_not_taken(host: Host) -> None:
@@ -244,7 +251,7 @@ def test_daemon_of_another_user_is_named_and_let_be(host: Host) -> None:
     said = host.refused("start")
     assert "is of uid 1000, who sets its limits as he likes" in finding(host.node, "MPS").detail
     assert "is of uid 1000" in said and host.ask("get_default_active_thread_percentage") == "100.0"
-    host.ask("quit")
+    host.quit()
 
 
 def test_what_tenants_have_cannot_end_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
