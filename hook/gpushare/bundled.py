@@ -12,15 +12,15 @@ import sys
 def main() -> None:
     fd, program = int(sys.argv[1]), sys.argv[2]
     sys.argv[:3] = [program]
-    folder, _, name = program.rpartition("/")
+    name = program.rpartition("/")[2]
     if name != "gpushare":
         gc.disable()
     import os
 
-    from . import names
+    from . import installed, names
 
     os.set_inheritable(fd, False)
-    names.SHIM_DIR = folder.rpartition("/")[0] + "/shim"
+    names.SHIM_DIR = installed.shim_dir(program)
     if name == "gpushare-hook":  # takes nothing from the environment
         from . import hook
 

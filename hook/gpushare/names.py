@@ -3,7 +3,7 @@
 # On the host
 CONFIG_PATH = "/etc/gpushare/config.yaml"
 STATE_DIR = "/run/gpushare"
-SHIM_DIR = "/usr/lib/gpushare"  # of the bundle: its own directory, see bundled.py
+SHIM_DIR = "/usr/lib/gpushare"  # of the bundle: its own directory, see installed.py
 SIM_MARKER = ".gpushare-sim"  # a file in the driver root: its device nodes are regular files
 
 # In the container

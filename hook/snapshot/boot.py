@@ -91,9 +91,7 @@ def resume(words: list, environ: dict, ignored: list) -> int:
     for variables in (posix.environ, os.environ._data):
         variables.clear()
         variables.update(environ)
-    folder = os.path.normpath(os.path.dirname(words[0]))
-    if posix.access(f"{folder}/_internal", posix.F_OK):
-        names.SHIM_DIR = f"{os.path.dirname(folder)}/shim"  # of the bundle, as gpushare/bundled.py has it
+    names.SHIM_DIR = installed.shim_dir(words[0])
     others.ignored = tuple(ignored)
     for number in (*ignored, *lowlevel.PYTHON_IGNORES):  # as a new interpreter finds them and makes them
         _signal.signal(number, _signal.SIG_IGN)
@@ -103,7 +101,8 @@ def resume(words: list, environ: dict, ignored: list) -> int:
         linux.filesystem_magic(0)
         return 0
     decision.begin()
-    code = (hook if words[0].endswith("/gpushare-hook") else runtime).main()
+    name = os.path.basename(words[0])  # a wheel's ends in .py
+    code = (hook if name.startswith("gpushare-hook") else runtime).main()
     if others.missing:
         others.become_ordinary()
     return code
@@ -113,7 +112,7 @@ for file in posix.read(0, 1 << 16).decode().split():
     module = file[len("hook/") : -len(".py")].replace("/", ".")
     if module.removeprefix("gpushare.") not in OTHERS:
         importlib.import_module(module)
-from gpushare import decision, hook, linux, lowlevel, names, runtime  # noqa: E402
+from gpushare import decision, hook, installed, linux, lowlevel, names, runtime  # noqa: E402
 
 others = Others()
 sys.meta_path[:] = [others]
