@@ -33,7 +33,7 @@ build/dist/.names: .FORCE
 	@$(call SAYS,$(sort $(DIST_SOURCES)))
 .PHONY: .FORCE
 
-IN_DIST := build/.setup-dist build/dist/boot $(LAUNCHERS) $(SNAPSHOT_MADE) $(SHIM_RELEASE_x86_64) build/man/.complete $(DIST_SOURCES) build/dist/.names packaging/dist.mk LICENSE
+IN_DIST := build/.setup-dist build/dist/boot $(LAUNCHERS) $(SNAPSHOT_MADE) $(SHIM_RELEASE_x86_64) build/man/.complete $(DIST_SOURCES) build/dist/.names packaging/dist.mk packaging/licences LICENSE
 $(DIST)/.complete: $(IN_DIST) build/dist/.with
 	@rm -rf $(DIST)
 	build/venv/bin/pyinstaller --noconfirm --log-level WARN --distpath build/dist --workpath build/dist/work packaging/gpushare.spec
