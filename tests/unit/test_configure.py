@@ -3,6 +3,7 @@ engines here; what is an engine's own is in test_engines.py."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from gpushare import profiles
 from gpushare.cli import main
+from gpushare.cli.runtime import remove_broken_snapshot
 from gpushare.engines import docker, record
 from gpushare.errors import GpushareError
 
@@ -161,6 +163,39 @@ def test_of_the_bundle_the_launchers_are_written(
     assert main(["runtime", "configure", "podman", "--root", str(root)]) == 0
     hook = json.loads((root / "etc/containers/oci/hooks.d/gpushare.json").read_text())
     assert hook["hook"]["path"] == str(programs / "gpushare-hook")
+
+
+@pytest.mark.parametrize("wheel", [False, True])
+def test_snapshot_that_does_not_start_is_removed(wheel: bool, programs: Path, tmp_path: Path) -> None:
+    """Where an archive or a wheel is installed nothing runs until an engine is configured."""
+    program = str(programs / "gpushare-runtime")
+    if wheel:
+        (programs / "gpushare-runtime.py").touch()
+    snapshot = tmp_path / "libexec" / ("gpushare/snapshot" if wheel else "snapshot")
+    snapshot.parent.mkdir(parents=True)
+    assert remove_broken_snapshot(program, dry_run=False) == []
+    snapshot.write_text("#!/bin/sh\nexit 0\n")
+    snapshot.chmod(0o755)
+    assert remove_broken_snapshot(program, dry_run=False) == [] and snapshot.exists()
+    snapshot.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    (note,) = remove_broken_snapshot(program, dry_run=True)
+    assert str(snapshot) in note and "would be removed" in note and snapshot.exists()
+    (note,) = remove_broken_snapshot(program, dry_run=False)
+    assert str(snapshot) in note and "was removed" in note and not snapshot.exists()
+
+
+def test_snapshot_that_cannot_be_removed(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "libexec" / "snapshot"
+    snapshot.parent.mkdir()
+    snapshot.write_bytes(b"\x7fELF")
+
+    def refused(path: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "unlink", refused)
+    with pytest.raises(GpushareError, match="Read-only file system") as error:
+        remove_broken_snapshot(str(programs / "gpushare-runtime"), dry_run=False)
+    assert error.value.hint == f"rm {snapshot}"
 
 
 def test_what_to_do_next_is_the_last_line(root: Path, programs: Path) -> None:

@@ -14,7 +14,7 @@ from ..engines import base
 from ..engines import configure as engines
 from ..engines.base import Change, Settings
 from ..engines.configure import CRI_ENGINES, ENGINES, Outcome, State
-from ..engines.host import Host, check_program, foreign_owners
+from ..engines.host import Host, broken_snapshot, check_program, foreign_owners
 from ..errors import ConfigError
 from ..quoting import shown
 from .options import Paths, given, with_format
@@ -91,9 +91,10 @@ def configure_(
         checked = settings._replace(program=check_program(settings.program), hook=check_program(settings.hook))
         if engine in CRI_ENGINES and not checked.hook_only:
             check_program(checked.cri_program)
+        removed = remove_broken_snapshot(checked.program, given["dry_run"]) if host.root == "/" else []
         outcome = engines.configure(ENGINES[engine], checked, host, given["dry_run"], more)
         owners = foreign_owners([checked.program, checked.hook]) if outcome.changes else []
-        outcome = outcome._replace(notes=(*outcome.notes, *owners))
+        outcome = outcome._replace(notes=(*outcome.notes, *owners, *removed))
     report(outcome, given["dry_run"], output)
 
 
@@ -119,6 +120,23 @@ def _programs() -> str:
     here = os.path.dirname(os.path.realpath(sys.argv[0]))
     launchers = os.path.join(os.path.dirname(here), "bin")
     return launchers if os.path.basename(here) == "libexec" and os.path.isdir(launchers) else here
+
+
+def remove_broken_snapshot(program: str, dry_run: bool) -> list[str]:
+    """Lines for the user. Nothing runs when an archive is unpacked or a wheel is installed, so their snapshot is tried
+    here, as that of .deb and .rpm is in packaging/scripts/postinstall. Raises ConfigError."""
+    path = broken_snapshot(program)
+    if not path:
+        return []
+    try:
+        if not dry_run:
+            os.unlink(path)
+    except OSError as error:
+        raise ConfigError(
+            f"Python does not start from {shown(path)}, and that file cannot be removed: {error.strerror}", f"rm {path}"
+        ) from error
+    done = "would be" if dry_run else "was"
+    return [f"Python does not start from {shown(path)}, so it {done} removed: containers start some 12 ms later"]
 
 
 def profile_changes(profile: str, path: str, host: Host, force: bool) -> list[Change]:

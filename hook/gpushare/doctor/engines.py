@@ -9,7 +9,7 @@ import subprocess
 from .. import lowlevel
 from ..engines import base, configure
 from ..engines.configure import ENGINES, State
-from ..engines.host import check_program, foreign_owners
+from ..engines.host import broken_snapshot, check_program, foreign_owners
 from ..errors import ConfigError
 from .base import FAIL, OK, WARN, Machine, Result, failed
 
@@ -42,20 +42,12 @@ def programs(machine: Machine) -> Result:
     owners = foreign_owners(paths)
     if owners:
         return Result(WARN, "; ".join(owners), "install gpushare from its archive, as root")
-    snapshot = os.path.join(os.path.dirname(os.path.realpath(paths[0])), "../libexec/snapshot")
-    if os.path.exists(snapshot) and not _goes_on(snapshot):
-        what = f"Python does not start from {os.path.normpath(snapshot)}: containers with a share do not start"
+    snapshot = broken_snapshot(paths[0])
+    if snapshot:
+        what = f"Python does not start from {snapshot}: containers with a share do not start"
         return Result(FAIL, what, "remove it: they start some 12 ms later then")
     names = f"{base.RUNTIME_PROGRAM}, {base.CRI_PROGRAM} and {base.HOOK_PROGRAM}"
     return Result(OK, f"{names} in {os.path.dirname(paths[0])}")
-
-
-def _goes_on(snapshot: str) -> bool:
-    """Whether Python starts from its snapshot. Source: docs/internals/snapshot.md."""
-    try:
-        return subprocess.run([snapshot], stdin=subprocess.DEVNULL, timeout=_ASK_SECONDS).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
 
 
 def runtime(machine: Machine) -> Result:

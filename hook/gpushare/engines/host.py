@@ -224,3 +224,18 @@ def foreign_owners(paths: Sequence[str]) -> list[str]:
         if owner not in (0, os.geteuid()):
             found.append(f"{path} belongs to uid {owner}, who can change what root runs")
     return found
+
+
+def broken_snapshot(program: str) -> str:
+    """Path of the snapshot that starts of `program` take, if Python does not start from it; else empty. Source:
+    docs/internals/snapshot.md."""
+    program = os.path.realpath(program)
+    folder = "libexec/gpushare" if os.path.exists(f"{program}.py") else "libexec"  # of a wheel; of the bundle
+    path = os.path.join(os.path.dirname(os.path.dirname(program)), folder, "snapshot")
+    if not os.path.exists(path):
+        return ""
+    try:
+        done = subprocess.run([path], stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return path
+    return path if done.returncode else ""
