@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.e2e.programs.interrupted_hook import write_adopt
+from tests.lib import host
 from tests.lib.host import Node
+from tests.lib.rootfs import run
 from tests.lib.runc import Container
 
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
@@ -32,3 +38,41 @@ def test_hook_reads_no_code_but_its_own(container: MakeContainer, node: Node, tm
     assert container(["true"], env=SHARE, hook=hook).run() == 0
     container(["true"], env=SHARE, hook=hook).create()
     check(tmp_path / "calls")
+
+
+@contextlib.contextmanager
+def no_python(empty: Path) -> Iterator[None]:
+    """In this view of the mounts every Python of the host, of the tree and of the bundle is a file that cannot be
+    executed. `empty`: a new file."""
+    empty.touch(0o644)
+    libexec = host.BIN.parent / "libexec"
+    found = [*Path("/usr/bin").glob("python*"), Path(sys.executable), *libexec.glob("_internal/python3")]
+    covered: list[str] = []
+    try:
+        for path in sorted({os.path.realpath(path) for path in found}):
+            run("mount", "--bind", empty, path)
+            covered.append(path)
+        assert not can_start(libexec / "gpushare-runtime")
+        yield
+    finally:
+        for path in covered:
+            run("umount", path)
+
+
+def can_start(program: Path) -> bool:
+    try:
+        return subprocess.run([program, "--version"], capture_output=True).returncode == 0
+    except PermissionError:
+        return False
+
+
+def test_start_needs_no_python(container: MakeContainer, node: Node, way: str, tmp_path: Path) -> None:
+    assert container(["true"], env=SHARE, **node.way(way)).run() == 0  # compiles node.json
+    with no_python(tmp_path / "empty"):
+        one = container(["true"], env=SHARE, **node.way(way))
+        one.create()
+        assert one.id in node.leases()
+        one.start()
+        assert one.wait() == 0
+        one.delete()
+        assert one.id not in node.leases()
