@@ -9,7 +9,7 @@ WHEELS := $(foreach machine,$(SHIM_MACHINES),build/wheel/$(machine)/.complete)
 packages: $(PACKAGES)/SHA256SUMS ## make build/packages: archive, wheels, .deb, .rpm, images for Kubernetes
 
 # The launchers of a wheel have their Python beside them, under another name.
-WHEEL_CFLAGS := $(LAUNCHER_CFLAGS) '-DPYTHON_PROGRAM="%s/%s.py"'
+WHEEL_CFLAGS := $(LAUNCHER_CFLAGS) '-DPYTHON_PROGRAM="%s/%s.py"' '-DSNAPSHOT="%s/../libexec/gpushare/snapshot"'
 WHEEL_CC_x86_64 = $(LAUNCHER_CC)
 WHEEL_CC_aarch64 = $(SHIM_ZIG) -target aarch64-linux-musl
 define wheel_launchers
@@ -22,7 +22,7 @@ build/wheel/$(1)/gpushare-runtime-cri: build/wheel/$(1)/gpushare-runtime
 	@cp $$< $$@
 
 build/wheel/$(1)/.complete: build/wheel/$(1)/gpushare-runtime build/wheel/$(1)/gpushare-runtime-cri build/wheel/$(1)/gpushare-hook $$(SHIM_RELEASE_$(1)) \
-    $(DIST_SOURCES) build/dist/.names $(DATED) packaging/wheel.py $(wildcard packaging/wheel/*) pyproject.toml README.md LICENSE
+    $(SNAPSHOT_MADE) $(DIST_SOURCES) build/dist/.names $(DATED) packaging/wheel.py packaging/licences $(wildcard packaging/wheel/*) pyproject.toml README.md LICENSE
 	@rm -f build/wheel/$(1)/*.whl
 	GPUSHARE_WHEEL_MACHINE=$(1) build/venv/bin/hatchling build -t wheel -d build/wheel/$(1)
 	@touch $$@

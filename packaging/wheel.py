@@ -1,19 +1,26 @@
-"""What a wheel has besides the modules: shim and launchers of one machine (run by hatchling, for `make packages`).
+"""What a wheel has besides the modules: shim and programs of one machine (run by hatchling, for `make packages`).
 
-gpushare/shim/                      the library that stands in containers
-bin/gpushare-hook, gpushare-runtime      the launchers, which start what is beside them:
-bin/gpushare-runtime-cri            the second under another name: a wheel has no links
-bin/gpushare-hook.py, gpushare-runtime.py   with the first line that whoever installs a wheel writes anew
+Below the prefix, which is a virtual environment's directory or /usr/local:
+
+bin/gpushare-hook, gpushare-runtime   the launchers
+bin/gpushare-runtime-cri              the second under another name: a wheel has no links
+libexec/gpushare/snapshot             what the launchers start (docs/internals/snapshot.md)
+bin/gpushare-hook.py, gpushare-runtime.py   what they start without it; pip puts its Python into the first line
+libexec/gpushare/shim/                the library that stands in containers
+libexec/gpushare/licenses/            of what the static programs contain
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 MACHINE = "GPUSHARE_WHEEL_MACHINE"
+HOME = "libexec/gpushare"  # as installed.py and the launchers have it
 PROGRAMS = ("gpushare-hook", "gpushare-runtime")
 
 
@@ -26,10 +33,18 @@ class Compiled(BuildHookInterface):  # type: ignore[type-arg]
         if not machine:
             raise RuntimeError("a wheel needs the compiled shim: `make packages` writes wheels to build/packages")
         shim, launchers = f"build/shim-release/{machine}", f"build/wheel/{machine}"
+        snapshot, licences = "build/libexec/snapshot", f"{launchers}/licenses"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-manylinux2014_{machine}"
         for name in ("libcuda.so", "libnvidia-ml.so"):
-            build_data["force_include"][f"{shim}/{name}"] = f"gpushare/shim/{name}"
+            build_data["shared_data"][f"{shim}/{name}"] = f"{HOME}/shim/{name}"
+        linked = []
+        if machine == os.uname().machine and os.path.exists(snapshot):
+            build_data["shared_data"][snapshot] = f"{HOME}/snapshot"
+            linked = ["build/snapshot/log"]
+        shutil.rmtree(licences, ignore_errors=True)
+        subprocess.run(["packaging/licences", licences, *linked], check=True)
+        build_data["shared_data"][licences] = f"{HOME}/licenses"
         for name in PROGRAMS:
             build_data["shared_scripts"][f"{launchers}/{name}"] = name
             build_data["shared_scripts"][f"packaging/wheel/{name}.py"] = f"{name}.py"

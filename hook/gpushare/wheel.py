@@ -1,4 +1,4 @@
-"""The programs as a wheel installs them: the shim is beside the modules (see packaging/wheel.py).
+"""The programs as a wheel installs them (see packaging/wheel.py).
 
 The launchers in front of `hook` and `runtime` see to it that a hook's environment, which can be an image's, is not read
 by the interpreter.
@@ -7,15 +7,13 @@ by the interpreter.
 from __future__ import annotations
 
 import os
+import sys
 
-from . import names
-
-_SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
+from . import installed, names
 
 
 def _prepare() -> None:
-    if os.path.isdir(_SHIM):  # not in a source tree
-        names.SHIM_DIR = _SHIM
+    names.SHIM_DIR = installed.shim_dir(os.path.realpath(sys.argv[0]))
 
 
 def cli() -> int:

@@ -16,6 +16,7 @@
 
 #ifndef PYTHON_PROGRAM /* where it is: the directory of this one, its name */
 #define PYTHON_PROGRAM "%s/../libexec/%s"
+#define SNAPSHOT "%s/../libexec/snapshot"
 #endif
 
 static int fail(const char *what) {
@@ -48,7 +49,7 @@ static int python(const char *name, char **argv) {
     *strrchr(self, '/') = '\0';
     char **variables = strcmp(name, "gpushare-hook") == 0 ? environment_of_hook() : environ;
     snprintf(path, sizeof path, PYTHON_PROGRAM, self, name);
-    snprintf(snapshot, sizeof snapshot, PYTHON_PROGRAM, self, "snapshot");
+    snprintf(snapshot, sizeof snapshot, SNAPSHOT, self);
     argv[0] = path;
     execve(snapshot, argv, variables);
     execve(path, argv, variables);

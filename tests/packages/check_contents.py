@@ -89,13 +89,33 @@ def test_shim_of_each_machine_needs_an_old_c_library_only(machine: str, tmp_path
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     for name in ("libcuda.so", "libnvidia-ml.so"):
-        path = tmp_path / "gpushare" / "shim" / name
+        path = tmp_path / f"gpushare-{VERSION}.data/data/libexec/gpushare/shim" / name
         assert elf.machine(path) == MACHINES[machine]
         assert elf.glibc(path) <= (2, 17)
     for path in tmp_path.glob("gpushare-*.data/scripts/gpushare-*[a-z]"):
         if path.suffix != ".py":
             assert elf.machine(path) == MACHINES[machine]
             assert "INTERP" not in run("readelf", "--program-headers", path)  # static
+
+
+@pytest.mark.parametrize("package", ["archive", "wheel"])
+def test_notices_of_what_the_static_programs_contain(package: str, tmp_path: Path) -> None:
+    """The linker named the files that it took, and the distribution knows their packages. .deb and .rpm hold the same
+    as the archive."""
+    if package == "wheel":
+        (wheel,) = PACKAGES.glob("*_x86_64.whl")
+        with zipfile.ZipFile(wheel) as files:
+            files.extractall(tmp_path)
+    else:
+        (archive,) = PACKAGES.glob(f"gpushare-{VERSION}-linux-*.tar.gz")
+        run("tar", "-C", tmp_path, "-xzf", archive)
+    (readme,) = tmp_path.rglob("licenses/README")
+    explained = readme.read_text()
+    assert "make build" in explained and "Lesser General Public License" in explained
+    for part in ("libpython3.11", "libc6", "libffi", "libexpat1", "zlib1g", "libgcc-12", "musl"):
+        notice = readme.with_name(f"{part}-dev").read_bytes()
+        assert notice == Path(f"/usr/share/doc/{part}-dev/copyright").read_bytes()
+        assert part == "musl" or f" {part}-dev " in explained
 
 
 def test_installer_image_is_the_bundle_and_one_program() -> None:

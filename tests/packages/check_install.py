@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,8 +64,8 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 def held(clean_root: CleanRoot) -> Iterator[Callable[..., Held]]:
     made: list[Held] = []
 
-    def make(name: str, runtime: str = "/usr/bin/gpushare-runtime", **asked: Mapping[str, str]) -> Held:
-        made.append(Held(clean_root, name, runtime, **asked))
+    def make(name: str, runtime: str = "/usr/bin/gpushare-runtime") -> Held:
+        made.append(Held(clean_root, name, runtime))
         return made[-1]
 
     yield make

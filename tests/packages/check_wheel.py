@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from tests.lib.host import version
 from tests.lib.rootfs import run
+from tests.lib.spec import Hook
 
 from . import newer
 from .check_cri import CONTAINERD, OWN, configure
@@ -22,6 +24,9 @@ from .held import GIB, POD, Held, listed, use_simulated_gpu
 VENV = "/opt/venv"
 PIP = (f"{VENV}/bin/pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
 RUNTIME = f"{VENV}/bin/gpushare-runtime"
+CLI = f"{VENV}/bin/gpushare"
+HOOK = Hook(Path(f"{VENV}/bin/gpushare-hook"), Path("/etc/gpushare/config.yaml"), Path("/run/gpushare"))
+SNAPSHOT = f"{VENV}/libexec/gpushare/snapshot"
 
 
 @pytest.fixture
@@ -45,10 +50,57 @@ def mount_points(one: Held) -> list[str]:
     return [line.split()[4] for line in one.mounts()]
 
 
+@contextlib.contextmanager
+def no_python(root: CleanRoot) -> Iterator[None]:
+    """Every Python there, also that of the virtual environment, is a file that cannot be executed."""
+    found = root.run("sh", "-c", f"readlink -f /usr/bin/python3* {VENV}/bin/python*").split()
+    covered = sorted(set(found))
+    root.put("/srv/empty", "")
+    for path in covered:
+        root.run("mount", "--bind", "/srv/empty", path)
+    try:
+        assert "Permission denied" in root.call(f"{RUNTIME}.py", "--version").stderr
+        yield
+    finally:
+        for path in covered:
+            root.run("umount", path)
+
+
+def start_both_ways(root: CleanRoot) -> None:
+    """By the runtime, and by the hook under runc: the container has its share, and ends."""
+    for runtime, hook in ((RUNTIME, None), ("runc", HOOK)):
+        one = Held(root, "short", runtime, hook=hook)
+        try:
+            assert one.said["total_bytes"] == GIB
+            one.end()
+        finally:
+            one.kill()
+
+
+def test_start_from_the_snapshot_and_without(root: CleanRoot) -> None:
+    """It needs no Python. Where it does not start, the Python of the virtual environment does."""
+    root.run(*PIP, "install", "--no-index", "--find-links", "/srv", "gpushare")
+    root.run("ln", "-s", CLI, "/usr/local/bin/gpushare")
+    use_simulated_gpu(root)
+    root.run("gpushare", "refresh")
+    with no_python(root):
+        start_both_ways(root)
+    assert listed(root) == []
+
+    root.put(SNAPSHOT, "\x7fELF")
+    assert f"Python does not start from {SNAPSHOT}" in root.call("gpushare", "doctor").stdout
+    said = root.call("gpushare", "runtime", "configure", "docker").stderr
+    assert f'Python does not start from "{SNAPSHOT}", so it was removed' in said
+    assert not (root.path / SNAPSHOT[1:]).exists()
+    assert "does not start from" not in root.call("gpushare", "doctor").stdout
+    start_both_ways(root)
+    root.run("gpushare", "uninstall", "--yes", "--purge")
+
+
 def test_wheel_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Path) -> None:
     """Its programs know where they are; an upgrade, and the removal, leave a container that runs as it is."""
     root.run(*PIP, "install", "--no-index", "--find-links", "/srv", "gpushare")
-    root.run("ln", "-s", f"{VENV}/bin/gpushare", "/usr/local/bin/gpushare")
+    root.run("ln", "-s", CLI, "/usr/local/bin/gpushare")
     assert root.run("gpushare", "version").startswith(f"gpushare {version()},")
     assert not [path for path in ours(root) if path.startswith(("/etc", "/run", "/var"))]
     root.put("/etc/docker/daemon.json", '{"debug": false}\n')

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib.engines.image import PROBE, make_root
-from tests.lib.spec import spec
+from tests.lib.spec import Hook, spec
 from tests.sim.simhost import make_simhost
 
 from .cleanroot import CleanRoot
@@ -36,6 +36,7 @@ class Held:
         runtime: str,
         env: Mapping[str, str] = ONE_GIB,
         annotations: Mapping[str, str] = {},
+        hook: Hook | None = None,
     ) -> None:
         self.root, self.name = root, name
         self.config = spec(
@@ -43,7 +44,7 @@ class Held:
             args=[PROBE, "hold"],
             env=dict(env),
             annotations=dict(annotations),
-            hook=None,
+            hook=hook,
             mounts=[],
             user=(0, 0),
             cgroups_path=f"/gpushare-packages-{os.getpid()}-{name}",

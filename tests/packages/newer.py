@@ -56,7 +56,7 @@ def wheel(directory: Path) -> Path:
                 data = data.decode().replace(*names).encode()
             elif info.filename.endswith("/METADATA"):
                 data = data.replace(f"\nVersion: {version()}\n".encode(), f"\nVersion: {VERSION}\n".encode())
-            elif info.filename == "gpushare/shim/libcuda.so":
+            elif info.filename.endswith("/shim/libcuda.so"):
                 data += VERSION.encode()
             info.filename = info.filename.replace(*names)
             target.writestr(info, data)
