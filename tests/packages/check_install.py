@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -64,8 +64,8 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 def held(clean_root: CleanRoot) -> Iterator[Callable[..., Held]]:
     made: list[Held] = []
 
-    def make(name: str, runtime: str = "/usr/bin/gpushare-runtime") -> Held:
-        made.append(Held(clean_root, name, runtime))
+    def make(name: str, runtime: str = "/usr/bin/gpushare-runtime", **asked: Any) -> Held:
+        made.append(Held(clean_root, name, runtime, **asked))
         return made[-1]
 
     yield make
