@@ -44,6 +44,9 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 	@packaging/bootstrap test
 	@touch $@
 
+# Python programs. The launchers, in build/bin, stand in front of those in build/libexec.
+PROGRAMS := build/bin/gpushare build/libexec/gpushare-hook build/libexec/gpushare-runtime
+
 -include shim/shim.mk
 -include tests/sim/sim.mk
 -include tests/throttle/throttle.mk
@@ -57,9 +60,6 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 
 # Headers and compiler come with the setup; being newer than an object must not rebuild it.
 $(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJECTS): | $(SETUP)
-
-# Python programs. The launchers, in build/bin, stand in front of those in build/libexec.
-PROGRAMS := build/bin/gpushare build/libexec/gpushare-hook build/libexec/gpushare-runtime
 
 build: $(SETUP) shim sim simhost $(PROGRAMS) $(SNAPSHOT_MADE) $(LAUNCHERS) build/bin/gpushare-runtime-cri ## build the shim, the simulated driver and the programs
 
