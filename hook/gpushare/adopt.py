@@ -1,5 +1,5 @@
 """The createRuntime hook that gpushare-runtime puts into config.json: what a spec cannot hold, and whose lease it is
-(start path). The launcher does the ordinary ones itself (ticket.py); this does all of them.
+(start path).
 
 Links, the loader's cache and the mask over /proc are in the record that specedit.py wrote; the mounts in it must be in
 place by now. Then the lease becomes the container's own: from here on it lives as long as its init.
@@ -7,7 +7,6 @@ place by now. Then the lease becomes the container's own: from here on it lives 
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from . import applied, apply, inroot, leases, log, oci, procs, rootless, storage
@@ -23,7 +22,7 @@ def adopt(options: Options, state: oci.State) -> int:
     """Raises GpushareError; the runtime then ends the container, and nothing of this is left in its root."""
     from . import hook
 
-    bundle = oci.load_bundle(state)
+    bundle = oci.load_bundle(state, path=options.spec)
     record = applied.record_of(bundle.spec)
     if record is None:
         raise RequestError(
@@ -43,7 +42,7 @@ def adopt(options: Options, state: oci.State) -> int:
         lease = leases.find(options.state_dir, bundle.id)
         if lease is not None and lease.state == "reserved" and lease.bundle == bundle.path:
             leases.hold(options.state_dir, lease, init, procs.cgroup_of(init.pid))
-        elif record.leased and not leases.is_held_by(options.state_dir, bundle.id, init):  # the launcher began
+        elif record.leased:
             raise RequestError(f"the lease of {shown(bundle.id)} is gone", "start the container again")
         hook.ignore_signals()  # the container has its share: a refusal from here on would leave it behind
     except BaseException:
@@ -51,10 +50,6 @@ def adopt(options: Options, state: oci.State) -> int:
         hook.undo(options.state_dir, bundle.id, done.undo)
         raise
     done.close()
-    try:
-        os.unlink(os.path.join(storage.container_dir(options.state_dir, bundle.id), storage.CACHE))
-    except FileNotFoundError:
-        pass
     log.forget(options.state_dir, bundle.id)
     return 0
 

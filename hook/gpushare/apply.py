@@ -7,6 +7,7 @@ mask. On the host again: device access, last, so that no device is usable before
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -26,7 +27,6 @@ from .ops import (
     LdCache,
     Link,
     Mount,
-    Op,
     Plan,
     ProcMask,
     TenantTmpfs,
@@ -125,9 +125,12 @@ def store(plan: Plan) -> None:
 def copies(plan: Plan, kept: list[int], hider: Union[idmap.Hider, None] = None) -> dict[int, int]:
     """{index of an op: a detached copy of its source}. Each is added to `kept` too, for whoever closes them."""
     trees: dict[int, int] = {}
+    directories: list[Union[Mount, InPlace]] = []
     for index, op in enumerate(plan.ops):
         if isinstance(op, (Mount, ImageFile)):
-            _make_point_in_source(op, plan.ops[:index])
+            _make_point_in_source(op, directories)
+        if isinstance(op, (Mount, InPlace)) and op.kind == "dir":
+            directories.append(op)
         if isinstance(op, (Mount, Cover, DeviceNode)):
             trees[index] = _detached_copy(op, hider)
             kept.append(trees[index])
@@ -145,13 +148,13 @@ def put(root: mountpoint.Root, plan: Plan, trees: dict[int, int]) -> None:
 def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     store(plan)
     trees = copies(plan, applied._trees, applied.hider)
-    host_mounts = mountns.read_mounts()
+    mounts = mountns.read_mounts(containing=mountns.CGROUPS)
     rules = [(op.major, op.minor) for op in plan.ops if isinstance(op, DeviceRule)]
     simulated = any(isinstance(op, DeviceNode) and op.simulated for op in plan.ops)  # which has none, and the promise
     if (rules or simulated) and not rootless.is_rootless():  # a rootless container has no device cgroup
-        cgroup.own_cgroups(pid, host_mounts)
+        cgroup.own_cgroups(pid, mounts)
     root_fd = rootfs.open_root(bundle, pid)
-    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, host_mounts)
+    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner)
     root.keep(root_fd)
     _load_executors(plan)
     applied._namespace.require_alive()
@@ -160,7 +163,7 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     applied.notes.extend(root.notes)
     _hold(plan, pid, applied)
     if rules and not rootless.is_rootless():
-        applied._access.append(cgroup.allow_devices(pid, rules, host_mounts))
+        applied._access.append(cgroup.allow_devices(pid, rules, mounts))
         applied._namespace.require_alive()
 
 
@@ -177,7 +180,7 @@ def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     sources = {op.target: os.stat(op.source) for op in plan.ops if isinstance(op, InPlace)}
     trees = copies(plan, applied._trees, applied.hider)
     root_fd = rootfs.open_root(bundle, pid)
-    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner, mountns.read_mounts())
+    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner)
     root.keep(root_fd)
     _load_executors(plan)
     applied._namespace.require_alive()
@@ -189,11 +192,11 @@ def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     _hold(plan, pid, applied)
 
 
-def _make_point_in_source(op: Union[Mount, ImageFile], earlier: tuple[Op, ...]) -> None:
+def _make_point_in_source(op: Union[Mount, ImageFile], directories: list[Union[Mount, InPlace]]) -> None:
     """A mount point below a directory that this plan itself mounts is made in that directory's source, which is ours
     on the host: in the container it is read-only by then."""
-    for below in earlier:
-        if isinstance(below, (Mount, InPlace)) and below.kind == "dir" and op.target.startswith(below.target + "/"):
+    for below in directories:
+        if op.target.startswith(below.target + "/"):
             path = below.source + op.target[len(below.target) :]
             os.makedirs(path if op.kind == "dir" else os.path.dirname(path), 0o755, exist_ok=True)
             if op.kind != "dir" and not os.path.lexists(path):
@@ -204,22 +207,18 @@ def _make_point_in_source(op: Union[Mount, ImageFile], earlier: tuple[Op, ...]) 
 def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider, None]) -> int:
     """The source as a mount of its own that is attached nowhere, private, with the op's attributes."""
     try:
-        fd = os.open(op.source, os.O_PATH | os.O_CLOEXEC)
-    except OSError as error:
+        tree = linux.open_tree(op.source)
+    except linux.SyscallError as error:
         raise DeviceError(
-            f"{shown(op.source)}: {os.strerror(error.errno or 0)}",
+            f"{shown(op.source)}: {os.strerror(error.errno)}",
             "install gpushare again, or set shim_dir in the configuration"
             if os.path.basename(op.source) in _SHIM
             else "is the driver loaded, and its version still the same?",
         ) from None
-    try:
-        status = os.fstat(fd)
-        _check_source(op, status)
-        tree = linux.open_tree("", dir_fd=fd)
-    finally:
-        os.close(fd)
     names = DEVICE_FLAGS[op.simulated] if isinstance(op, DeviceNode) else op.flags
     try:
+        status = os.fstat(tree)
+        _check_source(op, status)
         attributes = sum(linux.ATTRIBUTES[name] for name in names)
         if hider is None or not _hide(hider, op, tree, attributes, status):
             linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
@@ -291,10 +290,13 @@ def _device(root: mountpoint.Root, op: DeviceNode, tree: int) -> None:
 
 def _link(root: mountpoint.Root, op: Link, _: int) -> None:
     dir_fd, name = root.parent(op.target)
+    if root.may_make(op.target) and _make_link(root, op, dir_fd, name):  # most are not there yet
+        return
     there = root.lookup(op.target, os.O_PATH | os.O_NOFOLLOW)
     if there < 0:
         root.require_writable(dir_fd, op.target)
-        _make_link(root, op, dir_fd, name)
+        if not _make_link(root, op, dir_fd, name):
+            raise linux.SyscallError("symlinkat", op.target, errno.EEXIST)
         return
     if stat.S_ISLNK(os.fstat(there).st_mode):
         old = os.readlink("", dir_fd=there)
@@ -307,14 +309,18 @@ def _link(root: mountpoint.Root, op: Link, _: int) -> None:
     _cover(root, op)
 
 
-def _make_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str) -> None:
+def _make_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str) -> bool:
+    """False where something is there."""
     try:
         os.symlink(op.text, name, dir_fd=dir_fd)
+    except FileExistsError:
+        return False
     except OSError as error:
         raise linux.from_os_error(error, "symlinkat", op.target) from None
     root.undo.append(lambda: _unlink_link(dir_fd, name, op.text))
     if root.owner != (0, 0):
         os.chown(name, *root.owner, dir_fd=dir_fd, follow_symlinks=False)
+    return True
 
 
 def _unlink_link(dir_fd: int, name: str, text: str) -> None:

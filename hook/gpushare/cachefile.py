@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import stat
 
-from . import imagefiles, ldcache, linux, mountpoint, rootfs
+from . import ldcache, linux, mountpoint, rootfs
 from .model import LdEntry
 
 TEMPORARY = ".ld.so.cache.gpushare"  # a fixed name, so that the next start removes what a killed one left
@@ -14,19 +14,18 @@ TEMPORARY = ".ld.so.cache.gpushare"  # a fixed name, so that the next start remo
 
 def extend(root: mountpoint.Root, entries: tuple[LdEntry, ...]) -> None:
     """Adds `entries` to the container's cache; leaves it alone, with a note, when it is not plainly the image's own."""
-    cache, note = rootfs.read_cache(root.fd)
+    old = root.lookup(rootfs.LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
+    if old < 0:
+        root.notes.append(f"loader cache not extended: no {rootfs.LD_CACHE} in the image")
+        return
+    before, cache, note = rootfs.parsed_cache(root.fd, old)
     if cache is None or note:
         root.notes.append(f"loader cache not extended: {note}")
         return
     dir_fd, name = root.parent(rootfs.LD_CACHE)
-    old = root.lookup(rootfs.LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
-    if old < 0 or not stat.S_ISREG(os.fstat(old).st_mode):
-        root.notes.append(f"loader cache not extended: {rootfs.LD_CACHE} changed meanwhile")
-        return
     status = os.fstat(old)
-    before = imagefiles.read_all(old, ldcache.MAX_BYTES)
     try:
-        content = ldcache.render(ldcache.extended(ldcache.parse(before), entries))
+        content = ldcache.render(ldcache.extended(cache, entries))
     except ldcache.MalformedCache as error:
         root.notes.append(f"loader cache not extended: {error}")
         return

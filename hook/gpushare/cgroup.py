@@ -70,7 +70,7 @@ def own_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
 
 def apart(pid: int, mounts: Mounts = None) -> tuple[tuple[str, str], tuple[str, str]]:
     """(`find_cgroups` of a process, the same with "" where this process is in that cgroup, or below it)."""
-    mounts = mountns.read_mounts() if mounts is None else mounts
+    mounts = mountns.read_mounts(containing=mountns.CGROUPS) if mounts is None else mounts
     v1, v2 = theirs = find_cgroups(pid, mounts)
     my_v1, my_v2 = find_cgroups(os.getpid(), mounts)
     return theirs, ("" if holds(v1, my_v1) else v1, "" if holds(v2, my_v2) else v2)
@@ -84,20 +84,19 @@ def holds(directory: str, other: str) -> bool:
 def find_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
     """(directory in the v1 devices hierarchy, directory in the v2 hierarchy) of a process; "" where not mounted."""
     v1_path = v2_path = ""
-    with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
-        for line in lines:
-            number, controllers, path = line.rstrip("\n").split(":", 2)
-            if "devices" in controllers.split(","):
-                v1_path = path
-            elif number == "0" and not controllers:
-                v2_path = path
+    for line in linux.lines_of(f"/proc/{pid}/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if "devices" in controllers.split(","):
+            v1_path = path
+        elif number == "0" and not controllers:
+            v2_path = path
     return directories(v1_path, v2_path, mounts)
 
 
 def directories(v1_path: str, v2_path: str, mounts: Mounts = None) -> tuple[str, str]:
     """Where these paths of the v1 devices hierarchy and of the v2 hierarchy are; "" where not mounted."""
     v1 = v2 = ""
-    for mount in mountns.read_mounts() if mounts is None else mounts:
+    for mount in mountns.read_mounts(containing=mountns.CGROUPS) if mounts is None else mounts:
         if mount.fstype == "cgroup" and v1_path and not v1 and "devices" in mount.super_options.split(","):
             v1 = _below(mount, v1_path)
         elif mount.fstype == "cgroup2" and v2_path and not v2:

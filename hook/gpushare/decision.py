@@ -10,8 +10,7 @@
 Of a container's environment a line has the names that the request was made with, and amounts as they were understood;
 no other value, also not in a refusal: its whole text is in `gpushare inspect`. Values that come from outside are
 quoted, so none can end the line or add a field. Nothing here raises, and nothing waits: what the other end does not
-take at once is lost, because a start must not hang on a log. The launcher writes the same for what it releases
-(decision.c), with the facts that its ticket has.
+take at once is lost, because a start must not hang on a log.
 """
 
 from __future__ import annotations

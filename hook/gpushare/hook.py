@@ -2,6 +2,7 @@
 
     gpushare-hook [--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt
 
+--spec FILE               of adopt, where crun was told of another file than the bundle's config.json
 --cri                     the engine is a CRI: its annotations say which container of which pod this is
 
 prestart, createRuntime   give the container what it asks for, or fail with one line and undo everything
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     config: str
     state_dir: str
     cri: bool = False
+    spec: str = ""
 
 
 class Interrupted(GpushareError):
@@ -50,7 +52,7 @@ class Interrupted(GpushareError):
 
 def parse(argv: Sequence[str]) -> Options:
     """The command line, without argparse (10 ms). Raises RequestError."""
-    values = {"--config": names.CONFIG_PATH, "--state": ""}
+    values = {"--config": names.CONFIG_PATH, "--state": "", "--spec": ""}
     words = list(argv)
     cri = names.CRI_FLAG in words[:-1]
     words = [word for word in words[:-1] if word != names.CRI_FLAG] + words[-1:]
@@ -63,7 +65,8 @@ def parse(argv: Sequence[str]) -> Options:
             raise RequestError(f"{flag} {shown(values[flag])} is not an absolute path", _USAGE)
     if len(words) != 1 or words[0] not in _STAGES:
         raise RequestError(f"stage {shown(' '.join(words))} is unknown", _USAGE)
-    return Options(words[0], values["--config"], values["--state"].rstrip("/") or rootless.state_dir(), cri)
+    state_dir = values["--state"].rstrip("/") or rootless.state_dir()
+    return Options(words[0], values["--config"], state_dir, cri, values["--spec"])
 
 
 def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:

@@ -117,7 +117,7 @@ class HostRoot(mountpoint.Root):
 
     def __init__(self, scratch: str) -> None:
         fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        super().__init__(fd, (0, 0), [])
+        super().__init__(fd, (0, 0))
         self.keep(fd)
         self.executors = {LdCache: _ld_cache}
         self.scratch = scratch

@@ -13,7 +13,7 @@ of those for its own machine the glibc-hwcaps ones come first, then the first re
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .model import LdEntry
@@ -27,6 +27,7 @@ _NEW_MAGIC = b"glibc-ld.so.cache1.1"
 _OLD_HEADER = struct.Struct("<11sxI")  # magic, nlibs; then 12 bytes per entry
 _HEADER = struct.Struct("<20sIIB3xI12x")  # magic, nlibs, len_strings, flags, extension_offset
 _ENTRY = struct.Struct("<iIIIQ")  # flags, key, value, osversion or isa level, hwcap
+_OFFSETS = struct.pack("<iIIIQ", 0, 1, 1, 0, 0)  # where they are
 _SECTION = struct.Struct("<IIII")  # tag, flags, offset, size
 _EXTENSION_MAGIC = 0xEAA42174
 _MAX_SECTIONS = 64
@@ -49,12 +50,50 @@ class Entry(NamedTuple):
     hwcap: int
 
 
+class Entries:
+    """All of a cache, kept as the bytes of the file: a start needs few of the hundreds that there are."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+
+    @staticmethod
+    def of(entries: Iterable[Entry]) -> Entries:
+        return Entries(b"".join(_ENTRY.pack(*entry) for entry in entries))
+
+    def __len__(self) -> int:
+        return len(self.raw) // _ENTRY.size
+
+    def __getitem__(self, index: int) -> Entry:
+        return Entry(*_ENTRY.unpack_from(self.raw, index * _ENTRY.size))
+
+    def __iter__(self) -> Iterator[Entry]:
+        return map(Entry._make, _ENTRY.iter_unpack(self.raw))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Entries) and self.raw == other.raw
+
+    def keys(self) -> memoryview:
+        return memoryview(self.raw).cast("I")[1 :: _ENTRY.size // 4]
+
+    def values(self) -> memoryview:
+        return memoryview(self.raw).cast("I")[2 :: _ENTRY.size // 4]
+
+    def moved(self, by: int) -> Entries:
+        """With all offsets higher `by`, none of which may get a carry: numbers as long as the table are added."""
+        offsets = int.from_bytes(_OFFSETS * len(self), "little")
+        return Entries((int.from_bytes(self.raw, "little") + by * offsets).to_bytes(len(self.raw), "little"))
+
+
 class Cache(NamedTuple):
     """A parsed cache. `sections` are the extension's: (tag, flags, data). All offsets count from `strings[0]`."""
 
-    entries: tuple[Entry, ...]
+    entries: Entries
     strings: bytes
     sections: tuple[tuple[int, int, bytes], ...]
+
+    def named(self, keys: Container[int]) -> Iterator[Entry]:
+        """Those whose name is at one of these offsets."""
+        return (self.entries[at] for at, key in enumerate(self.entries.keys()) if key in keys)
 
     def text(self, offset: int) -> bytes:
         """The NUL-terminated string at an offset that `parse` has checked."""
@@ -106,14 +145,10 @@ def _parsed(data: bytes) -> Cache:
     strings = data[start:end]
     last = strings.rfind(b"\0")  # every string that starts at or before this ends inside the table
     shift = start - base
-    entries: list[Entry] = []
-    new = tuple.__new__  # Entry(...) for a thousand of them takes as long as reading the file
-    for raw in _ENTRY.iter_unpack(data[base + _HEADER.size : start]):
-        key, value = raw[1] - shift, raw[2] - shift
-        if not (0 <= key <= last and 0 <= value <= last):
-            raise MalformedCache(f"entry {len(entries)} points outside the strings")
-        entries.append(new(Entry, (raw[0], key, value, raw[3], raw[4])))
-    return Cache(tuple(entries), strings, _sections(data, extension, shift, last) if extension else ())
+    entries = Entries(data[base + _HEADER.size : start])
+    for offsets in (entries.keys(), entries.values()) if count else ():
+        _require(shift <= min(offsets) and max(offsets) <= shift + last, "an entry points outside the strings")
+    return Cache(entries.moved(-shift), strings, _sections(data, extension, shift, last) if extension else ())
 
 
 def _sections(data: bytes, at: int, shift: int, last: int) -> tuple[tuple[int, int, bytes], ...]:
@@ -141,11 +176,7 @@ def _sections(data: bytes, at: int, shift: int, last: int) -> tuple[tuple[int, i
 def render(cache: Cache) -> bytes:
     """The file of `cache`, in the new format alone, which every glibc since 2.2 reads."""
     shift = _HEADER.size + len(cache.entries) * _ENTRY.size
-    parts = [b""]
-    pack = _ENTRY.pack
-    for flags, key, value, isa_level, hwcap in cache.entries:
-        parts.append(pack(flags, key + shift, value + shift, isa_level, hwcap))
-    parts.append(cache.strings)
+    parts = [b"", cache.entries.moved(shift).raw, cache.strings]
     extension = 0
     if cache.sections:
         end = shift + len(cache.strings)
@@ -181,10 +212,24 @@ def _number(text: bytes, at: int) -> tuple[int, int]:
     return value - (value >> 31 << 32), at
 
 
+def _common(left: bytes, right: bytes) -> int:
+    """How many bytes two texts begin with in common."""
+    size = min(len(left), len(right))
+    differs = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")
+    return size - (differs.bit_length() + 7) // 8
+
+
+def _digits_before(text: bytes, at: int) -> int:
+    """Where the digits begin that end at `at`; `at` where there are none."""
+    while at and 48 <= text[at - 1] <= 57:
+        at -= 1
+    return at
+
+
 def compare_names(left: bytes, right: bytes) -> int:
     """<0, 0, >0: the order of glibc's `_dl_cache_libcmp`. Runs of digits compare as numbers; a digit is above any
     other."""
-    i = j = 0
+    i = j = _digits_before(left, _common(left, right))
     while i < len(left):
         a, b = left[i], right[j] if j < len(right) else 0
         if 48 <= a <= 57:
@@ -203,14 +248,15 @@ def compare_names(left: bytes, right: bytes) -> int:
     return -right[j] if j < len(right) else 0
 
 
-def _position(cache: Cache, entries: Sequence[Entry], name: bytes, flags: int) -> int:
+def _position(cache: Cache, entries: Entries, name: bytes, flags: int) -> int:
     """Where a regular entry goes: behind all with a higher name or higher flags, and behind its own hwcaps variants."""
     low, high = 0, len(entries)
     while low < high:
         middle = (low + high) // 2
         entry = entries[middle]
         there = cache.text(entry.key)
-        _require(len(there) <= _MAX_NAME, f"it has a name of {len(there)} bytes; at most {_MAX_NAME} are read")
+        if len(there) > _MAX_NAME:
+            raise MalformedCache(f"it has a name of {len(there)} bytes; at most {_MAX_NAME} are read")
         order = compare_names(there, name) or entry.flags - flags or int(entry.hwcap != 0)
         if order > 0:
             low = middle + 1
@@ -226,7 +272,7 @@ def _is_regular(cache: Cache, entry: Entry, name: bytes, flags: int) -> bool:
 def extended(cache: Cache, additions: Iterable[LdEntry]) -> Cache:
     """`cache` with `additions` in place: each replaces the regular entries of the same name and flags. Variants in
     glibc-hwcaps directories stay: they are other files."""
-    entries = list(cache.entries)
+    entries = cache.entries
     for flags, name, path in ((a.flags, a.soname.encode(), a.path.encode()) for a in additions):
         at = end = _position(cache, entries, name, flags)
         while end < len(entries) and _is_regular(cache, entries[end], name, flags):
@@ -234,7 +280,8 @@ def extended(cache: Cache, additions: Iterable[LdEntry]) -> Cache:
         if end - at == 1 and cache.text(entries[at].value) == path:
             continue  # as it should be already: a second start must not make the file grow
         key = len(cache.strings)
-        entries[at:end] = [Entry(flags, key, key + len(name) + 1, 0, 0)]
+        added = _ENTRY.pack(flags, key, key + len(name) + 1, 0, 0)
+        entries = Entries(entries.raw[: at * _ENTRY.size] + added + entries.raw[end * _ENTRY.size :])
         cache = cache._replace(strings=cache.strings + name + b"\0" + path + b"\0")
     _require(len(entries) <= MAX_LIBS, "it would have too many entries")
-    return cache._replace(entries=tuple(entries))
+    return cache._replace(entries=entries)

@@ -1,6 +1,6 @@
 """How leases end otherwise than by a start that takes back its own (leases.undo, which loads nothing then).
 
-release(...)              of a container that is gone: what hook/launcher/release.c does too, where it is simple
+release(...)              of a container that is gone
 release_reserved_by(...)  of a start that failed, by who began it
 sweep(...)                all that are dead
 """

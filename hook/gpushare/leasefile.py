@@ -4,9 +4,9 @@ to_json(lease)               -> bytes
 from_json(data, id)          -> Lease     raises ValueError: a file of any other shape is damaged, never guessed at
 held(lease, data)            -> Lease     a reserved lease as the file `held` beside it continues it; raises ValueError
 
-`held` is what the launcher writes instead of a new lease.json, complete by its rename: four lines, the version, the
-creator's pid and start time (it must be the lease's own), init's pid and start time, and the cgroup. The launcher
-writes it only for an init that is the first process of its pid namespace.
+`held` is what earlier versions wrote instead of a new lease.json, complete by its rename: four lines, the version, the
+creator's pid and start time (it must be the lease's own), init's pid and start time, and the cgroup. They wrote it only
+for an init that is the first process of its pid namespace.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def from_json(data: bytes, container_id: str) -> Lease:
 
 
 def held(lease: Lease, data: bytes) -> Lease:
-    """`lease` as the launcher turned it over to the container's init. Raises ValueError."""
+    """`lease` as an earlier version turned it over to the container's init. Raises ValueError."""
     lines = data.decode("utf-8", "surrogateescape").split("\n")
     if (
         len(lines) != 5

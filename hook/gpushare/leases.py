@@ -185,7 +185,7 @@ def _write(state_dir: str, lease: Lease) -> None:
 
 
 def drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
-    """Takes a lease away (as release.c does), its pages first: whoever is killed in between leaves a dead lease that
+    """Takes a lease away its pages first: whoever is killed in between leaves a dead lease that
     still names them. False when there is none. The caller holds the lock."""
     for share in shares:
         try:

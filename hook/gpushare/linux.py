@@ -49,15 +49,14 @@ CLONE_NEWUSER = 0x10000000
 PROC_SUPER_MAGIC = 0x9FA0
 TMPFS_MAGIC = 0x01021994
 
-# Calls since 5.2 have one number on every architecture; bpf is older.
+# Calls since 5.2 have one number on every architecture; -1 is none, which the kernel refuses (ENOSYS)
 _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _PIDFD_OPEN, _OPENAT2, _MOUNT_SETATTR, _OPEN_TREE_ATTR = (
     428, 429, 430, 431, 432, 434, 437, 442, 467,
 )  # fmt: skip
-_BPF = {"x86_64": 321, "aarch64": 280}
-_FUTEX = {"x86_64": 202, "aarch64": 98}
-_RENAMEAT2 = {"x86_64": 316, "aarch64": 276}
+_BPF, _FUTEX, _RENAMEAT2, _STATX = {"x86_64": (321, 202, 316, 332), "aarch64": (280, 98, 276, 291)}.get(
+    os.uname().machine, (-1, -1, -1, -1)
+)
 _RENAME_EXCHANGE = 2
-_STATX = {"x86_64": 332, "aarch64": 291}
 _STATX_MNT_ID, _STATX_SIZE, _MNT_ID_AT = 0x1000, 256, 144  # struct statx
 
 if TYPE_CHECKING:
@@ -211,7 +210,7 @@ def move_mount(mount_fd: int, target_fd: int, what: str) -> None:
 def mount_id(fd: int) -> int:
     """The id of the mount that `fd` is on, as in the first column of mountinfo. Linux 5.8."""
     found = buffer(_STATX_SIZE)
-    _call("statx", f"fd {fd}", _STATX[os.uname().machine], fd, b"", AT_EMPTY_PATH, _STATX_MNT_ID, found)
+    _call("statx", f"fd {fd}", _STATX, fd, b"", AT_EMPTY_PATH, _STATX_MNT_ID, found)
     mask, number = struct.unpack_from(f"=I{_MNT_ID_AT - 4}xQ", found)
     if not mask & _STATX_MNT_ID:
         raise SyscallError("statx", f"fd {fd}", errno.ENODATA)
@@ -280,6 +279,20 @@ def filesystem_magic(fd: int) -> int:
     return int.from_bytes(status.raw[:8], "little")
 
 
+def lines_of(file: Union[str, int]) -> list[str]:
+    """Those of a file of /proc, by its path or a descriptor, without their ends. A carriage return is part of a line.
+    Raises OSError. open() would take as long as all that is done with them."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC) if isinstance(file, str) else file
+    parts = []
+    try:
+        while part := os.read(fd, 1 << 16):
+            parts.append(part)
+    finally:
+        if fd != file:
+            os.close(fd)
+    return b"".join(parts).decode("utf-8", "surrogateescape").split("\n")[:-1]
+
+
 def buffer(content: Union[bytes, int]) -> Memory:
     """Memory for the kernel to read or fill: a copy of `content`, or that many zero bytes."""
     size = content if isinstance(content, int) else max(len(content), 1)
@@ -295,29 +308,22 @@ def address(memory: Memory) -> int:
 
 def exchange(first: str, second: str) -> None:
     """Each of the two files gets the other's name, in one step. Raises SyscallError; not every file system can."""
-    number = _RENAMEAT2.get(os.uname().machine)
-    if number is None:
-        raise SyscallError("renameat2", second, errno.ENOSYS)
     names = os.fsencode(first), os.fsencode(second)
-    _call("renameat2", second, number, AT_FDCWD, names[0], AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    _call("renameat2", second, _RENAMEAT2, AT_FDCWD, names[0], AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
 
 def futex_wake(mapping: Any, at: int) -> int:
     """Wakes all processes that wait on the word at `at` of a file that `mapping` (mmap.mmap, writable, shared) maps,
     wherever they have it mapped; how many. A full memory barrier, too."""
-    number = _FUTEX.get(os.uname().machine)
-    if number is None:
+    if _FUTEX < 0:
         raise KernelError(f"futex: no system call number for {shown(os.uname().machine)}")
     word = _Char.from_buffer(mapping, at)
-    return _call("futex", "limits", number, _addressof(word), 1, 0x7FFFFFFF, None, None, 0)  # 1: FUTEX_WAKE, shared
+    return _call("futex", "limits", _FUTEX, _addressof(word), 1, 0x7FFFFFFF, None, None, 0)  # 1: FUTEX_WAKE, shared
 
 
 def bpf(command: int, attr: Memory, what: str) -> int:
     """bpf(2); the kernel may write results into `attr`."""
-    number = _BPF.get(os.uname().machine)
-    if number is None:
-        raise KernelError(f"bpf {what}: no system call number for {shown(os.uname().machine)}")
-    return _call("bpf", what, number, command, attr, len(attr))
+    return _call("bpf", what, _BPF, command, attr, len(attr))
 
 
 def try_setxattr(path: str, name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import select
 from types import TracebackType
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 from . import linux
 from .errors import KernelError
@@ -36,24 +36,37 @@ def _unescaped(field: str) -> str:
     return field
 
 
-def read_mounts(pid: str = "self") -> list[MountEntry]:
-    """The mount table of a process; see proc(5). A carriage return is part of a name and ends no line."""
+CGROUPS = " - cgroup"  # in the lines of cgroup and cgroup2
+
+
+def read_mounts(process: Union[str, int] = "self", containing: str = "") -> list[MountEntry]:
+    """The mount table of a process, or that behind a descriptor of `open_mounts`: those lines that contain a text. See
+    proc(5)."""
     entries = []
-    with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as table:
-        for line in table:
-            left, _, right = line.rstrip("\n").partition(" - ")
-            fields, tail = left.split(" "), right.split(" ")
-            shared = any(f.startswith("shared:") for f in fields[6:])
-            root, point = _unescaped(fields[3]), _unescaped(fields[4])
-            source, options = _unescaped(tail[1]) if len(tail) > 1 else "", tail[2] if len(tail) > 2 else ""
-            entries.append(MountEntry(int(fields[0]), fields[2], root, point, shared, tail[0], source, options))
+    for line in linux.lines_of(process if isinstance(process, int) else f"/proc/{process}/mountinfo"):
+        if containing not in line:
+            continue
+        left, _, right = line.partition(" - ")
+        fields, tail = left.split(" "), right.split(" ")
+        shared = any(f.startswith("shared:") for f in fields[6:])
+        root, point = _unescaped(fields[3]), _unescaped(fields[4])
+        source, options = _unescaped(tail[1]) if len(tail) > 1 else "", tail[2] if len(tail) > 2 else ""
+        entries.append(MountEntry(int(fields[0]), fields[2], root, point, shared, tail[0], source, options))
     return entries
 
 
-def host_path(entry: MountEntry, host_mounts: list[MountEntry]) -> str:
+def open_mounts() -> int:
+    """A descriptor of the mount table of the namespace that this process is in now, wherever it is read."""
+    return os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def host_path(entry: MountEntry, host: int) -> str:
     """Where the host sees what `entry` (of a container) shows; "" when the host has not mounted that file system.
-    When it has mounted only other parts of it, the path is one inside the file system, after its source."""
-    same = [mount for mount in host_mounts if mount.device == entry.device]
+    When it has mounted only other parts of it, the path is one inside the file system, after its source. `host` is of
+    `open_mounts`."""
+    os.lseek(host, 0, os.SEEK_SET)
+    lines = read_mounts(host, f" {entry.device} ")
+    same = [mount for mount in lines if mount.device == entry.device]
     for mount in sorted(same, key=lambda one: -len(one.root)):
         above = mount.root.rstrip("/")
         if entry.root == mount.root or entry.root.startswith(above + "/"):
@@ -69,11 +82,10 @@ def container_owner(pid: int) -> tuple[int, int]:
         return 0, 0
     for name in ("uid_map", "gid_map"):
         owner = 0
-        with open(f"/proc/{pid}/{name}", encoding="ascii") as table:
-            for line in table:
-                inside, outside, _ = (int(v) for v in line.split())
-                if inside == 0:
-                    owner = outside
+        for line in linux.lines_of(f"/proc/{pid}/{name}"):
+            inside, outside, _ = (int(v) for v in line.split())
+            if inside == 0:
+                owner = outside
         ids.append(owner)
     return ids[0], ids[1]
 

@@ -14,7 +14,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable
-from typing import Optional
 
 from . import inroot, linux, mountns
 from .errors import KernelError
@@ -24,13 +23,13 @@ from .quoting import shown
 _RACES = 16  # how often something may change under us before we give up
 
 
-def _create(dir_fd: int, name: str, kind: str) -> None:
-    """An empty file or directory. Raises OSError."""
+def _create(dir_fd: int, name: str, kind: str) -> int:
+    """A descriptor of a new empty file or directory. Raises OSError."""
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
     if kind == "dir":
         os.mkdir(name, 0o755, dir_fd=dir_fd)
-    else:
-        flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
-        os.close(os.open(name, flags, 0o644, dir_fd=dir_fd))
+        return os.open(name, flags | os.O_PATH, dir_fd=dir_fd)
+    return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=dir_fd)  # nobody writes to it
 
 
 class Root:
@@ -40,17 +39,18 @@ class Root:
 
     executors: dict[type, Callable[..., None]] = {}
 
-    def __init__(self, fd: int, owner: tuple[int, int], host_mounts: list[mountns.MountEntry]) -> None:
+    def __init__(self, fd: int, owner: tuple[int, int]) -> None:
         self.fd = fd
         self.owner = owner
         self.mount_id = linux.mount_id(fd)
         self.undo: list[Callable[[], None]] = []
         self.notes: list[str] = []
         self._fds: list[int] = []
-        self._host_mounts = host_mounts
+        self._host = self.keep(mountns.open_mounts())
+        self._directories: dict[str, int] = {}
         self._own_mounts: set[int] = set()
         self._quiet: set[int] = set()  # mounts that do not propagate
-        self._entries: dict[int, mountns.MountEntry] = {}  # by id; a mount that is not here is looked for again
+        self._the_containers = {self.mount_id}  # mounts that the host has not
 
     # descriptors
 
@@ -99,11 +99,6 @@ class Root:
         """Whether `fd` is on a mount that this plan made."""
         return linux.mount_id(fd) in self._own_mounts
 
-    def _entry(self, mount_id: int) -> Optional[mountns.MountEntry]:
-        if mount_id not in self._entries:
-            self._entries = {entry.id: entry for entry in mountns.read_mounts()}
-        return self._entries.get(mount_id)
-
     def _silence(self, target: int, path: str) -> None:
         """Stops propagation out of the mount that `target` is on: a mount below a shared one appears at every peer, so
         on the host. It becomes a slave (it still receives), in this namespace only."""
@@ -130,12 +125,15 @@ class Root:
 
     def mount_point(self, path: str, kind: str) -> int:
         """O_PATH descriptor of a place for a mount of `kind` ("file", "dir", "socket") at `path`; made if need be."""
-        for _ in range(_RACES):
-            fd = self.lookup(path, os.O_PATH | os.O_NOFOLLOW)
+        if kind == "dir":
+            self._directories.clear()  # what is mounted here hides those below
+        for made_first in (self.may_make(path), *[False] * _RACES):  # most are not there yet
+            fd = -1 if made_first else self.lookup(path, os.O_PATH | os.O_NOFOLLOW)
             if fd < 0:
                 fd = self._make(path, kind)
                 if fd < 0:
                     continue
+                return fd
             mode = os.fstat(fd).st_mode
             if stat.S_ISLNK(mode):
                 fd = self.library_behind(path)
@@ -163,12 +161,16 @@ class Root:
         return self.directory(above or "/"), name
 
     def directory(self, path: str) -> int:
-        """Descriptor of the directory `path`, made with its parents if need be."""
+        """Descriptor of the directory `path`, made with its parents if need be, and looked up once for all that a plan
+        puts there."""
+        if path in self._directories:
+            return self._directories[path]
         for _ in range(_RACES):
             fd = self.lookup(path, os.O_PATH | os.O_DIRECTORY)
             if fd < 0:
                 fd = self._make(path, "dir")
             if fd >= 0:
+                self._directories[path] = fd
                 return fd
         raise KernelError(f"{shown(path)} is a link to nothing, or keeps changing", "remove it from the image")
 
@@ -178,31 +180,26 @@ class Root:
         self.require_writable(dir_fd, path)
         try:
             try:
-                _create(dir_fd, name, kind)
+                fd = self.keep(_create(dir_fd, name, kind))
             except OSError as error:
                 if error.errno != errno.EOVERFLOW or self.owner == (0, 0):
                     raise
-                self._create_as_owner(dir_fd, name, kind)
-        except FileExistsError:
+                fd = self.keep(self._create_as_owner(dir_fd, name, kind))
+        except (FileExistsError, FileNotFoundError):  # the name of a directory that we made, gone again
             return -1
         except OSError as error:
             raise self._cannot_make(error, path) from None
-        try:
-            flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = self.keep(os.open(name, flags, dir_fd=dir_fd))
-        except FileNotFoundError:
-            return -1
         self.undo.append(lambda: self._remove(dir_fd, name, fd))
         if self.owner != (0, 0):
             os.chown(f"/proc/self/fd/{fd}", *self.owner)
         return fd
 
-    def _create_as_owner(self, dir_fd: int, name: str, kind: str) -> None:
+    def _create_as_owner(self, dir_fd: int, name: str, kind: str) -> int:
         """On a file system that was mounted in the container's user namespace (its /dev) our own uid has no name."""
         try:
             os.setegid(self.owner[1])
             os.seteuid(self.owner[0])
-            _create(dir_fd, name, kind)
+            return _create(dir_fd, name, kind)
         finally:
             os.seteuid(0)
             os.setegid(0)
@@ -229,17 +226,26 @@ class Root:
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
                 raise
 
+    def may_make(self, path: str) -> bool:
+        """Whether something may be made at `path`, if nothing is there."""
+        try:
+            self.require_writable(self.parent(path)[0], path)
+        except KernelError:
+            return False
+        return True
+
     def require_writable(self, dir_fd: int, path: str) -> None:
         """Refuses to create in a volume: a mount other than the root whose superblock the host has mounted as well.
         What we made there would appear on the host. File systems that the runtime made (/dev, /run) are the
         container's."""
         mount_id = linux.mount_id(dir_fd)
-        if mount_id == self.mount_id or mount_id in self._own_mounts:
+        if mount_id in self._the_containers or mount_id in self._own_mounts:
             return
-        entry = self._entry(mount_id)
-        host_path = mountns.host_path(entry, self._host_mounts) if entry is not None else ""
+        entry = next((one for one in mountns.read_mounts(containing=f"{mount_id} ") if one.id == mount_id), None)
+        host_path = mountns.host_path(entry, self._host) if entry is not None else ""
         if entry is not None and host_path:
             point = entry.point
             prefix = os.readlink(f"/proc/self/fd/{self.fd}").rstrip("/")
             point = point[len(prefix) :] if point.startswith(prefix + "/") else point
             raise in_volume(path, point, host_path)
+        self._the_containers.add(mount_id)

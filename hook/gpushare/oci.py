@@ -207,16 +207,16 @@ def read_state(data: bytes) -> State:
     )
 
 
-def load_bundle(source: Union[State, str], cri: bool = False) -> Bundle:
+def load_bundle(source: Union[State, str], cri: bool = False, path: str = "") -> Bundle:
     """The bundle of a state, or of a directory (its id is then the directory's name, as runc's users do). `cri`: as in
-    bundle_of."""
+    bundle_of. `path`: of another file than its config.json."""
     if isinstance(source, str):
         directory = os.path.abspath(path_text(source, "the bundle"))
         name = os.path.basename(directory)
         state = State(name if _ID_CHARACTERS.issuperset(name) and name else "bundle", 0, "", directory, {})
     else:
         state = source
-    spec = read_json(os.path.join(state.bundle, "config.json"), MAX_CONFIG_BYTES, "config.json")
+    spec = read_json(path or os.path.join(state.bundle, "config.json"), MAX_CONFIG_BYTES, "config.json")
     return bundle_of(state, spec, cri)
 
 

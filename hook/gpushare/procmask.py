@@ -1,9 +1,6 @@
 """/proc/driver/nvidia of a container: the granted GPUs and MIG capabilities only, and `ModifyDeviceFiles: 0`, so that
-no driver program in the container tries to make or to change device nodes. Copies are mounted read-only over the real
-directory (start path).
-
-    prepare(directory, ...)   the copies, for the launcher to mount (ticket.py)
-    cover(root, ...)          the same in a small tmpfs, mounted at once
+no driver program in the container tries to make or to change device nodes. Copies in a small tmpfs are mounted
+read-only over the real directory (start path).
 """
 
 from __future__ import annotations
@@ -25,25 +22,6 @@ _MAX_GPU_FILES = 32
 _TMPFS = {"size": "4m", "nr_inodes": "4096", "mode": "0555"}
 
 
-def prepare(directory: str, bus_ids: tuple[str, ...], capabilities: tuple[str, ...] = ()) -> bool:
-    """Makes `directory`, a new one on the host, with the copies; False where the kernel has no NVIDIA driver. Raises
-    OSError."""
-    try:
-        real = os.open(PROC_DIR, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    tree = -1
-    try:
-        os.mkdir(directory, 0o555)
-        tree = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        _copy(tree, real, bus_ids, capabilities)
-    finally:
-        os.close(real)
-        if tree >= 0:
-            os.close(tree)
-    return True
-
-
 def cover(root: mountpoint.Root, bus_ids: tuple[str, ...], capabilities: tuple[str, ...] = ()) -> None:
     """Mounts the reduced directory; does nothing where the kernel has no NVIDIA driver (no such directory)."""
     real = root.lookup(PROC_DIR, os.O_PATH | os.O_DIRECTORY)
@@ -52,16 +30,12 @@ def cover(root: mountpoint.Root, bus_ids: tuple[str, ...], capabilities: tuple[s
     attributes = linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"] | linux.ATTRIBUTES["noexec"]
     tree = root.keep(linux.detached_tmpfs(_TMPFS, attributes, PROC_DIR))
     try:
-        _copy(tree, real, bus_ids, capabilities)
+        _fill(tree, real, {bus_id.lower() for bus_id in bus_ids})
+        _copy_capabilities(tree, real, capabilities)
     except OSError as error:
         raise linux.from_os_error(error, "copy", PROC_DIR) from None
     linux.mount_setattr(tree, linux.ATTRIBUTES["ro"], linux.MS_PRIVATE, PROC_DIR)
     root.attach(tree, real, PROC_DIR)
-
-
-def _copy(tree: int, real: int, bus_ids: tuple[str, ...], capabilities: tuple[str, ...]) -> None:
-    _fill(tree, real, {bus_id.lower() for bus_id in bus_ids})
-    _copy_capabilities(tree, real, capabilities)
 
 
 def _fill(tree: int, real: int, granted: set[str]) -> None:

@@ -128,24 +128,31 @@ def read_cache(root: inroot.Root) -> tuple[Union[ldcache.Cache, None], str]:
     if fd < 0:
         return None, f"no {LD_CACHE} in the image"
     try:
+        return parsed_cache(root, fd)[1:]
+    finally:
+        os.close(fd)
+
+
+def parsed_cache(root: inroot.Root, fd: int) -> tuple[bytes, Union[ldcache.Cache, None], str]:
+    """What is in the file, then as `read_cache`; `fd` has O_PATH."""
+    data = b""
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            return None, f"{LD_CACHE} is not a regular file"
+            return data, None, f"{LD_CACHE} is not a regular file"
         if status.st_size > ldcache.MAX_BYTES:
-            return None, f"{LD_CACHE} has {status.st_size} bytes; at most {ldcache.MAX_BYTES} are read"
+            return data, None, f"{LD_CACHE} has {status.st_size} bytes; at most {ldcache.MAX_BYTES} are read"
         data = imagefiles.read_all(fd, ldcache.MAX_BYTES)
         note = ""
         if inroot.is_mounted_over(root, fd):
             note = f"{LD_CACHE} is on a mount of its own (a volume over it or over /etc)"
-        return ldcache.parse(data), note
+        return data, ldcache.parse(data), note
     except ldcache.MalformedCache as error:
-        return None, f"{LD_CACHE} is malformed: {error}"
+        return data, None, f"{LD_CACHE} is malformed: {error}"
     except OSError as error:
         if is_exhausted(error):
             raise
-        return None, f"{LD_CACHE} cannot be read: {os.strerror(error.errno or 0)}"
-    finally:
-        os.close(fd)
+        return data, None, f"{LD_CACHE} cannot be read: {os.strerror(error.errno or 0)}"
 
 
 def _cached_paths(cache: ldcache.Cache) -> dict[str, list[tuple[str, int]]]:
@@ -154,14 +161,12 @@ def _cached_paths(cache: ldcache.Cache) -> dict[str, list[tuple[str, int]]]:
     interesting = [k for name in wanted for k in _offsets_of(cache.strings, name)]
     keys = set(interesting)
     result: dict[str, list[tuple[str, int]]] = {}
-    for entry in cache.entries:
-        # ldconfig shares string tails ("libc.so.6" is the end of its path), so a key is any offset that reads as the
-        # name.
-        if entry.key in keys:
-            paths = result.setdefault(cache.text(entry.key).decode(), [])
-            end = cache.strings.find(b"\0", entry.value, entry.value + _MAX_PATH)
-            if len(paths) < _MAX_DIRS and end >= 0 and cache.strings.startswith(b"/", entry.value):
-                paths.append((os.fsdecode(cache.strings[entry.value : end]), entry.flags))
+    # ldconfig shares string tails ("libc.so.6" is the end of its path), so a key is any offset that reads as the name.
+    for entry in cache.named(keys):
+        paths = result.setdefault(cache.text(entry.key).decode(), [])
+        end = cache.strings.find(b"\0", entry.value, entry.value + _MAX_PATH)
+        if len(paths) < _MAX_DIRS and end >= 0 and cache.strings.startswith(b"/", entry.value):
+            paths.append((os.fsdecode(cache.strings[entry.value : end]), entry.flags))
     return result
 
 

@@ -15,7 +15,7 @@ import errno
 import os
 from typing import Union
 
-from . import names
+from . import linux, names
 from .errors import KernelError
 
 _RUN = os.path.dirname(names.STATE_DIR)
@@ -54,9 +54,8 @@ def require_mounts() -> None:
 def _uid_map() -> list[str]:
     """The first line of this process's map: inside, outside, count. Rootless podman has its user there."""
     try:
-        with open("/proc/self/uid_map", encoding="ascii") as table:
-            return table.readline().split() or _WHOLE_MAP
-    except OSError:
+        return linux.lines_of("/proc/self/uid_map")[0].split()
+    except (OSError, IndexError):
         return _WHOLE_MAP
 
 

@@ -146,7 +146,7 @@ def _create(call: Call, paths: Paths) -> int:
     bundle = _bundle(call, directory, clean)
     asked, host = _asked(bundle, paths)
     if asked is None or host is None:
-        edited = _withheld(bundle, paths) or clean
+        edited = _withheld(bundle, path, paths) or clean
         if edited is not spec:
             specedit.write(path, edited)
         watch.end()
@@ -176,7 +176,7 @@ def _require_descriptors() -> None:
         )
 
 
-def _withheld(bundle: Bundle, paths: Paths) -> Optional[dict[str, object]]:
+def _withheld(bundle: Bundle, path: str, paths: Paths) -> Optional[dict[str, object]]:
     """The spec of a container that asks for nothing, without NVIDIA's devices: its rules reach those, or it is
     privileged and has their nodes, and policy has no entry for it. None: it stays as it is."""
     from .dialects import injected
@@ -197,11 +197,13 @@ def _withheld(bundle: Bundle, paths: Paths) -> Optional[dict[str, object]]:
     editor.narrow(config.driver_root)
     editor.deny(withhold.numbers(config.driver_root, ()))
     decision.withheld(config.log, bundle.id, taken)
-    return editor.finish(_hook_words(paths))
+    return editor.finish(_hook_words(paths, bundle, path))
 
 
-def _hook_words(paths: Paths) -> tuple[str, ...]:
-    return (_hook_program(), "--config", paths.config, "--state", paths.state_dir)
+def _hook_words(paths: Paths, bundle: Bundle, path: str) -> tuple[str, ...]:
+    """`path`: of config.json, which crun may have been told of."""
+    other = () if path == os.path.join(bundle.path, commandline.CONFIG_NAME) else ("--spec", os.path.abspath(path))
+    return (_hook_program(), "--config", paths.config, "--state", paths.state_dir, *other)
 
 
 def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
@@ -226,7 +228,7 @@ def _put_back(path: str, clean: dict[str, object], nonces: Sequence[str]) -> Non
 def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, nonces: list[str]) -> None:
     """Reserves, and writes config.json. `nonces` gets the number of the edit."""
     rootless.require_mounts()
-    from . import driverfiles, idmap, inroot, leases, plan, rootfs, specedit, storage, ticket
+    from . import driverfiles, idmap, inroot, leases, plan, rootfs, specedit, storage
     from .dialects import injected
     from .ops import TenantTmpfs, WriteLimits
     from .spectree import SpecTree
@@ -249,11 +251,10 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
                 storage.execute(op)
         if injected.allows_everything(editor.spec):
             editor.deny(_denied(steps, host))
-        shim_dir = host.config.shim_dir if lease is not None and _launcher_mounts(bundle) else ""
+        shim_dir = host.config.shim_dir if lease is not None and _hook_mounts(bundle) else ""
         hider = idmap.Hider(paths.state_dir)  # its descriptor ends with this program
-        spec = editor.put_in(steps, tree, _hook_words(paths), _hook_stderr(), shim_dir, idmap.shown(hider))
-        if lease is not None:
-            ticket.write(paths.state_dir, bundle, lease, editor.record, tree, host.config.log, hider)
+        words = _hook_words(paths, bundle, path)
+        spec = editor.put_in(steps, tree, words, _hook_stderr(), shim_dir, idmap.shown(hider))
         specedit.write(path, spec)
     storage.empty_trash(paths.state_dir)
     hook.tell(decision.open_sink(host.config.log), "runtime", asked, lease, steps, removed)
@@ -261,9 +262,9 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
         log.to_stderr(f"gpushare: {rootless.COOPERATIVE}")
 
 
-def _launcher_mounts(bundle: Bundle) -> bool:
-    """Whether the launcher can be the hook: what it makes in a container's root belongs to uid 0 of the host. Elsewhere
-    the mounts stay in config.json, since Python would take longer for them than the runtime."""
+def _hook_mounts(bundle: Bundle) -> bool:
+    """Whether our hook makes the mounts that hold no limit. With a user namespace they stay in config.json: the
+    low-level runtime makes the mount points as their owner."""
     namespaces = oci.items(bundle.spec, "linux", "namespaces")
     users = any(isinstance(one, dict) and one.get("type") == "user" for one in namespaces)
     return not users and not rootless.is_rootless()
@@ -302,7 +303,7 @@ def _restore(call: Call, paths: Paths) -> int:
             f"{name}: a container with a share of a GPU cannot be restored from a checkpoint",
             "start it anew",
         )
-    edited = _withheld(bundle, paths) or clean
+    edited = _withheld(bundle, path, paths) or clean
     if edited is not spec:
         from . import specedit
 
@@ -314,8 +315,7 @@ def _restore(call: Call, paths: Paths) -> int:
 
 
 def _delete(call: Call, paths: Paths) -> int:
-    """The lease of a container that is gone is released even where the low-level runtime calls no poststop. The
-    launcher does the same (launcher.c, release.c), and leaves to us what it does not know."""
+    """The lease of a container that is gone is released even where the low-level runtime calls no poststop."""
     from . import leaseend, leases, storage
 
     try:
@@ -325,18 +325,20 @@ def _delete(call: Call, paths: Paths) -> int:
     if known is None:
         _become(call, paths)
     code = _child(lowlevel.runtime_of(paths.config, paths.state_dir), call.rest)
-    try:
+    try:  # whatever ended the child
         ended = decision.ending(decision.configured(*paths), "delete")
         leaseend.release(paths.state_dir, call.container_id, ended)
         storage.empty_trash(paths.state_dir)
     except GpushareError as error:
         log.to_stderr(f"gpushare: {error}")  # the next start finishes it; the container is gone
+    if code < 0:
+        _end_by(-code)
     return code
 
 
 def _child(program: str, words: Sequence[str]) -> int:
-    """The exit code of a child; a signal that ended it ends us too. Signals that we get go to the child, and wait when
-    there is none any more: its number may be another's by then."""
+    """The exit code of a child, or -signal. Signals that we get go to the child, and wait when there is none any more:
+    its number may be another's by then."""
     forwarded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     given = lowlevel.environment()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
@@ -347,13 +349,14 @@ def _child(program: str, words: Sequence[str]) -> int:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
-        os.kill(os.getpid(), -code)
-    return code
+    return os.waitstatus_to_exitcode(status)
+
+
+def _end_by(number: int) -> None:
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
 
 
 _COMMANDS: dict[str, Callable[[Call, Paths], int]] = {

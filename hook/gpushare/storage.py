@@ -55,8 +55,7 @@ _OURS = frozenset(  # beginnings of names in it, without the dot of temporary fi
 )
 LEASE = "lease.json"
 SHARE_MARK = "trusted.gpushare"
-HELD = "held"  # beside a lease that is only reserved: whose it became (leasefile.held)
-CACHE = "ld.so.cache"  # the container's new loader cache, until the launcher has put it there (ticket.py)
+HELD = "held"  # of earlier versions, beside a lease that is only reserved: whose it became (leasefile.held)
 _CGROUP = "cgroup"  # path of a cgroup that was made for this lease alone
 _SHARE_FOLDERS = ("driver", "rw", "pages", "peers", "mps")
 _SHARE_FILES = (names.REAL_CUDA, names.REAL_NVML)  # mount points; the directory is read-only in the container

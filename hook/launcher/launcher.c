@@ -3,12 +3,10 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "launcher.h"
@@ -76,101 +74,6 @@ static bool may_ask(const struct call *call) {
     return length >= (int)sizeof path || scan_may_ask(path, call->cri);
 }
 
-static void wake_up(int number) {
-    (void)number;
-    time_is_up = 1;
-}
-
-/* What hangs (the lease lock) or never ends is over after a while, and Python says what it was.
- * crun starts a hook with all signals blocked. */
-static bool take_time(void) {
-    struct sigaction action = {.sa_handler = wake_up};
-    sigset_t alarms;
-    sigemptyset(&alarms);
-    sigaddset(&alarms, SIGALRM);
-    alarm(ADOPT_S);
-    return sigaction(SIGALRM, &action, NULL) == 0 && sigprocmask(SIG_UNBLOCK, &alarms, NULL) == 0;
-}
-
-/* Python's hook, for what `release` leaves to it. */
-static void poststop(const struct call *call) {
-    char state[512];
-    char *argv[] = {
-        "gpushare-hook", "--config", (char *)call->config, "--state", (char *)call->state_dir,
-        "poststop",      NULL};
-    int file = memfd_create("state", 0);
-    int size =
-        snprintf(state, sizeof state,
-                 "{\"ociVersion\":\"1.0.2\",\"id\":\"%s\",\"status\":\"stopped\",\"bundle\":\"/\"}",
-                 call->id);
-    if (file < 0 || write(file, state, (size_t)size) != size || lseek(file, 0, SEEK_SET) != 0)
-        return; /* the next start does it */
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(file, 0);
-        _exit(python("gpushare-hook", argv));
-    }
-    close(file);
-    while (child > 0 && waitpid(child, NULL, 0) < 0 && errno == EINTR)
-        ;
-}
-
-/* Whether this container has a lease that `release` may know how to end. */
-static bool may_release(const struct call *call) {
-    char path[PATH_MAX];
-    return call->id && state_is_id(call->id) &&
-           snprintf(path, sizeof path, "%s/containers/%s/" HELD_FILE, call->state_dir, call->id) <
-               (int)sizeof path &&
-           access(path, F_OK) == 0;
-}
-
-static pid_t forwarded_to;
-
-static void forward(int number) {
-    if (forwarded_to > 0)
-        kill(forwarded_to, number);
-}
-
-/* As runtime._delete: the low-level runtime is a child and gets our signals; its exit is ours. */
-static int delete_container(const struct call *call, char **words) {
-    static const int signals[] = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
-    sigset_t blocked, before;
-    int status = 0;
-    sigemptyset(&blocked);
-    for (size_t i = 0; i < sizeof signals / sizeof *signals; i++)
-        sigaddset(&blocked, signals[i]);
-    sigprocmask(SIG_BLOCK, &blocked, &before);
-    forwarded_to = fork();
-    if (forwarded_to < 0)
-        return fail("fork");
-    if (forwarded_to == 0) {
-        sigprocmask(SIG_SETMASK, &before, NULL);
-        execv(words[0], words);
-        _exit(fail(words[0]));
-    }
-    for (size_t i = 0; i < sizeof signals / sizeof *signals; i++)
-        sigaction(signals[i], &(struct sigaction){.sa_handler = forward, .sa_flags = SA_RESTART},
-                  NULL);
-    sigprocmask(SIG_SETMASK, &before, NULL);
-    siginfo_t ended;
-    while (waitid(P_PID, (id_t)forwarded_to, &ended, WEXITED | WNOWAIT) < 0 && errno == EINTR)
-        ;
-    /* There is nobody to forward to, and his number may be another's once he was waited for. */
-    sigprocmask(SIG_BLOCK, &blocked, NULL);
-    waitpid(forwarded_to, &status, 0);
-    forwarded_to = 0;
-    if (take_time() && release(call->state_dir, call->id, NULL) == RELEASE_UNCLEAR) {
-        alarm(0);
-        poststop(call);
-    }
-    if (WIFSIGNALED(status)) {
-        signal(WTERMSIG(status), SIG_DFL);
-        sigprocmask(SIG_SETMASK, &before, NULL);
-        raise(WTERMSIG(status));
-    }
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-}
-
 /* Whether this is gpushare-runtime-cri, the name in the configuration of containerd and CRI-O. */
 static bool is_called_cri(const char *name) {
     const char *slash = strrchr(name, '/');
@@ -206,9 +109,6 @@ static int runtime(char **argv, int count) {
     if (known && !ours) {
         words[0] = low;
         execv(low, words);
-    } else if (known && strcmp(command, "delete") == 0 && may_release(&call)) {
-        words[0] = low;
-        return delete_container(&call, words);
     }
     if (starts && !call.unknown)
         hurry(call.state_dir);
@@ -251,8 +151,7 @@ static void be_silent(void) {
 }
 
 static int hook(char **argv) {
-    static const char DEFAULT[] = DEFAULT_STATE;
-    const char *config = DEFAULT_CONFIG, *state_dir = DEFAULT;
+    const char *config = DEFAULT_CONFIG, *state_dir = DEFAULT_STATE;
     static struct state state;
     char path[PATH_MAX + 16], low[PATH_MAX];
     char **word = argv + 1;
@@ -271,7 +170,6 @@ static int hook(char **argv) {
             return python("gpushare-hook", argv);
         *field = word[1];
     }
-    bool state_dir_given = state_dir != DEFAULT; /* a user's own is elsewhere */
     bool quick = *word && !word[1] &&
                  (strcmp(*word, "prestart") == 0 || strcmp(*word, "createRuntime") == 0 ||
                   strcmp(*word, "poststop") == 0);
@@ -283,26 +181,15 @@ static int hook(char **argv) {
         be_silent();
     if (!clear)
         return python("gpushare-hook", argv);
-    bool ends = quick && strcmp(*word, "poststop") == 0 && state_dir_given;
-    char bundle[PATH_MAX]; /* as hook.py: runc may say it by a symbolic link, where PWD does */
-    if ((adopts || ends) && realpath(state.bundle, bundle))
-        strcpy(state.bundle, bundle);
-    if (adopts && *state.id && take_time() && adopt(&state, state_dir))
-        return 0;
-    if (ends && *state.id && take_time() &&
-        release(state_dir, state.id, state.bundle) == RELEASE_DONE)
-        return 0;
     snprintf(path, sizeof path, "%s/config.json", state.bundle);
     if (quick && !scan_may_ask(path, cri) &&
         (!known_config_exists(config) || known_runtime(state_dir, config, low)))
         return 0;
-    alarm(0);
     return python("gpushare-hook", argv);
 }
 
 int main(int argc, char **argv) {
     if (argc < 1)
         return 127;
-    decision_begin();
     return IS_HOOK ? hook(argv) : runtime(argv, argc);
 }

@@ -10,12 +10,8 @@
 #define GPUSHARE_LAUNCHER_H
 
 #include <limits.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
-
-/* release.c: the alarm has ended the wait for a lock; every loop over files ends, too. */
-extern volatile sig_atomic_t time_is_up;
 
 /* scan.c: does a config.json hold one of the words, or a device rule that could open a GPU?
  * Unreadable or large: yes. `cri`: the engine is one, so a sandbox may be one. */
@@ -38,33 +34,15 @@ struct call {
 struct call args_parse(const char *const *words);
 bool args_listed(const char *const *list, const char *word, size_t length);
 
-/* state.c: what an OCI state says; false when that is not perfectly clear. `id` is empty unless it
- * is one that may name a directory, `pid` 0 unless it is a plain number. */
+/* state.c: what an OCI state says; false when that is not perfectly clear. */
 struct state {
     char bundle[PATH_MAX];
-    char id[256];
-    long pid;
     bool redirects; /* annotations name a file for what hooks print (hookoutput.py), or may */
 };
 bool state_read(const char *json, size_t size, struct state *state);
-bool state_is_id(const char *id);
-
-/* adopt.c: the container whose init this is takes its lease over. False: Python does it. */
-bool adopt(const struct state *state, const char *state_dir);
-
-/* release.c: the lease of a container that has ended, given back with its files. `bundle`: the
- * runtime has just ended it, so its init gets a moment to be gone. */
-enum release { RELEASE_DONE, RELEASE_IN_USE, RELEASE_UNCLEAR }; /* unclear: Python does it */
-enum release release(const char *state_dir, const char *id, const char *bundle);
 
 /* hurry.c: the kernel gets ready for the low-level runtime while Python works. */
 void hurry(const char *state_dir);
-
-/* decision.c: the line for a lease that was given back. `where` and `facts` as the ticket has them,
- * `by`: poststop or delete. */
-#define MAX_FACTS (16 << 10)
-void decision_begin(void);
-void decision_released(const char *where, const char *facts, const char *by);
 
 /* known.c: the low-level runtime from STATE_DIR/launcher, which gpushare/lowlevel.py writes. False
  * when the file is missing or stale: Python decides. */

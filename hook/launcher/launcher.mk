@@ -2,7 +2,7 @@
 # build/bin/gpushare-runtime-cri: another name of the first, for engines that are a CRI.
 
 LAUNCHERS := build/bin/gpushare-runtime build/bin/gpushare-hook
-LAUNCHER_SOURCES := $(addprefix hook/launcher/,adopt.c args.c attach.c decision.c hurry.c known.c launcher.c place.c release.c scan.c state.c)
+LAUNCHER_SOURCES := $(addprefix hook/launcher/,args.c hurry.c known.c launcher.c scan.c state.c)
 LAUNCHER_TABLES := build/launcher/launcher_tables.h
 LAUNCHER_CFLAGS := -std=gnu11 -O2 -g -Wall -Wextra -Wshadow -Werror -fstack-protector-strong -Ibuild/launcher -Wno-unused-variable -ffile-prefix-map=$(CURDIR)=.
 LAUNCHERS_ANALYZED := $(LAUNCHERS:build/bin/%=build/launcher/analyzed/%)
@@ -21,7 +21,7 @@ $(LAUNCHER_TABLES): hook/launcher/tables.py $(wildcard hook/gpushare/*.py hook/g
 $(LAUNCHERS_ANALYZED): LAUNCHER_CFLAGS += -fanalyzer
 %/gpushare-runtime: LAUNCHER_IS_HOOK := 0
 %/gpushare-hook: LAUNCHER_IS_HOOK := 1
-$(LAUNCHERS) $(LAUNCHERS_ANALYZED): $(LAUNCHER_SOURCES) hook/launcher/adopt.h hook/launcher/launcher.h $(LAUNCHER_TABLES) hook/launcher/launcher.mk | $(SETUP)
+$(LAUNCHERS) $(LAUNCHERS_ANALYZED): $(LAUNCHER_SOURCES) hook/launcher/launcher.h $(LAUNCHER_TABLES) hook/launcher/launcher.mk | $(SETUP)
 	@mkdir -p $(@D)
 	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) -DIS_HOOK=$(LAUNCHER_IS_HOOK) $(LAUNCHER_LDFLAGS) -o $@.new $(LAUNCHER_SOURCES)
 	@mv $@.new $@

@@ -1,4 +1,4 @@
-/* The bundle, the id and the pid in an OCI state. Only the top level is looked at: an annotation
+/* The bundle in an OCI state. Only the top level is looked at: an annotation
  * may well be called "bundle". Whatever is unusual (a second bundle, an escape in a name or in the
  * path, anything that is not JSON) is left to Python. */
 
@@ -82,30 +82,6 @@ static bool plain_text(struct text *t, char *field, size_t room) {
     return true;
 }
 
-/* As oci.check_id. */
-bool state_is_id(const char *id) {
-    static const char letters[] =
-        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+-.";
-    size_t length = strlen(id);
-    return length && length <= MAX_ID_LENGTH && strspn(id, letters) == length &&
-           strcmp(id, ".") != 0 && strcmp(id, "..") != 0;
-}
-
-static bool plain_number(struct text *t, long *value) {
-    const char *begin = (peek(t), t->at);
-    if (!skip(t))
-        return false;
-    *value = 0;
-    for (; begin < t->at; begin++) {
-        if (*begin < '0' || *begin > '9' || *value > 1L << 31) {
-            *value = 0;
-            return true;
-        }
-        *value = *value * 10 + *begin - '0';
-    }
-    return true;
-}
-
 /* Whether an annotation sends what hooks print into a file; as hookoutput.is_redirected. */
 static bool redirects(const char *name, size_t length, bool plain, struct text value) {
     const char *begin;
@@ -150,15 +126,6 @@ static bool take(struct text *t, const char *name, size_t length, struct state *
     if (is(name, length, "bundle") || is(name, length, "bundlePath"))
         return !*state->bundle && plain_text(t, state->bundle, sizeof state->bundle) &&
                *state->bundle == '/';
-    if (is(name, length, "id")) {
-        const char *begin = t->at;
-        if (!plain_text(t, state->id, sizeof state->id) || !state_is_id(state->id))
-            *state->id = '\0'; /* the last one counts, and only adopt needs it */
-        t->at = begin;
-        return skip(t);
-    }
-    if (is(name, length, "pid"))
-        return plain_number(t, &state->pid);
     if (is(name, length, "annotations"))
         return annotations(t, state);
     return skip(t);
@@ -166,7 +133,7 @@ static bool take(struct text *t, const char *name, size_t length, struct state *
 
 bool state_read(const char *json, size_t size, struct state *state) {
     struct text t = {json, json + size};
-    *state = (struct state){.pid = 0};
+    *state = (struct state){.redirects = false};
     if (memchr(json, '\0', size) || peek(&t) != '{')
         return false;
     t.at++;

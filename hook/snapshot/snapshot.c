@@ -55,7 +55,7 @@ static void fail(const char *what) {
 #define CHUNK ((size_t)1 << 18)
 #define POOL ((char *)0x10000000)
 #define POOL_SIZE ((size_t)(SPACING > 1 ? 2000 : 32) << 20)
-#define FRONT ((size_t)2 << 20) /* for blocks of ORDER */
+#define AREA ((size_t)3 << 18) /* for blocks of ORDER, whose top two bits choose one of four */
 #define BLOCK_OF(memory) ((struct block *)((char *)(memory)-HEADER))
 #define FINE 64 /* kinds of blocks of 16, 32, ... 1024 bytes */
 
@@ -64,7 +64,7 @@ struct block {
     struct block *next; /* of those that are free; else the caller's */
 };
 
-static char *next, *end, *front = POOL + HEADER;
+static char *next, *end, *areas[4];
 static uint32_t number;
 static const uint32_t *order;
 static struct block *unused[FINE + 4 * 54];
@@ -77,11 +77,12 @@ static char *map(void *address, size_t size, int flags) {
 
 static bool begin_pool(int order_file) {
     next = map(POOL, POOL_SIZE, MAP_FIXED_NOREPLACE);
-    next += next ? FRONT : 0;
+    for (size_t i = 0; next && i < 4; i++, next += AREA)
+        areas[i] = next;
     end = POOL + POOL_SIZE;
     memset(unused, 0, sizeof unused);
     number = 0;
-    order = mmap(NULL, FRONT, PROT_READ, MAP_PRIVATE, order_file, 0);
+    order = mmap(NULL, AREA, PROT_READ, MAP_PRIVATE, order_file, 0);
     return next && order != MAP_FAILED;
 }
 
@@ -121,10 +122,10 @@ static size_t kind_of(size_t size) {
 void *malloc(size_t size) {
     size_t kind = kind_of(size), whole = (room_of(kind) + HEADER + SPACING - 1) & -(size_t)SPACING;
     struct block *block = NULL;
-    if (order && *order == number) {
-        order++;
-        block = (struct block *)front;
-        front += whole;
+    if (order && *order << 2 >> 2 == number) {
+        char **area = &areas[*order++ >> 30];
+        block = (struct block *)*area;
+        *area += whole;
     } else if (size < PTRDIFF_MAX / 2 && (block = unused[kind]))
         unused[kind] = block->next;
     else if (size < PTRDIFF_MAX / 2)
@@ -186,7 +187,7 @@ static void write_snapshot(const char *path) {
     while (spare->p_type != PT_NOTE) /* which nothing reads: its header becomes the pool's */
         spare++;
     size_t at = ((size_t)size + PAGE - 1) & ~(PAGE - 1), used = (size_t)(next - POOL);
-    next = front, end = POOL + FRONT;
+    next = areas[0], end = POOL + AREA;
     memset(unused, 0, sizeof unused); /* new objects side by side: the kernel copies fewer pages */
     order = NULL;
     uintptr_t pool = (uintptr_t)POOL;

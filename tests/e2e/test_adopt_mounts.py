@@ -1,4 +1,4 @@
-"""The mounts that the launcher makes in a container: where they go when somebody changes its root between config.json
+"""The mounts that our hook makes in a container: where they go when somebody changes its root between config.json
 and our hook, and what is there when no hook runs."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from gpushare import mountns
 
 from tests.e2e.programs.interrupted_hook import points, write_adopt, write_before, write_runtime
-from tests.e2e.test_adopt import ALL, MakeContainer, asked_python, calls, upper
+from tests.e2e.test_adopt import ALL, MakeContainer, calls, upper
 from tests.lib import driverhost
 from tests.lib.host import PYTHON, Node, python_mounts
 from tests.lib.rootfs import run
@@ -57,11 +57,10 @@ def mounted(one: Container) -> list[str]:
     return [point[len(prefix) :] if point.startswith(prefix) else point for point in points]
 
 
-def test_launcher_mounts_in_the_order_of_the_plan(make: Callable[..., Container], node: Node, tmp_path: Path) -> None:
-    """config.json has what holds the limit, the launcher the others; the device is the last of all."""
+def test_hook_mounts_in_the_order_of_the_plan(make: Callable[..., Container], node: Node, tmp_path: Path) -> None:
+    """config.json has what holds the limit, the hook makes the others; the device is the last of all."""
     one = make("")
     one.create()
-    assert not asked_python(tmp_path)
     of_spec = [mount["destination"] for mount in json.loads((one.bundle / "config.json").read_text())["mounts"]]
     ours = [path for path in of_spec if "nvidia" in path or "libcuda" in path or "gpushare" in path]
     assert [os.path.basename(path).partition(".")[0] for path in ours] == ["gpushare", "libcuda", "libnvidia-ml"]
@@ -115,7 +114,6 @@ def test_target_that_was_changed_is_refused_by_name(
 def test_link_to_a_library_is_covered(make: Callable[..., Container], tmp_path: Path) -> None:
     one = make(f"echo old >$root/usr/lib/libold.so; ln -s /usr/lib/libold.so $root{LIBRARY}")
     one.create()
-    assert asked_python(tmp_path)
     assert "/usr/lib/libold.so" in mounted(one) and LIBRARY not in mounted(one)
 
 
@@ -125,7 +123,6 @@ def test_file_that_a_user_mounts_there_meanwhile_is_covered(make: Callable[..., 
     theirs.write_text("theirs")
     one = make(f"touch $root{SMI}; nsenter -t $pid -m mount --bind {theirs} $root{SMI} || exit 9")
     one.create()
-    assert asked_python(tmp_path)
     assert mounted(one).count(SMI) == 2 and theirs.read_text() == "theirs"
     assert "theirs" not in Path(f"/proc/{one.pid}/root{SMI}").read_text(errors="replace")
 
@@ -138,7 +135,6 @@ done
 nsenter -t $pid -m mount --bind "$root" "$root/{PEER}" || exit 9
 nsenter -t $pid -m mount --bind "$root/dev" "$root/{PEER}/dev" || exit 9""")
     one.create()
-    assert not asked_python(tmp_path)
     points = mounted(one)
     assert SMI in points and "/dev/nvidia0" in points
     assert [point for point in points if point.startswith(f"/{PEER}/") and "nvidia" in point] == []

@@ -55,7 +55,7 @@ def test_a_share_is_granted_and_released_and_nothing_is_said_of_others(
 def test_released_by_delete_where_no_hook_ran(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
 ) -> None:
-    """A low-level runtime that calls no poststop hooks (crun after a failed create, `run --keep`): the launcher says
+    """A low-level runtime that calls no poststop hooks (crun after a failed create, `run --keep`): `delete` says
     it, once."""
     program = tmp_path / "low-level"
     program.write_text(WITHOUT_POSTSTOP)
@@ -130,7 +130,7 @@ def test_a_wrong_configuration_is_said_in_the_journal(
 def test_the_journal_gets_the_whole_life_of_a_share(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
 ) -> None:
-    """Also of `gpushare run`, which speaks when it has left the host's mount namespace, and of the launcher in C."""
+    """Also of `gpushare run`, which speaks when it has left the host's mount namespace."""
     node = make_node(simhost, log={"decisions": "syslog"})
     assert node.cli("refresh").returncode == 0  # the state directory is mounted outside of that namespace
     path = tmp_path / "journal"

@@ -76,21 +76,6 @@ def test_only_granted_gpus_and_no_device_file_changes(image: Path) -> None:
         }
 
 
-@pytest.mark.parametrize("granted", [(GPUS[:2], ()), ((), ()), (GPUS[:1], ("gpu0/mig/gi2/access",))])
-def test_prepared_for_the_launcher_it_is_the_same(
-    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granted: tuple[tuple[str, ...], tuple[str, ...]]
-) -> None:
-    with ns_util.sandbox(image) as box:
-        box.apply(Plan("test", (ProcMask(*granted),)))
-        mounted = seen(box)
-    monkeypatch.setattr(procmask, "PROC_DIR", str(image / "proc/driver/nvidia"))
-    assert procmask.prepare(str(tmp_path / "prepared"), *granted)
-    assert files(str(tmp_path / "prepared")) == mounted
-    shutil.rmtree(image / "proc/driver")
-    assert not procmask.prepare(str(tmp_path / "none"), *granted)
-    assert not (tmp_path / "none").exists()
-
-
 def test_bus_ids_compare_without_case(image: Path) -> None:
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", (ProcMask(("0000:C1:00.0",)),)))

@@ -97,7 +97,7 @@ def test_process_is_as_the_engine_made_it(
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR1})
 
-    for _ in range(2):  # by Python, then by the launcher where it can
+    for _ in range(2):  # what is compiled for all starts, then from it
         process = subprocess.Popen([*node.runtime(), *words], env=environment, cwd=tmp_path, preexec_fn=prepare)
         assert process.wait(60) == 0
         assert (tmp_path / "pid").read_text() == f"{process.pid}\n"

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.programs.interrupted_hook import write_adopt
 from tests.lib import host
-from tests.lib.host import Node
+from tests.lib.host import WITHOUT_SNAPSHOT, Node
 from tests.lib.rootfs import run
 from tests.lib.runc import Container
 
+pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="SNAPSHOT=no")
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
 MakeContainer = Callable[..., Container]
 

@@ -8,7 +8,6 @@ FUZZ_CFLAGS := -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -
 	-Itests/fuzz/c -Ishim -Ihook/launcher -Ibuild/launcher -Ibuild/shim/gen/cuda -isystem $(CUDA_INCLUDE)
 FUZZ_WRAP := -Wl,--wrap=open -Wl,--wrap=nanosleep
 FUZZ_FILES := tests/fuzz/c/files.c $(FUZZ_WRAP)
-FUZZ_LAUNCHER := $(filter-out %/launcher.c,$(LAUNCHER_SOURCES)) tests/fuzz/c/folder.c -Wl,--wrap=decision_released
 
 # target: what it is linked with, besides what it includes
 FUZZ_WITH_image := $(addprefix shim/,image.c lz4.c ptx.c) $(FUZZ_FILES)
@@ -19,9 +18,7 @@ FUZZ_WITH_law := $(addprefix shim/,region.c quota.c share.c slot.c) $(wildcard s
 FUZZ_WITH_args := hook/launcher/args.c
 FUZZ_WITH_scan := hook/launcher/scan.c
 FUZZ_WITH_state := hook/launcher/state.c hook/launcher/scan.c
-FUZZ_WITH_adopt := $(FUZZ_LAUNCHER)
 FUZZ_WITH_planted :=
-FUZZ_WITH_release := $(filter-out %/release.c,$(FUZZ_LAUNCHER))
 
 FUZZ_TARGETS := $(patsubst FUZZ_WITH_%,%,$(filter FUZZ_WITH_%,$(.VARIABLES)))
 FUZZ_PROGRAMS := $(addprefix build/fuzz/,$(sort $(FUZZ_TARGETS)))

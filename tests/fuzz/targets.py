@@ -34,8 +34,6 @@ TARGETS = {
         Target("args", "the launcher: argv", words=True),
         Target("scan", "the launcher: the text of config.json", words=True),
         Target("state", "the launcher: the state of a container"),
-        Target("adopt", "the launcher: a ticket, put into a container's root"),
-        Target("release", "the launcher: held and ticket of a container that ended"),
         Target("region", "the shim: limits and usage while others write them", longest=1024),
         Target("law", "the shim: pages, peers and bucket while others write them", longest=1024),
         Target("image", "the shim: program images (ELF, fat binaries)"),

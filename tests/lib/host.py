@@ -20,6 +20,7 @@ from .spec import Hook, Mount
 
 TREE = Path(__file__).resolve().parents[2]
 BUILD = TREE / "build"
+WITHOUT_SNAPSHOT = (BUILD / "snapshot" / ".no").exists()  # make build SNAPSHOT=no
 BIN = BUILD / "bin"  # these two: see use_programs
 SHIM = BUILD / "shim"
 VENV_IN_CONTAINER = "/opt/venv"

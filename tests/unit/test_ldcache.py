@@ -28,7 +28,7 @@ def build(*libraries: tuple[str, str, int, int], hwcaps: tuple[str, ...] = (), g
     for name in hwcaps:
         offsets.append(len(strings))
         strings += name.encode() + b"\0"
-    cache = ldcache.Cache(tuple(entries), strings, ())
+    cache = ldcache.Cache(ldcache.Entries.of(entries), strings, ())
 
     def order(left: ldcache.Entry, right: ldcache.Entry) -> int:
         names = ldcache.compare_names(cache.text(right.key), cache.text(left.key))
@@ -36,7 +36,9 @@ def build(*libraries: tuple[str, str, int, int], hwcaps: tuple[str, ...] = (), g
 
     sections = [(0, 0, generator)] + ([(1, 0, struct.pack(f"<{len(offsets)}I", *offsets))] if offsets else [])
     return ldcache.render(
-        cache._replace(entries=tuple(sorted(entries, key=functools.cmp_to_key(order))), sections=tuple(sections))
+        cache._replace(
+            entries=ldcache.Entries.of(sorted(entries, key=functools.cmp_to_key(order))), sections=tuple(sections)
+        )
     )
 
 
@@ -228,7 +230,7 @@ def test_a_name_of_a_million_digits_costs_nothing_special() -> None:
 def test_name_of_megabytes_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each comparison would take a second."""
     strings = b"libcuda.so." + b"1" * (1 << 20) + b"\0"
-    cache = ldcache.Cache((ldcache.Entry(X86_64, 0, 0, 0, 0),), strings, ())
+    cache = ldcache.Cache(ldcache.Entries.of([ldcache.Entry(X86_64, 0, 0, 0, 0)]), strings, ())
     monkeypatch.setattr(ldcache, "compare_names", None)
     with pytest.raises(ldcache.MalformedCache, match="a name of 1048587 bytes"):
         ldcache.extended(cache, [LdEntry("libcuda.so.1", "/usr/lib/libcuda.so.1", X86_64)])

@@ -96,7 +96,7 @@ def test_reserved_held_released(state: str, init: subprocess.Popen[bytes]) -> No
     assert leases.view(state) == leases.View((), (), (), ())
 
 
-def test_held_as_the_launcher_writes_it(state: str, init: subprocess.Popen[bytes]) -> None:
+def test_held_as_earlier_versions_wrote_it(state: str, init: subprocess.Popen[bytes]) -> None:
     reserved = reserve(state, "c1", 4 * GIB)
     who = process(init.pid)
     path = lease_file(state, "c1").with_name(storage.HELD)

@@ -220,7 +220,7 @@ def test_without_pages_there_is_no_compute_limit(state: str, held: Callable[...,
 
 
 def test_wake_needs_a_number_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "_FUTEX", {})
+    monkeypatch.setattr(linux, "_FUTEX", -1)
     fd = fd_of(tmp_path / "limits", share(GIB))
     with pytest.raises(KernelError, match="no system call number"):
         livelimits.store(fd, (share(2 * GIB),))

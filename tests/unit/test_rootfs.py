@@ -248,7 +248,7 @@ def test_names_that_share_their_tail_with_a_path_are_found(debian: Tree) -> None
         e._replace(key=cache.strings.index(b"/srv/libcuda.so.1\0") + 5) if cache.text(e.key) == b"libcuda.so.1" else e
         for e in cache.entries
     ]
-    debian.write("/etc/ld.so.cache", ldcache.render(cache._replace(entries=tuple(shared))))
+    debian.write("/etc/ld.so.cache", ldcache.render(cache._replace(entries=ldcache.Entries.of(shared))))
     assert drivers(debian.probe()) == {"/srv/libcuda.so.1": "libcuda.so.1"}
 
 
@@ -257,7 +257,7 @@ def test_a_cache_whose_entries_share_one_endless_path_costs_nothing(debian: Tree
     path = b"/" + b"a" * (5 << 19)
     entry = ldcache.Entry(FLAGS[MACHINE], 0, 13, 0, 0)
     strings = b"libcuda.so.1\0" + path + b"\0"
-    debian.write("/etc/ld.so.cache", ldcache.render(ldcache.Cache((entry,) * 50_000, strings, ())))
+    debian.write("/etc/ld.so.cache", ldcache.render(ldcache.Cache(ldcache.Entries.of([entry] * 50_000), strings, ())))
     tracemalloc.start()
     try:
         assert debian.probe().has_ldcache

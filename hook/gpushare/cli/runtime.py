@@ -136,7 +136,7 @@ def remove_broken_snapshot(program: str, dry_run: bool) -> list[str]:
             f"Python does not start from {shown(path)}, and that file cannot be removed: {error.strerror}", f"rm {path}"
         ) from error
     done = "would be" if dry_run else "was"
-    return [f"Python does not start from {shown(path)}, so it {done} removed: containers start some 12 ms later"]
+    return [f"Python does not start from {shown(path)}, so it {done} removed: containers start some 30 ms later"]
 
 
 def profile_changes(profile: str, path: str, host: Host, force: bool) -> list[Change]:

@@ -45,7 +45,7 @@ def programs(machine: Machine) -> Result:
     snapshot = broken_snapshot(paths[0])
     if snapshot:
         what = f"Python does not start from {snapshot}: containers with a share do not start"
-        return Result(FAIL, what, "remove it: they start some 12 ms later then")
+        return Result(FAIL, what, "remove it: they start some 30 ms later then")
     names = f"{base.RUNTIME_PROGRAM}, {base.CRI_PROGRAM} and {base.HOOK_PROGRAM}"
     return Result(OK, f"{names} in {os.path.dirname(paths[0])}")
 

@@ -3,7 +3,7 @@ the product has no such switch.
 
 The points lie before and after each system call that can change something, counted by the interpreter's profiler.
 `write_hook`, `write_runtime` and `write_cli` make the program; with `at` 0 it sends nothing and writes down how many
-points it passed. `write_adopt` stands before the launcher, whose system calls strace counts. tests/lib/kills.py says
+points it passed. `write_adopt` stands before our hook, whose system calls strace counts. tests/lib/kills.py says
 at which of the points a test kills.
 """
 
@@ -87,7 +87,7 @@ os._exit(code)
 
 def write_runtime(directory: Path, at: int = 0, number: int = signal.SIGKILL, hook: Path | None = None) -> Path:
     """A program with the command line of gpushare-runtime that sends itself `number` at point `at` of a create. The
-    hook that it puts into config.json is `hook`, or the launcher."""
+    hook that it puts into config.json is `hook`, or that of this tree."""
     program = write_hook(directory, at, number)
     text = program.read_text()
     begin = text[: text.index("from gpushare import hook")]
@@ -136,7 +136,7 @@ exec strace -f -qq -o {log} {inject} $launcher "$@"
 
 
 def write_adopt(directory: Path, at: int = 0, stage: str = "adopt") -> Path:
-    """The launcher, killed at its system call number `at` (from 1) when it adopts a container, or in another stage;
+    """Our hook, killed at its system call number `at` (from 1) when it adopts a container, or in another stage;
     with 0 its calls are logged in `directory`/calls, which must be there for any other."""
     launcher = TREE / "build" / "bin" / "gpushare-hook"
     inject = ""
