@@ -228,7 +228,7 @@ def _put_back(path: str, clean: dict[str, object], nonces: Sequence[str]) -> Non
 def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, nonces: list[str]) -> None:
     """Reserves, and writes config.json. `nonces` gets the number of the edit."""
     rootless.require_mounts()
-    from . import driverfiles, idmap, inroot, leases, plan, rootfs, specedit, storage
+    from . import driverfiles, idmap, inroot, leases, plan, rootfs, specedit, storage, waiting
     from .dialects import injected
     from .ops import TenantTmpfs, WriteLimits
     from .spectree import SpecTree
@@ -260,6 +260,8 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
     hook.tell(decision.open_sink(host.config.log), "runtime", asked, lease, steps, removed)
     if lease is not None and rootless.is_rootless():  # to the container's log
         log.to_stderr(f"gpushare: {rootless.COOPERATIVE}")
+    if lease is not None:
+        waiting.leave(paths.state_dir, bundle.id, words[1:])
 
 
 def _hook_mounts(bundle: Bundle) -> bool:

@@ -181,6 +181,9 @@ static int hook(char **argv) {
         be_silent();
     if (!clear)
         return python("gpushare-hook", argv);
+    int code = adopts && *state.id ? waiting_hook(state_dir, state.id, text, size) : -1;
+    if (code >= 0)
+        return code;
     snprintf(path, sizeof path, "%s/config.json", state.bundle);
     if (quick && !scan_may_ask(path, cri) &&
         (!known_config_exists(config) || known_runtime(state_dir, config, low)))

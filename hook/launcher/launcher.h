@@ -34,12 +34,18 @@ struct call {
 struct call args_parse(const char *const *words);
 bool args_listed(const char *const *list, const char *word, size_t length);
 
-/* state.c: what an OCI state says; false when that is not perfectly clear. */
+/* state.c: what an OCI state says; false when that is not perfectly clear. `id` is empty unless it
+ * is one that may name a directory. */
 struct state {
     char bundle[PATH_MAX];
+    char id[256];
     bool redirects; /* annotations name a file for what hooks print (hookoutput.py), or may */
 };
 bool state_read(const char *json, size_t size, struct state *state);
+bool state_is_id(const char *id);
+
+/* waiting.c: the exit code of the hook that waits for this container, -1 when none does. */
+int waiting_hook(const char *state_dir, const char *id, const char *text, size_t size);
 
 /* hurry.c: the kernel gets ready for the low-level runtime while Python works. */
 void hurry(const char *state_dir);

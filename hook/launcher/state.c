@@ -1,5 +1,5 @@
-/* The bundle in an OCI state. Only the top level is looked at: an annotation
- * may well be called "bundle". Whatever is unusual (a second bundle, an escape in a name or in the
+/* The bundle and the id in an OCI state. Only the top level is looked at: an annotation may well
+ * be called "bundle". Whatever is unusual (a second bundle, an escape in a name or in the
  * path, anything that is not JSON) is left to Python. */
 
 #include <string.h>
@@ -82,6 +82,15 @@ static bool plain_text(struct text *t, char *field, size_t room) {
     return true;
 }
 
+/* As oci.check_id. */
+bool state_is_id(const char *id) {
+    static const char letters[] =
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+-.";
+    size_t length = strlen(id);
+    return length && length <= MAX_ID_LENGTH && strspn(id, letters) == length &&
+           strcmp(id, ".") != 0 && strcmp(id, "..") != 0;
+}
+
 /* Whether an annotation sends what hooks print into a file; as hookoutput.is_redirected. */
 static bool redirects(const char *name, size_t length, bool plain, struct text value) {
     const char *begin;
@@ -126,6 +135,13 @@ static bool take(struct text *t, const char *name, size_t length, struct state *
     if (is(name, length, "bundle") || is(name, length, "bundlePath"))
         return !*state->bundle && plain_text(t, state->bundle, sizeof state->bundle) &&
                *state->bundle == '/';
+    if (is(name, length, "id")) {
+        const char *begin = t->at;
+        if (!plain_text(t, state->id, sizeof state->id) || !state_is_id(state->id))
+            *state->id = '\0'; /* the last one counts */
+        t->at = begin;
+        return skip(t);
+    }
     if (is(name, length, "annotations"))
         return annotations(t, state);
     return skip(t);

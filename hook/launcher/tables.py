@@ -11,11 +11,13 @@ from collections.abc import Sequence
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from gpushare import (
     commandline,
+    hook,
     hookoutput,
     lowlevel,
     names,
     oci,
     request,
+    waiting,
 )
 from gpushare.dialects import nvidia
 from gpushare.engines import base
@@ -49,6 +51,9 @@ def defines() -> str:
         "HOOK_STDERR": c_text(names.HOOK_OUTPUT_ANNOTATIONS[1]),
         "OWN_STDERR": c_text(hookoutput.OWN_STDERR),
         "MAX_STATE_BYTES": str(oci.MAX_STATE_BYTES),
+        "MAX_ID_LENGTH": str(oci.MAX_ID_LENGTH),
+        "WAITING": f'"{waiting.SOCKET}"',
+        "ANSWER_S": str(hook.DEADLINE_S + hook.UNDO_DEADLINE_S),
         "NVIDIA_MAJOR": f'"{nvidia.MAJOR}"',
         "NVIDIA_MAJOR_NUMBER": str(nvidia.MAJOR),
     }

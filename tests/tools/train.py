@@ -77,7 +77,10 @@ def touched(command: list[str], snapshot: Path, size: int, says: str = "") -> se
 
 
 def as_hook(snapshot: Path, found: Path, program: str, words: list[str]) -> None:
-    """Of the container's init that the low-level runtime has just made; it then refuses the container."""
+    """Of the container's init that the low-level runtime has just made; it then refuses the container. That its runtime
+    left one waiting is no matter here."""
+    for waiting in Path(words[words.index("--state") + 1]).glob("containers/*/hook"):
+        waiting.unlink()
     pages = touched([program, *words], snapshot, len(pool_in(snapshot.read_bytes())))
     with open(found / words[-1], "a", encoding="ascii") as lines:
         lines.write(f"{json.dumps(sorted(pages))}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,11 +50,12 @@ def test_what_the_process_with_the_library_says(answer: Any, result: str, words:
 
 
 @pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., Any]], None]]:
+def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Callable[..., Any]], None]]:
     """silent(function): what the child does in the place of looking at the driver."""
     monkeypatch.setattr(shim, "_DEADLINE_S", 0.3)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others ask a doctor at the same time
     yield lambda function: monkeypatch.setattr(shim, "_share", function)
-    assert not [name for name in os.listdir("/tmp") if name.startswith("gpushare-doctor-")]
+    assert not list(tmp_path.glob("gpushare-doctor-*"))
 
 
 def test_driver_that_hangs_or_crashes_in_the_child_is_an_answer(machine: Machine, silent: Any) -> None:

@@ -70,24 +70,43 @@ def write_hook(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Pa
     return program
 
 
-_RUNTIME = """from gpushare import lowlevel, runtime
-execute = lowlevel.execute
-def become(program, words):
+_RUNTIME = """from gpushare import hook, lowlevel, runtime, waiting
+def count():
     sys.setprofile(None)
-    if {at} == 0 and "create" in words:
+    if {at} == 0:
         with open({count!r}, "w") as file:
             file.write(str(passed))
+
+execute, adopt = lowlevel.execute, hook.main
+def become(program, words):
+    sys.setprofile(None)
+    if not {waits} and "create" in words:
+        count()
     execute(program, words)
+
+def waited(*words):
+    sys.setprofile(watch)
+    code = adopt(*words)
+    count()
+    return code
+
 lowlevel.execute = become
-sys.setprofile(watch)
+if {waits}:
+    hook.main = waited
+else:
+    waiting.leave = lambda *_: None
+    sys.setprofile(watch)
 code = runtime.main()
 os._exit(code)
 """
 
 
-def write_runtime(directory: Path, at: int = 0, number: int = signal.SIGKILL, hook: Path | None = None) -> Path:
+def write_runtime(
+    directory: Path, at: int = 0, number: int = signal.SIGKILL, hook: Path | None = None, waits: bool = False
+) -> Path:
     """A program with the command line of gpushare-runtime that sends itself `number` at point `at` of a create. The
-    hook that it puts into config.json is `hook`, or that of this tree."""
+    hook that it puts into config.json is `hook`, or that of this tree. With `waits` that hook is waited for by one that
+    the runtime leaves (waiting.py), and the points are those of its adoption."""
     program = write_hook(directory, at, number)
     text = program.read_text()
     begin = text[: text.index("from gpushare import hook")]
@@ -97,7 +116,7 @@ def write_runtime(directory: Path, at: int = 0, number: int = signal.SIGKILL, ho
     (place / "bin" / "gpushare-hook").unlink(missing_ok=True)
     (place / "bin" / "gpushare-hook").symlink_to(hook or TREE / "build" / "bin" / "gpushare-hook")
     runtime = place / "libexec" / "gpushare-runtime"
-    runtime.write_text(begin + _RUNTIME.format(at=at, count=str(directory / "points")))
+    runtime.write_text(begin + _RUNTIME.format(at=at, waits=waits, count=str(directory / "points")))
     runtime.chmod(0o755)
     return runtime
 
@@ -142,6 +161,7 @@ def write_adopt(directory: Path, at: int = 0, stage: str = "adopt") -> Path:
     inject = ""
     if at:  # strace counts each call by its name
         names = [line.split()[1].partition("(")[0] for line in (directory / "calls").read_text().splitlines()]
+        at += names[at - 1] == "execve"  # strace sends nothing at one that succeeds
         inject = f"-e inject={names[at - 1]}:signal=KILL:when={names[:at].count(names[at - 1])}"
     program = directory / f"{stage}-{at}"
     log = directory / "calls" if not at else "/dev/null"
