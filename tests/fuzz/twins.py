@@ -36,6 +36,7 @@ class _State(ctypes.Structure):
 
     _fields_ = [
         ("bundle", ctypes.c_char * PATH_MAX),
+        ("id", ctypes.c_char * 256),
         ("redirects", ctypes.c_bool),
     ]
 
@@ -114,4 +115,5 @@ def oci_state(data: bytes) -> None:
     except GpushareError:
         return
     assert found.bundle.decode("utf-8", "surrogateescape") == seen.bundle
+    assert found.id.decode() in ("", seen.id)
     assert found.redirects or not hookoutput.is_redirected(seen.annotations)
