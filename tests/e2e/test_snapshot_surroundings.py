@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_snapshot import SHARE, SNAPSHOT, MakeContainer, with_snapshot
+from tests.lib import host, processes
 from tests.lib.host import BUILD, WITHOUT_SNAPSHOT, Node, write_config
 
 pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="SNAPSHOT=no")
@@ -28,10 +29,16 @@ Create = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def create(container: MakeContainer, node: Node, with_snapshot: Callable[[Path | None], Path]) -> Create:
+def create(
+    container: MakeContainer,
+    node: Node,
+    with_snapshot: Callable[[Path | None], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Create:
     """Runs `create` of a container with a share: create(snapshot or None, words in front, preexec_fn=...). The
     low-level runtime is `true`, so all that is seen is ours."""
     write_config(node.config, node.driver_root, runtime={"path": shutil.which("true")})
+    monkeypatch.setattr(host, "BIN", BUILD / "bin")  # the tree's: a bundle's would compile for another shim
     assert node.cli("refresh").returncode == 0
     programs: dict[Path | None, Path] = {}
 
@@ -81,6 +88,8 @@ def limited() -> Iterator[Callable[[int], tuple[str, ...]]]:
         return "sh", "-c", f'echo 0 >{group}/cgroup.procs; exec "$@"', "sh"
 
     yield front
+    for pid in (group / "cgroup.procs").read_text().split():  # one that waited for a container that does not come
+        processes.wait_exit(int(pid), 10)
     group.rmdir()
 
 

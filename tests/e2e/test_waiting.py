@@ -35,6 +35,9 @@ def ordinary(node: Node, tmp_path: Path) -> MakeOrdinary:
         shutil.copytree(host.BIN, place / "bin", symlinks=True)
         (place / "libexec").mkdir()
         shutil.copy(libexec / "gpushare-runtime", place / "libexec")
+        if (libexec / "_internal").exists():  # a bundle
+            (place / "libexec" / "_internal").symlink_to(libexec / "_internal")
+            (place / "shim").symlink_to(host.SHIM)
         program = place / "libexec" / "gpushare-hook"
         program.write_text(
             f'#!/bin/sh\ncase "$*" in *adopt) touch {place}/python; esac\nexec {libexec}/gpushare-hook "$@"\n'
@@ -42,7 +45,7 @@ def ordinary(node: Node, tmp_path: Path) -> MakeOrdinary:
         program.chmod(0o755)
         launcher = place / "bin" / "gpushare-hook"
         real = launcher.rename(place / "bin" / "real-hook")
-        find = f"waiting=$(pgrep -f {place}/bin/../libexec/gpushare-runtime)\necho $waiting >{place}/waiting\n"
+        find = f"waiting=$(pgrep -f '{place}/(bin/../)?libexec/gpushare-runtime')\necho $waiting >{place}/waiting\n"
         write_before(launcher, real, f"place={place}\n{find}{commands}")
         return node.runtime(place / "bin" / "gpushare-runtime")
 
