@@ -83,7 +83,11 @@ class Containerd:
             file = self.directory / "ctr.json"
             file.write_text(json.dumps(spec))
             binary = ("--runc-binary", str(self.programs.runtime)) if self.way == "runtime" else ()
-            return self.daemon.try_ctr("run", "--rm", *binary, "--config", str(file), name)
+            for _ in range(3):  # ctr loses what was said by some that end at once (containerd's issue 5741)
+                done = self.daemon.try_ctr("run", "--rm", *binary, "--config", str(file), name)
+                if done.returncode or done.stdout:
+                    break
+            return done
 
     def pod(self, annotations: Mapping[str, str] = {}, handler: str = HANDLER) -> Pod:
         return Pod(self.daemon, self.directory / "pods", dict(annotations), handler)
