@@ -157,28 +157,28 @@ gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes b
 
 dist: $(ARCHIVE) ## make build/dist: programs that need no Python on the host, and an archive of them
 
-docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md docs/troubleshooting.md hook/gpushare/dialects/triggers.py ## write the generated pages of docs/
+docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md docs/troubleshooting.md hook/gpushare/request/dialects/triggers.py ## write the generated pages of docs/
 
-docs/config.md: hook/gpushare/configkeys.py tests/tools/config_docs.py
+docs/config.md: hook/gpushare/config/configkeys.py tests/tools/config_docs.py
 	$(VENV_PYTHON) tests/tools/config_docs.py >$@.new && mv $@.new $@
 
-docs/dialects.md: hook/gpushare/dialects/table.py tests/tools/dialect_docs.py
+docs/dialects.md: hook/gpushare/request/dialects/table.py tests/tools/dialect_docs.py
 	$(VENV_PYTHON) tests/tools/dialect_docs.py >$@.new && mv $@.new $@
 
-docs/backends.md: hook/gpushare/backends.py hook/gpushare/dmem.py tests/tools/backend_docs.py
+docs/backends.md: hook/gpushare/allocation/backends.py hook/gpushare/allocation/dmem.py tests/tools/backend_docs.py
 	$(VENV_PYTHON) tests/tools/backend_docs.py >$@.new && mv $@.new $@
 
 docs/metrics.md: hook/gpushare/cli/metrics.py tests/tools/metrics_docs.py
 	$(VENV_PYTHON) tests/tools/metrics_docs.py >$@.new && mv $@.new $@
 
-docs/troubleshooting.md: $(wildcard hook/gpushare/*.py hook/gpushare/*/*.py hook/launcher/*.c shim/*.c) tests/tools/error_docs.py tests/tools/error_texts.py
+docs/troubleshooting.md: $(shell find hook/gpushare -name '*.py') $(wildcard hook/launcher/*.c shim/*.c) tests/tools/error_docs.py tests/tools/error_texts.py
 	PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.error_docs >$@.new && mv $@.new $@
 
-hook/gpushare/dialects/triggers.py: hook/gpushare/dialects/table.py tests/tools/dialect_docs.py
+hook/gpushare/request/dialects/triggers.py: hook/gpushare/request/dialects/table.py tests/tools/dialect_docs.py
 	$(VENV_PYTHON) tests/tools/dialect_docs.py --triggers >$@.new && mv $@.new $@
 
 # What both are written from
-CLI_PAGES := $(wildcard hook/gpushare/cli/*.py) hook/gpushare/doctor/__init__.py hook/gpushare/errors.py \
+CLI_PAGES := $(wildcard hook/gpushare/cli/*.py) hook/gpushare/doctor/__init__.py hook/gpushare/core/errors.py \
     tests/tools/commands.py tests/tools/config_docs.py
 
 docs/cli.md: tests/tools/cli_docs.py $(CLI_PAGES)

@@ -17,19 +17,19 @@ def main() -> None:
         gc.disable()
     import os
 
-    from . import installed, names
+    from .core import installed, names
 
     os.set_inheritable(fd, False)
     names.SHIM_DIR = installed.shim_dir(program)
     if name == "gpushare-hook":  # takes nothing from the environment
-        from . import hook
+        from .programs import hook
 
         os._exit(hook.main())
-    from . import lowlevel
+    from .config import lowlevel
 
     lowlevel.ENVIRONMENT = f"/proc/self/fd/{fd}"
     if name == "gpushare-runtime":
-        from . import runtime
+        from .programs import runtime
 
         os._exit(runtime.main())
     import signal

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import installed, names
+from .core import installed, names
 
 
 def _prepare() -> None:
@@ -25,13 +25,13 @@ def cli() -> int:
 
 def hook() -> int:
     _prepare()
-    from .hook import main
+    from .programs.hook import main
 
     return main()
 
 
 def runtime() -> int:
     _prepare()
-    from .runtime import main
+    from .programs.runtime import main
 
     return main()

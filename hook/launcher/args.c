@@ -1,4 +1,4 @@
-/* The command line of an OCI runtime. gpushare/commandline.py has the rules, and the tables come
+/* The command line of an OCI runtime. gpushare/programs/commandline.py has the rules, and the tables come
  * from there. */
 
 #include <string.h>

@@ -12,7 +12,7 @@ LAUNCHERS_ANALYZED := $(LAUNCHERS:build/bin/%=build/launcher/analyzed/%)
 LAUNCHER_CC = musl-gcc -idirafter /usr/include -idirafter /usr/include/$(shell $(CC) -print-multiarch)
 LAUNCHER_LDFLAGS := -static -Wl,-z,relro -Wl,-z,now
 
-$(LAUNCHER_TABLES): hook/launcher/tables.py $(wildcard hook/gpushare/*.py hook/gpushare/dialects/*.py) | $(SETUP)
+$(LAUNCHER_TABLES): hook/launcher/tables.py $(shell find hook/gpushare -name '*.py') | $(SETUP)
 	@mkdir -p $(@D)
 	$(PYTHON) -B hook/launcher/tables.py >$@.new
 	@cmp -s $@.new $@ && rm $@.new && touch $@ || mv $@.new $@

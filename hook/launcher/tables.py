@@ -9,18 +9,12 @@ import sys
 from collections.abc import Sequence
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from gpushare import (
-    commandline,
-    hook,
-    hookoutput,
-    lowlevel,
-    names,
-    oci,
-    request,
-    waiting,
-)
-from gpushare.dialects import nvidia
+from gpushare.config import lowlevel
+from gpushare.core import names
 from gpushare.engines import base
+from gpushare.programs import commandline, hook, waiting
+from gpushare.request import hookoutput, oci, request
+from gpushare.request.dialects import nvidia
 
 
 def c_list(name: str, words: Sequence[str]) -> str:

@@ -57,7 +57,6 @@ for name in ("json", "traceback", *(f"encodings.{codec}" for codec in CODECS)): 
     importlib.import_module(name)
 
 FIRST = ("yaml", "jsonschema", "pynvml")  # what compiles the configuration begins with one of these
-OTHERS = ("bundled", "cdi", "nvmllimits", "uninstall", "wheel")  # of no start
 
 
 class Others:
@@ -74,7 +73,7 @@ class Others:
 
     def become_ordinary(self) -> None:
         _signal.alarm(0)
-        lowlevel.give_back_signals()
+        runtime.lowlevel.give_back_signals()
         for number in self.ignored:
             _signal.signal(number, _signal.SIG_IGN)
         try:
@@ -93,14 +92,14 @@ def resume(words: list, environ: dict, ignored: list) -> int:
         variables.update(environ)
     names.SHIM_DIR = installed.shim_dir(words[0])
     others.ignored = tuple(ignored)
-    for number in (*ignored, *lowlevel.PYTHON_IGNORES):  # as a new interpreter finds them and makes them
+    for number in (*ignored, *runtime.lowlevel.PYTHON_IGNORES):  # as a new interpreter finds them and makes them
         _signal.signal(number, _signal.SIG_IGN)
     others.umask = os.umask(0o022)
     os.umask(others.umask)
     if words[0].endswith("/snapshot"):  # called by its own name, to see whether it goes on
         linux.filesystem_magic(0)
         return 0
-    decision.begin()
+    hook.decision.begin()
     name = os.path.basename(words[0])  # a wheel's ends in .py
     code = (hook if name.startswith("gpushare-hook") else runtime).main()
     if others.missing:
@@ -109,16 +108,16 @@ def resume(words: list, environ: dict, ignored: list) -> int:
 
 
 for file in posix.read(0, 1 << 16).decode().split():
-    module = file[len("hook/") : -len(".py")].replace("/", ".")
-    if module.removeprefix("gpushare.") not in OTHERS:
-        importlib.import_module(module)
-from gpushare import decision, hook, installed, linux, lowlevel, names, runtime, waiting  # noqa: E402
+    importlib.import_module(file[len("hook/") : -len(".py")].replace("/", "."))
+from gpushare.core import installed, names  # noqa: E402
+from gpushare.programs import hook, runtime, waiting  # noqa: E402
+from gpushare.system import linux  # noqa: E402
 
 waiting.leave = lambda *_: None  # starting again takes no longer than being waited for
 sys.meta_path[:] = [others := Others()]
 posix.environ.clear()
 os.environ._data.clear()
-decision._began_ns = 0
+hook.decision._began_ns = 0
 threading._main_thread._native_id = 0
 gc.collect()
 gc.freeze()

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from gpushare import ldcache
+from gpushare.system import ldcache
 
 from tests.lib.rootfs import run
 from tests.lib.runc import Container

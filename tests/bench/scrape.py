@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from gpushare import leasefile, leases, node, procs, storage
-from gpushare.model import Lease, Share
-from gpushare.ops import TenantTmpfs, WriteLimits
+from gpushare.config import node
+from gpushare.core.model import Lease, Share
+from gpushare.core.ops import TenantTmpfs, WriteLimits
+from gpushare.state import leasefile, leases, storage
+from gpushare.system import procs
 
 from tests.lib import host
 from tests.sim.simhost import make_simhost

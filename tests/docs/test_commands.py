@@ -9,8 +9,9 @@ from pathlib import Path
 
 import click
 import pytest
-from gpushare import names, request
 from gpushare.cli.main import group
+from gpushare.core import names
+from gpushare.request import request
 
 from tests.docs import blocks
 from tests.docs.blocks import Command

@@ -10,7 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpushare import backends, config, inventory, leases, model, placement
+from gpushare.allocation import backends, placement
+from gpushare.config import config
+from gpushare.core import model
+from gpushare.gpu import inventory
+from gpushare.state import leases
 
 from tests.lib import newerdriver
 from tests.lib.host import PYTHON, TREE, Node, python_mounts, write_config

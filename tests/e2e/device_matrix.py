@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpushare import cgroup, linux
+from gpushare.system import cgroup, linux
 
 from tests.e2e import ns_util
 

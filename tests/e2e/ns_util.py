@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from gpushare import apply, cgroup, linux
-from gpushare.errors import GpushareError
-from gpushare.model import Bundle
-from gpushare.ops import Op, Plan
+from gpushare.core.errors import GpushareError
+from gpushare.core.model import Bundle
+from gpushare.core.ops import Op, Plan
+from gpushare.inject import apply
+from gpushare.system import cgroup, linux
 
 LIBDIR = f"/usr/lib/{os.uname().machine}-linux-gnu"
 LDCONFIG = "/sbin/ldconfig.real" if os.path.exists("/sbin/ldconfig.real") else "/sbin/ldconfig"  # Ubuntu has a wrapper

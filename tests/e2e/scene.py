@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare.ops import Mount
+from gpushare.core.ops import Mount
 
 from tests.e2e import ns_util
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leases, procs
+from gpushare.state import leases
+from gpushare.system import procs
 
 from tests.e2e.programs.interrupted_hook import points, write_adopt, write_runtime
 from tests.e2e.test_lifecycle import left

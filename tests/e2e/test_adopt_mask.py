@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import leases, mountns, procmask
+from gpushare.inject import procmask
+from gpushare.state import leases
+from gpushare.system import mountns
 
 from tests.e2e.programs.interrupted_hook import write_adopt, write_before, write_runtime
 from tests.e2e.test_adopt import ALL, MakeContainer, calls, graphics, upper

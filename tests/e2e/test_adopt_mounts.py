@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import mountns
+from gpushare.system import mountns
 
 from tests.e2e.programs.interrupted_hook import points, write_adopt, write_before, write_runtime
 from tests.e2e.test_adopt import ALL, MakeContainer, calls, upper

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import apply, linux, mountns
-from gpushare.errors import GpushareError
-from gpushare.model import LdEntry
-from gpushare.ops import DeviceNode, LdCache, Link, Mount, Op, Plan, ProcMask
+from gpushare.core.errors import GpushareError
+from gpushare.core.model import LdEntry
+from gpushare.core.ops import DeviceNode, LdCache, Link, Mount, Op, Plan, ProcMask
+from gpushare.inject import apply
+from gpushare.system import linux, mountns
 
 from tests.e2e import ns_util, scene
 from tests.e2e.scene import LIBDIR, RO

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from gpushare.ops import DeviceNode, Mount, Plan
+from gpushare.core.ops import DeviceNode, Mount, Plan
 
 from tests.e2e import ns_util, scene
 

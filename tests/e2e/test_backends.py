@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from gpushare import backends, inventory, leases, model
+from gpushare.allocation import backends
+from gpushare.core import model
+from gpushare.gpu import inventory
+from gpushare.state import leases
 
 from tests.bench.compute import PROGRAM as BUSY
 from tests.bench.compute import wait_for_work

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import apply, cgroup, mountns
-from gpushare.errors import KernelError
-from gpushare.ops import DeviceRule, Plan
+from gpushare.core.errors import KernelError
+from gpushare.core.ops import DeviceRule, Plan
+from gpushare.inject import apply
+from gpushare.system import cgroup, mountns
 
 from tests.e2e import access, ns_util
 from tests.e2e.access import Container

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import bpf, cgroup, linux
-from gpushare.errors import KernelError
+from gpushare.core.errors import KernelError
+from gpushare.system import bpf, cgroup, linux
 
 from tests.e2e import access, device_matrix
 from tests.e2e.access import Container

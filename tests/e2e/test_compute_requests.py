@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gpushare import region
+from gpushare.state import region
 
 from tests.lib import programs
 from tests.lib.host import Node

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import backends, dmem, model
-from gpushare.errors import GpushareError
+from gpushare.allocation import backends, dmem
+from gpushare.core import model
+from gpushare.core.errors import GpushareError
 
 from tests.lib.host import TREE
 from tests.lib.rootfs import run

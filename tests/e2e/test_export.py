@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import names
+from gpushare.core import names
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.lib import host

@@ -62,7 +62,8 @@ def test_table_of_files_that_is_full_later_is_no_internal_error(
 
 
 def test_error_that_something_has_run_out_names_what_to_do(tmp_path: Path) -> None:
-    from gpushare import errors, log
+    from gpushare.core import errors
+    from gpushare.state import log
 
     for number in errors.EXHAUSTED:
         line, code = log.line_of(OSError(number, "text of the kernel", str(tmp_path)))

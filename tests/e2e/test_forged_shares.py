@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import storage
+from gpushare.state import storage
 
 from tests.e2e.apart import hand_over, open_way, with_user_namespace
 from tests.e2e.test_host_user import USER

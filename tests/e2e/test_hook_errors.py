@@ -40,7 +40,7 @@ def changed_hook(tmp_path: Path, change: str) -> Path:
     program.write_text(
         "#!/usr/bin/python3 -ISs\nimport sys\n"
         f"sys.path.insert(0, {str(TREE / 'hook')!r})\nsys.path.append({str(site)!r})\n"
-        f"from gpushare import hook\n{change}\nsys.exit(hook.main())\n"
+        f"from gpushare.programs import hook\n{change}\nsys.exit(hook.main())\n"
     )
     program.chmod(0o755)
     return program
@@ -67,7 +67,7 @@ def test_bug_of_ours_is_one_line_and_its_trace_stays_on_the_host(
     container: MakeContainer, node: Node, tmp_path: Path
 ) -> None:
     """Raised after the lease exists: that is undone."""
-    program = changed_hook(tmp_path, "from gpushare import plan\nplan.make_plan = lambda *a: 1 / 0")
+    program = changed_hook(tmp_path, "from gpushare.inject import plan\nplan.make_plan = lambda *a: 1 / 0")
     one = container(["true"], env=SHARE, hook=node.hook()._replace(program=program))
     line = refused(one)
     assert "gpushare: internal error: ZeroDivisionError: " in line

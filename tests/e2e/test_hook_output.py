@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import names
+from gpushare.core import names
 
 from tests.attacks.scene import LIBCUDA
 from tests.e2e.edited import config_of

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from gpushare import lowlevel
-from gpushare.model import Config
+from gpushare.config import lowlevel
+from gpushare.core.model import Config
 
 from tests.lib import host, processes
 from tests.lib.host import Node

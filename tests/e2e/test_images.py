@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare.ops import Cover, ImageFile, Mount
+from gpushare.core.ops import Cover, ImageFile, Mount
 
 from tests.e2e import ns_util
 from tests.lib import driverhost
@@ -191,7 +191,7 @@ TARGET = f"{ns_util.LIBDIR}/libcuda.so.{NEWER}"
 def test_a_file_of_the_image_is_shown_elsewhere_before_it_is_covered(image: Path, tmp_path: Path) -> None:
     shim = tmp_path / "shim"
     shim.write_text("the shim")
-    from gpushare.ops import Plan
+    from gpushare.core.ops import Plan
 
     plan = Plan("test", (ImageFile(COMPAT, TARGET, RO, "real"), Cover(str(shim), COMPAT, RO, "shim")))
     before = ns_util.snapshot(image)

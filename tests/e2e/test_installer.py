@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import labels
+from gpushare.integrations import labels
 
 from tests.lib.engines.image import PROBE, make_root
 from tests.lib.host import BUILD, TREE

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
-from gpushare import names
+from gpushare.core import names
 
 from tests.lib import host
 from tests.lib.host import Node

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import cgroup, leases, procs
+from gpushare.state import leases
+from gpushare.system import cgroup, procs
 
 from tests.e2e.programs import interrupted_hook, watched_start
 from tests.lib import programs

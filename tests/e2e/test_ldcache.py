@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from gpushare import cachefile, ldcache
-from gpushare.model import LdEntry
-from gpushare.ops import LdCache, Link, Mount, Op, Plan
+from gpushare.core.model import LdEntry
+from gpushare.core.ops import LdCache, Link, Mount, Op, Plan
+from gpushare.inject import cachefile
+from gpushare.system import ldcache
 
 from tests.e2e import ns_util
 

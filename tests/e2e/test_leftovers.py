@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leases
+from gpushare.state import leases
 
 from tests.e2e.test_host_user import USER
 from tests.lib.host import PYTHON, TREE, Node, python_mounts

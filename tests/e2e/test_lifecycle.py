@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import region
+from gpushare.state import region
 
 from tests.e2e.programs.interrupted_hook import points, write_hook
 from tests.lib import rootfs, runc

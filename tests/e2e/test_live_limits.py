@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import region
+from gpushare.state import region
 
 from tests.e2e.grown import GIB, POINTS, PROCESSES, Grown
 from tests.lib import programs, rootfs
@@ -251,7 +251,7 @@ def killed_cli(node: Node, number: int, *words_: str) -> int:
     program = f"""
 import os, signal, sys
 sys.path[:0] = [{str(TREE / "hook")!r}]
-from gpushare import leases, livelimits, storage
+from gpushare.state import leases, storage; from gpushare.allocation import livelimits
 from gpushare.cli import main
 left = {number}
 def trace(frame, event, arg):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import region
+from gpushare.state import region
 
 from tests.lib import rootfs
 from tests.lib.host import PYTHON, TREE, Node, python_mounts

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import mps, mpsstatus, region
-from gpushare.model import Device, Lease, Share
+from gpushare.allocation import mps, mpsstatus
+from gpushare.core.model import Device, Lease, Share
+from gpushare.state import region
 
 from tests.lib import processes
 from tests.lib.doctor import finding

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import region
+from gpushare.state import region
 
 from tests.demo.tenant import LAST_BYTES
 from tests.lib.host import Node

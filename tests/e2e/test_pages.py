@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import pages, region
+from gpushare.state import pages, region
 
 from tests.e2e.apart import hand_over, open_way, with_user_namespace
 from tests.lib import programs

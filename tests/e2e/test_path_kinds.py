@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import rootfs
-from gpushare.model import LdEntry
-from gpushare.ops import DeviceNode, LdCache, Link, Mount, Plan
+from gpushare.core.model import LdEntry
+from gpushare.core.ops import DeviceNode, LdCache, Link, Mount, Plan
+from gpushare.inject import rootfs
 
 from tests.e2e import ns_util, scene
 from tests.e2e.scene import LIBDIR, NAME, RO, read, shim

@@ -9,10 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from gpushare import apply, inroot
-from gpushare.errors import GpushareError
-from gpushare.mountpoint import is_library_path
-from gpushare.ops import Link, Mount, Op, Plan
+from gpushare.core.errors import GpushareError
+from gpushare.core.ops import Link, Mount, Op, Plan
+from gpushare.inject import apply
+from gpushare.inject.mountpoint import is_library_path
+from gpushare.system import inroot
 
 from tests.e2e import ns_util, scene
 from tests.e2e.scene import LIBDIR, NAME, RO, read, shim

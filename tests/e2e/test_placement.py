@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 
 import pytest
-from gpushare import leases, storage
+from gpushare.state import leases, storage
 
 from tests.lib import processes
 from tests.lib.host import Node

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import bpf, cgroup
-from gpushare.errors import KernelError
+from gpushare.core.errors import KernelError
+from gpushare.system import bpf, cgroup
 
 from tests.e2e.device_matrix import GRANTED, View
 from tests.e2e.engines import runtime_path

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from gpushare import profiles, region
+from gpushare.config import profiles
+from gpushare.state import region
 
 from tests.e2e import test_podman
 from tests.e2e.podman_host import GIB

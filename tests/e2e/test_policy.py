@@ -72,7 +72,7 @@ def test_injected_devices_that_are_not_accepted(
 def test_cluster_grants_nothing_to_an_image_that_only_names_devices(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
-    from gpushare import profiles
+    from gpushare.config import profiles
 
     node = make_node(simhost)
     text = profiles.text("cluster")

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gpushare import procmask
-from gpushare.ops import Plan, ProcMask
+from gpushare.core.ops import Plan, ProcMask
+from gpushare.inject import procmask
 
 from tests.e2e import ns_util, scene
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import leases, pages
+from gpushare.state import leases, pages
 
 from tests.e2e.programs.interrupted_hook import write_adopt, write_runtime
 from tests.e2e.test_adopt import ALL, calls

@@ -46,7 +46,8 @@ def test_hidden_nodes_open_for_nobody(tmp_path: Path) -> None:
     scratch.mkdir()
 
     def body() -> Any:
-        from gpushare import hostroot, linux
+        from gpushare.programs import hostroot
+        from gpushare.system import linux
 
         linux.unshare(linux.CLONE_NEWNS, "test")
         with open(node, "rb") as zero:

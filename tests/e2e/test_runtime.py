@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leases, procs
+from gpushare.state import leases
+from gpushare.system import procs
 
 from tests.e2e.edited import APPLIED, config_of, injected
 from tests.lib.host import PYTHON, SHIM, Node, python_mounts

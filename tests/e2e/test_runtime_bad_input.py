@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leaseend, runtime, storage
+from gpushare.programs import runtime
+from gpushare.state import leaseend, storage
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 

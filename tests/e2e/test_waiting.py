@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import waiting
+from gpushare.programs import waiting
 
 from tests.e2e.programs.interrupted_hook import points, write_before, write_runtime
 from tests.e2e.test_adopt import upper

@@ -7,11 +7,12 @@ import json
 import os
 from typing import Any
 
-from gpushare import applied, oci, specedit
+from gpushare.core.model import LdEntry
+from gpushare.core.ops import DeviceNode, DeviceRule, KernelLimit, LdCache, Link, Mount, Plan, ProcMask
 from gpushare.engines import jsontext, tomltext
-from gpushare.model import LdEntry
-from gpushare.ops import DeviceNode, DeviceRule, KernelLimit, LdCache, Link, Mount, Plan, ProcMask
-from gpushare.spectree import SpecTree
+from gpushare.inject import applied, specedit
+from gpushare.inject.spectree import SpecTree
+from gpushare.request import oci
 
 from tests.fuzz.readers import refusing
 from tests.lib.host import BUILD

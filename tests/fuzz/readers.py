@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpushare import config, elf, ldcache, leasefile, oci, pages, quantity, quoting, region, request, usagefile
-from gpushare.errors import GpushareError
-from gpushare.model import Amount, Bundle, LdEntry, Node
+from gpushare.config import config
+from gpushare.core import quantity, quoting
+from gpushare.core.errors import GpushareError
+from gpushare.core.model import Amount, Bundle, LdEntry, Node
+from gpushare.request import oci, request
+from gpushare.state import leasefile, pages, region, usagefile
+from gpushare.system import elf, ldcache
 
 from tests.lib.host import BUILD
 from tests.unit import pure

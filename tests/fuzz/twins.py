@@ -6,9 +6,11 @@ import ctypes
 import json
 from typing import Any, Optional
 
-from gpushare import commandline, hookoutput, names, oci, request
-from gpushare.dialects import injected
-from gpushare.errors import GpushareError
+from gpushare.core import names
+from gpushare.core.errors import GpushareError
+from gpushare.programs import commandline
+from gpushare.request import hookoutput, oci, request
+from gpushare.request.dialects import injected
 
 from tests.lib.host import BUILD
 

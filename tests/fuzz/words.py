@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpushare import applied, commandline, names, request
-from gpushare.dialects import nvidia, own, table
+from gpushare.core import names
+from gpushare.inject import applied
+from gpushare.programs import commandline
+from gpushare.request import request
+from gpushare.request.dialects import nvidia, own, table
 
 from tests.fuzz import mutate
 

@@ -16,27 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import (
-    backends,
-    doctor,
-    gpuuse,
-    leases,
-    livelimits,
-    log,
-    mps,
-    mpscontrol,
-    mpsdaemon,
-    mpsstatus,
-    node,
-    procs,
-    reconcile,
-)
+from gpushare import doctor
+from gpushare.allocation import backends, livelimits, mps, mpscontrol, mpsdaemon, mpsstatus
 from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import node as cli_node
 from gpushare.cli import runtime, sample, topscreen
 from gpushare.cli.options import Paths
+from gpushare.config import node
+from gpushare.core.errors import CapacityError, DeviceError
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Result
-from gpushare.errors import CapacityError, DeviceError
+from gpushare.gpu import gpuuse
+from gpushare.monitor import reconcile
+from gpushare.state import leases, log
+from gpushare.system import procs
 
 from tests.unit import pure
 from tests.unit.clihost import GIB, LONG, MIB, charge, cli, compute, frozen, init, start, state

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from gpushare import explain, placement, plan, request
-from gpushare.dialects import table
-from gpushare.errors import GpushareError
-from gpushare.model import Device, Inventory, Lease, Node, Policy
+from gpushare.allocation import placement
+from gpushare.core.errors import GpushareError
+from gpushare.core.model import Device, Inventory, Lease, Node, Policy
+from gpushare.inject import plan
+from gpushare.programs import explain
+from gpushare.request import request
+from gpushare.request.dialects import table
 
 from tests.unit import pure
 

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import explain, oci, placement, plan, request, why
-from gpushare.driverfiles import DataFile, DriverFiles, Library
-from gpushare.driverroot import HostNode
-from gpushare.errors import GpushareError
-from gpushare.model import Config, Device, Image, Inventory, Lease, Node, Policy, Share, SharingRule
+from gpushare.allocation import placement
+from gpushare.core.errors import GpushareError
+from gpushare.core.model import Config, Device, Image, Inventory, Lease, Node, Policy, Share, SharingRule
+from gpushare.gpu.driverfiles import DataFile, DriverFiles, Library
+from gpushare.gpu.driverroot import HostNode
+from gpushare.inject import plan
+from gpushare.programs import explain, why
+from gpushare.request import oci, request
 
 HERE = Path(__file__).parent
 CASES = sorted(path.name for path in (HERE / "cases").iterdir())

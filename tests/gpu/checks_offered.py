@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from gpushare import mountns, mpscontrol, mpsprocess, mpswords
-from gpushare.model import Device
+from gpushare.allocation import mpscontrol, mpsprocess, mpswords
+from gpushare.core.model import Device
+from gpushare.system import mountns
 
 from tests.gpu import processes
 from tests.gpu.session import Result, Session, size
@@ -176,7 +177,7 @@ def cgroup_tree(root: Optional[Path]) -> Optional[Path]:
 
 def dmem(session: Session) -> Result:
     """Whether the kernel's dmem controller is there and has this device, and else whether the driver limits."""
-    from gpushare import dmem as backend
+    from gpushare.allocation import dmem as backend
 
     machine = session.machine
     tree = cgroup_tree(machine.simhost)

@@ -50,8 +50,8 @@ class Place:
     """
 
     def __init__(self, machine: Machine, limit: Limit, company: Optional[Path] = None) -> None:
-        from gpushare import region
-        from gpushare.model import Device, Share
+        from gpushare.core.model import Device, Share
+        from gpushare.state import region
 
         from tests.shim.company import grant, join
 
@@ -112,7 +112,7 @@ class Place:
 
     def refused(self) -> int:
         """How often an allocation was refused here, as the shim says."""
-        from gpushare import usagefile
+        from gpushare.state import usagefile
 
         return usagefile.read_usage((self.directory / "rw" / "usage").read_bytes()).refused[0]
 

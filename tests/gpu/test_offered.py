@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import mpswords
+from gpushare.allocation import mpswords
 
 from tests.gpu import checks_offered
 from tests.gpu.machine import Machine

@@ -140,7 +140,7 @@ class Node:
         devices = [str(path) for path in self.state.glob("devices/*")]
         points = [point for point in mount_points() if point.startswith(f"{self.state}/")]
         twice = [point for point in devices if points.count(point) > 1]
-        hidden = f"{self.state}/idmap/"  # of the host, not of a container: see gpushare/idmap.py
+        hidden = f"{self.state}/idmap/"  # of the host, not of a container: see gpushare/system/idmap.py
         return files + twice + [point for point in points if point not in devices and not point.startswith(hidden)]
 
     def move(self, config: str, state: str) -> None:

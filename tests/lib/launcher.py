@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpushare import lowlevel
-from gpushare.model import Config
+from gpushare.config import lowlevel
+from gpushare.core.model import Config
 
 from .host import BUILD
 

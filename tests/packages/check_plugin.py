@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import names
 from gpushare.cli import k8s_plugin
+from gpushare.core import names
 
 from tests.lib import daemonset
 from tests.lib.host import TREE, Node, version, write_config

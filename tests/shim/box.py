@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional
 
 if TYPE_CHECKING:
-    from gpushare.model import Device
+    from gpushare.core.model import Device
 
 TREE = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
@@ -44,7 +44,7 @@ HOST_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 def host_devices(simhost: Path, memory_bytes: int, context_bytes: int) -> list[Device]:
     """The devices of a simulated host, in PCI order; what NVML would add is given."""
-    from gpushare.model import Device
+    from gpushare.core.model import Device
 
     devices = []
     for index, path in enumerate(sorted(simhost.glob("proc/driver/nvidia/gpus/*/information"))):
@@ -78,8 +78,8 @@ class Box:
         whole: Optional[Sequence[int]] = None,
         turn: tuple[int, int] = (0, 0),
     ) -> None:
-        from gpushare.model import Share
-        from gpushare.region import pack_limits, pack_usage
+        from gpushare.core.model import Share
+        from gpushare.state.region import pack_limits, pack_usage
 
         from tests.shim.company import join
         from tests.sim.simhost import make_simhost
@@ -126,8 +126,8 @@ class Box:
     def set_limit(self, slot: int = 0, **fields: int) -> None:
         """Change words of a device's limits while processes run, as the host does: see gpushare_abi.h. `page` has no
         second copy."""
-        from gpushare.linux import futex_wake
-        from gpushare.region import DEVICE_SIZE, LAYOUTS, offset
+        from gpushare.state.region import DEVICE_SIZE, LAYOUTS, offset
+        from gpushare.system.linux import futex_wake
 
         known = {name for name, _ in LAYOUTS["gs_device_limit"]}
         start = offset("gs_limits", "device") + slot * DEVICE_SIZE
@@ -145,7 +145,7 @@ class Box:
 
     def _tell(self, slot: int) -> None:
         """The others, what the limits file says: see livelimits.py."""
-        from gpushare.region import DEVICE_SIZE, offset
+        from gpushare.state.region import DEVICE_SIZE, offset
 
         from tests.shim.company import grant
 

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpushare import region, usagefile
-from gpushare.model import Device, Share
+from gpushare.core.model import Device, Share
+from gpushare.state import region, usagefile
 
 from tests.lib.host import BUILD, TREE
 from tests.tools.nvidia_userland import Userland

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gpushare.region import DEVICE_PAUSED, MAX_PAGES, offset, packer
+from gpushare.state.region import DEVICE_PAUSED, MAX_PAGES, offset, packer
 
 from tests.lib import host
 from tests.lib.busy import build, words

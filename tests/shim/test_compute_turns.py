@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from gpushare.region import offset
+from gpushare.state.region import offset
 
 from tests.shim.box import GIB, Box
 from tests.shim.inside import MIB

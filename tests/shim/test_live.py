@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from gpushare.linux import futex_wake
-from gpushare.region import DEVICE_PAUSED, offset
+from gpushare.state.region import DEVICE_PAUSED, offset
+from gpushare.system.linux import futex_wake
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, PRELUDE, peak

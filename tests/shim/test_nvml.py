@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import region, usagefile
+from gpushare.state import region, usagefile
 
 from tests.shim.real_box import GIB, NONCE, RealBox, compile_c, limits
 

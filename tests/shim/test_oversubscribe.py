@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from gpushare.usagefile import Usage, read_usage
+from gpushare.state.usagefile import Usage, read_usage
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run

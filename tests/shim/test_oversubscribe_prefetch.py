@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from gpushare.usagefile import read_usage
+from gpushare.state.usagefile import read_usage
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import region, usagefile
+from gpushare.state import region, usagefile
 
 from shim import gen_symbols
 from tests.lib.host import BUILD, TREE

@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpushare import leases, leftover, procs
+from gpushare.state import leases, leftover
+from gpushare.system import procs
 
 from tests.lib import processes
 from tests.lib.runc import Container, RuntimeFailed

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from gpushare import pages
+from gpushare.state import pages
 
 from tests.lib import processes
 from tests.lib.host import Node
@@ -20,7 +20,7 @@ from tests.lib.rootfs import mount_points
 from tests.sim.ledger import Ledger
 
 CGROUPS = Path("/sys/fs/cgroup")
-ERRORS_KEPT = 256 + 1  # hook/gpushare/log.py keeps that many, and the one that is being written
+ERRORS_KEPT = 256 + 1  # hook/gpushare/state/log.py keeps that many, and the one that is being written
 
 
 class Traces(NamedTuple):

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hook"))
-from gpushare import backends, dmem, model, mps, rootless
-from gpushare.errors import GpushareError
-from gpushare.ledger import Ledger
+from gpushare.allocation import backends, dmem, mps
+from gpushare.core import model
+from gpushare.core.errors import GpushareError
+from gpushare.state.ledger import Ledger
+from gpushare.system import rootless
 
 HEAD = """\
 # Who holds a limit
 
-Generated from the table in `hook/gpushare/backends.py` by `make docs`; a test compares them.
+Generated from the table in `hook/gpushare/allocation/backends.py` by `make docs`; a test compares them.
 
 A request names limits; a *backend* holds them. Memory and compute have holders of their own: `GPUSHARE_BACKEND=dmem` is
 memory by the kernel and compute by the shim.

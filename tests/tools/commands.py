@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import click
-from gpushare import errors
 from gpushare.cli.main import PROGRAM, group
+from gpushare.core import errors
 
 from tests.tools.config_docs import WHEN
 

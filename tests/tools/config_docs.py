@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hook"))
-from gpushare import configkeys, errors
+from gpushare.config import configkeys
+from gpushare.core import errors
 
 HEAD = """\
 # Configuration
 
-Generated from the table of keys in `hook/gpushare/configkeys.py` by `make docs`; a test compares them.
+Generated from the table of keys in `hook/gpushare/config/configkeys.py` by `make docs`; a test compares them.
 
 One file for a host, `/etc/gpushare/config.yaml`, in YAML. Only `version` must be there; an unknown key is an error.
 `gpushare config check` reads the file and says what is wrong, with the line. A container that starts after a change

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print docs/dialects.md, or with --triggers hook/gpushare/dialects/triggers.py, written from the table of dialects.
+"""Print docs/dialects.md, or with --triggers hook/gpushare/request/dialects/triggers.py, from the table of dialects.
 `make docs` puts both in place; a test compares."""
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hook"))
-from gpushare.dialects import table
+from gpushare.request.dialects import table
 
 HEAD = """\
 # Dialects
 
-Generated from `hook/gpushare/dialects/table.py` by `make docs`; a test compares them.
+Generated from `hook/gpushare/request/dialects/table.py` by `make docs`; a test compares them.
 
 A container that another scheduler has described needs no second description: gpushare reads what that scheduler
 writes into the container's environment and annotations, and keeps the limits itself. Nothing of the other system has

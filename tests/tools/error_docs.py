@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from gpushare import errors
+from gpushare.core import errors
 
 from tests.tools.config_docs import WHEN
 from tests.tools.error_texts import Message, messages, of_shim, shown
@@ -62,47 +62,47 @@ _REMOVE = "start the container anew; `gpushare prune` removes what is left"
 _UPDATE = "update gpushare"
 # What the source does not say beside its message: (file, the beginning of the text as the page has it) -> what to do
 ADVICE = {
-    ("apply.py", ""): "`gpushare refresh`; `gpushare doctor` looks at the device nodes",
-    ("bpf.py", ""): "name fewer devices in the container's device rules",
+    ("inject/apply.py", ""): "`gpushare refresh`; `gpushare doctor` looks at the device nodes",
+    ("system/bpf.py", ""): "name fewer devices in the container's device rules",
     ("cli/cdi.py", ""): "as it says",
     ("cli/main.py", "standard output"): "where the output goes is full or closed",
     ("cli/runtime.py", ""): "as it says",
     ("cli/options.py", "it is empty"): "write a value, or leave the option out: is a variable of the script not set?",
     ("cli/options.py", ""): "write a number of seconds",
-    ("config.py", "… is larger"): "is it the right file?",
-    ("config.py", "… is not UTF-8"): "save it as UTF-8",
-    ("hook.py", "undoing"): _REMOVE,
-    ("run.py", ""): "is it there, and executable for this user?",
-    ("dialects/__init__.py", ""): "name one that `gpushare devices` shows",
-    ("dialects/conditions.py", ""): "ask for less, or for another device (`gpushare devices`)",
-    ("dialects/demand.py", ""): "write it as that system does ([dialects](dialects.md))",
+    ("config/config.py", "… is larger"): "is it the right file?",
+    ("config/config.py", "… is not UTF-8"): "save it as UTF-8",
+    ("programs/hook.py", "undoing"): _REMOVE,
+    ("programs/run.py", ""): "is it there, and executable for this user?",
+    ("request/dialects/__init__.py", ""): "name one that `gpushare devices` shows",
+    ("request/dialects/conditions.py", ""): "ask for less, or for another device (`gpushare devices`)",
+    ("request/dialects/demand.py", ""): "write it as that system does ([dialects](dialects.md))",
     ("engines/host.py", "… is larger"): "is it the right file?",
     (
-        "kubelet/offers.py",
+        "integrations/kubelet/offers.py",
         "device",
     ): "`gpushare devices`; kubelet starts the pod elsewhere when it is told of the device",
-    ("kubelet/offers.py", ""): "kubelet knows an older offer: restart the plugin, start the pod anew",
-    ("kubelet/plugin.py", ""): "see kubelet's log: it says why",
-    ("leases.py", "the container's init"): "see why: the engine's log",
-    ("linux.py", ""): _UPDATE,
-    ("livelimits.py", "limits file"): _REMOVE,
-    ("mpscontrol.py", ""): "is the driver's nvidia-cuda-mps-control installed, and executable?",
-    ("mpslimits.py", "MPS did not take"): "ask for what it can hold, or see the daemon's log",
-    ("servicenotify.py", ""): "is the unit of Type=notify, as packaging/systemd has it?",
-    ("mpsdaemon.py", ""): "is the driver's nvidia-cuda-mps-control installed, and executable?",
-    ("oci.py", "the state"): _RUNTIME,
-    ("oci.py", ""): _CONFIG_JSON,
-    ("pages.py", "device uuid"): "`gpushare refresh`",
-    ("rebuild.py", ""): "`gpushare prune` when that container has ended",
-    ("region.py", ""): _REMOVE,
-    ("storage.py", "container id"): "use another id",
-    ("storage.py", "… is still"): "unmount it, or end who uses it",
-    ("storage.py", ""): _REMOVE,
-    ("backends.py", "nothing holds"): "use another device or backend, as it says ([backends](backends.md))",
+    ("integrations/kubelet/offers.py", ""): "kubelet knows an older offer: restart the plugin, start the pod anew",
+    ("integrations/kubelet/plugin.py", ""): "see kubelet's log: it says why",
+    ("state/leases.py", "the container's init"): "see why: the engine's log",
+    ("system/linux.py", ""): _UPDATE,
+    ("allocation/livelimits.py", "limits file"): _REMOVE,
+    ("allocation/mpscontrol.py", ""): "is the driver's nvidia-cuda-mps-control installed, and executable?",
+    ("allocation/mpslimits.py", "MPS did not take"): "ask for what it can hold, or see the daemon's log",
+    ("system/servicenotify.py", ""): "is the unit of Type=notify, as packaging/systemd has it?",
+    ("allocation/mpsdaemon.py", ""): "is the driver's nvidia-cuda-mps-control installed, and executable?",
+    ("request/oci.py", "the state"): _RUNTIME,
+    ("request/oci.py", ""): _CONFIG_JSON,
+    ("state/pages.py", "device uuid"): "`gpushare refresh`",
+    ("state/rebuild.py", ""): "`gpushare prune` when that container has ended",
+    ("state/region.py", ""): _REMOVE,
+    ("state/storage.py", "container id"): "use another id",
+    ("state/storage.py", "… is still"): "unmount it, or end who uses it",
+    ("state/storage.py", ""): _REMOVE,
+    ("allocation/backends.py", "nothing holds"): "use another device or backend, as it says ([backends](backends.md))",
     ("cli/export.py", ""): "another --port or --socket, or run as root",
-    ("errors.py", ""): _FULL,
+    ("core/errors.py", ""): _FULL,
     ("engines/host.py", ""): "run as root, or make room there",
-    ("spectree.py", ""): _CONFIG_JSON,
+    ("inject/spectree.py", ""): _CONFIG_JSON,
 }
 # Hints that the program works out
 WORKED_OUT = {

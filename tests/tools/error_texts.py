@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
-from gpushare import backends, names
+from gpushare.allocation import backends
+from gpushare.core import names
 
 from tests.lib.host import TREE
 
@@ -25,19 +26,19 @@ ERRORS = (
 # function of ours -> (its files, () for all; the error that it makes; which argument is the reason, which what to do)
 MAKERS = {
     "wrong": ((), "RequestError", 2, 3),  # quantity.py: NAME=VALUE: reason
-    "_error": (("config.py",), "ConfigError", 3, 4),
-    "kind": (("placement.py", "dialects/conditions.py"), "CapacityError", 0, 1),  # or another class
-    "MpsState": (("mps.py",), "DeviceError", 0, 1),
+    "_error": (("config/config.py",), "ConfigError", 3, 4),
+    "kind": (("allocation/placement.py", "request/dialects/conditions.py"), "CapacityError", 0, 1),  # or another class
+    "MpsState": (("allocation/mps.py",), "DeviceError", 0, 1),
 }
 # Errors that only put together what another place says: file -> text in the source
 CARRIERS = {
     "cli/main.py": ("<error.format_message()>", "<text"),
-    "config.py": ("{problem}", "{error.message}", "<error.problem>"),
-    "dialects/conditions.py": ("<error.message>",),
+    "config/config.py": ("{problem}", "{error.message}", "<error.problem>"),
+    "request/dialects/conditions.py": ("<error.message>",),
     "engines/tomltext.py": ("{error.message}",),
-    "mps.py": ("{found.problem}",),
-    "quantity.py": ("{reason}", "{wrong_item}"),
-    "rebuild.py": ("<str(error)>",),
+    "allocation/mps.py": ("{found.problem}",),
+    "core/quantity.py": ("{reason}", "{wrong_item}"),
+    "state/rebuild.py": ("<str(error)>",),
 }
 
 

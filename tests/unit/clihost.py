@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leasefile, leases, node, procs, region, storage, usagefile
 from gpushare.cli import main
-from gpushare.model import Share
-from gpushare.ops import TenantTmpfs, WriteLimits
+from gpushare.config import node
+from gpushare.core.model import Share
+from gpushare.core.ops import TenantTmpfs, WriteLimits
+from gpushare.state import leasefile, leases, region, storage, usagefile
+from gpushare.system import procs
 
 from tests.unit import pure
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpushare import doctor, storage
+from gpushare import doctor
+from gpushare.core.model import Config, Inventory
 from gpushare.doctor import CHECKS, Machine, Result
 from gpushare.engines.base import Settings
 from gpushare.engines.host import Host
-from gpushare.model import Config, Inventory
+from gpushare.state import storage
 
 from tests.unit import pure
 

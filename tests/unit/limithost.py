@@ -10,18 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import (
-    hook,
-    leasefile,
-    leases,
-    livelimits,
-    procs,
-    region,
-    resize,
-    storage,
-)
-from gpushare.model import Amount, Lease, Request, Selection, Share
-from gpushare.ops import TenantTmpfs, WriteLimits
+from gpushare.allocation import livelimits, resize
+from gpushare.core.model import Amount, Lease, Request, Selection, Share
+from gpushare.core.ops import TenantTmpfs, WriteLimits
+from gpushare.programs import hook
+from gpushare.state import leasefile, leases, region, storage
+from gpushare.system import procs
 
 from tests.unit import pure
 

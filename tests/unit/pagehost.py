@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import hook, leases, pages, region, storage
-from gpushare.model import Amount, Lease, Node, Request, Selection
+from gpushare.core.model import Amount, Lease, Node, Request, Selection
+from gpushare.programs import hook
+from gpushare.state import leases, pages, region, storage
 
 from tests.unit import pure
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpushare import oci, placement
-from gpushare.driverfiles import DriverFiles, Library
-from gpushare.driverroot import HostNode
-from gpushare.model import Bundle, Config, Device, Image, Inventory, Lease, Node, Policy, Share
+from gpushare.allocation import placement
+from gpushare.core.model import Bundle, Config, Device, Image, Inventory, Lease, Node, Policy, Share
+from gpushare.gpu.driverfiles import DriverFiles, Library
+from gpushare.gpu.driverroot import HostNode
+from gpushare.request import oci
 
 VERSION = "535.261.03"
 UUIDS = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-1111-1111-1111-111111111111")

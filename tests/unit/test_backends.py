@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from gpushare import backends, decision, dmem, leasefile, model, mps, names, placement, resize, rootless, why
-from gpushare.errors import DeviceError, GpushareError, PolicyError, RequestError
+from gpushare.allocation import backends, dmem, mps, placement, resize
+from gpushare.core import model, names
+from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
+from gpushare.programs import why
+from gpushare.state import decision, leasefile
+from gpushare.system import rootless
 
 from tests.unit.pure import device, lease
 
@@ -107,7 +111,7 @@ def asking(text: str, file: str) -> set[tuple[str, str]]:
 
 
 def test_nobody_else_asks_which_backend_it_is() -> None:
-    hook = Path(backends.__file__).parent
+    hook = Path(backends.__file__).parents[1]
     files = [path for path in hook.rglob("*.py") if path != Path(backends.__file__)]
     assert set().union(*(asking(path.read_text(), path.name) for path in files)) == FORMATS
 

@@ -9,13 +9,14 @@ from typing import Any, Optional
 import jsonschema
 import pytest
 import yaml
-from gpushare import cdi, request, uninstall
 from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import facts, main
+from gpushare.core.errors import PolicyError, RequestError
+from gpushare.core.model import Node, Request
 from gpushare.engines.base import Settings
 from gpushare.engines.host import Host
-from gpushare.errors import PolicyError, RequestError
-from gpushare.model import Node, Request
+from gpushare.integrations import cdi, uninstall
+from gpushare.request import request
 
 from tests.lib.host import TREE
 from tests.unit import pure

@@ -7,11 +7,13 @@ import random
 from typing import Any
 
 import pytest
-from gpushare import placement, request, why
-from gpushare.dialects import conditions, parse_devices
-from gpushare.errors import CapacityError, DeviceError, GpushareError, RequestError
-from gpushare.model import Device, Inventory, Lease, Node, Selection, Share, SharingRule
-from gpushare.placement import Ledger
+from gpushare.allocation import placement
+from gpushare.allocation.placement import Ledger
+from gpushare.core.errors import CapacityError, DeviceError, GpushareError, RequestError
+from gpushare.core.model import Device, Inventory, Lease, Node, Selection, Share, SharingRule
+from gpushare.programs import why
+from gpushare.request import request
+from gpushare.request.dialects import conditions, parse_devices
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import names, node, region
 from gpushare.cli import facts, main, output
-from gpushare.model import Node
+from gpushare.config import node
+from gpushare.core import names
+from gpushare.core.model import Node
+from gpushare.state import region
 
 from tests.unit import pure
 from tests.unit.clihost import GIB

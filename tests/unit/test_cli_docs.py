@@ -11,12 +11,16 @@ from typing import Any
 
 import click
 import pytest
-from gpushare import doctor, errors, livelimits, log, mps, mpsdaemon, node
+from gpushare import doctor
+from gpushare.allocation import livelimits, mps, mpsdaemon
 from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import main as cli_main
 from gpushare.cli import runtime
 from gpushare.cli.main import COMMANDS, group
-from gpushare.errors import CapacityError
+from gpushare.config import node
+from gpushare.core import errors
+from gpushare.core.errors import CapacityError
+from gpushare.state import log
 
 from tests.lib.host import TREE
 from tests.tools import cli_docs, man_pages

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leases, log, region, rootless, storage
 from gpushare.cli import output
-from gpushare.errors import CapacityError
+from gpushare.core.errors import CapacityError
+from gpushare.state import leases, log, region, storage
+from gpushare.system import rootless
 
 from tests.lib.terminal import Terminal
 from tests.unit import pure
@@ -147,7 +148,7 @@ def test_terminal_gets_a_bar_and_a_pipe_does_not(
     charge(start("c1", pure.share(0, 0, 4 * GIB), created=time.time() - 7200), 0, 1, 3 * GIB)
     piped = cli("list")[1]
     assert "█" not in piped
-    source = str(Path(leases.__file__).resolve().parents[1])
+    source = str(Path(leases.__file__).resolve().parents[2])
     program = f"import sys; sys.path.insert(0, {source!r}); from gpushare.cli import main; sys.exit(main())"
 
     def drawn(columns: int, line: str, **env: str) -> str:

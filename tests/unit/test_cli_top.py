@@ -14,21 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leases, node
 from gpushare.cli import sample, terminal, top, topscreen
 from gpushare.cli.options import Paths
 from gpushare.cli.topscreen import View
+from gpushare.config import node
+from gpushare.state import leases
 
 from tests.lib.terminal import Terminal
 from tests.unit import pure
 from tests.unit.clihost import GIB, charge, compute
 
-SOURCE = str(Path(leases.__file__).resolve().parents[1])
+SOURCE = str(Path(leases.__file__).resolve().parents[2])
 # The program over a state directory, with the host as a value: what makes a person's terminal is all real
 PROGRAM = f"""
 import sys
 sys.path[:0] = [{SOURCE!r}, {os.getcwd()!r}]
-from gpushare import node
+from gpushare.config import node
 from tests.unit import pure
 node.read_node = lambda config, directory: pure.node()
 from gpushare.cli import main

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from gpushare import commandline
-from gpushare.commandline import parse
+from gpushare.programs import commandline
+from gpushare.programs.commandline import parse
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import log
 from gpushare.cli.completion import SHELLS
-from gpushare.errors import CapacityError
+from gpushare.core.errors import CapacityError
+from gpushare.state import log
 
 from tests.lib.host import BIN
 from tests.lib.terminal import Terminal

@@ -9,9 +9,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from gpushare import config, configkeys, names
-from gpushare.errors import ConfigError
-from gpushare.model import Config, Policy, SharingRule
+from gpushare.config import config, configkeys
+from gpushare.core import names
+from gpushare.core.errors import ConfigError
+from gpushare.core.model import Config, Policy, SharingRule
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 

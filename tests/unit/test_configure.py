@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import profiles
 from gpushare.cli import main
 from gpushare.cli.runtime import remove_broken_snapshot
+from gpushare.config import profiles
+from gpushare.core.errors import GpushareError
 from gpushare.engines import docker, record
-from gpushare.errors import GpushareError
 
 from tests.unit import configurehost
 from tests.unit.configurehost import HAND, tree

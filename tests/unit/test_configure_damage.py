@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import filelock
+from gpushare.core.errors import ConfigError, KernelError
 from gpushare.engines import host
-from gpushare.errors import ConfigError, KernelError
+from gpushare.system import filelock
 
 from tests.unit import configurehost
 from tests.unit.configurehost import tree

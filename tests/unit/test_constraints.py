@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Optional
 
 import pytest
-from gpushare import constraints
-from gpushare.constraints import Term
-from gpushare.errors import RequestError
-from gpushare.model import Device, Inventory
+from gpushare.core.errors import RequestError
+from gpushare.core.model import Device, Inventory
+from gpushare.request import constraints
+from gpushare.request.constraints import Term
 from hypothesis import given
 from hypothesis import strategies as st
 

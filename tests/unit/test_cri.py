@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpushare import names, policy, request
-from gpushare.errors import PolicyError, RequestError
+from gpushare.core import names
+from gpushare.core.errors import PolicyError, RequestError
+from gpushare.request import policy, request
 
 from tests.unit.pure import bundle, node
 

@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from gpushare import decision, linux, quoting
-from gpushare.errors import CapacityError, ConfigError, GpushareError, PolicyError, RequestError
-from gpushare.model import Device, Lease, Request, Selection, Share
+from gpushare.core import quoting
+from gpushare.core.errors import CapacityError, ConfigError, GpushareError, PolicyError, RequestError
+from gpushare.core.model import Device, Lease, Request, Selection, Share
+from gpushare.state import decision
+from gpushare.system import linux
 
 from tests.lib.host import TREE, logfmt
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import pytest
-from gpushare import dialects, names
-from gpushare.dialects import injected, nvidia, own
-from gpushare.errors import DeviceError, GpushareError, RequestError
-from gpushare.model import Amount, Inventory, Request, Selection
+from gpushare.core import names
+from gpushare.core.errors import DeviceError, GpushareError, RequestError
+from gpushare.core.model import Amount, Inventory, Request, Selection
+from gpushare.request import dialects
+from gpushare.request.dialects import injected, nvidia, own
 from hypothesis import given
 from hypothesis import strategies as st
 

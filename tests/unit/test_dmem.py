@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from gpushare import backends, dmem, linux, model, nvmllimits, oci, placement, plan, region, specedit
-from gpushare.errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError
-from gpushare.ops import KernelLimit, Plan
-from gpushare.spectree import SpecTree
+from gpushare.allocation import backends, dmem, placement
+from gpushare.core import model
+from gpushare.core.errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError
+from gpushare.core.ops import KernelLimit, Plan
+from gpushare.gpu import nvmllimits
+from gpushare.inject import plan, specedit
+from gpushare.inject.spectree import SpecTree
+from gpushare.request import oci
+from gpushare.state import region
+from gpushare.system import linux
 
 from tests.unit.pure import bundle, device, files, image, lease
 
@@ -271,7 +277,7 @@ def test_the_plan_has_the_limit_before_any_device(tree: Path, tmp_path: Path) ->
 
 
 def edited(tmp_path: Path, spec: dict[str, Any], *ops: KernelLimit) -> tuple[dict[str, Any], Any]:
-    from gpushare import applied
+    from gpushare.inject import applied
 
     (tmp_path / "rootfs").mkdir(exist_ok=True)
     editor = specedit.Editor(spec, leased=True)

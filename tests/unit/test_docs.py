@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from gpushare import configkeys, constraints, dialects, drivertable, errors
 from gpushare.cli import containers, devices
-from gpushare.dialects import conditions, driverwords
+from gpushare.config import configkeys
+from gpushare.core import errors
+from gpushare.gpu import drivertable
+from gpushare.request import constraints, dialects
+from gpushare.request.dialects import conditions, driverwords
 
 from tests.lib.host import TREE
 from tests.tools import backend_docs, config_docs, dialect_docs, error_docs, error_texts, metrics_docs
@@ -57,7 +60,9 @@ def _shape(row: str) -> str:
 
 
 def test_what_a_start_knows_of_dialects_is_generated() -> None:
-    assert (TREE / "hook/gpushare/dialects/triggers.py").read_text() == dialect_docs.triggers(), "run `make docs`"
+    assert (TREE / "hook/gpushare/request/dialects/triggers.py").read_text() == dialect_docs.triggers(), (
+        "run `make docs`"
+    )
 
 
 def test_every_error_is_described() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gpushare.core.errors import DeviceError
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result
-from gpushare.errors import DeviceError
 
 from tests.unit import pure
 from tests.unit.doctorhost import ask, machine, put, root

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpushare import lowlevel
+from gpushare.config import lowlevel
 from gpushare.doctor import FAIL, OK, WARN, Machine, Result, engines
 from gpushare.engines import configure
 from gpushare.engines.configure import ENGINES

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import bpf, linux, mountns, rootless
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result, kernel
+from gpushare.system import bpf, linux, mountns, rootless
 
 from tests.unit.doctorhost import ask, machine, root
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import mps, mpscontrol, mpsstatus, procs, rootless
+from gpushare.allocation import mps, mpscontrol, mpsstatus
+from gpushare.core.model import Policy
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result
-from gpushare.model import Policy
+from gpushare.system import procs, rootless
 
 from tests.unit import pure
 from tests.unit.clihost import GIB

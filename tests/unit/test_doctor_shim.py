@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare.core.errors import CapacityError
 from gpushare.doctor import FAIL, OK, Machine, Result, shim
-from gpushare.errors import CapacityError
 
 from tests.unit.clihost import GIB
 from tests.unit.doctorhost import ask, machine, put, root

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import leaseend, log, storage
+from gpushare.core.errors import CapacityError
 from gpushare.doctor import FAIL, OK, WARN, Machine, Result
-from gpushare.errors import CapacityError
+from gpushare.state import leaseend, log, storage
 
 from tests.unit import pure
 from tests.unit.clihost import GIB

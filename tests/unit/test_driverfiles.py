@@ -7,10 +7,11 @@ import socket
 from pathlib import Path
 
 import pytest
-from gpushare import driverfiles, driverroot, drivertable, elf
-from gpushare.dialects import CAPABILITIES
-from gpushare.errors import DeviceError
-from gpushare.model import Inventory, Request, Selection, Share
+from gpushare.core.errors import DeviceError
+from gpushare.core.model import Inventory, Request, Selection, Share
+from gpushare.gpu import driverfiles, driverroot, drivertable
+from gpushare.request.dialects import CAPABILITIES
+from gpushare.system import elf
 
 from tests.lib.driverhost import add_mig, elf32
 from tests.tools.nvidia_userland import Userland

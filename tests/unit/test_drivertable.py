@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from gpushare import driverfiles
-from gpushare.model import Inventory, Request, Selection
+from gpushare.core.model import Inventory, Request, Selection
+from gpushare.gpu import driverfiles
 
 V = "535.261.03"
 LIBDIR = "usr/lib64"

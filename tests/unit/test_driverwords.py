@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpushare import request
-from gpushare.dialects import driverwords
-from gpushare.errors import DeviceError, GpushareError, PolicyError, RequestError
-from gpushare.model import Request
+from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
+from gpushare.core.model import Request
+from gpushare.request import request
+from gpushare.request.dialects import driverwords
 
 from tests.unit.pure import bundle, node
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
-from gpushare import elf
+from gpushare.system import elf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 import tomlkit
+from gpushare.core.errors import ConfigError
 from gpushare.engines import containerd, crio, docker, hookfiles, podman, tomltext
 from gpushare.engines.base import UNKNOWN, Change, Settings
 from gpushare.engines.configure import ENGINES
-from gpushare.errors import ConfigError
 
 from tests.lib.host import TREE
 from tests.tools import engine_snippets
@@ -179,6 +179,6 @@ def test_a_change_describes_itself() -> None:
 
 
 def test_hook_timeout_is_longer_than_our_own() -> None:
-    from gpushare import hook
+    from gpushare.programs import hook
 
     assert hookfiles._TIMEOUT_S > hook.DEADLINE_S

@@ -7,9 +7,9 @@ from typing import Any, Optional
 
 import pytest
 import tomlkit
+from gpushare.core.errors import ConfigError
 from gpushare.engines import basespec, containerd, tomltext
 from gpushare.engines.base import UNKNOWN
-from gpushare.errors import ConfigError
 
 from tests.tools.engine_snippets import SETTINGS, Tree
 from tests.unit.enginehost import DEBIAN, KUBEADM, MAIN, NEW, OLD, applied, configured, withdrawn

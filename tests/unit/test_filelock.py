@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from gpushare import filelock
-from gpushare.errors import KernelError
+from gpushare.core.errors import KernelError
+from gpushare.system import filelock
 
 
 def test_command_gives_up_on_a_lock_that_is_never_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from gpushare import forward
-from gpushare.drivertable import COMPAT
-from gpushare.model import Image
+from gpushare.core.model import Image
+from gpushare.gpu import forward
+from gpushare.gpu.drivertable import COMPAT
 
 from tests.unit import pure
 from tests.unit.test_rootfs import Tree, debian, tree  # noqa: F401  fixtures

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import hook, log, names, request
-from gpushare.errors import CapacityError, RequestError
+from gpushare.core import names
+from gpushare.core.errors import CapacityError, RequestError
+from gpushare.programs import hook
+from gpushare.request import request
+from gpushare.state import log
 
-SOURCE = str(Path(hook.__file__).resolve().parents[1])
+SOURCE = str(Path(hook.__file__).resolve().parents[2])
 # What the start path must never load: each costs more than the rest of the hook together, or is a risk.
 EXPENSIVE = frozenset(
     "argparse asyncio click dataclasses email glob http importlib.metadata inspect jsonschema logging pathlib pynvml "
@@ -121,15 +124,22 @@ def modules_after(statements: str, state: bytes = b"") -> set[str]:
 
 
 def test_idle_container_loads_next_to_nothing(bundle: Callable[..., bytes]) -> None:
-    loaded = modules_after("from gpushare import hook; assert hook.main(['prestart']) == 0", bundle("PATH=/bin"))
-    assert "gpushare.request" in loaded
-    assert not loaded & (EXPENSIVE | {"ctypes", "gpushare.leases", "gpushare.apply", "gpushare.node"})
+    loaded = modules_after(
+        "from gpushare.programs import hook; assert hook.main(['prestart']) == 0", bundle("PATH=/bin")
+    )
+    assert "gpushare.request.request" in loaded
+    assert not loaded & (
+        EXPENSIVE | {"ctypes", "gpushare.state.leases", "gpushare.inject.apply", "gpushare.config.node"}
+    )
 
 
 def test_start_path_is_the_standard_library_and_little_of_it() -> None:
     """All modules of the start, with those that they load late."""
-    late = "apply bpf cachefile cgroup driverfiles leases node placement plan procmask procs rootfs storage".split()
-    loaded = modules_after("from gpushare import hook, " + ", ".join(late))
+    late = (
+        "allocation.placement config.node gpu.driverfiles inject.apply inject.cachefile inject.plan inject.procmask "
+        "inject.rootfs state.leases state.storage system.bpf system.cgroup system.procs"
+    ).split()
+    loaded = modules_after("\n".join(f"import gpushare.{one}" for one in late))
     assert not loaded & EXPENSIVE
     assert {f"gpushare.{name}" for name in late} <= loaded
 
@@ -208,7 +218,7 @@ def test_everything_after_the_deadline_has_a_deadline_too(
     state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several steps of the undoing hang, and then the directory in which the line is kept."""
-    from gpushare import leases, storage
+    from gpushare.state import leases, storage
 
     reader, writer = os.pipe()
     hung: list[str] = []
@@ -244,7 +254,7 @@ def test_state_without_a_process_is_refused(
     bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hook in the wrong stage (poststop's state has no pid) must not make a lease that nobody holds."""
-    from gpushare import node
+    from gpushare.config import node
 
     from tests.unit import pure
 

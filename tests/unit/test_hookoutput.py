@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import hookoutput, log, names, oci
+from gpushare.core import names
+from gpushare.request import hookoutput, oci
+from gpushare.state import log
 
 STDOUT, STDERR = names.HOOK_OUTPUT_ANNOTATIONS
-HOOK = str(Path(oci.__file__).resolve().parents[1])
+HOOK = str(Path(oci.__file__).resolve().parents[2])
 REFUSED = {"process": {"env": [["$(touch made)"]]}, "root": {"path": "rootfs"}}
 FILE = "/etc/profile.d/z.sh"
 
@@ -54,7 +56,9 @@ def _unmounted(tmp_path: Path) -> Iterator[None]:
 
 def run_hook(bundle: Path, state: bytes, stage: str = "prestart") -> subprocess.CompletedProcess[bytes]:
     words = ["--state", str(bundle / "state"), stage]
-    text = f"import sys; sys.path.insert(0, {HOOK!r}); from gpushare import hook; sys.exit(hook.main({words!r}))"
+    text = (
+        f"import sys; sys.path.insert(0, {HOOK!r}); from gpushare.programs import hook; sys.exit(hook.main({words!r}))"
+    )
     return subprocess.run([sys.executable, "-ISc", text], input=state, capture_output=True, cwd="/")
 
 
@@ -97,6 +101,7 @@ def test_state_that_makes_no_sense_prints_nothing_either(tmp_path: Path, state: 
 
 def test_endless_state_is_refused(tmp_path: Path) -> None:
     with open("/dev/zero", "rb") as zeros:
-        text = f"import sys; sys.path.insert(0, {HOOK!r}); from gpushare import hook; sys.exit(hook.main(['prestart']))"
+        text = f"import sys; sys.path.insert(0, {HOOK!r}); from gpushare.programs import hook; "
+        text += "sys.exit(hook.main(['prestart']))"
         done = subprocess.run([sys.executable, "-ISc", text], stdin=zeros, capture_output=True)
     assert (done.returncode, done.stderr) == (64, b"")  # it may name a file behind what was read

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import apply, bpf, hostroot, linux
-from gpushare.errors import KernelError
-from gpushare.ops import Cover, DeviceNode, Link, Mount, Op, Plan
+from gpushare.core.errors import KernelError
+from gpushare.core.ops import Cover, DeviceNode, Link, Mount, Op, Plan
+from gpushare.inject import apply
+from gpushare.programs import hostroot
+from gpushare.system import bpf, linux
 
 from tests.e2e import ns_util
 

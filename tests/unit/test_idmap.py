@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from gpushare import idmap, linux, mountns, storage
-from gpushare.ops import Mount
+from gpushare.core.ops import Mount
+from gpushare.state import storage
+from gpushare.system import idmap, linux, mountns
 
 from tests.unit.test_doctor_kernel import overlay
 
@@ -143,8 +144,8 @@ def test_host_without_user_namespaces_shows_files_as_they_are(state: str, monkey
 
 
 def test_failure_for_want_of_descriptors_does_not_last(state: str) -> None:
-    program = "import sys; from gpushare import idmap; print(idmap.Hider(sys.argv[1]).fd >= 0)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(idmap.__file__).parents[1])}
+    program = "import sys; from gpushare.system import idmap; print(idmap.Hider(sys.argv[1]).fd >= 0)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(idmap.__file__).parents[2])}
     few = ["prlimit", "--nofile=6", "python3", "-c", program, state]
     assert subprocess.run(few, capture_output=True, text=True, env=environment).stdout == "False\n"
     mark = Path(state, "idmap", "none")
@@ -178,9 +179,9 @@ def test_state_directory_of_before_is_completed(state: str) -> None:
 
 
 def test_namespace_is_made_once_by_starts_at_once(state: str) -> None:
-    program = "import sys; from gpushare import idmap; print(idmap.Hider(sys.argv[1]).fd >= 0)"
+    program = "import sys; from gpushare.system import idmap; print(idmap.Hider(sys.argv[1]).fd >= 0)"
     command = ["python3", "-c", program, state]
-    environment = {**os.environ, "PYTHONPATH": str(Path(idmap.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(idmap.__file__).parents[2])}
     starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(8)]
     assert [start.communicate()[0] for start in starts] == ["True\n"] * 8
     assert below(state) == [f"{state}/idmap/ns"]

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import request
-from gpushare.errors import DeviceError, RequestError
-from gpushare.model import Config, Inventory, Node, Policy
+from gpushare.core.errors import DeviceError, RequestError
+from gpushare.core.model import Config, Inventory, Node, Policy
+from gpushare.request import request
 
 from tests.lib.driverhost import MIG_UUIDS, add_mig
 from tests.unit import pure

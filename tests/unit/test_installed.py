@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpushare import installed, names
+from gpushare.core import installed, names
 
 
 @pytest.mark.parametrize(

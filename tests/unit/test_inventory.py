@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import inventory
-from gpushare.errors import DeviceError
-from gpushare.model import Device
-from gpushare.nvml import Answer, ask
+from gpushare.core.errors import DeviceError
+from gpushare.core.model import Device
+from gpushare.gpu import inventory
+from gpushare.gpu.nvml import Answer, ask
 
 from tests.sim import simhost
 

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from gpushare.core.errors import ConfigError
 from gpushare.engines import jsontext
-from gpushare.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st
 

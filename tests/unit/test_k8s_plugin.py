@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import inventory
 from gpushare.cli import facts, main
-from gpushare.errors import ConfigError
-from gpushare.kubelet import offers, plugin, protocol, service
-from gpushare.kubelet.offers import MEMORY
+from gpushare.core.errors import ConfigError
+from gpushare.gpu import inventory
+from gpushare.integrations.kubelet import offers, plugin, protocol, service
+from gpushare.integrations.kubelet.offers import MEMORY
 
 from tests.lib.engines.cri import methods
 from tests.lib.host import TREE

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpushare import names, request
-from gpushare.errors import DeviceError, GpushareError, PolicyError, RequestError
-from gpushare.kubelet import offers
-from gpushare.kubelet.offers import GPU, MEMORY, Offered
-from gpushare.model import Node, SharingRule
+from gpushare.core import names
+from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
+from gpushare.core.model import Node, SharingRule
+from gpushare.integrations.kubelet import offers
+from gpushare.integrations.kubelet.offers import GPU, MEMORY, Offered
+from gpushare.request import request
 
 from tests.unit import pure
 

@@ -16,9 +16,10 @@ import jsonschema
 import pytest
 import yaml
 from celpy import celtypes
-from gpushare import labels, names
+from gpushare.core import names
 from gpushare.engines.base import RUNTIME
-from gpushare.kubelet import offers
+from gpushare.integrations import labels
+from gpushare.integrations.kubelet import offers
 
 from tests.lib.host import TREE
 from tests.unit import pure

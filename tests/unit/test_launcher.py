@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import commandline, lowlevel, oci, request
-from gpushare.dialects import injected
-from gpushare.errors import GpushareError
-from gpushare.model import Config, Policy
+from gpushare.config import lowlevel
+from gpushare.core.errors import GpushareError
+from gpushare.core.model import Config, Policy
+from gpushare.programs import commandline
+from gpushare.request import oci, request
+from gpushare.request.dialects import injected
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

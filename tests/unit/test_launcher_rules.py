@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from gpushare.dialects import injected
 from gpushare.engines import basespec
+from gpushare.request.dialects import injected
 
 from tests.lib.launcher import LOW_LEVEL_RAN, PYTHON_RAN, Installed, install
 

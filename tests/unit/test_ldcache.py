@@ -8,8 +8,8 @@ import random
 import struct
 
 import pytest
-from gpushare import ldcache
-from gpushare.model import LdEntry
+from gpushare.core.model import LdEntry
+from gpushare.system import ldcache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

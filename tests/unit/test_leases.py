@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import hook, leaseend, leasefile, leases, procs, storage
-from gpushare.errors import CapacityError, GpushareError, KernelError
-from gpushare.model import Amount, Bundle, Lease, Node, Request, Selection
-from gpushare.ops import WriteLimits
+from gpushare.core.errors import CapacityError, GpushareError, KernelError
+from gpushare.core.model import Amount, Bundle, Lease, Node, Request, Selection
+from gpushare.core.ops import WriteLimits
+from gpushare.programs import hook
+from gpushare.state import leaseend, leasefile, leases, storage
+from gpushare.system import procs
 
 from tests.unit import pure
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import leases, leftover, mounttables, rebuild, storage
+from gpushare.state import leases, leftover, mounttables, rebuild, storage
 
 from tests.unit import pure
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import inroot, linux
-from gpushare.errors import KernelError
+from gpushare.core.errors import KernelError
+from gpushare.system import inroot, linux
 
 Opener = Callable[..., int]
 
@@ -204,14 +204,14 @@ WITHOUT = """
 import builtins
 given = builtins.__import__
 def find(name, globals=None, *rest):
-    if name == "_ctypes" and globals["__name__"] == "gpushare.linux":
+    if name == "_ctypes" and globals["__name__"] == "gpushare.system.linux":
         raise ImportError(name)
     return given(name, globals, *rest)
 builtins.__import__ = find
 """
 CALLS = """
 import os, struct, sys
-from gpushare import linux
+from gpushare.system import linux
 def said(call, *arguments):
     try:
         return call(*arguments)
@@ -229,7 +229,7 @@ print(os.path.samestat(os.fstat(other), os.stat("/proc/self")), "ctypes" in sys.
 
 
 def test_with_ctypes_and_with_what_is_behind_it_calls_are_the_same() -> None:
-    path = str(Path(linux.__file__).parents[1])
+    path = str(Path(linux.__file__).parents[2])
     said = []
     for before in ("", WITHOUT):
         text = f"import sys; sys.path.insert(0, {path!r})\n{before}{CALLS}"

@@ -11,18 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import (
-    leases,
-    linux,
-    livelimits,
-    pages,
-    rebuild,
-    region,
-    resize,
-    storage,
-)
-from gpushare.errors import CapacityError, DeviceError, KernelError, RequestError
-from gpushare.model import Lease
+from gpushare.allocation import livelimits, resize
+from gpushare.core.errors import CapacityError, DeviceError, KernelError, RequestError
+from gpushare.core.model import Lease
+from gpushare.state import leases, pages, rebuild, region, storage
+from gpushare.system import linux
 
 from tests.unit import limithost, pure
 from tests.unit.limithost import GIB, REFUSE_UNHELD, UUID, change, fd_of, limits, reserve, share, use

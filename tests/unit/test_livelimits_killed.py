@@ -11,16 +11,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from gpushare import (
-    leaseend,
-    leases,
-    livelimits,
-    placement,
-    resize,
-    storage,
-)
-from gpushare.errors import CapacityError, KernelError
-from gpushare.model import Lease
+from gpushare.allocation import livelimits, placement, resize
+from gpushare.core.errors import CapacityError, KernelError
+from gpushare.core.model import Lease
+from gpushare.state import leaseend, leases, storage
 
 from tests.unit import limithost
 from tests.unit.limithost import GIB, HOST, UUID, change, limits, reserve, share, use
@@ -29,7 +23,7 @@ from tests.unit.together import at_once
 state, init, held = limithost.state, limithost.init, limithost.held
 
 
-WATCHED = tuple(f"gpushare/{name}.py" for name in ("livelimits", "leases", "storage"))
+WATCHED = tuple(f"gpushare/{name}.py" for name in ("allocation/livelimits", "state/leases", "state/storage"))
 
 
 # Killed

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare import lowlevel
-from gpushare.errors import ConfigError
-from gpushare.model import Config
+from gpushare.config import lowlevel
+from gpushare.core.errors import ConfigError
+from gpushare.core.model import Config
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from gpushare import leases, names
 from gpushare.cli import metrics
 from gpushare.cli.export import Watched
 from gpushare.cli.options import Paths
-from gpushare.errors import GpushareError
+from gpushare.core import names
+from gpushare.core.errors import GpushareError
+from gpushare.state import leases
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry

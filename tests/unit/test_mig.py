@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import dialects, inventory, leasefile, mig, nvml, placement
-from gpushare.errors import CapacityError, DeviceError, GpushareError
-from gpushare.model import Amount, Inventory, Lease, Node, Request, Selection, Share
+from gpushare.allocation import placement
+from gpushare.core.errors import CapacityError, DeviceError, GpushareError
+from gpushare.core.model import Amount, Inventory, Lease, Node, Request, Selection, Share
+from gpushare.gpu import inventory, mig, nvml
+from gpushare.request import dialects
+from gpushare.state import leasefile
 
 from tests.lib.driverhost import MIG_UUIDS, add_mig, set_facts
 from tests.sim.simhost import make_simhost

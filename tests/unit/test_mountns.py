@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from gpushare import mountns
+from gpushare.system import mountns
 
 NAMES = ["a\rb", "a\nb", "a b\tc", "a\\040b", "a\r36 35 0:1 / /proc rw - proc proc rw", "\N{SNOWMAN}\u2028\x85"]
 

@@ -13,26 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import (
-    backends,
-    leases,
-    model,
-    mps,
-    mpscontrol,
-    mpsdaemon,
-    mpsprocess,
-    mpsstatus,
-    mpswords,
-    oci,
-    placement,
-    procs,
-    rebuild,
-    region,
-    servicenotify,
-)
+from gpushare.allocation import backends, mps, mpscontrol, mpsdaemon, mpsprocess, mpsstatus, mpswords, placement
 from gpushare.cli.main import main
 from gpushare.cli.mps import mps_group
-from gpushare.errors import CapacityError, DeviceError, KernelError
+from gpushare.core import model
+from gpushare.core.errors import CapacityError, DeviceError, KernelError
+from gpushare.request import oci
+from gpushare.state import leases, rebuild, region
+from gpushare.system import procs, servicenotify
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import names, node
-from gpushare.errors import ConfigError, DeviceError
-from gpushare.model import Node
+from gpushare.config import node
+from gpushare.core import names
+from gpushare.core.errors import ConfigError, DeviceError
+from gpushare.core.model import Node
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
@@ -186,11 +187,17 @@ def test_fresh_node_needs_nothing_that_the_snapshot_lacks(host: Host) -> None:
     program = f"""
 import sys
 before = set(sys.modules)
-sys.path.insert(0, {str(Path(node.__file__).parents[1])!r})
-from gpushare import driverfiles, node, oci, placement, plan, request
+sys.path.insert(0, {str(Path(node.__file__).parents[2])!r})
+from gpushare.gpu import driverfiles
+from gpushare.config import node
+from gpushare.request import oci, request
+from gpushare.allocation import placement
+from gpushare.inject import plan
 assert node.load_node({str(host.config)!r}, {str(host.state)!r}).inventory.devices
 print(*(set(sys.modules) - before))
 """
     command = [sys.executable, "-ISs", "-c", program]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert not {"gpushare.config", "gpushare.explain", "click", "jsonschema", "pynvml", "yaml"} & set(output.split())
+    assert not {"gpushare.config.config", "gpushare.programs.explain", "click", "jsonschema", "pynvml", "yaml"} & set(
+        output.split()
+    )

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import names, oci, speckeys
-from gpushare.errors import RequestError
+from gpushare.core import names
+from gpushare.core.errors import RequestError
+from gpushare.request import oci, speckeys
 from hypothesis import given
 from hypothesis import strategies as st
 

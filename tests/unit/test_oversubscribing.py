@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import pytest
-from gpushare import fitting, inventory, leasefile, oversubscribing, placement, request
-from gpushare.errors import CapacityError, GpushareError, PolicyError, RequestError
-from gpushare.ledger import Ledger, capacity_bytes
-from gpushare.model import Amount, Lease, Node, Share, SharingRule
+from gpushare.allocation import fitting, oversubscribing, placement
+from gpushare.core.errors import CapacityError, GpushareError, PolicyError, RequestError
+from gpushare.core.model import Amount, Lease, Node, Share, SharingRule
+from gpushare.gpu import inventory
+from gpushare.request import request
+from gpushare.state import leasefile
+from gpushare.state.ledger import Ledger, capacity_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,9 +13,10 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from gpushare import config, names, profiles
 from gpushare.cli import export, k8s_plugin
 from gpushare.cli.main import COMMANDS
+from gpushare.config import config, profiles
+from gpushare.core import names
 
 from tests.lib.host import TREE, version
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import hook, leases, pages, region
-from gpushare.errors import CapacityError, KernelError
-from gpushare.model import Amount, Request, Selection
+from gpushare.core.errors import CapacityError, KernelError
+from gpushare.core.model import Amount, Request, Selection
+from gpushare.programs import hook
+from gpushare.state import leases, pages, region
 
 from tests.unit import pagehost, pure
 from tests.unit.pagehost import GIB, INDEX_SIZE, NODE, UUID, files, granted, index, reserve

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from gpushare import leaseend, leases, pages, procs
+from gpushare.state import leaseend, leases, pages
+from gpushare.system import procs
 
 from tests.lib import rootfs
 from tests.unit import pagehost

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpushare import placement, request
-from gpushare.errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
-from gpushare.model import Node, Share
-from gpushare.placement import Ledger
+from gpushare.allocation import placement
+from gpushare.allocation.placement import Ledger
+from gpushare.core.errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
+from gpushare.core.model import Node, Share
+from gpushare.request import request
 from hypothesis import given
 from hypothesis import strategies as st
 

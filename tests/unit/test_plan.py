@@ -6,10 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import explain, names, plan, region, request
-from gpushare.errors import RequestError
-from gpushare.model import Share
-from gpushare.ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Plan, ProcMask, TenantTmpfs, WriteLimits, needs
+from gpushare.core import names
+from gpushare.core.errors import RequestError
+from gpushare.core.model import Share
+from gpushare.core.ops import (
+    DeviceNode,
+    DeviceRule,
+    LdCache,
+    Link,
+    Mount,
+    Plan,
+    ProcMask,
+    TenantTmpfs,
+    WriteLimits,
+    needs,
+)
+from gpushare.inject import plan
+from gpushare.programs import explain
+from gpushare.request import request
+from gpushare.state import region
 
 from tests.unit.pure import UUIDS, VERSION, bundle, files, image, lease, node, share
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import pytest
-from gpushare import explain, placement, plan, policy, request
-from gpushare.errors import PolicyError, RequestError
-from gpushare.model import Request, Selection, SharingRule
+from gpushare.allocation import placement
+from gpushare.core.errors import PolicyError, RequestError
+from gpushare.core.model import Request, Selection, SharingRule
+from gpushare.inject import plan
+from gpushare.programs import explain
+from gpushare.request import policy, request
 
 from tests.unit.pure import UUIDS, bundle, files, image, lease, node, share
 

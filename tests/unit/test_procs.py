@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpushare import procs
+from gpushare.system import procs
 
 FIRST_THREAD_ENDS = """
 import ctypes, threading, time

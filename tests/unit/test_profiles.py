@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from gpushare import config, configkeys, profiles
-from gpushare.errors import ConfigError
-from gpushare.model import Config, Policy
+from gpushare.config import config, configkeys, profiles
+from gpushare.core.errors import ConfigError
+from gpushare.core.model import Config, Policy
 
 
 def test_each_profile_is_a_file_with_every_key() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from gpushare import quantity
-from gpushare.errors import RequestError
-from gpushare.model import Amount
+from gpushare.core import quantity
+from gpushare.core.errors import RequestError
+from gpushare.core.model import Amount
 from hypothesis import given
 from hypothesis import strategies as st
 

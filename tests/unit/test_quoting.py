@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import log, oci, quantity, quoting
-from gpushare.errors import GpushareError
+from gpushare.core import quantity, quoting
+from gpushare.core.errors import GpushareError
+from gpushare.request import oci
+from gpushare.state import log
 
-SOURCES = Path(oci.__file__).resolve().parent
+SOURCES = Path(oci.__file__).resolve().parents[1]
 COMMANDS = (
     "$(touch made)",
     "`touch made`",
@@ -111,8 +113,8 @@ def test_no_message_quotes_by_itself() -> None:
     """`{value!r}` leaves `$(` as it is; so do quotes written around `{value}`."""
     ours = {
         'engines/docker.py: "{_DEFAULT}"',
-        "dialects/conditions.py: '{word}",
-        'log.py: "{stamp}"',
+        "request/dialects/conditions.py: '{word}",
+        'state/log.py: "{stamp}"',
     }  # no image's text
     found = set()
     for where, node in messages():

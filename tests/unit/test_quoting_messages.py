@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from gpushare import placement, request
-from gpushare.dialects import driverwords, nvidia, own, table
-from gpushare.errors import GpushareError
-from gpushare.model import Bundle
+from gpushare.allocation import placement
+from gpushare.core.errors import GpushareError
+from gpushare.core.model import Bundle
+from gpushare.request import request
+from gpushare.request.dialects import driverwords, nvidia, own, table
 
 from tests.unit import pure
 

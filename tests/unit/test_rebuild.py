@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpushare import rebuild
+from gpushare.state import rebuild
 
 STATE = "/run/gpu share"
 ROOT = "22 1 0:20 / / rw - overlay overlay rw"

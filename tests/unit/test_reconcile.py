@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from gpushare import gpuuse, procs, reconcile
-from gpushare.errors import DeviceError
-from gpushare.gpuuse import Gpu, Process
-from gpushare.model import Lease
+from gpushare.core.errors import DeviceError
+from gpushare.core.model import Lease
+from gpushare.gpu import gpuuse
+from gpushare.gpu.gpuuse import Gpu, Process
+from gpushare.monitor import reconcile
+from gpushare.system import procs
 
 from tests.lib.host import logfmt
 from tests.unit import pure

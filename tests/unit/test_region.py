@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import region, usagefile
-from gpushare.model import Device, Share
+from gpushare.core.model import Device, Share
+from gpushare.state import region, usagefile
 
 HEADER = Path(__file__).resolve().parents[2] / "shim" / "include" / "gpushare_abi.h"
 UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import pytest
-from gpushare import request
-from gpushare.errors import DeviceError, PolicyError, RequestError
-from gpushare.model import Request, Selection
+from gpushare.core.errors import DeviceError, PolicyError, RequestError
+from gpushare.core.model import Request, Selection
+from gpushare.request import request
 
 from tests.unit.pure import bundle, node
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpushare import resize
-from gpushare.errors import CapacityError, PolicyError, RequestError
-from gpushare.model import Lease, Share
+from gpushare.allocation import resize
+from gpushare.core.errors import CapacityError, PolicyError, RequestError
+from gpushare.core.model import Lease, Share
 
 from tests.unit import pure
 

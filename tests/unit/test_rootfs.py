@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import ldcache, linux, rootfs
-from gpushare.errors import KernelError
-from gpushare.model import Bundle, Image, LdEntry
+from gpushare.core.errors import KernelError
+from gpushare.core.model import Bundle, Image, LdEntry
+from gpushare.inject import rootfs
+from gpushare.system import ldcache, linux
 
 from tests.unit.test_elf import shared_object
 from tests.unit.test_ldcache import build

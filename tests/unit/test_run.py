@@ -6,12 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
-from gpushare import linux, lowlevel, names, request, rootless, run, storage
 from gpushare.cli.main import group
 from gpushare.cli.run import as_typed, default_name, user_of
 from gpushare.cli.run import run as run_command
-from gpushare.dialects import own
-from gpushare.errors import CapacityError, GpushareError, KernelError, RequestError
+from gpushare.config import lowlevel
+from gpushare.core import names
+from gpushare.core.errors import CapacityError, GpushareError, KernelError, RequestError
+from gpushare.programs import run
+from gpushare.request import request
+from gpushare.request.dialects import own
+from gpushare.state import storage
+from gpushare.system import linux, rootless
 
 from tests.unit import pure
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import pytest
-from gpushare import placement, policy, request
-from gpushare.dialects import table
-from gpushare.errors import DeviceError, GpushareError, PolicyError, RequestError
-from gpushare.model import Inventory, Node, Request, Selection
+from gpushare.allocation import placement
+from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
+from gpushare.core.model import Inventory, Node, Request, Selection
+from gpushare.request import policy, request
+from gpushare.request.dialects import table
 from hypothesis import given
 from hypothesis import strategies as st
 

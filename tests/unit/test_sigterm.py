@@ -10,7 +10,7 @@ from tests.lib.host import TREE
 
 SERVES = """
 import select, signal, threading
-from gpushare import sigterm
+from gpushare.system import sigterm
 
 with sigterm.readable() as end:
     def takes() -> None:
@@ -43,7 +43,7 @@ except KeyboardInterrupt:
 # The lease is given back between the end of the low-level runtime and ours.
 DELETES = """
 import os, signal
-from gpushare import runtime
+from gpushare.programs import runtime
 
 print(runtime._child("/bin/sh", ["-c", "exit 3"]))
 os.kill(os.getpid(), signal.SIGTERM)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import applied, linux, oci, specedit
-from gpushare.errors import KernelError, RequestError
-from gpushare.model import Bundle, LdEntry
-from gpushare.ops import DeviceNode, DeviceRule, InPlace, LdCache, Link, Mount, Plan, ProcMask
-from gpushare.spectree import SpecTree
+from gpushare.core.errors import KernelError, RequestError
+from gpushare.core.model import Bundle, LdEntry
+from gpushare.core.ops import DeviceNode, DeviceRule, InPlace, LdCache, Link, Mount, Plan, ProcMask
+from gpushare.inject import applied, specedit
+from gpushare.inject.spectree import SpecTree
+from gpushare.request import oci
+from gpushare.system import linux
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

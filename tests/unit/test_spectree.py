@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import inroot, oci, rootfs
-from gpushare.errors import KernelError
-from gpushare.spectree import SpecTree
+from gpushare.core.errors import KernelError
+from gpushare.inject import rootfs
+from gpushare.inject.spectree import SpecTree
+from gpushare.request import oci
+from gpushare.system import inroot
 
 MakeTree = Callable[..., SpecTree]
 

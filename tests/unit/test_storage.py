@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare import region, storage
-from gpushare.errors import KernelError
-from gpushare.model import Device, Share
-from gpushare.ops import TenantTmpfs, WriteLimits
+from gpushare.core.errors import KernelError
+from gpushare.core.model import Device, Share
+from gpushare.core.ops import TenantTmpfs, WriteLimits
+from gpushare.state import region, storage
 
 from tests.lib import rootfs
 from tests.unit.together import at_once

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare import labels, leasefile, leases, procs, storage
 from gpushare.cli import cdi, facts, main
+from gpushare.core.model import Node, SharingRule
+from gpushare.core.ops import TenantTmpfs, WriteLimits
 from gpushare.engines.configure import ENGINES
-from gpushare.model import Node, SharingRule
-from gpushare.ops import TenantTmpfs, WriteLimits
+from gpushare.integrations import labels
+from gpushare.state import leasefile, leases, storage
+from gpushare.system import procs
 
 from tests.lib import rootfs
 from tests.unit import pure

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpushare import profiles, request
-from gpushare.errors import RequestError
-from gpushare.model import Request
+from gpushare.config import profiles
+from gpushare.core.errors import RequestError
+from gpushare.core.model import Request
+from gpushare.request import request
 
 from tests.unit.pure import bundle, node
 

@@ -7,10 +7,11 @@ import stat
 from pathlib import Path
 
 import pytest
-from gpushare import applied, withhold
-from gpushare.dialects import injected
-from gpushare.errors import PolicyError
-from gpushare.model import Config, Policy
+from gpushare.core.errors import PolicyError
+from gpushare.core.model import Config, Policy
+from gpushare.inject import applied
+from gpushare.request import withhold
+from gpushare.request.dialects import injected
 
 from tests.unit.pure import bundle
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from gpushare.errors import GpushareError
+from gpushare.core.errors import GpushareError
 
 
 def at_once(*works: Callable[[], object]) -> list[int]:

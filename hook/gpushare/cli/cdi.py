@@ -9,11 +9,11 @@ from typing import Any, Optional
 import click
 import yaml
 
-from .. import cdi as devices
-from .. import log
+from ..core.quoting import shown
 from ..engines.base import Change
 from ..engines.host import Host, check_program, foreign_owners
-from ..quoting import shown
+from ..integrations import cdi as devices
+from ..state import log
 from . import facts
 from .options import Paths, given, with_no_color
 from .output import write, write_line

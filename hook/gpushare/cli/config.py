@@ -8,8 +8,8 @@ from typing import Any, Optional
 
 import click
 
-from ..config import effective, load_config
-from ..model import Config
+from ..config.config import effective, load_config
+from ..core.model import Config
 from .options import Paths, with_format
 from .output import Column, write_json, write_line, write_table
 

@@ -8,24 +8,14 @@ from typing import Any, Optional
 
 import click
 
-from .. import log, names
-from ..dialects import device_name
-from ..quantity import human
-from ..quoting import printable
+from ..core import names
+from ..core.quantity import human
+from ..core.quoting import printable
+from ..request.dialects import device_name
+from ..state import log
 from . import facts
 from .options import Paths, complete_ids, with_format
-from .output import (
-    BAR,
-    Column,
-    age,
-    bar,
-    is_tty,
-    state_style,
-    write_json,
-    write_line,
-    write_table,
-    write_text,
-)
+from .output import BAR, Column, age, bar, is_tty, state_style, write_json, write_line, write_table, write_text
 
 _LIST = (
     Column("container"),

@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
-from .. import leases, livelimits, placement
-from ..dialects import device_name
-from ..ledger import capacity_percent
-from ..model import Device, Node
-from ..quantity import human
+from ..allocation import livelimits, placement
+from ..core.model import Device, Node
+from ..core.quantity import human
+from ..request.dialects import device_name
+from ..state import leases
+from ..state.ledger import capacity_percent
 from . import facts
 from .options import Paths, with_format
 from .output import Column, bar, bar_column, state_style, write_json, write_table

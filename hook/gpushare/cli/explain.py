@@ -9,30 +9,21 @@ from typing import Optional
 
 import click
 
-from .. import (
-    applied,
-    driverfiles,
-    leases,
-    livelimits,
-    names,
-    node,
-    oci,
-    placement,
-    plan,
-    policy,
-    procs,
-    request,
-    rootfs,
-    specedit,
-    why,
-    withhold,
-)
-from ..dialects import injected, table
-from ..explain import explain_json, explain_text
-from ..model import Bundle, Lease, Node, Request
-from ..ops import Mount, Plan
-from ..quoting import printable
-from ..spectree import SpecTree
+from ..allocation import livelimits, placement
+from ..config import node
+from ..core import names
+from ..core.model import Bundle, Lease, Node, Request
+from ..core.ops import Mount, Plan
+from ..core.quoting import printable
+from ..gpu import driverfiles
+from ..inject import applied, plan, rootfs, specedit
+from ..inject.spectree import SpecTree
+from ..programs import why
+from ..programs.explain import explain_json, explain_text
+from ..request import oci, policy, request, withhold
+from ..request.dialects import injected, table
+from ..state import leases
+from ..system import procs
 from . import facts
 from .options import Paths, with_format
 from .output import write_json, write_text

@@ -18,10 +18,14 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import click
 
-from .. import driverfiles, gpuuse, inventory, livelimits, node, reconcile, sigterm
-from ..errors import GpushareError, RequestError, what_to_do
-from ..model import Lease
-from ..quoting import shown
+from ..allocation import livelimits
+from ..config import node
+from ..core.errors import GpushareError, RequestError, what_to_do
+from ..core.model import Lease
+from ..core.quoting import shown
+from ..gpu import driverfiles, gpuuse, inventory
+from ..monitor import reconcile
+from ..system import sigterm
 from . import facts
 from .options import Paths, given, with_interval, with_no_color
 from .output import write, write_line
@@ -255,7 +259,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         """A client that goes away in the middle is nobody's concern; anything else is one line."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
-            from .. import log
+            from ..state import log
 
             log.to_stderr(log.line_of(error)[0] if isinstance(error, Exception) else str(error))
 

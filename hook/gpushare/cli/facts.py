@@ -6,11 +6,14 @@ import os
 import time
 from typing import NamedTuple, Optional
 
-from .. import leases, log, names, node, procs, region, rootless, storage, usagefile
-from ..errors import GpushareError, RequestError
-from ..model import Lease, Node, Share
-from ..quantity import human
-from ..quoting import shown
+from ..config import node
+from ..core import names
+from ..core.errors import GpushareError, RequestError
+from ..core.model import Lease, Node, Share
+from ..core.quantity import human
+from ..core.quoting import shown
+from ..state import leases, log, region, storage, usagefile
+from ..system import procs, rootless
 from .options import Paths
 
 NONE = "no container has a share of a GPU"

@@ -7,11 +7,11 @@ import sys
 
 import click
 
-from .. import node
-from ..errors import GpushareError, RequestError
-from ..model import Node
-from ..quantity import size_bytes
-from ..quoting import shown
+from ..config import node
+from ..core.errors import GpushareError, RequestError
+from ..core.model import Node
+from ..core.quantity import size_bytes
+from ..core.quoting import shown
 from . import facts
 from .options import Paths, given, with_interval, with_no_color
 from .output import write_line
@@ -53,7 +53,7 @@ def k8s_plugin(paths: Paths, folder: str, unit: str, whole: tuple[str, ...], int
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what went wrong is a line of ours
     unit_mib = _unit_mib(unit)
-    from ..kubelet import plugin  # with gRPC, after the command line has been read
+    from ..integrations.kubelet import plugin  # with gRPC, after the command line has been read
 
     settings = plugin.Settings(os.path.abspath(folder), unit_mib, whole, interval)
     plugin.run(_node(paths, whole), paths.state_dir, settings, _say)
@@ -79,7 +79,7 @@ def _unit_mib(text: str) -> int:
 def _node(paths: Paths, whole: tuple[str, ...]) -> Node:
     """As it was compiled last, which needs no driver's library: in a pod there is none. Devices that are named must be
     there now. Raises RequestError."""
-    from ..dialects import is_among, usable_devices
+    from ..request.dialects import is_among, usable_devices
 
     found = node.last(paths.state_dir) or facts.host(paths)
     for name in whole:

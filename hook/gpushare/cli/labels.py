@@ -6,10 +6,10 @@ import os
 
 import click
 
-from .. import labels as features
-from .. import names
+from ..core import names
 from ..engines.base import Change
 from ..engines.host import Host
+from ..integrations import labels as features
 from . import facts
 from .options import Paths, given, with_format
 from .output import write, write_json, write_line

@@ -6,12 +6,14 @@ from typing import Any, Callable, Optional
 
 import click
 
-from .. import decision, leases, livelimits, names, resize
-from ..dialects import device_name
-from ..errors import GpushareError, RequestError
-from ..model import Lease, Share
-from ..quantity import human
-from ..quoting import shown
+from ..allocation import livelimits, resize
+from ..core import names
+from ..core.errors import GpushareError, RequestError
+from ..core.model import Lease, Share
+from ..core.quantity import human
+from ..core.quoting import shown
+from ..request.dialects import device_name
+from ..state import decision, leases
 from . import facts
 from .options import Paths, complete_ids, given, with_format
 from .output import Column, write_json, write_line, write_table

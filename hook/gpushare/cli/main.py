@@ -13,9 +13,11 @@ from typing import Any, Optional, cast
 
 import click
 
-from .. import log, names, rootless
-from ..errors import GpushareError, what_to_do
-from ..quoting import shown
+from ..core import names
+from ..core.errors import GpushareError, what_to_do
+from ..core.quoting import shown
+from ..state import log
+from ..system import rootless
 from .options import Paths, given, with_no_color
 
 PROGRAM = "gpushare"

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, Optional
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from .. import names, oci
-from ..errors import GpushareError
-from ..gpuuse import Gpu
-from ..model import Lease
-from ..reconcile import Finding, Look
+from ..core import names
+from ..core.errors import GpushareError
+from ..core.model import Lease
+from ..gpu.gpuuse import Gpu
+from ..monitor.reconcile import Finding, Look
+from ..request import oci
 from . import facts
 from .options import Paths
 from .sample import Line, Sampler

@@ -6,12 +6,15 @@ from typing import Any, NamedTuple, Optional
 
 import click
 
-from .. import backends, leases, mps, mpsdaemon, mpsstatus, names, quantity, servicenotify
-from ..dialects import device_name, find_devices
-from ..errors import RequestError
-from ..model import Device, Node
-from ..quantity import human
-from ..quoting import shown
+from ..allocation import backends, mps, mpsdaemon, mpsstatus
+from ..core import names, quantity
+from ..core.errors import RequestError
+from ..core.model import Device, Node
+from ..core.quantity import human
+from ..core.quoting import shown
+from ..request.dialects import device_name, find_devices
+from ..state import leases
+from ..system import servicenotify
 from . import facts
 from .options import Paths, given, with_format
 from .output import Column, Progress, state_style, write_json, write_line, write_table

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from .. import changes, leases, node, region, storage
-from ..dialects import device_name
-from ..errors import GpushareError
-from ..model import Node
-from ..quantity import human
+from ..config import changes, node
+from ..core.errors import GpushareError
+from ..core.model import Node
+from ..core.quantity import human
+from ..request.dialects import device_name
+from ..state import leases, region, storage
 from .options import Paths, with_format
 from .output import Progress, write_json, write_line
 

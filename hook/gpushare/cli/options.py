@@ -73,7 +73,7 @@ def with_interval(default_s: float, meaning: str) -> Callable[[Command], Command
 def complete_ids(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """For `shell_complete` of an argument ID: containers and refusals. Whoever may not see them gets none; an error has
     no place while somebody types."""
-    from .. import rootless
+    from ..system import rootless
     from . import facts
 
     try:

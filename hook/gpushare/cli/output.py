@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import click
 
-from ..quoting import printable
+from ..core.quoting import printable
 from .options import NO_COLOR
 
 if TYPE_CHECKING:

@@ -6,8 +6,10 @@ from typing import NamedTuple, Optional
 
 import click
 
-from .. import decision, leaseend, leases, livelimits, log, names, storage
-from ..errors import GpushareError
+from ..allocation import livelimits
+from ..core import names
+from ..core.errors import GpushareError
+from ..state import decision, leaseend, leases, log, storage
 from .options import Paths, with_format
 from .output import Column, write_json, write_line, write_table
 

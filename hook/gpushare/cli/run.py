@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Optional
 
 import click
 
-from .. import decision, names
-from ..errors import GpushareError, RequestError
-from ..quoting import shown
+from ..core import names
+from ..core.errors import GpushareError, RequestError
+from ..core.quoting import shown
+from ..state import decision
 from .options import Paths, given
 
 if TYPE_CHECKING:
-    from .. import run as programs
+    from ..programs import run as programs
 
 # option -> our own variable of the same meaning
 _FLAGS = {
@@ -62,8 +63,8 @@ def run(
     The program replaces this one: signals, exit code, directory, environment and open files are its own. Its share
     ends with it.
     """
-    from .. import run as programs
-    from ..runtime import Paths as RunPaths
+    from ..programs import run as programs
+    from ..programs.runtime import Paths as RunPaths
 
     asked = [(_FLAGS[flag], value) for flag, value in flags.items() if value is not None]
     if oversubscribe:
@@ -104,7 +105,7 @@ def user_of(text: str) -> programs.User:
     import grp
     import pwd
 
-    from .. import run as programs
+    from ..programs import run as programs
 
     user, colon, group = text.partition(":")
     try:

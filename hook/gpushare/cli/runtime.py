@@ -8,15 +8,16 @@ from typing import Any, Optional
 
 import click
 
-from .. import log, profiles
-from ..config import effective, parse_config
+from ..config import profiles
+from ..config.config import effective, parse_config
+from ..core.errors import ConfigError
+from ..core.quoting import shown
 from ..engines import base
 from ..engines import configure as engines
 from ..engines.base import Change, Settings
 from ..engines.configure import CRI_ENGINES, ENGINES, Outcome, State
 from ..engines.host import Host, broken_snapshot, check_program, foreign_owners
-from ..errors import ConfigError
-from ..quoting import shown
+from ..state import log
 from .options import Paths, given, with_format
 from .output import Column, state_style, write_json, write_line, write_table
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple, Optional
 
-from .. import leases, livelimits, node, placement, region
-from ..errors import GpushareError
-from ..model import Node
+from ..allocation import livelimits, placement
+from ..config import node
+from ..core.errors import GpushareError
+from ..core.model import Node
+from ..state import leases, region
 from . import containers, devices, facts
 from .options import Paths
 

@@ -7,10 +7,10 @@ import sys
 
 import click
 
-from .. import log
-from .. import uninstall as removal
+from ..core.errors import GpushareError
 from ..engines.host import Host
-from ..errors import GpushareError
+from ..integrations import uninstall as removal
+from ..state import log
 from .options import Paths, given, with_format
 from .output import write_json, write_line
 from .runtime import settings_of

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Callable, Optional
 
-from .. import log
-from ..config import load_config
+from ..config.config import load_config
+from ..core.errors import DeviceError, GpushareError
 from ..engines.base import Settings
 from ..engines.host import Host
-from ..errors import DeviceError, GpushareError
-from ..inventory import read_inventory
+from ..gpu.inventory import read_inventory
+from ..state import log
 from . import driver, engines, kernel, mps, shim, state
 from .base import FAIL, OK, SKIP, WARN, Check, Machine, Result, failed
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Callable, NamedTuple, Optional
 
+from ..core.errors import GpushareError
+from ..core.model import Config, Inventory, Node
 from ..engines.base import Settings
 from ..engines.host import Host
-from ..errors import GpushareError
-from ..model import Config, Inventory, Node
 
 OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 

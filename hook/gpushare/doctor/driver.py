@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from .. import driverfiles, driverroot
-from ..dialects import device_name
-from ..drivertable import CAPABILITIES
-from ..quantity import human
+from ..core.quantity import human
+from ..gpu import driverfiles, driverroot
+from ..gpu.drivertable import CAPABILITIES
+from ..request.dialects import device_name
 from .base import FAIL, OK, SKIP, WARN, Machine, Result, failed, no_driver
 
 _USUAL = ("compute", "utility")  # what a container gets that names no capability
@@ -74,7 +74,7 @@ def nodes(machine: Machine) -> Result:
 
 def rights(machine: Machine) -> Result:
     """Who asks is part of every answer."""
-    from .. import rootless
+    from ..system import rootless
 
     if rootless.is_rootless():
         return Result(WARN, rootless.COOPERATIVE, "run as root to see what root's containers have")

@@ -6,11 +6,11 @@ import os
 import re
 import subprocess
 
-from .. import lowlevel
+from ..config import lowlevel
+from ..core.errors import ConfigError
 from ..engines import base, configure
 from ..engines.configure import ENGINES, State
 from ..engines.host import broken_snapshot, check_program, foreign_owners
-from ..errors import ConfigError
 from .base import FAIL, OK, WARN, Machine, Result, failed
 
 _ASK_SECONDS = 10

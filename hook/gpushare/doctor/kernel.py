@@ -7,9 +7,10 @@ import errno
 import os
 from typing import Callable, NamedTuple
 
-from .. import bpf, driverfiles, idmap, linux, mountns, rootless
-from ..driverroot import short_read
-from ..errors import KernelError
+from ..core.errors import KernelError
+from ..gpu import driverfiles
+from ..gpu.driverroot import short_read
+from ..system import bpf, idmap, linux, mountns, rootless
 from .base import FAIL, OK, SKIP, WARN, Machine, Result
 
 _NO_FD = -1

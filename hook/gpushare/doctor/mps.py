@@ -9,9 +9,12 @@ import os
 from collections.abc import Sequence
 from typing import Callable, NamedTuple, Optional
 
-from .. import backends, leases, mps, mpscontrol, mpsstatus, names, rootless
-from ..dialects import device_name
-from ..model import Device, Lease, Node
+from ..allocation import backends, mps, mpscontrol, mpsstatus
+from ..core import names
+from ..core.model import Device, Lease, Node
+from ..request.dialects import device_name
+from ..state import leases
+from ..system import rootless
 from .base import FAIL, OK, SKIP, WARN, Machine, Result, no_driver
 from .state import some
 

@@ -16,12 +16,16 @@ import tempfile
 import time
 from typing import Any, NoReturn
 
-from .. import decision, elf, linux, names, request, rootless, run, storage
-from ..errors import GpushareError
-from ..log import line_of
-from ..model import Node, Policy
-from ..ops import Mount, Plan
-from ..quantity import human
+from ..core import names
+from ..core.errors import GpushareError
+from ..core.model import Node, Policy
+from ..core.ops import Mount, Plan
+from ..core.quantity import human
+from ..programs import run
+from ..request import request
+from ..state import decision, storage
+from ..state.log import line_of
+from ..system import elf, linux, rootless
 from .base import FAIL, OK, SKIP, Machine, Result, no_driver
 
 _LIMIT_BYTES = 1 << 30

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import time
 
-from .. import changes, leases, livelimits, log, names, node, storage
-from ..quoting import shown
+from ..allocation import livelimits
+from ..config import changes, node
+from ..core import names
+from ..core.quoting import shown
+from ..state import leases, log, storage
 from .base import FAIL, OK, WARN, Machine, Result, no_driver
 
 _RECENT_S = 24 * 3600

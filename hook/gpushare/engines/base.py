@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple, Optional, Protocol
 
-from .. import names
-from ..errors import ConfigError
-from ..quoting import shown
+from ..core import names
+from ..core.errors import ConfigError
+from ..core.quoting import shown
 
 RUNTIME = "gpushare"  # the name that `docker run --runtime` and a RuntimeClass's handler give
 RUNTIME_PROGRAM = "gpushare-runtime"

@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
-from ..errors import ConfigError
-from ..quoting import shown
+from ..core.errors import ConfigError
+from ..core.quoting import shown
 from . import containerd, crio, docker, podman, record
 from .base import UNKNOWN, Change, Engine, Settings
 from .host import Host

@@ -17,9 +17,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
-from ..dialects import triggers
-from ..errors import ConfigError
-from ..quoting import shown
+from ..core.errors import ConfigError
+from ..core.quoting import shown
+from ..request.dialects import triggers
 from . import basespec, hookfiles, jsontext, tomltext
 from .base import RUNTIME, RUNTIME_PROGRAM, UNKNOWN, Change, Files, Proposal, Settings
 from .tomltext import Keys

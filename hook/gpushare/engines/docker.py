@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
 from . import jsontext
 from .base import RUNTIME, Change, Files, Proposal, Settings
 

@@ -11,9 +11,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from ..errors import ConfigError
-from ..names import CRI_FLAG
-from ..quoting import shown
+from ..core.errors import ConfigError
+from ..core.names import CRI_FLAG
+from ..core.quoting import shown
 from . import jsontext, tomltext
 from .base import HOOK_PROGRAM, Change, Files, Settings
 

@@ -15,9 +15,9 @@ import subprocess
 from collections.abc import Sequence
 from typing import Optional
 
-from .. import filelock
-from ..errors import ConfigError, KernelError
-from ..quoting import shown
+from ..core.errors import ConfigError, KernelError
+from ..core.quoting import shown
+from ..system import filelock
 from .base import Change
 
 MAX_BYTES = 4 << 20

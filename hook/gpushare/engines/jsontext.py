@@ -11,8 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
-from ..errors import ConfigError
-from ..quoting import shown
+from ..core.errors import ConfigError
+from ..core.quoting import shown
 
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"

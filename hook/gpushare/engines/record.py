@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple, Optional
 
-from ..errors import ConfigError
-from ..quoting import shown
+from ..core.errors import ConfigError
+from ..core.quoting import shown
 from .base import Change
 from .host import Host
 

@@ -15,7 +15,7 @@ from typing import Any
 import tomlkit
 from tomlkit.exceptions import ParseError, TOMLKitError
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
 
 Keys = tuple[str, ...]
 BEGIN = "# gpushare runtime configure: begin (--undo takes this out)\n"

@@ -41,7 +41,7 @@ def watch(frame, event, called):
         sys.setprofile(None)
         os.kill(os.getpid(), {number})
 
-from gpushare import hook
+from gpushare.programs import hook
 sys.setprofile(watch if sys.argv[-1] != "poststop" else None)
 code = hook.main()
 sys.setprofile(None)
@@ -70,7 +70,7 @@ def write_hook(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Pa
     return program
 
 
-_RUNTIME = """from gpushare import hook, lowlevel, runtime, waiting
+_RUNTIME = """from gpushare.programs import hook, runtime, waiting; from gpushare.config import lowlevel
 def count():
     sys.setprofile(None)
     if {at} == 0:
@@ -109,7 +109,7 @@ def write_runtime(
     the runtime leaves (waiting.py), and the points are those of its adoption."""
     program = write_hook(directory, at, number)
     text = program.read_text()
-    begin = text[: text.index("from gpushare import hook")]
+    begin = text[: text.index("from gpushare.programs import hook")]
     place = directory / f"runtime-{at}-{int(number)}"
     for name in ("bin", "libexec"):
         (place / name).mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def write_cli(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Pat
     """The CLI, for `gpushare run`, which sends itself `number` at point `at` before it becomes the command."""
     program = write_hook(directory, at, number)
     text = program.read_text()
-    begin = text[: text.index("from gpushare import hook")]
+    begin = text[: text.index("from gpushare.programs import hook")]
     cli = directory / f"cli-{at}-{int(number)}"
     cli.write_text(begin + _RUN.format(at=at, count=str(directory / "points")))
     cli.chmod(0o755)

@@ -15,7 +15,7 @@ PARTS = ("device", "limits file", "share", "rw", "libcuda", "libnvidia-ml")
 
 _LOOK = """
 import json
-from gpushare import region
+from gpushare.state import region
 seen = []
 
 above = os.open({state!r}, os.O_PATH)  # in the container's mount namespace our path is none

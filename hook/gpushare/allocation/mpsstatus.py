@@ -1,0 +1,143 @@
+"""What became of an MPS daemon, its limits and its containers, for people. Not on the start path.
+
+known(state_dir)                             -> uuids          of which a daemon has left something
+look(host, device, leases)                   -> Seen           all that `gpushare mps status` shows of one
+affected(found, uuid, leases, state_dir)     -> leases         that were granted a daemon that is no longer there
+limits_now(control), expected(found)         -> text           what it says, and what it was given
+deaths(folder, pid, leases)                  -> text           servers that have died, and whose they were
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..core import names
+from ..core.errors import GpushareError
+from ..core.model import Device, Lease, Node
+from ..state import region, storage
+from . import backends, mps, mpscontrol, mpswords
+from .mpscontrol import Control
+
+_LOG_BYTES = 1 << 18  # the end of a log is enough
+_DEATH = re.compile(r"^\[?(.{0,19}).* Control +(\d+)\] Server (\d+) exited with status (-?\d+)")
+_SECONDS = "%Y-%m-%d %H:%M:%S"  # by the host's clock, as people read it
+
+
+class Seen(NamedTuple):
+    """One device."""
+
+    state: str  # running | stopped | dead | changed
+    found: mps.MpsState
+    servers: tuple[int, ...]
+    clients: tuple[int, ...]
+    containers: tuple[Lease, ...]
+    affected: tuple[Lease, ...]
+    note: str
+
+
+def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
+    """Asks the daemon itself. Never raises: one that does not answer is dead."""
+    found = mps.state(device.uuid, host.config.state_dir)
+    containers = backends.having(mps.NAME, live, device.uuid)
+    gone = affected(found, device.uuid, live, host.config.state_dir)
+    if found.problem:
+        state = "dead" if found.was_running else "stopped"
+        return Seen(state, found, (), (), containers, gone, found.problem if found.was_running else "")
+    folder = mps.directory(host.config.state_dir, device.uuid)
+    try:
+        control = control_of(host, folder, found.pid)
+        words = control.words
+        servers = control.numbers(words.servers)
+        clients = tuple(pid for server in servers for pid in control.numbers(words.clients.format(server=server)))
+        now, wanted = limits_now(control), expected(found)
+        others = servers_off(control, servers, found.thread_percent)
+    except GpushareError as error:
+        return Seen("dead", found, (), (), containers, gone, error.message)
+    state, note = "running", deaths(folder, found.pid, containers)
+    if now != wanted or others:
+        state, note = "changed", f"its limits are {now}, not {wanted}" if now != wanted else others
+    return Seen(state, found, servers, clients, containers, gone, note)
+
+
+def control_of(host: Node, folder: str, pid: int) -> Control:
+    """Of the daemon whose files are in `folder`."""
+    program = mpscontrol.program(host.inventory.root) or mpscontrol.NAME
+    env = mpscontrol.environment(host, program)
+    return Control(program, f"{folder}/pipe", env, mpscontrol.protocol_of(pid))
+
+
+def known(state_dir: str) -> list[str]:
+    """Devices of which a daemon has left something."""
+    try:
+        left = os.listdir(os.path.join(state_dir, mps.FOLDER))
+    except OSError:
+        return []
+    return sorted(name for name in left if stat.S_ISDIR(os.lstat(os.path.join(state_dir, mps.FOLDER, name)).st_mode))
+
+
+def affected(found: mps.MpsState, uuid: str, leases: Sequence[Lease], state_dir: str) -> tuple[Lease, ...]:
+    """Containers whose daemon is gone: programs that run in them get errors."""
+    theirs = backends.having(mps.NAME, leases, uuid)
+    return tuple(lease for lease in theirs if found.problem or _token(state_dir, lease.id) != found.token)
+
+
+def _token(state_dir: str, container_id: str) -> int:
+    """Which daemon a container was given; 0 when its limits file does not say."""
+    try:
+        path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
+        return storage.read_limits(path).mps_token
+    except region.RegionError:
+        return 0
+
+
+def limits_now(control: Control) -> str:
+    """What the daemon says of its limits now, for people: anybody who can connect to it can set these defaults."""
+    percent, memory = control.ask(control.words.get_percent), control.ask(control.words.get_memory)
+    number = mpswords.percent_in(percent)
+    return f"{percent if number is None else f'{number:.1f}'}%, {memory or 'no memory limit'}"
+
+
+def servers_off(control: Control, servers: Sequence[int], percent: int) -> str:
+    """For people: a server that gives another percentage than its daemon was told, which anybody can set, too."""
+    for server in servers if control.words.get_server_percent else ():
+        said = mpswords.percent_in(control.ask(control.words.get_server_percent.format(server=server)))
+        if said not in (None, percent):  # None: it has ended meanwhile
+            return f"server {server} gives {said:.1f}%, not {percent:.1f}%"
+    return ""
+
+
+def expected(found: mps.MpsState) -> str:
+    memory = mpscontrol.memory_text(found.memory_bytes) if found.memory_bytes else "no memory limit"
+    return f"{found.thread_percent:.1f}%, {memory}"
+
+
+def deaths(folder: str, pid: int, containers: Sequence[Lease]) -> str:
+    """What the daemon's log says of servers that have died, for people, with those of `containers` that were there
+    then: all of a daemon's clients have one server. "" when none has."""
+    try:
+        with open(f"{folder}/log/control.log", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    found = [match for match in map(_DEATH.search, lines) if match and int(match[2]) == pid and match[4] != "0"]
+    if not found:
+        return ""
+    _, _, server, status = found[-1].groups()
+    then = _unix(found[-1][1])
+    had = ", ".join(names.short(one.id) for one in containers if one.created < then)
+    where = f" in {had}" if had else ""
+    return f"server {server} has died (status {status}): programs that had it{where} must be started again"
+
+
+def _unix(text: str) -> float:
+    """When that second ended. What is no time was now: nobody is left out."""
+    try:
+        return time.mktime(time.strptime(text, _SECONDS)) + 1
+    except (ValueError, OverflowError):
+        return time.time()

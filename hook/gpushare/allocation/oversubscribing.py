@@ -1,0 +1,100 @@
+"""Shares that go on in host memory (docs/oversubscription.md). Pure; a start needs it only where one does.
+
+    whole_bytes(size, scaling, device)      -> int     what a share may hold on device and host together
+    divided(memory, scaling, device)        -> Amount on the device, bytes in all    of an amount that is for both
+    require_budget(shares, node, ledger, sources)      raises CapacityError, PolicyError, RequestError
+    budget_bytes(config, inventory)         -> int     what of the host may be promised
+
+The budget counts the whole of each such share, its device part too: where a device is full for others' doing, all of
+it lies on the host, and it must have a place there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..core import names
+from ..core.errors import CapacityError, PolicyError, RequestError
+from ..core.model import Amount, Config, Device, Inventory, Node, Share
+from ..core.names import ENV_MEMORY, ENV_OVERSUBSCRIBE
+from ..core.quantity import amount, bytes_of, human
+from ..core.quoting import shown_name
+from ..request.dialects import device_name
+from ..state.ledger import Ledger
+from ..state.region import MAX_DEVICES
+
+KEY = "oversubscription.host_memory"
+_OURS = (ENV_OVERSUBSCRIBE, names.ANNOTATIONS[ENV_OVERSUBSCRIBE])
+_MOST_DEVICES = MAX_DEVICES // 2  # the host parts are counted as devices, too
+
+
+def whole_bytes(size: int | None, scaling: float, device: Device) -> int:
+    """`size` times `scaling`, in whole blocks; 0 where that is nothing beyond it. RequestError without a limit."""
+    if size is None:
+        raise RequestError(
+            f"{ENV_OVERSUBSCRIBE}: no memory limit was asked for device {device_name(device)}, so there is nothing to "
+            "go beyond",
+            f"set {ENV_MEMORY}",
+        )
+    whole = round(size * scaling)
+    whole -= whole % device.granularity_bytes
+    return whole if whole > size else 0
+
+
+def divided(memory: Amount, scaling: float, device: Device) -> tuple[Amount, int]:
+    """What `memory` of device and host together, `scaling` times its part on the device, takes of the device; and all
+    of it. Whole blocks, rounded down: where limits add up to `scaling` times the device, their parts fit into it."""
+    block = max(1, device.granularity_bytes)
+    whole = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
+    whole -= whole % block
+    part = int(whole / scaling)
+    part -= part % block
+    return Amount(part, None, f"{memory.text} ({human(part)} of it on the device)"), whole
+
+
+def budget_bytes(config: Config, inventory: Inventory) -> int:
+    """0: none, or the host's size is not known."""
+    if not config.host_memory:
+        return 0
+    return bytes_of(amount(KEY, config.host_memory), inventory.host_memory_bytes, 1)
+
+
+def _without(sources: Sequence[tuple[str, str]]) -> str:
+    """What to do where there is no budget, by the words of the request."""
+    from ..request.dialects import table  # of a refusal
+
+    others = tuple(word.name for row in table.SCHEDULERS for word in row.variables if word.about == table.BEYOND)
+    said = next((name for name, _ in sources if name.startswith(others) or name.endswith(_OURS)), "")
+    return f"leave {shown_name(said)} out" if said else "sharing.memory_scaling to 1.0"
+
+
+def require_budget(
+    shares: Sequence[Share], node: Node, ledger: Ledger, sources: Sequence[tuple[str, str]] = ()
+) -> None:
+    """All shares of one container, beside what is promised. `sources`: what asked for them."""
+    asked = sum(share.virtual_bytes for share in shares)
+    if not asked:
+        return
+    budget = budget_bytes(node.config, node.inventory)
+    if not budget:
+        raise PolicyError(
+            f"{human(asked)} on device and host together was asked for, and {KEY} gives none",
+            f"set {KEY} in the node's config.yaml, or {_without(sources)}",
+        )
+    if len(shares) > _MOST_DEVICES:
+        raise RequestError(
+            f"{len(shares)} devices with memory beyond them were asked for, at most {_MOST_DEVICES} are possible",
+            "ask for fewer devices",
+        )
+    if ledger.blocked:  # by leases that cannot be read: nobody knows what was promised to them
+        raise CapacityError(
+            "host memory of oversubscribed shares is in use by containers that gpushare does not know",
+            "stop them and run `gpushare prune --assume-free`",
+        )
+    if ledger.host_bytes + asked > budget:
+        free = max(0, budget - ledger.host_bytes)
+        raise CapacityError(
+            f"host memory of oversubscribed shares: {human(asked)} asked, {human(free)} free of {human(budget)} "
+            f"({KEY})",
+            "ask for less, or stop an oversubscribed container" if ledger.host_bytes else "ask for less",
+        )

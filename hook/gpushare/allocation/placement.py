@@ -1,0 +1,232 @@
+"""Which devices a request gets, and how much of each: a pure function of what is granted already.
+
+    ledger_of(leases, policy, blocked)  -> Ledger                  ledger.py
+    grant(request, node, ledger)        -> tuple[Share, ...]      () for `none`: driver files, no GPU
+    named(request, node)                -> tuple[Device, ...]     those of which it is one; for `any` all
+    survey(request, node, ledger)       -> tuple[Verdict, ...]    of each device, what speaks for it or against it
+
+The caller holds the lease lock around both, so that two requests never see the same free bytes. `grant` raises
+CapacityError (with the numbers and the holders), PolicyError, RequestError or DeviceError. The same leases give the
+same answer: nothing is left to chance, nor to the order in which leases are found. Start path.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+from ..core import names
+from ..core.errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
+from ..core.model import Config, Device, Node, Policy, Request, Share
+from ..core.quoting import setting
+from ..request.dialects import device_name, find_devices, is_among, usable_devices
+from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, ledger_of
+from . import fitting
+from .fitting import Offer, Wanted
+
+__all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "named", "survey"]
+_ALL = 1_000_000  # parts of a device, for comparing how full they are
+_MANY = 1_000  # more than the containers of a device
+_SHOWN = 8  # devices that a refusal tells of
+
+
+class Verdict(NamedTuple):
+    """One device for one slot: an offer, or why not. `fullness`: how much of it would be granted, for comparing."""
+
+    device: Device
+    offer: Optional[Offer]
+    refusal: Optional[GpushareError]
+    fullness: int
+
+
+def _devices(count: int) -> str:
+    return f"{count} device" if count == 1 else f"{count} devices"
+
+
+def _said(request: Request, variable: str, otherwise: str) -> str:
+    """`NAME="VALUE"` as the container says it, be it a variable or an annotation; `otherwise` when it does not."""
+    suffix = names.ANNOTATIONS[variable]
+    found = next((pair for pair in request.sources if pair[0] == variable or pair[0].endswith(suffix)), None)
+    return setting(*found) if found else otherwise
+
+
+def _denied_by_policy(device: Device, policy: Policy) -> Optional[PolicyError]:
+    allowed = policy.allowed_devices
+    if not allowed or is_among(device, allowed):
+        return None
+    return PolicyError(
+        f"device {device_name(device)} ({device.uuid}) is not among policy.allowed_devices",
+        f"use {', '.join(allowed)}",
+        "not among policy.allowed_devices",
+    )
+
+
+def _wanted(request: Request, slots: int) -> tuple[Wanted, ...]:
+    """What each slot asks for. Every slot must be covered: one without a limit would be unlimited by accident."""
+    memory, compute = dict(request.memory), dict(request.compute)
+    for name, by_slot in ((names.ENV_MEMORY, memory), (names.ENV_COMPUTE, compute)):
+        if not by_slot or None in by_slot:
+            continue
+        said = _said(request, name, name)
+        beyond = [slot for slot in by_slot if slot is not None and slot >= slots]
+        missing = [slot for slot in range(slots) if slot not in by_slot]
+        if beyond:
+            raise RequestError(
+                f"{said}: an amount for slot {beyond[0]}, but this container gets {_devices(slots)}, counted from 0",
+                f"leave it out, or set {names.ENV_DEVICES}=any:{max(beyond) + 1} to get {max(beyond) + 1}",
+            )
+        if missing:
+            raise RequestError(
+                f"{said}: no amount for slot {missing[0]}, and this container gets {_devices(slots)}",
+                "give every slot an amount, or one amount for all",
+            )
+    scalings = dict(request.scalings)
+    return tuple(
+        Wanted(
+            memory.get(slot, memory.get(None)),
+            compute.get(slot, compute.get(None)),
+            scalings.get(slot, scalings.get(None, 1.0)),
+        )
+        for slot in range(slots)
+    )
+
+
+def named(request: Request, node: Node) -> tuple[Device, ...]:
+    """The devices that are named, in PCI order, which is the order in which the container counts them; for `any` all.
+    Of `all` those that policy allows; one that was named and is not allowed is refused."""
+    inventory, policy = node.inventory, node.config.policy
+    selection = request.selection
+    if not inventory.devices:
+        raise DeviceError(f"no NVIDIA device on this host (driver root {inventory.root})", "load the driver")
+    devices = usable_devices(inventory)
+    if selection.kind == "any":
+        return devices
+    if selection.kind == "list":
+        text = ",".join(selection.names)
+        found = (find_devices(names.ENV_DEVICES, text, name, inventory) for name in selection.names)
+        uuids = {device.uuid for some in found for device in some}
+        devices = tuple(device for device in devices if device.uuid in uuids)
+    denied = [error for error in (_denied_by_policy(device, policy) for device in devices) if error]
+    if denied and (selection.kind == "list" or len(denied) == len(devices)):
+        raise denied[0]
+    return tuple(device for device in devices if not _denied_by_policy(device, policy))
+
+
+def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
+    """The shares of a request, slot by slot in PCI order; no device twice."""
+    if request.selection.kind == "none":
+        return ()
+    devices = named(request, node)
+    if request.selection.kind == "any":
+        chosen = _choose(request, node, ledger, devices)
+    else:
+        wanted = _wanted(request, len(devices))
+        chosen = [
+            (device, fitting.offer(wanted[at], request, device, node, ledger)) for at, device in enumerate(devices)
+        ]
+    soft = request.compute_mode == "soft"
+    shares = tuple(
+        Share(
+            *(slot, device, offer.memory_limit_bytes, offer.compute_percent, soft, request.priority),
+            *(offer.virtual_bytes > 0, offer.clamped, offer.page),
+            virtual_bytes=offer.virtual_bytes,
+            memory_backend=offer.holders.memory,
+            compute_backend=offer.holders.compute,
+        )
+        for slot, (device, offer) in enumerate(chosen)
+    )
+    if any(share.virtual_bytes for share in shares):
+        from . import oversubscribing
+
+        oversubscribing.require_budget(shares, node, ledger, request.sources)
+    return shares
+
+
+# `any`
+
+
+def _fullness(offer: Offer, device: Device, soft: bool, ledger: Ledger, config: Config) -> int:
+    """How much of the device is granted once it gives this: memory and compute each for a half, then how many
+    containers it has, which tells apart those that are limited in neither."""
+    total, used = capacity_bytes(device, config), ledger.used.get(device.uuid, 0)
+    memory = _ALL
+    if offer.memory_limit_bytes is not None and total:
+        memory = (used + offer.memory_limit_bytes) * _ALL // total
+    elif config.policy.unlimited == "shared" and total:
+        memory = used * _ALL // total
+    percent = sum(size for _, size in ledger.compute.get(device.uuid, ()))
+    if counts(offer.compute_percent, soft):
+        percent += offer.compute_percent or 0
+    compute = percent * _ALL // max(1, capacity_percent(device, config))
+    return (memory + compute) * _MANY + len(ledger.holders.get(device.uuid, ()))
+
+
+def _verdict(wanted: Wanted, request: Request, device: Device, node: Node, ledger: Ledger) -> Verdict:
+    denied = _denied_by_policy(device, node.config.policy)
+    if denied:
+        return Verdict(device, None, denied, 0)
+    try:
+        offer = fitting.offer(wanted, request, device, node, ledger)
+    except GpushareError as error:
+        return Verdict(device, None, error, 0)
+    full = _fullness(offer, device, request.compute_mode == "soft", ledger, node.config)
+    return Verdict(device, offer, None, full)
+
+
+def survey(request: Request, node: Node, ledger: Ledger) -> tuple[Verdict, ...]:
+    """All devices for the first slot of `any`, for people (`gpushare explain`)."""
+    wanted = _wanted(request, request.selection.count)[0]
+    return tuple(_verdict(wanted, request, device, node, ledger) for device in named(request, node))
+
+
+def _choose(request: Request, node: Node, ledger: Ledger, devices: tuple[Device, ...]) -> list[tuple[Device, Offer]]:
+    """As many devices as slots, in PCI order, that are together the fullest (binpack) or the emptiest (spread); of
+    equals the first. Slots may ask for different amounts, so for each number of slots the best way to fill them with
+    the devices so far is kept."""
+    slots = request.selection.count
+    wanted = _wanted(request, slots)
+    allowed = sum(not _denied_by_policy(device, node.config.policy) for device in devices)
+    if 0 < allowed < slots:
+        asked = _said(request, names.ENV_DEVICES, f"any:{slots}")
+        raise CapacityError(f"{asked}: this container may use {_devices(allowed)}", "ask for fewer")
+    sign = 1 if node.config.placement == "spread" else -1
+    best: dict[int, tuple[int, list[tuple[Device, Offer]]]] = {0: (0, [])}  # slots filled -> (cost, how)
+    refused: list[Verdict] = []
+    for device in devices:
+        verdicts: dict[Wanted, Verdict] = {}
+        for slot in range(slots - 1, -1, -1):
+            if slot not in best:
+                continue
+            asked_here = wanted[slot]
+            if asked_here not in verdicts:
+                verdicts[asked_here] = _verdict(asked_here, request, device, node, ledger)
+            offer = verdicts[asked_here].offer
+            if offer is None:
+                continue
+            cost, how = best[slot]
+            cost += sign * verdicts[asked_here].fullness
+            if slot + 1 not in best or cost < best[slot + 1][0]:
+                best[slot + 1] = (cost, [*how, (device, offer)])
+        refused += [one for one in verdicts.values() if one.offer is None][:1]
+    if slots not in best:
+        raise _too_few(request, max(best), refused)
+    return best[slots][1]
+
+
+def short_name(device: Device) -> str:
+    """`GPU 0`, or `MIG 0:1`."""
+    return f"{'MIG' if device.parent else 'GPU'} {device_name(device)}"
+
+
+def _too_few(request: Request, fit: int, refused: list[Verdict]) -> GpushareError:
+    """Why `any` found too few. The only reason is told as it is, several are put into one line, for each device."""
+    errors = [verdict.refusal for verdict in refused if verdict.refusal]
+    if not fit and len({error.message for error in errors}) == 1:
+        return errors[0]
+    asked = [_said(request, name, "") for name in (names.ENV_DEVICES, names.ENV_MEMORY, names.ENV_COMPUTE)]
+    reasons = [f"{short_name(one.device)}: {one.refusal.brief}" for one in refused[:_SHOWN] if one.refusal]
+    reasons += [f"{len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else []
+    full = any(isinstance(error, CapacityError) for error in errors)
+    kind = CapacityError if full else type(errors[0])
+    found = f"{_devices(fit)} of {request.selection.count} fit" if fit else "no device fits"
+    hint = "ask for less, or stop a container (`gpushare list`)" if full else errors[0].hint
+    return kind(f"{found} {' and '.join(filter(None, asked)) or 'any'}: {'; '.join(reasons)}", hint)

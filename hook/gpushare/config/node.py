@@ -1,0 +1,193 @@
+"""node.json: configuration and inventory, compiled into one file that the start path reads and nothing else.
+
+    load_node(config_path, state_dir)           -> Node     fast; compiles when missing or stale
+    compile_node(config_path, state_dir, write) -> Node     always anew: yaml, jsonschema, NVML
+    read_node(config_path, state_dir)           -> Node | None   only if fresh
+    last(state_dir)                             -> Node | None   what was compiled last, fresh or not
+    load_config_only(config_path, state_dir)    -> Config   also on a host without a driver
+    node_json(node, inputs), node_of(value)     -> to and from plain JSON values
+
+Fresh means: same schema, same configuration file (path, mtime, size, inode), same driver version, same GPUs on the
+bus: one stat, one short read, one directory listing. The file is a cache and never required: what cannot be written is
+compiled again next time. Raises ConfigError and DeviceError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from typing import Any, Optional
+
+from ..core import names
+from ..core.errors import DeviceError, GpushareError
+from ..core.model import Config, Device, Inventory, Node, Policy, SharingRule
+from ..gpu import inventory
+from ..system import filelock
+from . import lowlevel
+
+SCHEMA = 4  # grows when the meaning of node.json changes
+FILE = "node.json"
+_TURN = "compile"  # beside it; who holds its lock compiles
+_DEVICES = ("devices", "mig")  # fields of Inventory that hold devices
+MAX_NODE_BYTES = 4 << 20
+PARTIAL_S = 60  # how long an inventory without memory sizes is good: NVML may answer by then
+
+
+def _config_identity(config_path: str) -> list[Any]:
+    """What changes when somebody edits the file; only the path while there is none. The first is what changes with an
+    upgrade: the default of shim_dir, which is compiled too."""
+    try:
+        status = os.stat(config_path)
+    except OSError:
+        return [names.SHIM_DIR, config_path]
+    return [names.SHIM_DIR, config_path, status.st_mtime_ns, status.st_size, status.st_ino]
+
+
+def _driver_identity(root: str) -> list[Any]:
+    """What changes with the driver or the GPUs; None for the version while no driver is loaded."""
+    try:
+        version: Optional[str] = inventory.driver_version(root)
+    except DeviceError:
+        version = None
+    return [version, *inventory.bus_ids(root), *inventory.mig_instances(root)]
+
+
+def node_json(node: Node, config_identity: list[Any], driver_identity: list[Any]) -> dict[str, Any]:
+    """The file's content as plain values."""
+    config, host = node
+    return {
+        "schema": SCHEMA,
+        "config_identity": config_identity,
+        "driver_identity": driver_identity,
+        "config": {**config._asdict(), "policy": config.policy._asdict()},
+        "inventory": {**host._asdict(), **{key: [d._asdict() for d in getattr(host, key)] for key in _DEVICES}},
+    }
+
+
+def node_of(value: dict[str, Any]) -> Node:
+    """The Node in a file's content. Raises KeyError or TypeError when it is something else."""
+    config, host = value["config"], value["inventory"]
+    policy: dict[str, Any] = {
+        key: tuple(item) if isinstance(item, list) else item for key, item in config["policy"].items()
+    }
+    sharing = tuple(SharingRule(*rule)._replace(devices=tuple(rule[-1])) for rule in config["sharing"])
+    return Node(
+        Config(**{**config, "policy": Policy(**policy), "sharing": sharing}),
+        Inventory(**{**host, **{key: tuple(Device(**device) for device in host[key]) for key in _DEVICES}}),
+    )
+
+
+def _read(path: str) -> Optional[dict[str, Any]]:
+    """The file's content if nobody but us could have written it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not ours or not stat.S_ISREG(status.st_mode) or status.st_size > MAX_NODE_BYTES:
+            return None
+        value = json.loads(os.read(fd, MAX_NODE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    finally:
+        os.close(fd)
+    return value if isinstance(value, dict) else None
+
+
+def read_node(config_path: str, state_dir: str) -> Optional[Node]:
+    """The compiled node if it is fresh."""
+    value = _read(os.path.join(state_dir, FILE))
+    if value is None or value.get("schema") != SCHEMA or value.get("config_identity") != _config_identity(config_path):
+        return None
+    try:
+        node = node_of(value)
+        host = node.inventory
+        partial = not all(device.memory_bytes for device in (*host.devices, *host.mig))
+        if partial and not 0 <= time.time() - os.stat(os.path.join(state_dir, FILE)).st_mtime <= PARTIAL_S:
+            return None  # also one of the future: the clock was set back
+    except (KeyError, TypeError, AttributeError, OSError):
+        return None
+    if value.get("driver_identity") != _driver_identity(node.config.driver_root):
+        return None
+    return node._replace(config=node.config._replace(state_dir=state_dir))
+
+
+def last(state_dir: str) -> Optional[Node]:
+    """For telling what has changed."""
+    value = _read(os.path.join(state_dir, FILE))
+    try:
+        return None if value is None or value.get("schema") != SCHEMA else node_of(value)
+    except (KeyError, TypeError, AttributeError):
+        return None
+
+
+def load_node(config_path: str, state_dir: str) -> Node:
+    """The node, compiled anew only when something changed, and then by one of the starts that notice it: the others
+    wait for its file, since all of them compiling at once takes each of them several times as long."""
+    return read_node(config_path, state_dir) or _compiled_once(config_path, state_dir)
+
+
+def _compiled_once(config_path: str, state_dir: str) -> Node:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:  # not the directory itself: any user of the host can open that, and then hold its lock for ever
+        turn = os.open(os.path.join(state_dir, _TURN), flags, 0o600)
+    except OSError:
+        return compile_node(config_path, state_dir)
+    try:
+        filelock.take(turn, os.path.join(state_dir, _TURN))  # given back when its holder dies
+        return read_node(config_path, state_dir) or compile_node(config_path, state_dir)
+    finally:
+        os.close(turn)
+
+
+def load_config_only(config_path: str, state_dir: str) -> Config:
+    """The configuration, from node.json when that is fresh."""
+    fresh = read_node(config_path, state_dir)
+    if fresh is not None:
+        return fresh.config
+    from .config import load_config
+
+    return load_config(config_path)._replace(state_dir=state_dir)
+
+
+def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
+    """Reads the configuration and asks the driver. `write=False` leaves no trace (explain)."""
+    from ..state import rebuild
+    from .config import load_config
+
+    config_identity = _config_identity(config_path)  # before reading: a change meanwhile makes the file stale
+    try:
+        config = load_config(config_path)._replace(state_dir=state_dir)
+    except ImportError as error:
+        raise GpushareError(f"cannot read {config_path}: {error}", "install PyYAML and jsonschema") from None
+    if write:
+        lowlevel.remember(config_path, state_dir, config)  # before the driver is asked: a host without one has runc
+    driver_identity = _driver_identity(config.driver_root)
+    node = Node(config, inventory.read_inventory(config.driver_root))
+    if write:
+        rebuild.mark_shares(state_dir)  # an upgrade compiles
+        _write(state_dir, node_json(node, config_identity, driver_identity))
+    return node
+
+
+def _write(state_dir: str, value: dict[str, Any]) -> None:
+    """Atomically; a directory that cannot be written only costs time."""
+    temporary = os.path.join(state_dir, f".{FILE}.{os.getpid()}")
+    try:
+        os.makedirs(state_dir, mode=0o700, exist_ok=True)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError:
+        return
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(json.dumps(value))
+        os.rename(temporary, os.path.join(state_dir, FILE))
+    except OSError:
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass

@@ -1,0 +1,1 @@
+"""Errors, names, types, amounts and operations. Imports nothing else of gpushare."""

@@ -1,0 +1,1 @@
+"""The host's GPUs and driver: inventory, driver files, device nodes, MIG, NVML, forward compatibility."""

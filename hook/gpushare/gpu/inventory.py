@@ -1,0 +1,203 @@
+"""What the host has: devices from <root>/proc/driver/nvidia; sizes, brands and MIG uuids from NVML.
+
+    driver_version(root)               -> str                 short read; raises DeviceError
+    bus_ids(root)                      -> tuple[str, ...]     directory names only; for staleness
+    read_inventory(root, deadline_s)   -> Inventory           at refresh: with NVML in a child process
+    mig_instances(root)                -> tuple[str, ...]     the same for MIG
+
+NVML is asked only when the inventory is compiled (nvml.py). A simulated root (a file `.gpushare-sim` in it) may hold
+JSON in that file, in the place of what its NVML does not know: {"context_bytes": N, "brand": "tesla", "arch": "8.6",
+"mig": [[gpu minor, uuid, index, gpu instance, compute instance, memory bytes], ...]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any, Optional
+
+from ..core import names
+from ..core.errors import DeviceError
+from ..core.model import Device, Inventory
+from ..core.quoting import shown
+from . import mig
+from .driverroot import short_read
+
+if TYPE_CHECKING:  # not on the start path
+    from . import nvml
+
+DEFAULT_CONTEXT_BYTES = 512 << 20
+# (beginning of the model's name, major driver version) -> bytes that a process's context takes, as measured on that
+# hardware with one context and nothing allocated. Unknown hardware gets the default, which is on the safe side of
+# what drivers of the 535 to 580 series are known to take.
+CONTEXT_BYTES: dict[tuple[str, str], int] = {
+    ("NVIDIA Simulated", "535"): 300 << 20,  # tests/sim, unless its marker says otherwise
+}
+NVML_DEADLINE_S = 10.0  # well below the time that a hook has
+_PROC = "proc/driver/nvidia"
+# driver branch -> the CUDA version that it supports, for hosts whose libcuda does not say (release notes of CUDA)
+CUDA_VERSIONS = {
+    "390": "9.1", "396": "9.2", "410": "10.0", "418": "10.1", "440": "10.2", "450": "11.0", "455": "11.1",
+    "460": "11.2", "465": "11.3", "470": "11.4", "495": "11.5", "510": "11.6", "515": "11.7", "520": "11.8",
+    "525": "12.0", "530": "12.1", "535": "12.2", "545": "12.3", "550": "12.4", "555": "12.5", "560": "12.6",
+    "565": "12.7", "570": "12.8", "575": "12.9", "580": "13.0", "590": "13.1",
+}  # fmt: skip
+
+
+def driver_version(root: str) -> str:
+    """The version of the loaded kernel module, as in the names of its libraries."""
+    text = short_read(os.path.join(root, "sys/module/nvidia/version"))
+    if text and text.strip():
+        return text.strip()
+    text = short_read(os.path.join(root, _PROC, "version"))
+    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Wed ...
+    for word in (text or "").partition("\n")[0].split():
+        if word[0].isdigit() and "." in word and word.replace(".", "").isdigit():
+            return word
+    proc = os.path.join(root, _PROC)
+    raise DeviceError(
+        f"no NVIDIA driver is loaded (no version in {proc})", "load it, or set driver.root in the configuration file"
+    )
+
+
+def bus_ids(root: str) -> tuple[str, ...]:
+    """PCI addresses of all GPUs, in PCI order."""
+    try:
+        return tuple(sorted(os.listdir(os.path.join(root, _PROC, "gpus")), key=_pci_key))
+    except OSError:
+        return ()
+
+
+def _pci_key(bus_id: str) -> tuple[tuple[int, ...], str]:
+    """PCI order: domain, bus, device, function as numbers."""
+    try:
+        return tuple(int(part, 16) for part in bus_id.replace(".", ":").split(":")), bus_id
+    except ValueError:
+        return (), bus_id
+
+
+def _information(root: str, bus_id: str) -> dict[str, str]:
+    """`Key: value` lines of one GPU."""
+    path = os.path.join(root, _PROC, "gpus", bus_id, "information")
+    text = short_read(path, 16384)
+    if text is None:
+        raise DeviceError(f"cannot read {path}", "is the driver being unloaded?")
+    lines = (line.partition(":") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, _, value in lines}
+
+
+def _device(
+    index: int, bus_id: str, version: str, facts: dict[str, str], answer: nvml.Answer, context_bytes: int
+) -> Device:
+    uuid, minor = facts.get("GPU UUID", ""), facts.get("Device Minor", "")
+    if not uuid.startswith("GPU-") or "?" in uuid or not minor.isdigit():
+        raise DeviceError(
+            f"the driver does not know the GPU at {bus_id} yet (uuid {shown(uuid)})", "run nvidia-smi once as root"
+        )
+    model = facts.get("Model", "unknown")
+    told = answer.gpus[uuid]
+    return Device(
+        *(index, uuid, int(minor), bus_id, model, told.memory_bytes),
+        context_bytes=context_bytes or context_bytes_of(model, version),
+        brand=told.brand,
+        arch=told.arch,
+    )
+
+
+def mig_instances(root: str) -> tuple[str, ...]:
+    """Every MIG instance that the kernel shows; for staleness."""
+    return tuple(f"gpu{one.gpu_minor}/gi{one.gpu_instance}/ci{one.compute_instance}" for one in mig.instances(root))
+
+
+def _mig_devices(root: str, devices: tuple[Device, ...], answer: nvml.Answer) -> tuple[Device, ...]:
+    """The MIG devices of all GPUs: those that the kernel shows, with the names that NVML gives them. One that NVML has
+    not named keeps the name of before driver 470, and cannot be granted."""
+    found = []
+    for device in devices:
+        told = answer.gpus[device.uuid].mig
+        names_of = {(one.gpu_instance, one.compute_instance): one for one in told}
+        instances = [one[1:] for one in mig.instances(root) if one.gpu_minor == device.minor]
+        for number, (gi, ci) in enumerate(instances):
+            mine = device._replace(parent=device.uuid, gpu_instance=gi, compute_instance=ci)
+            one = names_of.get((gi, ci))
+            if one is None:
+                mine = mine._replace(uuid=f"MIG-{device.uuid}/{gi}/{ci}", mig_index=number, memory_bytes=0)
+            else:
+                mine = mine._replace(uuid=one.uuid, mig_index=one.index, memory_bytes=one.memory_bytes)
+            found.append(mine)
+    return tuple(sorted(found, key=lambda device: (device.index, device.mig_index)))
+
+
+def context_bytes_of(model: str, version: str) -> int:
+    """What one process's context takes on this hardware and driver."""
+    major = version.partition(".")[0]
+    known = (size for (name, row), size in CONTEXT_BYTES.items() if model.startswith(name) and row == major)
+    return next(known, DEFAULT_CONTEXT_BYTES)
+
+
+def _marker(root: str) -> Optional[dict[str, Any]]:
+    """The simulated root's own facts; None when the root is a real one."""
+    text = short_read(os.path.join(root, names.SIM_MARKER), 65536)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = {}
+    return value if isinstance(value, dict) else {}
+
+
+def is_simulated(root: str) -> bool:
+    """Whether `root` is a simulated host root, whose device nodes are regular files."""
+    return os.path.isfile(os.path.join(root, names.SIM_MARKER))
+
+
+def _with_marker(answer: nvml.Answer, marker: dict[str, Any], minors: dict[int, str]) -> nvml.Answer:
+    """A simulated host's own facts, where its NVML has none. `minors`: uuid of the GPU with that minor."""
+    from . import nvml
+
+    gpus = dict(answer.gpus)
+    for uuid, gpu in answer.gpus.items():
+        gpus[uuid] = gpu._replace(brand=marker.get("brand", gpu.brand), arch=marker.get("arch", gpu.arch))
+    for minor, *fields in marker.get("mig", ()):
+        gpu = gpus[minors[minor]]
+        gpus[minors[minor]] = gpu._replace(mig=(*gpu.mig, nvml.Mig(*fields)))
+    return answer._replace(gpus=gpus)
+
+
+def _ask(root: str, version: str, facts: list[dict[str, str]], deadline_s: float) -> nvml.Answer:
+    """NVML's answer with an entry for each GPU, empty where it said nothing."""
+    from . import driverfiles, nvml
+
+    answer = nvml.Answer({})
+    if facts:
+        libraries = driverfiles.nvml_library(root, version), driverfiles.cuda_library(root, version)
+        answer = nvml.ask(*libraries, deadline_s)
+    uuids = [fact.get("GPU UUID", "") for fact in facts]
+    return answer._replace(gpus={uuid: answer.gpus.get(uuid, nvml.Gpu()) for uuid in uuids})
+
+
+def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
+    """Everything, in PCI order. Without an answer from NVML the sizes are 0: percentages are refused then."""
+    version = driver_version(root)
+    marker = _marker(root)
+    buses = bus_ids(root)
+    facts = [_information(root, bus) for bus in buses]
+    answer = _ask(root, version, facts, deadline_s)
+    if marker:
+        minors = {int(fact["Device Minor"]): fact["GPU UUID"] for fact in facts}
+        answer = _with_marker(answer, marker, minors)
+    context = marker.get("context_bytes", 0) if marker else 0
+    context_bytes = context if isinstance(context, int) and context > 0 else 0
+    devices = tuple(
+        _device(index, bus, version, fact, answer, context_bytes) for index, (bus, fact) in enumerate(zip(buses, facts))
+    )
+    cuda_version = answer.cuda_version or CUDA_VERSIONS.get(version.partition(".")[0], "")
+    mig = _mig_devices(root, devices, answer)
+    return Inventory(root, version, devices, marker is not None, mig, cuda_version, host_memory_bytes())
+
+
+def host_memory_bytes() -> int:
+    """MemTotal of this host; 0 when it cannot be told."""
+    found = (line.split() for line in (short_read("/proc/meminfo", 4096) or "").splitlines())
+    return next((1024 * int(words[1]) for words in found if words[:1] == ["MemTotal:"] and words[1].isdigit()), 0)

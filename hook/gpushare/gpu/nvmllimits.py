@@ -1,0 +1,78 @@
+"""Memory limits that the driver holds for a cgroup by itself, set through NVML: for kernels without dmem controller.
+
+    put(library, uuid, directory, limit_bytes)     in a child with a deadline; None: no limit
+
+Only then is NVML asked while a container starts. Soft and hard limit are the same figure, as dmem.min and dmem.max are
+in dmem.py. Source: nvml.h of CUDA 13.4, nvmlSetMemoryLimits_v1_t {nameSpace, softLimit, hardLimit}, and Get with
+currentUsed behind these; NVML_DEVICE_MEMORY_LIMIT_MAX is all ones. Raises DeviceError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any, Optional
+
+from ..core.errors import DeviceError
+from ..core.quoting import shown
+from . import nvml
+
+DEADLINE_S = 10.0
+MAX = (1 << 64) - 1
+_SET, _GET = "nvmlDeviceSetMemoryLimits_v1", "nvmlDeviceGetMemoryLimits_v1"
+
+
+class Set(ctypes.Structure):
+    _fields_ = [("nameSpace", ctypes.c_char_p), ("softLimit", ctypes.c_uint64), ("hardLimit", ctypes.c_uint64)]
+
+
+class Get(ctypes.Structure):
+    _fields_ = [*Set._fields_, ("currentUsed", ctypes.c_uint64)]
+
+
+def put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) -> None:
+    """The cgroup `directory` has this limit on device `uuid`: written and read back."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        nvml.detach(writer)
+        try:
+            said = _put(library, uuid, directory, limit_bytes)
+        except BaseException as error:  # nothing of the parent may run here
+            said = f"{type(error).__name__}: {error}"
+        os.write(3, (said or "done").encode("utf-8", "replace"))
+        os._exit(0)
+    os.close(writer)
+    try:
+        said = nvml.read_until(reader, time.monotonic() + DEADLINE_S).decode("utf-8", "replace")
+    finally:
+        os.close(reader)
+        nvml.end(pid)
+    if said != "done":
+        raise DeviceError(
+            f"NVML sets no memory limit of {uuid} for {shown(directory)}: {said or f'no answer in {DEADLINE_S:.0f} s'}",
+            "use the backend shim",
+        )
+
+
+def _put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) -> str:
+    """What is wrong, "" when nothing is."""
+    calls = ctypes.CDLL(library)
+    if not hasattr(calls, _SET):
+        return f"{library} has no {_SET}"
+
+    def failed(name: str, *arguments: Any) -> str:
+        code = getattr(calls, name)(*arguments)
+        return f"{name} returned {code}" if code else ""
+
+    device, name = ctypes.c_void_p(), os.fsencode(directory)
+    hard = MAX if limit_bytes is None else limit_bytes
+    wanted, found = Set(name, 0 if limit_bytes is None else hard, hard), Get(name, 0, 0, 0)
+    return (
+        failed("nvmlInit_v2")
+        or failed("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device))
+        or failed(_SET, device, ctypes.byref(wanted))
+        or failed(_GET, device, ctypes.byref(found))
+        or ("" if 0 < found.hardLimit <= hard else f"{_GET} says {found.hardLimit}, not {hard}")
+    )

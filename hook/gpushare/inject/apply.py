@@ -1,0 +1,401 @@
+"""Carries a plan out in a container, from outside, before its first instruction; or takes all of it back.
+
+Three steps. On the host: limits and storage, then a detached copy of every source (nothing can be swapped later, and a
+copy vanishes with this process). In the container's mount namespace: mounts, links, the loader's cache, the /proc
+mask. On the host again: device access, last, so that no device is usable before its limits are in place.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from typing import Any, Union
+
+from ..core.errors import DeviceError, GpushareError, KernelError
+from ..core.model import Bundle
+from ..core.ops import (
+    DEVICE_FLAGS,
+    Cover,
+    DeviceNode,
+    DeviceRule,
+    ImageFile,
+    InPlace,
+    KernelLimit,
+    LdCache,
+    Link,
+    Mount,
+    Plan,
+    ProcMask,
+    TenantTmpfs,
+    WriteLimits,
+)
+from ..core.quoting import shown
+from ..system import cgroup, idmap, inroot, linux, mountns, rootless
+from . import mountpoint, mountrules, rootfs
+
+_SHIM = ("libcuda.so", "libnvidia-ml.so")  # in shim_dir; files of the driver have its version in their names
+
+
+class Applied:
+    """What `apply` did. `undo` takes it back, last first; `close` keeps it and lets go. `notes`: what was skipped."""
+
+    def __init__(self, namespace: mountns.Namespace) -> None:
+        self._namespace = namespace
+        self._access: list[Callable[[], None]] = []
+        self._root: Union[mountpoint.Root, None] = None
+        self._trees: list[int] = []
+        self.hider: Union[idmap.Hider, None] = None
+        self.notes: list[str] = []
+
+    def undo(self) -> None:
+        """Takes everything back, as far as the kernel lets us; raises the first failure at the end."""
+        failures: list[Exception] = []
+        _run_all(self._access, failures)
+        if self._root is not None and self._root.undo:
+            try:
+                with self._namespace:
+                    _run_all(self._root.undo, failures)
+            except KernelError as error:
+                failures.append(error)
+        self.close()
+        if failures:
+            raise KernelError(f"undo: {failures[0]}", "remove the container")
+
+    def close(self) -> None:
+        for fd in self._trees:
+            os.close(fd)
+        self._trees.clear()
+        if self.hider is not None:
+            self.hider.close()
+        if self._root is not None:
+            self._root.close()
+        self._namespace.close()
+
+
+def _run_all(steps: list[Callable[[], None]], failures: list[Exception]) -> None:
+    while steps:
+        try:
+            steps.pop()()
+        except (OSError, GpushareError) as error:
+            failures.append(error)
+
+
+def apply(plan: Plan, bundle: Bundle, pid: int, state_dir: str = "") -> Applied:
+    """Applies `plan` to the container whose init is `pid`. Raises GpushareError, with nothing of the plan left.
+    `state_dir`: mounts hide the owner of what they show (idmap.py)."""
+    return _carry_out(_apply, plan, bundle, pid, state_dir)
+
+
+def adopt(plan: Plan, bundle: Bundle, pid: int, state_dir: str = "") -> Applied:
+    """Applies what config.json does not hold to a container that got the rest from there: each InPlace of `plan` must
+    be there already, as its runtime was told. Raises as `apply` does."""
+    return _carry_out(_adopt, plan, bundle, pid, state_dir)
+
+
+def _carry_out(
+    steps: Callable[[Plan, Bundle, int, Applied], None], plan: Plan, bundle: Bundle, pid: int, state_dir: str
+) -> Applied:
+    applied = Applied(mountns.Namespace(pid))
+    applied.hider = idmap.Hider(state_dir) if state_dir else None
+    try:
+        steps(plan, bundle, pid, applied)
+    except BaseException as error:
+        try:
+            applied.undo()
+        except KernelError as second:
+            if isinstance(error, GpushareError):
+                error.message += f" (and {second.message})"
+        if isinstance(error, OSError):
+            raise linux.from_os_error(error, "apply", str(error.filename or plan.container_id)) from None
+        raise
+    return applied
+
+
+def store(plan: Plan) -> None:
+    """Limits and the tenant's page. Both live in the container's state directory, which goes with its lease: there is
+    nothing to take back here."""
+    from ..state import storage
+
+    for op in plan.ops:
+        if isinstance(op, (WriteLimits, TenantTmpfs)):
+            storage.execute(op)
+
+
+def copies(plan: Plan, kept: list[int], hider: Union[idmap.Hider, None] = None) -> dict[int, int]:
+    """{index of an op: a detached copy of its source}. Each is added to `kept` too, for whoever closes them."""
+    trees: dict[int, int] = {}
+    directories: list[Union[Mount, InPlace]] = []
+    for index, op in enumerate(plan.ops):
+        if isinstance(op, (Mount, ImageFile)):
+            _make_point_in_source(op, directories)
+        if isinstance(op, (Mount, InPlace)) and op.kind == "dir":
+            directories.append(op)
+        if isinstance(op, (Mount, Cover, DeviceNode)):
+            trees[index] = _detached_copy(op, hider)
+            kept.append(trees[index])
+    return trees
+
+
+def put(root: mountpoint.Root, plan: Plan, trees: dict[int, int]) -> None:
+    """All that happens in the mount namespace of `root`, which this process is in."""
+    for index, op in enumerate(plan.ops):
+        executor = root.executors.get(type(op)) or _EXECUTORS.get(type(op))
+        if executor is not None:
+            executor(root, op, trees.get(index, -1))
+
+
+def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
+    store(plan)
+    trees = copies(plan, applied._trees, applied.hider)
+    mounts = mountns.read_mounts(containing=mountns.CGROUPS)
+    rules = [(op.major, op.minor) for op in plan.ops if isinstance(op, DeviceRule)]
+    simulated = any(isinstance(op, DeviceNode) and op.simulated for op in plan.ops)  # which has none, and the promise
+    if (rules or simulated) and not rootless.is_rootless():  # a rootless container has no device cgroup
+        cgroup.own_cgroups(pid, mounts)
+    root_fd = rootfs.open_root(bundle, pid)
+    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner)
+    root.keep(root_fd)
+    _load_executors(plan)
+    applied._namespace.require_alive()
+    with applied._namespace:
+        put(root, plan, trees)
+    applied.notes.extend(root.notes)
+    _hold(plan, pid, applied)
+    if rules and not rootless.is_rootless():
+        applied._access.append(cgroup.allow_devices(pid, rules, mounts))
+        applied._namespace.require_alive()
+
+
+def _hold(plan: Plan, pid: int, applied: Applied) -> None:
+    limits = [op for op in plan.ops if isinstance(op, KernelLimit)]
+    if limits:
+        from ..allocation import dmem
+
+        applied._access.append(dmem.hold(pid, limits))
+        applied._namespace.require_alive()
+
+
+def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
+    sources = {op.target: os.stat(op.source) for op in plan.ops if isinstance(op, InPlace)}
+    trees = copies(plan, applied._trees, applied.hider)
+    root_fd = rootfs.open_root(bundle, pid)
+    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner)
+    root.keep(root_fd)
+    _load_executors(plan)
+    applied._namespace.require_alive()
+    with applied._namespace:
+        for target, source in sources.items():
+            root.claim(target, source)
+        put(root, plan, trees)
+    applied.notes.extend(root.notes)
+    _hold(plan, pid, applied)
+
+
+def _make_point_in_source(op: Union[Mount, ImageFile], directories: list[Union[Mount, InPlace]]) -> None:
+    """A mount point below a directory that this plan itself mounts is made in that directory's source, which is ours
+    on the host: in the container it is read-only by then."""
+    for below in directories:
+        if op.target.startswith(below.target + "/"):
+            path = below.source + op.target[len(below.target) :]
+            os.makedirs(path if op.kind == "dir" else os.path.dirname(path), 0o755, exist_ok=True)
+            if op.kind != "dir" and not os.path.lexists(path):
+                flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+                os.close(os.open(path, flags, 0o444))
+
+
+def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider, None]) -> int:
+    """The source as a mount of its own that is attached nowhere, private, with the op's attributes."""
+    try:
+        tree = linux.open_tree(op.source)
+    except linux.SyscallError as error:
+        raise DeviceError(
+            f"{shown(op.source)}: {os.strerror(error.errno)}",
+            "install gpushare again, or set shim_dir in the configuration"
+            if os.path.basename(op.source) in _SHIM
+            else "is the driver loaded, and its version still the same?",
+        ) from None
+    names = DEVICE_FLAGS[op.simulated] if isinstance(op, DeviceNode) else op.flags
+    try:
+        status = os.fstat(tree)
+        _check_source(op, status)
+        attributes = sum(linux.ATTRIBUTES[name] for name in names)
+        if hider is None or not _hide(hider, op, tree, attributes, status):
+            linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
+    except BaseException:
+        os.close(tree)
+        raise
+    return tree
+
+
+def _hide(
+    hider: idmap.Hider, op: Union[Mount, Cover, DeviceNode], tree: int, attributes: int, status: os.stat_result
+) -> bool:
+    """Sets the attributes, and those that hide the owner, where the file system can."""
+    more = 0 if isinstance(op, DeviceNode) else hider.attributes(op.target, op.kind, op.flags, status)
+    try:
+        if more:
+            linux.mount_setattr(tree, attributes | more, linux.MS_PRIVATE, op.source, userns=hider.fd)
+    except linux.SyscallError as error:
+        if not hider.refused(error, status.st_dev):
+            raise
+        return False
+    return bool(more)
+
+
+def _check_source(op: Union[Mount, Cover, DeviceNode], status: os.stat_result) -> None:
+    if not isinstance(op, DeviceNode):
+        if not mountrules.SOURCES[op.kind](status.st_mode):
+            raise DeviceError(f"{shown(op.source)} is {mountrules.type_name(status.st_mode)}, not a {op.kind}")
+    elif op.simulated:
+        if not stat.S_ISREG(status.st_mode):
+            raise DeviceError(f"{shown(op.source)} is {mountrules.type_name(status.st_mode)}, not a simulated device")
+    elif not stat.S_ISCHR(status.st_mode) or status.st_rdev != os.makedev(op.major, op.minor):
+        raise DeviceError(
+            f"{shown(op.source)} is not the character device {op.major}:{op.minor}", "run gpushare refresh"
+        )
+
+
+def _mount(root: mountpoint.Root, op: Union[Mount, Cover], tree: int) -> None:
+    root.attach(tree, root.mount_point(op.target, op.kind), op.target)
+
+
+def _image_file(root: mountpoint.Root, op: ImageFile, _: int) -> None:
+    """The source was looked at before; whoever can write to the image can have put something else there since."""
+    source = root.lookup(op.source, os.O_PATH | os.O_NOFOLLOW)
+    mode = os.fstat(source).st_mode if source >= 0 else 0
+    if source < 0 or not stat.S_ISREG(mode) or inroot.path_of(root.fd, source) != op.source:
+        what = mountrules.type_name(mode) if source >= 0 and not stat.S_ISREG(mode) else "not where it was"
+        raise KernelError(
+            f"{shown(op.source)} of the image is {what}: it was changed while the container was being started",
+            "stop what is writing to the container's file system",
+        )
+    if root.is_own(source):
+        raise KernelError(f"{shown(op.source)} of the image is covered already", "start the container again")
+    tree = root.keep(linux.open_tree("", dir_fd=source))
+    attributes = sum(linux.ATTRIBUTES[name] for name in op.flags)
+    linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
+    root.attach(tree, root.mount_point(op.target, op.kind), op.target)
+
+
+def _device(root: mountpoint.Root, op: DeviceNode, tree: int) -> None:
+    fd = root.lookup(op.target, os.O_PATH | os.O_NOFOLLOW)
+    if fd >= 0:
+        status = os.fstat(fd)
+        if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.makedev(op.major, op.minor) and not op.simulated:
+            root.notes.append(f"{shown(op.target)} is there already")
+            return
+    root.attach(tree, root.mount_point(op.target, "file"), op.target)
+
+
+def _link(root: mountpoint.Root, op: Link, _: int) -> None:
+    dir_fd, name = root.parent(op.target)
+    if root.may_make(op.target) and _make_link(root, op, dir_fd, name):  # most are not there yet
+        return
+    there = root.lookup(op.target, os.O_PATH | os.O_NOFOLLOW)
+    if there < 0:
+        root.require_writable(dir_fd, op.target)
+        if not _make_link(root, op, dir_fd, name):
+            raise linux.SyscallError("symlinkat", op.target, errno.EEXIST)
+        return
+    if stat.S_ISLNK(os.fstat(there).st_mode):
+        old = os.readlink("", dir_fd=there)
+        if old == op.text:
+            return
+        if root.lookup(op.target) < 0:  # it leads nowhere, so nobody can be using what it names
+            root.require_writable(dir_fd, op.target)
+            _replace_link(root, op, dir_fd, name, old)
+            return
+    _cover(root, op)
+
+
+def _make_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str) -> bool:
+    """False where something is there."""
+    try:
+        os.symlink(op.text, name, dir_fd=dir_fd)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise linux.from_os_error(error, "symlinkat", op.target) from None
+    root.undo.append(lambda: _unlink_link(dir_fd, name, op.text))
+    if root.owner != (0, 0):
+        os.chown(name, *root.owner, dir_fd=dir_fd, follow_symlinks=False)
+    return True
+
+
+def _unlink_link(dir_fd: int, name: str, text: str) -> None:
+    try:
+        if os.readlink(name, dir_fd=dir_fd) == text:
+            os.unlink(name, dir_fd=dir_fd)
+    except FileNotFoundError:
+        pass
+
+
+def _replace_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str, old: str) -> None:
+    def put(text: str) -> None:
+        temporary = f".{name}.gpushare"
+        try:
+            os.unlink(temporary, dir_fd=dir_fd)  # of a run that was killed
+        except FileNotFoundError:
+            pass
+        os.symlink(text, temporary, dir_fd=dir_fd)
+        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    try:
+        put(op.text)
+    except OSError as error:
+        raise linux.from_os_error(error, "symlinkat", op.target) from None
+    root.undo.append(lambda: put(old))
+
+
+def _cover(root: mountpoint.Root, op: Link) -> None:
+    """The image has something else where our link goes (an own libcuda.so.1, say): the file that it leads to is
+    covered by what our link would have led to, so that the name means the same."""
+    existing = root.library_behind(op.target)
+    if not stat.S_ISREG(os.fstat(existing).st_mode):
+        kind = mountrules.type_name(os.fstat(existing).st_mode)
+        raise KernelError(f"{shown(op.target)} is {kind} where a link must be", "remove it from the image")
+    meant_path = os.path.join(os.path.dirname(op.target), op.text)
+    meant = root.lookup(meant_path)
+    if meant < 0 or not root.is_own(meant):
+        raise KernelError(f"{shown(op.target)} is in the way of a link to {shown(op.text)}", "remove it from the image")
+    if os.path.samestat(os.fstat(existing), os.fstat(meant)):
+        return
+    tree = root.keep(linux.open_tree("", dir_fd=meant))
+    linux.mount_setattr(tree, 0, linux.MS_PRIVATE, meant_path)
+    root.attach(tree, existing, op.target)
+    root.notes.append(f"{shown(op.target)} of the image is covered ({shown(inroot.path_of(root.fd, existing))})")
+
+
+def _load_executors(plan: Plan) -> None:
+    """What the executors of this plan import. In the container's mount namespace paths are not ours to choose: nothing
+    may be loaded there."""
+    kinds = {type(op) for op in plan.ops}
+    if LdCache in kinds:
+        from . import cachefile  # noqa: F401
+    if ProcMask in kinds:
+        from . import procmask  # noqa: F401
+
+
+def _ld_cache(root: mountpoint.Root, op: LdCache, _: int) -> None:
+    from . import cachefile
+
+    cachefile.extend(root, op.entries)
+
+
+def _proc_mask(root: mountpoint.Root, op: ProcMask, _: int) -> None:
+    from . import procmask
+
+    procmask.cover(root, op.bus_ids, op.capabilities)
+
+
+_EXECUTORS: dict[type, Callable[[mountpoint.Root, Any, int], None]] = {
+    Mount: _mount,
+    ImageFile: _image_file,
+    Cover: _mount,
+    DeviceNode: _device,
+    Link: _link,
+    LdCache: _ld_cache,
+    ProcMask: _proc_mask,
+}

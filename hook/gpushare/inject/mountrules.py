@@ -1,0 +1,82 @@
+"""What a mount of ours may cover, and what is said when it may not (start path). Pure."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+
+from ..core.errors import KernelError
+from ..core.quoting import shown
+
+# Below which directories a link may lead us to cover something: the prefix, and how its first component may go on
+_LIBRARY_DIRS = (
+    ("/lib", ("", "32", "64", "x32")),
+    ("/usr/lib", ("", "32", "64", "x32")),
+    ("/usr/local/lib", ("", "32", "64")),
+    ("/usr/local/cuda", None),  # any version
+    ("/opt/cuda", None),
+)
+
+# kind of mount -> what its source is
+SOURCES: dict[str, Callable[[int], bool]] = {"file": stat.S_ISREG, "dir": stat.S_ISDIR, "socket": stat.S_ISSOCK}
+# kind of mount -> the file types that it can be mounted over
+_ACCEPTED: dict[str, tuple[Callable[[int], bool], ...]] = {
+    "file": (stat.S_ISREG,),
+    "dir": (stat.S_ISDIR,),
+    "socket": (stat.S_ISREG, stat.S_ISSOCK),
+    "device": (stat.S_ISREG, stat.S_ISCHR),
+}
+_TYPES = (
+    (stat.S_ISREG, "a regular file"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+def type_name(mode: int) -> str:
+    return next((name for test, name in _TYPES if test(mode)), "of an unknown type")
+
+
+def is_library_path(path: str) -> bool:
+    """Whether a resolved `path` is below a directory of shared libraries: what a link may lead us to cover."""
+    for directory, suffixes in _LIBRARY_DIRS:
+        if path.startswith(directory):
+            rest, slash, _ = path[len(directory) :].partition("/")
+            if slash and (suffixes is None or rest in suffixes):
+                return True
+    return False
+
+
+def accepts(kind: str, mode: int) -> bool:
+    """Whether a mount of `kind` can cover a file of this type."""
+    return any(test(mode) for test in _ACCEPTED[kind])
+
+
+def wrong_type(path: str, kind: str, mode: int) -> KernelError:
+    wanted = "a directory" if kind == "dir" else "a file"
+    return KernelError(f"{shown(path)} is {type_name(mode)} where {wanted} must be", "remove it from the image")
+
+
+def not_a_library(path: str, real: str) -> KernelError:
+    return KernelError(
+        f"{shown(path)} is a link to {shown(real)}, which is not in a library directory", "remove it from the image"
+    )
+
+
+def in_volume(path: str, point: str, host: str) -> KernelError:
+    return KernelError(
+        f"{shown(path)} would be created in the volume at {shown(point)} (on the host: {shown(host)})",
+        "mount the volume elsewhere, or create it there, empty",
+    )
+
+
+def in_shared_volume(path: str, point: str, host: str) -> KernelError:
+    return KernelError(
+        f"{shown(path)} would appear on the host as well: the volume at {shown(point)} "
+        f"(on the host: {shown(host)}) is shared",
+        "mount the volume as rslave or rprivate, or elsewhere",
+    )

@@ -1,0 +1,269 @@
+"""The plan: every change to one container, as plain data, in the order in which it is applied. Pure.
+
+    make_plan(bundle, request, node, lease, image, driver_files) -> Plan
+    container_dir(state_dir, container_id)                       -> str   host directory of this container's state
+
+`lease` is None (or has no shares) for a request of `none`: driver files, no GPU. Limits and the tenant's tmpfs exist
+before anything of them is mounted; files come before links and the loader's cache; device nodes are next to last and
+device rules last, so that limits are in place before a device is usable.
+Raises RequestError when the image cannot hold a limit. Start path.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+from ..allocation import backends
+from ..core import names
+from ..core.errors import RequestError
+from ..core.model import Bundle, Config, Image, LdEntry, Lease, Node, Request, Share
+from ..core.ops import (
+    Cover,
+    DeviceNode,
+    DeviceRule,
+    ImageFile,
+    LdCache,
+    Link,
+    Mount,
+    Op,
+    Plan,
+    ProcMask,
+    TenantTmpfs,
+    WriteLimits,
+)
+from ..core.quoting import shown
+from ..gpu import forward
+from ..gpu.driverfiles import DriverFiles, Library
+from ..gpu.drivertable import ALWAYS
+from ..request import oci
+from ..state import pages
+from ..state.ledger import turn_bytes
+
+USAGE_BYTES = 50 * 4096  # sizeof(struct gs_usage): whole pages, all that the tenant's tmpfs can hold
+TMPFS_INODES = 2  # its root directory and the usage file
+NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
+LD_FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03, "i386": 0x0003}  # ldconfig's flags: libc6, and the machine
+
+_FILE = ("ro", "nosuid", "nodev")
+_DATA = ("nosuid", "nodev", "noexec")  # written by the container, or a socket of a daemon
+
+
+class _Shown(NamedTuple):
+    """A library as the container gets it: the driver's names, from a source that may be the shim."""
+
+    library: Library
+    source: str
+    why: str
+
+    def at(self, target: str, why: str = "") -> Op:
+        """The op that shows it at `target`."""
+        if self.library.in_image and self.source == self.library.source:
+            return ImageFile(self.source, target, _FILE, why or self.why)
+        return Mount(self.source, target, "file", _FILE, why or self.why)
+
+
+def container_dir(state_dir: str, container_id: str) -> str:
+    """<state_dir>/containers/<id>; the id was checked by oci.check_id."""
+    return f"{state_dir}/containers/{container_id}"
+
+
+def _limited(shares: tuple[Share, ...]) -> bool:
+    return any(share.memory_limit_bytes is not None or share.compute_percent is not None for share in shares)
+
+
+def _pages(state_dir: str, shares: tuple[Share, ...]) -> list[Op]:
+    """What the containers on a device tell each other: our own page, and all of them."""
+    ops: list[Op] = []
+    for share in shares:
+        uuid = share.device.uuid
+        own, everything = pages.path(state_dir, uuid, share.page), pages.directory(state_dir, uuid)
+        ops.append(Mount(own, f"{names.PAGES_DIR}/{uuid}", "file", _DATA, "what it tells others of its work"))
+        ops.append(Mount(everything, f"{names.PEERS_DIR}/{uuid}", "dir", ("ro", *_DATA), "what others tell"))
+    return ops
+
+
+def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
+    """Limits, the tenant's own tmpfs, and the private directory with the real libraries."""
+    state = container_dir(config.state_dir, bundle.id)
+    mps = backends.in_limits(shares, config.state_dir, oci.first_uid(bundle.spec))
+    limits = WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us, mps)
+    if config.turn_ms and any(share.virtual_bytes for share in shares):
+        turns = tuple(turn_bytes(share.device, config) for share in shares)
+        limits = limits._replace(turn_ms=config.turn_ms, turn_bytes=turns)
+    return [
+        limits,
+        TenantTmpfs(f"{state}/rw", USAGE_BYTES, TMPFS_INODES),
+        Mount(f"{state}/share", names.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
+        Mount(f"{state}/rw", names.RW_DIR, "dir", _DATA, "what this container's processes count"),
+        *_pages(config.state_dir, shares),
+        _Shown(files.cuda, files.cuda.source, "the real libcuda, under a private name").at(names.REAL_CUDA),
+        _Shown(files.nvml, files.nvml.source, "the real libnvidia-ml, under a private name").at(names.REAL_NVML),
+    ]
+
+
+def _libraries(files: DriverFiles, shim_dir: str, shimmed: bool) -> list[_Shown]:
+    """What stands in the library directory: the shim (or, without a GPU, the driver itself), then the others."""
+    visible = []
+    for library, asked in ((files.cuda, files.asked_cuda), (files.nvml, files.asked_nvml)):
+        if asked and shimmed:
+            visible.append(_Shown(library, f"{shim_dir}/{library.stem}.so", "the shim"))
+        elif asked:
+            visible.append(_Shown(library, library.source, "driver library"))
+    return visible + [_driver_library(library) for library in files.libraries]
+
+
+def _driver_library(library: Library) -> _Shown:
+    return _Shown(library, library.source, "the image's newer driver" if library.in_image else "driver library")
+
+
+def _libraries32(files: DriverFiles, shares: tuple[Share, ...], image: Image, notes: list[str]) -> list[_Shown]:
+    """The 32-bit set. The shim has no 32-bit form, so a share with a limit gets no 32-bit libcuda."""
+    if not files.libraries32:
+        return []
+    if not image.libdir32:
+        notes.append("no 32-bit glibc in the image: the 32-bit libraries are left out")
+        return []
+    libraries = list(files.libraries32)
+    if _limited(shares):
+        libraries = [library for library in libraries if library.stem not in ALWAYS]
+        notes.append("no 32-bit libcuda and libnvidia-ml: they could not hold the limit")
+    return [_Shown(library, library.source, "32-bit driver library") for library in libraries]
+
+
+def _place(visible: list[_Shown], image: Image, libdir: str) -> tuple[list[Op], list[Op]]:
+    """Mounts and links in a library directory. Where the image has a real file at a link's path, a link cannot be:
+    the library is mounted over the file, which a loader reads the same way."""
+    links_there = {path for path, _ in image.existing_links}
+    files_there = {path for path, _ in image.other_drivers} - links_there
+    mounts: list[Op] = []
+    links: list[Op] = []
+    for one in visible:
+        library = one.library
+        mounts.append(one.at(f"{libdir}/{library.name}"))
+        for name, text in library.links:
+            path = f"{libdir}/{name}"
+            if path in files_there:
+                mounts.append(one.at(path, f"{one.why}, over the image's own file"))
+            else:
+                links.append(Link(path, text, f"name of {library.stem}"))
+    return mounts, links
+
+
+def _covers(files: DriverFiles, image: Image, shim_dir: str, taken: set[str]) -> list[Op]:
+    """The shim over every other copy of the driver that a loader could prefer; `taken` lead to it already."""
+    sources = {library.stem: f"{shim_dir}/{library.stem}.so" for library in (files.cuda, files.nvml)}
+    sources.update((library.stem, library.source) for library in files.libraries)  # one version, also of these
+    shown_elsewhere = {library.source for library in (files.cuda, *files.libraries) if library.in_image}
+    covers: list[Op] = []
+    for path, soname in image.other_drivers:
+        source = sources.get(soname.partition(".so")[0])
+        if source is not None and path not in taken:
+            why = f"covers another {soname}"
+            if path in shown_elsewhere:
+                covers.append(Cover(source, path, _FILE, why))
+            else:
+                covers.append(Mount(source, path, "file", _FILE, why))
+            taken.add(path)
+    return covers
+
+
+def _extras(files: DriverFiles) -> list[Op]:
+    """Programs, firmware, vendor files and sockets."""
+    ops: list[Op] = [Mount(path, f"/usr/bin/{name}", "file", _FILE, "driver program") for name, path in files.programs]
+    for path in files.firmware:
+        name = path.rpartition("/")[2]
+        ops.append(Mount(path, f"/lib/firmware/nvidia/{files.version}/{name}", "file", _FILE, "firmware"))
+    ops += [Mount(one.source, one.target, one.kind, _FILE, "driver file") for one in files.data]
+    ops += [Mount(source, target, "socket", _DATA, "driver socket") for target, source in files.sockets]
+    return ops
+
+
+def _cache(visible: list[_Shown], visible32: list[_Shown], image: Image, notes: list[str]) -> list[Op]:
+    """Entries for the loader's cache, which is also what `ldconfig -p` shows to programs that look there."""
+    if image.ldcache_note or not image.has_ldcache:
+        notes.append(f"ld.so.cache is left alone: {image.ldcache_note or 'the image has none'}")
+        return []
+    flags = LD_FLAGS.get(image.machine)
+    if flags is None:
+        notes.append(f"ld.so.cache is left alone: unknown machine {shown(image.machine)}")
+        return []
+    entries = _entries(visible, image.libdir, flags) + _entries(visible32, image.libdir32, LD_FLAGS["i386"])
+    return [LdCache(tuple(entries))] if entries else []
+
+
+def _entries(visible: list[_Shown], libdir: str, flags: int) -> list[LdEntry]:
+    """Each name by which a loader asks for a library; links below the directory are for others."""
+    names_of = ([name for name, _ in library.links if "/" not in name] or [library.name] for library, _, _ in visible)
+    return [LdEntry(name, f"{libdir}/{name}", flags) for some in names_of for name in some]
+
+
+def _devices(node: Node, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
+    """Nodes of the granted devices and the driver's control nodes, then the rules for all of them."""
+    root, simulated = node.inventory.root.rstrip("/"), node.inventory.simulated
+    minors = dict.fromkeys(share.device.minor for share in shares)  # MIG devices of one GPU share its node
+    nodes = [
+        DeviceNode(f"{root}/dev/nvidia{minor}", f"/dev/nvidia{minor}", NVIDIA_MAJOR, minor, simulated)
+        for minor in minors
+    ]
+    nodes += [DeviceNode(n.source, f"/dev/{n.name}", n.major, n.minor, simulated) for n in files.nodes]
+    rules = [DeviceRule(n.major, n.minor) for n in nodes if not n.simulated]
+    return [*nodes, *rules]
+
+
+def _no_glibc(shares: tuple[Share, ...]) -> str:
+    """The note for an image without glibc; refused when a limit was asked for, since nothing could hold it."""
+    if _limited(shares):
+        raise RequestError(
+            "this image has no glibc (libc.so.6), which NVIDIA's driver needs, so the limit could not be held",
+            "use an image with glibc, or ask for the device without limits",
+        )
+    return "no glibc in the image: device nodes only, no driver files"
+
+
+def request_notes(request: Request, shares: tuple[Share, ...]) -> tuple[str, ...]:
+    """The first notes of a plan: what of the container's own words does not count. They quote its values."""
+    clamped = (f"slot {one.slot}: {one.clamped} was asked, policy allows less" for one in shares if one.clamped)
+    return (*request.ignored, *clamped)
+
+
+def make_plan(
+    bundle: Bundle, request: Request, node: Node, lease: Optional[Lease], image: Image, driver_files: DriverFiles
+) -> Plan:
+    """Everything that this container gets, and nothing else."""
+    shares = lease.shares if lease is not None else ()
+    notes = list(request_notes(request, shares))
+    ops: list[Op] = []
+    if not image.libdir:
+        notes.append(_no_glibc(shares))
+    else:
+        ops += _files(bundle, node, shares, image, driver_files, notes)
+    bus_ids = tuple(dict.fromkeys(share.device.bus_id for share in shares))
+    ops.append(ProcMask(bus_ids, driver_files.proc_capabilities))
+    if _limited(shares) and {"graphics", "video"} & set(request.capabilities):
+        notes.append("memory that OpenGL, Vulkan and video codecs take is not counted: the limit holds for CUDA")
+    if shares:
+        ops += backends.ops(shares, node, container_dir(node.config.state_dir, bundle.id))
+        ops += _devices(node, shares, driver_files)
+        notes += [f"/dev/{name} is not on this host" for name in driver_files.missing_nodes]
+    return Plan(bundle.id, tuple(ops), tuple(notes))
+
+
+def _files(
+    bundle: Bundle, node: Node, shares: tuple[Share, ...], image: Image, files: DriverFiles, notes: list[str]
+) -> list[Op]:
+    """All ops that put files into an image with glibc."""
+    shim_dir = node.config.shim_dir.rstrip("/")
+    if shares:
+        files = forward.newest(files, image, shares, notes)
+    visible = _libraries(files, shim_dir, shimmed=bool(shares))
+    visible32 = _libraries32(files, shares, image, notes)
+    mounts, links = _place(visible, image, image.libdir)
+    mounts32, links32 = _place(visible32, image, image.libdir32)
+    ops: list[Op] = []
+    if shares:
+        ops += _limits(node.config, bundle, shares, files)
+    ops += mounts
+    if shares:
+        taken = {op.target for op in (*ops, *mounts, *links) if isinstance(op, (Mount, ImageFile, Link))}
+        ops += _covers(files, image, shim_dir, taken)
+    return ops + mounts32 + _extras(files) + links + links32 + _cache(visible, visible32, image, notes)

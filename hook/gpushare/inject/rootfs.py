@@ -1,0 +1,300 @@
+"""What is in a container's root file system that the plan must know: where its glibc is, and which other copies of the
+driver its loader could prefer. Reads only, by descriptor and in-root (inroot.py); all that is found is the tenant's
+and is bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Union
+
+from ..core.errors import KernelError, is_exhausted
+from ..core.model import Bundle, Image
+from ..core.quoting import shown
+from ..gpu import compatdir
+from ..system import imagefiles, inroot, ldcache, linux
+
+LD_CACHE = "/etc/ld.so.cache"
+SONAMES = {  # what a program asks the loader for -> the library that it means
+    "libcuda.so.1": "libcuda.so.1",
+    "libcuda.so": "libcuda.so.1",
+    "libnvidia-ml.so.1": "libnvidia-ml.so.1",
+    "libnvidia-ml.so": "libnvidia-ml.so.1",
+}
+_PREFIXES = ("libcuda.so", "libnvidia-ml.so")
+
+
+class _Platform(NamedTuple):
+    cache_flags: int  # of a cache entry for this machine's glibc
+    libdirs: tuple[str, ...]  # where a distribution can have libc.so.6, multiarch first
+
+
+_PLATFORMS = {
+    "x86_64": _Platform(0x0303, ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu")),
+    "aarch64": _Platform(0x0A03, ("/lib/aarch64-linux-gnu", "/usr/lib/aarch64-linux-gnu")),
+}
+_COMMON_LIBDIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
+_LIBDIRS_32 = ("/lib/i386-linux-gnu", "/usr/lib/i386-linux-gnu", "/lib32", "/usr/lib32", "/lib", "/usr/lib")
+# Nix and Guix keep each glibc in a directory of its own, and their programs look for the driver in one fixed place, or
+# where the image's LD_LIBRARY_PATH says that other runtimes put it
+_STORES = ("/nix/store", "/gnu/store")
+_STORE_LIBDIR = "/run/opengl-driver/lib"
+_STORE_OTHER_LIBDIRS = ("/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/local/nvidia/lib64", "/usr/local/nvidia/lib")
+_MAX_STORE_NAMES = 1 << 16
+_LEGACY_HWCAPS = ("tls", "x86_64", "haswell", "tls/x86_64", "tls/haswell", "haswell/x86_64", "haswell/avx512_1")
+
+_MAX_ENV_BYTES = 64 << 10  # of LD_LIBRARY_PATH that are looked at
+_MAX_DIRS = 128
+_MAX_PATH = 4096  # PATH_MAX; all entries of a cache may share one path, as long as its file
+
+
+def open_root(bundle: Bundle, pid: int = 0) -> int:
+    """O_PATH descriptor of the container's root: in the mount namespace of `pid` (its init, not yet pivoted), or,
+    without a pid, as the host sees it. The path up to the root is the runtime's and is trusted; everything below is
+    not."""
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+    try:
+        if not pid:
+            return os.open(bundle.rootfs, flags)
+        theirs = os.open(f"/proc/{pid}/root", flags)
+        try:  # in their root: an absolute link in the path would lead back into our own namespace
+            return inroot.open_in(theirs, bundle.rootfs, flags)
+        finally:
+            os.close(theirs)
+    except (OSError, linux.SyscallError) as error:
+        if is_exhausted(error):
+            raise
+        raise KernelError(
+            f"open the container's root {shown(bundle.rootfs)}: {os.strerror(error.errno or 0)}",
+            "check root.path in config.json",
+        ) from None
+
+
+def probe(root: Union[inroot.Root, str], env: Iterable[tuple[str, str]]) -> Image:
+    """The `Image` below `root` (a descriptor, a view or a host path) for a process environment `env` (the last of a
+    name counts)."""
+    if not isinstance(root, str):
+        return _probe(root, dict(env))
+    root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return _probe(root_fd, dict(env))
+    finally:
+        os.close(root_fd)
+
+
+def _probe(root: inroot.Root, env: dict[str, str]) -> Image:
+    cache, note = read_cache(root)
+    cached = _cached_paths(cache) if cache else {}
+    libdir, machine = _find_libc(root, cached)
+    if not libdir:
+        libdir, machine = _find_in_store(root, env)
+    names = imagefiles.names_in(root, libdir) if libdir else []
+    compat = compatdir.directories(root)
+    directories = [*compat, *_preferred_directories(root, libdir, names, env)]
+    drivers = [name for name in names if name.startswith(_PREFIXES)]
+    found: dict[str, str] = {}
+    for path, soname in _candidates(libdir, drivers, directories, cached):
+        _add_driver(root, path, soname, found)
+    links = tuple(_links(root, libdir, drivers))
+    image = Image(libdir, machine, cache is not None, note, tuple(sorted(found.items())), links)
+    if not libdir:
+        return image
+    version, files = compatdir.newest(root, machine, compat)
+    libdir32 = _find_libc32(root) if machine == "x86_64" else ""
+    return image._replace(libdir32=libdir32, compat_version=version, compat_files=files)
+
+
+def shows(root: inroot.Root, files: Iterable[tuple[str, str]]) -> bool:
+    """Whether each (host path, container path) is one and the same file already."""
+    for source, target in files:
+        try:
+            there = os.stat(source)
+            fd = inroot.open_in(root, target, os.O_PATH)
+        except (OSError, KernelError):
+            return False
+        try:
+            if not os.path.samestat(os.fstat(fd), there):
+                return False
+        finally:
+            os.close(fd)
+    return True
+
+
+def read_cache(root: inroot.Root) -> tuple[Union[ldcache.Cache, None], str]:
+    """(the parsed ld.so.cache, "") or (None or the cache, why it must be left alone)."""
+    fd = inroot.exists(root, LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
+    if fd < 0:
+        return None, f"no {LD_CACHE} in the image"
+    try:
+        return parsed_cache(root, fd)[1:]
+    finally:
+        os.close(fd)
+
+
+def parsed_cache(root: inroot.Root, fd: int) -> tuple[bytes, Union[ldcache.Cache, None], str]:
+    """What is in the file, then as `read_cache`; `fd` has O_PATH."""
+    data = b""
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return data, None, f"{LD_CACHE} is not a regular file"
+        if status.st_size > ldcache.MAX_BYTES:
+            return data, None, f"{LD_CACHE} has {status.st_size} bytes; at most {ldcache.MAX_BYTES} are read"
+        data = imagefiles.read_all(fd, ldcache.MAX_BYTES)
+        note = ""
+        if inroot.is_mounted_over(root, fd):
+            note = f"{LD_CACHE} is on a mount of its own (a volume over it or over /etc)"
+        return data, ldcache.parse(data), note
+    except ldcache.MalformedCache as error:
+        return data, None, f"{LD_CACHE} is malformed: {error}"
+    except OSError as error:
+        if is_exhausted(error):
+            raise
+        return data, None, f"{LD_CACHE} cannot be read: {os.strerror(error.errno or 0)}"
+
+
+def _cached_paths(cache: ldcache.Cache) -> dict[str, list[tuple[str, int]]]:
+    """Name -> its (path, flags) in the cache, for the few names that matter."""
+    wanted = {name.encode(): name for name in (*SONAMES, "libc.so.6")}
+    interesting = [k for name in wanted for k in _offsets_of(cache.strings, name)]
+    keys = set(interesting)
+    result: dict[str, list[tuple[str, int]]] = {}
+    # ldconfig shares string tails ("libc.so.6" is the end of its path), so a key is any offset that reads as the name.
+    for entry in cache.named(keys):
+        paths = result.setdefault(cache.text(entry.key).decode(), [])
+        end = cache.strings.find(b"\0", entry.value, entry.value + _MAX_PATH)
+        if len(paths) < _MAX_DIRS and end >= 0 and cache.strings.startswith(b"/", entry.value):
+            paths.append((os.fsdecode(cache.strings[entry.value : end]), entry.flags))
+    return result
+
+
+def _offsets_of(strings: bytes, name: bytes) -> Iterator[int]:
+    at = strings.find(name + b"\0")
+    while at >= 0:
+        yield at
+        at = strings.find(name + b"\0", at + 1)
+
+
+def _find_libc(root: inroot.Root, cached: dict[str, list[tuple[str, int]]]) -> tuple[str, str]:
+    """(libdir, machine) of the image's glibc; the host's own machine first, then any other that we can name."""
+    host = os.uname().machine
+    platform = _PLATFORMS.get(host, _Platform(0, ()))
+    places = [path for path, flags in cached.get("libc.so.6", ()) if flags == platform.cache_flags]
+    places += [f"{d}/libc.so.6" for d in (*platform.libdirs, *_COMMON_LIBDIRS)]
+    other = ("", "")
+    for place in places:
+        real, library = imagefiles.library_at(root, place)
+        if not real or library is None or not library.machine:
+            continue
+        directory = imagefiles.directory(root, place.rpartition("/")[0])
+        if directory and library.machine == host:
+            return directory, host
+        other = other if other[0] else (directory, library.machine)
+    return other
+
+
+def _find_libc32(root: inroot.Root) -> str:
+    """Where the image keeps a 32-bit glibc; "" when it has none."""
+    for directory in _LIBDIRS_32:
+        _, library = imagefiles.library_at(root, f"{directory}/libc.so.6")
+        if library is not None and library.machine == "i386":
+            return imagefiles.directory(root, directory)
+    return ""
+
+
+def _find_in_store(root: inroot.Root, env: dict[str, str]) -> tuple[str, str]:
+    """(where this image's programs look for a driver, machine) when its glibc is in a store of packages."""
+    host = os.uname().machine
+    for store in _STORES:
+        for name in imagefiles.names_in(root, store, _MAX_STORE_NAMES):
+            if "-glibc-" not in name:
+                continue
+            _, library = imagefiles.library_at(root, f"{store}/{name}/lib/libc.so.6")
+            if library is not None and library.machine == host:
+                named = _library_path(env.get("LD_LIBRARY_PATH", ""), "/lib")
+                chosen = (path for path in named if path in (_STORE_LIBDIR, *_STORE_OTHER_LIBDIRS))
+                return next(chosen, _STORE_LIBDIR), host
+    return "", ""
+
+
+def _preferred_directories(root: inroot.Root, libdir: str, names: list[str], env: dict[str, str]) -> Iterator[str]:
+    """Further directories that a loader can look in before, or instead of, the cache's entry for the libdir."""
+    for directory in _library_path(env.get("LD_LIBRARY_PATH", ""), libdir):
+        if imagefiles.directory(root, directory):  # NVIDIA's images name two that they do not have
+            yield directory
+            yield from _variants(root, directory, imagefiles.names_in(root, directory))
+    if libdir:
+        yield from _variants(root, libdir, names)
+
+
+def _variants(root: inroot.Root, directory: str, names: list[str]) -> Iterator[str]:
+    """The directories of variants for certain processors below `directory`, whose names are `names`: all that there
+    may be when nobody could list them."""
+    listed = 0 < len(names) < imagefiles.MAX_NAMES
+    yield from (f"{directory}/{sub}" for sub in _LEGACY_HWCAPS if not listed or sub.partition("/")[0] in names)
+    if not listed or "glibc-hwcaps" in names:
+        yield from (f"{directory}/glibc-hwcaps/{n}" for n in imagefiles.names_in(root, f"{directory}/glibc-hwcaps"))
+
+
+def _library_path(value: str, libdir: str) -> list[str]:
+    """The absolute directories of an LD_LIBRARY_PATH; the loader expands $LIB and $PLATFORM. A relative one and $ORIGIN
+    depend on the program and cannot be known here."""
+    lib = libdir.removeprefix("/usr").lstrip("/") if libdir else "lib"
+    tokens = {"LIB": lib, "PLATFORM": os.uname().machine}
+    directories: list[str] = []
+    for part in value[:_MAX_ENV_BYTES].replace(";", ":").split(":"):
+        for token, text in tokens.items():
+            part = part.replace("${" + token + "}", text).replace("$" + token, text)
+        if part.startswith("/") and "$ORIGIN" not in part and part not in directories and _is_file_name(part):
+            directories.append(part)
+    return directories[:_MAX_DIRS]
+
+
+def _is_file_name(text: str) -> bool:
+    """Whether a string out of JSON can be a path at all: no NUL, and no surrogate that stands for no byte."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _candidates(
+    libdir: str, drivers: list[str], directories: list[str], cached: dict[str, list[tuple[str, int]]]
+) -> Iterator[tuple[str, str]]:
+    """(path, soname) of every place where a driver library may be."""
+    for name, soname in SONAMES.items():
+        yield from ((path, soname) for path, _ in cached.get(name, ()))
+    for directory in directories:
+        yield from ((f"{directory}/{name}", soname) for name, soname in SONAMES.items())
+    for name in drivers:
+        yield from ((f"{libdir}/{name}", f"{prefix}.1") for prefix in _PREFIXES if name.startswith(prefix))
+
+
+def _add_driver(root: inroot.Root, path: str, soname: str, found: dict[str, str]) -> None:
+    """Adds what `path` resolves to, if that is a driver library: a shared object with its name or its DT_SONAME.
+    Anything else that a link of that name leads to (another library, /etc/passwd) is not ours to cover."""
+    real, library = imagefiles.library_at(root, path)
+    if not real or library is None:
+        return
+    if real.rpartition("/")[2].startswith(_PREFIXES) or library.soname in SONAMES:
+        found.setdefault(real, soname)
+
+
+def _links(root: inroot.Root, libdir: str, drivers: list[str]) -> Iterator[tuple[str, str]]:
+    """(path, text) of the libdir's own links with a driver library's name."""
+    for name in drivers:
+        path = f"{libdir}/{name}"
+        try:
+            fd = inroot.open_in(root, path, os.O_PATH | os.O_NOFOLLOW)
+        except linux.SyscallError as error:
+            if error.errno == errno.ENOENT:
+                continue  # removed meanwhile
+            raise
+        try:
+            if stat.S_ISLNK(os.fstat(fd).st_mode):
+                yield path, os.readlink("", dir_fd=fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,258 @@
+"""Writes a plan into config.json: the second applier of the same plan (start path).
+
+    Editor(spec, leased)                          one edit: what others put there is taken out, then the plan is put in
+        .take_out_foreign()                       -> lines
+        .narrow(root)                             rules for other devices and NVIDIA's lose those
+        .deny(numbers)                            rules against devices that --privileged would allow
+        .put_in(plan, tree, hook_words, stderr, shim_dir) -> Spec   a new value; unknown fields are kept
+    write(path, spec)                             temporary file and rename, same owner and mode
+
+What a spec cannot hold is left in the record for our hook; applied.py reads the record, and takes all of it out again.
+So are most mounts: a runtime takes ten times as long for each. But what holds the limits stays in the spec: a runtime
+that ran no hooks would give a container its devices and no way round the shim.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core import names
+from ..core.errors import KernelError, what_to_do
+from ..core.ops import (
+    DEVICE_FLAGS,
+    Cover,
+    DeviceNode,
+    DeviceRule,
+    ImageFile,
+    KernelLimit,
+    LdCache,
+    Link,
+    Mount,
+    Plan,
+    ProcMask,
+)
+from ..core.quoting import shown
+from ..request import oci
+from ..request.dialects import injected, nvidia
+from ..system import linux
+from . import applied
+from .applied import KERNEL_LIMITS, NONCE_ENV, PLACES, STAGES, UNIFIED, Record, Spec, place, rule
+from .spectree import SpecTree
+
+HOOK_PROGRAM = "gpushare-hook"
+HOOK_ENV = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+HOOK_TIMEOUT_S = 30
+
+
+class Editor:
+    """One edit of one copy of a spec, and the record of it. `leased`: the container holds a part of a device."""
+
+    def __init__(self, spec: Spec, leased: bool) -> None:
+        self.spec: Spec = json.loads(json.dumps(spec))
+        self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [], [], [])
+        for path, empty in PLACES:
+            above = place(self.spec, path[:-1])
+            (oci.items if isinstance(empty, list) else oci.section)(self.spec, *path)  # refuses any other type
+            if above.get(path[-1]) is None:
+                self.record.made[".".join(path)] = path[-1] in above
+                above[path[-1]] = type(empty)()
+        for stage in self.spec["hooks"]:
+            oci.items(self.spec, "hooks", stage)
+
+    def take_out_foreign(self) -> list[str]:
+        """Takes out what others did for the same purpose: NVIDIA's hooks, driver libraries, nodes and rules, and our
+        own hook, which would do all this again. The plan brings everything back that the container was granted.
+        Returns one line for each."""
+        devices = self._take_out("linux.devices", nvidia.is_device)
+        numbers = [(device.get("major"), device.get("minor")) for device in devices]  # of any type
+        taken = [f"device {device['path']}" for device in devices]
+        self._take_out("linux.resources.devices", lambda rule: _is_rule_for(rule, numbers))
+        for stage in list(self.spec["hooks"]):
+            hooks = self._take_out(f"hooks.{stage}", lambda hook: nvidia.is_tool_hook(hook) or _is_our_hook(hook))
+            taken += [f"{stage} hook {hook['path']}" for hook in hooks]
+        mounts = self._take_out("mounts", lambda mount: nvidia.is_driver_mount(mount) or nvidia.is_node_mount(mount))
+        return taken + [f"mount at {mount['destination']}" for mount in mounts]
+
+    def narrow(self, root: str) -> None:
+        """Rules of others lose NVIDIA's devices, behind `take_out_foreign` and before `deny`; see withhold.py."""
+        if not injected.rules_reach(self.spec):
+            return
+        from ..request import withhold
+
+        rules, majors = self.spec["linux"]["resources"]["devices"], withhold.majors(root)
+        for index in range(len(rules) - 1, -1, -1):
+            others = withhold.narrower(rules[index], majors)
+            if others is not None:
+                self.record.narrowed.append([index, len(others), rules[index]])
+                rules[index : index + 1] = others
+
+    def deny(self, numbers: Sequence[tuple[int, int]]) -> None:
+        """Rules behind those that are there already, and before those of the plan; see withhold.py."""
+        for major, minor in numbers:
+            self.spec["linux"]["resources"]["devices"].append(applied.denial(major, minor))
+            self.record.denied.append([major, minor])
+
+    def put_in(
+        self,
+        plan: Plan,
+        tree: SpecTree,
+        hook_words: Sequence[str],
+        stderr_path: str,
+        shim_dir: str = "",
+        shown: Callable[[Mount], str] = lambda op: op.source,
+    ) -> Spec:
+        """The spec with everything of `plan` that a spec can carry, and our hook for the rest.
+
+        `hook_words` is the hook's absolute path and its options; `stderr_path` is where crun sends what hooks print;
+        `shim_dir`: the hook makes the mounts that hold no limit (see `stays`); `shown`: where the source of a read-only
+        mount is taken from (idmap.py). Raises KernelError when a target is not safe.
+        """
+        for op in plan.ops:
+            if isinstance(op, Mount):
+                self._put_mount(op, tree, not shim_dir or stays(op, shim_dir), shown)
+            elif isinstance(op, DeviceNode):
+                self._put_device(op, tree, not shim_dir)
+            elif isinstance(op, DeviceRule):
+                self.spec["linux"]["resources"]["devices"].append(rule(op.major, op.minor))
+                self.record.rules.append([op.major, op.minor])
+            elif isinstance(op, KernelLimit):
+                self._put_kernel_limit(op)
+            elif isinstance(op, Link):
+                self.record.ops.append(["Link", op.target, op.text])
+            elif isinstance(op, LdCache):
+                self.record.ops.append(["LdCache", [list(entry) for entry in op.entries]])
+            elif isinstance(op, ProcMask):
+                self.record.ops.append(["ProcMask", list(op.bus_ids), list(op.capabilities)])
+            elif isinstance(op, (ImageFile, Cover)):
+                self.record.ops.append([type(op).__name__, op.source, op.target, list(op.flags)])
+        key = names.HOOK_OUTPUT_ANNOTATIONS[1]
+        if stderr_path and key not in self.spec["annotations"]:
+            self.spec["annotations"][key] = stderr_path
+            self.record.annotations.append(key)
+        return self.finish(hook_words)
+
+    def _take_out(self, where: str, unwanted: Callable[[Any], bool]) -> list[Any]:
+        """Removes every item of a list for which `unwanted(item)`; they come back with `stripped`."""
+        items = place(self.spec, where.split(".")) or []
+        taken = []
+        for index in range(len(items) - 1, -1, -1):
+            if unwanted(items[index]):
+                self.record.removed.append([where, index, items[index]])
+                taken.append(items.pop(index))
+        return taken[::-1]
+
+    def _mount(self, source: str, target: str, flags: Sequence[str]) -> None:
+        options = ["bind", "rprivate", *flags]
+        self.spec["mounts"].append({"destination": target, "type": "bind", "source": source, "options": options})
+        self.record.mounts.append([target, source])
+
+    def _put_mount(self, op: Mount, tree: SpecTree, stays: bool, shown: Callable[[Mount], str]) -> None:
+        target = tree.place(op.target, op.kind)
+        tree.add(target, op.source)
+        if stays:
+            self._mount(shown(op), target, op.flags)
+            self.record.ops.append(["Mount", target, op.source, op.kind])
+        else:
+            self.record.ops.append(["Bind", target, op.source, op.kind, list(op.flags)])
+
+    def _put_device(self, op: DeviceNode, tree: SpecTree, stays: bool) -> None:
+        """A real device at its own path is a device of the spec; any other is a file to be mounted."""
+        if op.simulated or op.source != op.target:
+            target = tree.place(op.target, "file" if op.simulated else "device")
+            tree.add(target, op.source)
+            if stays:
+                self._mount(op.source, target, DEVICE_FLAGS[op.simulated])
+            else:
+                self.record.ops.append(["Device", *op._replace(target=target)])
+            return
+        tree.require_place(op.target)
+        mode = stat.S_IMODE(os.stat(op.source).st_mode)
+        numbers = {"type": "c", "major": op.major, "minor": op.minor}
+        owner = {"fileMode": mode, "uid": 0, "gid": 0}
+        self.spec["linux"]["devices"].append({"path": op.target, **numbers, **owner})
+        self.record.devices.append(op.target)
+
+    def _put_kernel_limit(self, op: KernelLimit) -> None:
+        """The runtime writes the first one while it makes the cgroup; our hook sees to it that all are there. Not all
+        of them in the spec: newer kernels take one region for each write, and a runtime writes a file once."""
+        self.record.ops.append(["KernelLimit", *op])
+        if op.tree or op.library or self.record.unified:
+            return
+        unified = self.spec["linux"]["resources"]
+        if unified.get("unified") is None:
+            self.record.made[".".join(UNIFIED)] = "unified" in unified
+            unified["unified"] = {}
+        for name in KERNEL_LIMITS:
+            there = oci.section(self.spec, *UNIFIED)
+            self.record.unified.append([name, name in there, there.get(name)])
+            self.spec["linux"]["resources"]["unified"][name] = f"{op.region} {op.limit_bytes}"
+
+    def finish(self, hook_words: Sequence[str]) -> Spec:
+        """The spec with our hooks and the record."""
+        for stage, action in STAGES.items():
+            path, *words = hook_words
+            args = [os.path.basename(path), *words, action]
+            env = [HOOK_ENV, NONCE_ENV + self.record.nonce]
+            self.spec["hooks"][stage].append({"path": path, "args": args, "env": env, "timeout": HOOK_TIMEOUT_S})
+        self.record.annotations.append(names.APPLIED_ANNOTATION)
+        text = json.dumps({"version": applied.VERSION, **self.record._asdict()}, separators=(",", ":"))
+        self.spec["annotations"][names.APPLIED_ANNOTATION] = text
+        return self.spec
+
+
+def stays(op: Mount, shim_dir: str) -> bool:
+    """Whether the mount is one that holds a limit: the limits file, or the shim over a library."""
+    return op.target == names.PRIVATE_DIR or op.source.startswith(shim_dir.rstrip("/") + "/")
+
+
+def _is_rule_for(rule: Any, numbers: list[tuple[Any, Any]]) -> bool:
+    """Whether a device rule allows one of these devices, or all of NVIDIA's."""
+    if not isinstance(rule, dict) or rule.get("allow") is not True:
+        return False
+    return (rule.get("major"), rule.get("minor")) in numbers or rule.get("major") == nvidia.MAJOR
+
+
+def _is_our_hook(hook: Any) -> bool:
+    path = hook.get("path") if isinstance(hook, dict) else None
+    return isinstance(path, str) and os.path.basename(path) == HOOK_PROGRAM
+
+
+# The file
+
+
+def write(path: str, spec: Spec) -> None:
+    """Replaces config.json atomically; owner and mode stay. Raises KernelError."""
+    temporary = f"{path}.gpushare-{os.getpid()}"
+    try:
+        status = os.stat(path)
+        data = json.dumps(spec).encode("utf-8", "surrogatepass")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fchown(fd, status.st_uid, status.st_gid)
+            os.fchmod(fd, stat.S_IMODE(status.st_mode))
+            _replace(path, temporary)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise KernelError(f"write {shown(path)}: {error.strerror}", what_to_do(error)) from None
+
+
+def _replace(path: str, new: str) -> None:
+    """As os.rename(new, path), which on ext4 waits until the new file has its place on the disk."""
+    try:
+        linux.exchange(new, path)
+    except linux.SyscallError:
+        os.rename(new, path)
+    else:
+        os.unlink(new)  # what was at `path`

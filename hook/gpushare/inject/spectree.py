@@ -1,0 +1,296 @@
+"""What a container's root will look like, before anything is mounted: its root file system with config.json's mounts
+over it. Reads only (start path).
+
+    with SpecTree(bundle) as tree:
+        rootfs.probe(tree, bundle.env)      -> Image      as the hook finds it in the container itself
+        tree.place(target, kind)            -> str        where a mount for `target` has to go; refuses what is unsafe
+        tree.add(target, source)                          a mount of ours, which those after it may be below
+
+A look-up first asks the kernel for the whole path, which holds when no link and no mount is on the way; otherwise it
+goes component by component, crossing into a mount's source where config.json mounts one. Links lead from the
+container's root, as they will in the container, also those in volumes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from types import TracebackType
+from typing import NamedTuple, Optional
+
+from ..core.errors import KernelError, is_exhausted
+from ..core.model import Bundle
+from ..core.quoting import shown
+from ..request import oci
+from ..system import inroot, linux
+from . import mountrules, rootfs
+
+_MAX_LINKS = 40
+_Parts = list[str]
+
+
+class Covering(NamedTuple):
+    """One mount of config.json. `source` is "" for file systems that the runtime makes (tmpfs, proc, ...), which are
+    empty as far as we are concerned."""
+
+    target: str  # resolved, as seen in the container
+    source: str  # host path
+    below: str  # how paths below `target` begin
+    ours: bool
+    shared: bool = False  # what is mounted below it, and over it, appears on the host as well
+
+
+def _error(path: str, number: int) -> linux.SyscallError:
+    return linux.SyscallError("look up", path, number)
+
+
+def _below(target: str) -> str:
+    return target.rstrip("/") + "/"
+
+
+def _flags(mount: dict[str, object]) -> list[object]:
+    options = mount.get("options")
+    return options if isinstance(options, list) else []
+
+
+def _is_bind(mount: dict[str, object]) -> bool:
+    flags = _flags(mount)
+    return mount.get("type") == "bind" or "bind" in flags or "rbind" in flags
+
+
+class SpecTree(inroot.View):
+    """The root of a container that does not exist yet."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._root_fd = rootfs.open_root(bundle)
+        self._mounts: list[Covering] = []
+        self._last: dict[str, int] = {}  # target -> number of the last mount at it
+        self._parents: dict[str, str] = {}  # a directory on the way to what was asked for -> the text of its link
+        self._directories: set[str] = set()  # where a mount point can be made
+        self._fds: dict[str, int] = {}  # of sources
+        self._found: dict[int, tuple[str, Optional[Covering]]] = {}  # open descriptor -> (path, mount that it is on)
+        for mount in oci.items(bundle.spec, "mounts"):
+            if isinstance(mount, dict) and isinstance(mount.get("destination"), str):
+                source = mount.get("source")
+                for key in ("destination", "source"):
+                    if isinstance(mount.get(key), str) and mount[key]:
+                        oci.path_text(mount[key], f"config.json: mounts: {key}")
+                path = os.path.join(bundle.path, source) if isinstance(source, str) and _is_bind(mount) else ""
+                self._add(
+                    mount["destination"], path, shared=not {"shared", "rshared"}.isdisjoint(map(str, _flags(mount)))
+                )
+
+    def __enter__(self) -> SpecTree:
+        return self
+
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        for fd in (self._root_fd, *(fd for fd in self._fds.values() if fd >= 0)):
+            os.close(fd)
+        self._fds.clear()
+
+    def _add(self, target: str, source: str, shared: bool) -> None:
+        resolved, _ = self._resolve("/" + target.lstrip("/"), follow_last=True)
+        self._mount(Covering(resolved, source, _below(resolved), False, shared))
+
+    def add(self, target: str, source: str) -> None:
+        """A mount of ours at `target`, which `place` returned."""
+        self._mount(Covering(target, source, _below(target), True))
+
+    def _mount(self, mount: Covering) -> None:
+        self._last[mount.target] = len(self._mounts)
+        self._mounts.append(mount)
+        for path in [path for path in self._parents if path == mount.target or path.startswith(mount.below)]:
+            del self._parents[path]
+        self._directories -= {
+            path for path in self._directories if path == mount.target or path.startswith(mount.below)
+        }
+
+    # What is at a path
+
+    def _covering(self, path: str) -> Optional[Covering]:
+        """The mount that a resolved path is on: the last one that covers it."""
+        last, number = self._last, -1
+        while path:
+            number = max(number, last.get(path, -1))
+            path = path.rpartition("/")[0]
+        number = max(number, last.get("/", -1))
+        return self._mounts[number] if number >= 0 else None
+
+    def _source_fd(self, mount: Optional[Covering]) -> int:
+        """O_PATH descriptor of what is mounted; -1 when there is nothing to look at."""
+        if mount is None:
+            return self._root_fd
+        if not mount.source:
+            return -1
+        if mount.source not in self._fds:
+            try:
+                self._fds[mount.source] = os.open(mount.source, os.O_PATH | os.O_CLOEXEC)
+            except OSError as error:
+                if is_exhausted(error):
+                    raise
+                self._fds[mount.source] = -1
+        return self._fds[mount.source]
+
+    def _open_plain(self, path: str, flags: int) -> int:
+        """Opens a path on which there is no link, in the file system that it is on. ELOOP: there is a link."""
+        mount = self._covering(path)
+        base = self._source_fd(mount)
+        below = path[len(mount.below) - 1 :] if mount else path
+        if base < 0:
+            raise _error(path, errno.ENOENT)
+        if not below.strip("/"):
+            try:
+                fd = os.open(f"/proc/self/fd/{base}", (flags & ~os.O_NOFOLLOW) | os.O_CLOEXEC)
+            except OSError as error:
+                raise linux.from_os_error(error, "open", path) from None
+        elif base != self._root_fd and not stat.S_ISDIR(os.fstat(base).st_mode):
+            raise _error(path, errno.ENOTDIR)
+        else:
+            fd = inroot.open_below(
+                base, below, flags, 0, linux.RESOLVE_NO_SYMLINKS
+            )  # with O_PATH | O_NOFOLLOW: the link
+        self._found[fd] = (path, mount)
+        return fd
+
+    def open_in(self, path: str, flags: int) -> int:
+        """See inroot.open_in."""
+        if os.path.normpath(path) == path:
+            try:
+                return self._open_plain(path, flags)
+            except linux.SyscallError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+        resolved, there = self._resolve(path, follow_last=not flags & os.O_NOFOLLOW)
+        if not there:
+            raise _error(path, errno.ENOENT)
+        return self._open_plain(resolved, flags)
+
+    def _link_at(self, path: str) -> tuple[bool, str]:
+        """(whether anything is at a path whose parents are resolved, the text of the link that it is)."""
+        try:
+            fd = self._open_plain(path, os.O_PATH | os.O_NOFOLLOW)
+        except linux.SyscallError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return self._leads_to_mount(path), ""
+            raise
+        try:
+            return True, inroot.link_text(fd, path.rpartition("/")[2], path) if stat.S_ISLNK(
+                os.fstat(fd).st_mode
+            ) else ""
+        finally:
+            os.close(fd)
+
+    def _leads_to_mount(self, path: str) -> bool:
+        """A directory that is not there yet, but that the runtime makes for a mount."""
+        below = _below(path)
+        return path in self._last or any(target.startswith(below) for target in self._last)
+
+    def _resolve(self, path: str, follow_last: bool) -> tuple[str, bool]:
+        """(`path` with its links followed, whether it is there). What is not there is appended as it is written."""
+        todo: _Parts = [part for part in reversed(path.split("/")) if part not in ("", ".")]
+        here, links, there = "", 0, True
+        while todo:
+            part = todo.pop()
+            if part == "..":
+                here = here.rpartition("/")[0]
+                there = True
+                continue
+            step = f"{here}/{part}"
+            text = ""
+            if there and step in self._parents:
+                text = self._parents[step]
+            elif there:
+                there, text = self._link_at(step)
+                if there and todo:
+                    self._parents[step] = text
+            if not text or (not todo and not follow_last):
+                here = step
+                continue
+            links += 1
+            inroot.spend(path)
+            if links > _MAX_LINKS:
+                raise _error(path, errno.ELOOP)
+            here = "" if text.startswith("/") else here
+            todo += [part for part in reversed(text.split("/")) if part not in ("", ".")]
+        return here or "/", there
+
+    def path_of(self, fd: int) -> str:
+        """See inroot.path_of."""
+        return self._found[fd][0]
+
+    def reopened(self, old: int, new: int) -> int:
+        """See inroot.View."""
+        self._found[new] = self._found[old]
+        return new
+
+    def is_mounted_over(self, fd: int) -> bool:
+        """See inroot.is_mounted_over."""
+        return self._found[fd][1] is not None
+
+    # Where our mounts go
+
+    def place(self, path: str, kind: str) -> str:
+        """The path at which config.json has to mount something of `kind` for it to be at `path`. The rules of
+        mountrules.py; nothing is made here, the runtime makes missing mount points. Raises KernelError."""
+        try:
+            resolved, there = self._resolve(path, follow_last=False)
+            mode = self._mode(resolved) if there else 0
+            if stat.S_ISLNK(mode):
+                resolved, mode = self._library_behind(path)
+        except linux.SyscallError as error:
+            if error.errno == errno.ELOOP:
+                raise KernelError(f"{shown(path)} leads through a magic link or a loop of links", "remove it") from None
+            raise
+        if not mode:
+            self._require_creatable(path, resolved)
+        elif not mountrules.accepts(kind, mode):
+            raise mountrules.wrong_type(path, kind, mode)
+        covering = self._covering(resolved)
+        if covering is not None and covering.shared:
+            raise mountrules.in_shared_volume(path, covering.target, covering.source)
+        return resolved
+
+    def require_place(self, path: str) -> None:
+        """Refuses a device of config.json that the runtime would have to make in a user's volume."""
+        resolved, there = self._resolve(path, follow_last=True)
+        if not there or not self._mode(resolved):
+            self._require_creatable(path, resolved)
+
+    def _mode(self, resolved: str) -> int:
+        """File type and mode of what is there; 0 when nothing is yet."""
+        try:
+            fd = self._open_plain(resolved, os.O_PATH | os.O_NOFOLLOW)
+        except linux.SyscallError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return 0
+            raise
+        try:
+            return os.fstat(fd).st_mode
+        finally:
+            os.close(fd)
+
+    def _library_behind(self, path: str) -> tuple[str, int]:
+        resolved, there = self._resolve(path, follow_last=True)
+        mode = self._mode(resolved) if there else 0
+        if not mode:
+            raise KernelError(f"{shown(path)} is a link to nothing", "remove it from the image")
+        if not mountrules.is_library_path(resolved):
+            raise mountrules.not_a_library(path, resolved)
+        return resolved, mode
+
+    def _require_creatable(self, path: str, resolved: str) -> None:
+        """The runtime would make our mount point inside a user's volume, that is on the host."""
+        mount = self._covering(resolved)
+        parent = resolved.rpartition("/")[0]
+        mode = 0
+        while parent and parent not in self._directories:
+            mode = self._mode(parent)
+            if mode:
+                break
+            parent = parent.rpartition("/")[0]
+        if mode and not stat.S_ISDIR(mode):
+            raise KernelError(f"a parent of {shown(path)} is not a directory", "remove it from the image")
+        self._directories.add(parent)
+        if mount is not None and mount.source and not mount.ours:
+            raise mountrules.in_volume(path, mount.target, mount.source)

@@ -1,0 +1,273 @@
+"""The device plugin as a program: registers its resources, and does so again whenever kubelet has started anew.
+
+    run(first, state_dir, settings, say)      until SIGTERM
+
+kubelet empties its directory when it starts, and then makes its socket. So what is looked at is that directory: is this
+the socket that we have registered at, and are ours still there? inotify says when to look. The devices have no such
+bell (/proc and /sys tell nobody), so they are looked at every `interval_s`; that is a short read and a listing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import select
+import socket
+import stat
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Callable, NamedTuple, Optional
+
+from ...config import node
+from ...core.errors import DeviceError, GpushareError, what_to_do
+from ...core.model import Device, Node
+from ...core.quoting import shown
+from ...gpu import inventory
+from ...request.dialects import device_name
+from ...system import sigterm
+from . import offers, protocol, service
+from .protocol import grpc
+from .service import Service
+
+_REGISTER_S = 15.0  # kubelet connects to us before it answers, and gives itself 10 s for that
+_LISTENS_S = 2.0  # between a socket's name and somebody who listens
+_CHANNEL = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 20),
+    ("grpc.max_reconnect_backoff_ms", 200),
+]
+_AGAIN_S = 5.0  # after a registration that failed
+_OURS = re.compile(r"gpushare-[a-z0-9-]+-[0-9a-f]{8}\.sock")
+# inotify(7): created, deleted, moved in or out, or the directory itself; only a directory
+_EVENTS = 0x100 | 0x200 | 0x40 | 0x80 | 0x400 | 0x800 | 0x01000000
+_FIRST = "is this a node of a cluster? give --kubelet where its directory is elsewhere"
+
+Say = Callable[[str], None]
+
+
+class Settings(NamedTuple):
+    """Of the command line."""
+
+    folder: str  # where kubelet's socket is
+    unit_mib: int
+    whole: tuple[str, ...]
+    interval_s: float
+
+
+def run(first: Node, state_dir: str, settings: Settings, say: Say) -> None:
+    """`first`: the node at the start. Raises GpushareError for what a person must mend; later failures are said, and
+    tried again."""
+    log, lines = logging.getLogger("grpc"), _Lines(say)
+    log.addHandler(lines)
+    log.propagate = False
+    try:
+        with sigterm.readable() as end, ExitStack() as stack:
+            plugin = Plugin(first, state_dir, settings, say, stack)
+            plugin.register()
+            while not plugin.wait(end):
+                plugin.look()
+    finally:
+        log.removeHandler(lines)
+
+
+class _Lines(logging.Handler):
+    """What gRPC has to say, in one line each, without a traceback."""
+
+    def __init__(self, say: Say) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._say("gRPC: " + " ".join(f"{record.getMessage()} {error or ''}".split())[:400])
+
+
+class Plugin:
+    """Both resources."""
+
+    def __init__(self, first: Node, state_dir: str, settings: Settings, say: Say, stack: ExitStack) -> None:
+        self._node, self._state_dir, self._settings = first, state_dir, settings
+        self._said = ""
+        self._print = say
+        self._gone: dict[str, str] = {}  # uuid -> what was said of it
+        self._registered: Optional[tuple[int, ...]] = None  # identity of the socket
+        self._watch = _Watch(settings.folder)
+        stack.callback(self._watch.close)
+        self._services = [
+            stack.enter_context(Service(kind, offers.resource(kind, settings.unit_mib), say))
+            for kind in offers.VARIABLES
+        ]
+        _remove_left(settings.folder)
+        self._show()
+
+    def wait(self, end: int) -> bool:
+        """Until there is something to look at. True: it is the end."""
+        longest_s = self._settings.interval_s if self._registered else min(_AGAIN_S, self._settings.interval_s)
+        ready = select.select([end, self._watch.fd], [], [], longest_s)[0]
+        if self._watch.fd in ready:
+            self._watch.drain()
+        return end in ready
+
+    def look(self) -> None:
+        self._show()
+        self._watch.renew()
+        here = _identity(os.path.join(self._settings.folder, protocol.SOCKET))
+        if here is None:
+            self._say("kubelet is gone; waiting for it")
+            self._registered = None
+        elif here != self._registered or not all(os.path.lexists(one.path) for one in self._services):
+            try:
+                self.register()
+            except GpushareError as error:
+                self._registered = None
+                self._say(str(error))
+
+    def register(self) -> None:
+        """Serves on new sockets and tells kubelet of them. Raises GpushareError."""
+        place = os.path.join(self._settings.folder, protocol.SOCKET)
+        here = _identity(place)
+        if here is None:
+            raise GpushareError(f"{shown(place)}: kubelet is not there", _FIRST)
+        for one in self._services:
+            label = one.name.rpartition("/")[2]
+            one.serve(os.path.join(self._settings.folder, f"gpushare-{label}-{os.urandom(4).hex()}.sock"))
+            _register(place, one)
+        self._registered = here
+        self._said = ""
+        for one in self._services:
+            self._print(f"registered {one.name}: {one.size}")
+
+    def _show(self) -> None:
+        """The devices as they are now."""
+        self._node = node.last(self._state_dir) or self._node
+        config = self._node.config
+        found = offers.offered(self._node, self._settings.unit_mib, self._settings.whole)
+        devices = [one.device for some in found.values() for one in some]
+        gone = _gone(config.driver_root, devices)
+        for device in devices:
+            why = gone.get(device.uuid, "")
+            if why != self._gone.get(device.uuid, ""):
+                self._print(f"device {device_name(device)} ({device.uuid}): {why or 'is back'}")
+        self._gone = gone
+        healthy = frozenset(one.uuid for one in devices if one.uuid not in gone)
+        for one in self._services:
+            one.show(found[one.kind], healthy, config.placement)
+
+    def _say(self, text: str) -> None:
+        """Once, however often it is found."""
+        if text != self._said:
+            self._said = text
+            self._print(text)
+
+
+def _gone(root: str, devices: Iterable[Device]) -> dict[str, str]:
+    """uuid -> why no container can have it now. A driver root that the node has elsewhere (an operator's) is not in the
+    plugin's pod, but /proc and /sys are the same kernel's."""
+    if not os.path.isdir(root):
+        root = "/"
+    try:
+        inventory.driver_version(root)
+    except DeviceError:
+        return {one.uuid: "no driver is loaded" for one in devices}
+    buses, mig = set(inventory.bus_ids(root)), set(inventory.mig_instances(root))
+    found = {}
+    for one in devices:
+        instance = f"gpu{one.minor}/gi{one.gpu_instance}/ci{one.compute_instance}"
+        if one.bus_id not in buses:
+            found[one.uuid] = f"no GPU at {one.bus_id} any more"
+        elif one.parent and instance not in mig:
+            found[one.uuid] = "the MIG device is no more"
+    return found
+
+
+def _identity(path: str) -> Optional[tuple[int, ...]]:
+    """Tells one socket from another at the same path; None: there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_ctime_ns) if stat.S_ISSOCK(found.st_mode) else None
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
+
+def _remove_left(folder: str) -> None:
+    """Sockets of a plugin that was killed."""
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if _OURS.fullmatch(name) and _identity(path) is not None and not _listens(path):
+            os.unlink(path)
+
+
+def _register(place: str, one: Service) -> None:
+    request = protocol.message("RegisterRequest")(
+        version=protocol.VERSION,
+        endpoint=os.path.basename(one.path),
+        resource_name=one.name,
+        options=service.options(),
+    )
+    with grpc.insecure_channel(f"unix:{place}", options=_CHANNEL) as channel:
+        call = channel.unary_unary(protocol.REGISTER, protocol.serializer("RegisterRequest"), protocol.reader("Empty"))
+        try:
+            grpc.channel_ready_future(channel).result(timeout=_LISTENS_S)
+            call(request, timeout=_REGISTER_S)
+        except grpc.FutureTimeoutError:
+            raise GpushareError(f"{shown(place)}: kubelet does not answer", _FIRST) from None
+        except grpc.RpcError as error:
+            raise GpushareError(f"{shown(place)}: kubelet refuses {one.name}: {error.details()}") from None
+
+
+class _Watch:
+    """Changes of one directory, by inotify."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises GpushareError where there is no such directory."""
+        self._folder = folder
+        self._library = ctypes.CDLL(None, use_errno=True)
+        self.fd = self._library.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._watched: Optional[tuple[int, int]] = None
+        failed = OSError(ctypes.get_errno(), "") if self.fd < 0 else self._add()
+        if failed is not None:
+            self.close()
+            hint = _FIRST if isinstance(failed, FileNotFoundError) else what_to_do(failed)
+            raise GpushareError(f"{shown(folder)}: {os.strerror(failed.errno or 0)}", hint)
+
+    def _add(self) -> Optional[OSError]:
+        try:
+            found = os.stat(self._folder)
+        except OSError as error:
+            return error
+        if self._library.inotify_add_watch(self.fd, os.fsencode(self._folder), _EVENTS) < 0:
+            return OSError(ctypes.get_errno(), "")
+        self._watched = (found.st_dev, found.st_ino)
+        return None
+
+    def renew(self) -> None:
+        """Where somebody has replaced the directory. One that is not there yet is found at a later look."""
+        try:
+            found = os.stat(self._folder)
+        except OSError:
+            return
+        if (found.st_dev, found.st_ino) != self._watched:
+            self._add()
+
+    def drain(self) -> None:
+        try:
+            while os.read(self.fd, 65536):
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

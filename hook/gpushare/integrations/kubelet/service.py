@@ -1,0 +1,189 @@
+"""One resource, served to kubelet on a socket of its own.
+
+    with Service(kind, name, say) as service:
+        service.show(offers, healthy, placement)      what there is, now; raises ConfigError when it is too much
+        service.serve(path)                           the socket (0600); raises GpushareError
+
+kubelet is told of changes by a stream that stays open; a new stream ends those before it, since kubelet has one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable, NamedTuple, Optional
+
+from ...core.errors import ConfigError, DeviceError, GpushareError, RequestError
+from ...core.quoting import shown
+from . import offers as pure
+from . import protocol
+from .offers import Offered
+from .protocol import grpc
+
+_THREADS = 8
+_MAX_PATH_BYTES = 107  # of a socket: unix(7)
+_MAX_REQUEST_BYTES = 64 << 20  # that we take: every id of a node, and more
+_END_S = 1.0  # for calls that are being answered when it ends
+_CODES = {RequestError: grpc.StatusCode.INVALID_ARGUMENT, DeviceError: grpc.StatusCode.UNAVAILABLE}
+
+
+class _Shown(NamedTuple):
+    """What there is at one moment. `text`: the message that says so."""
+
+    offers: tuple[Offered, ...] = ()
+    healthy: frozenset[str] = frozenset()  # uuids
+    placement: str = "binpack"
+    text: bytes = b""
+
+
+class Service:
+    """Its methods are called in gRPC's threads."""
+
+    def __init__(self, kind: str, name: str, say: Callable[[str], None]) -> None:
+        self.kind, self.name, self._say = kind, name, say
+        self.path = ""
+        self._server: Optional[Any] = None
+        self._changed = threading.Condition()
+        self._shown = _Shown()
+        self._stream = object()  # the one that is kubelet's
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def size(self) -> int:
+        """How many ids are offered."""
+        return sum(one.count for one in self._shown.offers)
+
+    def show(self, offers: tuple[Offered, ...], healthy: frozenset[str], placement: str) -> None:
+        here = healthy & {one.device.uuid for one in offers}
+        if (offers, here, placement) == self._shown[:3]:
+            return
+        text = _message(offers, here)
+        if len(text) > protocol.MAX_MESSAGE_BYTES:
+            raise ConfigError(
+                f"{sum(one.count for one in offers)} units of {self.name} are {len(text)} bytes, and kubelet takes "
+                f"{protocol.MAX_MESSAGE_BYTES} in a message",
+                "give a larger --memory-unit, the same on all nodes",
+            )
+        with self._changed:
+            self._shown = _Shown(offers, here, placement, text)
+            self._changed.notify_all()
+
+    def serve(self, path: str) -> None:
+        """Listens there, and nowhere else any more."""
+        self.close()
+        if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+            raise GpushareError(f"cannot serve on {shown(path)}: longer than {_MAX_PATH_BYTES} bytes", "give --kubelet")
+        options = [("grpc.max_receive_message_length", _MAX_REQUEST_BYTES), ("grpc.so_reuseport", 0)]
+        server = grpc.server(ThreadPoolExecutor(_THREADS), options=options)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, self._methods()),))
+        before = os.umask(0o177)
+        try:
+            server.add_insecure_port(f"unix:{path}")
+        except RuntimeError:
+            raise GpushareError(f"cannot serve on {shown(path)}", "run as root") from None
+        finally:
+            os.umask(before)
+        server.start()
+        self._server, self.path = server, path
+
+    def close(self) -> None:
+        if self._server is None:
+            return
+        with self._changed:
+            self._stream = object()
+            self._changed.notify_all()
+        self._server.stop(_END_S).wait()
+        self._server = None
+        try:
+            os.unlink(self.path)  # gRPC has done so; our name for it is nobody else's
+        except OSError:
+            pass
+
+    def _methods(self) -> dict[str, Any]:
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        rows: dict[str, tuple[Any, str, str]] = {
+            "GetDevicePluginOptions": (self._options, "Empty", "DevicePluginOptions"),
+            "GetPreferredAllocation": (self._prefer, "PreferredAllocationRequest", "PreferredAllocationResponse"),
+            "Allocate": (self._allocate, "AllocateRequest", "AllocateResponse"),
+            "PreStartContainer": (self._nothing, "PreStartContainerRequest", "PreStartContainerResponse"),
+        }
+        found = {
+            name: unary(function, protocol.reader(asked), protocol.serializer(answer))
+            for name, (function, asked, answer) in rows.items()
+        }
+        found["ListAndWatch"] = stream(self._watch, protocol.reader("Empty"), None)  # it yields bytes
+        return found
+
+    # Methods
+
+    def _options(self, request: Any, context: Any) -> Any:
+        return options()
+
+    def _nothing(self, request: Any, context: Any) -> Any:
+        return protocol.message("PreStartContainerResponse")()
+
+    def _watch(self, request: Any, context: Any) -> Iterator[bytes]:
+        mine, told = object(), _Shown()
+        with self._changed:
+            self._stream = mine
+            self._changed.notify_all()
+        if not context.add_callback(self._wake):
+            return
+        while True:
+            with self._changed:
+                while self._shown is told and self._stream is mine and context.is_active():
+                    self._changed.wait()
+                if self._stream is not mine or not context.is_active():
+                    return
+                told = self._shown
+            yield told.text
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _prefer(self, request: Any, context: Any) -> Any:
+        shown, answer = self._shown, protocol.message("PreferredAllocationResponse")()
+        for one in request.container_requests:
+            asked = one.available_deviceIDs, one.must_include_deviceIDs, one.allocation_size
+            chosen = self._answered(context, pure.preferred, self.kind, shown.offers, shown.placement, *asked)
+            answer.container_responses.add().deviceIDs.extend(chosen)
+        return answer
+
+    def _allocate(self, request: Any, context: Any) -> Any:
+        shown, answer = self._shown, protocol.message("AllocateResponse")()
+        for one in request.container_requests:
+            env = self._answered(context, pure.allocate, self.kind, shown.offers, shown.healthy, one.devices_ids)
+            answer.container_responses.add().envs.update(env)
+        for response in answer.container_responses:
+            self._say(f"{self.name}: " + " ".join(f"{name}={value}" for name, value in response.envs.items()))
+        return answer
+
+    def _answered(self, context: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
+        """What `ask` gives; where it raises, kubelet is given its line."""
+        try:
+            return ask(*arguments)
+        except GpushareError as error:
+            self._say(f"{self.name}: refused: {error}")
+            return context.abort(_CODES.get(type(error), grpc.StatusCode.INTERNAL), f"gpushare: {error}")
+
+
+def options() -> Any:
+    return protocol.message("DevicePluginOptions")(get_preferred_allocation_available=True)
+
+
+def _message(offers: tuple[Offered, ...], healthy: frozenset[str]) -> bytes:
+    answer = protocol.message("ListAndWatchResponse")()
+    for one in offers:
+        health = protocol.HEALTHY if one.device.uuid in healthy else protocol.UNHEALTHY
+        for unit in one.ids():
+            answer.devices.add(ID=unit, health=health)
+    text: bytes = answer.SerializeToString()
+    return text

@@ -1,0 +1,77 @@
+"""What node-feature-discovery is told about this node: feature_file(node) -> the text of its feature file. Pure.
+
+Source: node-feature-discovery's customization guide, "Local feature source": a line is `<namespace>/<name>=<value>`,
+and a file whose name begins with a dot is not read, so a new one gets its name when it is complete. The numbers are
+features and no labels (`+no-label`): the NodeFeatureRule in packaging/kubernetes makes an extended resource of them,
+which is what the scheduler counts.
+
+Labels about the devices have the names and rules of NVIDIA's GPU feature discovery ("Generated Labels" in its README),
+under our own prefix, so that both can run: `gpu.product` with hyphens for spaces and "-SHARED" behind it where a device
+has several replicas, `gpu.replicas` how many (`sharing.split_count`; 1: shares are of the size that is asked for),
+`gpu.memory` in MiB, `gpu.count`. There, of different devices on one node one is told; here none but their number, since
+a pod that selects a product must not get another.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..allocation.placement import capacity_bytes
+from ..core.model import Device, Node
+from ..request import sharing
+from ..request.dialects import is_among, usable_devices
+
+FILE = "/etc/kubernetes/node-feature-discovery/features.d/gpushare"
+MIB = 1 << 20
+_MAX_VALUE = 63  # characters in the value of a label: Kubernetes, "Labels and Selectors"
+_SHARED = "-SHARED"
+
+
+def _devices(node: Node) -> list[Device]:
+    """Those that policy allows."""
+    allowed = node.config.policy.allowed_devices
+    return [one for one in usable_devices(node.inventory) if not allowed or is_among(one, allowed)]
+
+
+def grantable_mib(node: Node) -> int:
+    """MiB that may be granted on all devices that policy allows together. A device of unknown size counts as 0."""
+    return sum(capacity_bytes(device, node.config) // MIB for device in _devices(node))
+
+
+def product(model: str, replicas: int) -> str:
+    """The value of gpu.product, "" for a model of which nothing can be written."""
+    suffix = _SHARED if replicas > 1 else ""
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "", "-".join(model.split()))
+    plain = plain[: _MAX_VALUE - len(suffix)].strip("-_.")
+    return plain + suffix if plain else ""
+
+
+def device_labels(node: Node) -> dict[str, str]:
+    """Name -> value, of GPU feature discovery."""
+    devices = _devices(node)
+    found = {"gpu.count": str(len(devices))}
+    rules = ((one, sharing.rule_of(one, node.config.sharing)) for one in devices)
+    kinds = {(one.model, one.memory_bytes // MIB, rule.split_count if rule else 1) for one, rule in rules}
+    if len(kinds) != 1:
+        return found
+    ((model, mib, replicas),) = kinds
+    name = product(model, replicas)
+    found.update({"gpu.product": name} if name else {})
+    found.update({"gpu.memory": str(mib)} if mib else {})
+    return {**found, "gpu.replicas": str(replicas)}
+
+
+def feature_file(node: Node) -> str:
+    """`gpushare.io/present` and those of `device_labels` are labels, the rest is for rules."""
+    mib = grantable_mib(node)
+    devices = len(usable_devices(node.inventory))
+    lines = [
+        "# Written by `gpushare labels`.",
+        f"gpushare.io/present={'true' if devices and mib else 'false'}",
+        *(f"gpushare.io/{name}={value}" for name, value in device_labels(node).items()),
+        "# +no-label",
+        f"gpushare.io/memory-mib={mib}",
+        "# +no-label",
+        f"gpushare.io/devices={devices}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""What containers use, and who uses more than the limit."""

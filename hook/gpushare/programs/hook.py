@@ -1,0 +1,357 @@
+"""gpushare-hook: the OCI hook, one container from its state on stdin to its share (start path).
+
+    gpushare-hook [--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt
+
+--spec FILE               of adopt, where crun was told of another file than the bundle's config.json
+--cri                     the engine is a CRI: its annotations say which container of which pod this is
+
+prestart, createRuntime   give the container what it asks for, or fail with one line and undo everything
+adopt                     a createRuntime hook that gpushare-runtime puts into config.json: see adopt.py
+poststop                  releases it; idempotent, needs no pid, always exits 0
+
+Nothing is taken from this process's own environment or working directory: both can come from an image.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Optional
+
+from ..core import names
+from ..core.errors import GpushareError, KernelError, RequestError, reported
+from ..core.model import Bundle, Lease, Node, Request, Share
+from ..core.quoting import shown
+from ..request import hookoutput, oci
+from ..state import decision, log
+from ..system import rootless
+
+if TYPE_CHECKING:
+    from ..core.ops import Plan
+    from ..inject import apply
+    from ..system import procs
+
+DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
+UNDO_DEADLINE_S = 2  # for each step; all of it within the 30 s that hooks have from an engine's configuration
+POSTSTOP_WAIT_MS = 2000
+_SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt"
+_USAGE = f"use {_SYNOPSIS}"
+
+
+class Options(NamedTuple):
+    """The command line."""
+
+    stage: str
+    config: str
+    state_dir: str
+    cri: bool = False
+    spec: str = ""
+
+
+class Interrupted(GpushareError):
+    """A signal or the deadline; what was done is undone."""
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The command line, without argparse (10 ms). Raises RequestError."""
+    values = {"--config": names.CONFIG_PATH, "--state": "", "--spec": ""}
+    words = list(argv)
+    cri = names.CRI_FLAG in words[:-1]
+    words = [word for word in words[:-1] if word != names.CRI_FLAG] + words[-1:]
+    while words and words[0].startswith("-"):
+        flag, equals, value = words.pop(0).partition("=")
+        if flag not in values or not (equals or words):
+            raise RequestError(f"option {shown(flag)} is unknown or has no value", _USAGE)
+        values[flag] = value if equals else words.pop(0)
+        if not values[flag].startswith("/"):
+            raise RequestError(f"{flag} {shown(values[flag])} is not an absolute path", _USAGE)
+    if len(words) != 1 or words[0] not in _STAGES:
+        raise RequestError(f"stage {shown(' '.join(words))} is unknown", _USAGE)
+    state_dir = values["--state"].rstrip("/") or rootless.state_dir()
+    return Options(words[0], values["--config"], state_dir, cri, values["--spec"])
+
+
+def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
+    """Returns the exit code. `stdin` is a descriptor."""
+    container_id = ""
+    options = Options("", "", "")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words in (["-h"], ["--help"]):
+        os.write(
+            1, f"usage: {_SYNOPSIS}\nAn OCI hook: the runtime runs it and writes the state to its input.\n".encode()
+        )
+        return 0
+    try:
+        options = parse(words)
+        os.umask(0o022)
+        os.chdir("/")
+        watch()
+        data = _read_stdin(stdin)
+        state = hookoutput.read_state(data)
+        container_id = state.id
+        state = state._replace(bundle=os.path.realpath(state.bundle))  # runc says it as PWD does
+        return _STAGES[options.stage](options, state)
+    except BaseException as raised:
+        ignore_signals()
+        error = reported(raised)
+        line, code = log.line_of(error)
+        if container_id:
+            way = "" if options.stage == "poststop" else "runtime" if options.stage == "adopt" else "hook"
+            keep(options.config, options.state_dir, container_id, way, line, error)
+        log.to_stderr(line)
+        # A poststop hook that fails helps nobody: its container is gone, and its line is on stderr.
+        return 0 if words[-1:] == ["poststop"] else code
+
+
+def keep(config: str, state_dir: str, container_id: str, way: str, line: str, error: BaseException) -> None:
+    """The line for `inspect`, unless the state directory is what hangs; and one that says that it was refused."""
+    from ..state import storage
+
+    try:
+        _give_up_later()
+        storage.prepare(state_dir)
+        log.record(state_dir, container_id, line, error)
+    except (KernelError, Interrupted):
+        pass
+    try:
+        _give_up_later()
+        if way:
+            decision.refused(decision.configured(config, state_dir), container_id, way, error)
+    except Interrupted:
+        pass
+    finally:
+        signal.alarm(0)
+
+
+def _read_stdin(fd: int) -> bytes:
+    parts = []
+    size = 0
+    while size <= oci.MAX_STATE_BYTES:
+        try:
+            part = os.read(fd, 1 << 16)
+        except OSError as error:  # closed, or a directory
+            what = f"cannot read the state on standard input: {error.strerror}"
+            raise RequestError(what, "the runtime writes it there; start a container") from None
+        if not part:
+            break
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+def _interrupt(number: int, _: object) -> None:
+    """Ends the start once; a second signal must not end the undoing."""
+    ignore_signals()
+    if number == signal.SIGALRM:
+        raise Interrupted(f"the start took longer than {DEADLINE_S} s", "see whether the driver or the disk hangs")
+    raise Interrupted(f"the start was ended by signal {number}", "start the container again")
+
+
+def _interrupt_undo(number: int, _: object) -> None:
+    raise Interrupted(f"undoing took longer than {UNDO_DEADLINE_S} s")
+
+
+def _give_up_later() -> None:
+    signal.signal(signal.SIGALRM, _interrupt_undo)
+    signal.alarm(UNDO_DEADLINE_S)
+
+
+WATCHED = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def watch() -> None:
+    """crun starts a hook with all signals blocked, and then the deadline would never come."""
+    for number in WATCHED:
+        signal.signal(number, _interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    signal.alarm(DEADLINE_S)
+
+
+def ignore_signals() -> None:
+    signal.alarm(0)
+    for number in WATCHED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _start(options: Options, state: oci.State) -> int:
+    """prestart and createRuntime: the same work, whichever the engine offers."""
+    from ..request import request
+
+    spec = oci.read_json(os.path.join(state.bundle, "config.json"), oci.MAX_CONFIG_BYTES, "config.json")
+    hookoutput.silence_for(spec.get("annotations"))
+    bundle = oci.bundle_of(state, spec, options.cri)
+    if not request.mentions(bundle):
+        from ..config import lowlevel
+
+        _refuse_rules(bundle, options)
+        lowlevel.remember_if_stale(options.config, options.state_dir)
+        return 0
+    from ..config import node
+    from ..state import leases, storage
+    from ..system import procs
+
+    storage.prepare(options.state_dir)
+    host = node.load_node(options.config, options.state_dir)
+    asked = request.resolve(bundle, host)
+    if asked is None:
+        _refuse_rules(bundle, options)
+        return 0
+    request.refuse_conflicts(bundle, asked)
+    init = procs.find(bundle.pid)
+    if init is None:
+        raise RequestError(f"the state's pid {bundle.pid} is no process", "call the hook as prestart or createRuntime")
+    if leases.is_held_by(options.state_dir, bundle.id, init):
+        return 0  # the same hook in two stages
+    _give(bundle, asked, host, init)
+    log.forget(options.state_dir, bundle.id)
+    return 0
+
+
+def _refuse_rules(bundle: Bundle, options: Options) -> None:
+    """Of a container that asks for nothing: device rules that open GPUs. Raises PolicyError."""
+    from ..request.dialects import injected
+
+    if injected.rules_reach(bundle.spec):
+        from ..config import node
+        from ..request import withhold
+
+        withhold.refuse(bundle, node.load_config_only(options.config, options.state_dir))
+
+
+def grant(asked: Request, host: Node, live: tuple[Lease, ...], blocked: frozenset[str]) -> tuple[Share, ...]:
+    """leases.GrantFn: placement against the ledger of the live leases."""
+    from ..allocation import placement
+
+    return placement.grant(asked, host, placement.ledger_of(live, host.config.policy, blocked))
+
+
+def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> None:
+    """Reserve, apply, hold; or nothing at all."""
+    rootless.require_mounts()
+    from ..core.ops import Mount
+    from ..gpu import driverfiles
+    from ..inject import apply, plan, rootfs
+    from ..state import leases, storage
+    from ..system import inroot, procs
+
+    state_dir, inventory = host.config.state_dir, host.inventory
+    lease: Optional[Lease] = None
+    applied: Optional[apply.Applied] = None
+    try:
+        if asked.selection.kind != "none":  # driver files alone hold no part of a device
+            lease = leases.reserve(state_dir, bundle, asked, host, grant, decision.ending(host.config.log, "start"))
+            storage.make_share_dir(state_dir, bundle.id, lease.shares)
+        files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
+        with inroot.budget():
+            root = rootfs.open_root(bundle, init.pid)
+            try:
+                image = rootfs.probe(root, bundle.env)
+                steps = plan.make_plan(bundle, asked, host, lease, image, files)
+                files_only = [(op.source, op.target) for op in steps.ops if lease is None and isinstance(op, Mount)]
+                if files_only and rootfs.shows(root, files_only):
+                    return  # the same hook in two stages: no lease says so where no device was asked for
+            finally:
+                os.close(root)
+            applied = apply.apply(steps, bundle, init.pid, state_dir)
+        if lease is not None:
+            leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
+        ignore_signals()  # the container has its share: a refusal from here on would leave it behind
+    except BaseException:
+        ignore_signals()
+        undo(state_dir, bundle.id, applied.undo if applied is not None else None)
+        raise
+    applied.close()
+    storage.empty_trash(state_dir)
+    tell(decision.open_sink(host.config.log), "hook", asked, lease, steps)
+
+
+def tell(
+    sink: decision.Sink, way: str, asked: Request, lease: Optional[Lease], steps: Plan, taken: Sequence[str] = ()
+) -> None:
+    """What the container got, and each thing that is not as its words say. `taken`: out of config.json."""
+    from ..inject import plan
+
+    shares = lease.shares if lease else ()
+    clamped = [f"slot {share.slot}: {share.clamped}" for share in shares if share.clamped]
+    said = steps.notes[len(plan.request_notes(asked, shares)) :]
+    decision.granted(
+        sink,
+        steps.container_id,
+        lease,
+        asked,
+        way,
+        *decision.details("clamped", clamped),
+        *decision.details("notes", said),
+        *decision.details("taken_out", taken),
+    )
+
+
+def undo(state_dir: str, container_id: str, undo_applied: Optional[Callable[[], None]]) -> None:
+    """Takes everything back. What fails here, or hangs, is left for the next start, poststop or prune: our lease dies
+    with us. The error that led here is the one that counts."""
+    from ..state import leases, storage
+
+    for step in (
+        undo_applied or (lambda: None),
+        lambda: leases.undo(state_dir, container_id),
+        lambda: storage.empty_trash(state_dir),
+    ):
+        try:
+            _give_up_later()  # one that hangs must not leave the others without a deadline
+            step()
+        except (OSError, GpushareError):
+            pass
+    signal.alarm(0)
+
+
+def _poststop(options: Options, state: oci.State) -> int:
+    """Releases the container's lease and its files."""
+    from ..state import leaseend, leases, storage
+
+    if not storage.is_ready(options.state_dir):
+        return 0
+    lease = leases.find(options.state_dir, state.id)
+    if lease is not None and lease.state == "held" and lease.bundle == state.bundle:
+        _wait_gone(lease.init_pid, lease.init_start)
+    ended = decision.ending(decision.configured(options.config, options.state_dir) if lease else "", "poststop")
+    if not leaseend.release_reserved_by(options.state_dir, state.id, state.bundle, os.getppid(), ended):
+        kept = leaseend.release(options.state_dir, state.id, ended)
+        if kept:
+            log.to_stderr(f"gpushare: {kept}")
+    storage.empty_trash(options.state_dir)
+    return 0
+
+
+def _wait_gone(pid: int, start: int) -> None:
+    """Gives the init that the runtime has just killed a moment to be gone."""
+    import select
+
+    from ..system import linux, procs
+
+    try:
+        fd = linux.pidfd_open(pid)
+    except KernelError:
+        return
+    try:
+        if procs.alive(pid, start):
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            poll.poll(POSTSTOP_WAIT_MS)
+    finally:
+        os.close(fd)
+
+
+def _adopt(options: Options, state: oci.State) -> int:
+    from . import adopt
+
+    return adopt.adopt(options, state)
+
+
+_STAGES: dict[str, Callable[[Options, oci.State], int]] = {
+    "adopt": _adopt,
+    "prestart": _start,
+    "createRuntime": _start,
+    "poststop": _poststop,
+}

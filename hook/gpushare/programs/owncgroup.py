@@ -1,0 +1,73 @@
+"""A cgroup for one program that this host starts without an engine: what it may not open, and nothing else.
+
+    place(name)              -> Place    where it will be, so that this is written down before it is made
+    enter(place, denied)                 this process is in it, and so is whatever it becomes
+    leave(directory)                     back to the cgroup above, and it is gone
+
+Nothing is limited but devices: on v1 it is a child in the devices hierarchy only, on v2 a child of the cgroup that the
+process is in, without controllers. Raises KernelError, with nothing changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..core.errors import KernelError
+from ..system import bpf, cgroup, linux
+from ..system.cgroup import Rule
+
+
+class Place(NamedTuple):
+    """A directory of the devices hierarchy of v1, or of v2."""
+
+    directory: str
+    v1: bool
+
+
+def place(name: str) -> Place:
+    v1, v2 = cgroup.find_cgroups(os.getpid())
+    if not v1 and not v2:
+        raise KernelError("no device cgroup is mounted", "mount /sys/fs/cgroup")
+    return Place(f"{(v1 or v2).rstrip('/')}/{name}", bool(v1))
+
+
+def enter(place: Place, denied: Sequence[Rule]) -> None:
+    directory = place.directory
+    try:
+        _make(directory)
+    except OSError as error:
+        raise linux.from_os_error(error, "mkdir", directory) from None
+    try:
+        if place.v1:
+            for major, minor in denied:
+                _write(f"{directory}/devices.deny", f"c {major}:{minor} rwm")
+        else:
+            bpf.attach(directory, bpf.denying(denied))
+        _write(f"{directory}/cgroup.procs", str(os.getpid()))
+    except BaseException:
+        os.rmdir(directory)
+        raise
+
+
+def _make(directory: str) -> None:
+    """A new one: an empty one of this name is of a program whose lease was lost, with rules of its own."""
+    try:
+        os.mkdir(directory)
+    except FileExistsError:
+        os.rmdir(directory)
+        os.mkdir(directory)
+
+
+def leave(directory: str) -> None:
+    _write(f"{os.path.dirname(directory)}/cgroup.procs", str(os.getpid()))
+    os.rmdir(directory)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="ascii") as control:
+            control.write(text)
+    except OSError as error:
+        raise linux.from_os_error(error, "write", path) from None

@@ -1,0 +1,287 @@
+"""`gpushare run`: a share of a GPU for a program of this host, without any container engine.
+
+    Job(name, command, asked, user)     what was asked for
+    start(job, paths)                   this process becomes the command; returns never
+
+The plan is a container's, put on "/" in a mount namespace of this process (hostroot.py), which then becomes the
+command by execve: no process is left over that would have to pass on signals. The lease is held by this very process,
+and counts for nothing when it is gone, however it ended. One thread only: namespaces are changed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn, Optional
+
+from ..allocation import backends
+from ..config import lowlevel, node
+from ..core import names
+from ..core.errors import GpushareError, KernelError, RequestError
+from ..core.model import Bundle, Lease, Node, Request
+from ..core.ops import Plan
+from ..core.quoting import shown
+from ..gpu import driverfiles
+from ..inject import apply, plan, rootfs
+from ..request import oci, request
+from ..request.dialects import own
+from ..state import decision, leases, log, storage
+from ..system import linux, mountns, procs, rootless
+from . import hook, hostroot, owncgroup
+from .runtime import Paths, Watch
+
+NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as env(1)
+_MAX_COMMAND = 256  # characters of the command line that a lease shows
+_WORDS = ("LD_LIBRARY_PATH", "NVIDIA_DRIVER_CAPABILITIES")  # of the environment, beside our own
+
+
+class User(NamedTuple):
+    """Who the command runs as. `groups` None: keep none but `gid`."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+
+class Job(NamedTuple):
+    """One command line. `asked`: our own variables, as flags gave them."""
+
+    name: str
+    command: tuple[str, ...]
+    asked: tuple[tuple[str, str], ...]
+    user: Optional[User] = None
+
+
+class CannotExecute(GpushareError):
+    """The command itself; `exit_code` is of the instance."""
+
+
+def start(job: Job, paths: Paths) -> NoReturn:
+    """Raises GpushareError; nothing is left of a start that failed."""
+    if os.path.lexists(names.LIMITS):
+        raise RequestError(
+            f"{names.LIMITS} is there already: this runs in a share of a GPU",
+            "start the command as it is: it has the same share",
+        )
+    find(job.command[0])
+    try:
+        directory = os.getcwd()
+    except OSError as error:
+        raise RequestError(f"the directory of this process: {error.strerror}", "cd to one that exists") from None
+    given = lowlevel.environment()
+    watch = Watch()
+    say = _enter_user_namespace() if rootless.is_rootless() else ""
+    storage.prepare(paths.state_dir)
+    host = node.load_node(paths.config, paths.state_dir)
+    bundle = bundle_of(job, given)
+    asked = request.resolve(bundle, host, on_host=True)
+    if asked is None or asked.selection.kind == "none":
+        raise RequestError(f"{names.ENV_DEVICES}: no device is asked for", "name one, or start the command as it is")
+    home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    cgroup: list[str] = []
+    try:
+        say = _give(bundle, asked._replace(dialect=names.RUN_DIALECT), host, cgroup) or say
+        os.chdir(directory)
+        if say:
+            log.to_stderr(f"gpushare: {say}")
+        watch.end()
+        _become(job, given)
+    except BaseException:
+        hook.ignore_signals()
+        _go_home(home, cgroup)
+        hook.undo(paths.state_dir, bundle.id, None)
+        raise
+
+
+def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
+    """The command as a container would be described. Flags replace variables of the same name; of all the others only
+    those count that are about us, also misspelt, or about the driver."""
+    words = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    env = {name: value for name, value in words.items() if name.upper().startswith(own.PREFIXES) or name in _WORDS}
+    env.update(job.asked)
+    if names.ENV_DEVICES not in env:
+        env[names.ENV_DEVICES] = "any"
+    command = shlex.join(job.command)
+    shown = command if len(command) <= _MAX_COMMAND else command[: _MAX_COMMAND - 1] + "…"
+    shown = shown.encode("utf-8", "replace").decode()
+    shm = {"destination": "/dev/shm", "type": "bind", "source": "/dev/shm", "options": ["rbind"]}
+    spec = {"process": {"user": {"uid": job.user.uid if job.user else os.geteuid()}}, "mounts": [shm]}
+    return Bundle(oci.check_id(job.name), os.getpid(), shown, "/", tuple(env.items()), {}, "", "", "", False, spec)
+
+
+def find(program: str) -> str:
+    """Where the command is. Raises CannotExecute: an error before anything is reserved."""
+    candidates = [program] if "/" in program else [os.path.join(d or ".", program) for d in _search_path()]
+    there = [path for path in candidates if program and os.path.exists(path)]
+    for path in there:
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
+    raise _cannot(program, errno.EACCES if there else errno.ENOENT)
+
+
+def _search_path() -> list[str]:
+    given = lowlevel.environment().get(b"PATH")
+    return os.fsdecode(given).split(":") if given is not None else os.defpath.split(":")
+
+
+def _what_to_do(program: str, number: int) -> str:
+    if number != errno.ENOENT:
+        return "name a program, which may be executed"
+    if "/" not in program:
+        return "no directory of PATH has it: give its path"
+    return "its interpreter is not there" if os.path.exists(program) else "give the path of a program"
+
+
+def _cannot(program: str, number: int) -> CannotExecute:
+    error = CannotExecute(f"{shown(program)}: {os.strerror(number)}", _what_to_do(program, number))
+    error.exit_code = NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE
+    return error
+
+
+# Set-up
+
+
+def _enter_user_namespace() -> str:
+    """Mounts of an ordinary user: in a user namespace in which he is himself, and nobody else is there. Returns what he
+    must be told."""
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS, "user and mount namespace")
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+    except (KernelError, OSError) as error:
+        reason = error.message if isinstance(error, KernelError) else f"{error.filename}: {error.strerror}"
+        raise KernelError(
+            f"a user cannot have mounts of his own on this host ({reason})", "run it with sudo --preserve-env"
+        ) from None
+    return rootless.COOPERATIVE
+
+
+def _give(bundle: Bundle, asked: Request, host: Node, cgroup: list[str]) -> str:
+    """Reserve, put, hold. Returns what the user must be told, "" when all is as it should be."""
+    state_dir = host.config.state_dir
+    sink = decision.open_sink(host.config.log)  # while the host's files are there
+    lease, steps, hidden = put_share(bundle, asked, host)
+    denied = sorted({*hidden.values(), *_others(host, lease)})
+    say = ""
+    if not rootless.is_rootless():
+        _let_go_of_others(state_dir)
+        say = _enter_cgroup(state_dir, bundle.id, denied, cgroup)
+    me = procs.myself()
+    leases.hold(state_dir, lease, me, procs.cgroup_of(me.pid))
+    hook.tell(sink, "run", asked, lease, steps)
+    return say
+
+
+def put_share(bundle: Bundle, asked: Request, host: Node) -> tuple[Lease, Plan, dict[str, tuple[int, int]]]:
+    """A new lease, and its share on "/" in a mount namespace of this process's own: (lease, what was put there, nodes
+    that are hidden)."""
+    host = backends.for_programs(asked, host)
+    state_dir = host.config.state_dir
+    ended = decision.ending(host.config.log, "start")
+    lease = leases.reserve(state_dir, bundle, asked, host, hook.grant, ended)
+    storage.empty_trash(state_dir)
+    storage.make_share_dir(state_dir, bundle.id, lease.shares)
+    steps = _plan(bundle, asked, host, lease)
+    apply.store(steps)
+    if not rootless.is_rootless():
+        linux.unshare(linux.CLONE_NEWNS, "mount namespace")
+    hidden = hostroot.hidden_nodes(steps.ops)
+    _put(steps, storage.container_dir(state_dir, bundle.id), hidden)
+    return lease, steps, hidden
+
+
+def _plan(bundle: Bundle, asked: Request, host: Node, lease: Lease) -> Plan:
+    root = rootfs.open_root(bundle)
+    try:
+        image = rootfs.probe(root, bundle.env)
+    finally:
+        os.close(root)
+    files = driverfiles.for_request(host.inventory, asked, lease.shares)
+    return hostroot.needed(plan.make_plan(bundle, asked, host, lease, image, files))
+
+
+def _put(steps: Plan, scratch: str, hidden: dict[str, tuple[int, int]]) -> None:
+    trees: list[int] = []
+    try:
+        copies = apply.copies(steps, trees)
+        layers = hostroot.layers_of(steps.ops)
+        root = hostroot.HostRoot(scratch)
+        root.add_layers(layers)
+        apply.put(root, steps, copies)
+        for path in hidden if "/dev" not in layers else ():
+            root.hide(path)
+        root.finish()
+    finally:
+        for fd in trees:
+            os.close(fd)
+
+
+def _others(host: Node, lease: Lease) -> list[tuple[int, int]]:
+    """The nodes of GPUs that were not granted, whether anything has made them or not."""
+    granted = {share.device.minor for share in lease.shares}
+    return [(plan.NVIDIA_MAJOR, device.minor) for device in host.inventory.devices if device.minor not in granted]
+
+
+def _let_go_of_others(state_dir: str) -> None:
+    """Our copies of other containers' pages: they would be kept alive until this program ends."""
+    for mount in mountns.read_mounts():
+        if mount.point.startswith(state_dir + "/"):
+            linux.umount(mount.point)
+
+
+def _enter_cgroup(state_dir: str, name: str, denied: Sequence[tuple[int, int]], cgroup: list[str]) -> str:
+    try:
+        place = owncgroup.place(f"gpushare-{name}")
+        storage.keep_cgroup(state_dir, name, place.directory)
+        owncgroup.enter(place, denied)
+    except GpushareError as error:
+        return f"no device cgroup ({error.message}): a program that runs as root could reach other GPUs"
+    cgroup.append(place.directory)
+    return ""
+
+
+def _go_home(home: int, cgroup: list[str]) -> None:
+    """Where this process came from, so that what it had on the host can be taken back there."""
+    try:
+        for directory in cgroup:
+            owncgroup.leave(directory)
+        if not rootless.is_rootless():
+            linux.setns(home, "/proc/self/ns/mnt")
+    except (OSError, GpushareError):
+        pass  # the next start does it
+
+
+# The command
+
+
+def _become(job: Job, given: dict[bytes, bytes]) -> NoReturn:
+    """As execvp(3): a file without a header is a script of the shell."""
+    program = find(job.command[0])
+    if job.user is not None:
+        _change_user(job.user)
+    lowlevel.give_back_signals()
+    try:
+        try:
+            os.execve(program, job.command, given)
+        except OSError as error:
+            if error.errno != errno.ENOEXEC:
+                raise
+            os.execve("/bin/sh", ["sh", program, *job.command[1:]], given)
+    except OSError as error:
+        for number in lowlevel.PYTHON_IGNORES:
+            signal.signal(number, signal.SIG_IGN)
+        raise _cannot(job.command[0], error.errno or errno.EACCES) from None
+
+
+def _change_user(user: User) -> None:
+    try:
+        os.setgroups(user.groups)
+        os.setresgid(user.gid, user.gid, user.gid)
+        os.setresuid(user.uid, user.uid, user.uid)
+    except OSError as error:
+        raise KernelError(f"user {user.uid}:{user.gid}: {error.strerror}", "run as root to use --user") from None

@@ -1,0 +1,380 @@
+"""gpushare-runtime: an OCI runtime that puts a container's share into its config.json and becomes runc or crun (start
+path).
+
+    gpushare-runtime [--gpushare-config FILE] [--gpushare-state DIR] [--gpushare-cri] <any command line of runc or crun>
+
+create, run   request -> lease -> plan, as in the hook; the plan goes into config.json, and a hook for what cannot
+delete        of a container that we know: the low-level runtime as a child, its exit code, then the lease goes
+restore       of a container with a request is refused: a checkpoint holds addresses of the device that it ran on
+all others    the low-level runtime, untouched
+
+The lease is reserved for this very process: execve keeps pid and start time, so it lives as long as the create.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Optional
+
+from ..config import lowlevel
+from ..core import names
+from ..core.errors import GpushareError, KernelError, RequestError, reported
+from ..core.model import Bundle, Lease, Node, Request
+from ..core.quoting import shown, shown_name
+from ..request import hookoutput, oci
+from ..state import decision, log
+from ..system import rootless
+from . import commandline, hook
+from .commandline import Call
+
+if TYPE_CHECKING:
+    from ..core.ops import Plan
+
+MIN_DESCRIPTORS = 64
+
+
+class Paths(NamedTuple):
+    """Where things are."""
+
+    config: str
+    state_dir: str
+
+
+def paths_of(call: Call) -> Paths:
+    """Raises RequestError."""
+    paths = Paths(call.config or names.CONFIG_PATH, call.state_dir or rootless.state_dir())
+    for flag, value in zip(commandline.OWN, paths):
+        if not value.startswith("/"):
+            raise RequestError(f"--{flag} {shown(value)} is not an absolute path", "write the whole path")
+    return paths._replace(state_dir=paths.state_dir.rstrip("/"))
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Returns only when something is refused, or after `delete`."""
+    call = commandline.parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(call, paths_of(call))
+    except BaseException as raised:
+        hook.ignore_signals()
+        error = reported(raised)
+        line, code = log.line_of(error)
+        if call.command in commandline.STARTING:
+            _keep(call, line, error)
+        log.to_stderr(line)
+        log.to_runtime_log(call.log, call.log_format, line)
+        return code
+
+
+def _keep(call: Call, line: str, error: BaseException) -> None:
+    """For `gpushare inspect`."""
+    try:
+        paths = paths_of(call)
+    except RequestError:  # not known where to keep it, nor what is configured
+        decision.refused(decision.SYSLOG, call.container_id, "runtime", error)
+        return
+    try:
+        hook.keep(*paths, oci.check_id(call.container_id), "runtime", line, error)
+    except RequestError:  # no name to keep it under
+        decision.refused(decision.configured(*paths), call.container_id, "runtime", error)
+
+
+def _main(call: Call, paths: Paths) -> int:
+    if call.unknown and commandline.could_start(call):
+        raise RequestError(
+            f"flag {shown(call.unknown)} is not known, so gpushare cannot tell which container this starts",
+            "leave it out, or update gpushare",
+        )
+    if call.unknown or call.command not in _COMMANDS:
+        _become(call, paths)
+    return _COMMANDS[call.command](call, paths)
+
+
+def _become(call: Call, paths: Paths) -> NoReturn:
+    lowlevel.execute(lowlevel.runtime_of(paths.config, paths.state_dir), call.rest)
+
+
+# create, run, restore
+
+
+class Watch:
+    """Signals and the deadline end a start, and are as before when the low-level runtime takes over."""
+
+    def __init__(self) -> None:
+        self._before = [(number, signal.getsignal(number)) for number in hook.WATCHED]
+        self._mask = os.umask(0o022)
+        self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        hook.watch()
+
+    def end(self) -> None:
+        signal.alarm(0)
+        for number, handler in self._before:
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
+        os.umask(self._mask)
+
+
+def _read(call: Call) -> tuple[str, str, dict[str, object]]:
+    """(bundle, path of config.json, what is in it). One of another name is looked for where crun is called (create.c
+    there)."""
+    directory = os.path.realpath(call.bundle)
+    where = directory if call.config_name == commandline.CONFIG_NAME else os.getcwd()
+    path = os.path.join(where, call.config_name)
+    return directory, path, oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json")
+
+
+def _bundle(call: Call, directory: str, spec: dict[str, object]) -> Bundle:
+    return oci.bundle_of(oci.State(call.container_id, 0, "creating", directory, {}), spec, call.cri)
+
+
+def _asked(bundle: Bundle, paths: Paths) -> tuple[Optional[Request], Optional[Node]]:
+    """The request and the node that it was resolved on; (None, None) for a container that asks for nothing."""
+    from ..request import request
+
+    if not request.mentions(bundle):
+        return None, None
+    from ..config import node
+    from ..state import storage
+
+    storage.prepare(paths.state_dir)
+    host = node.load_node(paths.config, paths.state_dir)
+    return request.resolve(bundle, host, with_injected=True), host
+
+
+def _create(call: Call, paths: Paths) -> int:
+    from ..inject import applied, specedit
+
+    directory, path, spec = _read(call)
+    watch = Watch()
+    clean = hookoutput.without(applied.stripped(spec))
+    bundle = _bundle(call, directory, clean)
+    asked, host = _asked(bundle, paths)
+    if asked is None or host is None:
+        edited = _withheld(bundle, path, paths) or clean
+        if edited is not spec:
+            specedit.write(path, edited)
+        watch.end()
+        _become(call, paths)
+    oci.check_id(call.container_id)
+    _require_descriptors()
+    program = lowlevel.runtime_of(paths.config, paths.state_dir)
+    nonces: list[str] = []
+    try:
+        _give(bundle, asked, host, path, paths, nonces)
+        watch.end()
+        lowlevel.execute(program, call.rest)
+    except BaseException:
+        hook.ignore_signals()
+        hook.undo(paths.state_dir, bundle.id, lambda: _put_back(path, clean, nonces))
+        raise
+
+
+def _require_descriptors() -> None:
+    """runc waits for ever for a container whose start ran out of descriptors (1.1 does at 12 for `create`, at 18 for
+    `run`), and its lease would live as long. Raises KernelError."""
+    limit = os.sysconf("SC_OPEN_MAX")
+    if 0 <= limit < MIN_DESCRIPTORS:
+        raise KernelError(
+            f"RLIMIT_NOFILE is {limit}: a start needs {MIN_DESCRIPTORS} descriptors",
+            "raise it (ulimit -n) for whoever starts containers",
+        )
+
+
+def _withheld(bundle: Bundle, path: str, paths: Paths) -> Optional[dict[str, object]]:
+    """The spec of a container that asks for nothing, without NVIDIA's devices: its rules reach those, or it is
+    privileged and has their nodes, and policy has no entry for it. None: it stays as it is."""
+    from ..request.dialects import injected
+
+    if not oci.has_sys_admin(bundle.spec) and not injected.rules_reach(bundle.spec):
+        return None
+    from ..config import node
+    from ..request import withhold
+
+    if not withhold.may_apply(bundle):
+        return None
+    config = node.load_config_only(paths.config, paths.state_dir)
+    if not withhold.applies(bundle, config):
+        return None
+    from ..inject import specedit
+
+    editor = specedit.Editor(bundle.spec, leased=False)
+    taken = editor.take_out_foreign()
+    editor.narrow(config.driver_root)
+    editor.deny(withhold.numbers(config.driver_root, ()))
+    decision.withheld(config.log, bundle.id, taken)
+    return editor.finish(_hook_words(paths, bundle, path))
+
+
+def _hook_words(paths: Paths, bundle: Bundle, path: str) -> tuple[str, ...]:
+    """`path`: of config.json, which crun may have been told of."""
+    other = () if path == os.path.join(bundle.path, commandline.CONFIG_NAME) else ("--spec", os.path.abspath(path))
+    return (_hook_program(), "--config", paths.config, "--state", paths.state_dir, *other)
+
+
+def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
+    """NVIDIA's devices that the plan does not grant."""
+    from ..core.ops import DeviceRule
+    from ..request import withhold
+
+    granted = [(op.major, op.minor) for op in steps.ops if isinstance(op, DeviceRule)]
+    return withhold.numbers(host.config.driver_root, granted)
+
+
+def _put_back(path: str, clean: dict[str, object], nonces: Sequence[str]) -> None:
+    """config.json as it was before us, when what is in it is our edit. Another start of this bundle may have written it
+    meanwhile, and without that edit its container would have what the engine gave it, without a limit."""
+    from ..inject import applied, specedit
+
+    record = applied.record_of(oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json"))
+    if record is not None and record.nonce in nonces:
+        specedit.write(path, clean)
+
+
+def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, nonces: list[str]) -> None:
+    """Reserves, and writes config.json. `nonces` gets the number of the edit."""
+    rootless.require_mounts()
+    from ..core.ops import TenantTmpfs, WriteLimits
+    from ..gpu import driverfiles
+    from ..inject import plan, rootfs, specedit
+    from ..inject.spectree import SpecTree
+    from ..request.dialects import injected
+    from ..state import leases, storage
+    from ..system import idmap, inroot
+    from . import waiting
+
+    inventory = host.inventory
+    lease: Optional[Lease] = None
+    if asked.selection.kind != "none":  # driver files alone hold no part of a device
+        ended = decision.ending(host.config.log, "start")
+        lease = leases.reserve(paths.state_dir, bundle, asked, host, hook.grant, ended)
+        storage.make_share_dir(paths.state_dir, bundle.id, lease.shares)
+    files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
+    editor = specedit.Editor(bundle.spec, leased=lease is not None)
+    nonces.append(editor.record.nonce)
+    removed = editor.take_out_foreign()
+    editor.narrow(host.config.driver_root)
+    with inroot.budget(), SpecTree(bundle._replace(spec=editor.spec)) as tree:
+        steps = plan.make_plan(bundle, asked, host, lease, rootfs.probe(tree, bundle.env), files)
+        for op in steps.ops:
+            if isinstance(op, (WriteLimits, TenantTmpfs)):
+                storage.execute(op)
+        if injected.allows_everything(editor.spec):
+            editor.deny(_denied(steps, host))
+        shim_dir = host.config.shim_dir if lease is not None and _hook_mounts(bundle) else ""
+        hider = idmap.Hider(paths.state_dir)  # its descriptor ends with this program
+        words = _hook_words(paths, bundle, path)
+        spec = editor.put_in(steps, tree, words, _hook_stderr(), shim_dir, idmap.shown(hider))
+        specedit.write(path, spec)
+    storage.empty_trash(paths.state_dir)
+    hook.tell(decision.open_sink(host.config.log), "runtime", asked, lease, steps, removed)
+    if lease is not None and rootless.is_rootless():  # to the container's log
+        log.to_stderr(f"gpushare: {rootless.COOPERATIVE}")
+    if lease is not None:
+        waiting.leave(paths.state_dir, bundle.id, words[1:])
+
+
+def _hook_mounts(bundle: Bundle) -> bool:
+    """Whether our hook makes the mounts that hold no limit. With a user namespace they stay in config.json: the
+    low-level runtime makes the mount points as their owner."""
+    namespaces = oci.items(bundle.spec, "linux", "namespaces")
+    users = any(isinstance(one, dict) and one.get("type") == "user" for one in namespaces)
+    return not users and not rootless.is_rootless()
+
+
+def _hook_program() -> str:
+    """gpushare-hook: the launcher, where this program is in the libexec beside its bin, or else what is beside us."""
+    from ..inject.specedit import HOOK_PROGRAM
+
+    here = os.path.dirname(os.path.abspath(sys.argv[0]))
+    launcher = os.path.join(os.path.dirname(here), "bin", HOOK_PROGRAM)
+    if os.path.basename(here) == "libexec" and os.access(launcher, os.X_OK):
+        return launcher
+    return os.path.join(here, HOOK_PROGRAM)
+
+
+def _hook_stderr() -> str:
+    """What crun opens to give hooks an error output: its own, unless that cannot be opened by name."""
+    try:
+        os.close(os.open(hookoutput.OWN_STDERR, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError:
+        return ""
+    return hookoutput.OWN_STDERR
+
+
+def _restore(call: Call, paths: Paths) -> int:
+    from ..inject import applied
+
+    directory, path, spec = _read(call)
+    clean = hookoutput.without(applied.stripped(spec))
+    bundle = _bundle(call, directory, clean)
+    asked, _ = _asked(bundle, paths)
+    if asked is not None:
+        name = shown_name(asked.sources[0][0])
+        raise RequestError(
+            f"{name}: a container with a share of a GPU cannot be restored from a checkpoint",
+            "start it anew",
+        )
+    edited = _withheld(bundle, path, paths) or clean
+    if edited is not spec:
+        from ..inject import specedit
+
+        specedit.write(path, edited)
+    _become(call, paths)
+
+
+# delete
+
+
+def _delete(call: Call, paths: Paths) -> int:
+    """The lease of a container that is gone is released even where the low-level runtime calls no poststop."""
+    from ..state import leaseend, leases, storage
+
+    try:
+        known = leases.find(paths.state_dir, oci.check_id(call.container_id))
+    except RequestError:
+        known = None
+    if known is None:
+        _become(call, paths)
+    code = _child(lowlevel.runtime_of(paths.config, paths.state_dir), call.rest)
+    try:  # whatever ended the child
+        ended = decision.ending(decision.configured(*paths), "delete")
+        leaseend.release(paths.state_dir, call.container_id, ended)
+        storage.empty_trash(paths.state_dir)
+    except GpushareError as error:
+        log.to_stderr(f"gpushare: {error}")  # the next start finishes it; the container is gone
+    if code < 0:
+        _end_by(-code)
+    return code
+
+
+def _child(program: str, words: Sequence[str]) -> int:
+    """The exit code of a child, or -signal. Signals that we get go to the child, and wait when there is none any more:
+    its number may be another's by then."""
+    forwarded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    given = lowlevel.environment()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
+    pid = os.posix_spawn(program, [program, *words], given, setsigmask=mask, setsigdef=lowlevel.PYTHON_IGNORES)
+    for number in forwarded:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _end_by(number: int) -> None:
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
+
+
+_COMMANDS: dict[str, Callable[[Call, Paths], int]] = {
+    "create": _create,
+    "run": _create,
+    "restore": _restore,
+    "delete": _delete,
+}

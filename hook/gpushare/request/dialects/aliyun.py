@@ -1,0 +1,56 @@
+"""Aliyun's gpushare and cGPU: ALIYUN_COM_GPU_MEM_CONTAINER of ALIYUN_COM_GPU_MEM_DEV, on ALIYUN_COM_GPU_MEM_IDX.
+
+    read(said, inventory) -> Demand
+
+Sources: gpushare-device-plugin (pkg/gpu/nvidia/allocate.go): numbers of units, GiB or MiB as the plugin was started, so
+only their ratio means something; without a device it writes IDX=-1. cGPU's own guide: ALIYUN_COM_GPU_VISIBLE_DEVICES,
+and CGPU_DISABLE=true or 1. The amount is for each device.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from ...core.errors import CapacityError
+from ...core.model import Inventory, Selection
+from ...core.quantity import wrong
+from ...core.quoting import setting
+from . import parse_devices
+from .demand import Demand, Limit, flag, number
+from .table import Said
+
+_MOST = 1 << 40
+_CONTAINER, _DEVICE = "ALIYUN_COM_GPU_MEM_CONTAINER", "ALIYUN_COM_GPU_MEM_DEV"
+
+
+def _part(words: dict[str, Said]) -> tuple[Limit, ...]:
+    said, whole = words.get(_CONTAINER), words.get(_DEVICE)
+    if said is None:
+        return ()
+    if whole is None:
+        raise wrong(said.name, said.value, f"there is no {_DEVICE}, so nobody knows its unit", f"set {_DEVICE} too")
+    amount, of = (number(one, 1, _MOST, "an amount of memory") for one in (said, whole))
+    if amount > of:
+        raise wrong(said.name, said.value, f"more than {setting(whole.name, whole.value)}", "ask for less")
+    return (Limit(said, part=(amount, of) if amount < of else None, beside=(whole,)),)
+
+
+def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+    words = {one.name: one for one in said}
+    named = words.get("ALIYUN_COM_GPU_VISIBLE_DEVICES") or words.get("ALIYUN_COM_GPU_MEM_IDX")
+    devices: Optional[Selection] = None
+    if named is not None:
+        if named.value.strip() == "-1":
+            raise CapacityError(
+                f"{setting(named.name, named.value)}: the scheduler found no device for this container",
+                "ask for less or free a device",
+            )
+        devices = parse_devices(named.name, named.value, inventory, any_allowed=False)
+    off = words.get("CGPU_DISABLE")
+    return Demand(
+        "aliyun",
+        _part(words),
+        devices=devices,
+        named=named,
+        off=((off, "everything"),) if off is not None and flag(off) else (),
+    )

@@ -1,0 +1,102 @@
+"""NVIDIA's variables about the driver, which go with any request, in our words or in NVIDIA's.
+
+    read(env, spec, inventory) -> Words
+
+NVIDIA_GDS, _MOFED, _GDRCOPY, _NVSWITCH =enabled; NVIDIA_IMEX_CHANNELS, or mounts of /dev/null at
+/var/run/nvidia-container-devices/imex/<channel>; NVIDIA_MIG_CONFIG_DEVICES and _MONITOR_DEVICES; NVIDIA_REQUIRE_*.
+Source: NVIDIA container toolkit documentation and MIG user guide. Start path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...core.model import Inventory
+from ...core.quantity import wrong
+from ...core.quoting import shown
+from ...gpu.drivertable import FEATURES
+from . import Env, find_devices, nvidia, one_value
+
+ENV_IMEX = "NVIDIA_IMEX_CHANNELS"
+MIG_RIGHTS = {"NVIDIA_MIG_CONFIG_DEVICES": "config", "NVIDIA_MIG_MONITOR_DEVICES": "monitor"}
+_REQUIRE = "NVIDIA_REQUIRE_"
+_DISABLE_REQUIRE = "NVIDIA_DISABLE_REQUIRE"
+_TRUE = ("1", "t", "true", "yes")
+_NOTHING = ("", "void", "none")
+_NAMES = frozenset((ENV_IMEX, _DISABLE_REQUIRE, *MIG_RIGHTS, *(feature.variable for feature in FEATURES.values())))
+WIDENING = frozenset((ENV_IMEX, *(feature.variable for feature in FEATURES.values())))  # more than a device
+_MAX_CHANNELS = 2048  # as many as the driver can make
+
+
+class Words(NamedTuple):
+    """Fields of Request, and what was said but changes nothing."""
+
+    features: tuple[str, ...]
+    imex_channels: tuple[str, ...]
+    mig_access: tuple[str, ...]
+    requirements: tuple[tuple[str, str], ...]
+    sources: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...]
+
+
+def _features(values: dict[str, str]) -> tuple[tuple[str, ...], list[str]]:
+    said = {word: values.get(feature.variable, "").strip() for word, feature in FEATURES.items()}
+    ignored = [
+        f"{FEATURES[word].variable}={shown(value)}: only the word enabled switches it on"
+        for word, value in said.items()
+        if value not in ("", "enabled", "disabled")
+    ]
+    return tuple(word for word, value in said.items() if value == "enabled"), ignored
+
+
+def _imex(value: str, volumes: tuple[str, ...]) -> tuple[str, ...]:
+    """Channels by number, or ("all",)."""
+    words = [word.strip() for word in value.split(",") if word.strip()] + list(volumes)
+    if "all" in words:
+        return ("all",)
+    for word in words:
+        if not (word.isascii() and word.isdigit()) or len(word) > 4 or int(word) >= _MAX_CHANNELS:
+            raise wrong(ENV_IMEX, ",".join(words), f"{shown(word)} is not an IMEX channel", "write all, or 0,1")
+    return tuple(str(number) for number in sorted({int(word) for word in words}))
+
+
+def _mig_access(values: dict[str, str], inventory: Inventory) -> tuple[str, ...]:
+    """Rights over MIG. The driver gives each for the whole host; the devices named must exist."""
+    found = []
+    for name, right in MIG_RIGHTS.items():
+        value = values.get(name, "").strip()
+        if value in _NOTHING:
+            continue
+        for token in (token.strip() for token in value.split(",")):
+            if token != "all":
+                find_devices(name, value, token, inventory)
+        found.append(right)
+    return tuple(found)
+
+
+def _requirements(values: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """All constraints, each checked for sense, in the order of their names."""
+    if values.get(_DISABLE_REQUIRE, "").strip().lower() in _TRUE:
+        return ()
+    found = sorted((name, value) for name, value in values.items() if name.startswith(_REQUIRE) and value.strip())
+    if found:
+        from .. import constraints
+
+        for name, value in found:
+            constraints.parse(name, value)
+    return tuple(found)
+
+
+def read(env: Env, spec: dict[str, Any], inventory: Inventory) -> Words:
+    """All of them. Raises RequestError and DeviceError as the dialects do."""
+    values: dict[str, str] = {}
+    for name in dict.fromkeys(name for name, _ in env if name in _NAMES or name.startswith(_REQUIRE)):
+        values[name] = one_value(name, [value for key, value in env if key == name]) or ""
+    features, ignored = _features(values)
+    imex = _imex(values.get(ENV_IMEX, ""), nvidia.imex_volumes(spec))
+    access = _mig_access(values, inventory)
+    used = [FEATURES[word].variable for word in features]
+    used += [name for name, right in MIG_RIGHTS.items() if right in access]
+    used += [ENV_IMEX] if imex and values.get(ENV_IMEX) else []
+    sources = tuple((name, values[name]) for name in used)
+    return Words(features, imex, access, _requirements(values), sources, tuple(ignored))

@@ -1,0 +1,43 @@
+"""HAMi and Volcano's vGPU: CUDA_DEVICE_MEMORY_LIMIT[_n], CUDA_DEVICE_SM_LIMIT[_n] and what goes with them.
+
+    read(said, inventory) -> Demand
+
+Sources: HAMi's device plugin (nvinternal/plugin/server.go, Allocate) writes `3000m` for each device and one
+CUDA_DEVICE_SM_LIMIT; HAMi-core (multiprocess_memory_limit.c, get_limit_from_env) reads them: k, m and g are 1024-based,
+a number for one device wins over the one for all, and a limit on multiprocessors of 0 is none. With
+deviceMemoryScaling above 1 the plugin sets CUDA_OVERSUBSCRIBE, and limits add up to so many times the device. KAI and
+Koordinator's koordlet write the same for HAMi-core, without a number.
+"""
+
+from __future__ import annotations
+
+from ...core.model import Inventory
+from ...core.quantity import wrong
+from .demand import BINARY, Beyond, Demand, Limit, flag, memory, number, percent
+from .table import Said
+
+_UNITS = {unit: size for unit, size in BINARY.items() if unit != "t"}
+_POLICIES = ("default", "force", "disable")
+
+
+def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+    demand = Demand("hami")
+    for one in said:
+        stem = one.word.name
+        if stem == "CUDA_DEVICE_MEMORY_LIMIT":
+            size = memory(one, _UNITS, hint="write a number with k, m or g, such as 3000m")
+            demand = demand._replace(memory=(*demand.memory, Limit(one, one.number, size)))
+        elif stem == "CUDA_DEVICE_SM_LIMIT":
+            demand = demand._replace(compute=(*demand.compute, percent(one, one.number)))
+        elif stem == "CUDA_TASK_PRIORITY":
+            demand = demand._replace(priority=0 if number(one, 0, 1, "a priority") else 1, prioritised=one)
+        elif stem == "CUDA_OVERSUBSCRIBE" and flag(one):
+            demand = demand._replace(beyond=(Beyond(one),))
+        elif stem == "CUDA_DISABLE_CONTROL" and flag(one):
+            demand = demand._replace(off=(*demand.off, (one, "everything")))
+        elif stem == "GPU_CORE_UTILIZATION_POLICY":
+            if one.value.strip().lower() not in _POLICIES:
+                raise wrong(one.name, one.value, "unknown value", f"write {', '.join(_POLICIES)}")
+            if one.value.strip().lower() == "disable":
+                demand = demand._replace(off=(*demand.off, (one, "compute")))
+    return demand

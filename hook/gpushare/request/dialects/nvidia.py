@@ -1,0 +1,176 @@
+"""The NVIDIA dialect: NVIDIA_VISIBLE_DEVICES, NVIDIA_DRIVER_CAPABILITIES, volume requests.
+
+    read(env, annotations, spec, inventory) -> Request | None
+    capabilities(env)                       -> tuple[str, ...]     default compute,utility
+    names_device(env, spec)                 -> bool                cheap: does this container name a device?
+    volume_requests(spec)                   -> tuple[str, ...]     ids below /var/run/nvidia-container-devices
+    imex_volumes(spec)                      -> tuple[str, ...]     IMEX channels asked for in the same way
+    asked(env, spec)                        -> (name, value)       by which devices are named; the value may be empty
+    selection(env, spec, inventory)         -> Selection | None    the devices alone
+    conflicts(spec)                         -> tuple[str, ...]     what other software already injected
+    is_tool_hook, is_driver_mount, is_node_mount, is_device        one entry of config.json
+
+Source: NVIDIA container toolkit documentation; names of its hooks as of 1.17. Start path.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Optional
+
+from ...core.errors import RequestError
+from ...core.model import Inventory, Request, Selection
+from ...core.quoting import shown
+from .. import oci
+from . import Env, expand_capabilities, one_value, parse_devices
+
+ENV_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+ENV_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
+VOLUME_ROOT = "/var/run/nvidia-container-devices"
+_IMEX_VOLUMES = "imex/"
+_HOOK_PROGRAMS = frozenset(
+    (
+        "nvidia-container-runtime-hook",
+        "nvidia-container-toolkit",
+        "nvidia-container-cli",
+        "nvidia-cdi-hook",
+        "nvidia-ctk",
+    )
+)
+_DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so", "libcudadebugger.so", "libnvidia-ptxjitcompiler.so")
+_CDI_GPU = "nvidia.com/gpu"
+MAJOR = 195
+DEVICE_PREFIX = "/dev/nvidia"
+
+
+def _values(env: Env, name: str) -> list[str]:
+    return [value for key, value in env if key == name]
+
+
+def capabilities(env: Env) -> tuple[str, ...]:
+    """What NVIDIA_DRIVER_CAPABILITIES asks for; also used by requests in our own words."""
+    return expand_capabilities(ENV_CAPABILITIES, one_value(ENV_CAPABILITIES, _values(env, ENV_CAPABILITIES)))
+
+
+def constraints_only(env: Env) -> Env:
+    """What counts of an environment that may ask for nothing: what its image says that it needs."""
+    return tuple(pair for pair in env if pair[0].startswith(("NVIDIA_REQUIRE_", "NVIDIA_DISABLE_REQUIRE")))
+
+
+def volume_requests(spec: dict[str, Any]) -> tuple[str, ...]:
+    """Devices asked for by mounts of /dev/null at VOLUME_ROOT/<id>: a way that images cannot use."""
+    return tuple(name for name in _volumes(spec) if not name.startswith(_IMEX_VOLUMES))
+
+
+def imex_volumes(spec: dict[str, Any]) -> tuple[str, ...]:
+    """IMEX channels asked for by mounts at VOLUME_ROOT/imex/<channel>."""
+    return tuple(name[len(_IMEX_VOLUMES) :] for name in _volumes(spec) if name.startswith(_IMEX_VOLUMES))
+
+
+def _volumes(spec: dict[str, Any]) -> list[str]:
+    found = []
+    for mount in oci.items(spec, "mounts"):
+        target = mount.get("destination") if isinstance(mount, dict) else None
+        if isinstance(target, str) and target.startswith(VOLUME_ROOT + "/") and mount.get("source") == "/dev/null":
+            found.append(target[len(VOLUME_ROOT) + 1 :].strip("/"))
+    return found
+
+
+def names_device(env: Env, spec: dict[str, Any]) -> bool:
+    """Whether the container names a device in this dialect; the names are not checked."""
+    value = oci.env_get(env, ENV_DEVICES) or ""
+    words = [word.strip() for word in value.split(",")]
+    return bool(volume_requests(spec)) or (value.strip() not in ("", "none") and "void" not in words)
+
+
+def asked(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
+    """(name, value) by which devices are named; volume requests count before the variable: an image cannot set them."""
+    volumes = volume_requests(spec)
+    if volumes:
+        return f"mounts at {VOLUME_ROOT}", ",".join(volumes)
+    return ENV_DEVICES, one_value(ENV_DEVICES, _values(env, ENV_DEVICES)) or ""
+
+
+def selection(env: Env, spec: dict[str, Any], inventory: Inventory) -> Optional[Selection]:
+    """The devices, None when none are named."""
+    name, value = asked(env, spec)
+    return parse_devices(name, _unqualified(value), inventory, any_allowed=False)
+
+
+def _unqualified(value: str) -> str:
+    """CDI's names of GPUs as their last part, an index or a uuid: nvidia.com/gpu=0, or a device plugin's with its own
+    vendor, k8s.device-plugin.nvidia.com/gpu=GPU-<uuid>; in a mount's name cdi/nvidia.com/gpu/0. nvidia-ctk can be told
+    to call them gpu0 and mig0:1 (--device-name-strategy type-index)."""
+    if _CDI_GPU not in value:
+        return value
+    return ",".join(_cdi_gpu(token.strip()) or token for token in value.split(","))
+
+
+def _cdi_gpu(token: str) -> str:
+    """The last part of a CDI name of a GPU, "" for anything else."""
+    kind, _, name = token.rpartition("/" if token.startswith("cdi/") else "=")
+    if name[:3] in ("gpu", "mig") and name[3:4].isdigit():
+        name = name[3:]
+    return name if kind.endswith(_CDI_GPU) else ""
+
+
+def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
+    """The request, None when there is none."""
+    variable = one_value(ENV_DEVICES, _values(env, ENV_DEVICES))
+    cdi = next((name for name in volume_requests(spec) if name.startswith("cdi/") and not _cdi_gpu(name)), None)
+    if cdi is not None:
+        raise RequestError(f"a mount at {VOLUME_ROOT}/{cdi} names no GPU of NVIDIA's", "name the GPU by index or uuid")
+    name, value = asked(env, spec)
+    ignored = []
+    if name != ENV_DEVICES and variable:
+        ignored.append(f"{ENV_DEVICES}={shown(variable)}: {name} name the devices")
+    chosen = selection(env, spec, inventory)
+    if chosen is None:
+        return None
+    sources = [(name, value)]
+    named = oci.env_get(env, ENV_CAPABILITIES)
+    if named:
+        sources.append((ENV_CAPABILITIES, named))
+    return Request("nvidia", chosen, capabilities(env), sources=tuple(sources), ignored=tuple(ignored))
+
+
+def target_of(path: object) -> str:
+    """Where a runtime puts what has this path in config.json: "dev//nvidia0" is "/dev/nvidia0". "" for what is none."""
+    return "/" + os.path.normpath(f"/{path}").lstrip("/") if isinstance(path, str) and path else ""
+
+
+def is_tool_hook(hook: Any) -> bool:
+    """Whether an entry of `hooks` is one of NVIDIA's tools."""
+    path = hook.get("path") if isinstance(hook, dict) else None
+    return isinstance(path, str) and path.rpartition("/")[2].partition(".")[0] in _HOOK_PROGRAMS
+
+
+def is_driver_mount(mount: Any) -> bool:
+    """Whether an entry of `mounts` puts a driver library somewhere that a loader could find before ours."""
+    target = target_of(mount.get("destination")) if isinstance(mount, dict) else ""
+    return target.rpartition("/")[2].startswith(_DRIVER_LIBRARIES)
+
+
+def is_node_mount(mount: Any) -> bool:
+    """Whether an entry of `mounts` puts a device node of the driver's where programs look for it."""
+    return isinstance(mount, dict) and target_of(mount.get("destination")).startswith(DEVICE_PREFIX)
+
+
+def is_device(device: Any) -> bool:
+    """Whether an entry of `linux.devices` is the driver's."""
+    path = device.get("path") if isinstance(device, dict) else None
+    return isinstance(path, str) and (device.get("major") == MAJOR or target_of(path).startswith(DEVICE_PREFIX))
+
+
+def conflicts(spec: dict[str, Any]) -> tuple[str, ...]:
+    """NVIDIA hooks, driver mounts and device nodes that other software put into config.json before us."""
+    found = [
+        f"{stage} hook {shown(hook['path'])}"
+        for stage, hooks in oci.section(spec, "hooks").items()
+        for hook in (hooks if isinstance(hooks, list) else ())
+        if is_tool_hook(hook)
+    ]
+    mounts = oci.items(spec, "mounts")
+    for is_theirs in (is_driver_mount, is_node_mount):
+        found += [f"mount at {shown(mount['destination'])}" for mount in mounts if is_theirs(mount)]
+    return tuple(found + [f"device {shown(d['path'])}" for d in oci.items(spec, "linux", "devices") if is_device(d)])

@@ -1,0 +1,85 @@
+"""Run:ai and its KAI scheduler: GPU_PORTION, in older versions RUNAI_NUM_OF_GPUS; annotations gpu-fraction, gpu-memory.
+
+    read(said, inventory) -> Demand
+
+Sources: KAI's binder (plugins/gpusharing, common.SetGPUPortion) writes one portion such as 0.50 into both variables of
+the container that shares a GPU, and NVIDIA_VISIBLE_DEVICES; its constants have the pod's annotations, of which
+gpu-memory is in MiB. An annotation reaches every container of the pod, and the portion follows from it: where there is
+a portion, it is what counts. Run:ai's documentation of dynamic fractions: RUNAI_GPU_MEMORY_LIMIT (0.75, or a quantity
+such as 4G or 500000000) is the most that a container may take while others leave it, never less than its request.
+"""
+
+from __future__ import annotations
+
+from ...core.errors import RequestError
+from ...core.model import Inventory
+from ...core.quantity import MAX_SLOTS, UNITS, wrong
+from ...core.quoting import setting
+from .demand import Demand, Limit, fraction, memory, number, percent
+from .table import KEYS, Said
+
+_CEILING = "RUNAI_GPU_MEMORY_LIMIT"
+
+
+def _quantity(one: Said) -> Limit:
+    """A fraction up to 1, or a quantity as Kubernetes writes it."""
+    text = one.value.strip()
+    unit = text.lstrip("0123456789.")
+    if text == "1" or (not unit and "." in text):
+        return _part(one)
+    units = {unit.lower(): UNITS[unit]} if unit in UNITS else {}
+    return Limit(one, size=memory(one, units, decimals=True, hint="write a quantity such as 4G, or 0.5"))
+
+
+def _part(one: Said) -> Limit:
+    top, bottom = fraction(one, "a fraction of a device")
+    if top > bottom and (top % bottom or one.name == _CEILING or top // bottom > MAX_SLOTS):
+        raise wrong(one.name, one.value, "more than a device, and no number of devices", "write a fraction such as 0.5")
+    return Limit(one, part=(top, bottom)) if top < bottom else Limit(one)
+
+
+def _whole(one: Said) -> int:
+    """2 is two devices, without limits."""
+    top, bottom = fraction(one, "a fraction of a device")
+    return top // bottom
+
+
+def _limit(one: Said) -> Limit:
+    if one.name == "gpu-memory":
+        return Limit(one, size=memory(one, {"": 1 << 20}, hint="write a number of MiB such as 2000"))
+    return _quantity(one) if one.name == _CEILING else _part(one)
+
+
+def _counts(limits: list[Limit]) -> tuple[Limit, ...]:
+    """The portion of this container, else what the pod requests, else the most that it may have. A request in MiB may
+    be a little more than that: older versions count in MB."""
+    portions = [limit for limit in limits if limit.said.name not in (*KEYS, _CEILING)]
+    requests = [limit for limit in limits if limit.said.name in KEYS]
+    ceiling = [limit for limit in limits if limit.said.name == _CEILING]
+    if not portions and requests and ceiling and (ceiling[0].size or 0) < (requests[0].size or 0):
+        return tuple(ceiling) if ceiling[0].size else tuple(requests)
+    return tuple(portions or requests or ceiling)
+
+
+def _compute(said: tuple[Said, ...]) -> tuple[Limit, ...]:
+    found = tuple(percent(one) for one in said if one.name == "gpu-sm-percentage")
+    cores = next((one for one in said if one.name == "gpu-sm-cores"), None)
+    if cores is not None and not found:
+        raise RequestError(
+            f"{setting(cores.name, cores.value)}: a number of multiprocessors is not available in this version",
+            "write gpu-sm-percentage",
+        )
+    return found
+
+
+def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+    limits = [_limit(one) for one in said if one.word.about == "memory"]
+    counts = _counts(limits)
+    ignored = [
+        f"{setting(limit.said.name, limit.said.value)}: {counts[0].said.name} is what counts"
+        for limit in limits
+        if limit not in counts
+    ]
+    devices = next((number(one, 1, 16, "a number") for one in said if one.name == "gpu-fraction-num-devices"), 0)
+    devices = max([devices, *(_whole(limit.said) for limit in counts if limit.is_none)])
+    return Demand("runai", counts, _compute(said), wanted=devices, ignored=tuple(ignored))

@@ -1,0 +1,63 @@
+"""Tencent's gpu-manager: annotations tencent.com/vcuda-core, -core-limit, -memory and -device.
+
+    read(said, inventory) -> Demand
+
+Sources: gpu-manager (pkg/types: a block of memory is 256 MiB; pkg/services/virtual-manager: with 100 cores and more
+limits are off, with vcuda-core-limit the container may use up to that much while others are idle; vcuda-device holds
+names of device nodes). 100 cores are a device; more than one device is a multiple of 100.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from ...core.errors import DeviceError
+from ...core.model import Inventory, Selection
+from ...core.quantity import wrong
+from ...core.quoting import setting, shown
+from .demand import Demand, Limit, memory, number
+from .table import Said
+
+_BLOCK = 256 << 20
+_CORE, _CORE_LIMIT, _MEMORY, _DEVICE = (
+    f"tencent.com/vcuda-{word}" for word in ("core", "core-limit", "memory", "device")
+)
+_NODE = "/dev/nvidia"
+
+
+def _devices(one: Optional[Said], inventory: Inventory) -> Optional[Selection]:
+    if one is None:
+        return None
+    by_minor = {f"{_NODE}{device.minor}": device.uuid for device in inventory.devices}
+    nodes = [node.strip() for node in one.value.split(",")]
+    odd = next((node for node in nodes if not node[len(_NODE) :].isdigit() or not node.startswith(_NODE)), None)
+    if odd is not None:
+        raise wrong(one.name, one.value, f"{shown(odd)} is no device node", "write /dev/nvidia0")
+    missing = next((node for node in nodes if node not in by_minor), None)
+    if missing is not None:
+        raise DeviceError(f"{setting(one.name, one.value)}: this host has no {shown(missing)}", "the number is a minor")
+    return Selection("list", names=tuple(dict.fromkeys(by_minor[node] for node in nodes)))
+
+
+def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+    words = {one.name: one for one in said}
+    demand = Demand("tencent", devices=_devices(words.get(_DEVICE), inventory), named=words.get(_DEVICE))
+    core, may, blocks = words.get(_CORE), words.get(_CORE_LIMIT), words.get(_MEMORY)
+    cores = number(core, 1, 1600, "a number of hundredths") if core is not None else 0
+    if core is not None and cores > 100 and cores % 100:
+        raise wrong(core.name, core.value, "neither below 100 nor a multiple of it", "write 50, 100 or 200")
+    if core is not None and cores >= 100:  # whole devices: gpu-manager switches its limits off
+        demand = demand._replace(compute=(Limit(core),), memory=(Limit(blocks),) if blocks is not None else ())
+        return demand if demand.devices else demand._replace(memory=demand.memory or (Limit(core),))
+    if blocks is not None:
+        size = memory(blocks, {"": _BLOCK}, hint="write a number of blocks of 256 MiB")
+        demand = demand._replace(memory=(Limit(blocks, size=size),))
+    if core is None:
+        return demand
+    demand = demand._replace(compute=(Limit(core, size=cores),))
+    if may is None:
+        return demand
+    most = number(may, 1, 100, "a percentage")
+    if most < cores:
+        return demand._replace(compute=(Limit(may, size=most),))
+    return demand._replace(ignored=(f"{setting(may.name, may.value)}: {setting(core.name, core.value)} is the limit",))

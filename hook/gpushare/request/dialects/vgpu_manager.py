@@ -1,0 +1,145 @@
+"""vgpu-manager: CUDA_MEM_LIMIT_i, CUDA_CORE_LIMIT_i, CUDA_CORE_SOFT_LIMIT_i, where i is a device.
+
+    read(said, inventory) -> Demand
+
+Sources: vgpu-manager's library (loader: iec_to_bytes, get_mem_limit and the others): decimals; k, m, g and t are
+1024-based; the numbered variable wins over the one without a number; i is the place in the list of devices. Its
+device plugin (vnum) sets CUDA_CORE_LIMIT_i only below 100, and lists devices in GPU_DEVICES_UUID, by now in
+MANAGER_VISIBLE_DEVICES with a place for each device of the host; its DRA driver writes MANAGER_VISIBLE_DEVICE_i, and
+empty values for no limit. A soft limit above the limit is its policy "balance": more while others are idle. With
+CUDA_MEM_OVERSOLD[_i], which earlier versions leave out, a limit divided by CUDA_MEM_RATIO[_i] is what it may take of
+the device, and the rest is managed memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Union
+
+from ...core.errors import DeviceError
+from ...core.model import Device, Inventory
+from ...core.quantity import wrong
+from ...core.quoting import setting
+from . import find_devices, parse_devices
+from .demand import BINARY, Beyond, Demand, Limit, flag, fraction, memory, percent
+from .table import DEVICES, Said
+
+_NONE = "GPU-00000000-0000-0000-0000-000000000000"  # of a device that is not this container's
+
+
+class Numbers(NamedTuple):
+    """What NAME_i stands for: i -> how the device is named there, by which word. `named`: that word."""
+
+    devices: dict[int, str]
+    named: Optional[Said]
+
+
+def _places(one: Said) -> dict[int, str]:
+    """Place in the list -> device. MANAGER_VISIBLE_DEVICES has one for each device of the host."""
+    words = (word.strip(" '\"") for word in one.value.split(","))
+    return {place: word for place, word in enumerate(words) if word not in ("", _NONE)}
+
+
+def _numbers(said: tuple[Said, ...], inventory: Inventory) -> Numbers:
+    words = {one.word.name: one for one in said if one.number is None and one.word.about == DEVICES}
+    each = {one.number: one for one in said if one.word.name == "MANAGER_VISIBLE_DEVICE" and one.value.strip()}
+    if each:
+        return Numbers({n: one.value.strip() for n, one in each.items() if n is not None}, next(iter(each.values())))
+    whole = words.get("MANAGER_VISIBLE_DEVICES")
+    if whole is not None and _places(whole):
+        return Numbers(_places(whole), whole)
+    older = words.get("GPU_DEVICES_UUID")
+    if older is None or not _places(older):
+        return Numbers({}, None)
+    places = _places(older)
+    by_index = {_gpu(older, word, inventory).index: word for word in places.values()}
+    used = {one.number for one in said if one.number is not None}
+    fits = [numbers for numbers in (places, by_index) if used <= numbers.keys()]
+    if len(fits) == 2 and any(places[n] != by_index[n] for n in used):
+        raise wrong(older.name, older.value, f"{_plain(used)} could be a place in it, or an index", "say which devices")
+    return Numbers(fits[0] if fits else by_index, older)
+
+
+def _plain(numbers: set[int]) -> str:
+    return ", ".join(sorted(str(number) for number in numbers))
+
+
+def _gpu(one: Said, word: str, inventory: Inventory) -> Device:
+    """The device, or one of the parts of a divided one."""
+    return find_devices(one.name, one.value, word, inventory)[0]
+
+
+def _device(one: Said, numbers: Numbers, inventory: Inventory) -> Optional[str]:
+    """The uuid of the GPU that this word is about, None for all."""
+    if one.number is None:
+        return None
+    if one.number in numbers.devices:
+        found = _gpu(numbers.named or one, numbers.devices[one.number], inventory)
+        return found.parent or found.uuid
+    gpus = [device.uuid for device in inventory.devices if device.index == one.number]
+    if not gpus:
+        raise DeviceError(
+            f"{setting(one.name, one.value)}: this host has no device {one.number}",
+            "the number is an index on the host",
+        )
+    return gpus[0]
+
+
+def _oversold(said: tuple[Said, ...], numbers: Numbers, inventory: Inventory) -> tuple[Beyond, ...]:
+    """Of each device that has words of its own, and of all others."""
+    ratios: dict[Optional[str], tuple[Said, float]] = {}
+    sold: dict[Optional[str], tuple[Said, bool]] = {}
+    for one in said:
+        if one.word.name == "CUDA_MEM_RATIO" and one.value.strip():
+            top, bottom = fraction(one, "a ratio")
+            ratios[_device(one, numbers, inventory)] = one, top / bottom
+        elif one.word.name == "CUDA_MEM_OVERSOLD" and one.value.strip():
+            sold[_device(one, numbers, inventory)] = one, flag(one)
+    found = []
+    for device in dict.fromkeys((*ratios, *sold)):
+        ratio, switch = ratios.get(device) or ratios.get(None), sold.get(device) or sold.get(None)
+        if switch is not None and not (switch[1] and ratio):
+            found.append(Beyond(switch[0], device, None if switch[1] else 1.0))
+        elif ratio is not None:
+            found.append(Beyond(ratio[0], device, ratio[1]))
+    return tuple(found)
+
+
+def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+    numbers = _numbers(said, inventory)
+    limits: dict[str, list[Limit]] = {"CUDA_MEM_LIMIT": [], "CUDA_CORE_LIMIT": [], "CUDA_CORE_SOFT_LIMIT": []}
+    for one in said:
+        if one.word.name in limits and not one.value.strip():
+            limits[one.word.name].append(Limit(one, _device(one, numbers, inventory)))
+        elif one.word.name == "CUDA_MEM_LIMIT":
+            size = memory(one, BINARY, decimals=True, hint="write a number with k, m, g or t, such as 1.5g")
+            limits["CUDA_MEM_LIMIT"].append(Limit(one, _device(one, numbers, inventory), size))
+        elif one.word.name in limits:
+            limits[one.word.name].append(percent(one, _device(one, numbers, inventory)))
+    hard = tuple(limits["CUDA_CORE_LIMIT"])
+    may = {limit.device: limit.size for limit in limits["CUDA_CORE_SOFT_LIMIT"]}
+    limited = [limit for limit in hard if not limit.is_none]
+    soft = bool(limited) and all(_is_soft(limit, may) for limit in limited)
+    beside = tuple(limit.said for limit in limits["CUDA_CORE_SOFT_LIMIT"]) if soft else ()
+    if limited and None not in {limit.device for limit in hard}:
+        hard += (Limit(limited[0].said),)  # a device that is not named has all of its time
+    text = ",".join(numbers.devices.values())
+    devices = parse_devices(numbers.named.name, text, inventory, any_allowed=False) if numbers.named else None
+    off = tuple((one, "everything") for one in said if one.word.name == "DISABLE_VGPU_CONTROL" and flag(one))
+    return Demand(
+        "vgpu-manager",
+        tuple(limits["CUDA_MEM_LIMIT"]),
+        tuple(limit._replace(beside=beside) for limit in hard) or tuple(limits["CUDA_CORE_SOFT_LIMIT"]),
+        soft=soft,
+        devices=devices,
+        named=numbers.named,
+        off=off,
+        beyond=_oversold(said, numbers, inventory),
+    )
+
+
+def _is_soft(limit: Limit, may: dict[Union[None, int, str], Optional[int]]) -> bool:
+    """Whether more than this limit is allowed while others are idle. A soft limit of 100 is there, and none."""
+    if limit.device not in may and None not in may:
+        return False
+    top = may.get(limit.device, may.get(None))
+    return top is None or top > (limit.size or 0)

@@ -1,0 +1,32 @@
+"""Volcano's GPU share: VOLCANO_GPU_ALLOCATED of VOLCANO_GPU_MEMORY_TOTAL; NVIDIA_VISIBLE_DEVICES names the device.
+
+    read(said, inventory) -> Demand
+
+Sources: Volcano's user guides "how to use gpu sharing" (VOLCANO_GPU_MEMORY_TOTAL=11178, VOLCANO_GPU_ALLOCATED=1024,
+both in MB) and "how to use gpu number" (only VOLCANO_GPU_ALLOCATED=1: whole devices).
+"""
+
+from __future__ import annotations
+
+from ...core.model import Inventory
+from ...core.quantity import wrong
+from ...core.quoting import setting
+from .demand import Demand, Limit, number
+from .table import Said
+
+_MOST = 1 << 40
+
+
+def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+    words = {one.name: one for one in said}
+    allocated, total = words.get("VOLCANO_GPU_ALLOCATED"), words.get("VOLCANO_GPU_MEMORY_TOTAL")
+    if allocated is None:
+        return Demand("volcano")
+    amount = number(allocated, 1, _MOST, "an amount of memory")
+    if total is None:
+        why = f"{setting(allocated.name, allocated.value)}: whole devices, as there is no VOLCANO_GPU_MEMORY_TOTAL"
+        return Demand("volcano", (Limit(allocated),), ignored=(why,))
+    of = number(total, 1, _MOST, "an amount of memory")
+    if amount > of:
+        raise wrong(allocated.name, allocated.value, f"more than {setting(total.name, total.value)}", "ask for less")
+    return Demand("volcano", (Limit(allocated, part=(amount, of), beside=(total,)),))

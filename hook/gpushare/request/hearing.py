@@ -1,0 +1,171 @@
+"""What other schedulers' words ask for, as far as policy and our own names let them. See dialects/table.py.
+
+    listen(spoken, mine, bundle, node) -> Heard      reads them
+    unused(spoken, mine, bundle, node) -> lines      the same for a container that asks for nothing
+    without_alias(bundle, heard)       -> Bundle     less a NVIDIA_VISIBLE_DEVICES of other meaning
+
+Own names win, each over what others say about the same. foreign.py makes a request of it. Loaded only when a word of
+another scheduler occurs. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+from ..core import names
+from ..core.model import Bundle, Node, Policy, Request
+from ..core.quoting import setting, shown, shown_name
+from . import policy
+from .dialects import Env, injected, nvidia, own, table
+from .dialects.demand import Demand, Limit, once
+from .dialects.table import BEYOND, COMPUTE, DEVICES, EVERYTHING, MEMORY, PRIORITY, Said, Spoken
+
+MODE = "mode"
+_FIELDS = {  # what a word can be about -> the name of ours that says it
+    MODE: names.ENV_COMPUTE_MODE,
+    MEMORY: names.ENV_MEMORY,
+    COMPUTE: names.ENV_COMPUTE,
+    PRIORITY: names.ENV_PRIORITY,
+    DEVICES: names.ENV_DEVICES,
+    BEYOND: names.ENV_OVERSUBSCRIBE,
+}
+
+
+class Heard(NamedTuple):
+    """Other schedulers' words, read. `later`: rows that only say how much of a device that others name."""
+
+    demands: tuple[Demand, ...]
+    later: tuple[Spoken, ...] = ()
+    taken: frozenset[str] = frozenset()  # what our own words say
+    unheard: tuple[tuple[Said, str, str], ...] = ()  # (word, its dialect, key of the policy that does not listen)
+    ignored: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    switches: bool = False  # whether words that switch limits off count
+
+    @property
+    def limited(self) -> bool:
+        """Whether they set a limit: then NVIDIA_VISIBLE_DEVICES counts where policy wants one beside it."""
+        return any(map(limits_of, self.demands))
+
+
+def limits_of(demand: Demand) -> list[Limit]:
+    """Its limits, but for those that say that there is none."""
+    return [limit for limit in (*demand.memory, *demand.compute) if not limit.is_none]
+
+
+def line(said: Said, why: str) -> str:
+    return f"{setting(said.name, said.value)}: {why}"
+
+
+def _own_names(mine: Optional[Request], env: Env) -> dict[str, str]:
+    """What our own words say -> the name that says it."""
+    found = {}
+    if any(name == names.ENV_ALLOCATED_GPU for name, _ in env):  # an equal share, which nobody makes larger
+        found[MEMORY] = names.ENV_ALLOCATED_GPU
+    for field, variable in _FIELDS.items():
+        suffix = names.ANNOTATIONS[variable]
+        name = next((name for name, _ in mine.sources if name == variable or name.endswith(suffix)), "") if mine else ""
+        if name and not (field == DEVICES and mine is not None and mine.selection == own.UNNAMED):
+            found[field] = name
+    if MEMORY in found:  # whose limit is not read
+        found.setdefault(BEYOND, found[MEMORY])
+    return found
+
+
+def _unspoken(dialect: str, rules: Policy) -> str:
+    """Why a dialect means nothing on this node, "" when it does mean something."""
+    if dialect in rules.disabled_dialects:
+        return f"policy.dialects.disabled has {dialect}"
+    missing = {"*", dialect}.isdisjoint(rules.enabled_dialects)
+    return f"policy.dialects.enabled does not have {dialect}" if missing else ""
+
+
+def _unaccepted(said: Said, bundle: Bundle, node: Node) -> str:
+    """The key of the configuration by which a word does not count; "" when it does."""
+    rules = node.config.policy
+    if said.name not in table.KEYS:
+        return "" if policy.accepted(rules.accept_env, bundle) else "policy.accept.env"
+    if not policy.accepted(rules.accept_annotations, bundle):
+        return "policy.accept.annotations"
+    return "policy.annotations" if rules.annotations == "scoped" else ""
+
+
+def _names_device(bundle: Bundle, spoken: tuple[Spoken, ...], mine: dict[str, str], node: Node) -> bool:
+    """Whether this container of a pod is one that uses a GPU: annotations reach its sidecars as well."""
+    rules = node.config.policy
+    heard = [one.said for one in spoken if not _unspoken(one.row.name, rules)]
+    variables = any(said.name.startswith(table.BEGINNINGS) for some in heard for said in some)
+    return bool(
+        DEVICES in mine
+        or (variables and policy.accepted(rules.accept_env, bundle))
+        or nvidia.names_device(bundle.env, bundle.spec)
+        or injected.named(bundle.spec)
+    )
+
+
+def listen(spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, node: Node) -> Heard:
+    """Raises RequestError and DeviceError for words that make no sense, and that our own do not overrule."""
+    ours = _own_names(mine, bundle.env)
+    beside = not bundle.container_name or _names_device(bundle, spoken, ours, node)
+    heard, unheard, ignored = [], [], []
+    for row, words in spoken:
+        left, off = [], _unspoken(row.name, node.config.policy)
+        whose = bundle.annotations.get(row.container, "") if row.container and bundle.container_name else ""
+        for said in words:
+            key = _unaccepted(said, bundle, node)
+            if off:
+                ignored.append(line(said, off))
+            elif said.word.about in ours:
+                ignored.append(line(said, f"{ours[said.word.about]} says it"))
+                if said.word.about == DEVICES and row.is_numbered:  # what the numbers of its limits stand for
+                    left.append(said)
+            elif said.word.about == EVERYTHING and {MEMORY, COMPUTE, DEVICES} <= ours.keys():
+                ignored.append(line(said, f"{ours[DEVICES]} and our other names say it"))
+            elif said.name in table.KEYS and whose not in ("", bundle.container_name) and said.name != row.container:
+                ignored.append(line(said, f"{row.container} is {shown(whose)}"))
+            elif said.name in table.KEYS and not (beside or whose):
+                ignored.append(line(said, f"container {shown(bundle.container_name)} names no device"))
+            elif key:
+                unheard.append((said, row.name, key))
+            else:
+                left.append(said)
+        if any(said.word.about in (MEMORY, COMPUTE, DEVICES, PRIORITY, EVERYTHING) for said in left):
+            heard.append(Spoken(row, tuple(left)))
+    demands = tuple(table.reader(row)(once(words), node.inventory) for row, words in heard if row.asks)
+    aliased = [
+        (one.named, value) for one in demands for value in _aliases(one, bundle) if one.named and DEVICES not in ours
+    ]
+    ignored += [f"{nvidia.ENV_DEVICES}={shown(value)}: {shown_name(said.name)} says which" for said, value in aliased]
+    return Heard(
+        demands,
+        tuple(one for one in heard if not one.row.asks),
+        frozenset(ours),
+        tuple(unheard),
+        tuple(ignored),
+        nvidia.capabilities(bundle.env),
+        policy.accepted(node.config.policy.accept_switches, bundle),
+    )
+
+
+def unused(spoken: tuple[Spoken, ...], mine: Optional[Request], bundle: Bundle, node: Node) -> tuple[str, ...]:
+    """Why none of these words asks for anything, in a container that asks for nothing (explain)."""
+    heard = listen(spoken, mine, bundle, node)
+    lines = [*heard.ignored, *(line(said, f"{key} does not listen") for said, _, key in heard.unheard)]
+    told = {text.partition("=")[0] for text in lines}
+    for row, words in spoken:
+        why = "no device is asked for" if row.asks else f"words of {row.name} ask for no device"
+        lines += [line(said, why) for said in words if said.name not in told]
+    return tuple(lines)
+
+
+def without_alias(bundle: Bundle, heard: Heard) -> Bundle:
+    """Koordinator writes minors where everybody else reads indices; its annotation says which devices are meant."""
+    alias = {value for demand in heard.demands for value in _aliases(demand, bundle)}
+    env = tuple(pair for pair in bundle.env if pair[0] != nvidia.ENV_DEVICES or pair[1] not in alias)
+    return bundle._replace(env=env)
+
+
+def _aliases(demand: Demand, bundle: Bundle) -> list[str]:
+    """The values of NVIDIA_VISIBLE_DEVICES that are this demand's devices in other words."""
+    values = dict.fromkeys(value for name, value in bundle.env if name == nvidia.ENV_DEVICES)
+    return [value for value in values if demand.alias and value.strip() == demand.alias]

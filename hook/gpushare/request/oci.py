@@ -1,0 +1,374 @@
+"""What the runtime hands over: the state on stdin and the bundle's config.json. Both are untrusted text.
+
+    read_state(data: bytes)           -> State     the hook's stdin
+    load_bundle(State | path, cri)    -> Bundle    config.json of that bundle
+    bundle_of(state, spec, cri)       -> Bundle    the same from a parsed config.json (pure)
+    read_json(path, max_bytes, what)  -> dict      bounded, one object, clear errors
+    check_id(text)                    -> str       a container id that may become a directory name
+    env_get(env, name)                -> str|None  the last of duplicates counts, as in the container's libc
+
+All raise RequestError. Source: OCI runtime specification 1.x, `runtime.md` (State) and `config.md`.
+Start path: standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, NamedTuple, Optional, Union
+
+from ..core import names
+from ..core.errors import RequestError
+from ..core.model import Bundle
+from ..core.quoting import setting, shown
+from . import speckeys
+
+MAX_STATE_BYTES = 4 << 20
+MAX_CONFIG_BYTES = 16 << 20
+MAX_ID_LENGTH = 200  # a directory name, with room for a suffix
+_ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+-.")
+
+
+class State(NamedTuple):
+    """The container's state as the runtime gave it. `pid` is 0 when there is none."""
+
+    id: str
+    pid: int
+    status: str
+    bundle: str
+    annotations: dict[str, str]
+
+
+def check_id(text: object) -> str:
+    """`text` when it is a container id: what runc accepts, minus what could leave our state directory."""
+    if not isinstance(text, str) or not text:
+        raise RequestError("the state has no container id", "the runtime must give one")
+    if len(text) > MAX_ID_LENGTH or not _ID_CHARACTERS.issuperset(text) or text in (".", ".."):
+        raise RequestError(
+            f"container id {shown(text)} is not acceptable",
+            f"use at most {MAX_ID_LENGTH} letters, digits and _ + - .",
+        )
+    return text
+
+
+def path_text(value: object, what: str) -> str:
+    """`value` when it is text that the kernel would take as a path."""
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{what} is missing or not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{what} {shown(value)} is not valid text") from None
+    if "\0" in value:
+        raise RequestError(f"{what} {shown(value)} holds a NUL")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. A key twice has no one meaning: Go merges the two objects behind it, Python takes the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{shown(key)} is twice in one object")
+    return found
+
+
+def _object(data: bytes, what: str) -> dict[str, Any]:
+    """One JSON object, whatever is wrong with the text."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError:
+        raise RequestError(f"{what} is nested too deeply") from None
+    except ValueError as error:  # also UnicodeDecodeError, and integers of absurd length
+        raise RequestError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{what} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_json(path: str, max_bytes: int, what: str) -> dict[str, Any]:
+    """The JSON object in a regular file of at most `max_bytes`. Never blocks on a FIFO."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        hint = "a bundle is a directory that has one" if error.errno == 2 else ""
+        raise RequestError(f"cannot read {what} {shown(path)}: {error.strerror}", hint) from None
+    try:
+        if not os.path.isfile(f"/proc/self/fd/{fd}"):
+            raise RequestError(f"{what} {shown(path)} is not a regular file")
+        data = _read_all(fd, max_bytes)
+    finally:
+        os.close(fd)
+    if len(data) > max_bytes:
+        raise RequestError(f"{what} {shown(path)} is larger than {max_bytes} bytes")
+    return _object(data, what)
+
+
+def _read_all(fd: int, max_bytes: int) -> bytes:
+    """Everything up to one byte more than `max_bytes`."""
+    parts: list[bytes] = []
+    left = max_bytes + 1
+    while left:
+        part = os.read(fd, min(left, 1 << 20))
+        if not part:
+            break
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _texts(value: object, what: str) -> dict[str, str]:
+    """A JSON object of strings; null and absent count as empty, as in Go."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError(f"{what} must be an object, not {type(value).__name__}")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise RequestError(f"{what}: {shown(key)} must be text, not {type(text).__name__}")
+    return value
+
+
+def first_uid(spec: dict[str, Any]) -> int:
+    """Who its first process is, as the container counts. An engine that says nothing means root."""
+    uid = section(spec, "process", "user").get("uid")
+    return uid if type(uid) is int and 0 <= uid < 1 << 32 else 0
+
+
+def uid_on_host(spec: dict[str, Any]) -> int:
+    """The same as the host counts, where the spec has the container's mapping of users."""
+    uid = first_uid(spec)
+    for row in items(spec, "linux", "uidMappings"):
+        row = row if isinstance(row, dict) else {}
+        inside, outside, size = (row.get(key) for key in ("containerID", "hostID", "size"))
+        if all(type(one) is int for one in (inside, outside, size)) and inside <= uid < inside + size:
+            return int(uid - inside + outside)
+    return uid
+
+
+def shm_source(spec: dict[str, Any]) -> str:
+    """What of the host stands at /dev/shm, as with --ipc=host; "" for what it has alone or only reads."""
+    found = ""
+    for row in items(spec, "mounts"):
+        row = row if isinstance(row, dict) else {}
+        target, source, options = (row.get(key) for key in ("destination", "source", "options"))
+        place = os.path.normpath(target) if isinstance(target, str) else ""
+        if place not in ("/dev", "/dev/shm"):
+            continue
+        flags = options if isinstance(options, list) else ()
+        whole = place == "/dev" and "rbind" in flags
+        itself = place == "/dev/shm" and ("bind" in flags or "rbind" in flags) and "ro" not in flags
+        found = (f"{source}/shm" if whole else source if itself else "") if isinstance(source, str) else ""
+    return found
+
+
+def section(spec: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """The object at `keys`; empty when absent or null, an error when it is something else."""
+    here = spec
+    for depth, key in enumerate(keys):
+        value = here.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise RequestError(f"config.json: {'.'.join(keys[: depth + 1])} must be an object")
+        here = value
+    return here
+
+
+def items(spec: dict[str, Any], *keys: str) -> list[Any]:
+    """The list at `keys`; empty when absent or null, an error when it is something else."""
+    value = section(spec, *keys[:-1]).get(keys[-1])
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise RequestError(f"config.json: {'.'.join(keys)} must be a list")
+    return value
+
+
+def read_state(data: bytes) -> State:
+    """The hook's stdin."""
+    if len(data) > MAX_STATE_BYTES:
+        raise RequestError(f"the state on standard input is larger than {MAX_STATE_BYTES} bytes")
+    value = _object(data, "the state on standard input")
+    pid = value.get("pid") or 0
+    if not isinstance(pid, int) or isinstance(pid, bool) or not 0 <= pid < 1 << 31:
+        raise RequestError(f"the state's pid {shown(str(pid))} is not a process id")
+    bundle = value.get("bundle") or value.get("bundlePath")  # bundlePath: before specification 1.0
+    path = path_text(bundle, "the state's bundle")
+    if not path.startswith("/"):
+        raise RequestError(f"the state's bundle {shown(path)} is not an absolute path")
+    status = value.get("status")
+    return State(
+        check_id(value.get("id")),
+        pid,
+        status if isinstance(status, str) else "",
+        path,
+        _texts(value.get("annotations"), "the state's annotations"),
+    )
+
+
+def load_bundle(source: Union[State, str], cri: bool = False, path: str = "") -> Bundle:
+    """The bundle of a state, or of a directory (its id is then the directory's name, as runc's users do). `cri`: as in
+    bundle_of. `path`: of another file than its config.json."""
+    if isinstance(source, str):
+        directory = os.path.abspath(path_text(source, "the bundle"))
+        name = os.path.basename(directory)
+        state = State(name if _ID_CHARACTERS.issuperset(name) and name else "bundle", 0, "", directory, {})
+    else:
+        state = source
+    spec = read_json(path or os.path.join(state.bundle, "config.json"), MAX_CONFIG_BYTES, "config.json")
+    return bundle_of(state, spec, cri)
+
+
+def _env(spec: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """process.env in order, duplicates kept. A line without `=` or with a NUL cannot reach the process."""
+    pairs = []
+    for line in items(spec, "process", "env"):
+        if not isinstance(line, str):
+            raise RequestError(f"config.json: process.env holds {shown(str(line))}, which is not text")
+        name, equals, value = line.partition("=")
+        if "\0" in line:
+            raise RequestError(f"config.json: process.env holds a NUL in {shown(name)}")
+        if equals:
+            pairs.append((name, value))
+    return tuple(pairs)
+
+
+def _rootfs(spec: dict[str, Any], directory: str) -> str:
+    """root.path, joined to the bundle as runc joins it; "" when there is none (request.py judges)."""
+    path = section(spec, "root").get("path")
+    if path is None or path == "":
+        return ""
+    joined = os.path.normpath(os.path.join(directory, path_text(path, "config.json: root.path")))
+    return "/" + joined.lstrip("/")  # normpath keeps a leading "//"
+
+
+def _first(annotations: dict[str, str], keys: tuple[str, ...]) -> str:
+    return next((annotations[key] for key in keys if annotations.get(key)), "")
+
+
+def _refuse_disagreement(annotations: dict[str, str]) -> None:
+    """An engine sets its own annotations, and a pod's owner may have written those of another engine, which this one
+    passes on (CRI-O: all annotations of the pod). Neither may then decide which container or pod this is."""
+    for keys in names.CRI_ANNOTATION_PAIRS:
+        said = [(key, annotations[key]) for key in keys if annotations.get(key)]
+        if len({value for _, value in said}) > 1:
+            raise RequestError(
+                f"annotations {' and '.join(setting(*pair) for pair in said)} contradict",
+                "leave the one out that the engine has not set: it is in the pod's own annotations",
+            )
+
+
+def container_name(annotations: dict[str, str]) -> str:
+    """The container's name inside its pod, "" when no engine says."""
+    return _first(annotations, names.CONTAINER_NAME_ANNOTATIONS)
+
+
+def pod_namespace(annotations: dict[str, str]) -> str:
+    """The namespace of the container's pod, "" when no engine says."""
+    return _first(annotations, names.POD_NAMESPACE_ANNOTATIONS)
+
+
+def pod_name(annotations: dict[str, str]) -> str:
+    """The name of the container's pod, "" when no engine says."""
+    return _first(annotations, names.POD_NAME_ANNOTATIONS)
+
+
+def sandbox_id(annotations: dict[str, str]) -> str:
+    """The id of the sandbox that all containers of one pod share, "" when no engine says."""
+    return _first(annotations, names.SANDBOX_ID_ANNOTATIONS)
+
+
+_SETS = ("bounding", "inheritable", "permitted", "effective", "ambient")  # any of them can bring it into a program
+
+
+def has_sys_admin(spec: dict[str, Any]) -> bool:
+    """Whether a program of the container can have CAP_SYS_ADMIN, in whichever user namespace."""
+    # crun takes names of capabilities in either case
+    found = (items(spec, "process", "capabilities", name) for name in _SETS)
+    return any(isinstance(word, str) and word.upper() == "CAP_SYS_ADMIN" for words in found for word in words)
+
+
+def is_privileged(spec: dict[str, Any]) -> bool:
+    """Whether the container could mount and make devices as root of the host can: what engines call privileged."""
+    return has_sys_admin(spec) and not _is_apart(spec)
+
+
+def _is_apart(spec: dict[str, Any]) -> bool:
+    """Whether the container has a user namespace that does not map the host's root. There CAP_SYS_ADMIN reaches the
+    container's own mounts only, and no file of the host's root."""
+    for one in items(spec, "linux", "namespaces"):
+        if isinstance(one, dict) and one.get("type") == "user":
+            path = one.get("path")
+            if path:
+                return not _maps_root(_joined_map(path))
+            rows = (row for row in items(spec, "linux", "uidMappings") if isinstance(row, dict))
+            # null is 0 to a runtime in Go
+            return not _maps_root([(row.get("hostID") or 0, row.get("size") or 0) for row in rows])
+    return False
+
+
+def _maps_root(rows: list[tuple[Any, Any]]) -> bool:
+    """Whether one of `rows`, (first id outside, how many), has uid 0; true as well when there is none to go by."""
+    return not rows or any(first == 0 and count != 0 for first, count in rows)
+
+
+def _joined_map(path: Any) -> list[tuple[Any, Any]]:
+    """The map of a user namespace that the container joins; empty when it cannot be read."""
+    head, _, tail = path.rpartition("/ns/user") if isinstance(path, str) else ("", "", "")
+    if tail or not head.startswith("/proc/") or not head[6:].isdigit():
+        return []
+    try:
+        with open(f"{head}/uid_map", encoding="ascii") as table:
+            return [(int(words[1]), int(words[2])) for words in (line.split() for line in table)]
+    except (OSError, ValueError, IndexError):
+        return []
+
+
+def _claims(annotations: dict[str, str]) -> tuple[str, str]:
+    """The annotation by which a container would be one of a pod, ("", "") when there is none. Podman's own pods have
+    CRI-O's type and no name, and are no sandboxes to us."""
+    kinds, crio = names.CONTAINER_TYPE_ANNOTATIONS, names.CONTAINER_TYPE_ANNOTATIONS[1]
+    found = next((key for key in (*kinds, *names.CONTAINER_NAME_ANNOTATIONS) if annotations.get(key)), "")
+    if found == crio and annotations[crio] != "sandbox":
+        found = next((key for key in names.CONTAINER_NAME_ANNOTATIONS if annotations.get(key)), "")
+    return (found, annotations[found]) if found else ("", "")
+
+
+def pod_entry(annotations: dict[str, str]) -> str:
+    """<namespace>/<container>, "" when the engine does not give both."""
+    namespace, name = pod_namespace(annotations), container_name(annotations)
+    return f"{namespace}/{name}" if namespace and name else ""
+
+
+def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
+    """The parts of a parsed config.json that matter here, checked. `cri`: the configuration says that the engine is a
+    CRI, so what its annotations say of pods counts. From any other engine an image can have set them."""
+    speckeys.refuse_other_case(spec, speckeys.KEYS)
+    said = _texts(spec.get("annotations"), "config.json: annotations")
+    annotations = said if cri else {key: text for key, text in said.items() if key not in names.CRI_ANNOTATIONS}
+    _refuse_disagreement(annotations)
+    cgroups_path = section(spec, "linux").get("cgroupsPath") or ""
+    if not isinstance(cgroups_path, str):
+        raise RequestError("config.json: linux.cgroupsPath must be text")
+    return Bundle(
+        id=state.id,
+        pid=state.pid,
+        path=state.bundle,
+        rootfs=_rootfs(spec, state.bundle),
+        env=_env(spec),
+        annotations=annotations,
+        cgroups_path=cgroups_path,
+        container_type=_first(annotations, names.CONTAINER_TYPE_ANNOTATIONS),
+        container_name=container_name(annotations),
+        privileged=is_privileged(spec),
+        spec=spec,
+        claims=("", "") if cri else _claims(said),
+        claimed_entry="" if cri else pod_entry(said),
+    )
+
+
+def env_get(env: tuple[tuple[str, str], ...], name: str) -> Optional[str]:
+    """The value that counts: the last one."""
+    return next((value for key, value in reversed(env) if key == name), None)

@@ -1,0 +1,194 @@
+"""Who may ask for what: the configuration's `policy`, applied to one container (start path). Pure.
+
+    accepted(who, bundle)             -> bool    who: always | privileged | never
+    refuse_unaccepted(mine, bundle, policy)      our own words, where the node does not listen to them
+    without_widening(request, bundle, policy) -> Request     what variables add to a limit, where they may not
+    refuse_injected(bundle, policy)              devices that other software put into config.json
+    refuse_unlimited(bundle, config)             the same where limits are required
+    refuse_unlisted(request, bundle, policy)     a privileged container without an entry
+    refuse_claims(bundle)                        annotations of a CRI where none is configured
+    listed(bundle, policy)            -> bool    whether a container has an entry in policy.privileged_containers
+    pod_wide(request, bundle)         -> str     the sandbox, when an annotation without a container's name was used
+    refuse_second(request, bundle, live)         two containers of a pod with one such annotation
+    heard(bundle, policy, limited)    -> (env, spec)      what counts of NVIDIA's words
+
+They raise PolicyError, with the key of config.yaml that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..core import names
+from ..core.errors import PolicyError, RequestError
+from ..core.model import Bundle, Config, Lease, Policy, Request
+from ..core.quoting import setting, shown, shown_name
+from . import oci
+from .dialects import Env, injected, nvidia, triggers
+
+
+def accepted(who: str, bundle: Bundle) -> bool:
+    return who == "always" or (who == "privileged" and bundle.privileged)
+
+
+def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
+    """Refused, not overlooked: ignoring a limit would lift it."""
+    for name, value in mine.sources:
+        is_variable = name in names.ANNOTATIONS or name.startswith(names.ENV_CDI_PREFIX)
+        if not accepted(policy.accept_env if is_variable else policy.accept_annotations, bundle):
+            key = "env" if is_variable else "annotations"
+            raise PolicyError(
+                f"{setting(name, value)}: requests in {key} are not accepted on this node",
+                f"set policy.accept.{key} in the node's config.yaml, or leave the name out",
+            )
+        if policy.annotations == "scoped" and name.startswith(names.ANNOTATION_PREFIX):
+            scoped = f"{bundle.container_name or '<container>'}.{name}"
+            raise PolicyError(
+                f"{setting(name, value)}: only annotations for one container are accepted on this node",
+                f"write {shown_name(scoped)}, or set policy.annotations: any",
+            )
+
+
+def _injected(bundle: Bundle, policy: Policy) -> str:
+    """The device that config.json names, "" when it names none. A rule alone does not count where an entry of
+    policy.privileged_containers lets the container have it; elsewhere withhold.py takes it out."""
+    if not injected.minors(bundle.spec) and listed(bundle, policy):
+        return ""
+    return injected.named(bundle.spec)
+
+
+# field of Request that gives more than the limit -> our variable, its least value
+_MORE: dict[str, tuple[str, Any]] = {
+    "compute_mode": (names.ENV_COMPUTE_MODE, "hard"),
+    "priority": (names.ENV_PRIORITY, 0),
+    "oversubscribe": (names.ENV_OVERSUBSCRIBE, False),
+    "scalings": (names.ENV_OVERSUBSCRIBE, ()),
+}
+
+
+def without_widening(request: Request, bundle: Bundle, policy: Policy) -> Request:
+    """`request` without what variables add to its limits, where policy does not take that. Ignored, not refused: an
+    image may have set them, and the limit is the user's in any case."""
+    if accepted(policy.accept_widening, bundle):
+        return request
+    fields: dict[str, Any] = {}
+    ignored = []
+    for field, (variable, least) in _MORE.items():
+        said = [(name, value) for name, value in request.sources if name == variable]
+        key = names.ANNOTATIONS[variable]
+        annotated = any(name.endswith(key) or name in triggers.KEYS for name, _ in request.sources)
+        if getattr(request, field) == least or (annotated and not said):
+            continue
+        fields[field] = least
+        shown_as = setting(*said[0]) if said else f"{field} of {request.dialect}"
+        ignored.append(f"{shown_as}: policy.accept.widening does not take it")
+    return request._replace(ignored=(*request.ignored, *ignored), **fields)
+
+
+def refuse_injected(bundle: Bundle, policy: Policy) -> None:
+    """Devices that nobody but their injector asked for. Left in, they would be a whole GPU without a limit."""
+    found = _injected(bundle, policy)
+    if found and not accepted(policy.accept_cdi, bundle):
+        raise PolicyError(
+            f"config.json has {found}: devices that other software puts there are not accepted on this node",
+            f"ask with {names.ENV_DEVICES}, or set policy.accept.cdi in the node's config.yaml",
+        )
+
+
+def refuse_unlimited(bundle: Bundle, config: Config) -> None:
+    """The same without a request, where limits are required."""
+    policy = config.policy
+    required = {
+        "policy.require_limits": policy.require_limits,
+        "policy.max_memory": policy.max_memory,
+        "policy.unlimited": policy.unlimited == "deny",
+        "sharing": config.sharing,
+    }
+    key = next((key for key, value in required.items() if value), "")
+    found = _injected(bundle, policy) if key else ""
+    if found:
+        raise PolicyError(
+            f"config.json has {found} without a memory limit, and {key} requires one",
+            f"start the container through gpushare-runtime, with {names.ENV_MEMORY}",
+        )
+
+
+def _entry_of(bundle: Bundle) -> str:
+    """What the configuration calls this container: <namespace>/<container> in a pod, else its id."""
+    return oci.pod_entry(bundle.annotations) or bundle.id
+
+
+def listed(bundle: Bundle, policy: Policy) -> bool:
+    """Whether one of policy.privileged_containers is this container; "*" is every privileged one, and no other."""
+    if oci.has_sys_admin(bundle.spec) and "*" in policy.privileged_containers:
+        return True
+    if _fits(bundle.claimed_entry, policy):
+        refuse_claims(bundle)
+    return _fits(_entry_of(bundle), policy)
+
+
+def _fits(entry: str, policy: Policy) -> bool:
+    namespace, slash, name = entry.partition("/")
+    patterns = {entry, f"{namespace}/*", f"*/{name}", "*/*"} if slash else {entry}
+    return not patterns.isdisjoint(policy.privileged_containers)
+
+
+def refuse_claims(bundle: Bundle) -> None:
+    """A container of a pod, under an engine that is not configured as a CRI: its annotations do not count, and what
+    rests on them must neither be granted twice nor be overlooked. Raises RequestError."""
+    name, value = bundle.claims
+    raise RequestError(
+        f"annotation {setting(name, value)} would make this a container of a pod, but the engine's configuration does "
+        "not say that the engine is a CRI",
+        "on containerd or CRI-O run `gpushare runtime configure containerd` (or crio) again and restart it; elsewhere "
+        "leave the annotation out",
+    )
+
+
+def refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:
+    if bundle.privileged and not listed(bundle, policy):
+        name, value = request.sources[0]
+        raise PolicyError(
+            f"{setting(name, value)}: this container is privileged (CAP_SYS_ADMIN in the host's user namespace), and "
+            "not among policy.privileged_containers",
+            f"add {shown(_entry_of(bundle))} there in the node's config.yaml, which lets it undo limits, or run it "
+            "without the capability or in a user namespace of its own",
+        )
+
+
+def _unscoped(request: Request) -> str:
+    """The first annotation that was used and names no container; other schedulers' never do."""
+    return next(
+        (name for name, _ in request.sources if name.startswith(names.ANNOTATION_PREFIX) or name in triggers.KEYS), ""
+    )
+
+
+def pod_wide(request: Request, bundle: Bundle) -> str:
+    """The id of the pod's sandbox, when the request was made by an annotation that all its containers have."""
+    return oci.sandbox_id(bundle.annotations) if bundle.container_name and _unscoped(request) else ""
+
+
+def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> None:
+    """4 GiB for a pod must not become 4 GiB for each of its containers. One spec does not know the others, so the first
+    container gets the share and the second is refused."""
+    sandbox = pod_wide(request, bundle)
+    other = next((lease for lease in live if sandbox and lease.sandbox == sandbox and lease.id != bundle.id), None)
+    if other is not None:
+        name = _unscoped(request)
+        own = names.ANNOTATION_PREFIX + "memory" if name in triggers.KEYS else name
+        raise RequestError(
+            f"{shown_name(name)} says nothing about which container, and {other.id} of this pod has a share by it",
+            f"write {shown_name(f'{bundle.container_name}.{own}')}",
+        )
+
+
+def heard(bundle: Bundle, policy: Policy, limited: bool) -> tuple[Env, dict[str, Any]]:
+    """(env, spec) with NVIDIA's requests for devices only as far as policy listens. Not listening is no error: every
+    CUDA image has them. `limited`: the container has a limit in our words."""
+    env, spec = bundle.env, bundle.spec
+    if not accepted(policy.accept_env, bundle) or (policy.nvidia_visible_devices == "with_limit" and not limited):
+        env = tuple(pair for pair in env if pair[0] != nvidia.ENV_DEVICES)
+    if not accepted(policy.accept_volume_mounts, bundle):
+        spec = {}
+    return env, spec

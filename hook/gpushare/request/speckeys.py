@@ -1,0 +1,42 @@
+"""The keys of config.json by which gpushare judges, in one case of letters. Pure, start path.
+
+refuse_other_case(spec, KEYS) -> None     RequestError for a key that the runtime would read and Python would not
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.errors import RequestError
+from ..core.quoting import shown
+
+
+def _shape(**below: str) -> dict[str, Any]:
+    return {key: {word: {} for word in words.split()} for key, words in below.items()}
+
+
+# What is read of config.json, here and elsewhere. Objects in lists have the keys of the list.
+KEYS: dict[str, Any] = {
+    **_shape(annotations="", mounts="destination options source type", root="path"),
+    "hooks": _shape(**dict.fromkeys(("prestart", "createRuntime", "createContainer", "startContainer"), "args path")),
+    "linux": {
+        **_shape(cgroupsPath="", devices="major minor path type", namespaces="path type"),
+        **_shape(gidMappings="containerID hostID size", uidMappings="containerID hostID size"),
+        "resources": _shape(devices="access allow major minor type"),
+    },
+    "process": _shape(env="", user="uid", capabilities="bounding inheritable permitted effective ambient"),
+}
+
+
+def refuse_other_case(found: Any, known: dict[str, Any], place: str = "") -> None:
+    """The runtime's parser, in Go, takes keys in any case of letters (and U+017F for s): it would obey a device rule
+    that none of ours has seen. No engine writes such keys."""
+    for one in found if isinstance(found, list) else (found,) if known else ():
+        for key, value in one.items() if isinstance(one, dict) else ():
+            if key in known:
+                refuse_other_case(value, known[key], f"{place}{key}.")
+            elif key.casefold() in map(str.casefold, known):
+                raise RequestError(
+                    f"config.json: {place}{shown(key)} is a known key in other letters",
+                    "write it as the specification does",
+                )

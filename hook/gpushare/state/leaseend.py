@@ -1,0 +1,83 @@
+"""How leases end otherwise than by a start that takes back its own (leases.undo, which loads nothing then).
+
+release(...)              of a container that is gone
+release_reserved_by(...)  of a start that failed, by who began it
+sweep(...)                all that are dead
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+from ..core import names
+from ..core.model import Lease
+from ..core.quoting import shown
+from ..system import procs
+from . import leases, storage
+
+
+def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = None) -> str:
+    """Releases `container_id` unless a living process holds it; "" or why it was left. `ended` is told when it did.
+
+    Not even poststop may free what is in use: runc calls it for a failed create too, also when the id is one that
+    another container (of another runc root) holds. Where the lease cannot be read, whoever sees the container's page
+    shows that it lives; that is looked for before the lock is taken.
+    """
+    if not storage.is_ready(state_dir):
+        return ""
+    before = leases.judged(state_dir, container_id)
+    user = _user(state_dir, container_id) if isinstance(before, leases.Damaged) else ""
+    with leases.locked(state_dir):
+        lease = leases.judged(state_dir, container_id)
+        if isinstance(lease, leases.Damaged):
+            if user or lease != before:
+                return f"lease of {shown(container_id)} is kept: {lease.reason}, and {user or 'it has just changed'}"
+        elif lease is not None and not leases.why_dead(state_dir, lease, procs.boot_id()):
+            pid = lease.init_pid or lease.creator_pid
+            return f"lease of {shown(container_id)} is kept: pid {pid} or one that it left is alive"
+        gone = leases.drop(state_dir, container_id, lease.shares if isinstance(lease, Lease) else ())
+    if gone and ended and isinstance(lease, Lease):
+        ended(lease)
+    return ""
+
+
+def _user(state_dir: str, container_id: str) -> str:
+    """Why a container whose lease cannot be read may still be running, in words; "" when it is not."""
+    from . import leftover, mounttables
+
+    if leftover.is_locked(os.path.join(storage.container_dir(state_dir, container_id), "rw", "usage")):
+        return "a process uses its limits"
+    pid, left_out = mounttables.user_of(mounttables.page_device(state_dir, container_id), names.RW_DIR)
+    return f"pid {pid} is alive" if pid else left_out and f"{left_out}; if it is gone: gpushare prune --assume-free"
+
+
+def release_reserved_by(
+    state_dir: str, container_id: str, bundle: str, creator_pid: int, ended: Optional[leases.Ended] = None
+) -> bool:
+    """Releases a lease that is only reserved, when its living creator itself says that nothing came of it: runc calls
+    poststop after a create that failed, and gpushare-runtime has become that runc."""
+    if not storage.is_ready(state_dir):
+        return False
+    with leases.locked(state_dir):
+        lease = leases.find(state_dir, container_id)
+        if lease is None or (lease.state, lease.bundle, lease.creator_pid) != ("reserved", bundle, creator_pid):
+            return False
+        gone = leases.drop(state_dir, container_id, lease.shares)
+    if gone and ended:
+        ended(lease)
+    return gone
+
+
+def sweep(state_dir: str, assume_free: bool = False, ended: Optional[leases.Ended] = None) -> list[str]:
+    """Discards all dead and partial leases, with `assume_free` also damaged ones; returns their ids."""
+    with leases.locked(state_dir):
+        seen = leases.view(state_dir)
+        dead, partial = leases.discard_dead(state_dir, seen)
+        gone = [lease.id for lease in dead] + partial
+        if assume_free:
+            gone += [damage.id for damage in seen.damaged if storage.discard(state_dir, damage.id)]
+    if ended:
+        for lease in dead:
+            ended(lease)
+    return gone

@@ -1,0 +1,147 @@
+"""lease.json: a lease as text and back (start path). Pure.
+
+to_json(lease)               -> bytes
+from_json(data, id)          -> Lease     raises ValueError: a file of any other shape is damaged, never guessed at
+held(lease, data)            -> Lease     a reserved lease as the file `held` beside it continues it; raises ValueError
+
+`held` is what earlier versions wrote instead of a new lease.json, complete by its rename: four lines, the version, the
+creator's pid and start time (it must be the lease's own), init's pid and start time, and the cgroup. They wrote it only
+for an init that is the first process of its pid namespace.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..core import names
+from ..core.model import Device, Lease, Share
+from ..core.quoting import shown
+
+# Field types as JSON has them; a lease of another shape is damaged.
+_LEASE: dict[str, tuple[type, ...]] = {
+    "id": (str,),
+    "state": (str,),
+    "boot_id": (str,),
+    "bundle": (str,),
+    "shares": (list,),
+    "creator_pid": (int,),
+    "creator_start": (int,),
+    "init_pid": (int,),
+    "init_start": (int,),
+    "cgroup": (str,),
+    "first": (bool,),
+    "cgroup_dir": (str,),
+    "cgroup_id": (int,),
+    "created": (float, int),
+    "dialect": (str,),
+    "driver_version": (str,),
+    "sandbox": (str,),
+    "cri": (bool,),
+}
+HELD_VERSION = "gpushare-held-2"
+_HELD_BEFORE = "gpushare-held-1"  # which does not say whether init is the first process of its pid namespace
+_SHARE: dict[str, tuple[type, ...]] = {
+    "slot": (int,),
+    "device": (dict,),
+    "memory_limit_bytes": (int, type(None)),
+    "compute_percent": (int, type(None)),
+    "soft": (bool,),
+    "priority": (int,),
+    "oversubscribe": (bool,),
+    "clamped": (str,),
+    "page": (int,),
+    "paused": (bool,),
+    "draining_bytes": (int,),
+    "memory_backend": (str,),
+    "compute_backend": (str,),
+    "virtual_bytes": (int,),
+}
+_DEVICE: dict[str, tuple[type, ...]] = {
+    "index": (int,),
+    "uuid": (str,),
+    "minor": (int,),
+    "bus_id": (str,),
+    "model": (str,),
+    "memory_bytes": (int,),
+    "context_bytes": (int,),
+    "granularity_bytes": (int,),
+    "brand": (str,),
+    "arch": (str,),
+    "parent": (str,),
+    "mig_index": (int,),
+    "gpu_instance": (int,),
+    "compute_instance": (int,),
+}
+# Fields that files of earlier versions do not have; they mean what they mean by default.
+_LATER = ("brand", "arch", "parent", "mig_index", "gpu_instance", "compute_instance")
+_LATEST = 1e12  # seconds
+# No page: then nobody else gets this one
+_EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0, "virtual_bytes": 0}
+_EARLIER_SHARE.update((name, Share._field_defaults[name]) for name in ("memory_backend", "compute_backend"))
+_EARLIER_LEASE: dict[str, Any] = {"sandbox": "", "cri": True}  # what annotations say was believed
+_EARLIER_LEASE.update((name, Lease._field_defaults[name]) for name in ("first", "cgroup_dir", "cgroup_id"))
+_EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
+
+
+def to_json(lease: Lease) -> bytes:
+    """lease.json: objects with the field names of model.py."""
+    shares = [{**share._asdict(), "device": share.device._asdict()} for share in lease.shares]
+    return json.dumps({**lease._asdict(), "shares": shares}).encode()
+
+
+def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[str, Any]:
+    """`value` when it has exactly these fields with these types (a bool is not an int). Raises ValueError."""
+    if not isinstance(value, dict) or value.keys() != types.keys():
+        raise ValueError(f"{what} has fields of another version of gpushare")
+    for name, allowed in types.items():
+        if not isinstance(value[name], allowed) or (isinstance(value[name], bool) and bool not in allowed):
+            raise ValueError(f"{what}.{name} is {shown(value[name])}")
+    return value
+
+
+def _completed(value: Any, earlier: dict[str, Any]) -> Any:
+    """`value` of an earlier version, with the fields that it did not have."""
+    return {**earlier, **value} if isinstance(value, dict) else value
+
+
+def from_json(data: bytes, container_id: str) -> Lease:
+    """The inverse of `to_json`. Raises ValueError."""
+    try:
+        fields = _fields(_completed(json.loads(data), _EARLIER_LEASE), _LEASE, "lease")
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if fields["id"] != container_id or fields["state"] not in ("reserved", "held"):
+        raise ValueError(f"id {shown(fields['id'])}, state {shown(fields['state'])}")
+    shares = []
+    for item in fields["shares"]:
+        share = _fields(_completed(item, _EARLIER_SHARE), _SHARE, "share")
+        device = share["device"]
+        if device.keys().isdisjoint(_LATER):
+            device = {**device, **_EARLIER_DEVICE}
+        shares.append(Share(**{**share, "device": Device(**_fields(device, _DEVICE, "device"))}))
+    if not 0 <= fields["created"] < _LATEST:
+        raise ValueError(f"lease.created is {shown(fields['created'])}")
+    for slot, one in enumerate(shares):
+        sizes = (one.memory_limit_bytes or 0, one.draining_bytes, one.virtual_bytes, one.compute_percent or 0)
+        if one.slot != slot or min(sizes) < 0:
+            raise ValueError(f"share {slot} has numbers that cannot be")  # and would be somebody's room
+        if not {one.memory_backend, one.compute_backend} <= set(names.BACKENDS):
+            raise ValueError(f"share {slot} has a backend of another version of gpushare")
+    return Lease(**{**fields, "shares": tuple(shares)})
+
+
+def held(lease: Lease, data: bytes) -> Lease:
+    """`lease` as an earlier version turned it over to the container's init. Raises ValueError."""
+    lines = data.decode("utf-8", "surrogateescape").split("\n")
+    if (
+        len(lines) != 5
+        or lines[0] not in (HELD_VERSION, _HELD_BEFORE)
+        or lines[1] != f"{lease.creator_pid} {lease.creator_start}"
+    ):
+        raise ValueError("its file `held` is of another lease, or damaged")
+    pid, _, start = lines[2].partition(" ")
+    if not (pid.isdigit() and start.isdigit()) or lines[4]:
+        raise ValueError("its file `held` is damaged")
+    first = lines[0] == HELD_VERSION
+    return lease._replace(state="held", init_pid=int(pid), init_start=int(start), cgroup=lines[3], first=first)

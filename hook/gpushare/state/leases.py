@@ -1,0 +1,402 @@
+"""Leases: who holds which part of which device (start path).
+
+    reserve(...)   -> "reserved", owned by the hook's process      atomic with the placement, under the lock
+    hold(...)      -> "held", owned by the container's init
+    leaseend.release(...)  gone, with its directory; idempotent, needs no pid
+
+A lease is dead when its owner is (pid *and* start time), or when it is of another boot; a dead lease counts for nothing
+and is replaced or swept by whoever comes next. A lease file that cannot be read is the opposite: use of unknown extent,
+so its devices (all devices when even they are unknown) get no new lease until a person says that it is free.
+
+The lock is one flock, held for reads, renames and arithmetic only: never across a subprocess, NVML or a mount.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Optional, Union
+
+from ..core import names
+from ..core.errors import CapacityError, GpushareError, KernelError, of_file, what_to_do
+from ..core.model import Bundle, Lease, Node, Request, Share
+from ..core.quoting import shown
+from ..system import filelock, idmap, procs
+from . import leasefile, pages, region, storage
+
+if TYPE_CHECKING:
+    from .rebuild import Looked
+
+_MAX_BYTES = 1 << 20
+_USUAL_BYTES = 16 << 10
+Ended = Callable[[Lease], None]  # told, without the lock, of a lease that was given back
+# (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
+GrantFn = Callable[[Request, Node, tuple[Lease, ...], frozenset[str]], tuple[Share, ...]]
+
+
+class Damaged(NamedTuple):
+    """A lease that cannot be read. `uuids` None: not even its devices are known."""
+
+    id: str
+    reason: str
+    uuids: Optional[frozenset[str]]
+
+
+class View(NamedTuple):
+    """All of containers/ at one moment."""
+
+    live: tuple[Lease, ...]
+    dead: tuple[tuple[Lease, str], ...]  # with the reason, for people
+    damaged: tuple[Damaged, ...]
+    partial: tuple[str, ...]  # ids whose directory has no lease: a start was killed in between
+
+    def blocked(self, node: Node) -> frozenset[str]:
+        """Uuids of devices in unknown use."""
+        everything = frozenset(device.uuid for device in (*node.inventory.devices, *node.inventory.mig))
+        return frozenset().union(*(everything if d.uuids is None else d.uuids for d in self.damaged))
+
+
+class locked:
+    """The lease lock. The kernel gives it back when its holder dies. Never made here: it marks a complete directory."""
+
+    def __init__(self, state_dir: str) -> None:
+        self._path = os.path.join(state_dir, "lock")
+        self._fd = -1
+
+    def __enter__(self) -> None:
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise of_file(error, self._path) from error
+        try:
+            filelock.take(self._fd, self._path)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        os.close(self._fd)
+
+
+def why_dead(state_dir: str, lease: Lease, boot_id: str) -> str:
+    """Why this lease counts for nothing; "" while it is alive. A container in the host's pid namespace, or in a pod's,
+    can outlive its init."""
+    if lease.boot_id != boot_id:
+        return "of another boot"
+    if lease.state == "reserved":
+        dead = not procs.alive(lease.creator_pid, lease.creator_start)
+        return f"its start (pid {lease.creator_pid}) was killed" if dead else ""
+    if procs.alive(lease.init_pid, lease.init_start) or _outlived(state_dir, lease):
+        return ""
+    return (
+        f"its program (pid {lease.init_pid}) has ended" if ends(lease) else f"its init (pid {lease.init_pid}) is gone"
+    )
+
+
+def _outlived(state_dir: str, lease: Lease) -> bool:
+    if lease.first:
+        return False
+    from . import leftover
+
+    return leftover.lives(state_dir, lease)
+
+
+def ends(lease: Lease) -> bool:
+    """Whether its end leaves the lease behind for the next start, and nothing is wrong then: no engine tells us of the
+    end of a program that `gpushare run` started."""
+    return lease.dialect == names.RUN_DIALECT and lease.state == "held"
+
+
+def _read_file(state_dir: str, container_id: str, name: str) -> bytes:
+    fd = os.open(
+        os.path.join(storage.container_dir(state_dir, container_id), name),
+        os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
+    )
+    try:
+        data = os.read(fd, _USUAL_BYTES)  # memory for a whole megabyte takes longer than all else here
+        return data if len(data) < _USUAL_BYTES else data + os.read(fd, _MAX_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _read(state_dir: str, container_id: str) -> Lease:
+    """What lease.json says, and `held` after it. Raises OSError and ValueError."""
+    lease = leasefile.from_json(_read_file(state_dir, container_id, storage.LEASE), container_id)
+    if lease.state != "reserved":
+        return lease
+    try:
+        data = _read_file(state_dir, container_id, storage.HELD)
+    except FileNotFoundError:
+        return lease
+    return leasefile.held(lease, data)
+
+
+def _damaged(state_dir: str, container_id: str, reason: str) -> Damaged:
+    """The devices of a damaged lease are those of its limits file, which is complete or not there."""
+    path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
+    try:
+        uuids: Optional[frozenset[str]] = frozenset(limit.uuid for limit in storage.read_limits(path).devices)
+    except region.RegionError:
+        uuids = None
+    return Damaged(container_id, reason, uuids)
+
+
+def judged(state_dir: str, container_id: str) -> Union[Lease, Damaged, None]:
+    """The lease of one container; None where a start was killed before it had one. A start writes its lease first, so
+    files without a lease are those of a container that has lost it."""
+    try:
+        return _read(state_dir, container_id)
+    except FileNotFoundError:
+        share = os.path.join(storage.container_dir(state_dir, container_id), "share")
+        return _damaged(state_dir, container_id, f"{storage.LEASE} is missing") if os.path.lexists(share) else None
+    except (OSError, ValueError) as error:
+        return _damaged(state_dir, container_id, f"{storage.LEASE} is damaged: {error}")
+
+
+def view(state_dir: str) -> View:
+    """Every lease, judged now. Without the lock it can be a moment old, which is good enough to show."""
+    boot_id = procs.boot_id()
+    live: list[Lease] = []
+    dead: list[tuple[Lease, str]] = []
+    damaged: list[Damaged] = []
+    partial: list[str] = []
+    try:
+        ids = sorted(os.listdir(os.path.join(state_dir, "containers")))
+    except FileNotFoundError:
+        ids = []
+    except OSError as error:
+        raise of_file(error, state_dir) from error
+    for container_id in ids:
+        lease = judged(state_dir, container_id)
+        if lease is None:
+            if os.path.isdir(storage.container_dir(state_dir, container_id)):
+                partial.append(container_id)
+        elif isinstance(lease, Damaged):
+            damaged.append(lease)
+        elif reason := why_dead(state_dir, lease, boot_id):
+            dead.append((lease, reason))
+        else:
+            live.append(lease)
+    return View(tuple(live), tuple(dead), tuple(damaged), tuple(partial))
+
+
+def _write(state_dir: str, lease: Lease) -> None:
+    storage.write_lease(state_dir, lease.id, leasefile.to_json(lease))
+
+
+def drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
+    """Takes a lease away its pages first: whoever is killed in between leaves a dead lease that
+    still names them. False when there is none. The caller holds the lock."""
+    for share in shares:
+        try:
+            pages.free(state_dir, share.device.uuid, share.page)
+        except KernelError:
+            pass  # the next start on that device settles it; not even a lost directory may keep a lease
+    return storage.discard(state_dir, container_id)
+
+
+def discard_dead(state_dir: str, seen: View) -> tuple[list[Lease], list[str]]:
+    """Discards what is dead or was never finished; those leases, and these ids. The caller holds the lock."""
+    dead = [lease for lease, _ in seen.dead if drop(state_dir, lease.id, lease.shares)]
+    return dead, [name for name in seen.partial if drop(state_dir, name, ())]
+
+
+def _refuse_taken(container_id: str, seen: View) -> None:
+    for lease in seen.live:
+        if lease.id == container_id:
+            pid = lease.init_pid or lease.creator_pid
+            raise CapacityError(
+                f"container id {shown(container_id)} already has a lease, {lease.state} by pid {pid} "
+                f"for {shown(lease.bundle)}",
+                "end it, or use another --name" if ends(lease) else "delete that container, or use another id",
+            )
+    for damage in seen.damaged:
+        if damage.id == container_id:
+            raise CapacityError(
+                f"container id {shown(container_id)} has a lease that cannot be read: {damage.reason}",
+                "make sure that it does not run, then `gpushare prune --assume-free`",
+            )
+
+
+def reserve(
+    state_dir: str,
+    bundle: Bundle,
+    request: Request,
+    node: Node,
+    grant_fn: GrantFn,
+    ended: Optional[Ended] = None,
+) -> Lease:
+    """A "reserved" lease owned by this process; `grant_fn` decides against all live leases, under the lock.
+    `ended` is told of the dead ones that made room.
+
+    Raises CapacityError when the id has a live lease, KernelError, and whatever `grant_fn` raises, leaving nothing.
+    Returns with containers/<id> made and holding the lease. The caller calls `storage.empty_trash` afterwards.
+    """
+    dead: list[Lease] = []
+    try:
+        return _reserve(state_dir, bundle, request, node, grant_fn, dead)
+    finally:
+        if ended:
+            for lease in dead:
+                ended(lease)
+
+
+def _reserve(
+    state_dir: str, bundle: Bundle, request: Request, node: Node, grant_fn: GrantFn, dead: list[Lease]
+) -> Lease:
+    from ..request import policy  # not for adopt, which makes no lease
+
+    me = procs.myself()
+    while True:
+        looked = _look(state_dir, node)
+        with locked(state_dir):
+            if _rebuild(state_dir, node, looked) is None:
+                continue
+            seen = view(state_dir)
+            dead += discard_dead(state_dir, seen)[0]
+            _refuse_taken(bundle.id, seen)
+            policy.refuse_second(request, bundle, seen.live)
+            live = _changed(state_dir, seen.live)
+            shares = grant_fn(request, node, live, seen.blocked(node))
+            new = [share.device.uuid for share in shares if not pages.is_ready(state_dir, share.device.uuid)]
+            if not new:
+                lease = Lease(
+                    id=bundle.id,
+                    state="reserved",
+                    boot_id=procs.boot_id(),
+                    bundle=bundle.path,
+                    shares=shares,
+                    creator_pid=me.pid,
+                    creator_start=me.start,
+                    created=time.time(),
+                    dialect=request.dialect,
+                    driver_version=node.inventory.driver_version,
+                    sandbox=policy.pod_wide(request, bundle),
+                    cri=bool(bundle.container_name),
+                )
+                _make(state_dir, lease, live)
+                return lease
+        for uuid in new:  # the first share of a device: what it needs is mounted, so without the lock
+            pages.prepare(state_dir, uuid)
+
+
+def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
+    """Writes a new lease, and takes its pages. Raises KernelError and CapacityError, leaving nothing."""
+    try:
+        os.mkdir(storage.container_dir(state_dir, lease.id), 0o700)
+        idmap.give(storage.container_dir(state_dir, lease.id))
+        _write(state_dir, lease)
+        for share in lease.shares:
+            uuid = share.device.uuid
+            holders = {
+                one.page: (other.id, one)
+                for other in (*others, lease)
+                for one in other.shares
+                if one.device.uuid == uuid
+            }
+            pages.take(state_dir, uuid, share.page, {page: who for page, (who, _) in holders.items()})
+            pages.settle(state_dir, uuid, {page: region.granted(one) for page, (_, one) in holders.items()})
+    except (OSError, GpushareError) as error:
+        drop(state_dir, lease.id, lease.shares)
+        if isinstance(error, OSError):
+            raise KernelError(f"directory of {shown(lease.id)}: {error.strerror}", what_to_do(error)) from error
+        raise
+
+
+def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
+    """`live` after changes of limits that go on without us: one that was killed, memory that was given back."""
+    unfinished = os.path.lexists(os.path.join(state_dir, storage.CHANGING))
+    if not unfinished and not any(share.draining_bytes for lease in live for share in lease.shares):
+        return live
+    from ..allocation import livelimits
+
+    try:
+        livelimits.finish(state_dir)
+    except GpushareError:  # for `prune` to say
+        return live  # which name no less than what their containers can hold by the limits of before
+    return livelimits.settled(state_dir, live)
+
+
+def rewrite(state_dir: str, lease: Lease) -> None:
+    """Another lease.json for a container that has one. The caller holds the lock. Raises KernelError."""
+    _write(state_dir, lease)
+
+
+def _look(state_dir: str, node: Node) -> Optional[Looked]:
+    if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
+        return None
+    from . import rebuild
+
+    return rebuild.look(state_dir, node)
+
+
+def _rebuild(state_dir: str, node: Node, looked: Optional[Looked]) -> Optional[tuple[str, ...]]:
+    """The ids that got a lease; None when the state directory was lost since the look."""
+    if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
+        return ()
+    if looked is None:
+        return None
+    from . import rebuild
+
+    return rebuild.run(state_dir, node, looked)
+
+
+def recover(state_dir: str, node: Node) -> tuple[str, ...]:
+    """The leases of a state directory that was lost, now rather than at the next start; the ids that got one."""
+    while True:
+        looked = _look(state_dir, node)
+        with locked(state_dir):
+            written = _rebuild(state_dir, node, looked)
+        if written is not None:
+            return written
+
+
+def of_init(lease: Lease, pid: int) -> Lease:
+    """`lease` with how to tell whether anything outlives this init."""
+    if procs.is_first(pid):
+        return lease._replace(first=True, cgroup_id=0)
+    from . import leftover
+
+    directory, number = leftover.own_cgroup(pid)
+    return lease._replace(cgroup_dir=directory, cgroup_id=number)
+
+
+def hold(state_dir: str, lease: Lease, init: procs.Process, cgroup: str) -> Lease:
+    """The reserved `lease` becomes the container's own. Raises KernelError when it was taken away meanwhile, or when
+    the container's init has died, since nobody would release it then."""
+    held = lease._replace(state="held", init_pid=init.pid, init_start=init.start, cgroup=cgroup)
+    held = of_init(held, init.pid)
+    with locked(state_dir):
+        if find(state_dir, lease.id) != lease:
+            raise KernelError(
+                f"the lease of {shown(lease.id)} was taken away during its start", "start the container again"
+            )
+        if not procs.alive(init.pid, init.start):
+            raise KernelError(f"the container's init (pid {init.pid}) died during its start")
+        _write(state_dir, held)
+    return held
+
+
+def find(state_dir: str, container_id: str) -> Optional[Lease]:
+    """The lease of one container, alive or not; None when there is none that can be read."""
+    try:
+        return _read(state_dir, container_id)
+    except (OSError, ValueError):
+        return None
+
+
+def is_held_by(state_dir: str, container_id: str, init: procs.Process) -> bool:
+    """True when this very container has its lease already."""
+    lease = find(state_dir, container_id)
+    return lease is not None and lease.state == "held" and (lease.init_pid, lease.init_start) == (init.pid, init.start)
+
+
+def undo(state_dir: str, container_id: str) -> None:
+    """Takes back what this very process reserved or held under this id, and nothing else."""
+    me = procs.myself()
+    with locked(state_dir):
+        lease = find(state_dir, container_id)
+        if lease is not None and (lease.creator_pid, lease.creator_start) == (me.pid, me.start):
+            drop(state_dir, container_id, lease.shares)

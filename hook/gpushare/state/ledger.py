@@ -1,0 +1,93 @@
+"""What is granted on each device, and what there is to grant: sums over leases. Pure, on the start path.
+
+ledger_of(leases, policy, blocked)         -> Ledger
+capacity_bytes(device, config)             -> int     memory that may be granted in all
+turn_bytes(device, config)                 -> int     memory that is kept for turns (docs/oversubscription.md)
+rule_of(device, config)                    -> SharingRule | None     equal shares, for those that name no limit
+capacity_percent(device, config)           -> int     compute that hard limits may add up to
+counts(percent, soft)                      -> bool    whether a compute limit takes something from the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Optional
+
+from ..core.model import Config, Device, Lease, Policy, SharingRule
+from .region import NO_PERCENT
+
+
+class Ledger(NamedTuple):
+    """What is granted, per device uuid."""
+
+    used: dict[str, int]  # bytes granted to limited shares
+    exclusive: frozenset[str] = frozenset()  # taken as a whole
+    blocked: frozenset[str] = frozenset()  # unknown use: no new lease
+    holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}  # (container id, bytes or None = whole)
+    pages: dict[str, frozenset[int]] = {}  # numbers that are taken, see pages.py
+    compute: dict[str, tuple[tuple[str, int], ...]] = {}  # (container id, percent) of hard limits
+    holding: dict[str, frozenset[str]] = {}  # backends of its shares' compute
+    host_bytes: int = 0  # promised to oversubscribed shares, of all devices
+
+
+def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = ()) -> Ledger:
+    """The ledger of live leases. An unlimited share takes the whole device unless policy shares it."""
+    used: dict[str, int] = {}
+    exclusive = set()
+    holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}
+    pages: dict[str, frozenset[int]] = {}
+    compute: dict[str, tuple[tuple[str, int], ...]] = {}
+    holding: dict[str, frozenset[str]] = {}
+    host_bytes = 0
+    for lease in leases:
+        for share in lease.shares:
+            uuid = share.device.uuid
+            host_bytes += share.virtual_bytes
+            limit_bytes = share.memory_limit_bytes
+            held_bytes = None if limit_bytes is None else max(limit_bytes, share.draining_bytes)
+            holders[uuid] = (*holders.get(uuid, ()), (lease.id, held_bytes))
+            holding[uuid] = holding.get(uuid, frozenset()) | {share.compute_backend}
+            pages[uuid] = pages.get(uuid, frozenset()) | {share.page}
+            if share.compute_percent is not None and counts(share.compute_percent, share.soft):
+                compute[uuid] = (*compute.get(uuid, ()), (lease.id, share.compute_percent))
+            if held_bytes is not None:
+                used[uuid] = used.get(uuid, 0) + held_bytes
+            elif policy.unlimited != "shared":
+                exclusive.add(uuid)
+    return Ledger(used, frozenset(exclusive), frozenset(blocked), holders, pages, compute, holding, host_bytes)
+
+
+def counts(percent: Optional[int], soft: bool) -> bool:
+    """Whether a compute limit takes something from the others: a soft one is given what they leave."""
+    return percent is not None and percent < NO_PERCENT and not soft
+
+
+def capacity_bytes(device: Device, config: Config) -> int:
+    """What may be granted in all; 0 when the device's size is not known."""
+    size = int(device.memory_bytes * config.memory_overcommit) - turn_bytes(device, config)
+    return max(0, size - size % device.granularity_bytes)
+
+
+def turn_bytes(device: Device, config: Config) -> int:
+    """In whole blocks, and of whole MiB; 0 where there are no turns."""
+    if not (config.turn_ms and config.host_memory and device.memory_bytes):
+        return 0
+    from ..core.quantity import amount, bytes_of
+
+    size = bytes_of(amount("oversubscription.turn_memory", config.turn_memory), device.memory_bytes, 1 << 21)
+    return min(size, device.memory_bytes) >> 21 << 21
+
+
+def rule_of(device: Device, config: Config) -> Optional[SharingRule]:
+    """How `device` is divided into equal shares; None where it is not."""
+    if not config.sharing:
+        return None
+    from ..request import sharing
+
+    return sharing.rule_of(device, config.sharing)
+
+
+def capacity_percent(device: Device, config: Config) -> int:
+    """What hard compute limits may add up to: all of the device's time, times whichever of the two is more."""
+    rule = rule_of(device, config)
+    return int(100 * max(config.compute_overcommit, rule.cores_scaling if rule else 0))

@@ -1,0 +1,164 @@
+"""The mount tables of other namespaces, for the rare cases in which nothing better is known (rare, but on the start
+path). Never called with a lock held.
+
+    read(last)              -> Found    a table for each root that is in use in a namespace, of owners up to `last`
+    user_of(device, point)  -> pid, what was left out
+
+Any user of the host can make as many user namespaces, mounts and processes as its limits let it, and containers can,
+too. So the namespaces that belong to our own user namespace come first: only a process that may mount on this host can
+make those. A bounded number of all other tables is read, root's before users', until a deadline, and only the beginning
+of a large table (what the container's runtime mounted comes first). What is left out is returned in words.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..system import procs
+from . import storage
+
+OURS, ROOT, USER = range(3)  # mount namespaces of our user namespace, of one that our user (root) made, of any other
+_NS_GET_USERNS, _NS_GET_OWNER_UID = 0xB701, 0xB704  # ioctl_ns(2)
+_MAX_TABLE_BYTES = 1 << 20
+_MAX_VIEWS = 4  # roots in one namespace: of its oldest processes
+_MAX_OTHERS = 4096  # tables in namespaces that are not ours
+_DEADLINE_S = 3.0  # for these
+
+
+class Table(NamedTuple):
+    """What `process` sees mounted. `owner`: whose its mount namespace is."""
+
+    process: procs.Process
+    owner: int
+    mountinfo: bytes
+
+
+class Found(NamedTuple):
+    tables: tuple[Table, ...]
+    left_out: str  # what no table was read of, in a few words; "" when that is nothing
+
+
+def read(last: int = USER) -> Found:
+    """The tables by owner, those of each owner by the age of a process that has them."""
+    views = sorted(_views(last), key=lambda view: view[1])
+    tables: list[Table] = []
+    short = done = others = 0
+    until = 0.0
+    for process, owner in views:
+        if owner != OURS:
+            until = until or time.monotonic() + _DEADLINE_S
+            others += 1
+            if others > _MAX_OTHERS or time.monotonic() > until:
+                break
+        data, whole = _table(process.pid)
+        tables += [Table(process, owner, data)] if data else []
+        short += not whole
+        done += 1
+    words = []
+    if done < len(views):
+        words.append(f"{len(views) - done} mount tables were not read")
+    if short:
+        words.append(f"{short} were read up to {_MAX_TABLE_BYTES >> 20} MiB only")
+    return Found(tuple(tables), " and ".join(words))
+
+
+def _views(last: int) -> list[tuple[procs.Process, int]]:
+    """The oldest process for each root in each mount namespace, and the namespace's owner."""
+    seen: dict[str, set[str]] = {}  # a namespace -> roots in it
+    owners: dict[str, int] = {}
+    found: list[tuple[procs.Process, int]] = []
+    us = os.stat("/proc/self/ns/user")
+    for process in sorted(_processes(), key=lambda one: (one.start, one.pid)):
+        base = f"/proc/{process.pid}"
+        try:
+            namespace = os.readlink(f"{base}/ns/mnt")
+            roots = seen.setdefault(namespace, set())
+            root = os.readlink(f"{base}/root") if len(roots) < _MAX_VIEWS else ""
+            if not root or root in roots:
+                continue
+            if namespace not in owners:
+                owners[namespace] = _owner(f"{base}/ns/mnt", us)
+        except OSError:  # gone, or a zombie
+            continue
+        roots.add(root)
+        if owners[namespace] <= last:
+            found.append((process, owners[namespace]))
+    return found
+
+
+def _processes() -> Iterator[procs.Process]:
+    for name in os.listdir("/proc"):
+        process = procs.find(int(name)) if name.isdigit() else None
+        if process is not None:
+            yield process
+
+
+def _owner(path: str, us: os.stat_result) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        owner = fcntl.ioctl(fd, _NS_GET_USERNS)
+    except OSError:  # EPERM: not of ours, nor of one below
+        return USER
+    finally:
+        os.close(fd)
+    try:
+        if os.path.samestat(os.fstat(owner), us):
+            return OURS
+        uid = int.from_bytes(fcntl.ioctl(owner, _NS_GET_OWNER_UID, bytes(4)), "little")
+        return ROOT if uid == os.geteuid() else USER
+    finally:
+        os.close(owner)
+
+
+def _table(pid: int) -> tuple[bytes, bool]:
+    """(whole lines of a table, whether it is all of it)."""
+    data = b""
+    try:
+        fd = os.open(f"/proc/{pid}/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b"", True
+    try:
+        while len(data) < _MAX_TABLE_BYTES:
+            part = os.read(fd, 1 << 16)
+            if not part:
+                return data, True
+            data += part
+    except OSError:  # it has ended
+        return b"", True
+    finally:
+        os.close(fd)
+    return data[: data.rfind(b"\n") + 1], False
+
+
+def user_of(device: str, point: str) -> tuple[int, str]:
+    """(a process in another mount namespace that has the file system `device` ("major:minor") mounted at `point` of its
+    root or, before pivot_root, of what will be its root; 0 when none was found, what was left out). Other namespaces
+    have copies of the host's own mount, elsewhere."""
+    if not device:
+        return 0, ""
+    mine = os.readlink("/proc/self/ns/mnt")
+    tables, left_out = read()
+    for table in tables:
+        for line in table.mountinfo.split(b"\n"):
+            fields = line.split(b" ", 5)
+            if len(fields) > 5 and fields[2] == device.encode() and fields[4].endswith(point.encode()):
+                try:
+                    if os.readlink(f"/proc/{table.process.pid}/ns/mnt") != mine:
+                        return table.process.pid, ""
+                except OSError:
+                    break
+    return 0, left_out
+
+
+def page_device(state_dir: str, container_id: str) -> str:
+    """The "major:minor" of a container's own tmpfs, as in mountinfo; "" when it has none."""
+    folder = storage.container_dir(state_dir, container_id)
+    try:
+        device, outside = os.lstat(os.path.join(folder, "rw")).st_dev, os.lstat(folder).st_dev
+    except OSError:
+        return ""
+    return "" if device == outside else f"{os.major(device)}:{os.minor(device)}"

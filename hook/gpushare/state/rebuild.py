@@ -1,0 +1,349 @@
+"""Leases again, after the state directory was lost under containers that live on (rare, but on the start path).
+
+    look(state_dir, node)           -> Looked    what there is: without the lease lock
+    run(state_dir, node, looked)    -> ids       writes their leases, under the lock
+    mark_shares(state_dir)          -> None      so that a search finds containers from before an upgrade
+
+An administrator unmounted or emptied it, or an upgrade of the host did. What was granted is still there: each live
+container has its share mounted at /usr/lib/gpushare, so the kernel's mount tables name the containers, and their
+limits files, which no container can write, hold what they were granted. No engine has to be asked.
+
+A new state directory has the file `rebuild` until the first start (or `gpushare refresh`) has looked. A container whose
+limits cannot be read gets a lease that cannot be read either: that blocks its devices until an administrator runs
+`gpushare prune --assume-free`.
+
+Any user can mount a tmpfs that looks like a state directory in a user namespace. Owners prove nothing: a namespace can
+map the host's uid 0, and hand its mount to a namespace that does not. So a mount counts in a mount namespace of our own
+user namespace, or if it is of the state directory's present file system. Elsewhere (containers with user namespaces) it
+counts if the directory has `storage.SHARE_MARK`, an attribute that only root of this host can set. Other mounts are
+ignored. The search misses a container whose processes have all left the share behind: by pivot_root, or for a user
+namespace that another uid than ours made.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from typing import NamedTuple, Optional
+
+from ..core import names
+from ..core.errors import KernelError, what_to_do
+from ..core.model import Device, Lease, Node, Share
+from ..core.quoting import shown
+from ..system import linux, mountns, procs, rootless
+from . import decision, leasefile, leases, mounttables, pages, region, storage
+
+_UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
+
+
+CONTRADICTION = ""  # the device where two mounts name one container: nobody can tell which is the real one
+
+
+class Found(NamedTuple):
+    """A live container that has a share mounted. `init` is its oldest process."""
+
+    id: str
+    init: procs.Process
+    device: str  # "major:minor" of the state directory's former file system
+    ours: bool = True  # whether its mount namespace belongs to our own user namespace
+
+
+class Looked(NamedTuple):
+    """What a look found. `marker`: the identity of the file `rebuild` that asked for it."""
+
+    marker: tuple[int, int]
+    found: tuple[tuple[Found, Optional[Lease]], ...]
+
+
+def _marker(state_dir: str) -> Optional[tuple[int, int]]:
+    try:
+        status = os.stat(os.path.join(state_dir, storage.REBUILD), follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def look(state_dir: str, node: Node) -> Optional[Looked]:
+    """The containers that may need a lease, with what they hold; None unless the state directory is new. Never under
+    the lease lock: it reads others' mount tables, and takes over the pages of devices."""
+    marker = _marker(state_dir)
+    if marker is None:
+        return None
+    found = []
+    every, remarks = _search(state_dir)
+    for one in every:
+        lease = _lease(one, node)
+        for share in lease.shares if lease else ():
+            _keep_pages(state_dir, one, share.device.uuid)
+        found.append((one, lease))
+    for remark in remarks:
+        decision.searched(node.config.log, remark)
+    return Looked(marker, tuple(found))
+
+
+def run(state_dir: str, node: Node, looked: Looked) -> Optional[tuple[str, ...]]:
+    """Writes the lease of every container that has a share and no lease; their ids. None: the directory was lost again,
+    so look again. The caller holds the lock: until the marker is gone, nothing else makes leases. Raises KernelError.
+    """
+    marker = _marker(state_dir)
+    if marker is None:
+        return ()
+    if marker != looked.marker:
+        return None
+    written = []
+    try:
+        for found, lease in looked.found:
+            folder = storage.container_dir(state_dir, found.id)
+            if os.path.lexists(os.path.join(folder, storage.LEASE)):
+                continue
+            os.makedirs(folder, 0o700, exist_ok=True)
+            storage.write_lease(state_dir, found.id, leasefile.to_json(lease) if lease else _UNREADABLE)
+            written.append(found.id)
+            decision.rebuilt(node.config.log, found.id, lease)
+        os.unlink(os.path.join(state_dir, storage.REBUILD))
+    except OSError as error:
+        raise KernelError(
+            f"leases in {shown(state_dir)} cannot be rebuilt: {error.strerror}", what_to_do(error)
+        ) from error
+    return tuple(written)
+
+
+def containers(state_dir: str) -> tuple[Found, ...]:
+    """Every container that has a share of `state_dir`, of now or of before, mounted where containers have it."""
+    return _search(state_dir)[0]
+
+
+def _search(state_dir: str) -> tuple[tuple[Found, ...], tuple[str, ...]]:
+    """`containers`, and a line about each kind of thing that was left out."""
+    oldest: dict[str, Found] = {}
+    now = _now(state_dir)
+    ignored: list[int] = []
+    tables, left_out = mounttables.read(mounttables.ROOT)
+    for table in tables:
+        ours = table.owner == mounttables.OURS
+        for container_id, device in shared_mounts(table.mountinfo, state_dir):
+            one = Found(container_id, table.process, device, ours)
+            if not ours and device != now and not _is_marked(one):
+                ignored.append(table.process.pid)
+                continue
+            known = oldest.get(container_id)
+            if known is not None and known.device != device:
+                oldest[container_id] = known._replace(device=CONTRADICTION)
+            elif known is None or (table.process.start, table.process.pid) < (known.init.start, known.init.pid):
+                oldest[container_id] = one
+    remarks = [left_out] if left_out else []
+    if ignored:
+        remarks.append(
+            f"{len(ignored)} mounts like shares were ignored: anyone can make them; first of pid {ignored[0]}"
+        )
+    return tuple(oldest[key] for key in sorted(oldest)), tuple(remarks)
+
+
+def _now(state_dir: str) -> str:
+    """The device number of the state directory, which may have been emptied only; "" for a user's own files."""
+    try:
+        here, above = os.stat(state_dir).st_dev, os.stat(os.path.dirname(os.path.abspath(state_dir))).st_dev
+    except OSError:
+        return ""
+    return "" if here == above else f"{os.major(here)}:{os.minor(here)}"
+
+
+def mark_shares(state_dir: str) -> None:
+    """Marks the shares that a gpushare without marks has made."""
+    folder = os.path.join(state_dir, "containers")
+    try:
+        for container_id in os.listdir(folder):
+            linux.try_setxattr(os.path.join(folder, container_id, "share"), storage.SHARE_MARK)
+    except OSError:
+        pass  # no container has started yet
+
+
+def _is_marked(found: Found) -> bool:
+    try:
+        share = _share_dir(found)
+        try:
+            return bool(os.getxattr(f"/proc/self/fd/{share}", storage.SHARE_MARK))
+        finally:
+            os.close(share)
+    except OSError:
+        return False
+
+
+def shared_mounts(mountinfo: bytes, state_dir: str) -> tuple[tuple[str, str], ...]:
+    """(container id, "major:minor") of each share of `state_dir` at /usr/lib/gpushare, also of one that is mounted
+    over: a tenant can do that in a namespace of his own. Pure. Source: proc(5), mountinfo."""
+    found = []
+    for line in mountinfo.decode("utf-8", "surrogateescape").splitlines():
+        fields, _, tail = line.partition(" - ")
+        words, kind = fields.split(" "), tail.split(" ")
+        if len(words) < 6 or len(kind) < 2 or words[4] != names.PRIVATE_DIR:
+            continue
+        parts = unescaped(words[3]).replace("//deleted", "").split("/")
+        ours = kind[0] == "tmpfs" and unescaped(kind[1]) == state_dir and parts[:2] == ["", "containers"]
+        if ours and parts[3:] == ["share"] and parts[2] not in ("", ".", ".."):
+            found.append((parts[2], words[2]))
+    return tuple(found)
+
+
+def unescaped(word: str) -> str:
+    r"""A field of mountinfo: space, tab, newline and backslash are written as \ooo."""
+    head, *rest = word.split("\\")
+    return head + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
+
+
+def _lease(found: Found, node: Node) -> Optional[Lease]:
+    """What `found` holds; None when nobody can tell."""
+    devices = {device.uuid: device for device in (*node.inventory.devices, *node.inventory.mig)}
+    try:
+        limits = region.read_limits(_limits_of(found))
+        shares = tuple(
+            _share(slot, limit, devices[limit.uuid], limits.mps_device) for slot, limit in enumerate(limits.devices)
+        )
+    except (OSError, KeyError, region.RegionError):
+        return None
+    lease = Lease(
+        id=found.id,
+        state="held",
+        boot_id=procs.boot_id(),
+        bundle="",
+        shares=shares,
+        creator_pid=found.init.pid,
+        creator_start=found.init.start,
+        init_pid=found.init.pid,
+        init_start=found.init.start,
+        cgroup=procs.cgroup_of(found.init.pid),
+        created=time.time(),
+        dialect="rebuilt",
+        driver_version=node.inventory.driver_version,
+    )
+    return leases.of_init(lease, found.init.pid)
+
+
+def _mounted(namespace: mountns.Namespace, path: str) -> int:
+    """A copy of the container's own mount at `path`, detached. Raises OSError and KernelError. Before Linux 6.15 it
+    hides owners if that does (idmap.py), and then the host cannot write there either."""
+    with namespace:
+        resolve = linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
+        found = linux.openat2(linux.AT_FDCWD, path, os.O_PATH, resolve=resolve)
+        try:
+            return linux.open_tree_mapped(found, path)
+        except linux.SyscallError as error:
+            if error.call != "open_tree_attr":
+                raise
+            return linux.open_tree("", dir_fd=found)
+        finally:
+            os.close(found)
+
+
+def _keep_pages(state_dir: str, found: Found, uuid: str) -> None:
+    """The pages of a device where this container has them, so that it and those to come see each other. Where that
+    cannot be, they do not, and its page's number stays its own."""
+    if rootless.is_rootless() or pages.is_ready(state_dir, uuid):
+        return
+    try:
+        namespace = mountns.Namespace(found.init.pid)
+        try:
+            if not namespace.is_ours():
+                return
+            tree = _mounted(namespace, f"{names.PEERS_DIR}/{uuid}")
+        finally:
+            namespace.close()
+        try:
+            pages.prepare(state_dir, uuid, tree)
+        finally:
+            os.close(tree)
+    except (OSError, KernelError):
+        pass  # the first start on this device makes new ones
+
+
+def _share(slot: int, limit: region.Limit, device: Device, mps_device: int = 0) -> Share:
+    return Share(
+        slot,
+        device,
+        limit.memory_limit_bytes,
+        limit.compute_percent,
+        bool(limit.flags & region.DEVICE_COMPUTE_SOFT),
+        limit.priority,
+        bool(limit.flags & region.DEVICE_OVERSUBSCRIBE),
+        memory_backend=next((name for name, flag in region.HOLDERS.items() if limit.flags & flag), "shim"),
+        page=limit.page,
+        paused=bool(limit.flags & region.DEVICE_PAUSED),
+        draining_bytes=limit.draining_bytes,
+        compute_backend="mps" if mps_device == slot + 1 else "shim",
+        virtual_bytes=limit.virtual_bytes,
+    )
+
+
+def _share_dir(found: Found) -> int:
+    """The directory of a share as the container sees it, if that is the mount that was found. Raises OSError. In a
+    namespace that is not ours the look-up takes only what the kernel has cached: a FUSE server could block it for ever.
+    """
+    root = os.open(f"/proc/{found.init.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        resolve = linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
+        if not found.ours:
+            resolve |= linux.RESOLVE_CACHED
+        share = linux.openat2(root, names.PRIVATE_DIR, os.O_PATH | os.O_DIRECTORY, resolve=resolve)
+    except linux.SyscallError as error:
+        raise OSError(error.errno, str(error)) from error
+    finally:
+        os.close(root)
+    device = os.fstat(share).st_dev
+    if f"{os.major(device)}:{os.minor(device)}" != found.device:
+        os.close(share)
+        raise OSError(f"{names.PRIVATE_DIR} is of another file system")
+    return share
+
+
+def _limits_of(found: Found) -> bytes:
+    """The limits file of a share that is ours. Raises OSError."""
+    share = _share_dir(found)
+    try:
+        fd = os.open("limits", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=share)
+        try:
+            device = os.fstat(fd).st_dev
+            if f"{os.major(device)}:{os.minor(device)}" != found.device:
+                raise OSError(f"{names.LIMITS} is of another file system")
+            return os.pread(fd, region.LIMITS_SIZE + 1, 0)
+        finally:
+            os.close(fd)
+    finally:
+        os.close(share)
+
+
+def open_limits(state_dir: str, container_id: str) -> int:
+    """The limits file of a container whose directory was lost, to be written: by a copy of the container's own mount of
+    it, without its `ro`. -1 when it has none. Raises KernelError."""
+    found = next((one for one in containers(state_dir) if one.id == container_id), None)
+    if found is None or found.device == CONTRADICTION:
+        return -1
+    try:
+        namespace = mountns.Namespace(found.init.pid)
+        try:
+            if not namespace.is_ours():
+                raise KernelError(
+                    f"container {shown(names.short(container_id))} outlived the state directory, and has a user "
+                    "namespace of its own: its limits cannot be changed any more",
+                    "start it again",
+                )
+            tree = _mounted(namespace, names.PRIVATE_DIR)
+        finally:
+            namespace.close()
+        try:
+            linux.mount_setattr(tree, 0, linux.MS_PRIVATE, names.PRIVATE_DIR, clear=linux.ATTRIBUTES["ro"])
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = os.open("limits", flags, dir_fd=tree)
+        finally:
+            os.close(tree)
+    except OSError as error:
+        raise KernelError(
+            f"container {shown(names.short(container_id))} outlived the state directory, and its limits file cannot be "
+            f"written any more: {error.strerror}",
+            "start it again (Linux 6.15 can change its limits)" if error.errno == errno.EACCES else "",
+        ) from error
+    device = os.fstat(fd).st_dev
+    if f"{os.major(device)}:{os.minor(device)}" != found.device:
+        os.close(fd)
+        raise KernelError(f"{names.LIMITS} of {shown(names.short(container_id))} is of another file system")
+    return fd

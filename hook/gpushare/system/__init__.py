@@ -1,0 +1,1 @@
+"""Linux: system calls, namespaces, cgroups, processes, ELF files, paths below a root."""

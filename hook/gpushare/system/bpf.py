@@ -1,0 +1,297 @@
+"""Device access on cgroup v2: the kernel asks every BPF_CGROUP_DEVICE program of a cgroup, and each must allow.
+
+So a program cannot be added, only exchanged: each attached one is read back from the kernel and replaced, atomically,
+by itself behind a prefix of ours that answers "yes" for our devices and otherwise falls through. Reusing the very
+instructions, rather than regenerating them from the spec, keeps what runtimes add on their own (default devices,
+mknod, /dev/net/tun, `systemd` properties) and cannot differ for any device but ours. That works because the verifier
+leaves programs of this type as they were loaded (their context is not translated); what it may have changed after all
+(`reusable`) is refused.
+
+Context of such a program (linux/bpf.h, struct bpf_cgroup_dev_ctx): u32 access_type (low half: 1 block, 2 character;
+high half: 1 mknod, 2 read, 4 write), u32 major, u32 minor. It returns 1 to allow.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..core.errors import KernelError
+from ..core.quoting import shown
+from . import linux
+
+Rule = tuple[int, int]
+
+_PROG_LOAD, _PROG_ATTACH, _GET_FD_BY_ID, _GET_INFO, _PROG_QUERY = 5, 8, 13, 15, 16
+_TYPE_CGROUP_DEVICE = 15
+_ATTACH_CGROUP_DEVICE = 6
+_F_ALLOW_MULTI, _F_REPLACE = 2, 4
+_MAX_PROGRAMS = 64
+_MAX_RULES = 512
+_RACES = 8
+
+_NAME = b"gpushare_dev"
+_MARK = 0x67730000  # in the prefix's first instruction, with the prefix's length in the low half
+_INSTRUCTION = struct.Struct("<BBhi")  # opcode, dst | src << 4, offset, immediate
+
+
+class Instruction(NamedTuple):
+    code: int
+    registers: int  # destination | source << 4
+    offset: int
+    immediate: int
+
+
+Program = tuple[Instruction, ...]
+
+_HEAD = 8  # instructions of the prefix before its rules
+_PER_RULE = 4
+
+
+# Programs as values
+
+
+def with_rules(program: Program, rules: Sequence[Rule]) -> Program:
+    """`program` behind a prefix that allows reading and writing the character devices `rules`, but not mknod."""
+    if not rules:
+        return program
+    if len(rules) > _MAX_RULES:
+        raise KernelError(f"{len(rules)} device rules; at most {_MAX_RULES} fit into one program")
+    length = _HEAD + _PER_RULE * len(rules)
+    prefix = [
+        Instruction(0xB7, 0, 0, _MARK | length),  # r0 = mark: only so that the prefix is recognised
+        Instruction(0x61, 0x12, 0, 0),  # r2 = access_type
+        Instruction(0xBF, 0x23, 0, 0),  # r3 = r2
+        Instruction(0x57, 3, 0, 0xFFFF),  # r3 &= 0xffff
+        Instruction(0x55, 3, length - 5, 2),  # not a character device: on to the program
+        Instruction(0x45, 2, length - 6, 0x10000),  # mknod: on to the program
+        Instruction(0x61, 0x13, 4, 0),  # r3 = major
+        Instruction(0x61, 0x14, 8, 0),  # r4 = minor
+    ]
+    for major, minor in rules:
+        if not (0 <= major < 1 << 12 and 0 <= minor < 1 << 20):
+            raise KernelError(f"device number {major}:{minor} is out of range")
+        prefix += [
+            Instruction(0x55, 3, 3, major),  # another major: next rule
+            Instruction(0x55, 4, 2, minor),
+            Instruction(0xB7, 0, 0, 1),  # return 1
+            Instruction(0x95, 0, 0, 0),
+        ]
+    return (*prefix, *program)
+
+
+def denying(rules: Sequence[Rule]) -> Program:
+    """A program that refuses every access to the character devices `rules`, mknod too, and allows all others."""
+    if len(rules) > _MAX_RULES:
+        raise KernelError(f"{len(rules)} device rules; at most {_MAX_RULES} fit into one program")
+    program = [
+        Instruction(0x61, 0x12, 0, 0),  # r2 = access_type
+        Instruction(0x57, 2, 0, 0xFFFF),  # r2 &= 0xffff
+        Instruction(0x55, 2, 2 + _PER_RULE * len(rules), 2),  # not a character device: allowed
+        Instruction(0x61, 0x13, 4, 0),  # r3 = major
+        Instruction(0x61, 0x14, 8, 0),  # r4 = minor
+    ]
+    for major, minor in rules:
+        program += [
+            Instruction(0x55, 3, 3, major),
+            Instruction(0x55, 4, 2, minor),
+            Instruction(0xB7, 0, 0, 0),  # return 0
+            Instruction(0x95, 0, 0, 0),
+        ]
+    return (*program, Instruction(0xB7, 0, 0, 1), Instruction(0x95, 0, 0, 0))
+
+
+def split(program: Program) -> tuple[tuple[Rule, ...], Program]:
+    """(the rules of our prefix, the program behind it); no rules when there is no such prefix."""
+    first = program[0] if program else Instruction(0, 0, 0, 0)
+    length = first.immediate & 0xFFFF
+    if first != Instruction(0xB7, 0, 0, _MARK | length) or not _HEAD < length < len(program):
+        return (), program
+    rules = tuple(
+        (program[i].immediate, program[i + 1].immediate) for i in range(_HEAD, length - _PER_RULE + 1, _PER_RULE)
+    )
+    if program[:length] != with_rules((), rules):
+        return (), program
+    return rules, program[length:]
+
+
+def reusable(program: Program, what: str) -> Program:
+    """`program`, read from the kernel, as it can be loaded again. Raises KernelError for an instruction that the
+    verifier has translated, or may have: calls, map references, atomics, and registers of its own."""
+    result = []
+    wide = False  # in the second half of a 16-byte load of a constant
+    for instruction in program:
+        code, registers = instruction.code, instruction.registers
+        kind = code & 7
+        good = registers & 15 <= 10 and registers >> 4 <= 10
+        if wide:
+            good, wide = code == 0 and registers == 0, False
+        elif code == 0x18:
+            good, wide = registers >> 4 == 0, True  # a plain constant, no map or address
+        elif kind == 0 or code in (0x85, 0x8D):  # other loads of the old kind; calls
+            good = False
+        elif kind in (1, 2, 3):
+            good = good and code & 0xE0 == 0x60  # plain memory access
+        if not good:
+            raise KernelError(
+                f"{what} has an instruction ({code:#04x}) that cannot be loaded again",
+                "start the container with gpushare-runtime, which puts device rules into the spec",
+            )
+        if code == 0xBC and instruction.offset == 0 and instruction.immediate == 1:
+            instruction = instruction._replace(immediate=0)  # "zero-extend", which the verifier added on some machines
+        result.append(instruction)
+    return tuple(result)
+
+
+# Programs in the kernel
+
+
+def _attr(layout: str, *values: int) -> linux.Memory:
+    """An `union bpf_attr` (linux/bpf.h), padded with zeros as the kernel requires."""
+    return linux.buffer(struct.pack("<" + layout, *values).ljust(128, b"\0"))
+
+
+def _attached(directory: int, path: str) -> tuple[list[int], int]:
+    """(ids of the device programs attached to this cgroup itself, its attach flags)."""
+    ids = linux.buffer(4 * _MAX_PROGRAMS)
+    attr = _attr("IIIIQI", directory, _ATTACH_CGROUP_DEVICE, 0, 0, linux.address(ids), _MAX_PROGRAMS)
+    linux.bpf(_PROG_QUERY, attr, f"query {path}")
+    flags, _, count = struct.unpack_from("<IQI", attr.raw, 12)
+    return list(struct.unpack_from(f"<{count}I", ids.raw)), flags
+
+
+def _program(identity: int, path: str) -> int:
+    """A descriptor of the loaded program with this id."""
+    return linux.bpf(_GET_FD_BY_ID, _attr("III", identity, 0, 0), f"device program {identity} of {path}")
+
+
+def _read(program: int, what: str) -> Program:
+    """The instructions of a loaded program, as the kernel has them."""
+    info = linux.buffer(128)  # struct bpf_prog_info up to what we need; the kernel accepts any length
+    attr = _attr("IIQ", program, 128, linux.address(info))
+    linux.bpf(_GET_INFO, attr, what)
+    size = struct.unpack_from("<I", info.raw, 20)[0]  # xlated_prog_len
+    code = linux.buffer(size)
+    info = linux.buffer(struct.pack("<20xI8xQ", size, linux.address(code)).ljust(128, b"\0"))
+    linux.bpf(_GET_INFO, _attr("IIQ", program, 128, linux.address(info)), what)
+    returned, address = struct.unpack_from("<I8xQ", info.raw, 20)
+    if not address or returned != size:
+        raise KernelError(f"{what} cannot be read back", "set net.core.bpf_jit_harden to 0 or 1")
+    return tuple(Instruction(*raw) for raw in _INSTRUCTION.iter_unpack(code.raw[:size]))
+
+
+def load(program: Program, what: str) -> int:
+    """A descriptor of a newly loaded BPF_PROG_TYPE_CGROUP_DEVICE."""
+    code = linux.buffer(b"".join(_INSTRUCTION.pack(*instruction) for instruction in program))
+    license_ = linux.buffer(b"none\0")  # no helper is called that would ask for another
+    numbers = (_TYPE_CGROUP_DEVICE, len(program), linux.address(code), linux.address(license_))
+    head = struct.pack("<IIQQ24x16s", *numbers, _NAME)  # no log, no flags
+    return linux.bpf(_PROG_LOAD, linux.buffer(head.ljust(128, b"\0")), f"load {what}")
+
+
+def attach(path: str, program: Program) -> None:
+    """Adds `program` to the cgroup directory `path`: the ones of the cgroups above are asked as well."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        loaded = load(program, f"a device program for {shown(path)}")
+        try:
+            attr = _attr("IIIII", directory, loaded, _ATTACH_CGROUP_DEVICE, _F_ALLOW_MULTI, 0)
+            linux.bpf(_PROG_ATTACH, attr, f"attach {path}")
+        finally:
+            os.close(loaded)
+    finally:
+        os.close(directory)
+
+
+def _exchange(directory: int, old: int, new: int, flags: int, path: str) -> None:
+    """Attaches `new` in place of `old`, in one step for every process of the cgroup."""
+    replace = flags & _F_ALLOW_MULTI
+    attr = _attr(
+        "IIIII", directory, new, _ATTACH_CGROUP_DEVICE, flags | (_F_REPLACE if replace else 0), old if replace else 0
+    )
+    linux.bpf(_PROG_ATTACH, attr, f"attach {path}")
+
+
+class _Exchanged(NamedTuple):
+    old: int
+    new: int
+
+
+def _change(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) -> Callable[[], None]:
+    """Gives the rules of each program of the cgroup `path` to `change`, attaches what comes back; returns the undo."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    done: list[_Exchanged] = []
+    ids, flags = _attached(directory, path)
+
+    def undo() -> None:
+        for old, new in done:
+            try:
+                _exchange(directory, new, old, flags, path)
+            except linux.SyscallError as error:
+                if error.errno != errno.ENOENT:  # the runtime has attached another since: ours is gone
+                    raise
+            finally:
+                os.close(old)
+                os.close(new)
+        done.clear()
+        os.close(directory)
+
+    try:
+        for program_id in ids:
+            old = _program(program_id, path)
+            try:
+                done_one = _change_one(directory, old, flags, path, change)
+            except BaseException:
+                os.close(old)
+                raise
+            if done_one < 0:
+                os.close(old)
+            else:
+                done.append(_Exchanged(old, done_one))
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _change_one(
+    directory: int, old: int, flags: int, path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]
+) -> int:
+    """The descriptor of the program that replaced `old`, or -1 when there was nothing to change."""
+    what = f"the device program of {shown(path)}"
+    rules, original = split(_read(old, what))
+    wanted = change(rules)
+    if wanted == rules:
+        return -1
+    new = load(with_rules(reusable(original, what), wanted), what)
+    try:
+        _exchange(directory, old, new, flags, path)
+    except BaseException:
+        os.close(new)
+        raise
+    return new
+
+
+def _retried(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) -> Callable[[], None]:
+    """`_change`, again when the runtime exchanged a program between our reading and our replacing it (ENOENT)."""
+    for _ in range(_RACES - 1):
+        try:
+            return _change(path, change)
+        except linux.SyscallError as error:
+            if error.errno != errno.ENOENT or not os.path.isdir(path):
+                raise
+    return _change(path, change)
+
+
+def allow(path: str, rules: Sequence[Rule]) -> Callable[[], None]:
+    """Allows `rules` in the cgroup directory `path`; returns the undo. A cgroup without programs allows everything as
+    it is."""
+    return _retried(path, lambda present: present + tuple(dict.fromkeys(r for r in rules if r not in present)))
+
+
+def revoke(path: str, rules: Sequence[Rule]) -> None:
+    """Takes `rules` out of our prefix; the prefix goes with its last rule."""
+    _retried(path, lambda present: tuple(r for r in present if r not in rules))

@@ -1,0 +1,144 @@
+"""Device access of a container that exists already, by its cgroup: v1 (devices.allow), v2 (eBPF, see bpf.py) or both.
+
+Rules are (major, minor) of character devices, for reading and writing; never mknod.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+from ..core.errors import KernelError
+from ..core.quoting import shown
+from . import linux, mountns
+
+Rule = tuple[int, int]
+Mounts = Optional[list[mountns.MountEntry]]
+
+
+def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None) -> Callable[[], None]:
+    """Lets the cgroup of `pid` open the devices; returns the undo. Raises KernelError, with nothing changed, also when
+    the container has no cgroup of its own. `mounts`: of this process, where they are known."""
+    undos: list[Callable[[], None]] = []
+
+    def undo() -> None:
+        while undos:
+            undos.pop()()
+
+    try:
+        v1, v2 = own_cgroups(pid, mounts)
+        if v1:
+            undos.append(_allow_v1(v1, rules))
+        if v2:
+            from . import bpf
+
+            undos.append(bpf.allow(v2, rules))
+    except BaseException:
+        undo()
+        raise
+    if not undos:
+        raise KernelError(f"no device cgroup of process {pid} is mounted", "mount /sys/fs/cgroup")
+    return undo
+
+
+def revoke(pid: int, rules: Sequence[Rule]) -> None:
+    """Takes back what `allow_devices` gave, from another process or later."""
+    v1, v2 = find_cgroups(pid)
+    if v1:
+        _write_rules(v1, "devices.deny", rules)
+    if v2:
+        from . import bpf
+
+        bpf.revoke(v2, rules)
+
+
+def own_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
+    """`find_cgroups` of a container's process, only those that hold nothing but the container. Raises KernelError where
+    the one that decides about devices (v1's, where both are there) is shared with whoever starts the container: a rule
+    written there would be the caller's, and would stay (`podman run --cgroups=disabled`)."""
+    theirs, (v1, v2) = apart(pid, mounts)
+    deciding, own = (theirs[0], v1) if theirs[0] else (theirs[1], v2)
+    if deciding and not own:
+        raise KernelError(
+            f"the container has no cgroup of its own: its first process is in {shown(deciding)}, as is the process "
+            "that starts it",
+            "start it with a cgroup (podman: without --cgroups=disabled)",
+        )
+    return v1, v2
+
+
+def apart(pid: int, mounts: Mounts = None) -> tuple[tuple[str, str], tuple[str, str]]:
+    """(`find_cgroups` of a process, the same with "" where this process is in that cgroup, or below it)."""
+    mounts = mountns.read_mounts(containing=mountns.CGROUPS) if mounts is None else mounts
+    v1, v2 = theirs = find_cgroups(pid, mounts)
+    my_v1, my_v2 = find_cgroups(os.getpid(), mounts)
+    return theirs, ("" if holds(v1, my_v1) else v1, "" if holds(v2, my_v2) else v2)
+
+
+def holds(directory: str, other: str) -> bool:
+    """Whether cgroup `other` is this one, or below it."""
+    return bool(directory) and f"{other}/".startswith(directory.rstrip("/") + "/")
+
+
+def find_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
+    """(directory in the v1 devices hierarchy, directory in the v2 hierarchy) of a process; "" where not mounted."""
+    v1_path = v2_path = ""
+    for line in linux.lines_of(f"/proc/{pid}/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if "devices" in controllers.split(","):
+            v1_path = path
+        elif number == "0" and not controllers:
+            v2_path = path
+    return directories(v1_path, v2_path, mounts)
+
+
+def directories(v1_path: str, v2_path: str, mounts: Mounts = None) -> tuple[str, str]:
+    """Where these paths of the v1 devices hierarchy and of the v2 hierarchy are; "" where not mounted."""
+    v1 = v2 = ""
+    for mount in mountns.read_mounts(containing=mountns.CGROUPS) if mounts is None else mounts:
+        if mount.fstype == "cgroup" and v1_path and not v1 and "devices" in mount.super_options.split(","):
+            v1 = _below(mount, v1_path)
+        elif mount.fstype == "cgroup2" and v2_path and not v2:
+            v2 = _below(mount, v2_path)
+    return v1, v2
+
+
+def _below(mount: mountns.MountEntry, path: str) -> str:
+    """Where cgroup `path` is below a mount that may show only a part of its hierarchy; "" when it does not show it."""
+    if "/.." in path:  # another cgroup namespace, outside ours
+        return ""
+    root = mount.root.rstrip("/")
+    if path != root and not path.startswith(root + "/"):
+        return ""
+    directory = mount.point.rstrip("/") + path[len(root) :]
+    return directory if os.path.isdir(directory) else ""
+
+
+def _write_rules(directory: str, name: str, rules: Sequence[Rule]) -> None:
+    path = f"{directory}/{name}"
+    for major, minor in rules:
+        try:
+            with open(path, "w", encoding="ascii") as control:  # one rule per write(2)
+                control.write(f"c {major}:{minor} rw")
+        except OSError as error:
+            raise linux.from_os_error(error, "write", path) from None
+
+
+def _allow_v1(directory: str, rules: Sequence[Rule]) -> Callable[[], None]:
+    missing = [rule for rule in rules if not _is_allowed_v1(directory, rule)]
+    _write_rules(directory, "devices.allow", missing)
+    return lambda: _write_rules(directory, "devices.deny", missing)
+
+
+def _is_allowed_v1(directory: str, rule: Rule) -> bool:
+    """Whether devices.list has it already: a rule that we did not add must survive our undo."""
+    with open(f"{directory}/devices.list", encoding="ascii") as rules:
+        for line in rules:
+            kind, _, rest = line.partition(" ")
+            numbers, _, access = rest.strip().partition(" ")
+            major, _, minor = numbers.partition(":")
+            device_matches = major in ("*", str(rule[0])) and minor in ("*", str(rule[1]))
+            if kind in ("a", "c") and device_matches and {"r", "w"} <= set(access):
+                return True
+    return False

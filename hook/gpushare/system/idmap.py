@@ -1,0 +1,246 @@
+"""Mounts in which the owner of every file is unmapped (start path).
+
+    Hider(state_dir)                 decides which mounts of a container hide the owner; `attributes`, `fd`, `refused`
+    shown(hider)                     where a mount of config.json comes from: the same file with its owner hidden
+    new_namespace(), hides(tree, ...)    whether a file system can show its files so (doctor)
+
+The owner of a file may take a lease on it (fcntl, F_SETLEASE), and every open of the file on this host waits then, or
+fails. Which owner does not matter: a container's root takes any uid. In a mount whose id map has nothing for the owner
+no process of a container is the owner, and the kernel refuses leases, writes, truncation and chmod, also to a
+process that has made the mount writable again (kernel: filesystems/idmappings.rst, HAS_UNMAPPED_ID).
+
+One user namespace serves all such mounts. It is made once, with no process in it, and kept by a mount of its file on
+STATE_DIR/idmap/ns; a start opens that. It maps KEEPER alone, to uid 0 of the host: KEEPER owns the two directories
+above a share, so the low-level runtime gets through them and no other user does. Beside it are the clones that mounts
+of config.json name, each called by the number of its directory: the leases' directory, the shim's. A file system that
+refuses (overlayfs, tmpfs before Linux 6.3) is remembered as the file `refused-<device>`, and its files are shown as
+they are. Such a file counts for RETRY_S: a device number can become that of another file system, and what failed for
+want of memory or descriptors must not leave all containers after it unprotected.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..core import names
+from ..core.errors import KernelError
+from . import filelock, linux, rootless
+
+if TYPE_CHECKING:
+    from ..core.ops import Mount
+
+FOLDER = "idmap"
+NAMESPACE = "ns"
+KEEPER = 4294967279  # owns no file but the directories above a share
+IDMAP = linux.MOUNT_ATTR_IDMAP
+_NONE = "none"  # no user namespace could be made on this host
+RETRY_S = 60
+_REFUSALS = (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CLONE = linux.ATTRIBUTES["ro"] | linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"]
+
+
+def give(path: str) -> None:
+    """Makes KEEPER the owner of a directory above a share. Raises OSError."""
+    rootless.give_away(path, KEEPER)
+
+
+class Hider:
+    """For one start. `fd` is the user namespace, -1 where none can be had: then nothing is hidden."""
+
+    def __init__(self, state_dir: str) -> None:
+        self.folder = f"{state_dir}/{FOLDER}"
+        self._refused: dict[int, bool] = {}
+        self.fd = -1 if rootless.is_rootless() else _namespace(state_dir)
+
+    def attributes(self, target: str, kind: str, flags: Sequence[str], status: os.stat_result) -> int:
+        """IDMAP, or 0, for the mount of a source with this `status`. A file that a container writes keeps its
+        owner. So does a file that only its owner may read: with the owner hidden no process could read it."""
+        mode = status.st_mode
+        if "ro" not in flags or kind == "socket" or target.startswith(names.MPS_DIR + "/") or mode >> 6 & 0o5 & ~mode:
+            return 0
+        return IDMAP if self.can(status.st_dev) else 0
+
+    def can(self, device: int) -> bool:
+        """Whether files of this file system can be shown so, as far as is known."""
+        if self.fd < 0:
+            return False
+        if device not in self._refused:
+            self._refused[device] = _failed_lately(self._mark(device))
+        return not self._refused[device]
+
+    def _mark(self, device: int) -> str:
+        return f"{self.folder}/refused-{os.major(device)}:{os.minor(device)}"
+
+    def refused(self, error: linux.SyscallError, device: int) -> bool:
+        """Whether `error` says that the file system cannot; it is not asked again for RETRY_S."""
+        if error.errno not in _REFUSALS:
+            return False
+        self._refused[device] = True
+        _touch(self._mark(device))
+        return True
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def shown(hider: Hider) -> Callable[[Mount], str]:
+    """A function of a mount: where its source is seen with the owner hidden, or the source itself."""
+    containers = f"{os.path.dirname(hider.folder)}/containers"
+
+    def place(op: Mount) -> str:
+        status = os.stat(op.source)
+        if not hider.attributes(op.target, op.kind, op.flags, status):
+            return op.source
+        within = op.source.startswith(containers + "/")
+        directory = containers if within else op.source if op.kind == "dir" else os.path.dirname(op.source)
+        path = _clone(hider, directory) + op.source[len(directory) :]
+        # Not so where something is mounted on the source alone
+        return path if os.path.samestat(os.stat(path), status) else op.source
+
+    return place
+
+
+def _clone(hider: Hider, directory: str) -> str:
+    """A read-only clone of `directory` with owners hidden, made by the first start that needs it; `directory` itself
+    where that cannot be. A directory that replaces another has another number, and a clone of its own."""
+    status = os.stat(directory)
+    there = f"{hider.folder}/{status.st_dev}-{status.st_ino}"
+    try:
+        if os.path.samestat(os.stat(there), status):
+            return there
+    except FileNotFoundError:
+        pass
+    tree = target = -1
+    try:
+        os.makedirs(there, 0o755, exist_ok=True)
+        tree = linux.open_tree(directory)
+        linux.mount_setattr(tree, _CLONE | IDMAP, linux.MS_PRIVATE, directory, userns=hider.fd)
+        target = os.open(there, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        linux.move_mount(tree, target, there)
+    except linux.SyscallError as error:
+        if not hider.refused(error, status.st_dev):
+            raise
+        return directory
+    finally:
+        for fd in (tree, target):
+            if fd >= 0:
+                os.close(fd)
+    return there
+
+
+def _namespace(state_dir: str) -> int:
+    """The user namespace, made by the first start that looks for it; -1 where none can be."""
+    path = f"{state_dir}/{FOLDER}/{NAMESPACE}"
+    for made in (False, True):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            fd = -1
+        if fd >= 0:
+            if os.fstat(fd).st_dev != os.stat(state_dir).st_dev:  # not the mount point alone
+                return fd
+            os.close(fd)
+        if made or _failed_lately(f"{state_dir}/{FOLDER}/{_NONE}"):
+            break
+        _make_namespace(state_dir, path)
+    return -1
+
+
+def _make_namespace(state_dir: str, path: str) -> None:
+    folder = os.path.dirname(path)
+    try:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        lock = os.open(folder, _DIRECTORY)
+    except OSError:
+        return  # the next start tries again
+    try:
+        filelock.take(lock, folder)  # of root alone, by the directory's mode
+        if os.path.lexists(path) and os.stat(path).st_dev != os.fstat(lock).st_dev:
+            return  # another start was first
+        give(f"{state_dir}/containers")
+        _touch(path)
+        _keep_namespace(path)
+    except (OSError, KernelError):
+        _touch(f"{folder}/{_NONE}")
+    finally:
+        os.close(lock)
+
+
+def _keep_namespace(path: str) -> None:
+    """The mount of a new namespace's file on `path` keeps it. Raises OSError, KernelError."""
+    fds = [new_namespace()]
+    try:
+        fds.append(linux.open_tree("", dir_fd=fds[0]))
+        fds.append(os.open(path, os.O_PATH | os.O_CLOEXEC))
+        linux.mount_setattr(fds[1], 0, linux.MS_PRIVATE, path)
+        linux.move_mount(fds[1], fds[2], path)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def new_namespace() -> int:
+    """A user namespace with the map of this module, which ends with the descriptor. Raises OSError, KernelError."""
+    ready, told = os.pipe()
+    held, go = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(go)
+            linux.unshare(linux.CLONE_NEWUSER, "user namespace")
+            os.write(told, b"x")
+            os.read(held, 1)
+        finally:
+            os._exit(0)
+    os.close(told)
+    try:
+        if not os.read(ready, 1):
+            raise KernelError("a user namespace cannot be made", "sysctl user.max_user_namespaces=1000")
+        for name in ("uid_map", "gid_map"):
+            fd = os.open(f"/proc/{child}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(fd, b"%d 0 1\n" % KEEPER)
+            finally:
+                os.close(fd)
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        for fd in (ready, held, go):
+            os.close(fd)
+        try:
+            os.waitpid(child, 0)
+        except ChildProcessError:
+            pass
+
+
+def _touch(path: str) -> None:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        os.utime(path)
+    except OSError:
+        pass  # it is asked again
+
+
+def _failed_lately(mark: str) -> bool:
+    """Not by a mark of the future: the clock was set back."""
+    try:
+        return 0 <= time.time() - os.stat(mark).st_mtime <= RETRY_S
+    except OSError:
+        return False
+
+
+def hides(tree: int, namespace: int, what: str) -> bool:
+    """Whether the file system of a detached mount can hide owners; tried. Raises KernelError."""
+    try:
+        linux.mount_setattr(tree, IDMAP, linux.MS_PRIVATE, what, userns=namespace)
+    except linux.SyscallError as error:
+        if error.errno in _REFUSALS:
+            return False
+        raise
+    return True

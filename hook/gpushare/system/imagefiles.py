@@ -1,0 +1,78 @@
+"""Looking at single files and directories of an image: by descriptor, in-root, bounded (start path).
+
+read_all(path_fd, limit)          -> bytes
+library_at(root, path)         -> (where it ends, what it is)     ("", None) when there is no regular file
+directory(root, path)          -> str                             where it ends; "" when it is none
+names_in(root, path)           -> list[str]                       sorted, [] when it is no directory
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Union
+
+from ..core.errors import is_exhausted
+from . import elf, inroot
+
+MAX_NAMES = 4096  # of one directory
+
+
+def read_all(path_fd: int, limit: int) -> bytes:
+    """At most `limit` bytes of the regular file that an O_PATH descriptor names, by pread (a truncation only shortens
+    it)."""
+    fd = inroot.reopen(path_fd)
+    try:
+        parts = []
+        total = 0
+        while total < limit:
+            part = os.pread(fd, min(1 << 20, limit - total), total)
+            if not part:
+                break
+            parts.append(part)
+            total += len(part)
+        return b"".join(parts)
+    finally:
+        os.close(fd)
+
+
+def library_at(root: inroot.Root, path: str) -> tuple[str, Union[elf.Library, None]]:
+    """(where `path` ends, in-root; what is there): ("", None) when there is no regular file."""
+    fd = inroot.open_regular(root, path)
+    if fd < 0:
+        return "", None
+    try:
+        return inroot.path_of(root, fd), elf.read_library(fd)
+    finally:
+        os.close(fd)
+
+
+def directory(root: inroot.Root, path: str) -> str:
+    """The directory that `path` is in-root, through links (/lib -> /usr/lib); "" when it is none."""
+    fd = inroot.exists(root, path, os.O_PATH | os.O_DIRECTORY)
+    if fd < 0:
+        return ""
+    try:
+        return inroot.path_of(root, fd)
+    finally:
+        os.close(fd)
+
+
+def names_in(root: inroot.Root, path: str, limit: int = MAX_NAMES) -> list[str]:
+    """Names in a directory, sorted; bounded, [] when it is none."""
+    fd = inroot.exists(root, path, os.O_PATH | os.O_DIRECTORY)
+    if fd < 0:
+        return []
+    try:
+        readable = inroot.reopen(fd, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.scandir(readable) as entries:
+                names = [entry.name for _, entry in zip(range(limit), entries)]
+        finally:
+            os.close(readable)
+    except OSError as error:
+        if is_exhausted(error):
+            raise
+        return []
+    finally:
+        os.close(fd)
+    return sorted(names)
