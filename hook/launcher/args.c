@@ -1,5 +1,5 @@
-/* The command line of an OCI runtime. gpushare/programs/commandline.py has the rules, and the tables come
- * from there. */
+/* The command line of an OCI runtime. gpushare/programs/commandline.py has the rules, and the
+ * tables come from there. */
 
 #include <string.h>
 

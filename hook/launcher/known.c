@@ -1,5 +1,6 @@
-/* STATE_DIR/launcher: the low-level runtime, as gpushare/config/lowlevel.py found it. It counts only while
- * the configuration file is what it was then, and only if nobody but us could have written it. */
+/* STATE_DIR/launcher: the low-level runtime, as gpushare/config/lowlevel.py found it. It counts
+ * only while the configuration file is what it was then, and only if nobody but us could have
+ * written it. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>

@@ -3,8 +3,9 @@
  * Most containers ask for nothing, and starting Python costs them 15 ms for that answer. So this
  * program looks for the few words without which a container cannot ask (launcher_tables.h,
  * generated), and starts Python only when one is there, or when it cannot tell. It may be wrong in
- * that direction only: it never decides that a container asks for nothing when gpushare/request/request.py
- * would find something. tests/unit/test_launcher.py compares the two. */
+ * that direction only: it never decides that a container asks for nothing when
+ * gpushare/request/request.py would find something. tests/unit/test_launcher.py compares the two.
+ */
 
 #ifndef GPUSHARE_LAUNCHER_H
 #define GPUSHARE_LAUNCHER_H
@@ -50,8 +51,8 @@ int waiting_hook(const char *state_dir, const char *id, const char *text, size_t
 /* hurry.c: the kernel gets ready for the low-level runtime while Python works. */
 void hurry(const char *state_dir);
 
-/* known.c: the low-level runtime from STATE_DIR/launcher, which gpushare/config/lowlevel.py writes. False
- * when the file is missing or stale: Python decides. */
+/* known.c: the low-level runtime from STATE_DIR/launcher, which gpushare/config/lowlevel.py writes.
+ * False when the file is missing or stale: Python decides. */
 bool known_runtime(const char *state_dir, const char *config, char runtime[PATH_MAX]);
 bool known_config_exists(const char *config);
 

@@ -12,7 +12,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from gpushare.config import lowlevel
 from gpushare.core import names
 from gpushare.engines import base
-from gpushare.programs import commandline, hook, waiting
+from gpushare.programs import commandline, deadline, waiting
 from gpushare.request import hookoutput, oci, request
 from gpushare.request.dialects import nvidia
 
@@ -47,7 +47,7 @@ def defines() -> str:
         "MAX_STATE_BYTES": str(oci.MAX_STATE_BYTES),
         "MAX_ID_LENGTH": str(oci.MAX_ID_LENGTH),
         "WAITING": f'"{waiting.SOCKET}"',
-        "ANSWER_S": str(hook.DEADLINE_S + hook.UNDO_DEADLINE_S),
+        "ANSWER_S": str(deadline.DEADLINE_S + deadline.UNDO_DEADLINE_S),
         "NVIDIA_MAJOR": f'"{nvidia.MAJOR}"',
         "NVIDIA_MAJOR_NUMBER": str(nvidia.MAJOR),
     }

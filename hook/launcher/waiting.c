@@ -1,5 +1,5 @@
-/* The hook that a start left waiting (gpushare/programs/waiting.py): it is given the state, as on standard
- * input, and what it says comes back: that it has begun, its lines, its exit code. */
+/* The hook that a start left waiting (gpushare/programs/waiting.py): it is given the state, as on
+ * standard input, and what it says comes back: that it has begun, its lines, its exit code. */
 
 #define _GNU_SOURCE
 #include <errno.h>

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpushare.allocation import backends, placement
+from gpushare.allocation.site import Site
 from gpushare.config import config
 from gpushare.core import model
 from gpushare.gpu import inventory
@@ -136,7 +137,7 @@ class Stage:
     def peak_bytes(self) -> int:
         return peak_bytes(self.root, os.stat(f"/proc/{self.main.pid}/ns/pid").st_ino)
 
-    def site(self, **words: Any) -> backends.Site:
+    def site(self, **words: Any) -> Site:
         """As a start sees it that asks for `words`."""
         settings = config.load_config(str(self.node.config))._replace(state_dir=str(self.node.state))
         host = model.Node(settings, inventory.read_inventory(str(self.root)))
@@ -144,7 +145,7 @@ class Stage:
             "own", **{"selection": model.Selection("list", names=("0",)), "capabilities": (), **words}
         )
         ledger = placement.ledger_of(leases.view(str(self.node.state)).live, settings.policy)
-        return backends.Site(host.inventory.devices[0], request, host, ledger)
+        return Site(host.inventory.devices[0], request, host, ledger)
 
     def close(self) -> None:
         self.main.close()

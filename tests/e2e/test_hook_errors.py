@@ -80,7 +80,9 @@ def test_bug_of_ours_is_one_line_and_its_trace_stays_on_the_host(
 def test_hook_that_hangs_meets_its_own_deadline(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     """Somebody holds the lease lock for ever: the start fails by itself and leaves nothing."""
     assert node.cli("refresh").returncode == 0  # makes the state directory
-    program = changed_hook(tmp_path, "hook.DEADLINE_S = hook.UNDO_DEADLINE_S = 1")
+    program = changed_hook(
+        tmp_path, "from gpushare.programs import deadline; deadline.DEADLINE_S = deadline.UNDO_DEADLINE_S = 1"
+    )
     hook = node.hook()._replace(program=program)
     one = container(["true"], env=SHARE, hook=hook)
     one.spec["hooks"] = {"prestart": hook.entries()["prestart"]}

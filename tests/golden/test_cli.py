@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from gpushare import doctor
-from gpushare.allocation import backends, livelimits, mps, mpscontrol, mpsdaemon, mpsstatus
+from gpushare.allocation import backends, livelimits, mps, mpscontrol, mpsdaemon, mpsstatus, reservation
 from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import node as cli_node
 from gpushare.cli import runtime, sample, topscreen
@@ -137,7 +137,7 @@ def world(
         node, "last", lambda _: host._replace(inventory=host.inventory._replace(driver_version="525.1"))
     )
     monkeypatch.setattr(node, "compile_node", lambda config, directory, write=True: host)
-    monkeypatch.setattr(leases, "recover", lambda *_: ())
+    monkeypatch.setattr(reservation, "recover", lambda *_: ())
     monkeypatch.setattr(cli_node, "installed", lambda: "0.1.0")
     for module in (cli_cdi, runtime):
         monkeypatch.setattr(module, "check_program", lambda path: f"/opt/gpushare/bin/{os.path.basename(path)}")

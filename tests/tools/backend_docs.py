@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any, Optional
 
+from gpushare.allocation.site import Site
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hook"))
 from gpushare.allocation import backends, dmem, mps
 from gpushare.core import model
@@ -104,7 +106,7 @@ def refusal(asked: dict[str, Any], device: model.Device, mig: tuple[model.Device
         request = model.Request(
             "own", **{"selection": model.Selection("any", 1), "capabilities": (), "memory": memory, **asked}
         )
-        site = backends.Site(device, request, node, Ledger({}, holding={device.uuid: frozenset(beside)}))
+        site = Site(device, request, node, Ledger({}, holding={device.uuid: frozenset(beside)}))
         backends.choose(bool(request.memory), True, site)
     except GpushareError as error:
         return error.brief

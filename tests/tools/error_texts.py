@@ -14,6 +14,7 @@ from typing import NamedTuple, Optional
 
 from gpushare.allocation import backends
 from gpushare.core import names
+from gpushare.gpu import selectors
 
 from tests.lib.host import TREE
 
@@ -59,7 +60,7 @@ def _constant(node: ast.expr) -> Optional[str]:
         value = getattr(names, node.attr, None)
         return value if isinstance(value, str) else None
     if isinstance(node, ast.Name):
-        for module in (names, backends):
+        for module in (names, backends, selectors):
             value = getattr(module, node.id, None)
             if node.id.isupper() and isinstance(value, str):
                 return value
@@ -84,6 +85,8 @@ def _text(node: Optional[ast.AST], local: Local = {}) -> str:  # noqa: B006
         return f"{{{ast.unparse(node)}}}"  # one of two
     if isinstance(node, ast.Name) and node.id in local:
         return next((text for line, text in reversed(local[node.id]) if line <= node.lineno), f"<{node.id}>")
+    if isinstance(node, ast.Name) and (known := _constant(node)):
+        return known
     return f"<{ast.unparse(node)}>" if node is not None else ""
 
 
@@ -135,7 +138,7 @@ def _locals(tree: ast.AST) -> Local:
     found: Local = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            text = _text(node.value)
+            text = _hint(node.value, found)
             if not text.startswith("<"):
                 found.setdefault(node.targets[0].id, []).append((node.lineno, text))
     return found

@@ -14,6 +14,7 @@ from gpushare.allocation import backends, dmem, mps, placement, resize
 from gpushare.core import model, names
 from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
 from gpushare.programs import why
+from gpushare.request import policy
 from gpushare.state import decision, leasefile
 from gpushare.system import rootless
 
@@ -65,7 +66,7 @@ def node(*allowed: str, mig: bool = False) -> model.Node:
 
 
 def given(request: model.Request, host: model.Node, *held: model.Lease) -> model.Share:
-    backends.require_allowed(request, host.config.policy)
+    policy.require_allowed_backends(request, host.config.policy)
     return placement.grant(request, host, placement.ledger_of(held, host.config.policy))[0]
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from gpushare.config import node
 from gpushare.core import quoting
 from gpushare.core.errors import CapacityError, ConfigError, GpushareError, PolicyError, RequestError
 from gpushare.core.model import Device, Lease, Request, Selection, Share
@@ -150,7 +151,7 @@ def test_the_journal_is_where_lines_go_unless_told_otherwise(tmp_path: Path, mon
     monkeypatch.setattr(
         linux, "connect_datagram", lambda path: opened.append(path) or os.open("/dev/null", os.O_WRONLY)
     )
-    assert decision.open_sink(decision.configured(str(tmp_path / "none.yaml"), str(tmp_path))).is_syslog
+    assert decision.open_sink(node.log_target(str(tmp_path / "none.yaml"), str(tmp_path))).is_syslog
     assert opened == ["/dev/log"]
     assert decision.open_sink(decision.NOWHERE) == decision.Sink(-1)
 

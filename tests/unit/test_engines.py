@@ -179,6 +179,6 @@ def test_a_change_describes_itself() -> None:
 
 
 def test_hook_timeout_is_longer_than_our_own() -> None:
-    from gpushare.programs import hook
+    from gpushare.programs import deadline
 
-    assert hookfiles._TIMEOUT_S > hook.DEADLINE_S
+    assert hookfiles._TIMEOUT_S > deadline.DEADLINE_S

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gpushare.core import names
 from gpushare.core.errors import CapacityError, RequestError
-from gpushare.programs import hook
+from gpushare.programs import deadline, hook
 from gpushare.request import request
 from gpushare.state import log
 
@@ -204,7 +204,7 @@ def test_help_is_no_error(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
 def test_runtime_that_never_sends_the_state_meets_the_deadline(
     state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook, "DEADLINE_S", 1)
+    monkeypatch.setattr(deadline, "DEADLINE_S", 1)
     reader, writer = os.pipe()
     try:
         assert hook.main(["--state", str(state_dir), "prestart"], stdin=reader) == 1
@@ -231,10 +231,10 @@ def test_everything_after_the_deadline_has_a_deadline_too(
         return step
 
     def start(*_: object) -> int:
-        hook.undo(str(state_dir), "c1", hang("applied"))
+        deadline.undo(str(state_dir), "c1", hang("applied"))
         raise RuntimeError("the error that counts")
 
-    monkeypatch.setattr(hook, "UNDO_DEADLINE_S", 1)
+    monkeypatch.setattr(deadline, "UNDO_DEADLINE_S", 1)
     monkeypatch.setitem(hook._STAGES, "prestart", start)
     monkeypatch.setattr(leases, "undo", hang("lease"))
     monkeypatch.setattr(storage, "empty_trash", hang("trash"))

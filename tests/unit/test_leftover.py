@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare.state import leases, leftover, mounttables, rebuild, storage
+from gpushare.allocation import reservation
+from gpushare.state import leftover, mounttables, rebuild, storage
 
 from tests.unit import pure
 
@@ -100,7 +101,7 @@ def test_search_for_lost_containers_holds_no_lock(state_dir: Path, monkeypatch: 
         return mounttables.Found((), "12 mount tables were not read")
 
     monkeypatch.setattr(mounttables, "read", read)
-    assert leases.recover(state, ONE_GPU) == ()
+    assert reservation.recover(state, ONE_GPU) == ()
     assert looks == [mounttables.ROOT]
     assert not (state_dir / storage.REBUILD).exists()
 
@@ -121,5 +122,5 @@ def test_directory_that_is_lost_again_during_the_search_is_searched_again(
         return rebuild.Looked((status.st_dev, status.st_ino), ())
 
     monkeypatch.setattr(rebuild, "look", look)
-    assert leases.recover(state, ONE_GPU) == ()
+    assert reservation.recover(state, ONE_GPU) == ()
     assert len(looks) == 2 and not marker.exists()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from gpushare.allocation import backends, mps, mpscontrol, mpsdaemon, mpsprocess, mpsstatus, mpswords, placement
+from gpushare.allocation.site import Site
 from gpushare.cli.main import main
 from gpushare.cli.mps import mps_group
 from gpushare.core import model
@@ -77,13 +78,13 @@ def test_any_text_is_read(text: str) -> None:
     assert found is None or found["version"] == 1
 
 
-def site(tmp_path: Path, state: dict[str, Any], request: model.Request, leases: int = 0) -> backends.Site:
+def site(tmp_path: Path, state: dict[str, Any], request: model.Request, leases: int = 0) -> Site:
     ready(tmp_path, **state)
     node = pure.node()
     node = node._replace(config=node.config._replace(state_dir=str(tmp_path)))
     share = pure.share(0, 0, GIB)._replace(compute_backend="mps")
     live = [pure.lease(share, container_id=f"c{n}") for n in range(leases)]
-    return backends.Site(DEVICE, request, node, placement.ledger_of(live, node.config.policy))
+    return Site(DEVICE, request, node, placement.ledger_of(live, node.config.policy))
 
 
 ONE = model.Request("own", model.Selection("list", names=("0",)), (), backend="mps")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare.allocation import reservation
 from gpushare.core.errors import CapacityError, KernelError
 from gpushare.core.model import Amount, Request, Selection
 from gpushare.programs import hook
@@ -262,7 +263,7 @@ def test_others_are_told_what_each_number_was_granted_before_that_it_is_there(
     request = Request(
         "own", Selection("any", 1), ("compute",), memory=((None, Amount(1 << 26, None, "1")),), compute=((None, 30),)
     )
-    lease = leases.reserve(state, pure.bundle(container_id="c2"), request, NODE, hook.grant)
+    lease = reservation.reserve(state, pure.bundle(container_id="c2"), request, NODE, hook.grant)
     assert lease.shares[0].page == first.shares[0].page == 0
     assert seen == [(0, 30)]
     assert region.granted(lease.shares[0]) == granted(state, 0) == 30

@@ -2,7 +2,6 @@
 
     BACKENDS                                      one row each; docs/backends.md is written from it
     BEYOND                                        the row of memory beyond the device, whose holder nobody names
-    require_allowed(request, policy)              what no device is needed to judge
     choose(memory, compute, site)      -> Holders for one device; raises the reason why not
     reasons(share, site)               -> text    why those, for explain
     require_kept(share)                           raises where a changed share could not be held
@@ -24,26 +23,18 @@ from typing import NamedTuple, Optional
 
 from ..core import names
 from ..core.errors import DeviceError, PolicyError, RequestError
-from ..core.model import Device, Lease, Node, Policy, Request, Share
+from ..core.model import Lease, Node, Policy, Request, Share
 from ..core.ops import Op
 from ..core.quoting import shown
-from ..request.dialects import device_name
-from ..state.ledger import Ledger
+from ..gpu.selectors import device_name
+from ..request.policy import named_backends
 from ..system import rootless
+from .site import Site
 
 MEMORY, COMPUTE = "memory", "compute"
 VIRTUAL = "memory beyond the device"  # of an oversubscribed share: what goes on in host memory
 LIMITS = (MEMORY, COMPUTE)
-AUTO, SHIM, MPS, DMEM = "auto", "shim", "mps", "dmem"
-
-
-class Site(NamedTuple):
-    """One device that one container may get."""
-
-    device: Device
-    request: Request
-    node: Node
-    ledger: Ledger
+AUTO, SHIM, MPS, DMEM = names.AUTO, "shim", "mps", "dmem"
 
 
 class Holders(NamedTuple):
@@ -227,25 +218,9 @@ BEYOND = Backend(
 # Choosing
 
 
-def asked(request: Request) -> tuple[str, ...]:
-    """The backends that the container names; () for auto."""
-    return tuple(word for word in request.backend.split(",") if word != AUTO)
-
-
-def require_allowed(request: Request, policy: Policy) -> None:
-    """Raises PolicyError."""
-    allowed = ", ".join(policy.allowed_backends)
-    for name in asked(request):
-        if name not in policy.allowed_backends:
-            raise PolicyError(
-                f"backend {shown(name)} is not allowed on this node (policy.allowed_backends: {allowed})",
-                f"use {allowed}",
-            )
-
-
 def _order(limit: str, request: Request, policy: Policy) -> tuple[str, ...]:
     """Who is asked for this limit, the first that can has it."""
-    named = asked(request)
+    named = named_backends(request)
     names_of = tuple(name for name in named or policy.allowed_backends if limit in BACKENDS[name].holds)
     return names_of or ((SHIM,) if named and SHIM in policy.allowed_backends else ())
 
@@ -260,7 +235,7 @@ def _holder(limit: str, limited: bool, site: Site) -> tuple[str, dict[str, str]]
             if reason is None:
                 return name, why_not
             why_not[name] = reason
-            if name in asked(site.request):  # what was asked for by its name is not replaced
+            if name in named_backends(site.request):  # what was asked for by its name is not replaced
                 break
     return "", why_not
 
@@ -268,7 +243,7 @@ def _holder(limit: str, limited: bool, site: Site) -> tuple[str, dict[str, str]]
 def _nobody(limit: str, limited: bool, site: Site, why_not: dict[str, str]) -> str:
     """Who stands for a limit that nobody set and nobody holds: the shim, where it can be beside those that are on the
     device, whom a container without a limit must not slow down. "": nobody; `why_not` says it then."""
-    if limited or (why_not and asked(site.request)):
+    if limited or (why_not and named_backends(site.request)):
         return ""
     reason = BACKENDS[SHIM].supports(limit, site)
     if reason is not None:
@@ -297,7 +272,7 @@ def choose(memory: bool, compute: bool, site: Site) -> Holders:
                 f"add {SHIM} to policy.allowed_backends",
             )
         found.append(name)
-    for name in asked(site.request):
+    for name in named_backends(site.request):
         if name not in found and not BACKENDS[name].optional:
             raise RequestError(
                 f"backend {shown(name)} has no limit on {' or '.join(BACKENDS[name].holds)} of {where} to hold",
@@ -342,7 +317,7 @@ def for_programs(request: Request, node: Node) -> Node:
     """The node as a program sees it that is no container, and has no cgroup of its own. Raises RequestError."""
     rules = node.config.policy
     left = tuple(name for name in rules.allowed_backends if not BACKENDS[name].in_cgroup)
-    for name in asked(request):
+    for name in named_backends(request):
         if BACKENDS[name].in_cgroup:
             raise RequestError(
                 f"backend {shown(name)} is for containers: a program has no cgroup of its own", "use shim"
@@ -389,7 +364,7 @@ def reasons(share: Share, site: Site) -> str:
 
 
 def _because(limit: str, name: str, limited: bool, site: Site) -> str:
-    policy, named = site.node.config.policy, asked(site.request)
+    policy, named = site.node.config.policy, named_backends(site.request)
     if name in named:
         return "asked"
     if named:

@@ -15,10 +15,11 @@ from ..core import names
 from ..core.errors import CapacityError, DeviceError, PolicyError, RequestError
 from ..core.model import Amount, Config, Device, Node, Policy, Request, Share
 from ..core.quantity import amount, bytes_of, human
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of, turn_bytes
 from ..state.region import MAX_PEERS
 from . import backends
+from .site import Site
 
 _NOTHING = "the configuration keeps all of it: lower oversubscription.turn_memory, or raise memory_overcommit"
 
@@ -254,7 +255,7 @@ def offer(wanted: Wanted, request: Request, device: Device, node: Node, ledger: 
     _require_free(request, device, ledger, config)
     _require_compute(wanted.compute, request.compute_mode == "soft", device, ledger, config)
     beyond = request.oversubscribe or scaling > 1
-    site = backends.Site(device, request._replace(oversubscribe=beyond), node, ledger)
+    site = Site(device, request._replace(oversubscribe=beyond), node, ledger)
     holders = backends.choose(size is not None, wanted.compute is not None, site)
     page, whole = _page_of(device, ledger, config), 0
     if beyond:

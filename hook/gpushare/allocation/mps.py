@@ -29,7 +29,7 @@ from ..gpu import driverroot
 from ..system import procs
 
 if TYPE_CHECKING:
-    from .backends import Site
+    from .site import Site
 
 NAME = "mps"  # the backend
 FOLDER = "mps"  # of the state directory

@@ -19,7 +19,7 @@ from ..core.model import Amount, Config, Device, Inventory, Node, Share
 from ..core.names import ENV_MEMORY, ENV_OVERSUBSCRIBE
 from ..core.quantity import amount, bytes_of, human
 from ..core.quoting import shown_name
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from ..state.ledger import Ledger
 from ..state.region import MAX_DEVICES
 

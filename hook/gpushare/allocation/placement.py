@@ -2,7 +2,7 @@
 
     ledger_of(leases, policy, blocked)  -> Ledger                  ledger.py
     grant(request, node, ledger)        -> tuple[Share, ...]      () for `none`: driver files, no GPU
-    named(request, node)                -> tuple[Device, ...]     those of which it is one; for `any` all
+    named_devices.named(request, node)                -> tuple[Device, ...]     those of which it is one; for `any` all
     survey(request, node, ledger)       -> tuple[Verdict, ...]    of each device, what speaks for it or against it
 
 The caller holds the lease lock around both, so that two requests never see the same free bytes. `grant` raises
@@ -15,15 +15,16 @@ from __future__ import annotations
 from typing import NamedTuple, Optional
 
 from ..core import names
-from ..core.errors import CapacityError, DeviceError, GpushareError, PolicyError, RequestError
-from ..core.model import Config, Device, Node, Policy, Request, Share
+from ..core.errors import CapacityError, GpushareError, RequestError
+from ..core.model import Config, Device, Node, Request, Share
 from ..core.quoting import setting
-from ..request.dialects import device_name, find_devices, is_among, usable_devices
+from ..gpu.selectors import device_name
+from ..request import named_devices
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, ledger_of
 from . import fitting
 from .fitting import Offer, Wanted
 
-__all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "named", "survey"]
+__all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "survey"]
 _ALL = 1_000_000  # parts of a device, for comparing how full they are
 _MANY = 1_000  # more than the containers of a device
 _SHOWN = 8  # devices that a refusal tells of
@@ -47,17 +48,6 @@ def _said(request: Request, variable: str, otherwise: str) -> str:
     suffix = names.ANNOTATIONS[variable]
     found = next((pair for pair in request.sources if pair[0] == variable or pair[0].endswith(suffix)), None)
     return setting(*found) if found else otherwise
-
-
-def _denied_by_policy(device: Device, policy: Policy) -> Optional[PolicyError]:
-    allowed = policy.allowed_devices
-    if not allowed or is_among(device, allowed):
-        return None
-    return PolicyError(
-        f"device {device_name(device)} ({device.uuid}) is not among policy.allowed_devices",
-        f"use {', '.join(allowed)}",
-        "not among policy.allowed_devices",
-    )
 
 
 def _wanted(request: Request, slots: int) -> tuple[Wanted, ...]:
@@ -90,32 +80,11 @@ def _wanted(request: Request, slots: int) -> tuple[Wanted, ...]:
     )
 
 
-def named(request: Request, node: Node) -> tuple[Device, ...]:
-    """The devices that are named, in PCI order, which is the order in which the container counts them; for `any` all.
-    Of `all` those that policy allows; one that was named and is not allowed is refused."""
-    inventory, policy = node.inventory, node.config.policy
-    selection = request.selection
-    if not inventory.devices:
-        raise DeviceError(f"no NVIDIA device on this host (driver root {inventory.root})", "load the driver")
-    devices = usable_devices(inventory)
-    if selection.kind == "any":
-        return devices
-    if selection.kind == "list":
-        text = ",".join(selection.names)
-        found = (find_devices(names.ENV_DEVICES, text, name, inventory) for name in selection.names)
-        uuids = {device.uuid for some in found for device in some}
-        devices = tuple(device for device in devices if device.uuid in uuids)
-    denied = [error for error in (_denied_by_policy(device, policy) for device in devices) if error]
-    if denied and (selection.kind == "list" or len(denied) == len(devices)):
-        raise denied[0]
-    return tuple(device for device in devices if not _denied_by_policy(device, policy))
-
-
 def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
     """The shares of a request, slot by slot in PCI order; no device twice."""
     if request.selection.kind == "none":
         return ()
-    devices = named(request, node)
+    devices = named_devices.named(request, node)
     if request.selection.kind == "any":
         chosen = _choose(request, node, ledger, devices)
     else:
@@ -161,7 +130,7 @@ def _fullness(offer: Offer, device: Device, soft: bool, ledger: Ledger, config: 
 
 
 def _verdict(wanted: Wanted, request: Request, device: Device, node: Node, ledger: Ledger) -> Verdict:
-    denied = _denied_by_policy(device, node.config.policy)
+    denied = named_devices.denial(device, node.config.policy)
     if denied:
         return Verdict(device, None, denied, 0)
     try:
@@ -175,7 +144,7 @@ def _verdict(wanted: Wanted, request: Request, device: Device, node: Node, ledge
 def survey(request: Request, node: Node, ledger: Ledger) -> tuple[Verdict, ...]:
     """All devices for the first slot of `any`, for people (`gpushare explain`)."""
     wanted = _wanted(request, request.selection.count)[0]
-    return tuple(_verdict(wanted, request, device, node, ledger) for device in named(request, node))
+    return tuple(_verdict(wanted, request, device, node, ledger) for device in named_devices.named(request, node))
 
 
 def _choose(request: Request, node: Node, ledger: Ledger, devices: tuple[Device, ...]) -> list[tuple[Device, Offer]]:
@@ -184,7 +153,7 @@ def _choose(request: Request, node: Node, ledger: Ledger, devices: tuple[Device,
     the devices so far is kept."""
     slots = request.selection.count
     wanted = _wanted(request, slots)
-    allowed = sum(not _denied_by_policy(device, node.config.policy) for device in devices)
+    allowed = sum(not named_devices.denial(device, node.config.policy) for device in devices)
     if 0 < allowed < slots:
         asked = _said(request, names.ENV_DEVICES, f"any:{slots}")
         raise CapacityError(f"{asked}: this container may use {_devices(allowed)}", "ask for fewer")

@@ -16,7 +16,7 @@ from ..core import quantity
 from ..core.errors import RequestError
 from ..core.model import Amount, Lease, Node, Share
 from ..core.quoting import shown
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from ..state import ledger as books
 from . import backends, fitting
 

@@ -11,10 +11,11 @@ import click
 from ..core import names
 from ..core.quantity import human
 from ..core.quoting import printable
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from ..state import log
 from . import facts
-from .options import Paths, complete_ids, with_format
+from .ids import complete_ids
+from .options import Paths, with_format
 from .output import BAR, Column, age, bar, is_tty, state_style, write_json, write_line, write_table, write_text
 
 _LIST = (

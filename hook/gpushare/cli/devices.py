@@ -9,7 +9,7 @@ import click
 from ..allocation import livelimits, placement
 from ..core.model import Device, Node
 from ..core.quantity import human
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from ..state import leases
 from ..state.ledger import capacity_percent
 from . import facts

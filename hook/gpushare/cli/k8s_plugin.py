@@ -79,7 +79,7 @@ def _unit_mib(text: str) -> int:
 def _node(paths: Paths, whole: tuple[str, ...]) -> Node:
     """As it was compiled last, which needs no driver's library: in a pod there is none. Devices that are named must be
     there now. Raises RequestError."""
-    from ..request.dialects import is_among, usable_devices
+    from ..gpu.selectors import is_among, usable_devices
 
     found = node.last(paths.state_dir) or facts.host(paths)
     for name in whole:

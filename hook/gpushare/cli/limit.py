@@ -7,15 +7,17 @@ from typing import Any, Callable, Optional
 import click
 
 from ..allocation import livelimits, resize
+from ..config import node
 from ..core import names
 from ..core.errors import GpushareError, RequestError
 from ..core.model import Lease, Share
 from ..core.quantity import human
 from ..core.quoting import shown
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from ..state import decision, leases
 from . import facts
-from .options import Paths, complete_ids, given, with_format
+from .ids import complete_ids
+from .options import Paths, given, with_format
 from .output import Column, write_json, write_line, write_table
 
 # What placement says of a start, as it is said here
@@ -139,7 +141,7 @@ def _change(paths: Paths, text: str, decide: livelimits.DecideFn, dry_run: bool)
     try:
         changed = livelimits.change(paths.state_dir, container_id, decide, dry_run)
         if changed.before.shares != changed.after.shares and not dry_run:
-            decision.changed(decision.configured(paths.config, paths.state_dir), changed.after)
+            decision.changed(node.log_target(paths.config, paths.state_dir), changed.after)
         return changed
     except GpushareError as error:
         for start, here in _WORDS:

@@ -12,7 +12,7 @@ from ..core.errors import RequestError
 from ..core.model import Device, Node
 from ..core.quantity import human
 from ..core.quoting import shown
-from ..request.dialects import device_name, find_devices
+from ..gpu.selectors import device_name, find_devices
 from ..state import leases
 from ..system import servicenotify
 from . import facts

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
+from ..allocation import reservation
 from ..config import changes, node
 from ..core.errors import GpushareError
 from ..core.model import Node
 from ..core.quantity import human
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from ..state import leases, region, storage
 from .options import Paths, with_format
 from .output import Progress, write_json, write_line
@@ -34,7 +35,7 @@ def refresh(paths: Paths, output: str) -> None:
         host = node.compile_node(paths.config, paths.state_dir)
     if node.read_node(paths.config, paths.state_dir) != host:
         raise GpushareError(f"cannot write {os.path.join(paths.state_dir, node.FILE)}", "run as root")
-    recovered = leases.recover(paths.state_dir, host)
+    recovered = reservation.recover(paths.state_dir, host)
     found = None if before is None else changes.between(before, host)
     old = changes.outdated(leases.view(paths.state_dir).live, host)
     if output == "json":

@@ -68,16 +68,3 @@ def with_interval(default_s: float, meaning: str) -> Callable[[Command], Command
         metavar="SECONDS",
         help=meaning,
     )
-
-
-def complete_ids(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """For `shell_complete` of an argument ID: containers and refusals. Whoever may not see them gets none; an error has
-    no place while somebody types."""
-    from ..system import rootless
-    from . import facts
-
-    try:
-        state_dir = context.find_root().params.get("state") or rootless.state_dir()
-        return [name for name in facts.known(state_dir) if name.startswith(incomplete)]
-    except Exception:
-        return []

@@ -7,6 +7,7 @@ from typing import NamedTuple, Optional
 import click
 
 from ..allocation import livelimits
+from ..config import node
 from ..core import names
 from ..core.errors import GpushareError
 from ..state import decision, leaseend, leases, log, storage
@@ -38,7 +39,7 @@ def prune(paths: Paths, dry_run: bool, assume_free: bool, output: str) -> None:
     if storage.is_ready(paths.state_dir):
         found = items(paths.state_dir, assume_free)
         if not dry_run:
-            ended = decision.ending(decision.configured(paths.config, paths.state_dir), "prune")
+            ended = decision.ending(node.log_target(paths.config, paths.state_dir), "prune")
             problems = remove(paths.state_dir, found, assume_free, ended)
     if output == "json":
         write_json(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Optional
 
 import click
 
+from ..config import node
 from ..core import names
 from ..core.errors import GpushareError, RequestError
 from ..core.quoting import shown
@@ -74,7 +75,7 @@ def run(
         programs.start(job, RunPaths(paths.config, paths.state_dir))
     except GpushareError as error:
         if not isinstance(error, programs.CannotExecute):
-            where = decision.configured(paths.config, paths.state_dir)
+            where = node.log_target(paths.config, paths.state_dir)
             decision.refused(where, job.name, "run", error)
         given = {variable for variable, _ in asked}
         error.message = as_typed(error.message, given)

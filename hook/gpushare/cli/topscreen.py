@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 from ..core import names
 from ..core.quantity import human
 from ..core.quoting import printable
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from . import facts
 from .containers import compute_text, limit_text
 from .output import BAR, BAR_CELLS, Column, age, bar, bar_column, state_style, table

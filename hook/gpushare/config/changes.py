@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional
 from ..core import names
 from ..core.model import Device, Lease, Node
 from ..core.quantity import human
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from .config import effective
 
 # fields of a device, as people know them; its uuid is what it is known by

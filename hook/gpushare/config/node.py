@@ -5,6 +5,7 @@
     read_node(config_path, state_dir)           -> Node | None   only if fresh
     last(state_dir)                             -> Node | None   what was compiled last, fresh or not
     load_config_only(config_path, state_dir)    -> Config   also on a host without a driver
+    log_target(config_path, state_dir)          -> str      where audit lines go
     node_json(node, inputs), node_of(value)     -> to and from plain JSON values
 
 Fresh means: same schema, same configuration file (path, mtime, size, inode), same driver version, same GPUs on the
@@ -24,6 +25,7 @@ from ..core import names
 from ..core.errors import DeviceError, GpushareError
 from ..core.model import Config, Device, Inventory, Node, Policy, SharingRule
 from ..gpu import inventory
+from ..state import decision
 from ..system import filelock
 from . import lowlevel
 
@@ -191,3 +193,11 @@ def _write(state_dir: str, value: dict[str, Any]) -> None:
             os.unlink(temporary)
         except OSError:
             pass
+
+
+def log_target(config_path: str, state_dir: str) -> str:
+    """`log.decisions`, for a program that has read nothing yet; the journal while the configuration is wrong."""
+    try:
+        return load_config_only(config_path, state_dir).log
+    except (GpushareError, ImportError, OSError):
+        return decision.SYSLOG

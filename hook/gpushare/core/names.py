@@ -44,6 +44,7 @@ ANNOTATIONS = {
     ENV_BACKEND: "gpushare.io/backend",
     ENV_OVERSUBSCRIBE: "gpushare.io/oversubscribe",
 }
+AUTO = "auto"
 BACKENDS = ("shim", "mps", "dmem")  # rows of backends.py
 APPLIED_ANNOTATION = "gpushare.io/applied"  # ours: what we put into config.json, see specedit.py
 HOOK_OUTPUT_ANNOTATIONS = ("run.oci.hooks.stdout", "run.oci.hooks.stderr")  # crun: files that get what hooks print

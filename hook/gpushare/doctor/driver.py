@@ -7,7 +7,7 @@ import os
 from ..core.quantity import human
 from ..gpu import driverfiles, driverroot
 from ..gpu.drivertable import CAPABILITIES
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from .base import FAIL, OK, SKIP, WARN, Machine, Result, failed, no_driver
 
 _USUAL = ("compute", "utility")  # what a container gets that names no capability

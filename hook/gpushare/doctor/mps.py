@@ -12,7 +12,7 @@ from typing import Callable, NamedTuple, Optional
 from ..allocation import backends, mps, mpscontrol, mpsstatus
 from ..core import names
 from ..core.model import Device, Lease, Node
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from ..state import leases
 from ..system import rootless
 from .base import FAIL, OK, SKIP, WARN, Machine, Result, no_driver

@@ -19,7 +19,7 @@ from ..core import names
 from ..core.model import Node
 from ..engines import hookfiles
 from ..engines.base import Settings
-from ..request.dialects import is_among, usable_devices
+from ..gpu.selectors import is_among, usable_devices
 
 KIND = "gpushare.io/share"
 ANY = "any"

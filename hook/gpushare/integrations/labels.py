@@ -18,8 +18,8 @@ import re
 
 from ..allocation.placement import capacity_bytes
 from ..core.model import Device, Node
+from ..gpu.selectors import is_among, usable_devices
 from ..request import sharing
-from ..request.dialects import is_among, usable_devices
 
 FILE = "/etc/kubernetes/node-feature-discovery/features.d/gpushare"
 MIB = 1 << 20

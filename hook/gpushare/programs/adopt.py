@@ -7,8 +7,6 @@ place by now. Then the lease becomes the container's own: from here on it lives 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..core.errors import RequestError
 from ..core.ops import Plan
 from ..core.quoting import shown
@@ -16,22 +14,18 @@ from ..inject import applied, apply
 from ..request import oci
 from ..state import leases, log, storage
 from ..system import inroot, procs, rootless
-
-if TYPE_CHECKING:
-    from .hook import Options
+from . import deadline
 
 
-def adopt(options: Options, state: oci.State) -> int:
+def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
     """Raises GpushareError; the runtime then ends the container, and nothing of this is left in its root."""
-    from . import hook
-
-    bundle = oci.load_bundle(state, path=options.spec)
+    bundle = oci.load_bundle(state, path=spec)
     record = applied.record_of(bundle.spec)
     if record is None:
         raise RequestError(
             "config.json does not say what gpushare-runtime put into it", "start the container through gpushare-runtime"
         )
-    _refuse_another_s(record, options.state_dir, bundle.id)
+    _refuse_another_s(record, state_dir, bundle.id)
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(f"the state's pid {bundle.pid} is no process", "adopt is a createRuntime hook")
@@ -40,20 +34,20 @@ def adopt(options: Options, state: oci.State) -> int:
 
         cgroup.own_cgroups(init.pid)  # else the rules of config.json are nowhere, and every device opens
     with inroot.budget():
-        done = apply.adopt(Plan(bundle.id, applied.remaining(record)), bundle, init.pid, options.state_dir)
+        done = apply.adopt(Plan(bundle.id, applied.remaining(record)), bundle, init.pid, state_dir)
     try:
-        lease = leases.find(options.state_dir, bundle.id)
+        lease = leases.find(state_dir, bundle.id)
         if lease is not None and lease.state == "reserved" and lease.bundle == bundle.path:
-            leases.hold(options.state_dir, lease, init, procs.cgroup_of(init.pid))
+            leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
         elif record.leased:
             raise RequestError(f"the lease of {shown(bundle.id)} is gone", "start the container again")
-        hook.ignore_signals()  # the container has its share: a refusal from here on would leave it behind
+        deadline.ignore_signals()  # the container has its share: a refusal from here on would leave it behind
     except BaseException:
-        hook.ignore_signals()
-        hook.undo(options.state_dir, bundle.id, done.undo)
+        deadline.ignore_signals()
+        deadline.undo(state_dir, bundle.id, done.undo)
         raise
     done.close()
-    log.forget(options.state_dir, bundle.id)
+    log.forget(state_dir, bundle.id)
     return 0
 
 

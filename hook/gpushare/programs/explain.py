@@ -15,7 +15,7 @@ from ..core.model import Request, Selection
 from ..core.ops import DeviceNode, Op, Plan, WriteLimits, needs
 from ..core.quantity import human
 from ..core.quoting import printable, setting
-from ..request.dialects import device_name
+from ..gpu.selectors import device_name
 from .why import Reason
 
 NOTHING = "nothing asked: this container is left alone\n"

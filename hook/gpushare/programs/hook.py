@@ -21,20 +21,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from ..core import names
-from ..core.errors import GpushareError, KernelError, RequestError, reported
+from ..core.errors import KernelError, RequestError, reported
 from ..core.model import Bundle, Lease, Node, Request, Share
 from ..core.quoting import shown
 from ..request import hookoutput, oci
 from ..state import decision, log
 from ..system import rootless
+from . import deadline
 
 if TYPE_CHECKING:
     from ..core.ops import Plan
     from ..inject import apply
     from ..system import procs
 
-DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
-UNDO_DEADLINE_S = 2  # for each step; all of it within the 30 s that hooks have from an engine's configuration
 POSTSTOP_WAIT_MS = 2000
 _SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt"
 _USAGE = f"use {_SYNOPSIS}"
@@ -48,10 +47,6 @@ class Options(NamedTuple):
     state_dir: str
     cri: bool = False
     spec: str = ""
-
-
-class Interrupted(GpushareError):
-    """A signal or the deadline; what was done is undone."""
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -87,14 +82,14 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
         options = parse(words)
         os.umask(0o022)
         os.chdir("/")
-        watch()
+        deadline.watch()
         data = _read_stdin(stdin)
         state = hookoutput.read_state(data)
         container_id = state.id
         state = state._replace(bundle=os.path.realpath(state.bundle))  # runc says it as PWD does
         return _STAGES[options.stage](options, state)
     except BaseException as raised:
-        ignore_signals()
+        deadline.ignore_signals()
         error = reported(raised)
         line, code = log.line_of(error)
         if container_id:
@@ -110,16 +105,18 @@ def keep(config: str, state_dir: str, container_id: str, way: str, line: str, er
     from ..state import storage
 
     try:
-        _give_up_later()
+        deadline.give_up_later()
         storage.prepare(state_dir)
         log.record(state_dir, container_id, line, error)
-    except (KernelError, Interrupted):
+    except (KernelError, deadline.Interrupted):
         pass
     try:
-        _give_up_later()
+        deadline.give_up_later()
         if way:
-            decision.refused(decision.configured(config, state_dir), container_id, way, error)
-    except Interrupted:
+            from ..config import node
+
+            decision.refused(node.log_target(config, state_dir), container_id, way, error)
+    except deadline.Interrupted:
         pass
     finally:
         signal.alarm(0)
@@ -139,40 +136,6 @@ def _read_stdin(fd: int) -> bytes:
         parts.append(part)
         size += len(part)
     return b"".join(parts)
-
-
-def _interrupt(number: int, _: object) -> None:
-    """Ends the start once; a second signal must not end the undoing."""
-    ignore_signals()
-    if number == signal.SIGALRM:
-        raise Interrupted(f"the start took longer than {DEADLINE_S} s", "see whether the driver or the disk hangs")
-    raise Interrupted(f"the start was ended by signal {number}", "start the container again")
-
-
-def _interrupt_undo(number: int, _: object) -> None:
-    raise Interrupted(f"undoing took longer than {UNDO_DEADLINE_S} s")
-
-
-def _give_up_later() -> None:
-    signal.signal(signal.SIGALRM, _interrupt_undo)
-    signal.alarm(UNDO_DEADLINE_S)
-
-
-WATCHED = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def watch() -> None:
-    """crun starts a hook with all signals blocked, and then the deadline would never come."""
-    for number in WATCHED:
-        signal.signal(number, _interrupt)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-    signal.alarm(DEADLINE_S)
-
-
-def ignore_signals() -> None:
-    signal.alarm(0)
-    for number in WATCHED:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _start(options: Options, state: oci.State) -> int:
@@ -221,7 +184,7 @@ def _refuse_rules(bundle: Bundle, options: Options) -> None:
 
 
 def grant(asked: Request, host: Node, live: tuple[Lease, ...], blocked: frozenset[str]) -> tuple[Share, ...]:
-    """leases.GrantFn: placement against the ledger of the live leases."""
+    """reservation.GrantFn: placement against the ledger of the live leases."""
     from ..allocation import placement
 
     return placement.grant(asked, host, placement.ledger_of(live, host.config.policy, blocked))
@@ -230,6 +193,7 @@ def grant(asked: Request, host: Node, live: tuple[Lease, ...], blocked: frozense
 def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> None:
     """Reserve, apply, hold; or nothing at all."""
     rootless.require_mounts()
+    from ..allocation import reservation
     from ..core.ops import Mount
     from ..gpu import driverfiles
     from ..inject import apply, plan, rootfs
@@ -241,7 +205,9 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
     applied: Optional[apply.Applied] = None
     try:
         if asked.selection.kind != "none":  # driver files alone hold no part of a device
-            lease = leases.reserve(state_dir, bundle, asked, host, grant, decision.ending(host.config.log, "start"))
+            lease = reservation.reserve(
+                state_dir, bundle, asked, host, grant, decision.ending(host.config.log, "start")
+            )
             storage.make_share_dir(state_dir, bundle.id, lease.shares)
         files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
         with inroot.budget():
@@ -257,10 +223,10 @@ def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> No
             applied = apply.apply(steps, bundle, init.pid, state_dir)
         if lease is not None:
             leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
-        ignore_signals()  # the container has its share: a refusal from here on would leave it behind
+        deadline.ignore_signals()  # the container has its share: a refusal from here on would leave it behind
     except BaseException:
-        ignore_signals()
-        undo(state_dir, bundle.id, applied.undo if applied is not None else None)
+        deadline.ignore_signals()
+        deadline.undo(state_dir, bundle.id, applied.undo if applied is not None else None)
         raise
     applied.close()
     storage.empty_trash(state_dir)
@@ -288,26 +254,9 @@ def tell(
     )
 
 
-def undo(state_dir: str, container_id: str, undo_applied: Optional[Callable[[], None]]) -> None:
-    """Takes everything back. What fails here, or hangs, is left for the next start, poststop or prune: our lease dies
-    with us. The error that led here is the one that counts."""
-    from ..state import leases, storage
-
-    for step in (
-        undo_applied or (lambda: None),
-        lambda: leases.undo(state_dir, container_id),
-        lambda: storage.empty_trash(state_dir),
-    ):
-        try:
-            _give_up_later()  # one that hangs must not leave the others without a deadline
-            step()
-        except (OSError, GpushareError):
-            pass
-    signal.alarm(0)
-
-
 def _poststop(options: Options, state: oci.State) -> int:
     """Releases the container's lease and its files."""
+    from ..config import node
     from ..state import leaseend, leases, storage
 
     if not storage.is_ready(options.state_dir):
@@ -315,7 +264,7 @@ def _poststop(options: Options, state: oci.State) -> int:
     lease = leases.find(options.state_dir, state.id)
     if lease is not None and lease.state == "held" and lease.bundle == state.bundle:
         _wait_gone(lease.init_pid, lease.init_start)
-    ended = decision.ending(decision.configured(options.config, options.state_dir) if lease else "", "poststop")
+    ended = decision.ending(node.log_target(options.config, options.state_dir) if lease else "", "poststop")
     if not leaseend.release_reserved_by(options.state_dir, state.id, state.bundle, os.getppid(), ended):
         kept = leaseend.release(options.state_dir, state.id, ended)
         if kept:
@@ -346,7 +295,7 @@ def _wait_gone(pid: int, start: int) -> None:
 def _adopt(options: Options, state: oci.State) -> int:
     from . import adopt
 
-    return adopt.adopt(options, state)
+    return adopt.adopt(options.state_dir, state, options.spec)
 
 
 _STAGES: dict[str, Callable[[Options, oci.State], int]] = {

@@ -17,7 +17,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn, Optional
 
-from ..allocation import backends
+from ..allocation import backends, reservation
 from ..config import lowlevel, node
 from ..core import names
 from ..core.errors import GpushareError, KernelError, RequestError
@@ -30,7 +30,7 @@ from ..request import oci, request
 from ..request.dialects import own
 from ..state import decision, leases, log, storage
 from ..system import linux, mountns, procs, rootless
-from . import hook, hostroot, owncgroup
+from . import deadline, hook, hostroot, owncgroup
 from .runtime import Paths, Watch
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as env(1)
@@ -90,9 +90,9 @@ def start(job: Job, paths: Paths) -> NoReturn:
         watch.end()
         _become(job, given)
     except BaseException:
-        hook.ignore_signals()
+        deadline.ignore_signals()
         _go_home(home, cgroup)
-        hook.undo(paths.state_dir, bundle.id, None)
+        deadline.undo(paths.state_dir, bundle.id, None)
         raise
 
 
@@ -183,7 +183,7 @@ def put_share(bundle: Bundle, asked: Request, host: Node) -> tuple[Lease, Plan, 
     host = backends.for_programs(asked, host)
     state_dir = host.config.state_dir
     ended = decision.ending(host.config.log, "start")
-    lease = leases.reserve(state_dir, bundle, asked, host, hook.grant, ended)
+    lease = reservation.reserve(state_dir, bundle, asked, host, hook.grant, ended)
     storage.empty_trash(state_dir)
     storage.make_share_dir(state_dir, bundle.id, lease.shares)
     steps = _plan(bundle, asked, host, lease)

@@ -27,7 +27,7 @@ from ..core.quoting import shown, shown_name
 from ..request import hookoutput, oci
 from ..state import decision, log
 from ..system import rootless
-from . import commandline, hook
+from . import commandline, deadline, hook
 from .commandline import Call
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         return _main(call, paths_of(call))
     except BaseException as raised:
-        hook.ignore_signals()
+        deadline.ignore_signals()
         error = reported(raised)
         line, code = log.line_of(error)
         if call.command in commandline.STARTING:
@@ -78,7 +78,9 @@ def _keep(call: Call, line: str, error: BaseException) -> None:
     try:
         hook.keep(*paths, oci.check_id(call.container_id), "runtime", line, error)
     except RequestError:  # no name to keep it under
-        decision.refused(decision.configured(*paths), call.container_id, "runtime", error)
+        from ..config import node
+
+        decision.refused(node.log_target(*paths), call.container_id, "runtime", error)
 
 
 def _main(call: Call, paths: Paths) -> int:
@@ -103,10 +105,10 @@ class Watch:
     """Signals and the deadline end a start, and are as before when the low-level runtime takes over."""
 
     def __init__(self) -> None:
-        self._before = [(number, signal.getsignal(number)) for number in hook.WATCHED]
+        self._before = [(number, signal.getsignal(number)) for number in deadline.WATCHED]
         self._mask = os.umask(0o022)
         self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        hook.watch()
+        deadline.watch()
 
     def end(self) -> None:
         signal.alarm(0)
@@ -166,8 +168,8 @@ def _create(call: Call, paths: Paths) -> int:
         watch.end()
         lowlevel.execute(program, call.rest)
     except BaseException:
-        hook.ignore_signals()
-        hook.undo(paths.state_dir, bundle.id, lambda: _put_back(path, clean, nonces))
+        deadline.ignore_signals()
+        deadline.undo(paths.state_dir, bundle.id, lambda: _put_back(path, clean, nonces))
         raise
 
 
@@ -235,12 +237,13 @@ def _put_back(path: str, clean: dict[str, object], nonces: Sequence[str]) -> Non
 def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, nonces: list[str]) -> None:
     """Reserves, and writes config.json. `nonces` gets the number of the edit."""
     rootless.require_mounts()
+    from ..allocation import reservation
     from ..core.ops import TenantTmpfs, WriteLimits
     from ..gpu import driverfiles
     from ..inject import plan, rootfs, specedit
     from ..inject.spectree import SpecTree
     from ..request.dialects import injected
-    from ..state import leases, storage
+    from ..state import storage
     from ..system import idmap, inroot
     from . import waiting
 
@@ -248,7 +251,7 @@ def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, n
     lease: Optional[Lease] = None
     if asked.selection.kind != "none":  # driver files alone hold no part of a device
         ended = decision.ending(host.config.log, "start")
-        lease = leases.reserve(paths.state_dir, bundle, asked, host, hook.grant, ended)
+        lease = reservation.reserve(paths.state_dir, bundle, asked, host, hook.grant, ended)
         storage.make_share_dir(paths.state_dir, bundle.id, lease.shares)
     files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
     editor = specedit.Editor(bundle.spec, leased=lease is not None)
@@ -329,6 +332,7 @@ def _restore(call: Call, paths: Paths) -> int:
 
 def _delete(call: Call, paths: Paths) -> int:
     """The lease of a container that is gone is released even where the low-level runtime calls no poststop."""
+    from ..config import node
     from ..state import leaseend, leases, storage
 
     try:
@@ -339,7 +343,7 @@ def _delete(call: Call, paths: Paths) -> int:
         _become(call, paths)
     code = _child(lowlevel.runtime_of(paths.config, paths.state_dir), call.rest)
     try:  # whatever ended the child
-        ended = decision.ending(decision.configured(*paths), "delete")
+        ended = decision.ending(node.log_target(*paths), "delete")
         leaseend.release(paths.state_dir, call.container_id, ended)
         storage.empty_trash(paths.state_dir)
     except GpushareError as error:

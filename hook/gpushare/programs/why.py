@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..allocation import backends, placement
+from ..allocation.site import Site
 from ..core.model import Device, Node, Request, Share
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of
 
@@ -69,7 +70,7 @@ def held(request: Request, node: Node, ledger: Ledger, shares: Sequence[Share]) 
     found = {}
     for share in shares:  # equal shares can go beyond the device where the container did not ask for that
         asked = request._replace(oversubscribe=request.oversubscribe or share.virtual_bytes > 0)
-        site = backends.Site(share.device, asked, node, ledger)
+        site = Site(share.device, asked, node, ledger)
         found[placement.short_name(share.device)] = backends.reasons(share, site)
     told = {device: text for device, text in found.items() if text}
     if len(set(found.values())) == 1:

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from ..allocation import placement
 from ..core import names
 from ..core.errors import PolicyError, RequestError
 from ..core.model import Device, Inventory, Node, Request, Selection
 from ..core.quantity import bytes_of
 from ..core.quoting import setting, shown_name
-from .dialects import injected, own, table, usable_devices
+from ..gpu.selectors import usable_devices
+from . import named_devices
+from .dialects import injected, own, table
 from .dialects.demand import Demand, Limit, once
 from .dialects.table import BEYOND, COMPUTE, EVERYTHING, MEMORY, PRIORITY, Said
 from .hearing import MODE, Heard, limits_of, line
@@ -98,7 +99,7 @@ def with_devices(base: Optional[Request], heard: Heard, node: Node) -> Optional[
 
 def _devices(request: Request, node: Node) -> Sequence[Optional[Device]]:
     """The device of each slot, in PCI order; None where the node will pick one."""
-    return [None] * request.selection.count if request.selection.kind == "any" else placement.named(request, node)
+    return [None] * request.selection.count if request.selection.kind == "any" else named_devices.named(request, node)
 
 
 def _switched(demand: Demand, heard: Heard) -> Demand:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional
 from ..core.errors import RequestError
 from ..core.model import Amount, Device
 from ..core.quoting import setting
-from .dialects import device_name
+from ..gpu.selectors import device_name
 from .dialects.demand import Beyond, Demand, Limit
 from .dialects.table import MEMORY, Said
 

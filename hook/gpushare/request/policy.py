@@ -192,3 +192,19 @@ def heard(bundle: Bundle, policy: Policy, limited: bool) -> tuple[Env, dict[str,
     if not accepted(policy.accept_volume_mounts, bundle):
         spec = {}
     return env, spec
+
+
+def named_backends(request: Request) -> tuple[str, ...]:
+    """The backends that the container names; () for auto."""
+    return tuple(word for word in request.backend.split(",") if word != names.AUTO)
+
+
+def require_allowed_backends(request: Request, policy: Policy) -> None:
+    """Raises PolicyError."""
+    allowed = ", ".join(policy.allowed_backends)
+    for name in named_backends(request):
+        if name not in policy.allowed_backends:
+            raise PolicyError(
+                f"backend {shown(name)} is not allowed on this node (policy.allowed_backends: {allowed})",
+                f"use {allowed}",
+            )

@@ -210,9 +210,7 @@ def _check_rootfs(bundle: Bundle) -> None:
 
 def _check_words(request: Request, rules: Policy) -> None:
     """What no device is needed to judge."""
-    from ..allocation import backends  # for those who ask for something
-
-    backends.require_allowed(request, rules)
+    policy.require_allowed_backends(request, rules)
 
 
 def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional
 
 from ..core.errors import DeviceError
 from ..core.model import Amount, Device, SharingRule
-from .dialects import device_name, is_among
+from ..gpu.selectors import device_name, is_among
 
 
 class EqualShare(NamedTuple):

@@ -173,13 +173,3 @@ def withheld(where: str, container_id: str, taken: Sequence[str]) -> None:
     """A privileged container that asked for nothing, and gets none of NVIDIA's devices."""
     fields = f"decision=withheld id={value(container_id)} way=runtime reason=policy devices=all"
     _write(open_sink(where), WARNING, " ".join([fields, *details("taken_out", taken)]))
-
-
-def configured(config_path: str, state_dir: str) -> str:
-    """Where lines go when nothing has been read yet; to the journal while the configuration is wrong."""
-    from ..config import node
-
-    try:
-        return node.load_config_only(config_path, state_dir).log
-    except (GpushareError, ImportError, OSError):
-        return SYSLOG

@@ -1,8 +1,8 @@
 """Leases: who holds which part of which device (start path).
 
-    reserve(...)   -> "reserved", owned by the hook's process      atomic with the placement, under the lock
-    hold(...)      -> "held", owned by the container's init
-    leaseend.release(...)  gone, with its directory; idempotent, needs no pid
+    reservation.reserve(...)  -> "reserved", owned by the process of a start
+    hold(...)                 -> "held", owned by the container's init
+    leaseend.release(...)     gone, with its directory; idempotent, needs no pid
 
 A lease is dead when its owner is (pid *and* start time), or when it is of another boot; a dead lease counts for nothing
 and is replaced or swept by whoever comes next. A lease file that cannot be read is the opposite: use of unknown extent,
@@ -14,26 +14,20 @@ The lock is one flock, held for reads, renames and arithmetic only: never across
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from ..core import names
-from ..core.errors import CapacityError, GpushareError, KernelError, of_file, what_to_do
-from ..core.model import Bundle, Lease, Node, Request, Share
+from ..core.errors import KernelError, of_file
+from ..core.model import Lease, Node, Share
 from ..core.quoting import shown
-from ..system import filelock, idmap, procs
+from ..system import filelock, procs
 from . import leasefile, pages, region, storage
-
-if TYPE_CHECKING:
-    from .rebuild import Looked
 
 _MAX_BYTES = 1 << 20
 _USUAL_BYTES = 16 << 10
 Ended = Callable[[Lease], None]  # told, without the lock, of a lease that was given back
-# (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
-GrantFn = Callable[[Request, Node, tuple[Lease, ...], frozenset[str]], tuple[Share, ...]]
 
 
 class Damaged(NamedTuple):
@@ -203,154 +197,9 @@ def discard_dead(state_dir: str, seen: View) -> tuple[list[Lease], list[str]]:
     return dead, [name for name in seen.partial if drop(state_dir, name, ())]
 
 
-def _refuse_taken(container_id: str, seen: View) -> None:
-    for lease in seen.live:
-        if lease.id == container_id:
-            pid = lease.init_pid or lease.creator_pid
-            raise CapacityError(
-                f"container id {shown(container_id)} already has a lease, {lease.state} by pid {pid} "
-                f"for {shown(lease.bundle)}",
-                "end it, or use another --name" if ends(lease) else "delete that container, or use another id",
-            )
-    for damage in seen.damaged:
-        if damage.id == container_id:
-            raise CapacityError(
-                f"container id {shown(container_id)} has a lease that cannot be read: {damage.reason}",
-                "make sure that it does not run, then `gpushare prune --assume-free`",
-            )
-
-
-def reserve(
-    state_dir: str,
-    bundle: Bundle,
-    request: Request,
-    node: Node,
-    grant_fn: GrantFn,
-    ended: Optional[Ended] = None,
-) -> Lease:
-    """A "reserved" lease owned by this process; `grant_fn` decides against all live leases, under the lock.
-    `ended` is told of the dead ones that made room.
-
-    Raises CapacityError when the id has a live lease, KernelError, and whatever `grant_fn` raises, leaving nothing.
-    Returns with containers/<id> made and holding the lease. The caller calls `storage.empty_trash` afterwards.
-    """
-    dead: list[Lease] = []
-    try:
-        return _reserve(state_dir, bundle, request, node, grant_fn, dead)
-    finally:
-        if ended:
-            for lease in dead:
-                ended(lease)
-
-
-def _reserve(
-    state_dir: str, bundle: Bundle, request: Request, node: Node, grant_fn: GrantFn, dead: list[Lease]
-) -> Lease:
-    from ..request import policy  # not for adopt, which makes no lease
-
-    me = procs.myself()
-    while True:
-        looked = _look(state_dir, node)
-        with locked(state_dir):
-            if _rebuild(state_dir, node, looked) is None:
-                continue
-            seen = view(state_dir)
-            dead += discard_dead(state_dir, seen)[0]
-            _refuse_taken(bundle.id, seen)
-            policy.refuse_second(request, bundle, seen.live)
-            live = _changed(state_dir, seen.live)
-            shares = grant_fn(request, node, live, seen.blocked(node))
-            new = [share.device.uuid for share in shares if not pages.is_ready(state_dir, share.device.uuid)]
-            if not new:
-                lease = Lease(
-                    id=bundle.id,
-                    state="reserved",
-                    boot_id=procs.boot_id(),
-                    bundle=bundle.path,
-                    shares=shares,
-                    creator_pid=me.pid,
-                    creator_start=me.start,
-                    created=time.time(),
-                    dialect=request.dialect,
-                    driver_version=node.inventory.driver_version,
-                    sandbox=policy.pod_wide(request, bundle),
-                    cri=bool(bundle.container_name),
-                )
-                _make(state_dir, lease, live)
-                return lease
-        for uuid in new:  # the first share of a device: what it needs is mounted, so without the lock
-            pages.prepare(state_dir, uuid)
-
-
-def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
-    """Writes a new lease, and takes its pages. Raises KernelError and CapacityError, leaving nothing."""
-    try:
-        os.mkdir(storage.container_dir(state_dir, lease.id), 0o700)
-        idmap.give(storage.container_dir(state_dir, lease.id))
-        _write(state_dir, lease)
-        for share in lease.shares:
-            uuid = share.device.uuid
-            holders = {
-                one.page: (other.id, one)
-                for other in (*others, lease)
-                for one in other.shares
-                if one.device.uuid == uuid
-            }
-            pages.take(state_dir, uuid, share.page, {page: who for page, (who, _) in holders.items()})
-            pages.settle(state_dir, uuid, {page: region.granted(one) for page, (_, one) in holders.items()})
-    except (OSError, GpushareError) as error:
-        drop(state_dir, lease.id, lease.shares)
-        if isinstance(error, OSError):
-            raise KernelError(f"directory of {shown(lease.id)}: {error.strerror}", what_to_do(error)) from error
-        raise
-
-
-def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
-    """`live` after changes of limits that go on without us: one that was killed, memory that was given back."""
-    unfinished = os.path.lexists(os.path.join(state_dir, storage.CHANGING))
-    if not unfinished and not any(share.draining_bytes for lease in live for share in lease.shares):
-        return live
-    from ..allocation import livelimits
-
-    try:
-        livelimits.finish(state_dir)
-    except GpushareError:  # for `prune` to say
-        return live  # which name no less than what their containers can hold by the limits of before
-    return livelimits.settled(state_dir, live)
-
-
 def rewrite(state_dir: str, lease: Lease) -> None:
     """Another lease.json for a container that has one. The caller holds the lock. Raises KernelError."""
     _write(state_dir, lease)
-
-
-def _look(state_dir: str, node: Node) -> Optional[Looked]:
-    if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
-        return None
-    from . import rebuild
-
-    return rebuild.look(state_dir, node)
-
-
-def _rebuild(state_dir: str, node: Node, looked: Optional[Looked]) -> Optional[tuple[str, ...]]:
-    """The ids that got a lease; None when the state directory was lost since the look."""
-    if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
-        return ()
-    if looked is None:
-        return None
-    from . import rebuild
-
-    return rebuild.run(state_dir, node, looked)
-
-
-def recover(state_dir: str, node: Node) -> tuple[str, ...]:
-    """The leases of a state directory that was lost, now rather than at the next start; the ids that got one."""
-    while True:
-        looked = _look(state_dir, node)
-        with locked(state_dir):
-            written = _rebuild(state_dir, node, looked)
-        if written is not None:
-            return written
 
 
 def of_init(lease: Lease, pid: int) -> Lease:

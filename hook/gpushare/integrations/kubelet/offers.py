@@ -23,7 +23,7 @@ from ...core.errors import DeviceError, RequestError
 from ...core.model import Device, Node
 from ...core.quantity import MAX_SLOTS
 from ...core.quoting import shown
-from ...request.dialects import device_name, is_among, usable_devices
+from ...gpu.selectors import device_name, is_among, usable_devices
 from ...state.ledger import capacity_bytes, rule_of
 
 MEMORY, GPU = "memory", "gpu"

@@ -25,7 +25,7 @@ from ...core.errors import DeviceError, GpushareError, what_to_do
 from ...core.model import Device, Node
 from ...core.quoting import shown
 from ...gpu import inventory
-from ...request.dialects import device_name
+from ...gpu.selectors import device_name
 from ...system import sigterm
 from . import offers, protocol, service
 from .protocol import grpc

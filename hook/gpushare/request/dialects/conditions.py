@@ -20,7 +20,7 @@ from ...core.errors import CapacityError, DeviceError, GpushareError, RequestErr
 from ...core.model import Amount, Condition, Device
 from ...core.quantity import amount, bytes_of, human, size_bytes, wrong
 from ...core.quoting import shown
-from . import device_name
+from ...gpu.selectors import device_name
 
 _HINT = "write any or any:2, then with commas model=A100, memory>=40Gi, free>=20Gi, mig=yes or mig=no"
 

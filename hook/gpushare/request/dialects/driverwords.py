@@ -15,7 +15,8 @@ from ...core.model import Inventory
 from ...core.quantity import wrong
 from ...core.quoting import shown
 from ...gpu.drivertable import FEATURES
-from . import Env, find_devices, nvidia, one_value
+from ...gpu.selectors import find_devices
+from . import Env, nvidia, one_value
 
 ENV_IMEX = "NVIDIA_IMEX_CHANNELS"
 MIG_RIGHTS = {"NVIDIA_MIG_CONFIG_DEVICES": "config", "NVIDIA_MIG_MONITOR_DEVICES": "monitor"}

@@ -21,8 +21,9 @@ from typing import Any, Optional
 
 from ...core.errors import DeviceError
 from ...core.model import Device, Inventory, Request, Selection
+from ...gpu.selectors import find_devices
 from .. import oci
-from . import Env, find_devices, nvidia
+from . import Env, nvidia
 
 _CAPABILITY = "/dev/nvidia-caps/nvidia-cap"
 _MODESET_MINOR = 254  # 254 and 255 are control nodes

@@ -19,7 +19,8 @@ from ...core.errors import DeviceError
 from ...core.model import Device, Inventory
 from ...core.quantity import wrong
 from ...core.quoting import setting
-from . import find_devices, parse_devices
+from ...gpu.selectors import find_devices
+from . import parse_devices
 from .demand import BINARY, Beyond, Demand, Limit, flag, fraction, memory, percent
 from .table import DEVICES, Said
 

@@ -1,0 +1,160 @@
+"""Reserve devices for a container that starts: placed and written as one step, under the lock (start path).
+
+reserve(...)             -> "reserved", owned by the start's process
+recover(state_dir, node) -> the leases of a state directory that was lost
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Optional
+
+from ..core.errors import CapacityError, GpushareError, KernelError, what_to_do
+from ..core.model import Bundle, Lease, Node, Request, Share
+from ..core.quoting import shown
+from ..request import policy
+from ..state import leases, pages, rebuild, region, storage
+from ..system import idmap, procs
+from . import livelimits
+
+# (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
+GrantFn = Callable[[Request, Node, tuple[Lease, ...], frozenset[str]], tuple[Share, ...]]
+
+
+def reserve(
+    state_dir: str,
+    bundle: Bundle,
+    request: Request,
+    node: Node,
+    grant_fn: GrantFn,
+    ended: Optional[leases.Ended] = None,
+) -> Lease:
+    """A "reserved" lease owned by this process; `grant_fn` decides against all live leases, under the lock.
+    `ended` is told of the dead ones that made room.
+
+    Raises CapacityError when the id has a live lease, KernelError, and whatever `grant_fn` raises, leaving nothing.
+    Returns with containers/<id> made and holding the lease. The caller calls `storage.empty_trash` afterwards.
+    """
+    dead: list[Lease] = []
+    try:
+        return _reserve(state_dir, bundle, request, node, grant_fn, dead)
+    finally:
+        if ended:
+            for lease in dead:
+                ended(lease)
+
+
+def _reserve(
+    state_dir: str, bundle: Bundle, request: Request, node: Node, grant_fn: GrantFn, dead: list[Lease]
+) -> Lease:
+    me = procs.myself()
+    while True:
+        looked = _look(state_dir, node)
+        with leases.locked(state_dir):
+            if _rebuild(state_dir, node, looked) is None:
+                continue
+            seen = leases.view(state_dir)
+            dead += leases.discard_dead(state_dir, seen)[0]
+            _refuse_taken(bundle.id, seen)
+            policy.refuse_second(request, bundle, seen.live)
+            live = _changed(state_dir, seen.live)
+            shares = grant_fn(request, node, live, seen.blocked(node))
+            new = [share.device.uuid for share in shares if not pages.is_ready(state_dir, share.device.uuid)]
+            if not new:
+                lease = Lease(
+                    id=bundle.id,
+                    state="reserved",
+                    boot_id=procs.boot_id(),
+                    bundle=bundle.path,
+                    shares=shares,
+                    creator_pid=me.pid,
+                    creator_start=me.start,
+                    created=time.time(),
+                    dialect=request.dialect,
+                    driver_version=node.inventory.driver_version,
+                    sandbox=policy.pod_wide(request, bundle),
+                    cri=bool(bundle.container_name),
+                )
+                _make(state_dir, lease, live)
+                return lease
+        for uuid in new:  # the first share of a device: what it needs is mounted, so without the lock
+            pages.prepare(state_dir, uuid)
+
+
+def _refuse_taken(container_id: str, seen: leases.View) -> None:
+    for lease in seen.live:
+        if lease.id == container_id:
+            pid = lease.init_pid or lease.creator_pid
+            raise CapacityError(
+                f"container id {shown(container_id)} already has a lease, {lease.state} by pid {pid} "
+                f"for {shown(lease.bundle)}",
+                "end it, or use another --name" if leases.ends(lease) else "delete that container, or use another id",
+            )
+    for damage in seen.damaged:
+        if damage.id == container_id:
+            raise CapacityError(
+                f"container id {shown(container_id)} has a lease that cannot be read: {damage.reason}",
+                "make sure that it does not run, then `gpushare prune --assume-free`",
+            )
+
+
+def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
+    """Writes a new lease, and takes its pages. Raises KernelError and CapacityError, leaving nothing."""
+    try:
+        os.mkdir(storage.container_dir(state_dir, lease.id), 0o700)
+        idmap.give(storage.container_dir(state_dir, lease.id))
+        leases.rewrite(state_dir, lease)
+        for share in lease.shares:
+            uuid = share.device.uuid
+            holders = {
+                one.page: (other.id, one)
+                for other in (*others, lease)
+                for one in other.shares
+                if one.device.uuid == uuid
+            }
+            pages.take(state_dir, uuid, share.page, {page: who for page, (who, _) in holders.items()})
+            pages.settle(state_dir, uuid, {page: region.granted(one) for page, (_, one) in holders.items()})
+    except (OSError, GpushareError) as error:
+        leases.drop(state_dir, lease.id, lease.shares)
+        if isinstance(error, OSError):
+            raise KernelError(f"directory of {shown(lease.id)}: {error.strerror}", what_to_do(error)) from error
+        raise
+
+
+def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
+    """`live` after changes of limits that go on without us: one that was killed, memory that was given back."""
+    unfinished = os.path.lexists(os.path.join(state_dir, storage.CHANGING))
+    if not unfinished and not any(share.draining_bytes for lease in live for share in lease.shares):
+        return live
+    try:
+        livelimits.finish(state_dir)
+    except GpushareError:  # for `prune` to say
+        return live  # which name no less than what their containers can hold by the limits of before
+    return livelimits.settled(state_dir, live)
+
+
+def recover(state_dir: str, node: Node) -> tuple[str, ...]:
+    """The leases of a state directory that was lost, now rather than at the next start; the ids that got one."""
+    while True:
+        looked = _look(state_dir, node)
+        with leases.locked(state_dir):
+            written = _rebuild(state_dir, node, looked)
+        if written is not None:
+            return written
+
+
+def _look(state_dir: str, node: Node) -> Optional[rebuild.Looked]:
+    if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
+        return None
+    return rebuild.look(state_dir, node)
+
+
+def _rebuild(state_dir: str, node: Node, looked: Optional[rebuild.Looked]) -> Optional[tuple[str, ...]]:
+    """The ids that got a lease; None when the state directory was lost since the look."""
+    if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
+        return ()
+    if looked is None:
+        return None
+    return rebuild.run(state_dir, node, looked)

@@ -1,0 +1,92 @@
+"""Names of devices, as requests and configurations write them: index, uuid, or <gpu>:<mig>. Pure (start path).
+
+find_devices(name, value, token, inventory) -> tuple[Device, ...]   several: MIG devices of one GPU
+device_name(device)                         -> str                  0, or 0:1
+usable_devices(inventory)                   -> tuple[Device, ...]   what can be granted
+is_among(device, listed)                    -> bool
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..core.errors import DeviceError
+from ..core.model import Device, Inventory
+from ..core.quantity import wrong
+from ..core.quoting import setting, shown
+
+_MIN_UUID_PREFIX = len("GPU-") + 8  # as in the examples of NVIDIA's own documentation
+SELECTORS = "all, none, an index, a GPU-<uuid>, a MIG-<uuid>, <gpu>:<mig>, or several of them with commas"
+HINT = f"write {SELECTORS}"
+
+
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def device_name(device: Device) -> str:
+    """Its short name, as a request can write it: 0, or 0:1 for a MIG device."""
+    return f"{device.index}:{device.mig_index}" if device.parent else str(device.index)
+
+
+def is_among(device: Device, listed: Iterable[str]) -> bool:
+    """Whether one of `listed` is this device: index, `<gpu>:<mig>`, uuid in any case, or the uuid of its GPU."""
+    own = {name.lower() for name in (device.uuid, str(device.index), device.parent, device_name(device)) if name}
+    return not own.isdisjoint(name.lower() for name in listed)
+
+
+def usable_devices(inventory: Inventory) -> tuple[Device, ...]:
+    """What can be granted, in the order in which a container counts it: GPUs, or in the place of a GPU with MIG devices
+    those. CUDA sees nothing of such a GPU but them."""
+    divided = {device.parent for device in inventory.mig}
+    whole = [device for device in inventory.devices if device.uuid not in divided]
+    return tuple(sorted((*whole, *inventory.mig), key=lambda device: (device.index, device.mig_index)))
+
+
+def _there(inventory: Inventory) -> str:
+    """What the host has, for an error."""
+    if not inventory.devices:
+        return "this host has no device"
+    some = (*inventory.devices[:8], *inventory.mig[:8])
+    return "this host has " + ", ".join(f"{device_name(device)} ({device.uuid})" for device in some)
+
+
+def _named_gpu(token: str, inventory: Inventory) -> list[Device]:
+    """GPUs by index, or by uuid (any case, or its beginning)."""
+    if is_number(token):
+        index = int(token) if len(token) <= 6 else -1
+        return [device for device in inventory.devices if device.index == index]
+    return [device for device in inventory.devices if device.uuid.lower().startswith(token.lower())]
+
+
+def _named_mig(token: str, inventory: Inventory) -> list[Device]:
+    """MIG devices by `<gpu>:<mig>`, by uuid, or as drivers before 470 named them: MIG-GPU-<uuid>/<gi>/<ci>."""
+    gpu, colon, instance = token.partition(":")
+    if colon and is_number(gpu) and is_number(instance):
+        numbers = (int(gpu), int(instance)) if len(token) <= 12 else (-1, -1)
+        return [device for device in inventory.mig if (device.index, device.mig_index) == numbers]
+    if token[4:8].upper() == "GPU-":
+        return [
+            device
+            for device in inventory.mig
+            if token.lower() == f"mig-{device.parent}/{device.gpu_instance}/{device.compute_instance}".lower()
+        ]
+    return [device for device in inventory.mig if device.uuid.lower().startswith(token.lower())]
+
+
+def find_devices(name: str, value: str, token: str, inventory: Inventory, hint: str = HINT) -> tuple[Device, ...]:
+    """What `token` names: one device, or all MIG devices of one GPU. Raises when it names nothing, or two things;
+    `hint`: what may be written there."""
+    gpu, colon, instance = token.partition(":")
+    is_mig = len(token) >= _MIN_UUID_PREFIX and token[:4].upper() == "MIG-"
+    if is_number(token) or (token[:4].upper() == "GPU-" and len(token) >= _MIN_UUID_PREFIX):
+        found, what = _named_gpu(token, inventory), "device"
+    elif token[:4].upper() == "MIG-" or (colon and is_number(gpu) and is_number(instance)):
+        found, what = _named_mig(token, inventory) if is_mig or colon else [], "MIG device"
+    else:
+        raise wrong(name, value, f"{shown(token)} does not name a device", hint)
+    if len(found) > 1:
+        raise wrong(name, value, f"{shown(token)} names more than one device", "write the whole uuid")
+    if not found:
+        raise DeviceError(f"{setting(name, value)}: no {what} {shown(token)}", _there(inventory))
+    return tuple(device for device in inventory.mig if device.parent == found[0].uuid) or (found[0],)
