@@ -171,7 +171,7 @@ docs/backends.md: hook/gpushare/allocation/backends.py hook/gpushare/allocation/
 docs/metrics.md: hook/gpushare/cli/metrics.py tests/tools/metrics_docs.py
 	$(VENV_PYTHON) tests/tools/metrics_docs.py >$@.new && mv $@.new $@
 
-docs/troubleshooting.md: $(shell find hook/gpushare -name '*.py') $(wildcard hook/launcher/*.c shim/*.c) tests/tools/error_docs.py tests/tools/error_texts.py
+docs/troubleshooting.md: $(shell find hook/gpushare -name '*.py') $(wildcard hook/launcher/*.c shim/*/*.c) tests/tools/error_docs.py tests/tools/error_texts.py
 	PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.error_docs >$@.new && mv $@.new $@
 
 hook/gpushare/request/dialects/triggers.py: hook/gpushare/request/dialects/table.py tests/tools/dialect_docs.py

@@ -100,7 +100,7 @@ def bases(rows: tuple[Row, ...]) -> list[str]:
 def source(rows: tuple[Row, ...]) -> str:
     """The tables. A wrapper that does not exist fails the link, by name."""
     ours = [row.name for row in rows if row.intercepted]
-    lines = [GENERATED, '#include "real.h"', "", "const char *const gs_symbol_name[GS_SYMBOL_COUNT] = {"]
+    lines = [GENERATED, '#include "core/real.h"', "", "const char *const gs_symbol_name[GS_SYMBOL_COUNT] = {"]
     lines += [f'    "{row.name}",' for row in rows]
     lines += ["};", ""]
     lines += [f'extern char wrapper_of_{name}[] __asm__("{name}");' for name in ours]

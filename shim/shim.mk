@@ -9,9 +9,12 @@
 #
 # A name that symbols.tsv calls intercepted and that has no wrapper fails the link.
 
-SHIM_COMMON := quota.c real.c region.c share.c slot.c
-SHIM_CUDA_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(filter-out $(addprefix shim/,$(SHIM_COMMON)) $(wildcard shim/nvml_*.c),$(wildcard shim/*.c)))
-SHIM_NVML_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(wildcard shim/nvml_*.c))
+# Lowest first: a folder includes and calls those before it (tests/tools/shim_layers.py). Only what knows nothing of CUDA
+# is in both libraries.
+SHIM_LAYERS := core limiter accounting oversubscription memory code launch driver
+SHIM_COMMON := $(addprefix core/,quota.c real.c region.c share.c slot.c)
+SHIM_CUDA_SOURCES := $(patsubst shim/%,%,$(wildcard $(SHIM_LAYERS:%=shim/%/*.c)))
+SHIM_NVML_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(wildcard shim/nvml/*.c))
 
 SHIM_CFLAGS := -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -ftls-model=initial-exec -fno-semantic-interposition \
 	-fstack-protector-strong -Wall -Wextra -Wshadow -Werror -MMD -MP
@@ -53,7 +56,7 @@ $(2)/obj/$(1)/%.o: shim/%.c $(2)/gen/$(1)/symbols.h shim/shim.mk
 	@mkdir -p $$(@D)
 	$(3) $$(SHIM_CFLAGS) $(4) -Ishim -I$(2)/gen/$(1) -isystem $$(SHIM_INCLUDE_$(1)) -c -o $$@ $$<
 
--include $$(wildcard $(2)/obj/$(1)/*.d)
+-include $$(wildcard $(2)/obj/$(1)/*/*.d)
 endef
 
 # shim_build(directory, compiler, flags, link flags)

@@ -10,11 +10,11 @@ FUZZ_WRAP := -Wl,--wrap=open -Wl,--wrap=nanosleep
 FUZZ_FILES := tests/fuzz/c/files.c $(FUZZ_WRAP)
 
 # target: what it is linked with, besides what it includes
-FUZZ_WITH_image := $(addprefix shim/,image.c lz4.c ptx.c) $(FUZZ_FILES)
-FUZZ_WITH_ptx := shim/ptx.c
-FUZZ_WITH_lz4 := shim/lz4.c
-FUZZ_WITH_region := $(addprefix shim/,quota.c share.c slot.c) $(FUZZ_FILES)
-FUZZ_WITH_law := $(addprefix shim/,region.c quota.c share.c slot.c) $(wildcard shim/throttle*.c) $(FUZZ_FILES)
+FUZZ_WITH_image := $(addprefix shim/code/,image.c lz4.c ptx.c) $(FUZZ_FILES)
+FUZZ_WITH_ptx := shim/code/ptx.c
+FUZZ_WITH_lz4 := shim/code/lz4.c
+FUZZ_WITH_region := $(addprefix shim/core/,quota.c share.c slot.c) $(FUZZ_FILES)
+FUZZ_WITH_law := $(addprefix shim/core/,region.c quota.c share.c slot.c) $(wildcard shim/limiter/*.c) $(FUZZ_FILES)
 FUZZ_WITH_args := hook/launcher/args.c
 FUZZ_WITH_scan := hook/launcher/scan.c
 FUZZ_WITH_state := hook/launcher/state.c hook/launcher/scan.c
@@ -27,7 +27,7 @@ FUZZ_PROGRAMS := $(addprefix build/fuzz/,$(sort $(FUZZ_TARGETS)))
 fuzz-programs: $(FUZZ_PROGRAMS) build/fuzz/liblauncher.so
 
 # All headers, and what a target includes: any of it changes seldom, and all of them build in seconds.
-$(FUZZ_PROGRAMS): build/fuzz/%: tests/fuzz/c/%.c $(wildcard tests/fuzz/c/*.[ch] shim/*.[ch] shim/include/*.h hook/launcher/*.[ch]) \
+$(FUZZ_PROGRAMS): build/fuzz/%: tests/fuzz/c/%.c $(wildcard tests/fuzz/c/*.[ch] shim/*/*.[ch] hook/launcher/*.[ch]) \
 		$(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h tests/fuzz/fuzz.mk | $(TEST_SETUP)
 	@mkdir -p $(@D)
 	$(FUZZ_CC) $(FUZZ_CFLAGS) $(FUZZ_SANITIZE) -o $@.new $< $(FUZZ_WITH_$*) -lpthread -lm

@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <stdio.h>
 
-#include "gs.h"
+#include "core/gs.h"
 
 #define THREADS 4
 #define KEYS 64u

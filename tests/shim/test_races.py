@@ -64,7 +64,7 @@ def test_taking_all_while_others_put_and_take(tmp_path: Path) -> None:
         "-fsanitize=thread",
         f"-I{TREE}/shim",
     )
-    sources = (TREE / "tests/shim/map_race.c", TREE / "shim/map.c")
+    sources = (TREE / "tests/shim/map_race.c", TREE / "shim/core/map.c")
     subprocess.run(["gcc", *flags, "-o", out, *sources, "-lpthread"], check=True)
     # without address randomisation: ThreadSanitizer finds its shadow on every kernel
     done = subprocess.run(["setarch", "-R", str(out)], capture_output=True, text=True, timeout=100)

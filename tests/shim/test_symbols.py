@@ -11,6 +11,7 @@ import pytest
 
 from shim import gen_symbols
 from tests.lib.host import BUILD, TREE
+from tests.tools import shim_layers
 from tests.tools.nvidia_userland import Userland
 
 ROWS = gen_symbols.read()
@@ -79,11 +80,32 @@ def test_the_shim_exports_exactly_the_intercepted_names(library: str) -> None:
 def test_no_wrapper_is_left_out_of_the_table(library: str) -> None:
     """The linker would hide such a wrapper without a word."""
     written = set()
-    for compiled in (BUILD / "shim" / "obj" / library).glob("*.o"):
+    for compiled in (BUILD / "shim" / "obj" / library).rglob("*.o"):
         text = subprocess.run(["readelf", "-sW", compiled], capture_output=True, text=True, check=True).stdout
         fields = [line.split() for line in text.splitlines()]
         written |= {f[7] for f in fields if len(f) == 8 and f[3:6] == ["FUNC", "GLOBAL", "DEFAULT"] and f[6] != "UND"}
     assert written == {row.name for row in ROWS if row.library == library and row.intercepted}
+
+
+def test_no_folder_calls_one_that_stands_above_it() -> None:
+    objects = BUILD / "shim" / "obj" / "cuda"
+    allowed = shim_layers.layers()
+    defined, used = {}, []
+    for compiled in objects.glob("*/*.o"):
+        if not (TREE / "shim" / compiled.relative_to(objects)).with_suffix(".c").exists():
+            continue  # of an earlier build
+        text = subprocess.run(["nm", compiled], capture_output=True, text=True, check=True).stdout
+        for kind, name in (line.split()[-2:] for line in text.splitlines()):
+            if kind == "U":
+                used.append((compiled, name))
+            elif kind.isupper():
+                defined[name] = compiled.parent.name
+    up = [
+        f"{compiled.parent.name}/{compiled.stem} calls {name} of {defined[name]}"
+        for compiled, name in used
+        if name in defined and defined[name] not in (*allowed[compiled.parent.name], compiled.parent.name)
+    ]
+    assert len(defined) > 100 and up == []
 
 
 def test_a_missing_wrapper_fails_the_link_by_name(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-/* The laws: none, ours (shim/throttle.c, as it is), the one that is common in the field, and one
- * that knows everything. */
+/* The laws: none, ours (shim/limiter/throttle.c, as it is), the one that is common in the field,
+ * and one that knows everything. */
 #include <string.h>
 
 #include "vt.h"

@@ -238,7 +238,7 @@ def test_captures_keep_nobody_from_looking_for_long(
     """Milliseconds."""
     library = tmp_path_factory.getbasetemp() / "blind.so"
     if not library.exists():
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, TREE / "shim/blind.c"], check=True)
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, TREE / "shim/accounting/blind.c"], check=True)
     law = ctypes.CDLL(str(library))
     law.gs_blind_is.restype = ctypes.c_bool
     state = (ctypes.c_uint64 * 2)()
@@ -306,7 +306,7 @@ def test_sanitizers_find_nothing(tenants: list[Tenant]) -> None:
 def test_an_unblocked_launch_is_some_instructions_and_no_clock(tmp_path: Path) -> None:
     source = tmp_path / "hot.c"
     source.write_text(
-        '#include "throttle.h"\n'
+        '#include "limiter/throttle.h"\n'
         "bool hot(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_predictor *f) {\n"
         "    return gs_throttle_try(t, s, f);\n}\n"
     )

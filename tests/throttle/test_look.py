@@ -1,4 +1,4 @@
-"""Looks (shim/throttle_look.c): whose the device is, by events in a stream of our own."""
+"""Looks (shim/limiter/look.c): whose the device is, by events in a stream of our own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # The compute law in virtual time: build/throttle/vt, and vt-asan with AddressSanitizer and UBSan.
 
 comma := ,
-VT_SOURCES := $(wildcard tests/throttle/*.c shim/throttle*.c)
-VT_HEADERS := $(wildcard tests/throttle/*.h shim/throttle*.h)
+VT_SOURCES := $(wildcard tests/throttle/*.c shim/limiter/*.c)
+VT_HEADERS := $(wildcard tests/throttle/*.h shim/limiter/*.h)
 VT_CFLAGS := -std=gnu11 -O2 -g -ffp-contract=off -Wall -Wextra -Werror -Ishim
 
 .PHONY: vt vt-asan

@@ -1,4 +1,4 @@
-/* Runs shim/throttle.c in virtual time and prints the device's own ledger as JSON.
+/* Runs shim/limiter/throttle.c in virtual time and prints the device's own ledger as JSON.
  *
  *     vt seed=1 ms=2500 limit=30,kernel=5us,program=stream limit=70,processes=4
  *

@@ -4,7 +4,7 @@
 #define VT_H
 
 #include "gpu.h"
-#include "throttle.h"
+#include "limiter/throttle.h"
 
 #define FUNCTIONS 3
 #define MAX_PROCESSES 8

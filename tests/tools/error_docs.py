@@ -107,20 +107,19 @@ ADVICE = {
 # Hints that the program works out
 WORKED_OUT = {
     "<what_to_do(error)>": _FULL,
-    "{_OR_ANY_HINT if any_allowed else _DEVICES_HINT}": "write all, none, or what `gpushare devices` shows; several with commas",
     "<rootless.hint()>": "run as root, or set XDG_RUNTIME_DIR to a directory of yours",
 }
 # File of the library -> what to do about what it says
 SHIM_ADVICE = {
-    "compute_launch.c": "give the container a limit of memory only, and tell us what it launches",
-    "cuda_foreign.c": "leave GPUSHARE_OVERSUBSCRIBE out where processes share memory",
-    "cuda_init.c": "start the container anew, with fewer processes; `gpushare doctor`",
-    "cuda_mps.c": "`gpushare mps status`; start the daemon, then the program",
-    "cuda_virtual.c": "leave GPUSHARE_OVERSUBSCRIBE out on this device",
-    "cuda_vmm_host.c": "leave GPUSHARE_OVERSUBSCRIBE out on this device",
-    "getproc.c": "tell us which function it is: the program gets none",
-    "nvml_init.c": "start the container anew",
-    "region.c": "the share's files are damaged, hidden, or of another version: start the container anew",
+    "launch/admit.c": "give the container a limit of memory only, and tell us what it launches",
+    "memory/foreign.c": "leave GPUSHARE_OVERSUBSCRIBE out where processes share memory",
+    "driver/init.c": "start the container anew, with fewer processes; `gpushare doctor`",
+    "driver/mps.c": "`gpushare mps status`; start the daemon, then the program",
+    "oversubscription/virtual.c": "leave GPUSHARE_OVERSUBSCRIBE out on this device",
+    "memory/vmm_host.c": "leave GPUSHARE_OVERSUBSCRIBE out on this device",
+    "driver/getproc.c": "tell us which function it is: the program gets none",
+    "nvml/init.c": "start the container anew",
+    "core/region.c": "the share's files are damaged, hidden, or of another version: start the container anew",
 }
 SYSCALL = (
     '| `CALL PATH: REASON`, as `openat2 "/etc/ld.so.cache": Permission denied` | the kernel refused that call on that path: '

@@ -174,12 +174,12 @@ _REASON = r'refuse\("([^"]+)"\)|\*why = [^;"]*"([^"]+)"(?: : "([^"]+)")?|return 
 def of_shim() -> list[tuple[str, str]]:
     """(file, text): what the library in the container says with GPUSHARE_LOG=1."""
     found = []
-    for path in sorted((TREE / "shim").glob("*.c")):
+    for path in sorted((TREE / "shim").glob("*/*.c")):
         text = path.read_text()
         if "gs_log(" in text:
             logged = [": ".join(part.strip('"') for part in parts if part) for parts in re.findall(_LOGGED, text)]
             reasons = [part for parts in re.findall(_REASON, text) for part in parts if part]
-            found += [(path.name, one) for one in [*logged, *reasons]]
+            found += [(f"{path.parent.name}/{path.name}", one) for one in [*logged, *reasons]]
     return found
 
 

@@ -44,7 +44,7 @@ def ended(child: tuple[int, int, int]) -> None:
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """As shim/region.c: locked, mapped, closed."""
+    """As shim/core/region.c: locked, mapped, closed."""
     fd = os.open(path, os.O_RDWR)
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
     page = mmap.mmap(fd, 4096)

@@ -5,7 +5,7 @@ was that process (`procs.is_first`). In a pid namespace of the host or of a pod,
 constant time, without a walk over processes or mount tables, which tenants and the host's users can make long:
 
     in the cgroup that `own_cgroup` recorded     no other cgroup ever gets the inode number of its directory
-    by a lock on the usage file                  shim/region.c takes it; the kernel keeps it while any process has the
+    by a lock on the usage file                  shim/core/region.c takes it; kept while any process has the
                                                  file mapped, also after fork, chroot, pivot_root or in another cgroup
 """
 

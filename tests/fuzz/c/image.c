@@ -1,5 +1,5 @@
-/* shim/image.c, and what it calls: a program image in a file. */
-#include "image.h"
+/* shim/code/image.c, and what it calls: a program image in a file. */
+#include "code/image.h"
 #include "fuzz.h"
 
 #define PATH "/image"

@@ -1,7 +1,7 @@
-/* shim/compute_pages.c and throttle*.c: a context that launches, while everything that the tenants
- * of its device can write, its own container's files too, is changed under it. Whatever they say,
- * it is told to go or for how long to wait, and it goes in the end. */
-#include "../../../shim/compute_pages.c"
+/* shim/accounting/pages.c and throttle*.c: a context that launches, while everything that the
+ * tenants of its device can write, its own container's files too, is changed under it. Whatever
+ * they say, it is told to go or for how long to wait, and it goes in the end. */
+#include "../../../shim/accounting/pages.c"
 
 #include "fuzz.h"
 

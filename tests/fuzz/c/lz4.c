@@ -1,6 +1,6 @@
-/* shim/lz4.c: the first two bytes are the room for what comes out. */
+/* shim/code/lz4.c: the first two bytes are the room for what comes out. */
+#include "code/image.h"
 #include "fuzz.h"
-#include "image.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     struct input in = {data, data + size};

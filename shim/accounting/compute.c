@@ -1,0 +1,326 @@
+/* The contexts of this process that launch: one law each, from their first launch until they go. */
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include "compute_parts.h"
+
+#define OLD_DEBT (250 * MS) /* what stays of a debt when a limit is raised */
+
+_Atomic uint32_t gs_computes;
+_Atomic uint64_t gs_compute_epoch = 1;
+const struct gs_limits *gs_compute_limits_file;
+
+static _Atomic(struct gs_compute *) table[GS_MAX_COMPUTES];
+
+uint64_t gs_compute_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* ---- limits -----------------------------------------------------------------------------------
+ */
+
+static uint32_t word(const uint32_t *of) {
+    return __atomic_load_n(of, __ATOMIC_RELAXED);
+}
+
+/* A debt is in wall time, by the limit of when it was made: with a higher one it would be paid for
+ * too long. All processes of the container come here, so it is not divided but bounded. */
+static void forgive(struct gs_bucket *bucket) {
+    uint64_t most = gs_compute_now() + OLD_DEBT, tat = atomic_load(&bucket->tat_ns);
+    while (tat > most && !atomic_compare_exchange_weak(&bucket->tat_ns, &tat, most))
+        ;
+}
+
+void gs_compute_limits(struct gs_compute *c) {
+    const struct gs_limits *file = gs_compute_limits_file;
+    if (c->limits_seen == __atomic_load_n(&file->generation, __ATOMIC_ACQUIRE))
+        return;
+    struct gs_limit_now now = gs_limit_now(file, (unsigned)c->dev);
+    struct gs_throttle_limit limit =
+        gs_compute_limit(now.percent < 1 ? 1 : now.percent, now.flags, now.priority, now.weight);
+    c->limits_seen = now.generation;
+    if (limit.ppm > c->law.limit.ppm)
+        forgive(c->law.bucket);
+    c->law.limit = limit;
+    c->law.rate_ppm = limit.weight ? c->law.rate_ppm : limit.ppm;
+    c->stopped = now.flags & GS_DEVICE_PAUSED;
+}
+
+void gs_compute_forget_all(void) {
+    gs_compute_forget();
+}
+
+bool gs_compute_is_limited(int dev) {
+    if (dev < 0)
+        return false; /* not granted: there is no memory on it either */
+    struct gs_limit_now now = gs_limit_now(gs_compute_limits_file, (unsigned)dev);
+    return now.percent < GS_NO_PERCENT || now.flags & GS_DEVICE_COMPUTE_SOFT;
+}
+
+bool gs_compute_is_paused(int dev, uint64_t *generation) {
+    if (dev < 0)
+        return false;
+    struct gs_limit_now now = gs_limit_now(gs_compute_limits_file, (unsigned)dev);
+    *generation = now.generation;
+    return now.flags & GS_DEVICE_PAUSED;
+}
+
+/* While launches are held, what is on the device already gets done, and the others hear of it.
+ * When to look again. */
+uint64_t gs_compute_stopped(struct gs_compute *c) {
+    struct gs_throttle *t = &c->law;
+    uint64_t now = gs_compute_now();
+    gs_throttle_launched(t);
+    gs_throttle_sync_end(t);
+    uint64_t work = t->in_flight_ns > 0 ? (uint64_t)t->in_flight_ns : 0;
+    return now + (t->capturing || t->marked == t->finished ? 1000 * MS : MS + work / 2);
+}
+
+bool gs_compute_ready(const struct gs_view *view) {
+    gs_compute_limits_file = view->limits;
+    for (uint32_t i = 0; i < view->limits->n_devices; i++) {
+        if (!gs_pages_are_open((int)i) && !gs_pages_open(view->limits, i) &&
+            gs_compute_is_limited((int)i))
+            return false;
+    }
+    return true;
+}
+
+/* ---- what the law is given ----------------------------------------------------------------------
+ */
+
+static uint64_t env_now(void *arg) {
+    (void)arg;
+    return gs_compute_now();
+}
+
+/* It captures, or is the legacy stream: another one may capture that would have to wait for it. */
+static bool is_in_capture(CUstream stream) {
+    return stream == CU_STREAM_LEGACY || gs_compute_is_capturing(stream);
+}
+
+/* Not while anything is captured: a stream that is made then may end that. */
+static int look(struct gs_compute *c) {
+    if (c->no_looks || atomic_load(&gs_captures))
+        return -1;
+    if (!c->looks && (!GS_REAL(cuStreamCreate) ||
+                      GS_REAL(cuStreamCreate)(&c->looks, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)) {
+        c->looks = NULL;
+        c->no_looks = true;
+        return -1;
+    }
+    uint64_t marked_ns = c->marked_ns;
+    int event = gs_clock_mark(c, c->looks);
+    c->marked_ns = marked_ns;
+    return event;
+}
+
+/* A per-thread stream is marked by its own thread only. What is put into the legacy stream waits
+ * for all that was launched before it into streams that block, and holds up what comes after: where
+ * both were launched into, a marker could close a circle of waiting that the program does not have.
+ */
+static int env_mark(void *arg, uint32_t number) {
+    struct gs_compute *c = arg;
+    if (number == GS_LOOKS)
+        return look(c);
+    struct gs_known_stream *s = &c->stream[number];
+    if (!s->handle ||
+        (s->handle == CU_STREAM_PER_THREAD && gs_compute_stream_if_known(c, s->handle) != s) ||
+        (s->handle == CU_STREAM_LEGACY && c->mixed) ||
+        (atomic_load(&gs_captures) && is_in_capture(s->handle)))
+        return -1;
+    int event = gs_clock_mark(c, s->handle);
+    s->unmarked = event < 0 ? s->unmarked + 1 : 0;
+    return event;
+}
+
+static bool env_done(void *arg, int event, uint64_t *stamp_ns) {
+    return gs_clock_done(arg, event, stamp_ns);
+}
+
+/* Copies and the like in it are not ours to know of. */
+static bool env_idle(void *arg, uint32_t number) {
+    const struct gs_known_stream *s = &((struct gs_compute *)arg)->stream[number];
+    return s->handle && !atomic_load(&gs_captures) && GS_REAL(cuStreamQuery) &&
+           GS_REAL(cuStreamQuery)(s->handle) == CUDA_SUCCESS;
+}
+
+static uint32_t env_others(void *arg) {
+    return gs_pages_others_ppm(arg);
+}
+
+static unsigned env_peers(void *arg, struct gs_peer *out, unsigned max) {
+    struct gs_compute *c = arg;
+    if (!c->peers_read) {
+        c->peers_n = gs_pages_peers(c, c->peer, MAX_PEERS);
+        c->peers_read = true;
+    }
+    unsigned n = c->peers_n < max ? c->peers_n : max;
+    memcpy(out, c->peer, n * sizeof(*out));
+    return n;
+}
+
+/* ---- the table ------------------------------------------------------------------------------ */
+
+struct gs_compute *gs_compute_find(CUcontext context) {
+    for (unsigned i = 0; context && i < GS_MAX_COMPUTES; i++) {
+        struct gs_compute *c = atomic_load_explicit(&table[i], memory_order_acquire);
+        if (!c)
+            return NULL;
+        if (atomic_load_explicit(&c->context, memory_order_acquire) == context)
+            return c;
+    }
+    return NULL;
+}
+
+/* A record for `context`; the caller holds lock_context. */
+static struct gs_compute *make(const struct gs_here *here) {
+    unsigned i = 0;
+    struct gs_compute *c = NULL;
+    while (i < GS_MAX_COMPUTES && (c = atomic_load(&table[i])) && atomic_load(&c->context))
+        i++;
+    if (i == GS_MAX_COMPUTES)
+        return NULL;
+    if (!c) {
+        c = mmap(NULL, sizeof(*c), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (c == MAP_FAILED)
+            return NULL;
+        c->lock = &gs_self()->lock_compute[i];
+    }
+    gs_lock(c->lock);
+    if (c->used) { /* of another context; fresh memory is not touched before it is needed */
+        memset(c->stream, 0, sizeof(c->stream));
+        memset(c->function, 0, sizeof(c->function));
+        memset(&c->clock, 0, sizeof(c->clock));
+    }
+    c->used = true;
+    c->leaves = false;
+    c->dev = here->dev;
+    c->streams = c->per_thread = 0;
+    c->has_legacy = c->no_looks = false;
+    c->looks = NULL;
+    struct gs_activity left;
+    gs_pages_claim(c, &left);
+    c->env =
+        (struct gs_throttle_env){c, env_now, env_mark, env_done, env_peers, env_idle, env_others};
+    gs_throttle_init(&c->law, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
+                     word(&gs_compute_limits_file->device[c->dev].page));
+    const struct gs_device_limit *l = &gs_compute_limits_file->device[c->dev];
+    uint32_t slice_ns = word(&l->slice_ns), switch_ns = word(&l->switch_ns);
+    c->law.slice_ns = slice_ns ? slice_ns : c->law.slice_ns;
+    c->law.switch_ns = switch_ns ? switch_ns : c->law.switch_ns;
+    c->limits_seen = 0;
+    gs_compute_limits(c);
+    gs_throttle_inherit(&c->law, &left, gs_compute_now());
+    atomic_store(&c->context, here->context);
+    gs_unlock(c->lock);
+    atomic_store(&table[i], c);
+    atomic_fetch_add(&gs_computes, 1);
+    return c;
+}
+
+struct gs_compute *gs_compute_of(const struct gs_here *here) {
+    struct gs_compute *c = gs_compute_find(here->context);
+    if (c || !gs_pages_are_open(here->dev))
+        return c;
+    gs_lock(&gs_self()->lock_context);
+    c = gs_compute_find(here->context);
+    if (!c)
+        c = make(here);
+    gs_unlock(&gs_self()->lock_context);
+    return c;
+}
+
+/* ---- contexts that go ----------------------------------------------------------------------- */
+
+/* What it has on the device cannot be timed by events that go with it. It is charged from the last
+ * known stamp until the context has gone, less what was paid. Nobody else uses them from now on
+ * until it is known (enter, in launch/admit.c): the driver may also refuse to destroy it, and
+ * then nothing was. */
+void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
+    struct gs_compute *c = gs_compute_find(context);
+    *leaving = (struct gs_leaving){.compute = NULL};
+    if (!c)
+        return;
+    gs_lock(c->lock);
+    if (atomic_load(&c->context) == context && !c->leaves) { /* no other thread was first */
+        struct gs_throttle *t = &c->law;
+        c->peers_read = false;
+        if (!t->capturing && !atomic_load(&gs_captures))
+            gs_throttle_sync_end(t);
+        int64_t paid = t->in_flight_ns + (t->open.launches ? t->open.hint_ns : 0);
+        if (paid > 0) {
+            leaving->paid_ns = paid;
+            leaving->since_ns = max64(t->covered_ns, t->busy_from_ns);
+        }
+        c->leaves = true;
+        leaving->compute = c;
+        gs_no_cancel();
+    }
+    gs_unlock(c->lock);
+    gs_compute_forget();
+}
+
+/* Its events, and the stream for looks, went with it. */
+static void gone(struct gs_compute *c) {
+    memset(&c->clock, 0, sizeof(c->clock));
+    c->looks = NULL;
+    gs_pages_give(c);
+    atomic_store(&c->context, NULL);
+    atomic_fetch_sub(&gs_computes, 1);
+}
+
+/* Of an error of work before it nobody knows whether it went all the same. */
+static bool has_stayed(CUresult result) {
+    return result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_INVALID_VALUE ||
+           result == CUDA_ERROR_INVALID_DEVICE || result == CUDA_ERROR_NOT_INITIALIZED;
+}
+
+void gs_compute_context_gone(struct gs_leaving *leaving, CUresult result, bool stays) {
+    struct gs_compute *c = leaving->compute;
+    if (!c)
+        return;
+    gs_lock(c->lock);
+    uint64_t now = gs_compute_now();
+    int64_t took = (int64_t)(now - min64(now, leaving->since_ns));
+    stays |= has_stayed(result);
+    if (!stays && leaving->since_ns && c->law.limit.mode != GS_THROTTLE_UNLIMITED &&
+        (result == CUDA_SUCCESS || took > leaving->paid_ns))
+        gs_throttle_adjust(&c->law, took - leaving->paid_ns, now);
+    c->leaves = false;
+    if (!stays)
+        gone(c);
+    gs_unlock(c->lock);
+    gs_cancel_again();
+}
+
+/* It went without having been said to go. */
+void gs_compute_context_lost(CUcontext context) {
+    struct gs_compute *c = gs_compute_find(context);
+    if (!c)
+        return;
+    gs_lock(c->lock);
+    if (atomic_load(&c->context) == context && !c->leaves)
+        gone(c);
+    gs_unlock(c->lock);
+    gs_compute_forget();
+}
+
+/* ---- functions that change ------------------------------------------------------------------ */
+
+/* What it took so far stays the expectation until the first new measurement, which counts fully. */
+void gs_compute_changed(const void *function) {
+    for (unsigned i = 0; i < GS_MAX_COMPUTES && atomic_load(&gs_computes) && gs_slot(); i++) {
+        struct gs_compute *c = atomic_load_explicit(&table[i], memory_order_acquire);
+        if (!c)
+            return;
+        gs_lock(c->lock);
+        for (unsigned k = 0; k < GS_PREDICTORS; k++)
+            if (c->function[k].function == function)
+                c->function[k].law.samples = 0;
+        gs_unlock(c->lock);
+    }
+}

@@ -1,0 +1,59 @@
+/* Which context is current, and which device it is on: what every wrapper asks first. */
+#ifndef GPUSHARE_CONTEXT_H
+#define GPUSHARE_CONTEXT_H
+
+#ifndef __CUDA_API_VERSION_INTERNAL
+#define __CUDA_API_VERSION_INTERNAL
+#endif
+#include <cuda.h>
+
+#include "gs.h"
+#include "real.h"
+
+#define GS_MAX_ORDINALS 64
+
+/* `real` = the driver's own function; without one the wrapper ends here. */
+#define GS_NEED(real, fn) \
+    __typeof__(&fn) real = GS_REAL(fn); \
+    if (!real) \
+    return CUDA_ERROR_NOT_SUPPORTED
+
+struct gs_here {
+    CUcontext context;
+    CUdevice device;
+    int dev;
+};
+/* The calling thread's current context; false when there is none. */
+bool gs_here(struct gs_here *here);
+/* A device's slot in the limits file, GS_NO_DEV when it was not granted. */
+int gs_dev_of(CUdevice device);
+/* Filled in by cuInit. */
+void gs_devices_learn(void);
+/* The device that a stream works on. */
+bool gs_here_of_stream(CUstream stream, struct gs_here *here);
+
+/* A stream as it was given to a function of per-thread streams. */
+static inline CUstream gs_per_thread(CUstream stream) {
+    return stream ? stream : CU_STREAM_PER_THREAD;
+}
+
+/* Addresses of device memory that this process has. */
+extern struct gs_map gs_memory;
+
+/* ---- the table of contexts, for those who make and destroy them ------------------------------ */
+
+/* context -> entry: bytes = its charge, extra = device | attached uses << 32 */
+extern struct gs_map gs_contexts;
+static inline uint64_t gs_context_key(CUcontext context) {
+    return (uint64_t)(uintptr_t)context;
+}
+/* What a context takes on a device, by the limits file. */
+uint64_t gs_context_overhead(int dev);
+/* Record a context that was made, with what was charged for it; false when it is known already.
+ * A new one may have the handle of one that went, which other threads still remember. Without
+ * memory for a record the charge stays. */
+bool gs_context_learn(CUcontext context, CUdevice device, uint64_t bytes);
+/* One went: what threads remember of their current context is void. */
+void gs_context_forget(void);
+
+#endif

@@ -1,0 +1,213 @@
+/* The shim's internal header. Three layers, each uses only the ones above it:
+ *
+ *   region   the two shared files, validated and mapped           region.c
+ *   slot     this process's slot in the usage file                slot.c
+ *   quota    reserve, release and read, per device                quota.c
+ *   share    memory that several processes hold                share.c
+ *   map      key -> entry, lock-free                              map.c
+ *   blocks   how many allocations touch a 2 MiB block             blocks.c
+ *   charge   an allocation's charge, from call to free            charge.c
+ *   cuda_*   one thin wrapper per intercepted function
+ *
+ * region, slot and quota know nothing of CUDA: libnvidia-ml.so is built from them too.
+ * "dev" is a device's slot in the limits file, 0..15, or GS_NO_DEV (limit 0).
+ */
+#ifndef GPUSHARE_GS_H
+#define GPUSHARE_GS_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "include/gpushare_abi.h"
+
+#ifndef GS_EXPORT
+#define GS_EXPORT __attribute__((visibility("default")))
+
+/* Of this function its callers know nothing. clang, which builds releases, has no word for that. */
+#if __has_attribute(noipa)
+#define GS_APART __attribute__((noinline, noipa))
+#else
+#define GS_APART __attribute__((noinline))
+#endif
+#endif
+#define GS_NO_DEV (-1)
+#define GS_BLOCK_SHIFT 21u
+#define GS_BLOCK (UINT64_C(1) << GS_BLOCK_SHIFT) /* the driver's physical block */
+#define GS_NO_BYTES (UINT64_C(1) << 62)          /* sizes from here on are never granted */
+
+/* ---- region.c ------------------------------------------------------------------------- */
+
+struct gs_view {
+    const struct gs_limits *limits;
+    struct gs_usage *usage;
+};
+
+/* Both files, mapped once for the life of the process; NULL when refused. */
+const struct gs_view *gs_region(void);
+/* Why the last gs_region() gave NULL; a static string. */
+const char *gs_region_refusal(void);
+/* The slot of the device with this raw uuid, or GS_NO_DEV. */
+int gs_slot_of_uuid(const uint8_t uuid[16]);
+/* Map one file of exactly `size` bytes, or NULL with `*why`; the descriptor is closed. */
+void *gs_map_exact(const char *path, int flags, int prot, size_t size, const char **why);
+/* One line on stderr; silent unless GPUSHARE_LOG=1 was set when the log was opened. */
+void gs_log_open(void);
+void gs_log(const char *text, const char *detail);
+
+/* ---- slot.c --------------------------------------------------------------------------- */
+
+/* What belongs to this process and not to its forked children: the kernel wipes the page in a
+ * child (MADV_WIPEONFORK), locks included, so a child neither has a slot nor can hang on a lock
+ * that another thread of its parent held. */
+struct gs_self {
+    _Atomic(struct gs_slot *) slot;
+    uint32_t index;
+    _Atomic uint32_t lock_init;
+    _Atomic uint32_t lock_context;
+    _Atomic uint32_t lock_limit;
+    _Atomic uint32_t lock_vmm;
+    _Atomic uint32_t lock_pool;
+    _Atomic uint32_t lock_virtual;
+    _Atomic uint32_t lock_border;
+    _Atomic uint32_t lock_compute[64]; /* of one context's law each: GS_MAX_COMPUTES */
+};
+
+/* The page, made at the first call; NULL when the kernel has no memory. */
+struct gs_self *gs_self(void);
+/* Claim a slot for this process; false when all are taken or no thread can be made. Its parked
+ * thread calls `changed` whenever limits have changed. */
+bool gs_slot_claim(const struct gs_view *view, void (*changed)(void));
+/* Tiny futex locks, for paths that are slow anyway; never on the way of a plain allocation. */
+void gs_lock(_Atomic uint32_t *word);
+void gs_unlock(_Atomic uint32_t *word);
+/* Around what a thread must finish that others wait for: one that is cancelled in between (open,
+ * pread and the driver are places where it may be) would leave them waiting. As with a lock held.
+ */
+void gs_no_cancel(void);
+void gs_cancel_again(void);
+
+extern _Atomic(struct gs_self *) gs_self_page;
+
+/* This process's slot; NULL before cuInit and in a forked child. */
+static inline struct gs_slot *gs_slot(void) {
+    struct gs_self *self = atomic_load_explicit(&gs_self_page, memory_order_acquire);
+    return self ? atomic_load_explicit(&self->slot, memory_order_acquire) : NULL;
+}
+
+/* ---- quota.c -------------------------------------------------------------------------- */
+
+/* Bytes charged by all live processes of the container. */
+uint64_t gs_used(int dev);
+/* The memory limit: 0 for GS_NO_DEV, GS_UNLIMITED when there is none. */
+uint64_t gs_limit(int dev);
+/* Where the part of a share is counted that lies on the host; all functions here take it as a
+ * "dev", whose limit is 0 where there is no such part. */
+static inline int gs_host_part(int dev) {
+    return dev < 0 ? dev : (int)GS_HOST_PART((unsigned)dev);
+}
+/* Both parts together: what a program is told. */
+struct gs_whole {
+    uint64_t limit, used;
+    bool oversubscribed;
+};
+struct gs_whole gs_whole(int dev);
+/* What may change while a container lives, all of one moment. */
+struct gs_limit_now {
+    uint64_t generation, memory_bytes, virtual_bytes;
+    uint32_t percent, priority, weight, flags;
+};
+struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev);
+/* The same as the host says it, also where MPS holds the percentage. */
+struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev);
+/* Limits of this container have changed since it began. */
+bool gs_limits_changed(void);
+/* Charge this process; false when the container would be over its limit. */
+bool gs_reserve(int dev, uint64_t bytes);
+/* The same for what the other part of the share holds until the caller releases it there. */
+bool gs_reserve_moved(int dev, uint64_t bytes);
+/* The same for a bound, of which most is given back as soon as a call returns. */
+bool gs_bound(int dev, uint64_t bytes);
+void gs_bound_end(int dev, uint64_t bytes);
+/* gs_reserve, and while others hold bounds wait a moment for them to be given back. */
+bool gs_reserve_patiently(int dev, uint64_t bytes);
+/* Charge what is already there: cannot be refused. */
+void gs_charge_anyway(int dev, uint64_t bytes);
+void gs_release(int dev, uint64_t bytes);
+/* True when the container holds more than its limit (after gs_charge_anyway). */
+bool gs_over(int dev);
+/* The same for a moment that what others reserve and give back at once does not last. */
+bool gs_over_lastingly(int dev);
+void gs_count_refusal(int dev);
+void gs_warn(uint32_t warning);
+/* Call `each` for every live process that has charges on `dev`; returns how many there were. */
+unsigned gs_processes(int dev, void (*each)(uint32_t pid, uint64_t bytes, void *arg), void *arg);
+
+static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
+    return bytes >= GS_NO_BYTES ? GS_NO_BYTES : (bytes + unit - 1) / unit * unit;
+}
+
+/* ---- share.c -------------------------------------------------------------------------- */
+
+/* A slot whose process is alive. */
+bool gs_alive(const struct gs_slot *slot);
+/* A row for memory that this process exports (`bytes` on `dev`) or opens. -1 when there is none: an
+ * export must then stay charged for the life of the process; for an opening all is seen to. */
+int gs_share_add(uint64_t id, bool import, int dev, uint64_t bytes);
+/* The memory was freed here. The container is charged for it from now on while somebody has it
+ * open; the caller gives its own charge up afterwards. */
+void gs_share_freed(int row);
+/* Closed here, or never opened after all. */
+void gs_share_closed(int row);
+/* Bytes that are charged to nobody, since whoever exported them has freed them or died. `surely`:
+ * only what somebody alive has open. */
+uint64_t gs_share_orphans(const struct gs_usage *usage, int dev, bool surely);
+/* An id of these bytes, never 0. */
+uint64_t gs_share_id(const void *name, size_t size);
+
+/* ---- map.c ---------------------------------------------------------------------------- */
+
+enum gs_kind {
+    GS_KIND_LINEAR = 1, /* an address range: charged by the blocks that it touches */
+    GS_KIND_WHOLE,      /* charged `bytes` */
+    GS_KIND_POOLED,     /* memory of pool number `extra`; the pool is charged, not this */
+    GS_KIND_FOREIGN,    /* another process's memory, opened here */
+    GS_KIND_VIRTUAL, /* managed: of `bytes`, `extra` count on the device (oversubscription/border.c)
+                      */
+};
+
+struct gs_entry {
+    uint64_t bytes;
+    uint64_t context; /* CUcontext, 0 when not bound to one */
+    uint64_t extra;
+    int32_t dev;
+    uint32_t kind;
+};
+
+struct gs_map_segment;
+struct gs_map {
+    _Atomic(struct gs_map_segment *) segment[12];
+};
+
+/* Keys are never 0 nor >= UINT64_MAX - 1. put: false without memory. take: exactly one taker wins.
+ */
+bool gs_map_put(struct gs_map *map, uint64_t key, const struct gs_entry *entry);
+bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out);
+bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out);
+/* Another `extra` where it is `before`; who takes the key out meanwhile has it, or this is false.
+ */
+bool gs_map_swap(struct gs_map *map, uint64_t key, uint64_t before, uint64_t after);
+/* Take every entry for which `want` is true, one by one; `taken` is called for each. */
+void gs_map_take_all(struct gs_map *map,
+                     bool (*want)(uint64_t key, const struct gs_entry *e, void *arg),
+                     void (*taken)(uint64_t key, const struct gs_entry *e, void *arg), void *arg);
+
+/* ---- blocks.c ------------------------------------------------------------------------- */
+
+/* Count [address, address + bytes) in; returns the bytes of blocks that nothing touched before. */
+uint64_t gs_blocks_take(uint64_t address, uint64_t bytes);
+/* Count it out; returns the bytes of blocks that nothing touches any more. */
+uint64_t gs_blocks_give(uint64_t address, uint64_t bytes);
+
+#endif

@@ -1,0 +1,123 @@
+/* cuGetProcAddress: the driver chooses the function (version, per-thread streams), we replace the
+ * pointer by our wrapper of that same function. The driver's answers are addresses of its exports,
+ * so no table of versions is needed. What we intercept but do not recognise is not handed out at
+ * all. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "driver.h"
+
+/* Hash of the driver's addresses -> index into gs_wrapper, plus 1; 0 = empty. Filled once, by any
+ * number of threads at a time: they all write the same. */
+#define TABLE_BITS 11u
+#define TABLE_SIZE (1u << TABLE_BITS)
+static _Atomic uint16_t table[TABLE_SIZE];
+static _Atomic bool table_ready;
+_Static_assert(GS_WRAPPER_COUNT * 2 < TABLE_SIZE, "the table must stay half empty");
+
+static unsigned hash(const void *function) {
+    return (unsigned)(((uint64_t)(uintptr_t)function * UINT64_C(0x9e3779b97f4a7c15)) >>
+                      (64 - TABLE_BITS));
+}
+
+static void enter(unsigned wrapper) {
+    void *function = gs_real(gs_wrapper[wrapper].symbol);
+    if (!function)
+        return;
+    for (unsigned at = hash(function);; at = (at + 1) % TABLE_SIZE) {
+        uint16_t seen = 0;
+        if (atomic_compare_exchange_strong(&table[at], &seen, (uint16_t)(wrapper + 1)))
+            return;
+        if (gs_real(gs_wrapper[seen - 1].symbol) == function)
+            return; /* entered already, or the driver has two names for it */
+    }
+}
+
+static void *wrapper_of(const void *function) {
+    if (!atomic_load_explicit(&table_ready, memory_order_acquire)) {
+        for (unsigned i = 0; i < GS_WRAPPER_COUNT; i++)
+            enter(i);
+        atomic_store_explicit(&table_ready, true, memory_order_release);
+    }
+    for (unsigned at = hash(function);; at = (at + 1) % TABLE_SIZE) {
+        uint16_t seen = atomic_load_explicit(&table[at], memory_order_acquire);
+        if (!seen)
+            return NULL;
+        if (gs_real(gs_wrapper[seen - 1].symbol) == function)
+            return gs_wrapper[seen - 1].function;
+    }
+}
+
+/* ---- names ------------------------------------------------------------------------------------
+ */
+
+/* Length without a "_v<digits>" and a "_ptds" or "_ptsz" at the end. */
+static size_t base_length(const char *name) {
+    size_t length = strlen(name), digits = length;
+    if (length > 5 && (!strcmp(name + length - 5, "_ptds") || !strcmp(name + length - 5, "_ptsz")))
+        digits = length -= 5;
+    while (digits > 0 && name[digits - 1] >= '0' && name[digits - 1] <= '9')
+        digits--;
+    bool version =
+        digits < length && digits > 2 && name[digits - 1] == 'v' && name[digits - 2] == '_';
+    return version ? digits - 2 : length;
+}
+
+static int compare_base(const void *key, const void *element) {
+    const char *name = key, *base = *(const char *const *)element;
+    size_t length = base_length(name), other = strlen(base);
+    int order = memcmp(name, base, length < other ? length : other);
+    return order ? order : (length > other) - (length < other);
+}
+
+static bool is_intercepted(const char *name) {
+    return bsearch(name, gs_base_name, GS_BASE_COUNT, sizeof(gs_base_name[0]), compare_base);
+}
+
+/* A driver that is not bound to itself (-Bsymbolic, as NVIDIA's is) takes our wrappers for its own.
+ */
+static bool is_ours(const void *function) {
+    for (unsigned i = 0; i < GS_WRAPPER_COUNT; i++)
+        if (gs_wrapper[i].function == function)
+            return true;
+    return false;
+}
+
+/* False: the driver gave a function of an intercepted name that is none of its exports. */
+static bool replace(const char *symbol, void **function) {
+    void *wrapper = wrapper_of(*function);
+    if (wrapper) {
+        *function = wrapper;
+        return true;
+    }
+    if (!is_intercepted(symbol) || is_ours(*function))
+        return true;
+    gs_log("cuGetProcAddress: not handed out, since it is not an export of the driver", symbol);
+    gs_warn(GS_WARN_UNKNOWN_PROC);
+    *function = NULL;
+    return false;
+}
+
+/* A name that no driver has: asked for it, the driver itself says "not found" in its own way (535
+ * answers CUDA_SUCCESS, a NULL pointer and a status through _v2, CUDA_ERROR_NOT_FOUND through the
+ * first version). */
+#define NO_SUCH_FUNCTION "cuGpushareNoSuchFunction"
+
+GS_EXPORT CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion,
+                                            cuuint64_t flags) {
+    GS_NEED(real, cuGetProcAddress);
+    CUresult result = real(symbol, pfn, cudaVersion, flags);
+    if (result != CUDA_SUCCESS || !symbol || !pfn || !*pfn || replace(symbol, pfn))
+        return result;
+    return real(NO_SUCH_FUNCTION, pfn, cudaVersion, flags);
+}
+
+GS_EXPORT CUresult CUDAAPI cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion,
+                                               cuuint64_t flags,
+                                               CUdriverProcAddressQueryResult *symbolStatus) {
+    GS_NEED(real, cuGetProcAddress_v2);
+    CUresult result = real(symbol, pfn, cudaVersion, flags, symbolStatus);
+    if (result != CUDA_SUCCESS || !symbol || !pfn || !*pfn || replace(symbol, pfn))
+        return result;
+    return real(NO_SUCH_FUNCTION, pfn, cudaVersion, flags, symbolStatus);
+}

@@ -1,0 +1,75 @@
+/* What a program is told about memory: its own limit and use. The driver is always asked first, so
+ * its errors and its view of NULL pointers stay what they are. */
+#include "driver.h"
+
+struct answer {
+    uint64_t free, total;
+};
+
+/* Total is the limit, used is the container's, free is never more than the driver itself has, where
+ * the share has no part on the host. */
+static struct answer share(int dev, uint64_t free_real, uint64_t total_real) {
+    gs_pools_settle(dev);
+    struct gs_whole whole = gs_whole(dev);
+    if (whole.oversubscribed)
+        total_real = free_real = UINT64_MAX;
+    uint64_t total = whole.limit < total_real ? whole.limit : total_real;
+    uint64_t left = whole.used < total ? total - whole.used : 0;
+    return (struct answer){left < free_real ? left : free_real, total};
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemGetInfo_v2(size_t *free, size_t *total) {
+    GS_NEED(real, cuMemGetInfo_v2);
+    struct gs_here here;
+    CUresult result = real(free, total);
+    if (result != CUDA_SUCCESS || !free || !total || !gs_slot() || !gs_here(&here))
+        return result;
+    struct answer answer = share(here.dev, *free, *total);
+    *free = answer.free;
+    *total = answer.total;
+    return result;
+}
+
+static unsigned int clamp(uint64_t bytes) {
+    return bytes > UINT32_MAX ? UINT32_MAX : (unsigned int)bytes;
+}
+
+/* The 32-bit form: answered from the 64-bit one, since a clamped total says nothing. */
+GS_EXPORT CUresult CUDAAPI cuMemGetInfo(unsigned int *free, unsigned int *total) {
+    GS_NEED(real, cuMemGetInfo);
+    struct gs_here here;
+    size_t free_real, total_real;
+    __typeof__(&cuMemGetInfo_v2) wide = GS_REAL(cuMemGetInfo_v2);
+    CUresult result = real(free, total);
+    if (result != CUDA_SUCCESS || !free || !total || !gs_slot() || !gs_here(&here))
+        return result;
+    if (!wide || wide(&free_real, &total_real) != CUDA_SUCCESS) {
+        free_real = *free;
+        total_real = *total;
+    }
+    struct answer answer = share(here.dev, free_real, total_real);
+    *free = clamp(answer.free);
+    *total = clamp(answer.total);
+    return result;
+}
+
+static uint64_t total_of(CUdevice device, uint64_t real) {
+    struct gs_whole whole = gs_whole(gs_dev_of(device));
+    return whole.oversubscribed || whole.limit < real ? whole.limit : real;
+}
+
+GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem_v2(size_t *bytes, CUdevice dev) {
+    GS_NEED(real, cuDeviceTotalMem_v2);
+    CUresult result = real(bytes, dev);
+    if (result == CUDA_SUCCESS && bytes && gs_slot())
+        *bytes = total_of(dev, *bytes);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem(unsigned int *bytes, CUdevice dev) {
+    GS_NEED(real, cuDeviceTotalMem);
+    CUresult result = real(bytes, dev);
+    if (result == CUDA_SUCCESS && bytes && gs_slot())
+        *bytes = clamp(total_of(dev, *bytes));
+    return result;
+}

@@ -1,0 +1,301 @@
+/* A launch that is not one of those that a thread remembers, or that is not paid for yet; and the
+ * calls that block. The lock of the context is held while the law is asked, never while waiting nor
+ * in the launch itself. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "accounting/compute_parts.h"
+#include "launch.h"
+#include "oversubscription/oversubscription.h"
+
+#define OVERLAP (4 * MS) /* so long launches that overlap go without a marker */
+#define UNMARKED 64u     /* a stream in which so many markers fail cannot be limited */
+#define MEMORIES 8u      /* contexts of which a thread remembers launches */
+
+struct gs_memory gs_no_memory; /* no launch has an epoch of 0; never written to */
+_Thread_local struct gs_memory *gs_memory_of_thread = &gs_no_memory;
+
+static pthread_key_t at_exit_of_thread;
+static _Atomic int key_state; /* 0: none yet, 1: being made, 2: there, 3: cannot be made */
+
+/* ---- what a thread remembers ---------------------------------------------------------------- */
+
+static void thread_ends(void *first) {
+    gs_memory_of_thread = &gs_no_memory; /* destructors that run after this one may still launch */
+    for (struct gs_memory *memory = first, *next; memory; memory = next) {
+        next = memory->next;
+        free(memory);
+    }
+}
+
+static bool have_key(void) {
+    int none = 0;
+    if (atomic_compare_exchange_strong(&key_state, &none, 1))
+        atomic_store(&key_state, pthread_key_create(&at_exit_of_thread, thread_ends) == 0 ? 2 : 3);
+    return atomic_load(&key_state) == 2;
+}
+
+void gs_other_current(CUcontext context) {
+    struct gs_memory *memory =
+        context && atomic_load(&key_state) == 2 ? pthread_getspecific(at_exit_of_thread) : NULL;
+    while (memory && memory->context != context)
+        memory = memory->next;
+    gs_memory_of_thread = memory ? memory : &gs_no_memory;
+}
+
+/* Makes one for `context`, which has none. Of many contexts, the oldest is forgotten. */
+static bool make_memory(CUcontext context) {
+    if (!have_key())
+        return false;
+    struct gs_memory *first = pthread_getspecific(at_exit_of_thread), *fresh = NULL;
+    unsigned n = 0;
+    for (struct gs_memory **at = &first; *at; at = &(*at)->next)
+        if (++n == MEMORIES) {
+            fresh = *at;
+            *at = NULL;
+            break;
+        }
+    if (!fresh)
+        fresh = aligned_alloc(_Alignof(struct gs_memory), sizeof(*fresh));
+    if (!fresh)
+        return false;
+    memset(fresh, 0, sizeof(*fresh));
+    fresh->context = context;
+    fresh->next = first;
+    if (pthread_setspecific(at_exit_of_thread, fresh) != 0) {
+        free(fresh);
+        return false;
+    }
+    gs_memory_of_thread = fresh;
+    return true;
+}
+
+static void remember(CUcontext context, const struct gs_remembered *what) {
+    gs_now_current(context);
+    if (context && (gs_memory_of_thread != &gs_no_memory || make_memory(context)))
+        *gs_remembered_at(gs_memory_of_thread, what->function, what->grid.x) = *what;
+}
+
+/* ---- around the law ------------------------------------------------------------------------- */
+
+struct bracket {
+    CUcontext before;
+    CUstreamCaptureMode mode;
+    bool pushed, relaxed;
+};
+
+/* Our own calls are in `context`, and break no capture of the program's. False: the record is not
+ * this context's any more, and another thread may have destroyed all that is in it; leave. */
+static bool enter(struct bracket *b, struct gs_compute *c, CUcontext context) {
+    *b = (struct bracket){.mode = CU_STREAM_CAPTURE_MODE_RELAXED};
+    __typeof__(&cuThreadExchangeStreamCaptureMode) exchange =
+        GS_REAL(cuThreadExchangeStreamCaptureMode);
+    b->relaxed = exchange && exchange(&b->mode) == CUDA_SUCCESS;
+    if (GS_REAL(cuCtxGetCurrent)(&b->before) == CUDA_SUCCESS && b->before != context)
+        b->pushed = GS_REAL(cuCtxPushCurrent_v2)(context) == CUDA_SUCCESS;
+    gs_lock(c->lock);
+    while (c->leaves) {
+        uint64_t generation = c->limits_seen;
+        gs_unlock(c->lock);
+        gs_compute_wait(gs_compute_now() + POLL, generation);
+        gs_lock(c->lock);
+    }
+    c->peers_read = false;
+    c->law.capturing = gs_captures_blind() || (atomic_load(&gs_captures) && !b->relaxed);
+    c->mixed = gs_compute_is_mixed(c);
+    gs_compute_limits(c);
+    return atomic_load(&c->context) == context;
+}
+
+static void leave(struct bracket *b, struct gs_compute *c) {
+    CUcontext popped;
+    gs_unlock(c->lock);
+    if (b->pushed)
+        GS_REAL(cuCtxPopCurrent_v2)(&popped);
+    if (b->relaxed)
+        GS_REAL(cuThreadExchangeStreamCaptureMode)(&b->mode);
+}
+
+/* ---- a launch ------------------------------------------------------------------------------- */
+
+struct wish {
+    const void *function;
+    struct gs_grid grid;
+    CUstream stream;
+    bool overlaps;
+    struct gs_known_stream *s;
+    struct gs_predictor *f;
+    uint64_t generation;
+    CUresult refused;
+    bool counted;  /* as underway in its stream */
+    uint32_t turn; /* of the law, in which launches like this one count; 0: they do not */
+};
+
+/* 0: go ahead, else when to ask again. */
+static uint64_t ask(struct gs_compute *c, CUcontext context, struct wish *w, bool *mark) {
+    struct bracket b;
+    bool there = enter(&b, c, context);
+    uint64_t until = 0;
+    w->generation = c->limits_seen;
+    if (!there) { /* gone meanwhile: the driver will say so */
+        leave(&b, c);
+        return 0;
+    }
+    w->s = gs_compute_stream(c, w->stream);
+    if (!w->s) { /* all that are known have launches without a marker */
+        gs_throttle_launched(&c->law);
+        w->s = gs_compute_stream(c, w->stream);
+    }
+    w->f = gs_compute_function(c, w->function, w->grid);
+    if (c->stopped) {
+        until = gs_compute_stopped(c);
+    } else if (!w->s || (w->s->unmarked > UNMARKED && c->law.limit.mode != GS_THROTTLE_UNLIMITED)) {
+        w->refused = CUDA_ERROR_NOT_SUPPORTED;
+        gs_log("launch refused", "nothing can be timed in its stream, so its limit cannot be held");
+    } else {
+        if (w->overlaps && gs_compute_now() - c->marked_ns < OVERLAP)
+            c->law.capturing = true;
+        until = gs_throttle_slow(&c->law, &w->s->law, w->f);
+        w->counted = !until;
+        /* Of several threads with streams of their own each marks its launches at once: nobody else
+         * can do it later. */
+        *mark = w->s->law.mark || (w->stream == CU_STREAM_PER_THREAD && c->per_thread > 1 &&
+                                   !until && !c->law.capturing);
+        if (gs_throttle_counts(&c->law, &w->s->law, w->f))
+            w->turn = atomic_load(&c->law.turn);
+    }
+    leave(&b, c);
+    return until;
+}
+
+CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
+                          CUstream stream, bool overlaps, bool again) {
+    struct gs_here here;
+    CUstream named = stream ? stream : CU_STREAM_LEGACY;
+    struct wish w = {function, grid, named, overlaps, NULL, NULL, 0, CUDA_SUCCESS, false, 0};
+    uint64_t until;
+    *a = (struct gs_admission){0};
+    uint64_t epoch = atomic_load(&gs_compute_epoch);
+    uint32_t captures = atomic_load(&gs_captures);
+    if (!gs_slot() || (captures && gs_compute_is_capturing(named)))
+        return CUDA_SUCCESS;
+    CUcontext current = NULL;
+    if (!gs_here_of_stream(stream, &here) || GS_REAL(cuCtxGetCurrent)(&current) != CUDA_SUCCESS)
+        return CUDA_SUCCESS; /* the driver refuses it */
+    gs_now_current(current);
+    if (!captures && gs_turns(here.dev)) { /* each launch asks, so none is remembered */
+        again = false;
+        if (current == here.context)
+            gs_turn_admit(&here, stream);
+    }
+    struct gs_compute *c = gs_compute_of(&here);
+    if (!c && gs_compute_is_limited(here.dev))
+        return CUDA_ERROR_NOT_SUPPORTED; /* more contexts than can be kept apart */
+    while (!c && gs_compute_is_paused(here.dev, &w.generation))
+        gs_compute_wait(gs_compute_now() + 1000 * MS, w.generation);
+    while (c && (until = ask(c, here.context, &w, &a->mark)))
+        gs_compute_wait(until, w.generation);
+    if (!c || w.refused != CUDA_SUCCESS)
+        return w.refused;
+    a->s = w.counted ? &w.s->law : NULL;
+    if (a->mark) {
+        a->compute = c;
+        a->context = here.context;
+        a->f = w.f;
+    }
+    if (again && !captures && w.s)
+        remember(current, &(struct gs_remembered){function, stream, grid, w.turn, epoch, &c->law,
+                                                  &w.s->law, w.f});
+    return CUDA_SUCCESS;
+}
+
+void gs_compute_launched_marked(struct gs_admission *a, CUresult result) {
+    struct gs_compute *c = a->compute;
+    struct bracket b;
+    if (enter(&b, c, a->context)) {
+        uint32_t marked = c->law.marked;
+        if (result != CUDA_SUCCESS)
+            gs_throttle_refused(&c->law, a->f);
+        gs_throttle_launched(&c->law);
+        if (c->law.marked == marked) /* not recorded: nothing will say what it took */
+            a->f->probing = false;
+    }
+    leave(&b, c);
+}
+
+/* ---- calls that block ----------------------------------------------------------------------- */
+
+struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
+    struct bracket b;
+    if (!gs_slot() || (!context && GS_REAL(cuCtxGetCurrent)(&context) != CUDA_SUCCESS))
+        return NULL;
+    struct gs_compute *c = gs_compute_find(context);
+    /* Without launches since the last marker there is nothing to do: most of a program's many
+     * synchronisations pay a look for it. */
+    if (!c || !__atomic_load_n(&c->law.dirty, __ATOMIC_RELAXED))
+        return c;
+    if (enter(&b, c, context))
+        gs_throttle_sync_begin(&c->law);
+    leave(&b, c);
+    return c;
+}
+
+void gs_compute_sync_end_in(struct gs_compute *c) {
+    struct bracket b;
+    CUcontext context = atomic_load(&c->context);
+    if (!context || __atomic_load_n(&c->law.marked, __ATOMIC_RELAXED) ==
+                        __atomic_load_n(&c->law.finished, __ATOMIC_RELAXED))
+        return;
+    if (enter(&b, c, context))
+        gs_throttle_sync_end(&c->law);
+    leave(&b, c);
+}
+
+/* A stream that nothing was launched into yet is known from now on. */
+void gs_compute_waits_in(CUstream stream) {
+    struct gs_here here;
+    struct bracket b;
+    CUstream named = stream ? stream : CU_STREAM_LEGACY;
+    if (!gs_slot() || !gs_here_of_stream(stream, &here) ||
+        (atomic_load(&gs_captures) && gs_compute_is_capturing(named)))
+        return;
+    struct gs_compute *c = gs_compute_find(here.context);
+    if (!c)
+        return;
+    struct gs_known_stream *s = enter(&b, c, here.context) ? gs_compute_stream(c, named) : NULL;
+    if (s)
+        gs_throttle_waits(&c->law, &s->law);
+    leave(&b, c);
+}
+
+/* ---- streams that go, functions that change ------------------------------------------------- */
+
+static void unlink_stream(struct gs_throttle *t, struct gs_throttle_stream *s) {
+    struct gs_throttle_stream **at = &t->dirty;
+    while (*at && *at != s)
+        at = &(*at)->next_dirty;
+    if (*at)
+        SHOW(*at, s->next_dirty);
+    s->dirty = false;
+}
+
+void gs_compute_stream_goes(CUstream stream) {
+    struct gs_here here;
+    struct bracket b;
+    if (!atomic_load(&gs_computes) || !gs_slot() || !gs_here_of_stream(stream, &here))
+        return;
+    struct gs_compute *c = gs_compute_find(here.context);
+    if (!c)
+        return;
+    struct gs_known_stream *s =
+        enter(&b, c, here.context) ? gs_compute_stream_if_known(c, stream) : NULL;
+    if (s && s->law.dirty)
+        gs_throttle_launched(&c->law);
+    if (s && s->law.dirty)
+        unlink_stream(&c->law, &s->law);
+    if (s)
+        s->handle = NULL;
+    leave(&b, c);
+    gs_compute_forget();
+}

@@ -1,0 +1,164 @@
+/* Compute limits in the process: what a launch asks before it goes to the driver. The law itself is
+ * throttle.h's; its contexts, streams, events and pages are in accounting/.
+ *
+ *   a launch      gs_compute_passes (inline), else gs_compute_admit .. gs_compute_launched
+ *   a sync        gs_compute_sync_begin .. gs_compute_sync_end
+ *   a capture     gs_compute_captures
+ *
+ * Each thread remembers its last launches in each context: an unchanged one that is paid for costs
+ * neither a look-up nor a clock nor a call of the driver. What was remembered is void when
+ * `gs_compute_epoch` has changed (a context, a stream, a library, a capture went or came) or the
+ * law has begun a new segment. */
+#ifndef GPUSHARE_LAUNCH_H
+#define GPUSHARE_LAUNCH_H
+
+#include "accounting/compute.h"
+
+/* ---- the launches that a thread remembers --------------------------------------------------- */
+
+struct gs_remembered {
+    const void *function;
+    CUstream stream; /* as it was given: NULL is the legacy stream */
+    struct gs_grid grid;
+    uint32_t turn; /* of the law, in which it counts; 0: it does not */
+    uint64_t epoch;
+    struct gs_throttle *throttle;
+    struct gs_throttle_stream *s;
+    struct gs_predictor *f;
+};
+#define GS_REMEMBERED 32u
+_Static_assert(sizeof(struct gs_remembered) == 64, "one launch, one cache line");
+
+struct gs_memory {
+    _Alignas(64) struct gs_remembered launch[GS_REMEMBERED];
+    CUcontext context;      /* they were launched while this one was current */
+    struct gs_memory *next; /* of the same thread */
+};
+
+/* That of the current context. One word of static TLS: there is little of it for a library that is
+ * opened at run time. Never NULL: where nothing is known it is one that matches no launch. */
+extern _Thread_local struct gs_memory *gs_memory_of_thread GS_HIDDEN;
+extern struct gs_memory gs_no_memory GS_HIDDEN;
+
+/* NULL: not known. */
+void gs_other_current(CUcontext context);
+static inline void gs_now_current(CUcontext context) {
+    if (gs_memory_of_thread->context != context)
+        gs_other_current(context);
+}
+
+static inline struct gs_remembered *gs_remembered_at(struct gs_memory *memory, const void *function,
+                                                     uint32_t x) {
+    uint64_t mixed = ((uint64_t)(uintptr_t)function + x) * UINT64_C(0x3779b97f);
+    return &memory->launch[mixed >> 20 & (GS_REMEMBERED - 1)];
+}
+
+/* True: a launch like `r`, but for the grid that it was found by, may go to the driver at once, and
+ * nothing is to be done after it. `crowded`: the caller has arguments in six registers. */
+static inline __attribute__((always_inline)) bool
+gs_remembered_passes(struct gs_remembered *r, const void *function, CUstream stream, bool crowded) {
+    if (__builtin_expect(
+            r->function != function || r->stream != stream ||
+                r->epoch != atomic_load_explicit(&gs_compute_epoch, memory_order_relaxed) ||
+                r->turn != atomic_load_explicit(&r->throttle->turn, memory_order_relaxed),
+            0))
+        return false;
+    /* Then there are three others. To keep the law in one of them takes a fourth, and to save that
+     * is more than to read it again, so the compiler is told that `r` is another pointer from here
+     * on. */
+    int64_t had = gs_throttle_allowance(r->throttle), ns;
+    if (crowded)
+        __asm__("" : "+r"(r), "+r"(had));
+    ns = gs_throttle_expects(r->f);
+    if (!gs_throttle_covers(had, ns))
+        return false;
+    if (crowded)
+        __asm__ volatile("" : "+r"(r));
+    return gs_throttle_pay(r->throttle, r->s, ns);
+}
+
+static inline __attribute__((always_inline)) bool
+gs_compute_passes(const void *function, uint32_t x, uint32_t y, uint32_t z, CUstream stream) {
+    struct gs_remembered *r = gs_remembered_at(gs_memory_of_thread, function, x);
+    return __builtin_expect(r->grid.x == x && r->grid.y == y && r->grid.z == z, 1) &&
+           gs_remembered_passes(r, function, stream, true);
+}
+
+/* No kernel has an empty grid, so that one word of it tells a graph. */
+static inline __attribute__((always_inline)) bool gs_compute_passes_graph(const void *exec,
+                                                                          CUstream stream) {
+    struct gs_remembered *r = gs_remembered_at(gs_memory_of_thread, exec, 0);
+    return __builtin_expect(r->grid.x == 0, 1) && gs_remembered_passes(r, exec, stream, false);
+}
+
+/* Before anything is remembered: what one function launched, another may launch again, which then
+ * goes to the driver's without looking it up. */
+void gs_launches_ready(void);
+
+/* ---- a launch ------------------------------------------------------------------------------- */
+
+struct gs_admission {
+    struct gs_compute *compute; /* NULL: nothing to do afterwards */
+    CUcontext context;
+    struct gs_predictor *f;
+    struct gs_throttle_stream *s; /* in which it is underway; NULL: it did not ask */
+    bool mark;
+};
+
+/* Waits until the launch may go. Not CUDA_SUCCESS: it must not, since it could not be held.
+ * `function` may be an executable graph (with an empty grid). `overlaps`: it starts before what is
+ * in front of it in the stream has ended, so no marker may come between. `remember`: the next one
+ * like it needs no other look-up of the caller's. */
+CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
+                          CUstream stream, bool overlaps, bool remember);
+/* `result`: what the driver said. */
+void gs_compute_launched_marked(struct gs_admission *a, CUresult result);
+static inline void gs_compute_launched(struct gs_admission *a, CUresult result) {
+    if (a->s)
+        gs_throttle_went(a->s);
+    if (a->mark)
+        gs_compute_launched_marked(a, result);
+}
+/* An executable graph was changed: what it takes is learned anew. */
+void gs_compute_changed(const void *function);
+
+/* ---- calls that block ----------------------------------------------------------------------- */
+
+/* The context of a stream; NULL: the current one. */
+static inline CUcontext gs_compute_context_of(CUstream stream) {
+    struct gs_here here;
+    return atomic_load_explicit(&gs_computes, memory_order_relaxed) &&
+                   gs_here_of_stream(stream, &here)
+               ? here.context
+               : NULL;
+}
+/* `context` NULL: the current one. Gives NULL when there is nothing to end. */
+struct gs_compute *gs_compute_sync_begin_in(CUcontext context);
+void gs_compute_sync_end_in(struct gs_compute *compute);
+static inline struct gs_compute *gs_compute_sync_begin(CUcontext context) {
+    return atomic_load_explicit(&gs_computes, memory_order_relaxed)
+               ? gs_compute_sync_begin_in(context)
+               : NULL;
+}
+static inline CUresult gs_compute_sync_end(struct gs_compute *compute, CUresult result) {
+    if (compute)
+        gs_compute_sync_end_in(compute);
+    return result;
+}
+
+/* What comes next in `stream` waits for something that is no work of its context. */
+void gs_compute_waits_in(CUstream stream);
+static inline void gs_compute_waits(CUstream stream) {
+    if (atomic_load_explicit(&gs_computes, memory_order_relaxed))
+        gs_compute_waits_in(stream);
+}
+
+/* ---- capture.c, and streams that go ---------------------------------------------------------- */
+
+void gs_captures_stream_gone(CUstream stream);
+void gs_captures_context_gone(CUcontext context);
+
+/* Before a stream goes. */
+void gs_compute_stream_goes(CUstream stream);
+
+#endif

@@ -1,0 +1,195 @@
+/* An allocation's charge: reserved before the driver is called, corrected by what it gave. */
+#include <stdlib.h>
+
+#include "memory.h"
+
+struct gs_map gs_objects;
+struct gs_map gs_loaded;
+
+/* Before a refusal, what our own pools hold unused goes back to the driver. What then goes to the
+ * host (oversubscription/virtual.c) is no refusal. */
+static bool reserve(int dev, uint64_t bytes) {
+    if (gs_reserve(dev, bytes))
+        return true;
+    if (bytes <= gs_limit(dev)) {
+        gs_pools_settle(dev);
+        if (gs_reserve(dev, bytes))
+            return true;
+        gs_pools_trim(dev);
+        if (gs_reserve_patiently(dev, bytes))
+            return true;
+    }
+    return false;
+}
+
+CUresult gs_charge_try(struct gs_charge *charge, uint64_t bytes) {
+    struct gs_here here;
+    if (!gs_slot())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    charge->passed = !gs_here(&here);
+    if (charge->passed)
+        return CUDA_SUCCESS;
+    charge->context = here.context;
+    charge->dev = here.dev;
+    charge->bytes = gs_round_up(bytes, GS_BLOCK);
+    return reserve(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes) {
+    CUresult result = gs_charge_try(charge, bytes);
+    if (result == CUDA_ERROR_OUT_OF_MEMORY)
+        gs_count_refusal(charge->dev);
+    return result;
+}
+
+CUresult gs_charge_try_on(struct gs_charge *charge, CUdevice device, uint64_t bytes) {
+    if (!gs_slot())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    *charge = (struct gs_charge){.dev = gs_dev_of(device), .bytes = gs_round_up(bytes, GS_BLOCK)};
+    return reserve(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes) {
+    CUresult result = gs_charge_try_on(charge, device, bytes);
+    if (result == CUDA_ERROR_OUT_OF_MEMORY)
+        gs_count_refusal(charge->dev);
+    return result;
+}
+
+void gs_charge_abort(struct gs_charge *charge) {
+    if (!charge->passed)
+        gs_release(charge->dev, charge->bytes);
+}
+
+CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t bytes) {
+    if (charge->passed) /* the driver should have refused it */
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    uint64_t took = gs_blocks_take(address, bytes);
+    if (took > charge->bytes && !gs_reserve(charge->dev, took - charge->bytes)) {
+        /* An address that is not aligned to a block can touch one more. Others may have come to
+         * rely on our count of a shared block meanwhile: what they need stays charged. */
+        uint64_t keep = took - gs_blocks_give(address, bytes);
+        if (keep > charge->bytes)
+            gs_charge_anyway(charge->dev, keep - charge->bytes);
+        else
+            gs_release(charge->dev, charge->bytes - keep);
+        gs_count_refusal(charge->dev);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if (took < charge->bytes)
+        gs_release(charge->dev, charge->bytes - took);
+    struct gs_entry entry = {.bytes = bytes,
+                             .context = (uint64_t)(uintptr_t)charge->context,
+                             .dev = charge->dev,
+                             .kind = GS_KIND_LINEAR};
+    if (gs_map_put(&gs_memory, address, &entry))
+        return CUDA_SUCCESS;
+    gs_release(charge->dev, gs_blocks_give(address, bytes));
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle,
+                          uint64_t bytes) {
+    if (charge->passed)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    uint64_t keep = gs_round_up(bytes, GS_BLOCK);
+    struct gs_entry entry = {.bytes = keep,
+                             .context = (uint64_t)(uintptr_t)charge->context,
+                             .dev = charge->dev,
+                             .kind = GS_KIND_WHOLE};
+    bool fits = keep <= charge->bytes || gs_reserve(charge->dev, keep - charge->bytes);
+    if (!fits) {
+        gs_release(charge->dev, charge->bytes);
+        gs_count_refusal(charge->dev);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if (keep < charge->bytes)
+        gs_release(charge->dev, charge->bytes - keep);
+    if (gs_map_put(map, handle, &entry))
+        return CUDA_SUCCESS;
+    gs_release(charge->dev, keep);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+void gs_uncharge(uint64_t key, const struct gs_entry *entry) {
+    switch (entry->kind) {
+    case GS_KIND_LINEAR:
+        if (!gs_share_address_freed(key))
+            break;
+        gs_release(entry->dev, gs_blocks_give(key, entry->bytes));
+        break;
+    case GS_KIND_WHOLE:
+        gs_release(entry->dev, entry->bytes);
+        break;
+    case GS_KIND_VIRTUAL:
+        gs_virtual_freed(key, entry);
+        break;
+    case GS_KIND_POOLED:
+        gs_pooled_freed(entry);
+        break;
+    }
+}
+
+/* ---- a context goes, and all that lives in it ----------------------------------------------- */
+
+struct gs_dropped {
+    CUcontext context;
+    struct gs_map *map; /* that is being walked */
+    size_t n, room;
+    struct dropped_one {
+        struct gs_map *map;
+        uint64_t key;
+        struct gs_entry entry;
+    } * one;
+};
+
+static bool of_context(uint64_t key, const struct gs_entry *entry, void *arg) {
+    struct gs_dropped *d = arg;
+    (void)key;
+    if (entry->context != (uint64_t)(uintptr_t)d->context)
+        return false;
+    if (d->n < d->room)
+        return true;
+    size_t room = d->room ? 2 * d->room : 256;
+    struct dropped_one *more = realloc(d->one, room * sizeof(*more));
+    if (more) {
+        d->one = more;
+        d->room = room;
+    }
+    return more; /* without memory the entry stays, charged */
+}
+
+static void remember(uint64_t key, const struct gs_entry *entry, void *arg) {
+    struct gs_dropped *d = arg;
+    d->one[d->n++] = (struct dropped_one){.map = d->map, .key = key, .entry = *entry};
+}
+
+struct gs_dropped *gs_drop_begin(CUcontext context) {
+    struct gs_map *const maps[] = {&gs_memory, &gs_objects, &gs_loaded};
+    struct gs_dropped *dropped = calloc(1, sizeof(*dropped));
+    if (!dropped || !context)
+        return dropped;
+    dropped->context = context;
+    gs_virtual_context_goes(context, true);
+    for (size_t i = 0; i < sizeof(maps) / sizeof(maps[0]); i++) {
+        dropped->map = maps[i];
+        gs_map_take_all(maps[i], of_context, remember, dropped);
+    }
+    return dropped;
+}
+
+void gs_drop_end(struct gs_dropped *dropped, bool gone) {
+    if (!dropped)
+        return;
+    for (size_t i = 0; i < dropped->n; i++) {
+        struct dropped_one *one = &dropped->one[i];
+        if (gone)
+            gs_uncharge(one->key, &one->entry);
+        else
+            gs_map_put(one->map, one->key, &one->entry);
+    }
+    if (!gone && dropped->context)
+        gs_virtual_context_goes(dropped->context, false);
+    free(dropped->one);
+    free(dropped);
+}

@@ -1,0 +1,106 @@
+/* Plain, pitched and managed memory. */
+#include "memory.h"
+
+#define PITCH_ALIGN 512u /* no GPU so far wants more (textureAlignment) */
+
+/* After a successful call that gave `address`: charge it, or give it back. */
+static CUresult settle(struct gs_charge *charge, uint64_t address, uint64_t bytes) {
+    CUresult result = gs_charge_linear(charge, address, bytes);
+    if (result == CUDA_ERROR_OUT_OF_MEMORY)
+        GS_REAL(cuMemFree_v2)((CUdeviceptr)address);
+    return result;
+}
+
+/* For callers without memory on the host: those of the oldest forms, whose addresses have 32 bits.
+ */
+static CUresult refuse(void) {
+    struct gs_here here;
+    if (gs_here(&here))
+        gs_count_refusal(here.dev);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* `bound`: at most what the call takes; `got`: what it gave, valid when the call succeeded;
+ * `instead`: what gives it where the share, or the device, has no room. */
+#define GS_ALLOCATE(bound, out, got, instead, ...) \
+    struct gs_charge charge; \
+    CUresult result = gs_charge_try(&charge, bound); \
+    if (result == CUDA_ERROR_OUT_OF_MEMORY) \
+        return instead; \
+    if (result != CUDA_SUCCESS) \
+        return result; \
+    result = real(__VA_ARGS__); \
+    if (result == CUDA_ERROR_OUT_OF_MEMORY && !charge.passed && gs_virtual_has(charge.dev)) { \
+        gs_charge_abort(&charge); \
+        return instead; \
+    } \
+    if (result != CUDA_SUCCESS || !(out)) { \
+        gs_charge_abort(&charge); \
+        return result; \
+    } \
+    if ((result = settle(&charge, *(out), got)) != CUDA_SUCCESS) \
+        *(out) = 0; \
+    return result
+
+static uint64_t product(uint64_t a, uint64_t b) {
+    uint64_t bytes;
+    return __builtin_mul_overflow(a, b, &bytes) ? UINT64_MAX : bytes;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize) {
+    GS_NEED(real, cuMemAlloc_v2);
+    GS_ALLOCATE(bytesize, dptr, bytesize, gs_virtual_alloc(dptr, bytesize, CU_MEM_ATTACH_GLOBAL),
+                dptr, bytesize);
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemAlloc(CUdeviceptr_v1 *dptr, unsigned int bytesize) {
+    GS_NEED(real, cuMemAlloc);
+    GS_ALLOCATE(bytesize, dptr, bytesize, refuse(), dptr, bytesize);
+}
+
+/* Rows as the driver lays them out. */
+static CUresult pitched(CUdeviceptr *out, size_t *pitch, size_t width, size_t height,
+                        unsigned int element) {
+    size_t row = gs_round_up(width, PITCH_ALIGN);
+    if (!pitch || !width || !height || (element != 4 && element != 8 && element != 16))
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = gs_virtual_alloc(out, product(row, height), CU_MEM_ATTACH_GLOBAL);
+    if (result == CUDA_SUCCESS)
+        *pitch = row;
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t width,
+                                              size_t height, unsigned int element) {
+    GS_NEED(real, cuMemAllocPitch_v2);
+    GS_ALLOCATE(product(gs_round_up(width, PITCH_ALIGN), height), dptr, product(*pPitch, height),
+                pitched(dptr, pPitch, width, height, element), dptr, pPitch, width, height,
+                element);
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemAllocPitch(CUdeviceptr_v1 *dptr, unsigned int *pPitch,
+                                           unsigned int width, unsigned int height,
+                                           unsigned int element) {
+    GS_NEED(real, cuMemAllocPitch);
+    GS_ALLOCATE(product(gs_round_up(width, PITCH_ALIGN), height), dptr, product(*pPitch, height),
+                refuse(), dptr, pPitch, width, height, element);
+}
+
+/* Charged in full, wherever its pages are: it may move to the device at any access. What the device
+ * part of the share has no room for is kept on the host. */
+GS_EXPORT CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize,
+                                             unsigned int flags) {
+    GS_NEED(real, cuMemAllocManaged);
+    GS_ALLOCATE(bytesize, dptr, bytesize, gs_virtual_alloc(dptr, bytesize, flags), dptr, bytesize,
+                flags);
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemFree_v2(CUdeviceptr dptr) {
+    GS_NEED(real, cuMemFree_v2);
+    return GS_FREE(gs_memory, dptr, real(dptr));
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemFree(CUdeviceptr_v1 dptr) {
+    GS_NEED(real, cuMemFree);
+    return GS_FREE(gs_memory, dptr, real(dptr));
+}

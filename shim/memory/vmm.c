@@ -1,0 +1,395 @@
+/* Virtual memory management: physical memory lives until every reference AND every mapping of it is
+ * gone, so a record counts both. Rare calls with a lot to look up: bookkeeping under one lock,
+ * which is never held while the driver is called. */
+#include <stdlib.h>
+
+#include "vmm.h"
+
+struct physical {
+    uint64_t bytes;
+    int dev;
+    uint32_t uses; /* handles not released + mappings + bindings */
+    uint32_t refs; /* handles only: 0 = the driver may give its number to another */
+    int row;       /* in share.c */
+    bool exported; /* without a row it stays charged */
+    bool foreign;  /* another process's */
+    bool moved;    /* to the host, from the device `asked` (vmm_host.c) */
+    CUdevice asked;
+};
+
+/* A mapping, a sparse tile or a multicast binding: a use of memory that has no handle of its own.
+ */
+struct use {
+    uint64_t space; /* 0 = addresses; else a sparse array or multicast object */
+    uint64_t from, bytes;
+    struct physical *memory;
+    struct use *next;
+};
+
+#define BUCKETS 1024u
+static struct gs_map handles; /* handle -> extra = struct physical */
+static struct use *uses[BUCKETS];
+
+static void lock(void) {
+    gs_lock(&gs_self()->lock_vmm);
+}
+
+static void unlock(void) {
+    gs_unlock(&gs_self()->lock_vmm);
+}
+
+static struct physical *of_handle(CUmemGenericAllocationHandle handle) {
+    struct gs_entry entry;
+    return gs_map_get(&handles, handle, &entry) ? (struct physical *)(uintptr_t)entry.extra : NULL;
+}
+
+static void put_use(struct physical *memory) {
+    if (--memory->uses)
+        return;
+    if (memory->foreign)
+        gs_share_closed(memory->row);
+    else if (memory->row >= 0)
+        gs_share_freed(memory->row);
+    if (!memory->exported || memory->row >= 0)
+        gs_release(memory->dev, memory->bytes);
+    free(memory);
+}
+
+static struct use **bucket(uint64_t space, uint64_t from) {
+    return &uses[((from >> GS_BLOCK_SHIFT) ^ (space >> 4)) % BUCKETS];
+}
+
+/* Before the driver is called, so that the memory cannot lose its record in between. */
+static struct use *use_begin(CUmemGenericAllocationHandle handle, uint64_t space, uint64_t from,
+                             uint64_t bytes) {
+    struct use *use = gs_slot() ? calloc(1, sizeof(*use)) : NULL;
+    if (!use)
+        return NULL;
+    lock();
+    struct physical *memory = of_handle(handle);
+    if (memory)
+        memory->uses++;
+    unlock();
+    if (!memory) { /* imported: not ours */
+        free(use);
+        return NULL;
+    }
+    *use = (struct use){.space = space, .from = from, .bytes = bytes, .memory = memory};
+    return use;
+}
+
+static CUresult use_end(struct use *use, CUresult result) {
+    if (!use)
+        return result;
+    lock();
+    if (result == CUDA_SUCCESS) {
+        struct use **at = bucket(use->space, use->from);
+        use->next = *at;
+        *at = use;
+    } else {
+        put_use(use->memory);
+        free(use);
+    }
+    unlock();
+    return result;
+}
+
+/* Take the use that starts at `from` out; the caller holds the lock. */
+static struct use *take_use(uint64_t space, uint64_t from) {
+    for (struct use **at = bucket(space, from); *at; at = &(*at)->next)
+        if ((*at)->space == space && (*at)->from == from) {
+            struct use *use = *at;
+            *at = use->next;
+            return use;
+        }
+    return NULL;
+}
+
+/* All uses in a range, chained: one as a rule, else whatever lies in it (whole mappings only, as
+ * the driver wants it). */
+static struct use *take_range(uint64_t space, uint64_t from, uint64_t bytes) {
+    if (!gs_slot())
+        return NULL;
+    lock();
+    struct use *list = take_use(space, from);
+    if (list)
+        list->next = NULL;
+    for (unsigned i = 0; i < BUCKETS && !(list && list->bytes == bytes); i++)
+        for (struct use **at = &uses[i]; *at;) {
+            struct use *use = *at;
+            if (use->space != space || use->from - from >= bytes) {
+                at = &use->next;
+                continue;
+            }
+            *at = use->next;
+            use->next = list;
+            list = use;
+        }
+    unlock();
+    return list;
+}
+
+static CUresult range_gone(struct use *list, CUresult result) {
+    if (!list)
+        return result;
+    lock();
+    for (struct use *next; list; list = next) {
+        next = list->next;
+        if (result == CUDA_SUCCESS) {
+            put_use(list->memory);
+            free(list);
+        } else {
+            struct use **at = bucket(list->space, list->from);
+            list->next = *at;
+            *at = list;
+        }
+    }
+    unlock();
+    return result;
+}
+
+bool gs_vmm_asked(CUmemGenericAllocationHandle handle, CUdevice *device) {
+    lock();
+    struct physical *memory = of_handle(handle);
+    bool moved = memory && memory->moved;
+    if (moved)
+        *device = memory->asked;
+    unlock();
+    return moved;
+}
+
+static CUresult created(struct gs_charge *charge, CUresult result,
+                        const CUmemGenericAllocationHandle *handle, bool moved, CUdevice asked) {
+    struct physical *memory = result == CUDA_SUCCESS && handle ? malloc(sizeof(*memory)) : NULL;
+    if (!memory) {
+        if (result != CUDA_SUCCESS)
+            gs_charge_abort(charge);
+        return result; /* without memory for a record the charge stays */
+    }
+    *memory = (struct physical){charge->bytes, charge->dev, 1, 1, -1, false, false, moved, asked};
+    struct gs_entry entry = {.extra = (uintptr_t)memory, .dev = charge->dev};
+    lock();
+    gs_map_put(&handles, *handle, &entry);
+    unlock();
+    return result;
+}
+
+/* On the device that it names, or beyond it where the share is oversubscribed; what the program
+ * itself wants on the host costs the device nothing. */
+GS_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,
+                                       const CUmemAllocationProp *prop, unsigned long long flags) {
+    GS_NEED(real, cuMemCreate);
+    struct gs_charge charge;
+    if (!gs_slot())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (!prop || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+        return real(handle, size, prop, flags);
+    CUdevice asked = prop->location.id;
+    CUresult result = gs_charge_try_on(&charge, asked, size);
+    if (result == CUDA_SUCCESS) {
+        result = real(handle, size, prop, flags);
+        if (result != CUDA_ERROR_OUT_OF_MEMORY || !gs_virtual_has(charge.dev))
+            return created(&charge, result, handle, false, asked);
+        gs_charge_abort(&charge);
+    }
+    if (result == CUDA_ERROR_OUT_OF_MEMORY && !flags)
+        result = gs_vmm_on_host(handle, size, prop, &charge);
+    return result == CUDA_SUCCESS ? created(&charge, result, handle, true, asked) : result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
+    GS_NEED(real, cuMemRelease);
+    struct gs_entry entry;
+    if (!gs_slot())
+        return real(handle);
+    lock();
+    struct physical *memory = of_handle(handle);
+    bool last = memory && --memory->refs == 0 && gs_map_take(&handles, handle, &entry);
+    unlock();
+    CUresult result = real(handle);
+    if (!memory)
+        return result;
+    lock();
+    if (result == CUDA_SUCCESS) {
+        put_use(memory);
+    } else {
+        memory->refs++;
+        if (last)
+            gs_map_put(&handles, handle, &entry);
+    }
+    unlock();
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *out,
+                                                        CUmemGenericAllocationHandle handle,
+                                                        CUmemAllocationHandleType type,
+                                                        unsigned long long flags) {
+    GS_NEED(real, cuMemExportToShareableHandle);
+    CUresult result = real(out, handle, type, flags);
+    if (result != CUDA_SUCCESS || !gs_slot() || !out ||
+        type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        return result;
+    uint64_t id = gs_share_id_of_file(*(int *)out);
+    lock();
+    struct physical *memory = of_handle(handle);
+    if (memory && !memory->foreign && !memory->exported) {
+        memory->row = gs_share_add(id, false, memory->dev, memory->bytes);
+        memory->exported = true;
+    }
+    unlock();
+    return result;
+}
+
+/* An import is followed as one's own memory is, with a charge of 0: until handles and mappings are
+ * gone. */
+GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle,
+                                                          void *osHandle,
+                                                          CUmemAllocationHandleType type) {
+    GS_NEED(real, cuMemImportFromShareableHandle);
+    if (!gs_slot())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        return real(handle, osHandle, type);
+    uint64_t id = gs_share_id_of_file((int)(intptr_t)osHandle);
+    int row = id ? gs_share_add(id, true, 0, 0) : -1;
+    struct physical *fresh = calloc(1, sizeof(*fresh));
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (fresh)
+        result = real(handle, osHandle, type);
+    lock();
+    struct physical *memory = result == CUDA_SUCCESS && handle ? of_handle(*handle) : NULL;
+    if (memory) { /* imported before, or exported here: the same handle again */
+        memory->refs++;
+        memory->uses++;
+    } else if (result == CUDA_SUCCESS && handle && id) {
+        *fresh = (struct physical){0, GS_NO_DEV, 1, 1, row, false, true, false, 0};
+        struct gs_entry entry = {.extra = (uintptr_t)fresh, .dev = GS_NO_DEV};
+        gs_map_put(&handles, *handle, &entry);
+        fresh = NULL;
+        row = -1;
+    }
+    unlock();
+    gs_share_closed(row);
+    free(fresh);
+    return result;
+}
+
+/* The driver gives back the handle that was mapped, also when every reference to it was released.
+ */
+GS_EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle,
+                                                       void *addr) {
+    GS_NEED(real, cuMemRetainAllocationHandle);
+    CUresult result = real(handle, addr);
+    uint64_t at = (uint64_t)(uintptr_t)addr;
+    if (result != CUDA_SUCCESS || !handle || !gs_slot())
+        return result;
+    lock();
+    struct physical *memory = of_handle(*handle);
+    for (unsigned i = 0; i < BUCKETS && !memory; i++)
+        for (struct use *use = uses[i]; use && !memory; use = use->next)
+            if (use->space == 0 && at - use->from < use->bytes) {
+                memory = use->memory;
+                struct gs_entry entry = {.extra = (uintptr_t)memory, .dev = memory->dev};
+                gs_map_put(&handles, *handle, &entry);
+            }
+    if (memory) {
+        memory->refs++;
+        memory->uses++;
+    }
+    unlock();
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
+                                    CUmemGenericAllocationHandle handle, unsigned long long flags) {
+    GS_NEED(real, cuMemMap);
+    struct use *use = use_begin(handle, 0, ptr, size);
+    return use_end(use, real(ptr, size, offset, handle, flags));
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size) {
+    GS_NEED(real, cuMemUnmap);
+    struct use *list = take_range(0, ptr, size);
+    return range_gone(list, real(ptr, size));
+}
+
+/* ---- sparse arrays and multicast objects: other places that hold memory -----------------------
+ */
+
+static uint64_t tile_space(const CUarrayMapInfo *info) {
+    return (uint64_t)(uintptr_t)info->resource.array;
+}
+
+static uint64_t tile(const CUarrayMapInfo *info) {
+    uint64_t sparse = info->subresourceType == CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_SPARSE_LEVEL;
+    uint64_t where = sparse ? info->subresource.sparseLevel.offsetX * UINT64_C(31) +
+                                  info->subresource.sparseLevel.offsetY * UINT64_C(1009) +
+                                  info->subresource.sparseLevel.offsetZ * UINT64_C(65537) +
+                                  ((uint64_t)info->subresource.sparseLevel.level << 40) +
+                                  ((uint64_t)info->subresource.sparseLevel.layer << 48)
+                            : info->subresource.miptail.offset +
+                                  ((uint64_t)info->subresource.miptail.layer << 48);
+    return where << 1 | sparse;
+}
+
+static CUresult map_array(__typeof__(&cuMemMapArrayAsync) real, CUarrayMapInfo *info,
+                          unsigned int count, CUstream stream) {
+    struct use **use = info && count && gs_slot() ? calloc(count, sizeof(struct use *)) : NULL;
+    for (unsigned i = 0; use && i < count; i++)
+        if (info[i].memOperationType == CU_MEM_OPERATION_TYPE_MAP)
+            use[i] =
+                use_begin(info[i].memHandle.memHandle, tile_space(&info[i]), tile(&info[i]), 1);
+    CUresult result = real(info, count, stream);
+    for (unsigned i = 0; use && i < count; i++) {
+        if (result == CUDA_SUCCESS) /* a new mapping of a tile replaces the old one */
+            range_gone(take_range(tile_space(&info[i]), tile(&info[i]), 1), result);
+        use_end(use[i], result);
+    }
+    free(use);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemMapArrayAsync(CUarrayMapInfo *info, unsigned int count,
+                                              CUstream hStream) {
+    GS_NEED(real, cuMemMapArrayAsync);
+    return map_array(real, info, count, hStream);
+}
+
+GS_EXPORT CUresult CUDAAPI cuMemMapArrayAsync_ptsz(CUarrayMapInfo *info, unsigned int count,
+                                                   CUstream hStream) {
+    GS_NEED(real, cuMemMapArrayAsync_ptsz);
+    return map_array(real, info, count, hStream);
+}
+
+GS_EXPORT CUresult CUDAAPI cuMulticastBindMem(CUmemGenericAllocationHandle mc, size_t mcOffset,
+                                              CUmemGenericAllocationHandle mem, size_t memOffset,
+                                              size_t size, unsigned long long flags) {
+    GS_NEED(real, cuMulticastBindMem);
+    struct use *use = use_begin(mem, mc, mcOffset, size);
+    return use_end(use, real(mc, mcOffset, mem, memOffset, size, flags));
+}
+
+/* Memory that is named by its address is mapped there, and stays charged by that mapping. */
+GS_EXPORT CUresult CUDAAPI cuMulticastBindAddr(CUmemGenericAllocationHandle mc, size_t mcOffset,
+                                               CUdeviceptr ptr, size_t size,
+                                               unsigned long long flags) {
+    GS_NEED(real, cuMulticastBindAddr);
+    __typeof__(&cuMemRetainAllocationHandle) retain = GS_REAL(cuMemRetainAllocationHandle);
+    __typeof__(&cuMemRelease) release = GS_REAL(cuMemRelease);
+    CUmemGenericAllocationHandle mem = 0;
+    bool named =
+        gs_slot() && retain && release && retain(&mem, (void *)(uintptr_t)ptr) == CUDA_SUCCESS;
+    struct use *use = named ? use_begin(mem, mc, mcOffset, size) : NULL;
+    CUresult result = use_end(use, real(mc, mcOffset, ptr, size, flags));
+    if (named)
+        release(mem);
+    return result;
+}
+
+GS_EXPORT CUresult CUDAAPI cuMulticastUnbind(CUmemGenericAllocationHandle mc, CUdevice dev,
+                                             size_t mcOffset, size_t size) {
+    GS_NEED(real, cuMulticastUnbind);
+    struct use *list = take_range(mc, mcOffset, size);
+    return range_gone(list, real(mc, dev, mcOffset, size));
+}
