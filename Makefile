@@ -48,11 +48,11 @@ $(TEST_SETUP): packaging/bootstrap $(SETUP)
 PROGRAMS := build/bin/gpushare build/libexec/gpushare-hook build/libexec/gpushare-runtime
 
 -include shim/shim.mk
--include tests/sim/sim.mk
--include tests/throttle/throttle.mk
--include tests/gpu/gpu.mk
+-include simulator/sim.mk
+-include tests/limiter/throttle.mk
+-include tests/hardware/gpu.mk
 -include hook/launcher/launcher.mk
--include tests/bench/bench.mk
+-include bench/bench.mk
 -include hook/snapshot/snapshot.mk
 -include tests/fuzz/fuzz.mk
 -include packaging/dist.mk
@@ -72,53 +72,53 @@ root:
 	@[ "$$(id -u)" = 0 ] || { echo "gpushare: this starts containers, so it needs root: sudo make $(MAKECMDGOALS)" >&2; exit 1; }
 
 demo: root build ## two containers share one simulated 16 GiB GPU
-	@$(VENV_PYTHON) -m tests.demo
+	@$(VENV_PYTHON) -m demo
 
 playground: root build ## a shell with a simulated GPU, gpushare and docker: docs/tour.md
 	@packaging/bootstrap playground
-	@$(VENV_PYTHON) -m tests.demo.playground
+	@$(VENV_PYTHON) -m demo.playground
 
 pictures: root build ## draw the pictures of README.md anew, from what the programs show
-	@PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.pictures
+	@PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.pictures
 
 newcomer: root ## how long it takes from a clone to the demo, and to a docker container with a share
-	@tests/tools/newcomer
+	@tools/newcomer
 
 # With the bundle: both ways in, every engine there is, command lines and refusals.
-DIST_TESTS := $(addprefix tests/e2e/,test_runtime.py test_runtime_calls.py test_engines.py test_cli.py test_doctor.py test_refused.py test_start.py)
+DIST_TESTS := $(addprefix tests/integration/,test_runtime.py test_runtime_calls.py test_engines.py test_cli.py test_doctor.py test_refused.py test_start.py)
 
-# Three workers for two processors, since a test that starts containers waits for most of its time: tests/lib/turns.py
+# Three workers for two processors, since a test that starts containers waits for most of its time: tests/support/turns.py
 # says what may run beside what. WORKERS=0: one process, one test after the other.
 WORKERS := 3
 SIDE_BY_SIDE := --numprocesses $(WORKERS) --dist loadscope
 
 test: root build gpu-programs dist $(TEST_SETUP) ## the linters and every test; installs the engines that they start
-	@tests/tools/lint & lint=$$!; \
+	@tools/lint & lint=$$!; \
 	$(VENV_PYTHON) -m pytest -q $(SIDE_BY_SIDE) --programs $(DIST) $(DIST_TESTS) || { wait $$lint || true; exit 1; }; \
 	wait $$lint
 	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-all: root build ## every test in its long form, for hours, or PARTS="attacks kills"; logs and a summary in build/test-all
-	@$(VENV_PYTHON) -m tests.tools.everything $(PARTS)
+	@$(VENV_PYTHON) -m tools.everything $(PARTS)
 
 test-elsewhere: root ## tests from clones below /tmp, at a long path and behind a symbolic link
-	@tests/tools/elsewhere
+	@tools/elsewhere
 
 test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the programs of the bundle
-	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) --programs $(DIST) tests/e2e $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) --programs $(DIST) tests/integration $(PYTEST_ARGS)
 
 test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both ways in: table and build/attacks.json (ATTACK_ARGS="--runtime crun")
-	@$(VENV_PYTHON) -m tests.attacks $(ATTACK_ARGS)
+	@$(VENV_PYTHON) -m tests.security $(ATTACK_ARGS)
 
-KILL_TESTS := $(addprefix tests/e2e/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py test_kill_points.py)
+KILL_TESTS := $(addprefix tests/integration/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py test_kill_points.py)
 # Each test in so many parts, for the workers; what was survived is in build/kills, so an interrupted run goes on there.
 KILL_PARTS := 12
 test-kills: root build $(TEST_SETUP) ## kill -9 at every point of starts and ends, where make test takes some of them
 	@GPUSHARE_EVERY_POINT=$(KILL_PARTS) $(VENV_PYTHON) -m pytest --timeout 3600 -k killed $(KILL_TESTS) $(SIDE_BY_SIDE) $(PYTEST_ARGS)
-	@GPUSHARE_EVERY_POINT=$(KILL_PARTS) $(VENV_PYTHON) -m tests.lib.kills
+	@GPUSHARE_EVERY_POINT=$(KILL_PARTS) $(VENV_PYTHON) -m tests.support.kills
 
 test-aarch64: root build $(TEST_SETUP) ## the snapshot for aarch64, cross-compiled, under qemu-user
-	@$(VENV_PYTHON) -m pytest tests/e2e/check_aarch64.py $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest tests/integration/check_aarch64.py $(PYTEST_ARGS)
 
 # They count the instructions of the shim that is shipped.
 NOT_SANITIZED := --deselect tests/shim/test_compute_cost.py::test_a_launch_that_is_paid_for
@@ -136,68 +136,68 @@ fuzz: root build $(TEST_SETUP) ## fuzz all that reads untrusted bytes, or TARGET
 lint check format: $(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h
 
 lint: $(SETUP) ## ruff, mypy --strict, clang-format, cppcheck, shellcheck, codespell, names that must not be committed
-	@tests/tools/lint
+	@tools/lint
 
 check: $(SETUP) ## all static checks: lint, and gcc -fanalyzer through the shim and the launchers
 	@$(MAKE) --no-print-directory -j$(shell nproc) shim-analyzed $(LAUNCHERS_ANALYZED)
-	@tests/tools/lint
+	@tools/lint
 
 format: $(SETUP) ## rewrite Python and C files in the house format
-	@tests/tools/lint --fix
+	@tools/lint --fix
 
 bench: root build shim_bench start_bench vt dist ## measure; prints a table and writes build/bench.json
-	@$(VENV_PYTHON) -m tests.bench.bench
+	@$(VENV_PYTHON) -m bench.bench
 
 MINUTES ?= 10
 soak: root build ## starts, kills and crowds for MINUTES, then nothing may be left; writes build/soak.json
 	@$(VENV_PYTHON) -m tests.soak --minutes $(MINUTES)
 
 gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes build/gpu-check.json
-	@tests/gpu/start $(GPU_ARGS)
+	@tests/hardware/start $(GPU_ARGS)
 
 dist: $(ARCHIVE) ## make build/dist: programs that need no Python on the host, and an archive of them
 
 docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md docs/troubleshooting.md hook/gpushare/request/dialects/triggers.py ## write the generated pages of docs/
 
-docs/config.md: hook/gpushare/config/configkeys.py tests/tools/config_docs.py
-	$(VENV_PYTHON) tests/tools/config_docs.py >$@.new && mv $@.new $@
+docs/config.md: hook/gpushare/config/configkeys.py tools/config_docs.py
+	$(VENV_PYTHON) tools/config_docs.py >$@.new && mv $@.new $@
 
-docs/dialects.md: hook/gpushare/request/dialects/table.py tests/tools/dialect_docs.py
-	$(VENV_PYTHON) tests/tools/dialect_docs.py >$@.new && mv $@.new $@
+docs/dialects.md: hook/gpushare/request/dialects/table.py tools/dialect_docs.py
+	$(VENV_PYTHON) tools/dialect_docs.py >$@.new && mv $@.new $@
 
-docs/backends.md: hook/gpushare/allocation/backends.py hook/gpushare/allocation/dmem.py tests/tools/backend_docs.py
-	$(VENV_PYTHON) tests/tools/backend_docs.py >$@.new && mv $@.new $@
+docs/backends.md: hook/gpushare/allocation/backends.py hook/gpushare/allocation/dmem.py tools/backend_docs.py
+	$(VENV_PYTHON) tools/backend_docs.py >$@.new && mv $@.new $@
 
-docs/metrics.md: hook/gpushare/cli/metrics.py tests/tools/metrics_docs.py
-	$(VENV_PYTHON) tests/tools/metrics_docs.py >$@.new && mv $@.new $@
+docs/metrics.md: hook/gpushare/cli/metrics.py tools/metrics_docs.py
+	$(VENV_PYTHON) tools/metrics_docs.py >$@.new && mv $@.new $@
 
-docs/troubleshooting.md: $(shell find hook/gpushare -name '*.py') $(wildcard hook/launcher/*.c shim/*/*.c) tests/tools/error_docs.py tests/tools/error_texts.py
-	PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.error_docs >$@.new && mv $@.new $@
+docs/troubleshooting.md: $(shell find hook/gpushare -name '*.py') $(wildcard hook/launcher/*.c shim/*/*.c) tools/error_docs.py tools/error_texts.py
+	PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.error_docs >$@.new && mv $@.new $@
 
-hook/gpushare/request/dialects/triggers.py: hook/gpushare/request/dialects/table.py tests/tools/dialect_docs.py
-	$(VENV_PYTHON) tests/tools/dialect_docs.py --triggers >$@.new && mv $@.new $@
+hook/gpushare/request/dialects/triggers.py: hook/gpushare/request/dialects/table.py tools/dialect_docs.py
+	$(VENV_PYTHON) tools/dialect_docs.py --triggers >$@.new && mv $@.new $@
 
 # What both are written from
 CLI_PAGES := $(wildcard hook/gpushare/cli/*.py) hook/gpushare/doctor/__init__.py hook/gpushare/core/errors.py \
-    tests/tools/commands.py tests/tools/config_docs.py
+    tools/commands.py tools/config_docs.py
 
-docs/cli.md: tests/tools/cli_docs.py $(CLI_PAGES)
-	PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.cli_docs >$@.new && mv $@.new $@
+docs/cli.md: tools/cli_docs.py $(CLI_PAGES)
+	PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.cli_docs >$@.new && mv $@.new $@
 
 man: build/man/.complete ## write the manual pages to build/man
 
-build/man/.complete: tests/tools/man_pages.py $(CLI_PAGES) $(SETUP)
-	PYTHONPATH=hook:. $(VENV_PYTHON) -m tests.tools.man_pages build/man
+build/man/.complete: tools/man_pages.py $(CLI_PAGES) $(SETUP)
+	PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.man_pages build/man
 	@touch $@
 
-docs/hardware.md: tests/gpu/docs.py tests/gpu/checks.py $(wildcard tests/gpu/measured/*.json)
-	PYTHONPATH=. $(VENV_PYTHON) -m tests.gpu.docs >$@.new && mv $@.new $@
+docs/hardware.md: tests/hardware/docs.py tests/hardware/checks.py $(wildcard tests/hardware/measured/*.json)
+	PYTHONPATH=. $(VENV_PYTHON) -m tests.hardware.docs >$@.new && mv $@.new $@
 
-docs/compute.md: tests/throttle/docs.py tests/throttle/matrix.py tests/throttle/misses.json tests/throttle/figures.json
-	PYTHONPATH=. $(VENV_PYTHON) -m tests.throttle.docs
+docs/compute.md: tests/limiter/docs.py tests/limiter/matrix.py tests/limiter/misses.json tests/limiter/figures.json
+	PYTHONPATH=. $(VENV_PYTHON) -m tests.limiter.docs
 
-docs/attacks.md: tests/attacks/docs.py tests/attacks/table.py
-	PYTHONPATH=. $(VENV_PYTHON) -m tests.attacks.docs >$@.new && mv $@.new $@
+docs/attacks.md: tests/security/docs.py tests/security/table.py
+	PYTHONPATH=. $(VENV_PYTHON) -m tests.security.docs >$@.new && mv $@.new $@
 
 clean: ## remove build/
 	rm -rf build

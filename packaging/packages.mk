@@ -60,8 +60,8 @@ $(PACKAGES_SETUP): packaging/bootstrap $(TEST_SETUP)
 # library, that of the Debian whose programs make test-packages starts.
 AARCH64 := build/aarch64
 AARCH64_CC = $(SHIM_ZIG) -target aarch64-linux-gnu.2.36
-$(AARCH64)/sim/libcuda.so.1 $(AARCH64)/sim/libnvidia-ml.so.1 &: $(wildcard tests/sim/*.[ch] tests/sim/*/*.[ch]) build/.setup-dist
-	$(MAKE) --no-print-directory -f tests/sim/sim.mk BUILD=$(AARCH64) CC='$(AARCH64_CC)' PYTHON='$(PYTHON)' \
+$(AARCH64)/sim/libcuda.so.1 $(AARCH64)/sim/libnvidia-ml.so.1 &: $(wildcard simulator/*.[ch] simulator/*/*.[ch]) build/.setup-dist
+	$(MAKE) --no-print-directory -f simulator/sim.mk BUILD=$(AARCH64) CC='$(AARCH64_CC)' PYTHON='$(PYTHON)' \
 	    CUDA_INCLUDE=$(CUDA_INCLUDE) NVML_INCLUDE=$(NVML_INCLUDE) \
 	    $(AARCH64)/$(SIM_LIBCUDA:build/%=%) $(AARCH64)/$(SIM_LIBNVML:build/%=%)
 	@ln -f $(AARCH64)/$(SIM_LIBCUDA:build/%=%) $(AARCH64)/sim/libcuda.so.1

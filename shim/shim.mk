@@ -9,7 +9,7 @@
 #
 # A name that symbols.tsv calls intercepted and that has no wrapper fails the link.
 
-# Lowest first: a folder includes and calls those before it (tests/tools/shim_layers.py). Only what knows nothing of CUDA
+# Lowest first: a folder includes and calls those before it (tools/shim_layers.py). Only what knows nothing of CUDA
 # is in both libraries.
 SHIM_LAYERS := core limiter accounting oversubscription memory code launch driver
 SHIM_COMMON := $(addprefix core/,quota.c real.c region.c share.c slot.c)

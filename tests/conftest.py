@@ -1,4 +1,4 @@
-"""Fixtures for all tests. The parts themselves are in tests/lib, and usable without pytest."""
+"""Fixtures for all tests. The parts themselves are in tests/support, and usable without pytest."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.lib import host, processes, rootfs, turns
-from tests.lib.runc import Container, close_all
-from tests.sim.simhost import make_simhost
-from tests.tools import nvidia_userland
+from simulator.simhost import make_simhost
+from tests.support import host, processes, rootfs, turns
+from tests.support.runc import Container, close_all
+from tools import nvidia_userland
 
 GIB = 1 << 30
 

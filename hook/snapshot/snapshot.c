@@ -49,7 +49,7 @@ static void fail(const char *what) {
  *
  * A start uses a tenth of its objects, if only to count references, and the kernel copies each page
  * that is written to. So those come first, side by side: ORDER has the numbers of their blocks.
- * tests/tools/train.py finds them, with this program compiled for one block a page (SPACING). */
+ * tools/train.py finds them, with this program compiled for one block a page (SPACING). */
 
 #define HEADER sizeof(size_t)
 #define CHUNK ((size_t)1 << 18)
@@ -232,7 +232,7 @@ static void go_on(int count, char **argv) {
     if (!code)
         PyErr_Print();
     if (SPACING > 1)
-        raise(SIGSTOP); /* for tests/tools/train.py */
+        raise(SIGSTOP); /* for tools/train.py */
     _exit(code ? (int)PyLong_AsLong(code) : 1);
 }
 

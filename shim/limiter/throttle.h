@@ -1,7 +1,7 @@
 /* Compute limits: who may launch when, and what it is charged. docs/compute.md has the law.
  *
  * A state machine: clock, device, shared memory and peers are given to it, it has no globals and
- * never waits, so that the very same code runs in virtual time (tests/throttle). All times are
+ * never waits, so that the very same code runs in virtual time (tests/limiter). All times are
  * wall nanoseconds of one clock that all containers share; all work is device nanoseconds.
  *
  * The caller, per launch of one context:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from simulator.simhost import LIBDIR, make_simhost
 from tests.conformance import behaviours, checks_capture, checks_memory, checks_pools, checks_time, checks_work
-from tests.sim.simhost import LIBDIR, make_simhost
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELPERS = {

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.lib.host import TREE
+from tests.support.host import TREE
 
 PAGES = ("README.md", "README.zh-CN.md", "HACKING.md", "packaging/kubernetes/README.md")
 PROGRAMS = (

@@ -9,7 +9,7 @@ import sys
 from types import TracebackType
 from typing import NamedTuple, Optional
 
-from tests.lib.host import TREE
+from tests.support.host import TREE
 
 _END = "--end of the command--"
 # What differs from run to run or from host to host, and what stands for it
@@ -34,7 +34,7 @@ class Session:
 
     def __init__(self, *options: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.demo.playground", *options, "bash", "--norc"],
+            [sys.executable, "-m", "demo.playground", *options, "bash", "--norc"],
             cwd=TREE,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

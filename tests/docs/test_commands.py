@@ -16,20 +16,20 @@ from gpushare.request import request
 from tests.docs import blocks
 from tests.docs.blocks import Command
 from tests.docs.test_tour import TOUR, TYPED
-from tests.lib.host import TREE
+from tests.support.host import TREE
 from tests.unit import pure
 
 # Beginning of a command -> the test that does it, or why nobody does
 ELSEWHERE = {
-    "docker build": "it needs a registry; tests/e2e/test_installer.py",
+    "docker build": "it needs a registry; tests/integration/test_installer.py",
     "docker exec": "tests/docs/test_tour.py",
     "docker rm": "tests/docs/test_tour.py",
     "dpkg -i": "tests/packages/check_install.py",
-    "journalctl": "it needs systemd's journal; tests/e2e/test_decisions.py",
+    "journalctl": "it needs systemd's journal; tests/integration/test_decisions.py",
     "kubectl": "it needs a cluster; what it applies: tests/unit/test_kubernetes.py",
-    "ln -s": "tests/e2e/test_bundle.py",
+    "ln -s": "tests/integration/test_bundle.py",
     "systemctl": "it needs systemd; tests/packages/check_contents.py",
-    "tar": "tests/e2e/test_bundle.py",
+    "tar": "tests/integration/test_bundle.py",
 }
 ALL = [one for page in blocks.pages() for one in blocks.commands(page)]
 USAGE = re.compile(r"\[OPTIONS\]|\{bash\|zsh\|fish\}")  # docs/cli.md, which is generated from click
@@ -144,7 +144,7 @@ def test_who_starts_containers_is_typed() -> None:
     """Nothing that starts one is only understood, but where the reason is here."""
     starts = {one.page for one in ALL if one.text.startswith(("docker run", "podman run"))}
     assert starts - set(TYPED) == {"README.md", "README.zh-CN.md", TOUR, "docs/mps.md"}
-    assert (TREE / "tests/e2e/test_mps_daemon.py").is_file()  # docs/mps.md: it needs a driver's own daemon
+    assert (TREE / "tests/integration/test_mps_daemon.py").is_file()  # docs/mps.md: it needs a driver's own daemon
 
 
 def test_both_readmes_have_the_same_commands() -> None:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from tests.docs import blocks
-from tests.lib.host import TREE, Node
-from tests.lib.runc import Container
+from tests.support.host import TREE, Node
+from tests.support.runc import Container
 
 MIB = 1 << 20
 

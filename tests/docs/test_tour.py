@@ -12,8 +12,8 @@ import pytest
 
 from tests.docs.blocks import INDENT, Command, blocks, commands
 from tests.docs.session import Done, Session, agrees
-from tests.lib.host import TREE
-from tests.tools import pictures
+from tests.support.host import TREE
+from tools import pictures
 
 TOUR = "docs/tour.md"
 WRITE = bool(os.environ.get("GOLDEN_WRITE"))
@@ -145,7 +145,7 @@ def test_the_tour(playground: Session) -> None:
 
 
 def test_the_picture_of_top() -> None:
-    """That of the demo is compared in tests/e2e/test_demo.py, which runs it anyway."""
+    """That of the demo is compared in tests/integration/test_demo.py, which runs it anyway."""
     assert pictures.texts(pictures.draw("top")) == pictures.drawn("top"), "run `make pictures`"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.lib.host import TREE
+from tests.support.host import TREE
 
 HOOK, SHIM = TREE / "hook" / "gpushare", TREE / "shim"
 

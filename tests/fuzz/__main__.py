@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tests.fuzz.runner import Outcome, processors, run
 from tests.fuzz.targets import PROGRAMS, TARGETS, Target
-from tests.lib.host import TREE
+from tests.support.host import TREE
 
 WORK = PROGRAMS / "work"
 

@@ -15,7 +15,7 @@ from gpushare.inject.spectree import SpecTree
 from gpushare.request import oci
 
 from tests.fuzz.readers import refusing
-from tests.lib.host import BUILD
+from tests.support.host import BUILD
 
 HOOK = ("/opt/bin/gpushare-hook", "--state", "/s")
 KEYS = ("runtimes", "gpushare")

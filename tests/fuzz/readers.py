@@ -20,7 +20,7 @@ from gpushare.request import oci, request
 from gpushare.state import leasefile, pages, region, usagefile
 from gpushare.system import elf, ldcache
 
-from tests.lib.host import BUILD
+from tests.support.host import BUILD
 from tests.unit import pure
 
 GIB = 1 << 30

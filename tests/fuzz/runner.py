@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tests.fuzz import words
 from tests.fuzz.targets import CORPUS, PROGRAMS, Target
-from tests.lib.host import TREE
+from tests.support.host import TREE
 
 FOUND = PROGRAMS / "found"
 HANGS_S = 25  # one input

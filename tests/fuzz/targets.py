@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
-from tests.lib.host import BUILD, TREE
+from tests.support.host import BUILD, TREE
 
 CORPUS = TREE / "tests" / "fuzz" / "corpus"
 PROGRAMS = BUILD / "fuzz"

@@ -11,8 +11,8 @@ import pytest
 
 from tests.fuzz import runner
 from tests.fuzz.targets import CORPUS, TARGETS, Target
-from tests.lib import host
-from tests.lib.host import TREE
+from tests.support import host
+from tests.support.host import TREE
 
 SECONDS = 1
 pytestmark = pytest.mark.timeout(900)  # the first one waits for the compiler

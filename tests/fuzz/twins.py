@@ -12,7 +12,7 @@ from gpushare.programs import commandline
 from gpushare.request import hookoutput, oci, request
 from gpushare.request.dialects import injected
 
-from tests.lib.host import BUILD
+from tests.support.host import BUILD
 
 PATH_MAX = 4096
 

@@ -227,7 +227,7 @@ def test_what_a_command_says(world: Callable[[str], str], name: str) -> None:
 
 
 def test_every_command_is_here() -> None:
-    from tests.tools.commands import walk
+    from tools.commands import walk
 
     said = [line.removeprefix("$ ") for lines in CASES.values() for line in lines]
     for command in walk():

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.host import BUILD
 from tests.shim import stress_run
 from tests.shim.box import GIB, LIBDIR, Box
+from tests.support.host import BUILD
 
 EMULATED = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
 LIMIT_BYTES, PROCESSES = 4 * GIB, 4

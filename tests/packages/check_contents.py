@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib import elf
-from tests.lib.host import TREE, version
-from tests.lib.rootfs import run
+from tests.support import elf
+from tests.support.host import TREE, version
+from tests.support.rootfs import run
 
 from .conftest import PACKAGES
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.lib.engines.image import PROBE
-from tests.lib.host import TREE, version
+from tests.support.engines.image import PROBE
+from tests.support.host import TREE, version
 
 from . import newer
 from .cleanroot import CleanRoot

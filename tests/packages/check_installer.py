@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.test_installer import DROP_IN, FEATURES, called, node, tree
-from tests.lib import daemonset
-from tests.lib.host import TREE, version
-from tests.lib.rootfs import run
-from tests.lib.runc import Container
+from tests.integration.test_installer import DROP_IN, FEATURES, called, node, tree
+from tests.support import daemonset
+from tests.support.host import TREE, version
+from tests.support.rootfs import run
+from tests.support.runc import Container
 
 from .conftest import PACKAGES
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from tests.bench import scrape
-from tests.lib.host import TREE, Node
+from bench import scrape
+from tests.support.host import TREE, Node
 
 from . import fetched
 

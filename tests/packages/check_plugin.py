@@ -14,12 +14,12 @@ import pytest
 from gpushare.cli import k8s_plugin
 from gpushare.core import names
 
-from tests.lib import daemonset
-from tests.lib.host import TREE, Node, version, write_config
-from tests.lib.kubelet import Kubelet
-from tests.lib.rootfs import run, unmount_below
-from tests.lib.runc import Container
-from tests.lib.tenant import Tenant
+from tests.support import daemonset
+from tests.support.host import TREE, Node, version, write_config
+from tests.support.kubelet import Kubelet
+from tests.support.rootfs import run, unmount_below
+from tests.support.runc import Container
+from tests.support.tenant import Tenant
 
 from .conftest import PACKAGES
 

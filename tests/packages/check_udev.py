@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.host import TREE
-from tests.lib.rootfs import mount_tmpfs, unmount_below
+from tests.support.host import TREE
+from tests.support.rootfs import mount_tmpfs, unmount_below
 
 from . import fetched
 

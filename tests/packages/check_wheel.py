@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.host import version
-from tests.lib.rootfs import run
-from tests.lib.spec import Hook
+from tests.support.host import version
+from tests.support.rootfs import run
+from tests.support.spec import Hook
 
 from . import newer
 from .check_cri import CONTAINERD, OWN, configure

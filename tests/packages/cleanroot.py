@@ -13,8 +13,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.lib.host import BUILD
-from tests.lib.rootfs import run, unmount_below
+from tests.support.host import BUILD
+from tests.support.rootfs import run, unmount_below
 
 PYTHON = "python3-venv"  # a wheel is installed with it
 # What a host has: a runtime, systemd to look at our units with; and rpm, which installs .rpm wherever it is

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.host import BUILD
+from tests.support.host import BUILD
 
 from .cleanroot import CleanRoot
 

@@ -6,8 +6,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tests.lib.host import BUILD
-from tests.lib.rootfs import run
+from tests.support.host import BUILD
+from tests.support.rootfs import run
 
 
 def program(package: str, path: str) -> Path:

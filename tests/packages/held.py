@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.lib.engines.image import PROBE, make_root
-from tests.lib.spec import Hook, spec
-from tests.sim.simhost import make_simhost
+from simulator.simhost import make_simhost
+from tests.support.engines.image import PROBE, make_root
+from tests.support.spec import Hook, spec
 
 from .cleanroot import CleanRoot
 

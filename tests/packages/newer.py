@@ -8,8 +8,8 @@ import subprocess
 import zipfile
 from pathlib import Path
 
-from tests.lib.host import BUILD, TREE, version
-from tests.lib.rootfs import run
+from tests.support.host import BUILD, TREE, version
+from tests.support.rootfs import run
 
 from .conftest import PACKAGES
 

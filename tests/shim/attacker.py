@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from simulator.ledger import Ledger
 from tests.shim.box import Box
 from tests.shim.inside import PRELUDE
 from tests.shim.launches import HELPERS
-from tests.sim.ledger import Ledger
 
 LIMIT = 20
 POINTS = 10.0  # what gets through is far more than that; a machine that others use as well takes some

@@ -81,8 +81,8 @@ class Box:
         from gpushare.core.model import Share
         from gpushare.state.region import pack_limits, pack_usage
 
+        from simulator.simhost import make_simhost
         from tests.shim.company import join
-        from tests.sim.simhost import make_simhost
 
         self._temporary = tempfile.TemporaryDirectory(prefix="box-", dir=TREE / "build")
         self.directory = Path(self._temporary.name)

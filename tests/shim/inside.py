@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
+from simulator.ledger import Ledger
 from tests.shim.box import Box
-from tests.sim.ledger import Ledger
 
 MIB = 1 << 20
 PRELUDE = """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from simulator.ledger import Ledger
 from tests.shim.box import Box
-from tests.sim.ledger import Ledger
 
 POINTS = 5.0
 SETTLED_S = 0.5

@@ -17,8 +17,8 @@ from typing import Any
 from gpushare.core.model import Device, Share
 from gpushare.state import region, usagefile
 
-from tests.lib.host import BUILD, TREE
-from tests.tools.nvidia_userland import Userland
+from tests.support.host import BUILD, TREE
+from tools.nvidia_userland import Userland
 
 GIB = 1 << 30
 NONCE = 0x5EED

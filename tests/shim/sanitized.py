@@ -64,7 +64,7 @@ def _library(name: str) -> str:
 
 
 def build_shim(shim: str) -> Path:
-    from tests.lib import host
+    from tests.support import host
 
     host.make(shim)
     return BUILD / shim
@@ -102,8 +102,8 @@ def mill(
 ) -> Mill:
     """Sixteen threads in each process, for so long or until there were `enough` allocations; a process is killed every
     `kill_ms`. `planted`: with a race. `whole`: of an oversubscribed share, whose border moves, too."""
+    from simulator.ledger import Ledger
     from tests.shim.box import Box
-    from tests.sim.ledger import Ledger
 
     build_shim(shim)
     with Box([2 * GIB], shim=BUILD / shim, compute=[60], whole=[whole] if whole else None) as box:

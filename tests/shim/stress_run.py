@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.lib.host import BUILD, TREE
+from tests.support.host import BUILD, TREE
 
 FAMILIES = "plain,pitch,managed,array,mipmap,async,pool,vmm,graph,module"
 BLOCK = 2 << 20
@@ -32,7 +32,7 @@ def build(directory: Path) -> Path:
 
 def books(device: Path) -> Books:
     """Read by a process of its own: this one may have the simulated driver loaded."""
-    command = [sys.executable, str(TREE / "tests/sim/ledger.py"), str(device), "--format", "json"]
+    command = [sys.executable, str(TREE / "simulator/ledger.py"), str(device), "--format", "json"]
     said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return Books(said["used_bytes"], max(group["peak_bytes"] for group in said["groups"]))
 

@@ -1,7 +1,7 @@
 """Tenants on one simulated device, and what the device's own ledger says that each of them got.
 
-A tenant is tests/e2e/programs/busy.c, or any other program, in a box of its own; boxes share the simulated host and the
-directory in which they hear of each other, as containers of one host do.
+A tenant is tests/integration/programs/busy.c, or any other program, in a box of its own; boxes share the simulated host
+and the directory in which they hear of each other, as containers of one host do.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from tests.lib.busy import build, words
-from tests.lib.judge import TimeShares, time_shares
+from simulator.ledger import Ledger
 from tests.shim.box import Box
-from tests.sim.ledger import Ledger
+from tests.support.busy import build, words
+from tests.support.judge import TimeShares, time_shares
 
 LONG_S = 1000  # for as long as it is looked at
 READY_S = 60

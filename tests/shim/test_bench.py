@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.bench import bench
-from tests.lib import host
+from bench import bench
+from tests.support import host
 
 
 def test_the_cost_of_the_shim_can_be_measured(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.lib.busy import build, words
+from simulator.ledger import Ledger
 from tests.shim.inside import run
 from tests.shim.tenants import boxes, holds, observe, tenants
-from tests.sim.ledger import Ledger
+from tests.support.busy import build, words
 
 POINTS = 5.0  # on a machine that others use as well; exact figures come from make bench
 THREADS_POINTS = (

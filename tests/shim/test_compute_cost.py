@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.busy import build, words
 from tests.shim.box import TREE, Box
+from tests.support.busy import build, words
 
 LAUNCHES = 30
 INSTRUCTIONS = 40  # gcc: 34 to 40; comparisons with what the thread remembers, two atomic additions

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from gpushare.state.region import DEVICE_PAUSED, MAX_PAGES, offset, packer
 
-from tests.lib import host
-from tests.lib.busy import build, words
-from tests.lib.host import BUILD
 from tests.shim.box import GIB, TREE, Box
 from tests.shim.inside import PRELUDE, run
 from tests.shim.launches import BUSY, HELPERS, POINTS, SETTLED_S, WINDOW_S
 from tests.shim.tenants import boxes, holds, observe, tenants
+from tests.support import host
+from tests.support.busy import build, words
+from tests.support.host import BUILD
 
 
 def owners(pages: Path) -> list[int]:
@@ -319,7 +319,7 @@ def test_launches_that_nothing_can_time_are_refused_where_there_is_a_limit(perce
     driver = tmp_path / "driver.so"
     flags = ("-shared", "-fPIC", "-O2", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-DSTUB_RECORDS=0")
     include = TREE / "build" / "include" / "cuda"
-    source = TREE / "tests" / "bench" / "stub_driver.c"
+    source = TREE / "bench" / "stub_driver.c"
     subprocess.run(["gcc", *flags, "-isystem", include, "-o", driver, source], check=True)
     program = """
     context = c_void_p()

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from gpushare.state.region import offset
 
+from simulator.ledger import Ledger
+from simulator.simhost import make_simhost
 from tests.shim.box import GIB, Box
 from tests.shim.inside import MIB
 from tests.shim.launches import HELPERS
 from tests.shim.test_live import talk
-from tests.sim.ledger import Ledger
-from tests.sim.simhost import make_simhost
 
 ON_DEVICE = 902 * MIB  # context, the allocation in the device part, and code
 ON_HOST = 128 * MIB

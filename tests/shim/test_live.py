@@ -13,11 +13,11 @@ import pytest
 from gpushare.state.region import DEVICE_PAUSED, offset
 from gpushare.system.linux import futex_wake
 
+from simulator.ledger import Ledger
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, PRELUDE, peak
 from tests.shim.launches import HELPERS
 from tests.shim.tenants import boxes
-from tests.sim.ledger import Ledger
 
 TALK = """
 def say(*words):

@@ -9,7 +9,7 @@ import pytest
 
 from shim import gen_symbols
 from tests.shim.real_box import SONAMES, RealBox, compile_c
-from tests.tools.nvidia_userland import Userland
+from tools.nvidia_userland import Userland
 
 ROWS = gen_symbols.read()
 LIBRARIES = {"cuda": "libcuda.so.1", "nvml": "libnvidia-ml.so.1"}

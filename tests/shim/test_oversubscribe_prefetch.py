@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from gpushare.state.usagefile import read_usage
 
+from simulator.ledger import Ledger
+from simulator.simhost import make_simhost
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
 from tests.shim.test_live import talk
-from tests.sim.ledger import Ledger
-from tests.sim.simhost import make_simhost
 
 DEVICE, WHOLE = 1 * GIB, 2 * GIB
 FIRST = 224 * MIB

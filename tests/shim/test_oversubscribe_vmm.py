@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from gpushare.state.usagefile import read_usage
 
-from tests.lib.host import BUILD
+from simulator.simhost import make_simhost
 from tests.shim.box import CONTEXT_BYTES, GIB, LIBDIR, VERSION, Box
 from tests.shim.inside import MIB, peak, run
 from tests.shim.test_graph_room import GRAPHS
 from tests.shim.test_live import talk
-from tests.sim.simhost import make_simhost
+from tests.support.host import BUILD
 
 DEVICE, WHOLE = 1 * GIB, 2 * GIB
 HELPERS = (

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from simulator.simhost import make_simhost
 from tests.shim.box import CONTEXT_BYTES, GIB, TREE, Box
 from tests.shim.inside import MIB, PRELUDE, peak, run
-from tests.sim.simhost import make_simhost
 
 
 def test_a_forked_child_has_no_share() -> None:

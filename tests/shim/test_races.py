@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib import host
 from tests.shim.box import GIB, TREE, Box
 from tests.shim.launches import BUSY
 from tests.shim.tenants import boxes, tenants
+from tests.support import host
 
 BUILD = TREE / "build"
 

@@ -18,9 +18,9 @@ import pytest
 from gpushare.state import region, usagefile
 
 from shim import gen_symbols
-from tests.lib.host import BUILD, TREE
 from tests.shim.real_box import RealBox, compile_c, limits
-from tests.tools.nvidia_userland import Userland
+from tests.support.host import BUILD, TREE
+from tools.nvidia_userland import Userland
 
 ROWS = gen_symbols.read()
 CUDA = [row for row in ROWS if row.library == "cuda"]
@@ -176,7 +176,7 @@ def test_an_unknown_function_of_an_intercepted_name_is_not_handed_out(binding: s
 
 # ---- NVML's calls into itself ---------------------------------------------------------------------------------------
 
-SELF_CALLS = (TREE / "tests/sim/exports/libnvidia-ml-535-plt.txt").read_text().split()
+SELF_CALLS = (TREE / "simulator/exports/libnvidia-ml-535-plt.txt").read_text().split()
 
 
 def test_the_list_of_self_calls_is_the_drivers(userland: Userland) -> None:

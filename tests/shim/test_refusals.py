@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.host import BUILD, TREE
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
+from tests.support.host import BUILD, TREE
 
 LIMIT_OFFSET = 64 + 80  # gs_limits.device[0].memory_limit_bytes
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shim import gen_symbols
-from tests.lib.host import BUILD, TREE
-from tests.tools import shim_layers
-from tests.tools.nvidia_userland import Userland
+from tests.support.host import BUILD, TREE
+from tools import shim_layers
+from tools.nvidia_userland import Userland
 
 ROWS = gen_symbols.read()
 FILES = {"cuda": "libcuda", "nvml": "libnvidia-ml"}

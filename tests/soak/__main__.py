@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.lib import host, processes
+from tests.support import host, processes
 
 from . import churn, starts, tenants
 from .show import Show

@@ -21,8 +21,8 @@ from typing import Any
 from gpushare.state import leases, leftover
 from gpushare.system import procs
 
-from tests.lib import processes
-from tests.lib.runc import Container, RuntimeFailed
+from tests.support import processes
+from tests.support.runc import Container, RuntimeFailed
 
 from .stage import GIB, MEMORY_BYTES, MILL, Stage
 

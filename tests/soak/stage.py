@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.lib import processes
-from tests.lib.host import BUILD, TREE, Node
-from tests.lib.rootfs import unmount_below
-from tests.lib.runc import Container
-from tests.lib.spec import Mount
-from tests.sim.simhost import make_simhost
+from simulator.simhost import make_simhost
+from tests.support import processes
+from tests.support.host import BUILD, TREE, Node
+from tests.support.rootfs import unmount_below
+from tests.support.runc import Container
+from tests.support.spec import Mount
 
 from .show import Show
 from .traces import cgroups

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-from tests.lib.rootfs import OverlayRoot
-from tests.lib.runc import Container, RuntimeFailed
+from tests.support.rootfs import OverlayRoot
+from tests.support.runc import Container, RuntimeFailed
 
 from .stage import Stage
 

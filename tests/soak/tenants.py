@@ -12,9 +12,9 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from tests.lib.host import TREE
-from tests.lib.runc import Container
-from tests.lib.spec import Mount
+from tests.support.host import TREE
+from tests.support.runc import Container
+from tests.support.spec import Mount
 
 from .stage import GIB, MILL, Stage
 
@@ -30,7 +30,7 @@ COMPUTE_POINTS = 15.0
 
 def books(stage: Stage) -> dict[str, Any]:
     """The ledger of the device, read by a process of its own."""
-    program, device = TREE / "tests/sim/ledger.py", stage.node.driver_root / f"dev/nvidia{DEVICE}"
+    program, device = TREE / "simulator/ledger.py", stage.node.driver_root / f"dev/nvidia{DEVICE}"
     command = [sys.executable, str(program), str(device), "--format", "json"]
     said: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return said

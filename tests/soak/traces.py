@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from gpushare.state import pages
 
-from tests.lib import processes
-from tests.lib.host import Node
-from tests.lib.rootfs import mount_points
-from tests.sim.ledger import Ledger
+from simulator.ledger import Ledger
+from tests.support import processes
+from tests.support.host import Node
+from tests.support.rootfs import mount_points
 
 CGROUPS = Path("/sys/fs/cgroup")
 ERRORS_KEPT = 256 + 1  # hook/gpushare/state/log.py keeps that many, and the one that is being written

@@ -7,7 +7,7 @@ from typing import Any
 from gpushare.engines import containerd
 from gpushare.engines.base import Engine, Proposal, Settings
 
-from tests.tools.engine_snippets import SETTINGS, Tree
+from tools.engine_snippets import SETTINGS, Tree
 
 OLD, NEW = SETTINGS._replace(engine_version="1.7"), SETTINGS._replace(engine_version="2.1")
 MAIN = containerd.FILE

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.attacks import docs, table
-from tests.lib.host import TREE
+from tests.security import docs, table
+from tests.support.host import TREE
 
 ROWS: list[Any] = [*table.ATTACKS, *table.RACES, *table.ELSEWHERE]
 

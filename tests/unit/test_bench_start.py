@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import bench, start
+from bench import bench, start
 
 
 class FakeNode:

@@ -18,7 +18,7 @@ from gpushare.engines.host import Host
 from gpushare.integrations import cdi, uninstall
 from gpushare.request import request
 
-from tests.lib.host import TREE
+from tests.support.host import TREE
 from tests.unit import pure
 
 SETTINGS = Settings("/usr/bin/gpushare-runtime", "/usr/bin/gpushare-hook", state_dir="/run/other")

@@ -22,11 +22,11 @@ from gpushare.core import errors
 from gpushare.core.errors import CapacityError
 from gpushare.state import log
 
-from tests.lib.host import TREE
-from tests.tools import cli_docs, man_pages
-from tests.tools.commands import EXAMPLES, EXIT_CODES, JSON, Command, walk
+from tests.support.host import TREE
 from tests.unit import pure
 from tests.unit.clihost import GIB, charge
+from tools import cli_docs, man_pages
+from tools.commands import EXAMPLES, EXIT_CODES, JSON, Command, walk
 
 EVERYTHING = list(walk())
 LEAVES = [command for command in EVERYTHING if not command.subcommands()]

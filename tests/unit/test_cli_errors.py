@@ -17,7 +17,7 @@ import pytest
 from gpushare.cli import main, output
 from gpushare.cli.main import group
 
-from tests.lib.host import BIN
+from tests.support.host import BIN
 from tests.unit import pure
 from tests.unit.clihost import GIB
 

@@ -18,7 +18,7 @@ from gpushare.core.errors import CapacityError
 from gpushare.state import leases, log, region, storage
 from gpushare.system import rootless
 
-from tests.lib.terminal import Terminal
+from tests.support.terminal import Terminal
 from tests.unit import pure
 from tests.unit.clihost import GIB, LONG, MIB, charge, compute
 

@@ -20,7 +20,7 @@ from gpushare.cli.topscreen import View
 from gpushare.config import node
 from gpushare.state import leases
 
-from tests.lib.terminal import Terminal
+from tests.support.terminal import Terminal
 from tests.unit import pure
 from tests.unit.clihost import GIB, charge, compute
 

@@ -13,8 +13,8 @@ from gpushare.cli.completion import SHELLS
 from gpushare.core.errors import CapacityError
 from gpushare.state import log
 
-from tests.lib.host import BIN
-from tests.lib.terminal import Terminal
+from tests.support.host import BIN
+from tests.support.terminal import Terminal
 from tests.unit import pure
 from tests.unit.clihost import GIB
 

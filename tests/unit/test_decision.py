@@ -15,7 +15,7 @@ from gpushare.core.model import Device, Lease, Request, Selection, Share
 from gpushare.state import decision
 from gpushare.system import linux
 
-from tests.lib.host import TREE, logfmt
+from tests.support.host import TREE, logfmt
 
 # What an id, a path or the text of somebody else may try: another line, another field, the end of the quotes, a
 # terminal's escapes, text that is not text

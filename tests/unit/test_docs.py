@@ -12,8 +12,8 @@ from gpushare.gpu import drivertable
 from gpushare.request import constraints, dialects
 from gpushare.request.dialects import conditions, driverwords
 
-from tests.lib.host import TREE
-from tests.tools import backend_docs, config_docs, dialect_docs, error_docs, error_texts, metrics_docs
+from tests.support.host import TREE
+from tools import backend_docs, config_docs, dialect_docs, error_docs, error_texts, metrics_docs
 
 
 def test_config_docs_are_generated() -> None:
@@ -72,7 +72,7 @@ def test_every_error_is_described() -> None:
 
 def test_every_make_target_that_the_docs_name_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (TREE / "Makefile").read_text(), re.MULTILINE))
-    for part in ("shim/shim.mk", "tests/sim/sim.mk", "packaging/packages.mk"):
+    for part in ("shim/shim.mk", "simulator/sim.mk", "packaging/packages.mk"):
         targets |= set(re.findall(r"^([a-z0-9-]+):", (TREE / part).read_text(), re.MULTILINE))
     for name in ("README.md", "README.zh-CN.md", "HACKING.md", "docs/security.md"):
         named = set(re.findall(r"(?:^ {4}|`)make ([a-z0-9-]+)", (TREE / name).read_text(), re.MULTILINE))

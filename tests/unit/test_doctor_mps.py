@@ -1,4 +1,4 @@
-"""gpushare doctor: MPS. Daemons are values here; e2e/test_mps.py and test_mps_daemon.py ask of some that run."""
+"""gpushare doctor: MPS. Daemons are values; integration/test_mps.py and test_mps_daemon.py ask of some that run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_library_files(machine: Machine, root: Path) -> None:
         put(root, f"shim/{name}").write_bytes(Path(sys.executable).resolve().read_bytes()[:4096])
     assert ask("library", machine).result == FAIL  # cut short
     (root / "shim").rename(root / "other")
-    from tests.lib.host import SHIM
+    from tests.support.host import SHIM
 
     assert machine.config
     assert ask("library", machine._replace(config=machine.config._replace(shim_dir=str(SHIM)))).result == OK

@@ -13,9 +13,9 @@ from gpushare.gpu import driverfiles, driverroot, drivertable
 from gpushare.request.dialects import CAPABILITIES
 from gpushare.system import elf
 
-from tests.lib.driverhost import add_mig, elf32
-from tests.tools.nvidia_userland import Userland
+from tests.support.driverhost import add_mig, elf32
 from tests.unit import pure
+from tools.nvidia_userland import Userland
 
 V = "535.261.03"
 BOTH = ("compute", "utility")

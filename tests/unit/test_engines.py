@@ -15,10 +15,10 @@ from gpushare.engines import containerd, crio, docker, hookfiles, podman, tomlte
 from gpushare.engines.base import UNKNOWN, Change, Settings
 from gpushare.engines.configure import ENGINES
 
-from tests.lib.host import TREE
-from tests.tools import engine_snippets
-from tests.tools.engine_snippets import SETTINGS, Tree
+from tests.support.host import TREE
 from tests.unit.enginehost import DEBIAN, KUBEADM, MAIN, NEW, OLD, applied, configured, withdrawn
+from tools import engine_snippets
+from tools.engine_snippets import SETTINGS, Tree
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "configure"
 
@@ -142,7 +142,7 @@ def test_docker_takes_what_dockerd_takes(text: str) -> None:
 def test_snippets_are_what_configure_writes() -> None:
     folder = engine_snippets.FOLDER
     there = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-    assert there == engine_snippets.texts(), "run python -m tests.tools.engine_snippets"
+    assert there == engine_snippets.texts(), "run python -m tools.engine_snippets"
 
 
 CASES: dict[str, tuple[Any, Settings, dict[str, str]]] = {

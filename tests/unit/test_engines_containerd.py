@@ -11,8 +11,8 @@ from gpushare.core.errors import ConfigError
 from gpushare.engines import basespec, containerd, tomltext
 from gpushare.engines.base import UNKNOWN
 
-from tests.tools.engine_snippets import SETTINGS, Tree
 from tests.unit.enginehost import DEBIAN, KUBEADM, MAIN, NEW, OLD, applied, configured, withdrawn
+from tools.engine_snippets import SETTINGS, Tree
 
 CRI2, CRI3 = "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.host import TREE
-from tests.tools import everything
-from tests.tools.everything import Part
+from tests.support.host import TREE
+from tools import everything
+from tools.everything import Part
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_interrupted_part_ends_and_the_rest_is_not_run(
 
 
 def test_unknown_part_is_named() -> None:
-    command = [sys.executable, "-m", "tests.tools.everything", "attacks", "kill"]
+    command = [sys.executable, "-m", "tools.everything", "attacks", "kill"]
     done = subprocess.run(command, cwd=TREE, capture_output=True, text=True)
     assert done.returncode == 2 and "no part 'kill'; there are test attacks" in done.stderr
 

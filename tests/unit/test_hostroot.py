@@ -13,7 +13,7 @@ from gpushare.inject import apply
 from gpushare.programs import hostroot
 from gpushare.system import bpf, linux
 
-from tests.e2e import ns_util
+from tests.integration import ns_util
 
 _RO = ("ro", "nosuid", "nodev")
 

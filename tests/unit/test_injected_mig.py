@@ -10,7 +10,7 @@ from gpushare.core.errors import DeviceError, RequestError
 from gpushare.core.model import Config, Inventory, Node, Policy
 from gpushare.request import request
 
-from tests.lib.driverhost import MIG_UUIDS, add_mig
+from tests.support.driverhost import MIG_UUIDS, add_mig
 from tests.unit import pure
 
 VOID = "NVIDIA_VISIBLE_DEVICES=void"

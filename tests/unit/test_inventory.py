@@ -14,7 +14,7 @@ from gpushare.core.model import Device
 from gpushare.gpu import inventory
 from gpushare.gpu.nvml import Answer, ask
 
-from tests.sim import simhost
+from simulator import simhost
 
 # The programs fork while they have one thread; a test runner may have more, of which Python 3.12 warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")

@@ -19,9 +19,9 @@ from gpushare.gpu import inventory
 from gpushare.integrations.kubelet import offers, plugin, protocol, service
 from gpushare.integrations.kubelet.offers import MEMORY
 
-from tests.lib.engines.cri import methods
-from tests.lib.host import TREE
-from tests.lib.kubelet import PROTO, VERSION
+from tests.support.engines.cri import methods
+from tests.support.host import TREE
+from tests.support.kubelet import PROTO, VERSION
 from tests.unit import pure
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib import kills
-from tests.lib.kills import Kills
+from tests.support import kills
+from tests.support.kills import Kills
 
 
 class Interrupted(Exception):
@@ -27,7 +27,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def play(part: int, end: int = 20, stop: int = 0, left: int = 0) -> list[int]:
     """A test that is interrupted at `stop`; what it tried."""
-    one, seen = Kills(f"tests/e2e/test_x.py::test_x[part {part}]", part), []
+    one, seen = Kills(f"tests/integration/test_x.py::test_x[part {part}]", part), []
     for at in one.some(2, end, 7):
         seen.append(at)
         if at == stop:

@@ -21,7 +21,7 @@ from gpushare.engines.base import RUNTIME
 from gpushare.integrations import labels
 from gpushare.integrations.kubelet import offers
 
-from tests.lib.host import TREE
+from tests.support.host import TREE
 from tests.unit import pure
 
 FOLDER = TREE / "packaging" / "kubernetes"

@@ -18,8 +18,8 @@ from gpushare.request.dialects import injected
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.lib import launcher
-from tests.lib.launcher import LOW_LEVEL_RAN, PYTHON_RAN, Installed, script
+from tests.support import launcher
+from tests.support.launcher import LOW_LEVEL_RAN, PYTHON_RAN, Installed, script
 
 MANY = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -10,7 +10,7 @@ import pytest
 from gpushare.engines import basespec
 from gpushare.request.dialects import injected
 
-from tests.lib.launcher import LOW_LEVEL_RAN, PYTHON_RAN, Installed, install
+from tests.support.launcher import LOW_LEVEL_RAN, PYTHON_RAN, Installed, install
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """ldcache.py without a loader: round trips, the order, and files that a tenant crafted. (With one:
-tests/e2e/test_ldcache.py.)"""
+tests/integration/test_ldcache.py.)"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
-from tests.lib.host import TREE
+from tests.support.host import TREE
 from tests.unit import pure
 from tests.unit.clihost import GIB, charge, compute, frozen, init, start, state
 

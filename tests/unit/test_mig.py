@@ -16,8 +16,8 @@ from gpushare.gpu import inventory, mig, nvml
 from gpushare.request import dialects
 from gpushare.state import leasefile
 
-from tests.lib.driverhost import MIG_UUIDS, add_mig, set_facts
-from tests.sim.simhost import make_simhost
+from simulator.simhost import make_simhost
+from tests.support.driverhost import MIG_UUIDS, add_mig, set_facts
 from tests.unit.pure import UUIDS, device, ledger, node
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")

@@ -294,7 +294,7 @@ def test_systemd_is_told_which_process_it_is(tmp_path: Path, monkeypatch: pytest
 
 
 def test_unit_starts_what_there_is() -> None:
-    """tests/e2e/test_systemd.py runs it."""
+    """tests/integration/test_systemd.py runs it."""
     text = (Path(__file__).parents[2] / "packaging/systemd/gpushare-mps@.service").read_text()
     unit = configparser.RawConfigParser()
     unit.read_string(text)

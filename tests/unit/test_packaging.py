@@ -18,7 +18,7 @@ from gpushare.cli.main import COMMANDS
 from gpushare.config import config, profiles
 from gpushare.core import names
 
-from tests.lib.host import TREE, version
+from tests.support.host import TREE, version
 
 PACKAGING = TREE / "packaging"
 KUBERNETES = PACKAGING / "kubernetes"

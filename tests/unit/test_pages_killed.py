@@ -13,7 +13,7 @@ from pathlib import Path
 from gpushare.state import leaseend, leases, pages
 from gpushare.system import procs
 
-from tests.lib import rootfs
+from tests.support import rootfs
 from tests.unit import pagehost
 from tests.unit.pagehost import UUID, files, index, reserve
 from tests.unit.together import at_once

@@ -17,7 +17,7 @@ from gpushare.gpu.gpuuse import Gpu, Process
 from gpushare.monitor import reconcile
 from gpushare.system import procs
 
-from tests.lib.host import logfmt
+from tests.support.host import logfmt
 from tests.unit import pure
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.lib.host import TREE
+from tests.support.host import TREE
 
 SERVES = """
 import select, signal, threading

@@ -18,7 +18,7 @@ from gpushare.core.model import Device, Share
 from gpushare.core.ops import TenantTmpfs, WriteLimits
 from gpushare.state import region, storage
 
-from tests.lib import rootfs
+from tests.support import rootfs
 from tests.unit.together import at_once
 
 GIB = 1 << 30

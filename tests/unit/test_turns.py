@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib import turns
-from tests.lib.host import TREE
+from tests.support import turns
+from tests.support.host import TREE
 
 TESTS = sorted(str(path.relative_to(TREE)) for path in (TREE / "tests").rglob("test_*.py"))
 FUNCTIONS = [

@@ -19,7 +19,7 @@ from gpushare.integrations import labels
 from gpushare.state import leasefile, leases, storage
 from gpushare.system import procs
 
-from tests.lib import rootfs
+from tests.support import rootfs
 from tests.unit import pure
 from tests.unit.test_mps import ready
 

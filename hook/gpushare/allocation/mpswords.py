@@ -4,8 +4,9 @@
     protocol_in(words, env)      which one a daemon was started with
     several_users(help_text)     the options by which it lets clients of all users in; () when it has none
 
-Source: for 2, what driver 535.261.03 did (tests/e2e/test_mps_daemon.py); for 3 and the options, NVIDIA's documentation
-(deploy/mps: mpsv3-interface, architecture), which tests/sim/mpscontrol.py plays. {}: a value, {server}: a server's pid.
+Source: for 2, what driver 535.261.03 did (tests/integration/test_mps_daemon.py); for 3 and the options, NVIDIA's
+documentation (deploy/mps: mpsv3-interface, architecture), which simulator/mpscontrol.py plays. {}: a value, {server}:
+a server's pid.
 """
 
 from __future__ import annotations

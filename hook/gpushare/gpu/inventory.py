@@ -31,7 +31,7 @@ DEFAULT_CONTEXT_BYTES = 512 << 20
 # hardware with one context and nothing allocated. Unknown hardware gets the default, which is on the safe side of
 # what drivers of the 535 to 580 series are known to take.
 CONTEXT_BYTES: dict[tuple[str, str], int] = {
-    ("NVIDIA Simulated", "535"): 300 << 20,  # tests/sim, unless its marker says otherwise
+    ("NVIDIA Simulated", "535"): 300 << 20,  # simulator, unless its marker says otherwise
 }
 NVML_DEADLINE_S = 10.0  # well below the time that a hook has
 _PROC = "proc/driver/nvidia"

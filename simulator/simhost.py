@@ -1,0 +1,231 @@
+"""Builds a simulated host root: device nodes (regular files), proc and sys entries, the driver's files.
+
+    simhost.py DIR [--gpus N] [--memory 16GiB] [--model NAME] [--context-mib 300] [--uuid GPU-...]...
+               [--slice-ms 2] [--switch-us 50 200] [and the other fields of Timing]
+
+An existing root is replaced file by file; its device files start anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+if __package__:
+    from . import hostfiles, layout
+else:
+    import hostfiles  # type: ignore[no-redef]
+    import layout  # type: ignore[no-redef]
+
+VERSION = "535.261.03"
+BUILT = Path(__file__).resolve().parents[1] / "build" / "sim"
+LIBDIR = "usr/lib/x86_64-linux-gnu"
+MARKER = ".gpushare-sim"
+DEFAULT_MODEL = "NVIDIA Simulated A16"
+DEFAULT_CONTEXT_MIB = 300
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+CONTROL_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
+
+
+class Timing(NamedTuple):
+    """How the simulated device shares its time, and what calls cost."""
+
+    slice_ms: float = 2.0
+    slice_noise: float = 0.2  # a slice is so much longer or shorter, at most
+    switch_us: tuple[float, float] = (50.0, 200.0)  # a switch takes from the one to the other
+    kernel_us: float = 5.0  # a kernel whose name says nothing
+    launch_us: float = 2.0  # processor time of a launch, at least
+    record_us: float = 1.0  # processor time of an event's record, at least
+    bubble_us: float = 1.0  # device time of an event's record
+    seed: int = 1
+
+
+MPS_CONTROL = """\
+#!/bin/sh
+# Stand-in for nvidia-cuda-mps-control: keeps a control directory, answers what gpushare asks.
+case "${1:-}" in
+-d) mkdir -p "${CUDA_MPS_PIPE_DIRECTORY:-/tmp/nvidia-mps}" "${CUDA_MPS_LOG_DIRECTORY:-/var/log/nvidia-mps}" ;;
+*) while read -r command rest; do
+       case "$command" in
+       get_default_active_thread_percentage) echo 100.0 ;;
+       get_server_list | quit | set_default_*) ;;
+       *) echo "Unrecognized command: $command" ;;
+       esac
+   done ;;
+esac
+"""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "16GiB", "512MiB"; a bare number is bytes."""
+    number, unit = (text[:-3], text[-3:]) if text[-3:] in UNITS else (text, "")
+    try:
+        size = int(float(number) * UNITS.get(unit, 1))
+    except ValueError:
+        size = 0
+    if size < layout.BLOCK_BYTES:
+        raise ValueError(f"{text!r} is not a device memory size; write it like 16GiB")
+    return size
+
+
+def default_uuid(index: int) -> str:
+    """The same for the same index, always."""
+    return "GPU-" + str(
+        uuid.UUID(bytes=hashlib.sha256(b"gpushare simulated device %d" % index).digest()[:16], version=4)
+    )
+
+
+DEFAULT_TIMING = Timing()
+
+
+def write_device(
+    path: Path,
+    gpu: hostfiles.Gpu,
+    late_return_ms: float = 5.0,
+    timing: Timing = DEFAULT_TIMING,
+) -> None:
+    """A fresh device file, sparse, mode 0666."""
+    t = timing
+    config = layout.CONFIG.pack(
+        *(layout.MAGIC, layout.VERSION, layout.STATE_BYTES, gpu.index, gpu.minor),
+        *(gpu.memory_bytes, gpu.context_bytes, layout.BLOCK_BYTES),
+        *(int(late_return_ms * 1e6), int(t.slice_ms * 1e6), int(t.switch_us[0] * 1e3), int(t.kernel_us * 1e3)),
+        *(uuid.UUID(gpu.uuid[4:]).bytes, gpu.model.encode(), VERSION.encode(), f"0000{gpu.bus_id}".encode()),
+        *(12020, 8, 6, 48, 0, gpu.bus, 0, 0x25B610DE, 1755000, 6251000, 128, 2 << 20),
+        *(int(t.switch_us[1] * 1e3), int(t.slice_noise * 1e6), int(t.launch_us * 1e3), int(t.record_us * 1e3)),
+        *(int(t.bubble_us * 1e3), t.seed),
+    )
+    temporary = path.with_name(path.name + ".new")
+    with open(temporary, "wb") as file:
+        file.write(config)
+        file.truncate(layout.STATE_BYTES)
+    os.chmod(temporary, 0o666)
+    os.replace(temporary, path)
+
+
+def _write(path: Path, text: str, mode: int = 0o444) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+
+
+def _link(path: Path, text: str) -> None:
+    if path.is_symlink() and os.readlink(path) == text:
+        return
+    path.unlink(missing_ok=True)
+    path.symlink_to(text)
+
+
+def _install(source: Path, target: Path, mode: int = 0o644) -> None:
+    """Replaces by renaming: who runs the old file keeps it, nobody sees half of one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(target.name + ".new")
+    shutil.copyfile(source, temporary)
+    temporary.chmod(mode)
+    os.replace(temporary, target)
+
+
+def write_libraries(root: Path, built: Path) -> None:
+    libdir = root / LIBDIR
+    for stem in ("libcuda", "libnvidia-ml"):
+        _install(built / f"{stem}.so.{VERSION}", libdir / f"{stem}.so.{VERSION}")
+        _link(libdir / f"{stem}.so.1", f"{stem}.so.{VERSION}")
+        _link(libdir / f"{stem}.so", f"{stem}.so.1")
+    empty = (built / "libempty.so").read_bytes()
+    for stem, suffix in hostfiles.PLACEHOLDERS.items():
+        soname = f"{stem}.so.{suffix or VERSION}"
+        library = libdir / f"{stem}.so.{VERSION}"
+        library.unlink(missing_ok=True)
+        library.write_bytes(hostfiles.placeholder(empty, soname))
+        library.chmod(0o644)
+        if suffix:
+            _link(libdir / soname, library.name)
+    _install(built / "nvidia-smi", root / "usr/bin/nvidia-smi", 0o755)
+    _write(root / "usr/bin/nvidia-cuda-mps-control", MPS_CONTROL, 0o755)
+
+
+def write_proc(root: Path, gpus: Sequence[hostfiles.Gpu]) -> None:
+    driver = root / "proc/driver/nvidia"
+    _write(driver / "version", hostfiles.VERSION_TEXT.format(version=VERSION))
+    _write(driver / "params", hostfiles.PARAMS_TEXT)
+    shutil.rmtree(driver / "gpus", ignore_errors=True)
+    for gpu in gpus:
+        _write(driver / "gpus" / gpu.bus_id / "information", hostfiles.information(gpu, VERSION))
+        _write(driver / "gpus" / gpu.bus_id / "registry", 'Binary: ""\n')
+    _write(root / "sys/module/nvidia/version", VERSION + "\n")
+
+
+def make_simhost(
+    path: str | os.PathLike[str],
+    gpus: int = 1,
+    memory_bytes: int = 16 << 30,
+    model: str = DEFAULT_MODEL,
+    context_bytes: int = DEFAULT_CONTEXT_MIB << 20,
+    uuids: Sequence[str] = (),
+    late_return_ms: float = 5.0,
+    built: Path = BUILT,
+    timing: Timing = DEFAULT_TIMING,
+    minors: Sequence[int] = (),
+) -> Path:
+    """Builds the root and returns it. `uuids` override the deterministic ones, by index; `minors` are the indices
+    unless said otherwise, which on real hosts nobody promises."""
+    root = Path(path)
+    (root / "dev").mkdir(parents=True, exist_ok=True)
+    devices = []
+    for index in range(gpus):
+        name = uuids[index] if index < len(uuids) else default_uuid(index)
+        minor = minors[index] if index < len(minors) else index
+        devices.append(hostfiles.Gpu(index, minor, name, model, index + 1, memory_bytes, context_bytes))
+    for stale in (root / "dev").glob("nvidia[0-9]*"):
+        stale.unlink()
+    for gpu in devices:
+        write_device(root / "dev" / f"nvidia{gpu.minor}", gpu, late_return_ms, timing)
+    for node in CONTROL_NODES:
+        _write(root / "dev" / node, "", 0o666)
+    write_proc(root, devices)
+    write_libraries(root, built)
+    _write(root / MARKER, "The device nodes below dev/ are regular files of a simulated driver.\n")
+    return root
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Build a simulated host root with simulated NVIDIA devices.")
+    parser.add_argument("dir")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--memory", default="16GiB", help="of each device (default 16GiB)")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--context-mib", type=int, default=DEFAULT_CONTEXT_MIB, help="what a context takes")
+    parser.add_argument("--late-return-ms", type=float, default=5.0, help="memory of the dead comes back after this")
+    for name, value in Timing._field_defaults.items():
+        several = 2 if isinstance(value, tuple) else None
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=type(value) if not several else float, nargs=several, default=value)
+    parser.add_argument("--uuid", action="append", default=[], help="in device order; repeat")
+    options = parser.parse_args(arguments)
+    try:
+        make_simhost(
+            options.dir,
+            options.gpus,
+            parse_size(options.memory),
+            options.model,
+            options.context_mib << 20,
+            options.uuid,
+            options.late_return_ms,
+            timing=Timing(*(getattr(options, name) for name in Timing._fields)),
+        )
+    except (OSError, ValueError) as error:
+        print(f"simhost.py: {error}; is the simulated driver built (make sim)?", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""Programs that run natively and under the shim: see tests/gpu/tenant.py."""

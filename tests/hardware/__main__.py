@@ -1,0 +1,189 @@
+"""What holds on this machine's GPU, and what it costs.
+
+    python3 -m tests.hardware [--short] [--simulated] [--only NAME,...]
+
+Exit code 0 when everything that is promised held, 1 when not, 2 when nothing could be checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hook"))
+
+from tests.hardware import machine, processes, report
+from tests.hardware.checks import CHECKS, HARDWARE, TORCH, Check
+from tests.hardware.checks_product import has_torch
+from tests.hardware.place import TREE
+from tests.hardware.session import Result, Session
+
+FORMAT = 1  # of the JSON
+BUDGET_S = 480.0
+ALWAYS = "context"  # what it finds, the limits of the others need
+REST_S, STAY_S = 3.0, 0.3
+LEAST_S = 5.0  # what is not worth starting a check for
+
+
+def interrupted(number: int, _: Any) -> None:
+    """SIGTERM and SIGHUP end this as Ctrl-C does: through every cleanup."""
+    raise KeyboardInterrupt
+
+
+def perform(check: Check, session: Session) -> Result:
+    """One check; whatever it does, there is a result."""
+    began = time.monotonic()
+    try:
+        if check.needs == HARDWARE and session.machine.simhost:
+            raise processes.Absent("needs a GPU: the simulator runs no code")
+        if check.needs == TORCH and session.machine.simhost:
+            raise processes.Absent("needs a GPU: PyTorch refuses a simulated driver")
+        if check.needs == TORCH and not has_torch():
+            raise processes.Absent("no PyTorch for this python3")
+        if session.deadline - began < LEAST_S:
+            raise processes.Absent("no time was left")
+        result = check.function(session)
+    except processes.Absent as error:
+        result = Result("absent", str(error), {})
+    except processes.Failed as error:
+        result = Result("failed", str(error), {})
+    except Exception as error:  # one check that is wrong must not cost the others
+        result = Result("failed", f"{type(error).__name__}: {error}"[:300], {})
+    return result._replace(seconds=round(time.monotonic() - began, 2))
+
+
+def content(
+    found: machine.Machine, first: dict[str, Any], rows: list[tuple[str, str, Result]], took_s: float, short: bool
+) -> dict[str, Any]:
+    """What the JSON holds."""
+    return {
+        "format": FORMAT,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "simulated": found.simhost is not None,
+        "short": short,
+        "driver": found.driver_version,
+        "cuda": f"{found.cuda_version // 1000}.{found.cuda_version % 1000 // 10}",
+        "gpu": {**found.facts(), "used_before_bytes": first["used_bytes"], "used_source": first["source"]},
+        "host": machine.host_facts(found),
+        "took_s": round(took_s, 1),
+        "checks": {
+            name: {
+                "what": what,
+                "verdict": result.verdict,
+                "note": result.note,
+                "seconds": result.seconds,
+                "values": result.values,
+            }
+            for name, what, result in rows
+        },
+    }
+
+
+def names(text: str) -> list[str]:
+    """Of checks. Raises ArgumentTypeError."""
+    words = text.split(",")
+    unknown = [word for word in words if word not in {check.name for check in CHECKS}]
+    if unknown:
+        known = ", ".join(check.name for check in CHECKS)
+        raise argparse.ArgumentTypeError(f"no check is called {unknown[0]!r}; there are {known}")
+    return words
+
+
+def check_all(options: argparse.Namespace, work: Path) -> int:
+    began = time.monotonic()
+    found = machine.find(options.shim, options.simulated, work)
+    if found.simhost:
+        print(f"gpu-check: no GPU is used ({found.why_simulated}): this is the simulator, and says nothing of hardware")
+    print(f"{found.model}, driver {found.driver_version}, {options.json}", flush=True)
+    deadline = time.monotonic() + machine.FIND_S
+    with processes.Tenant("meter", deadline, library=found.libcuda, nvml=found.libnvml, uuid=found.uuid) as meter:
+        first = _at_rest(meter)
+        return _each(options, work, found, began, meter, first)
+
+
+def _at_rest(meter: processes.Tenant) -> dict[str, Any]:
+    """The meter's answer once it stays: what ended just before us gives its memory back a moment later."""
+    first: dict[str, Any] = meter.hear()
+    until = time.monotonic() + REST_S
+    while time.monotonic() < until:
+        time.sleep(STAY_S)
+        meter.go()
+        again: dict[str, Any] = meter.hear()
+        if again == first:
+            break
+        first = again
+    return first
+
+
+def _each(
+    options: argparse.Namespace,
+    work: Path,
+    found: machine.Machine,
+    began: float,
+    meter: processes.Tenant,
+    first: dict[str, Any],
+) -> int:
+    if os.geteuid() != 0:
+        print("gpu-check: as an ordinary user: shares are in user namespaces, where the host allows them")
+    rows: list[tuple[str, str, Result]] = []
+    for check in CHECKS:
+        if options.only and check.name not in (ALWAYS, *options.only):
+            continue
+        now = time.monotonic()
+        deadline = min(now + check.limit_s, began + options.budget)
+        result = perform(check, Session(found, deadline, options.short, work, meter, first["used_bytes"]))
+        rows.append((check.name, check.what, result))
+        if check.name == "context" and result.values:
+            found = found._replace(context_bytes=max(0, result.values["first_bytes"]))
+        if check.name == "slices" and "slice_ns" in result.values:
+            slice_ns, switch_ns = result.values["slice_ns"]["median"], result.values["switch_ns"]
+            found = found._replace(slices_ns=(int(slice_ns), max(0, int(switch_ns))))
+        report.write(options.json, content(found, first, rows, time.monotonic() - began, options.short))
+        print(f"  {check.name}: {result.verdict}", flush=True)
+    report.show(rows)
+    tally = collections.Counter(result.verdict for _, _, result in rows)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(tally.items()))
+    print(f"gpu-check: {counts}, in {time.monotonic() - began:.0f} s; all figures are in {options.json}")
+    verdicts = set(tally)
+    return 2 if verdicts <= {"absent"} else 1 if verdicts & {"missed", "failed"} else 0
+
+
+def main(arguments: Optional[list[str]] = None) -> int:
+    parser = argparse.ArgumentParser(prog="gpu-check", description="What holds on this machine's GPU.")
+    parser.add_argument("--short", action="store_true", help="short stretches: to see that it works")
+    parser.add_argument("--simulated", action="store_true", help="on the simulator, also where there is a GPU")
+    parser.add_argument("--only", type=names, help="names of checks, with commas")
+    parser.add_argument("--json", type=Path, default=TREE / "build" / "gpu-check.json")
+    parser.add_argument(
+        "--shim",
+        type=lambda text: Path(text).resolve(),
+        default=TREE / "build" / "shim",
+        help="directory of the two libraries",
+    )
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all (%(default)s)")
+    options = parser.parse_args(arguments)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupted)
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
+            return check_all(options, Path(work))
+    except (processes.Failed, processes.Absent) as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ngpu-check: stopped", file=sys.stderr)
+        return 130
+    finally:
+        processes.end_all()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Shares of compute for programs of many kinds: tests/integration/programs/busy.c, whose kernels have a length by the
+device's own count of loops."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import Any, Optional
+
+from tests.hardware import processes
+from tests.hardware.place import CANNOT, TREE, Place
+from tests.hardware.session import Result, Session, verdict
+
+BUSY = TREE / "build" / "gpu" / "busy"
+POINTS = 2.0  # how far a share may be off
+LIMIT = 30
+# What programs do -> options of busy
+SHAPES: dict[str, dict[str, Any]] = {
+    "kernels of 50 us": {"kernel": 50},
+    "of 20 ms": {"kernel": 20000},
+    "log-normal": {"kernel": "lognormal"},
+    "a wait after each of 200 us": {"mode": "sync", "kernel": 200},
+    "bursts": {"mode": "pause", "kernel": 200},
+    "four streams": {"streams": 4, "kernel": 200},
+}
+SHORT = ("kernels of 50 us", "in two streams")
+# Kernels that spin on the device until another one has run
+PAIRS: dict[str, dict[str, Any]] = {
+    "in two streams": {"mode": "pair", "seconds": 3},
+    "in two processes": {"mode": "pair", "processes": 2, "seconds": 8},
+}
+LEAST_DONE = 2  # launches: at 5 % a debt of seconds is as it should be, an end is not
+
+
+def program(session: Session) -> str:
+    """Where it is. Raises Absent."""
+    if not BUSY.exists():
+        raise processes.Absent("build/gpu/busy was not compiled: no C compiler")
+    copy = session.work / "busy"
+    if not copy.exists():
+        shutil.copy(BUSY, copy)
+    return str(copy)
+
+
+def share_of(said: dict[str, Any]) -> float:
+    """Device time per time. Raises Failed when a call of the driver failed."""
+    if said["code"]:
+        raise processes.Failed(f"busy: {said['failed']} gave {said['code']}")
+    return float(said["done_ns"] / max(1, said["ended_ns"] - said["started_ns"]))
+
+
+def busy(session: Session, place: Optional[Place], **options: Any) -> dict[str, Any]:
+    """What one run says; `share`: device time per time. Raises Absent or Failed."""
+    command = [program(session), *(f"{word}" for key, value in options.items() for word in (f"--{key}", value))]
+    env = dict(os.environ)
+    if session.machine.simhost and not place:
+        env["LD_LIBRARY_PATH"] = str(session.machine.real["libcuda"].parent)
+    code, out, err = processes.run(place.command(command) if place else command, session.deadline, env)
+    if code == CANNOT:
+        raise processes.Absent(f"no private mounts here ({err.strip()})")
+    if not out.startswith("{"):
+        raise processes.Failed(f"busy: ended with {code} {err.strip()[-200:]}")
+    said: dict[str, Any] = json.loads(out)
+    said["share"] = share_of(said)
+    return said
+
+
+def shapes(session: Session) -> Result:
+    """Programs of several kinds, each alone with a limit; what they get without one shows that they want more."""
+    values: dict[str, Any] = {}
+    wrong = []
+    for name, options in SHAPES.items():
+        if session.short and name not in SHORT:
+            continue
+        length = {"seconds": 1 if session.short else 2, **options}
+        native = 100 * busy(session, None, **length)["share"]
+        with session.place(compute_percent=LIMIT) as place:
+            got = 100 * busy(session, place, **length)["share"]
+        values[name] = {"native_percent": native, "got_percent": got}
+        if abs(got - LIMIT) > POINTS:
+            wrong.append(f"{name}: {got:.2f} %")
+    note = ", ".join(f"{name}: {value['got_percent']:.2f} %" for name, value in values.items())
+    return verdict([f"limit {LIMIT} %: {', '.join(wrong)}"] if wrong else [], f"limit {LIMIT} %: {note}", values)
+
+
+def pairs(session: Session) -> Result:
+    """Kernels that spin until another one has run, which the limit holds back: must go on, however slowly."""
+    values: dict[str, Any] = {}
+    wrong = []
+    for name, options in PAIRS.items():
+        if session.short and name not in SHORT:
+            continue
+        with session.place(compute_percent=5) as place:
+            options = {"kernel": 1000, **options}
+            if session.short:
+                options["seconds"] = 1
+            said = busy(session, place, **options)
+        values[name] = said
+        if said["done"] < (1 if session.short else LEAST_DONE):
+            wrong.append(f"{name}: only {said['done']} launches came to their end")
+    note = ", ".join(
+        f"{name}: {value['done']} launches done, the longest call took {value['longest_call_ns'] / 1e9:.1f} s"
+        for name, value in values.items()
+    )
+    return verdict(wrong, note, values)

@@ -1,0 +1,128 @@
+"""How this driver behaves, and whether the shim stands before it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import time
+from typing import Any
+
+from tests.hardware import processes
+from tests.hardware.place import CANNOT, TREE
+from tests.hardware.session import IN_PLACE, Result, Session, verdict
+
+LATENCY = TREE / "build" / "gpu" / "latency"
+ONE_S = 20.0  # one behaviour of the conformance suite
+SHORT = ("calls_before_init_fail", "content_is_kept", "kernel_takes_its_time")
+TURNS = 3
+
+
+def loader(session: Session) -> Result:
+    """A program that asks for libcuda.so.1 gets the shim, and cuGetProcAddress keeps it there."""
+    native = session.ask("names")
+    with session.place() as place:
+        inside = session.ask("names", place)
+    wrong = []
+    if native["shadowed"]:
+        wrong.append("a native program had the shim")
+    if not inside["shadowed"]:
+        wrong.append("the program in the share had the real driver")
+    if inside["not_exported"] > native["not_exported"]:
+        wrong.append(f"cuGetProcAddress gives addresses that nothing exports for {', '.join(inside['unknown'][:5])}")
+    note = f"{native['answers']} answers of cuGetProcAddress, {native['not_exported']} of them no exported address"
+    return verdict(wrong, note, {"native": native, "shim": inside})
+
+
+def conformance(session: Session) -> Result:
+    """Which behaviours that the simulator models this driver has."""
+    from tests.conformance.behaviours import BEHAVIOURS
+
+    outcome: dict[str, str] = {}
+    names = [b.check.__name__ for b in BEHAVIOURS]
+    for name in SHORT if session.short else names:
+        if time.monotonic() > session.deadline - 1:
+            outcome[name] = "no time left"
+            continue
+        command = [sys.executable, "-m", "tests.conformance.run", session.machine.libcuda, name]
+        try:
+            code, _, err = processes.run(command, min(session.deadline, time.monotonic() + ONE_S))
+            outcome[name] = "" if code == 0 else (err.strip().splitlines() or [f"ended with {code}"])[-1][:200]
+        except processes.Failed as error:
+            outcome[name] = str(error)
+    other = [name for name, said in outcome.items() if said]
+    note = f"{len(outcome) - len(other)} of {len(outcome)} behaviours as modelled"
+    if other:
+        note += f"; not: {', '.join(other)}"
+    return Result("measured", note, {name: said or "as modelled" for name, said in outcome.items()})
+
+
+def latency(session: Session) -> Result:
+    """What calls take, native and under the shim in turn; the least median of each counts."""
+    if not LATENCY.exists():
+        return Result("absent", "build/gpu/latency was not compiled: no C compiler", {})
+    # Processes of an unprivileged build directory cannot always be executed in a place: a copy can
+    program = session.work / "latency"
+    shutil.copy(LATENCY, program)
+    seen: dict[str, list[dict[str, Any]]] = {"native": [], "shim": []}
+    with session.place() as place:
+        for _ in range(1 if session.short else TURNS):
+            for way in seen:
+                command = [str(program), IN_PLACE if way == "shim" else session.machine.libcuda]
+                seen[way].append(answer(place.command(command) if way == "shim" else command, session.deadline))
+    values: dict[str, Any] = {}
+    for name in seen["native"][0]:
+        native, shim = (_best(seen[way], name) for way in ("native", "shim"))
+        values[name] = {"native_ns": native, "shim_ns": shim}
+        if native is not None and shim is not None:
+            values[name]["added_ns"] = shim - native
+    added = [v["added_ns"] for v in values.values() if "added_ns" in v]
+    launch = values["launch"]
+    note = f"a launch {launch['native_ns']} ns, {launch['shim_ns']} under the shim; in the median it adds"
+    return Result("measured", f"{note} {statistics.median(added):.0f} ns to a call", values)
+
+
+def answer(command: list[str], deadline: float) -> dict[str, Any]:
+    """The one line that build/gpu/latency says. Raises Absent or Failed."""
+    code, out, err = processes.run(command, deadline)
+    if code == CANNOT:
+        raise processes.Absent(f"no private mounts here ({err.strip()})")
+    if code or not out.startswith("{"):
+        raise processes.Failed(f"latency: ended with {code} {err.strip()[-200:]}")
+    answer: dict[str, Any] = json.loads(out)
+    if "failed" in answer:
+        raise processes.Failed(f"latency: {answer['failed']}")
+    return answer
+
+
+def _best(runs: list[dict[str, Any]], name: str) -> Any:
+    medians = [run[name]["median_ns"] for run in runs if "median_ns" in run[name]]
+    return min(medians, default=None)
+
+
+def slices(session: Session) -> Result:
+    """How long the device stays with a context when two have work, and what a switch takes."""
+    with (
+        session.tenant("slices", run_ms=1000, least_us=20) as one,
+        session.tenant("slices", run_ms=1000, least_us=20) as other,
+    ):
+        for tenant in (one, other):
+            tenant.hear()
+        for tenant in (one, other):
+            tenant.go()
+        gaps = [tenant.hear()["gaps"] for tenant in (one, other)]
+    if not any(gaps):
+        return Result("absent", "the two contexts ran at the same time, or one after the other", {})
+    ran = sorted(right[0] - left[1] for seen in gaps for left, right in zip(seen, seen[1:]))
+    waited = sorted(end - begin for seen in gaps for begin, end in seen)
+    if not ran:
+        return Result("absent", f"only {len(waited)} interruptions in a second", {"gaps_ns": waited})
+    mid = len(ran) // 2
+    values = {
+        "slice_ns": {"p10": ran[len(ran) // 10], "median": ran[mid], "p90": ran[len(ran) * 9 // 10], "n": len(ran)},
+        "gap_ns": {"median": waited[len(waited) // 2], "n": len(waited)},
+        "switch_ns": (waited[len(waited) // 2] - ran[mid]) / 2,
+    }
+    note = f"slices of {ran[mid] / 1e6:.3f} ms, {values['switch_ns'] / 1e3:.0f} us between them"
+    return Result("measured", note, values)

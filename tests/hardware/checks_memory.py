@@ -1,0 +1,137 @@
+"""Memory limits, judged by what the driver's own NVML, without the shim, says of the device."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from tests.hardware.processes import ask as run_tenant
+from tests.hardware.session import Result, Session, size, verdict
+
+MIB = 1 << 20
+GIB = 1 << 30
+OUT_OF_MEMORY = 2
+BLOCK = 2 * MIB
+# What one process cannot get of a full share: the rest of the context's estimate, and of the last block
+SLACK = 4 * MIB
+POOL_SLACK = 64 * MIB  # a pool grows by steps, and the last one may not fit
+MOST_SHARE = 4  # a limit is at most a quarter of what is free: managed memory never comes near the whole device
+
+
+def limit_of(session: Session) -> int:
+    """A limit to test with, whole blocks."""
+    most = 1 * GIB if session.short else 4 * GIB
+    return min(most, session.machine.total_bytes // MOST_SHARE) // BLOCK * BLOCK
+
+
+def context(session: Session) -> Result:
+    """What a context takes of the device."""
+    before = session.idle_bytes()
+    with session.tenant("context") as tenant:
+        tenant.hear()
+        initialised = session.used_bytes()
+        tenant.go()
+        tenant.hear()
+        first = session.used_bytes() - before
+        tenant.go()
+        second = tenant.hear()["second_bytes"]
+    values = {"first_bytes": first, "second_bytes": second, "init_bytes": initialised - before}
+    return Result("measured", f"the first takes {size(first)}, a second in the same process {size(second)}", values)
+
+
+def fill(session: Session, way: str) -> Result:
+    """One process takes what it can get."""
+    limit = limit_of(session)
+    before = session.idle_bytes()
+    with session.place(limit) as place:
+        with session.tenant("fill", place, way=way, most_bytes=limit + limit // 4) as tenant:
+            seen = tenant.hear()
+            tenant.go()
+            seen.update(tenant.hear())
+            taken = session.used_bytes() - before
+        refused = place.refused()
+    wrong = []
+    if seen["total_bytes"] != limit:
+        wrong.append(f"cuMemGetInfo shows {size(seen['total_bytes'])}, not the limit of {size(limit)}")
+    if seen["got_bytes"] > limit:
+        wrong.append(f"got {size(seen['got_bytes'])} of a limit of {size(limit)}")
+    if seen["code"] != OUT_OF_MEMORY:
+        wrong.append(f"was refused with {seen['code']}, not OUT_OF_MEMORY")
+    if taken > limit and way != "managed":
+        wrong.append(f"the device counts {size(taken)}, {size(taken - limit)} over the limit")
+    if taken < seen["got_bytes"] and way != "managed":
+        wrong.append(f"the device counts only {size(taken)}: something else gave memory back meanwhile")
+    if seen["got_bytes"] < seen["free_bytes"] - (POOL_SLACK if way == "async" else SLACK):
+        wrong.append(f"got {size(seen['got_bytes'])} of {size(seen['free_bytes'])} that were shown as free")
+    values = {**seen, "limit_bytes": limit, "device_bytes": taken, "refused": refused}
+    return verdict(wrong, f"limit {size(limit)}: got {size(seen['got_bytes'])}, device counts {size(taken)}", values)
+
+
+def plain(session: Session) -> Result:
+    return fill(session, "plain")
+
+
+def asynchronous(session: Session) -> Result:
+    return fill(session, "async")
+
+
+def virtual(session: Session) -> Result:
+    return fill(session, "vmm")
+
+
+def managed(session: Session) -> Result:
+    """Managed memory lies on the host until it is touched, so the device counts less."""
+    return fill(session, "managed")
+
+
+def processes(session: Session) -> Result:
+    """Two processes of one share at the same time."""
+    limit = limit_of(session)
+    before = session.idle_bytes()
+    with session.place(limit) as place, contextlib.ExitStack() as stack:
+        both = [
+            stack.enter_context(session.tenant("fill", place, way="plain", most_bytes=limit + limit // 4))
+            for _ in range(2)
+        ]
+        for tenant in both:
+            tenant.hear()
+        for tenant in both:
+            tenant.go()
+        seen: list[dict[str, Any]] = [tenant.hear() for tenant in both]
+        taken = session.used_bytes() - before
+    got = sum(one["got_bytes"] for one in seen)
+    wrong = []
+    if got > limit:
+        wrong.append(f"together they got {size(got)} of {size(limit)}")
+    if taken > limit:
+        wrong.append(f"the device counts {size(taken)}, {size(taken - limit)} over the limit")
+    if taken < got:
+        wrong.append(f"the device counts only {size(taken)}: something else gave memory back meanwhile")
+    # Contexts are the only other thing in the share
+    if got < limit - 2 * (session.machine.context_bytes or 0) - 2 * SLACK:
+        wrong.append(f"together they got only {size(got)} of {size(limit)}")
+    if not all(one["code"] == OUT_OF_MEMORY for one in seen):
+        wrong.append("one was not refused")
+    values = {"limit_bytes": limit, "got_bytes": [one["got_bytes"] for one in seen], "device_bytes": taken}
+    return verdict(wrong, f"limit {size(limit)}: together {size(got)}, device counts {size(taken)}", values)
+
+
+def nvml(session: Session) -> Result:
+    """What NVML's clients see in a share."""
+    if not (session.machine.shim / "libnvidia-ml.so").exists():
+        return Result("absent", "there is no shim before NVML: it was compiled without nvml.h", {})
+    limit = limit_of(session)
+    with session.place(limit) as place:
+        seen = run_tenant("nvml", session.deadline, place, uuid=session.machine.uuid)
+    shown = {name: value for name, value in seen.items() if value is not None}
+    note = ", ".join(f"{name} {size(value)}" for name, value in shown.items())
+    wrong = [note] if set(shown.values()) != {limit} else []
+    return verdict(wrong, note, {**seen, "limit_bytes": limit})
+
+
+def pool(session: Session) -> Result:
+    """How a pool of this driver grows."""
+    values = session.ask("pool")
+    steps = ", ".join(f"{size(int(asked))}: {size(grown)}" for asked, grown in values["grows_bytes"].items())
+    code = values["free_async_of_plain_code"]
+    return Result("measured", f"{steps}; cuMemFreeAsync of plain memory gives {code}", values)

@@ -1,0 +1,93 @@
+"""gpushare and PyTorch as people use them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from typing import Any
+
+from tests.hardware import checks_busy as busy
+from tests.hardware import processes
+from tests.hardware.checks_memory import limit_of
+from tests.hardware.place import TREE
+from tests.hardware.session import Result, Session, size, verdict
+
+GPUSHARE = TREE / "build" / "bin" / "gpushare"
+BUNDLED = TREE / "build" / "dist" / "gpushare" / "bin" / "gpushare"
+PACKAGES = ("click", "yaml", "jsonschema")  # what gpushare's command line needs beside the standard library
+START = "from gpushare.cli import main; sys.exit(main())"
+TORCH_SLACK = 256 << 20  # PyTorch asks for 64 MiB at a time, and its libraries have code and workspaces
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def gpushare() -> list[str]:
+    """The program as it was built here; the bundle, which needs nothing of this machine; else the source tree with what
+    this python3 has."""
+    if (TREE / "build" / ".setup").exists() and GPUSHARE.exists():
+        return [str(GPUSHARE)]
+    if BUNDLED.exists():
+        return [str(BUNDLED)]
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise processes.Absent(f"this python3 has no {', '.join(missing)}, and build/dist is not here")
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TREE / 'hook')!r})\n{START}"]
+
+
+def torch_limit(session: Session) -> Result:
+    """torch.cuda.mem_get_info shows the limit; at the limit there is OutOfMemoryError, after which PyTorch goes on."""
+    limit = limit_of(session)
+    with session.place(limit) as place:
+        seen = processes.ask("torch_limit", session.deadline, place, most_bytes=limit + limit // 4)
+    wrong = []
+    if seen["total_bytes"] != limit:
+        wrong.append(f"mem_get_info shows {size(seen['total_bytes'])}, not the limit of {size(limit)}")
+    if not seen["refused"] or seen["got_bytes"] > limit:
+        wrong.append(f"got {size(seen['got_bytes'])} of a limit of {size(limit)}")
+    if seen["got_bytes"] < seen["free_bytes"] - TORCH_SLACK:
+        wrong.append(f"got only {size(seen['got_bytes'])} of {size(seen['free_bytes'])} free")
+    if not seen["goes_on"]:
+        wrong.append("it did not go on after OutOfMemoryError")
+    note = f"limit {size(limit)}: got {size(seen['got_bytes'])}, then OutOfMemoryError"
+    return verdict(wrong, note, {**seen, "limit_bytes": limit})
+
+
+def under_run(session: Session, flags: list[str], program: list[str]) -> dict[str, Any]:
+    """The line of JSON that a program says which `gpushare run` starts. Raises Absent or Failed."""
+    config = session.work / "config.yaml"
+    root = str(session.machine.simhost or "/")
+    config.write_text(json.dumps({"version": 1, "driver": {"root": root}, "shim_dir": str(session.machine.shim)}))
+    command = [*gpushare(), "--config", str(config), "--state", str(session.work / "state"), "run"]
+    if os.geteuid() == 0:
+        command = ["unshare", "-m", *command]  # the state's mounts go with it
+    code, out, err = processes.run([*command, *flags, "--", *program], session.deadline)
+    lines = (err.strip() or out.strip()).splitlines()
+    if code or not out.startswith("{"):
+        raise processes.Failed(f"gpushare run: {lines[-1][:200] if lines else code}")
+    said: dict[str, Any] = json.loads(out)
+    return said
+
+
+def run(session: Session) -> Result:
+    """`gpushare run`: the product itself finds the driver and puts the shim before it."""
+    limit = limit_of(session)
+    program = [sys.executable, "-m", "tests.hardware.tenant", "device", json.dumps({"library": "libcuda.so.1"})]
+    seen = under_run(session, ["--memory", str(limit)], program)
+    wrong = []
+    if seen.get("total_bytes") != limit:
+        wrong.append(f"the program saw {seen}, not a device of {size(limit)}")
+    return verdict(wrong, f"the program saw a device of {size(limit)}", seen)
+
+
+def run_compute(session: Session) -> Result:
+    """The same with a limit on compute."""
+    program = busy.program(session)
+    options = ["--kernel", "1000", "--seconds", "1" if session.short else "3"]
+    said = under_run(session, ["--compute", str(busy.LIMIT)], [program, *options])
+    got = 100 * busy.share_of(said)
+    note = f"limit {busy.LIMIT} %: got {got:.2f} %"
+    return verdict([note] if abs(got - busy.LIMIT) > busy.POINTS else [], note, said)

@@ -1,0 +1,164 @@
+"""Programs with a time limit, of which nothing is left: a program that hangs must never hang the whole check."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Optional
+
+from tests.hardware.place import CANNOT, TREE, Place
+
+KILLED_WAIT_S = 5.0  # a process that the driver holds in the kernel may not end: it is not waited for
+
+
+class Failed(Exception):
+    """A program did not do its part; the text is for the table."""
+
+
+class Absent(Exception):
+    """This machine lacks what a check needs."""
+
+
+class Tenant:
+    """One program of tests/hardware/tenants, alone in its session. It says lines of JSON, and waits for lines. `place`
+    None: natively."""
+
+    def __init__(self, what: str, deadline: float, place: Optional[Place] = None, **arguments: Any) -> None:
+        """`deadline`: time.monotonic() after which it is killed."""
+        args = [sys.executable, "-m", "tests.hardware.tenant", what, json.dumps(arguments)]
+        self.what, self.deadline = what, deadline
+        self._rest = b""
+        self._errors = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            place.command(args) if place else args,
+            cwd=TREE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Tenant:
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it, whatever it does."""
+        end(self.process)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    pass
+        self._errors.close()
+
+    def go(self, **what: Any) -> None:
+        """One line to it."""
+        assert self.process.stdin
+        try:
+            self.process.stdin.write(json.dumps(what).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed() from None
+
+    def hear(self) -> Any:
+        """Its next line. Raises Failed or Absent when there is none by the deadline."""
+        assert self.process.stdout
+        fd = self.process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                left_s = self.deadline - time.monotonic()
+                if left_s <= 0 or not selector.select(left_s):
+                    raise Failed(f"{self.what}: not done in its time; {self._said()}".rstrip("; "))
+                data = os.read(fd, 65536)
+                if not data:
+                    raise self._failed()
+                self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer = json.loads(line)
+        if "absent" in answer:
+            raise Absent(answer["absent"])
+        if "failed" in answer:
+            raise Failed(f"{self.what}: {answer['failed']}")
+        return answer
+
+    def _said(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else ""
+
+    def _failed(self) -> Exception:
+        try:
+            code = self.process.wait(KILLED_WAIT_S)
+        except subprocess.TimeoutExpired:
+            code = 0
+        if code == CANNOT:
+            return Absent(f"no private mounts here ({self._said()})")
+        return Failed(f"{self.what}: ended with {code} {self._said()}".strip())
+
+
+def ask(what: str, deadline: float, place: Optional[Place] = None, **arguments: Any) -> Any:
+    """The one answer of a tenant."""
+    with Tenant(what, deadline, place, **arguments) as tenant:
+        return tenant.hear()
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Kills its whole session, and waits a little."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    try:
+        process.wait(KILLED_WAIT_S)
+    except subprocess.TimeoutExpired:
+        pass
+
+
+def end_all() -> None:
+    """Kills what this process has started and still runs: one may have been started just as a signal came."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in path.read_text().split():
+            try:
+                os.killpg(int(pid), signal.SIGKILL)
+            except ProcessLookupError:  # not the leader of its session yet
+                os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(int(pid), 0)
+
+
+def run(command: Sequence[str | Path], deadline: float, env: Optional[dict[str, str]] = None) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command. Raises Failed when it takes too long."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=TREE,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=env,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise Failed(f"{Path(str(command[0])).name}: not done in its time") from None
+        finally:
+            end(process)
+        out.seek(0)
+        err.seek(0)
+        return code, out.read().decode(errors="replace"), err.read().decode(errors="replace")

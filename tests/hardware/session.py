@@ -1,0 +1,94 @@
+"""What a check is given, and what it answers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from tests.hardware import processes
+from tests.hardware.machine import Machine
+from tests.hardware.place import Limit, Place
+
+SETTLE_S = 3.0
+IN_PLACE = "libcuda.so.1"  # what a program in a place loads
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+class Result(NamedTuple):
+    """`verdict`: "held" or "missed" where something is promised, "measured" where nothing is, "absent" when this
+    machine lacks what it takes, "failed" when a program did not do its part."""
+
+    verdict: str
+    note: str
+    values: dict[str, Any]
+    seconds: float = 0.0
+
+
+class Session(NamedTuple):
+    """One check's time and place."""
+
+    machine: Machine
+    deadline: float  # time.monotonic()
+    short: bool
+    work: Path
+    meter: processes.Tenant
+    idle_at_start_bytes: int
+
+    def place(
+        self,
+        memory_bytes: Optional[int] = None,
+        compute_percent: Optional[int] = None,
+        company: Optional[Path] = None,
+        told: tuple[int, int] = (0, 0),
+    ) -> Place:
+        return Place(self.machine, Limit(memory_bytes, compute_percent, *told), company)
+
+    def tenant(self, what: str, place: Optional[Place] = None, **arguments: Any) -> processes.Tenant:
+        """A program with the driver, natively or in a place."""
+        library = IN_PLACE if place else self.machine.libcuda
+        return processes.Tenant(what, self.deadline, place, library=library, **arguments)
+
+    def ask(self, what: str, place: Optional[Place] = None, **arguments: Any) -> Any:
+        with self.tenant(what, place, **arguments) as tenant:
+            return tenant.hear()
+
+    def idle_bytes(self) -> int:
+        """Used bytes before something is measured: what a process had that has just ended comes back a moment later."""
+        used, until = self.used_bytes(), time.monotonic() + SETTLE_S
+        while used > self.idle_at_start_bytes and time.monotonic() < min(until, self.deadline):
+            time.sleep(0.02)
+            used = self.used_bytes()
+        return used
+
+    def used_bytes(self) -> int:
+        """Of the whole device, as the driver without the shim sees it."""
+        self.meter.deadline = self.deadline
+        self.meter.go()
+        return int(self.meter.hear()["used_bytes"])
+
+
+def verdict(wrong: Sequence[str], note: str, values: dict[str, Any]) -> Result:
+    """Held when nothing is wrong; else what is."""
+    return Result("missed" if wrong else "held", "; ".join(wrong) or note, values)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and 95 % confidence interval."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, -math.inf, math.inf
+    half = T95[min(len(values) - 2, len(T95) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def size(count: float) -> str:
+    """For a person."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,72 @@
+"""Runs one of the programs in tests/hardware/tenants:  python -m tests.hardware.tenant WHAT JSON
+
+Answers are lines of JSON on stdout; {"absent": why} when this machine lacks something, {"failed": what} when a call
+failed that should not have.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any, NoReturn
+
+# name -> module of tests/hardware/tenants and function in it
+TENANTS = {
+    "loaded": ("device", "loaded"),
+    "device": ("device", "device"),
+    "meter": ("device", "meter"),
+    "context": ("device", "context"),
+    "names": ("device", "names"),
+    "nvml": ("device", "nvml"),
+    "exported": ("device", "exported"),
+    "fill": ("memory", "fill"),
+    "pool": ("memory", "pool"),
+    "prefetch": ("memory", "prefetch"),
+    "calibrate": ("work", "calibrate"),
+    "work": ("work", "work"),
+    "pair": ("work", "pair"),
+    "slices": ("slices", "slices"),
+    "looks": ("looks", "looks"),
+    "torch_limit": ("pytorch", "limit"),
+    "torch_work": ("pytorch", "work"),
+    "torch_graph": ("pytorch", "graph"),
+}
+
+
+def say(**what: Any) -> None:
+    """One line to who started us. (Not through stdout, on which libraries print.)"""
+    os.write(SPEAK, json.dumps(what).encode() + b"\n")
+
+
+def listen() -> Any:
+    """The next line of who started us; when he is gone, so are we."""
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(0)
+    return json.loads(line)
+
+
+def absent(why: str) -> NoReturn:
+    say(absent=why)
+    sys.exit(0)
+
+
+def main(what: str, arguments: str) -> int:
+    from tests.conformance.driver import DriverError
+
+    module, function = TENANTS[what]
+    try:
+        getattr(importlib.import_module(f"tests.hardware.tenants.{module}"), function)(**json.loads(arguments))
+    except (DriverError, AssertionError, OSError, RuntimeError) as error:
+        say(failed=f"{type(error).__name__}: {error}".replace("DriverError: ", "")[:300])
+    return 0
+
+
+SPEAK = 1
+if __name__ == "__main__":
+    sys.modules["tests.hardware.tenant"] = sys.modules["__main__"]
+    SPEAK = os.dup(1)
+    os.dup2(2, 1)
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""What holds for a container's devices under either version of cgroup: test_cgroup_v1.py and test_cgroup_v2.py have
+these tests, each with views of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import device_matrix, ns_util
+from tests.integration.device_matrix import View, allow, matrix
+
+Container = tuple[ns_util.Runc, Path, int]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ns_util.make_image(tmp_path_factory.mktemp("base") / "rootfs")
+
+
+@pytest.fixture
+def container(view: View, image: Path, tmp_path: Path) -> Iterator[Container]:
+    with device_matrix.running(tmp_path, image, view.prefix) as made:
+        yield made
+
+
+def exactly_the_granted_devices_become_accessible(view: View, container: Container) -> None:
+    runc, rootfs, pid = container
+    before = matrix(runc, rootfs)
+    device_matrix.check_premises(before)
+    allow(view, pid)
+    device_matrix.check_granted(before, matrix(runc, rootfs))
+
+
+def another_minor_made_inside_cannot_be_opened(view: View, container: Container) -> None:
+    runc, _, pid = container
+    allow(view, pid)
+    done = runc.run("exec", runc.id, "sh", "-c", "mknod /tmp/n c 195 1; exec 3<>/tmp/n", check=False)
+    assert done.returncode != 0
+    assert "not permitted" in done.stderr
+
+
+@pytest.mark.parametrize("act", [device_matrix.update, device_matrix.pause_and_resume], ids=lambda f: f.__name__)
+def access_survives(view: View, container: Container, act: Any) -> None:
+    runc, rootfs, pid = container
+    allow(view, pid)
+    after = matrix(runc, rootfs)
+    act(runc)
+    assert matrix(runc, rootfs) == after

@@ -1,0 +1,127 @@
+"""End-to-end fixtures. Every test in this directory also looks for what it left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import docker_host, engines, podman_host
+from tests.integration.docker_host import DockerHost
+from tests.support.engines.containerd import Containerd
+from tests.support.engines.image import make_root
+from tests.support.engines.podman import Podman
+from tests.support.host import Node
+from tests.support.kills import PARTS, Kills
+from tests.support.rootfs import run
+from tests.support.tenant import Tenant
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(no_leaks: None) -> None:
+    """`no_leaks` for all tests in this directory."""
+
+
+@pytest.fixture(scope="session")
+def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root file system of the image that all engines start."""
+    return make_root(tmp_path_factory.mktemp("image") / "root")
+
+
+@pytest.fixture(scope="module")
+def _docker_host(image_root: Path) -> Iterator[DockerHost]:
+    with docker_host.docker_host(image_root) as made:
+        yield made
+
+
+@pytest.fixture
+def docker(_docker_host: DockerHost) -> Iterator[DockerHost]:
+    """A module's own docker, which nothing is left of after a test."""
+    yield _docker_host
+    left = _docker_host.daemon.must("ps", "-aq").split()
+    if left:
+        _docker_host.daemon.docker("rm", "-f", *left)
+    assert _docker_host.node.leases() == [], "a lease was left behind"
+
+
+@pytest.fixture(scope="module", params=podman_host.ROWS)
+def _podman(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Podman]:
+    with podman_host.podman_host(request.param, image_root) as made:
+        yield made
+
+
+@pytest.fixture
+def podman(_podman: Podman) -> Iterator[Podman]:
+    """A module's own podman, by either way in."""
+    yield _podman
+    _podman.settle()
+    assert _podman.node.leases() == [], "a lease was left behind"
+
+
+@pytest.fixture(scope="module", params=["hook", "runtime"])
+def _containerd(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Containerd]:
+    with engines.containerd(request.param, image_root) as made:
+        yield made
+
+
+@pytest.fixture
+def containerd(_containerd: Containerd) -> Iterator[Containerd]:
+    """A module's own containerd, by either way in."""
+    yield _containerd
+    assert _containerd.node.leases() == [], "a lease was left behind"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if PARTS and "kills" in metafunc.fixturenames:
+        metafunc.parametrize("kills", range(PARTS), indirect=True, ids=lambda part: f"part {part}")
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> Kills:
+    """At which points to kill: some, or, in `make test-kills`, a part of all."""
+    return Kills(request.node.nodeid, getattr(request, "param", 0))
+
+
+@pytest.fixture
+def tenant(tmp_path: Path, node: Node) -> Iterator[Callable[..., Tenant]]:
+    """tenant(name, env, **arguments of lib.runc.Container) -> Tenant on the simulated host, closed at the end."""
+    made: list[Tenant] = []
+
+    def make(name: str, env: dict[str, str], **arguments: Any) -> Tenant:
+        made.append(Tenant(tmp_path / "tenants", name, env, node, **arguments))
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close()
+
+
+@pytest.fixture
+def pruned(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For `gpushare run`: cgroups of programs that have ended go with their leases."""
+    nodes = [request.getfixturevalue(name) for name in ("node", "two_gpus") if name in request.fixturenames]
+    yield
+    for node in nodes:
+        node.cli("prune")
+
+
+@pytest.fixture(params=["hook", "runtime"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Both ways into a container, for Node.way: what holds for one holds for the other."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def no_hybrid_cgroups() -> Iterator[None]:
+    """crun refuses a host with cgroup v1 and v2 at once; in this run's own mount namespace v2 can be out of sight."""
+    unified = Path("/sys/fs/cgroup/unified")
+    hybrid = unified.is_dir() and os.path.ismount(unified)
+    if hybrid:
+        run("umount", unified)
+    yield
+    if hybrid:
+        run("mount", "-t", "cgroup2", "none", unified)

@@ -1,0 +1,114 @@
+"""A host with two simulated GPUs of 16 GiB and a docker daemon, for the tests of what only docker has."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from simulator.simhost import make_simhost
+from tests.support.engines.base import Result
+from tests.support.engines.docker import GPUSHARE, IMAGE, Docker, DockerContainer, start
+from tests.support.engines.dockerd import Dockerd
+from tests.support.engines.image import PROBE
+from tests.support.host import Node
+from tests.support.rootfs import run
+
+GIB = 1 << 30
+TWO_GIB = ("-e", "GPUSHARE_MEMORY=2Gi")
+MakeRuntimes = Callable[[Path], dict[str, Any]]
+
+
+class DockerHost(Docker):
+    """Words of docker's command line instead of a Want."""
+
+    def try_run(self, *options: str, args: tuple[str, ...], image: str = IMAGE, runtime: str = "gpushare") -> Result:
+        """docker run --rm OPTIONS IMAGE ARGS."""
+        return self.daemon.docker("run", "--rm", *GPUSHARE, "--runtime", runtime, *options, image, *args)
+
+    def start_with(
+        self, *options: str, args: tuple[str, ...], image: str = IMAGE, runtime: str = "gpushare"
+    ) -> DockerContainer:
+        """docker run --detach OPTIONS IMAGE ARGS. Raises Refused."""
+        return start(self.daemon, *GPUSHARE, "--runtime", runtime, *options, image, *args)
+
+
+@contextmanager
+def docker_host(image_root: Path, *options: str, runtimes: MakeRuntimes | None = None) -> Iterator[DockerHost]:
+    """gpushare is the default runtime, as with `configure --default`; `runtimes(directory)` gives further ones."""
+    directory = Path(tempfile.mkdtemp(prefix="gs-"))
+    directory.chmod(0o711)  # a root of a user namespace has to get through
+    node = Node(directory / "node", make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB))
+    try:
+        node.cli("refresh")  # mounts the state directory, which stays
+        config = {"runtimes": runtimes(directory)} if runtimes else None
+        made = DockerHost(node, directory / "docker", image_root, *options, config=config, default=True)
+        try:
+            yield made
+        finally:
+            made.close()
+    finally:
+        node.close()
+        run("rm", "-rf", directory)
+
+
+class Hosts(NamedTuple):
+    docker: DockerHost
+    nodes: dict[str, Node]  # one for each runtime in daemon.json
+
+
+@contextmanager
+def docker_hosts(
+    image_root: Path, prepare: Callable[[Path, dict[str, Node]], dict[str, tuple[str, ...]]]
+) -> Iterator[Hosts]:
+    """`prepare(directory, nodes)` makes further nodes, and gives the command line of each as a runtime."""
+    nodes: dict[str, Node] = {}
+
+    def runtimes(directory: Path) -> dict[str, Any]:
+        lines = prepare(directory, nodes).items()
+        return {name: {"path": path, "runtimeArgs": args} for name, (path, *args) in lines}
+
+    with docker_host(image_root, runtimes=runtimes) as docker:
+        try:
+            yield Hosts(docker, {**nodes, "gpushare": docker.node})
+        finally:
+            for node in nodes.values():
+                node.close()
+
+
+def total(one: DockerContainer) -> int:
+    """What a program that docker exec starts in the container sees as the device's memory, in bytes. The simulated
+    device notices that the program before has ended when the next one comes, and gives its memory back a moment later,
+    so where one had everything the next one may have to come twice."""
+    first = one.exec(PROBE)
+    answer = (one.exec(PROBE) if first.code else first).answer()
+    assert "failed" not in answer, answer
+    assert answer["got_bytes"] < answer["total_bytes"] == answer["nvml_total_bytes"]
+    return int(answer["total_bytes"])
+
+
+class Events:
+    """`docker events` that fit `filters`: those since `since`, then what comes."""
+
+    def __init__(self, daemon: Dockerd, *filters: str, since: str = "10m") -> None:
+        self._command = daemon.command("events", "--format", "{{.Action}}", "--since", since)
+        for one in filters:
+            self._command += ["--filter", one]
+
+    def __enter__(self) -> Events:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, bufsize=0)
+        return self
+
+    def next(self) -> str:
+        """Waits for it."""
+        assert self._process.stdout
+        ready, _, _ = select.select([self._process.stdout], [], [], 60)
+        return self._process.stdout.readline().decode().strip() if ready else "nothing came"
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()

@@ -1,0 +1,108 @@
+"""Which engines the behavioural suite (test_engines.py) runs with: one row each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from simulator.simhost import make_simhost
+from tests.support.engines.bare import Bare
+from tests.support.engines.base import Engine
+from tests.support.engines.containerd import Containerd
+from tests.support.engines.containerd_daemon import IMAGE
+from tests.support.engines.docker import Docker
+from tests.support.engines.image import make_root
+from tests.support.engines.podman import Podman
+from tests.support.host import Node
+from tests.support.rootfs import run
+
+GIB = 1 << 30
+
+
+class Place(NamedTuple):
+    """What an engine is made from. `directory` is its own, and short enough for addresses of sockets."""
+
+    directory: Path
+    image_root: Path
+    driver_root: Path
+
+    def node(self, **config: object) -> Node:
+        return Node(self.directory / "node", self.driver_root, **config)
+
+
+def runtime_path(name: str) -> dict[str, str]:
+    """The runtime that gpushare-runtime becomes, as the configuration names it."""
+    return {"path": f"/usr/{'s' * (name == 'runc')}bin/{name}"}
+
+
+def _bare(low_level: str, way: str) -> Callable[[Place], Engine]:
+    def make(place: Place) -> Engine:
+        node = place.node(runtime=runtime_path(low_level))
+        return Bare(node, place.directory / "bundles", place.image_root, low_level, way)
+
+    return make
+
+
+def _podman(low_level: str, way: str) -> Callable[[Place], Engine]:
+    def make(place: Place) -> Engine:
+        node = place.node(runtime=runtime_path(low_level))
+        return Podman(node, place.directory / "podman", place.image_root, low_level, way)
+
+    return make
+
+
+def _containerd(way: str) -> Callable[[Place], Engine]:
+    return lambda place: Containerd(place.node(), place.directory / "c", place.image_root, way)
+
+
+def _docker(place: Place) -> Engine:
+    return Docker(place.node(), place.directory / "docker", place.image_root)
+
+
+ENGINES: dict[str, Callable[[Place], Engine]] = {
+    "runc, hook": _bare("runc", "hook"),
+    "runc, runtime": _bare("runc", "runtime"),
+    "crun, hook": _bare("crun", "hook"),
+    "crun, runtime": _bare("crun", "runtime"),
+    "podman, hook": _podman("runc", "hook"),
+    "podman, runtime": _podman("runc", "runtime"),
+    "podman with crun, hook": _podman("crun", "hook"),
+    "podman with crun, runtime": _podman("crun", "runtime"),
+    "containerd, hook": _containerd("hook"),
+    "containerd, runtime": _containerd("runtime"),
+    "docker, runtime": _docker,
+}
+
+
+@contextmanager
+def engine(name: str, directory: Path, image_root: Path) -> Iterator[Engine]:
+    """The engine of that row, on a simulated host with one GPU of 16 GiB."""
+    host = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB, late_return_ms=0)
+    made = ENGINES[name](Place(directory, image_root, host))
+    try:
+        yield made
+    finally:
+        made.close()
+        made.node.close()
+        run("rm", "-rf", directory)
+
+
+@contextmanager
+def containerd(way: str, image_root: Path) -> Iterator[Containerd]:
+    """A containerd on a simulated host with two GPUs of 16 GiB. The directory's name is short, for its sockets."""
+    directory = Path(tempfile.mkdtemp(prefix="gs-"))
+    host = make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB, late_return_ms=0)
+    made = Containerd(Node(directory / "node", host), directory / "c", image_root, way)
+    try:
+        made.node.cli("refresh")  # mounts the state directory, which stays
+        yield made
+    finally:
+        made.close()
+        made.node.close()
+        run("rm", "-rf", directory)
+
+
+__all__ = ["ENGINES", "IMAGE", "Place", "containerd", "engine", "make_root"]

@@ -1,0 +1,195 @@
+"""The hook, the runtime, or `gpushare run`, with a signal sent to itself at a chosen point of its work. For tests only:
+the product has no such switch.
+
+The points lie before and after each system call that can change something, counted by the interpreter's profiler.
+`write_hook`, `write_runtime` and `write_cli` make the program; with `at` 0 it sends nothing and writes down how many
+points it passed. `write_adopt` stands before our hook, whose system calls strace counts. tests/support/kills.py says
+at which of the points a test kills.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+TREE = Path(__file__).resolve().parents[3]
+
+_TEMPLATE = """#!{python} -ISs
+import os, sys
+sys.path[:0] = [{hook!r}]
+sys.path.append({site!r})
+CALLS = frozenset((
+    "chmod", "chown", "fchmod", "fchown", "flock", "ftruncate", "link", "mkdir", "mknod", "open", "posix_fallocate",
+    "pwrite", "rename", "rmdir", "symlink", "truncate", "unlink", "write",
+))
+LINUX = frozenset(("bpf", "detached_tmpfs", "mount_setattr", "move_mount", "setns", "umount"))
+passed = 0
+
+def watch(frame, event, called):
+    global passed
+    path = frame.f_code.co_filename
+    if not path.startswith({hook!r} + "/gpushare/"):
+        return
+    if event in ("c_call", "c_return"):
+        if called.__name__ not in CALLS or called.__module__ not in ("posix", "fcntl"):
+            return
+    elif not path.endswith("/linux.py") or frame.f_code.co_name not in LINUX:
+        return
+    passed += 1
+    if passed == {at}:
+        sys.setprofile(None)
+        os.kill(os.getpid(), {number})
+
+from gpushare.programs import hook
+sys.setprofile(watch if sys.argv[-1] != "poststop" else None)
+code = hook.main()
+sys.setprofile(None)
+if {at} == 0 and sys.argv[-1] != "poststop":
+    with open({count!r}, "w") as file:
+        file.write(str(passed))
+os._exit(code)
+"""
+
+
+def write_hook(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Path:
+    """A program with the hook's command line that sends itself `number` at point `at` (counted from 1)."""
+    site = next((TREE / "build" / "venv" / "lib").glob("python3*/site-packages"))
+    program = directory / f"interrupted-hook-{at}-{int(number)}"
+    program.write_text(
+        _TEMPLATE.format(
+            python="/usr/bin/python3",
+            hook=str(TREE / "hook"),
+            site=str(site),
+            at=at,
+            number=int(number),
+            count=str(directory / "points"),
+        )
+    )
+    program.chmod(0o755)
+    return program
+
+
+_RUNTIME = """from gpushare.programs import hook, runtime, waiting; from gpushare.config import lowlevel
+def count():
+    sys.setprofile(None)
+    if {at} == 0:
+        with open({count!r}, "w") as file:
+            file.write(str(passed))
+
+execute, adopt = lowlevel.execute, hook.main
+def become(program, words):
+    sys.setprofile(None)
+    if not {waits} and "create" in words:
+        count()
+    execute(program, words)
+
+def waited(*words):
+    sys.setprofile(watch)
+    code = adopt(*words)
+    count()
+    return code
+
+lowlevel.execute = become
+if {waits}:
+    hook.main = waited
+else:
+    waiting.leave = lambda *_: None
+    sys.setprofile(watch)
+code = runtime.main()
+os._exit(code)
+"""
+
+
+def write_runtime(
+    directory: Path, at: int = 0, number: int = signal.SIGKILL, hook: Path | None = None, waits: bool = False
+) -> Path:
+    """A program with the command line of gpushare-runtime that sends itself `number` at point `at` of a create. The
+    hook that it puts into config.json is `hook`, or that of this tree. With `waits` that hook is waited for by one that
+    the runtime leaves (waiting.py), and the points are those of its adoption."""
+    program = write_hook(directory, at, number)
+    text = program.read_text()
+    begin = text[: text.index("from gpushare.programs import hook")]
+    place = directory / f"runtime-{at}-{int(number)}"
+    for name in ("bin", "libexec"):
+        (place / name).mkdir(parents=True, exist_ok=True)
+    (place / "bin" / "gpushare-hook").unlink(missing_ok=True)
+    (place / "bin" / "gpushare-hook").symlink_to(hook or TREE / "build" / "bin" / "gpushare-hook")
+    runtime = place / "libexec" / "gpushare-runtime"
+    runtime.write_text(begin + _RUNTIME.format(at=at, waits=waits, count=str(directory / "points")))
+    runtime.chmod(0o755)
+    return runtime
+
+
+_RUN = """execve = os.execve
+def become(*words):
+    sys.setprofile(None)
+    if {at} == 0:
+        with open({count!r}, "w") as file:
+            file.write(str(passed))
+    execve(*words)
+os.execve = become
+from gpushare.cli import main
+sys.setprofile(watch)
+sys.exit(main())
+"""
+
+
+def write_cli(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Path:
+    """The CLI, for `gpushare run`, which sends itself `number` at point `at` before it becomes the command."""
+    program = write_hook(directory, at, number)
+    text = program.read_text()
+    begin = text[: text.index("from gpushare.programs import hook")]
+    cli = directory / f"cli-{at}-{int(number)}"
+    cli.write_text(begin + _RUN.format(at=at, count=str(directory / "points")))
+    cli.chmod(0o755)
+    return cli
+
+
+_ADOPT = """#!/bin/sh
+launcher={launcher}
+for last; do :; done
+[ "$last" = {stage} ] || exec $launcher "$@"
+exec strace -f -qq -o {log} {inject} $launcher "$@"
+"""
+
+
+def write_adopt(directory: Path, at: int = 0, stage: str = "adopt") -> Path:
+    """Our hook, killed at its system call number `at` (from 1) when it adopts a container, or in another stage;
+    with 0 its calls are logged in `directory`/calls, which must be there for any other."""
+    launcher = TREE / "build" / "bin" / "gpushare-hook"
+    inject = ""
+    if at:  # strace counts each call by its name
+        names = [line.split()[1].partition("(")[0] for line in (directory / "calls").read_text().splitlines()]
+        at += names[at - 1] == "execve"  # strace sends nothing at one that succeeds
+        inject = f"-e inject={names[at - 1]}:signal=KILL:when={names[:at].count(names[at - 1])}"
+    program = directory / f"{stage}-{at}"
+    log = directory / "calls" if not at else "/dev/null"
+    program.write_text(_ADOPT.format(launcher=launcher, stage=stage, log=log, inject=inject))
+    program.chmod(0o755)
+    return program
+
+
+_BEFORE = """#!/bin/sh
+for last; do :; done
+[ "$last" = adopt ] || exec {adopt} "$@"
+cat >{hook}-state
+pid=$(sed 's/.*"pid":\\([0-9]*\\).*/\\1/' {hook}-state)
+{commands}
+exec {adopt} "$@" <{hook}-state
+"""
+
+
+def write_before(hook: Path, adopt: Path, commands: str) -> None:
+    """`hook` is `adopt` (of `write_adopt`), but an adoption begins with shell commands; $pid is the container's."""
+    hook.write_text(_BEFORE.format(hook=hook, adopt=adopt, commands=commands))
+    hook.chmod(0o755)
+
+
+def points(directory: Path) -> int:
+    """How many points the last run with at=0 passed."""
+    return int((directory / "points").read_text())
+
+
+if __name__ == "__main__":
+    print(write_hook(Path(sys.argv[1])))

@@ -1,0 +1,382 @@
+"""What is promised of a limit holds whoever holds it, and what a backend cannot is refused with its reason. A stage for
+each row of the table of backends, and the kinds of limits for each of them: what a stage supports, and the words of
+each refusal, are read from there. (What only one of them has: test_mps.py, test_mps_daemon.py, test_oversubscribe.py.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from gpushare.allocation import backends
+from gpushare.core import model
+from gpushare.gpu import inventory
+from gpushare.state import leases
+
+from bench.compute import PROGRAM as BUSY
+from bench.compute import wait_for_work
+from simulator.ledger import Ledger
+from simulator.simhost import LIBDIR, default_uuid, make_simhost
+from tests.integration.backend_stage import COMPUTE, GIB, MEMORY, ROWS, TAKER, Driver, Kernel, Stage, must
+from tests.support import busy
+from tests.support.host import Node
+from tests.support.processes import wait_exit
+from tests.support.rootfs import run
+from tests.support.runc import Container, RuntimeFailed
+from tests.support.spec import Mount
+
+MULTIPROCESSORS = 48  # of a simulated device
+LAST_BYTES = 2 << 20  # the driver's own block
+OUT_OF_MEMORY = 2  # CUresult
+RAISED: dict[str, Any] = {
+    "GPUSHARE_MEMORY": "16Gi",
+    "GPUSHARE_COMPUTE": "100%",
+    "GPUSHARE_BACKEND": "shim",
+    "GPUSHARE_OVERSUBSCRIBE": "1",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100",
+    "CUDA_MPS_PIPE_DIRECTORY": "/tmp",
+    "NVIDIA_VISIBLE_DEVICES": "all",
+}
+
+STAGES: dict[str, tuple[str, str, type[Kernel], str]] = {  # (row, way, what holds limits below us, low-level runtime)
+    "shim": ("shim", "runtime", Kernel, "runc"),
+    "mps": ("mps", "hook", Kernel, "runc"),
+    "dmem": ("dmem", "hook", Kernel, "runc"),
+    "dmem by NVML": ("dmem", "runtime", Driver, "runc"),
+    "oversubscribe": ("oversubscribe", "runtime", Kernel, "runc"),
+    **{f"{row} under crun": (row, "runtime", Kernel, "crun") for row in ROWS if row != "dmem"},  # test_dmem_runtimes.py
+}
+
+
+def test_every_row_has_a_stage() -> None:
+    assert {row for row, *_ in STAGES.values()} == set(ROWS)
+
+
+@contextmanager
+def without_hybrid_cgroups() -> Iterator[None]:
+    """As the fixture of that name, for as long as a stage stands."""
+    unified = Path("/sys/fs/cgroup/unified")
+    hybrid = os.path.ismount(unified)
+    if hybrid:
+        run("umount", unified)
+    try:
+        yield
+    finally:
+        if hybrid:
+            run("mount", "-t", "cgroup2", "none", unified)
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    row, way, kernel, low = STAGES[request.param]
+    with ExitStack() as stack:
+        # A socket's path has room for a short one only
+        state = stack.enter_context(tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp"))
+        if low == "crun":
+            stack.enter_context(without_hybrid_cgroups())
+        made = Stage(tmp_path_factory.mktemp("stage"), Path(state), request.param, row, way, kernel, low)
+        stack.callback(made.close)
+        yield made
+
+
+# Kinds of limits
+
+
+def whole(stage: Stage, device: int) -> int:
+    """What a container sees: with memory beyond the device, twice as much."""
+    return device * (2 if backends.VIRTUAL in stage.row.holds else 1)
+
+
+def reached_and_kept(stage: Stage) -> None:
+    said, size = stage.take(), whole(stage, MEMORY)
+    assert (said["cuda_total_bytes"], said["nvml_total_bytes"], said["refusal"]) == (size, size, OUT_OF_MEMORY)
+    slack = LAST_BYTES * (2 if size > MEMORY else 1)  # of each part
+    assert said["free_bytes"] - slack < said["got_bytes"] <= said["free_bytes"] < size
+    assert min(said["got_bytes"], MEMORY - slack) <= stage.peak_bytes() <= MEMORY
+    below = {f"{stage.kernel.regions[0]} {MEMORY}"} if stage.holder(backends.MEMORY) == "dmem" else set()
+    assert stage.kernel.limits(stage.main) == below
+
+
+def of_all_processes(stage: Stage) -> None:
+    command = [
+        stage.low,
+        "--root",
+        str(stage.main.bundle / "runtime"),
+        "exec",
+        stage.main.id,
+        *TAKER,
+        "hold",
+        str(GIB // 2),
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdin and first.stdout
+        try:
+            assert json.loads(first.stdout.readline())["got_bytes"] == GIB // 2
+            beside = stage.take()["got_bytes"]
+        finally:
+            first.stdin.close()
+    assert 0 < beside <= stage.take()["got_bytes"] - GIB // 2
+    assert stage.peak_bytes() <= MEMORY
+
+
+def in_exec(stage: Stage) -> None:
+    """Whatever its environment says, and without any."""
+    said = stage.take("1", **RAISED)
+    assert said == stage.take("1", clear=True)
+    assert (said["cuda_total_bytes"], said["multiprocessors"]) == (
+        whole(stage, MEMORY),
+        multiprocessors(stage, COMPUTE),
+    )
+
+
+def multiprocessors(stage: Stage, percent: int) -> int:
+    """Who has a percentage of them sees so many; the shim gives time instead (test_compute_of_...)."""
+    by_mps = stage.holder(backends.COMPUTE) == "mps"
+    return math.ceil(MULTIPROCESSORS * percent / 100) if by_mps else MULTIPROCESSORS
+
+
+def live(stage: Stage) -> None:
+    """For programs that begin later, both; test_live_limits.py has those that run."""
+    for size, text, percent in ((GIB, "1Gi", 50), (MEMORY, "2Gi", COMPUTE)):
+        must(stage.node, "limit", "set", stage.main.id, "--memory", text, "--compute", str(percent))
+        said = stage.take()
+        assert said["multiprocessors"] == multiprocessors(stage, percent)
+        beyond = backends.VIRTUAL in stage.row.holds  # the border moves, the whole stays
+        assert said["cuda_total_bytes"] == said["nvml_total_bytes"] == (whole(stage, MEMORY) if beyond else size)
+        assert said["free_bytes"] - 2 * LAST_BYTES < said["got_bytes"] < said["cuda_total_bytes"]
+        if stage.holder(backends.MEMORY) == "dmem":
+            assert stage.kernel.limits(stage.main) == {f"{stage.kernel.regions[0]} {size}"}
+
+
+def told(stage: Stage) -> None:
+    """Who holds what, and why."""
+    said = must(stage.node, "explain", str(stage.main.bundle))
+    for limit in backends.LIMITS:
+        name = stage.holder(limit)
+        why = "asked" if name == stage.row.name else f"{stage.row.name} does not hold {limit}"
+        why = why if stage.row.name in backends.BACKENDS else "auto, the first allowed one that can"
+        assert f"{limit} by {name} ({why}" in said, said
+
+
+def given_back(stage: Stage) -> None:
+    """By poststop; by prune, when the container is gone without; and the next one has it."""
+    before = stage.node.left(), stage.node.leases()
+    for poststop in (True, False):
+        with stage.one() as one:
+            one.start()
+            assert one.id in stage.node.leases()
+            if poststop:
+                one.delete()
+            else:
+                os.kill(one.pid, signal.SIGKILL)
+                one.exit_code = wait_exit(one.pid, 30)
+                must(stage.node, "prune")
+            assert (stage.node.left(), stage.node.leases()) == before
+    if stage.holder(backends.COMPUTE) == "mps":
+        (row,) = json.loads(must(stage.node, "mps", "status", "--device", "0", "--format", "json"))
+        assert row["containers"] == [stage.main.id]
+
+
+KINDS: dict[str, Callable[[Stage], None]] = {
+    "memory": reached_and_kept,
+    "processes": of_all_processes,
+    "exec": in_exec,
+    "live": live,
+    "explain": told,
+    "end": given_back,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_limit_holds_whoever_holds_it(stage: Stage, kind: str) -> None:
+    KINDS[kind](stage)
+
+
+# What a row does not support
+
+
+class Word(NamedTuple):
+    """Something that not every backend has: for a start, as a request has it, and for one that runs."""
+
+    env: dict[str, str]
+    request: dict[str, Any]
+    live: tuple[str, ...] = ()
+    share: dict[str, Any] = {}
+
+
+WORDS = {
+    "soft": Word(
+        {"GPUSHARE_COMPUTE_MODE": "soft"}, {"compute_mode": "soft"}, ("--compute-mode", "soft"), {"soft": True}
+    ),
+    "priority": Word({"GPUSHARE_PRIORITY": "1"}, {"priority": 1}, ("--priority", "high"), {"priority": 1}),
+    "oversubscribe": Word({"GPUSHARE_OVERSUBSCRIBE": "true"}, {"oversubscribe": True}),
+    "several devices": Word(
+        {"GPUSHARE_DEVICES": "0,1"}, {"selection": model.Selection("list", names=("0", "1"))}
+    ),
+}  # fmt: skip
+
+
+def reason_of(stage: Stage, word: Word) -> str:
+    """What the row says of it; "" when it can."""
+    site = stage.site(**word.request)
+    return next(filter(None, (stage.row.supports(limit, site) for limit in stage.row.holds)), "")
+
+
+def test_what_a_backend_cannot_is_refused_with_its_reason(stage: Stage) -> None:
+    """And what it can, all at once, starts."""
+    (share,) = (lease.shares[0] for lease in leases.view(str(stage.node.state)).live)
+    env, held = {}, stage.node.leases()
+    for word in WORDS.values():
+        reason = reason_of(stage, word)
+        if reason:
+            said = f"{stage.row.name} cannot: {reason}; set GPUSHARE_BACKEND=shim"
+            with stage.one(**word.env) as one, pytest.raises(RuntimeFailed, match=re.escape(said)):
+                one.create()
+            assert stage.node.leases() == held
+        else:
+            env.update(word.env)
+        kept = stage.row.keeps(share._replace(**word.share)) if word.live else None
+        if kept:
+            done = stage.node.cli("limit", "set", stage.main.id, *word.live)
+            assert done.returncode != 0 and f"{stage.row.name} holds a limit of device 0: {kept}" in done.stderr
+    if env:
+        with stage.one(**env) as one:
+            one.create()
+            assert one.id in stage.node.leases()
+
+
+# What a host may lack: how that is made so for a container, and what is said then
+
+
+@contextmanager
+def away(path: Path) -> Iterator[None]:
+    path.rename(f"{path}.away")
+    yield
+    Path(f"{path}.away").rename(path)
+
+
+@contextmanager
+def there(path: Path, text: str) -> Iterator[None]:
+    path.write_text(text)
+    yield
+    path.unlink()
+
+
+@contextmanager
+def less_promised(stage: Stage) -> Iterator[None]:
+    stage.allow(*backends.BACKENDS, host_memory="5Gi")
+    yield
+    stage.allow(*backends.BACKENDS)
+
+
+Lack = Callable[[Stage, Container], AbstractContextManager[None]]
+LACKING: dict[str, tuple[tuple[Lack, str], ...]] = {
+    "shim": (),
+    "mps": (
+        (
+            lambda stage, one: away(stage.node.state / "mps" / default_uuid(0) / "ready"),
+            "mps cannot: its control daemon is not running .*set GPUSHARE_BACKEND=shim",
+        ),
+    ),
+    "dmem": (
+        (
+            lambda stage, one: away(stage.kernel.tree / "dmem.capacity"),
+            "dmem cannot: the kernel has no dmem controller .*set GPUSHARE_BACKEND=shim",
+        ),
+        (
+            lambda stage, one: away(stage.kernel.leaf(one) / "dmem.max"),
+            r"dmem\.max.* is not there: .*write \+dmem",
+        ),
+    ),
+    "dmem by NVML": (
+        (
+            lambda stage, one: there(stage.root / LIBDIR / "broken", "4"),
+            "nvmlDeviceSetMemoryLimits_v1 returned 4; use the backend shim",
+        ),
+    ),
+    "oversubscribe": (
+        (
+            lambda stage, one: less_promised(stage),
+            "host memory of oversubscribed shares: 4 GiB asked, 1 GiB free of 5 GiB",
+        ),
+    ),
+}
+
+
+def test_a_host_that_has_not_what_was_asked_for_starts_nothing(stage: Stage) -> None:
+    held = stage.node.leases()
+    for lack, said in LACKING[stage.name.removesuffix(" under crun")]:
+        with stage.one() as one, lack(stage, one), pytest.raises(RuntimeFailed, match=said):
+            one.create()
+        assert stage.node.leases() == held
+
+
+def test_a_backend_that_is_alone_drops_no_limit(stage: Stage) -> None:
+    """Where it is all that policy allows, a limit that it is not for starts nothing."""
+    alone = stage.row.name if stage.row.name in backends.BACKENDS else backends.SHIM
+    missing = [limit for limit in backends.LIMITS if limit not in backends.BACKENDS[alone].holds]
+    stage.allow(alone)
+    try:
+        with stage.one() as one, ExitStack() as refused:
+            if missing:
+                said = f"nothing that is allowed on this node holds a limit on {missing[0]}"
+                refused.enter_context(pytest.raises(RuntimeFailed, match=said))
+            one.create()
+    finally:
+        stage.allow(*backends.BACKENDS)
+
+
+# Compute that the shim holds is a part of the device's time: judged by its ledger, and by a clock
+
+SHARES = {"shim": 30, "dmem": 50}
+RUN_S, POINTS, TRIES = 1.0, 5.0, 8
+
+
+def test_compute_is_reached_and_kept_whoever_holds_the_memory(tmp_path: Path, make_node: Callable[..., Node]) -> None:
+    """One container beside the other, each with its own holder of memory."""
+    root = make_simhost(tmp_path / "host", gpus=1, memory_bytes=16 * GIB)
+    node = make_node(root, policy={"allowed_backends": list(backends.BACKENDS)})
+    kernel = Kernel(root, [one.bus_id for one in inventory.read_inventory(str(root)).devices])
+    assert all(backends.COMPUTE not in ROWS[name].holds or name == backends.SHIM for name in SHARES)
+    with ExitStack() as stack:
+        ledger = stack.enter_context(Ledger(str(root / "dev" / "nvidia0")))
+        spaces = []
+        for name, percent in SHARES.items():
+            env = {"GPUSHARE_MEMORY": "2Gi", "GPUSHARE_COMPUTE": f"{percent}%", "GPUSHARE_BACKEND": name}
+            mounts = [Mount(busy.build(), BUSY)]
+            one = Container(
+                tmp_path / "c",
+                [BUSY, *busy.words(seconds=60, kernel=50)],
+                env=env,
+                mounts=mounts,
+                **node.way("runtime"),
+            )
+            stack.enter_context(one)
+            kernel.make(one)
+            one.start()
+            spaces.append(os.stat(f"/proc/{one.pid}/ns/pid").st_ino)
+            wait_for_work(ledger, one, spaces[-1])
+        seen: list[list[float]] = []
+        for _ in range(TRIES):
+            begin = time.monotonic_ns()
+            time.sleep(RUN_S)  # the device's own time is what is measured
+            end = begin + int(RUN_S * 1e9) - 50_000_000
+            each = [100 * statistics.fmean(ledger.history(space).shares(begin, end, 10_000_000)) for space in spaces]
+            seen.append(each)
+            limits = list(SHARES.values())
+            assert all(got < limit + POINTS for got, limit in zip(each, limits)) or len(seen) == 1, seen
+            if len(seen) > 1 and all(got > limit - POINTS for got, limit in zip(each, limits)):
+                return
+        pytest.fail(f"{seen} instead of {SHARES}")

@@ -1,0 +1,193 @@
+"""Pods under containerd, over the CRI socket: what one container alone (test_engines.py) cannot show."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration import engines
+from tests.support.engines.base import SLEEP, Want
+from tests.support.engines.containerd import NO_ANNOTATIONS, Containerd
+from tests.support.engines.cri import CriError
+from tests.support.engines.image import PROBE
+from tests.support.engines.pods import PodContainer, wait_gone
+
+GIB = 1 << 30
+TWO_GIB = {"GPUSHARE_MEMORY": "2Gi"}
+BOTH = {"GPUSHARE_DEVICES": "all", "GPUSHARE_MEMORY": "16Gi"}  # starts only when nothing else is granted
+DEVICES = ("sh", "-c", "ls -d /dev/nvidia[0-9]* /usr/lib/gpushare 2>/dev/null")
+
+
+@pytest.fixture
+def engine(containerd: Containerd) -> Containerd:
+    containerd.programs.started()
+    return containerd
+
+
+def total_bytes(one: PodContainer) -> int:
+    total: int = one.exec(PROBE).answer()["total_bytes"]
+    return total
+
+
+# Sandboxes, and containers that ask for nothing
+
+
+def test_pods_that_ask_for_nothing_start_no_python(engine: Containerd) -> None:
+    with engine.pod() as pod:
+        one = pod.run(Want(SLEEP))
+        assert one.exec(*DEVICES).out == ""
+        one.remove()
+    assert engine.programs.started() == []
+
+
+def test_sandbox_gets_nothing_of_its_pod_s_request(engine: Containerd) -> None:
+    with engine.pod({"main.gpushare.io/memory": "1Gi", "gpushare.io/devices": "all"}) as pod:
+        info = pod.info()
+        assert info["runtimeSpec"]["annotations"]["main.gpushare.io/memory"] == "1Gi"  # it was there to be read
+        root = Path(f"/proc/{info['pid']}/root")
+        assert not (root / "dev/nvidia0").exists()
+        assert not (root / "usr/lib/gpushare").exists()
+        assert engine.node.leases() == []
+    assert engine.programs.started() == []
+
+
+def test_only_the_container_that_asks_costs_python(engine: Containerd) -> None:
+    with engine.pod() as pod:
+        pod.run(Want(SLEEP), "plain")
+        assert engine.programs.started() == []
+        asks = pod.run(Want(SLEEP, TWO_GIB))
+        assert engine.node.leases() == [asks.id]
+        assert engine.programs.started() != []
+
+
+# Annotations
+
+
+def test_containers_of_one_pod_have_shares_of_their_own(engine: Containerd) -> None:
+    with engine.pod({"a.gpushare.io/memory": "1Gi", "b.gpushare.io/memory": "3Gi"}) as pod:
+        a, b, c = (pod.run(Want(SLEEP), name) for name in "abc")
+        assert (total_bytes(a), total_bytes(b)) == (GIB, 3 * GIB)
+        assert c.exec(*DEVICES).out == ""
+        assert engine.node.leases() == sorted([a.id, b.id])
+
+
+def test_unscoped_annotation_is_for_the_container_that_names_a_device(engine: Containerd) -> None:
+    with engine.pod({"gpushare.io/memory": "1Gi"}) as pod:
+        names = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "1"}), "names")
+        sidecar = pod.run(Want(SLEEP), "sidecar")
+        assert total_bytes(names) == GIB
+        assert sidecar.exec(*DEVICES).out == ""
+        assert engine.node.leases() == [names.id]
+
+
+def test_variable_beside_annotation(engine: Containerd) -> None:
+    with engine.pod({"a.gpushare.io/memory": "1Gi"}) as pod:
+        with pytest.raises(
+            CriError, match="GPUSHARE_MEMORY=.2Gi. and annotation a.gpushare.io/memory=.1Gi. contradict"
+        ):
+            pod.run(Want(SLEEP, TWO_GIB), "a")
+        assert total_bytes(pod.run(Want(SLEEP, TWO_GIB), "b")) == 2 * GIB
+
+
+def test_annotations_that_the_handler_does_not_allow_do_not_arrive(engine: Containerd) -> None:
+    with engine.pod({"main.gpushare.io/memory": "1Gi"}, NO_ANNOTATIONS) as pod:
+        assert pod.run(Want(SLEEP)).exec(*DEVICES).out == ""
+        assert total_bytes(pod.run(Want(SLEEP, TWO_GIB), "other")) == 2 * GIB
+
+
+def test_pods_of_other_schedulers(engine: Containerd) -> None:
+    """Koordinator's annotation, which runtime configure lets through, and the variable that its koordlet adds to every
+    container; Run:ai's, for the container that it names."""
+    resources = {"koordinator.sh/gpu-memory": "3Gi", "koordinator.sh/gpu-memory-ratio": "18"}
+    allocated = json.dumps({"gpu": [{"minor": 1, "resources": resources}]})
+    device = {"NVIDIA_VISIBLE_DEVICES": "1"}
+    with engine.pod({"scheduling.koordinator.sh/device-allocated": allocated}) as pod:
+        one = pod.run(Want(SLEEP, device), "train")
+        assert total_bytes(one) == 3 * GIB
+        assert pod.run(Want(SLEEP), "sidecar").exec(*DEVICES).out == ""
+        with pytest.raises(CriError, match=r"device-allocated says nothing about which container, .*write b\.gpushare"):
+            pod.run(Want(SLEEP, device), "b")
+        assert engine.node.leases() == [one.id]
+    with engine.pod({"gpu-fraction": "0.25", "gpu-fraction-container-name": "train"}) as pod:
+        assert pod.run(Want(SLEEP), "sidecar").exec(*DEVICES).out == ""
+        assert total_bytes(pod.run(Want(SLEEP), "train")) == 4 * GIB
+
+
+# Life
+
+
+def test_next_attempt_beside_the_one_that_ended(engine: Containerd) -> None:
+    """kubelet keeps a container that ended, for its log; what it held goes to the next attempt all the same."""
+    with engine.pod() as pod:
+        first = pod.run(Want(("sh", "-c", "exit 3"), BOTH))
+        assert first.wait().code == 3
+        assert engine.node.leases() == []
+        second = pod.run(Want(SLEEP, BOTH), attempt=1)
+        assert engine.node.leases() == [second.id]
+
+
+def test_attempt_that_is_refused_leaves_nothing(engine: Containerd) -> None:
+    with engine.pod() as pod:
+        with pytest.raises(CriError, match="lots"):
+            pod.run(Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}))
+        assert engine.node.leases() == []
+        assert total_bytes(pod.run(Want(SLEEP, TWO_GIB), "next")) == 2 * GIB
+
+
+def test_pod_that_is_removed_gives_everything_back(engine: Containerd) -> None:
+    with engine.pod() as pod:
+        for name in "ab":
+            pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "all", "GPUSHARE_MEMORY": "8Gi"}), name)
+        assert len(engine.node.leases()) == 2
+    assert engine.node.leases() == []
+    assert engine.run(Want(env=BOTH)).answer()["total_bytes"] == 16 * GIB
+
+
+def test_each_sees_its_own_gpu(engine: Containerd) -> None:
+    with engine.pod() as pod:
+        for index in "01":
+            one = pod.run(Want(SLEEP, {**TWO_GIB, "GPUSHARE_DEVICES": index}), f"gpu{index}")
+            assert one.exec(*DEVICES).out == f"/dev/nvidia{index}\n/usr/lib/gpushare\n"
+            assert one.exec(PROBE).answer()["devices"] == 1
+        both = pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "all", "GPUSHARE_MEMORY": "0=1Gi,1=2Gi"}), "both")
+        assert both.exec(PROBE).answer()["devices"] == 2
+
+
+def test_resources_are_updated_under_a_share(engine: Containerd) -> None:
+    with engine.pod() as pod:
+        one = pod.run(Want(SLEEP, TWO_GIB))
+        limit = {"cpu_shares": 512, "memory_limit_in_bytes": 512 << 20}
+        pod.daemon.cri.call("UpdateContainerResources", container_id=one.id, linux=limit)
+        assert one.info()["runtimeSpec"]["linux"]["resources"]["memory"]["limit"] == 512 << 20
+        assert total_bytes(one) == 2 * GIB
+
+
+# The daemon's death. It has a daemon of its own: a test must not end with another daemon than it began with.
+
+
+def test_daemon_is_killed_and_started_again(image_root: Path, way: str) -> None:
+    with engines.containerd(way, image_root) as engine, engine.pod() as pod:
+        lives, dies = (pod.run(Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"}), name) for name in ("lives", "dies"))
+        pids = (lives.pid, dies.pid)
+        engine.daemon.kill(signal.SIGKILL)
+        dying = os.pidfd_open(pids[1])
+        os.kill(pids[1], signal.SIGKILL)
+        wait_gone(dying)
+        assert engine.node.leases() == sorted([lives.id, dies.id])
+        engine.daemon.start(engine.config)
+        assert lives.pid == pids[0]
+        assert total_bytes(lives) == 16 * GIB
+        dies.wait()
+        with pytest.raises(CriError, match=f"held by {lives.id[:12]} "):
+            pod.run(Want(SLEEP, BOTH), "both")
+        other = pod.run(Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"}), "other")
+        assert total_bytes(other) == 16 * GIB
+        lives.remove()
+        other.remove()
+        assert engine.node.leases() == []
+        with engine.pod() as other_pod:
+            other_pod.run(Want(SLEEP, BOTH))

@@ -1,0 +1,35 @@
+"""What `gpushare k8s-plugin` answers kubelet, in pods under containerd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.integration.test_k8s_plugin import GIB, Plugin, folder, plugin, uuids
+from tests.support.engines.base import SLEEP, Want
+from tests.support.engines.containerd import Containerd
+from tests.support.engines.image import PROBE
+from tests.support.kubelet import Kubelet
+
+__all__ = ["folder", "plugin"]  # fixtures
+
+
+def test_a_pod_has_what_kubelet_chose(containerd: Containerd, folder: Path, plugin: Callable[..., Plugin]) -> None:
+    """3 GiB of the second device, and not of the one that `any` would be; a neighbour in the pod has its own, and one
+    that kubelet gave nothing has none."""
+    node, unit = containerd.node, "gpushare.io/memory-64mib"
+    assert node.cli("refresh").returncode == 0
+    with Kubelet(folder) as kubelet, containerd.pod() as pod:
+        plugin(node, "--memory-unit", "64Mi")
+        kubelet.wait(lambda: len(kubelet.healthy(unit)) == 2 * 256)
+        kubelet.allocate(unit, 250)
+        main = pod.run(Want(SLEEP, {**kubelet.allocate(unit, 48), "NVIDIA_VISIBLE_DEVICES": "all"}))
+        other = pod.run(Want(SLEEP, kubelet.allocate(unit, 16)), "other")
+        none = pod.run(Want(SLEEP), "none")
+        for one, size in (main, 3 * GIB), (other, GIB):
+            answer = one.exec(PROBE).answer()
+            assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, size, size)
+            inspected = node.cli("inspect", one.id, "--format", "json").stdout
+            assert uuids(node)[1] in inspected and uuids(node)[0] not in inspected
+        assert none.exec("ls", "/dev/nvidia0", "/dev/nvidia1").code != 0
+        assert node.leases() == sorted([main.id, other.id])

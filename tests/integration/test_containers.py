@@ -1,0 +1,76 @@
+"""The test library itself: a container is real, separate, and gone afterwards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import processes, rootfs
+from tests.support.runc import Container, RuntimeFailed
+
+
+def test_program_runs_in_its_own_root(container: Callable[..., Container], tmp_path: Path) -> None:
+    one = container(["sh", "-c", "echo out; echo err >&2; touch /made-inside; ls /tmp; exit 3"])
+    assert one.run() == 3
+    assert (one.stdout, one.stderr) == ("out\n", "err\n")
+    assert (one.rootfs / "made-inside").exists()
+    assert not Path("/made-inside").exists()
+
+
+def test_two_run_at_once_and_exec_reaches_each(container: Callable[..., Container]) -> None:
+    both = [container(["sleep", "inf"], env={"NAME": name}).start() for name in ("a", "b")]
+    seen = [one.exec("sh", "-c", "echo $NAME").stdout for one in both]
+    assert seen == ["a\n", "b\n"]
+    clean = both[0].exec("env", "-i", "/bin/sh", "-c", "echo $NAME").stdout
+    assert clean == "\n"
+    both[0].kill()
+    assert both[0].wait() == 137
+    assert both[1].state()["status"] == "running"
+
+
+def test_user_without_privileges(container: Callable[..., Container]) -> None:
+    one = container(["sh", "-c", "id -u; grep CapEff /proc/self/status"], user=(1000, 1000))
+    assert one.run() == 0
+    assert one.stdout.split() == ["1000", "CapEff:", "0" * 16]
+
+
+def test_failing_hook_stops_the_container_and_its_words_arrive(container: Callable[..., Container]) -> None:
+    hook = {"path": "/bin/sh", "args": ["sh", "-c", "echo why >&2; exit 9"]}
+    one = container(["true"], edit=lambda spec: spec["hooks"].update(prestart=[hook]))
+    with pytest.raises(RuntimeFailed) as failed:
+        one.start()
+    assert "why" in failed.value.last_line
+
+
+def test_close_leaves_nothing(tmp_path: Path) -> None:
+    before = rootfs.mount_points()
+    one = Container(tmp_path, ["sleep", "inf"]).start()
+    assert rootfs.mount_points() != before
+    assert one.pid in processes.children()
+    one.close()
+    assert rootfs.mount_points() == before
+    assert one.pid not in processes.children()
+    assert not list(tmp_path.iterdir())
+    assert not Path(f"/sys/fs/cgroup/devices/{one.id}").exists()
+
+
+def test_what_a_killed_runc_leaves_is_taken_away_and_nothing_else(container: Callable[..., Container]) -> None:
+    one = container(["true"])
+    before = rootfs.mount_points()
+    copy, other = (one.bundle / "runtime" / one.id / name for name in ("runc.aB3xYz", "state"))
+    group = Path("/sys/fs/cgroup/devices") / one.id
+    for path in (group, copy.parent.parent, copy.parent, copy, other):
+        path.mkdir()
+    for path in (copy, other):
+        rootfs.mount_tmpfs(path, "size=4k")
+    one.after_kill()
+    assert rootfs.mount_points() == [*before, str(other)]
+    assert not group.exists()
+    rootfs.unmount_below(other)
+
+
+def test_mounts_of_a_test_run_are_its_own() -> None:
+    assert os.readlink("/proc/self/ns/mnt") != os.readlink(f"/proc/{os.getppid()}/ns/mnt")

@@ -1,0 +1,163 @@
+"""The log of decisions, written by every way in: one line when a share is granted, refused or released, and none when
+nothing was decided."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.host import BIN, Node, logfmt
+from tests.support.runc import RuntimeFailed
+
+MakeContainer = Callable[..., Any]
+SHARE = {"GPUSHARE_MEMORY": "4Gi", "GPUSHARE_COMPUTE": "30%", "PASSWORD": "hunter2"}
+WITHOUT_POSTSTOP = r"""#!/bin/sh
+for word; do
+    [ "$before" = --bundle ] && sed -i 's/"poststop": *\[/"poststopped": [/' "$word/config.json"
+    before=$word
+done
+exec runc "$@"
+"""
+HOSTILE = "4Gi\ndecision=granted id=forged devices=all"
+
+
+def told(node: Node, *keys: str) -> list[tuple[str | None, ...]]:
+    return [tuple(line.get(key) for key in keys) for line in node.decisions()]
+
+
+@pytest.fixture(params=["hook", "runtime"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_a_share_is_granted_and_released_and_nothing_is_said_of_others(
+    container: MakeContainer, node: Node, way: str
+) -> None:
+    one = container(["true"], env=SHARE, **node.way(way))
+    assert one.run() == 0
+    assert container(["true"], env={"PASSWORD": "hunter2"}, **node.way(way)).run() == 0
+    one.delete()
+    granted, released = node.decisions()
+    what = {"id": one.id, "memory": "4294967296", "compute": "30", "dialect": "own", "backend": "shim"}
+    for line, outcome in ((granted, "granted"), (released, "released")):
+        assert line.items() >= {"decision": outcome, **what}.items()
+        assert float(line["ms"]) > 0 and line["devices"].startswith("GPU-")
+    assert (granted["way"], granted["names"]) == (way, "GPUSHARE_MEMORY,GPUSHARE_COMPUTE")
+    assert released["by"] == "poststop"
+    assert "hunter2" not in (node.config.parent / "decisions").read_text()
+
+
+def test_released_by_delete_where_no_hook_ran(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
+) -> None:
+    """A low-level runtime that calls no poststop hooks (crun after a failed create, `run --keep`): `delete` says
+    it, once."""
+    program = tmp_path / "low-level"
+    program.write_text(WITHOUT_POSTSTOP)
+    program.chmod(0o755)
+    node = make_node(simhost, runtime={"path": str(program)})
+    one = container(["sleep", "inf"], env=SHARE, **node.way("runtime")).start()
+    one.close()
+    assert told(node, "decision", "by", "memory") == [
+        ("granted", None, "4294967296"),
+        ("released", "delete", "4294967296"),
+    ]
+    assert node.leases() == []
+
+
+@pytest.mark.parametrize("name", ["GPUSHARE_MEMORY", "NVIDIA_VISIBLE_DEVICES"])
+def test_a_hostile_request_is_refused_in_one_line_without_its_value(
+    container: MakeContainer, node: Node, way: str, name: str
+) -> None:
+    one = container(["true"], env={name: HOSTILE}, **node.way(way))
+    with pytest.raises(RuntimeFailed):
+        one.create()
+    (line,) = node.decisions()
+    assert (line["decision"], line["id"], line["way"], line["names"]) == ("refused", one.id, way, name)
+    assert "forged" not in (node.config.parent / "decisions").read_text()
+
+
+def test_a_start_that_fails_after_the_grant_is_released(container: MakeContainer, node: Node) -> None:
+    one = container(["/not/there"], env=SHARE, **node.way("runtime"))
+    with pytest.raises(RuntimeFailed):
+        one.create()
+    one.close()
+    assert [outcome for (outcome,) in told(node, "decision")] == ["granted", "released"]
+
+
+def test_what_is_taken_from_the_dead_is_said_by_whom(container: MakeContainer, node: Node, way: str) -> None:
+    first, second = (node.cli("run", "--name", name, "--memory", "1Gi", "true") for name in ("first", "second"))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert node.cli("prune").returncode == 0
+    assert told(node, "decision", "id", "way", "by") == [
+        ("granted", "first", "run", None),
+        ("released", "first", None, "start"),
+        ("granted", "second", "run", None),
+        ("released", "second", None, "prune"),
+    ]
+
+
+def test_gpushare_run_is_refused_in_one_line(node: Node) -> None:
+    assert node.cli("run", "--name", "web", "--memory", "1000Gi", "true").returncode == 75
+    assert node.cli("run", "--name", "web", "/not/there").returncode == 127  # no decision about a share
+    assert told(node, "decision", "id", "way", "reason") == [("refused", "web", "run", "capacity")]
+
+
+def test_a_wrong_configuration_is_said_in_the_journal(
+    container: MakeContainer, node: Node, way: str, tmp_path: Path
+) -> None:
+    """Nobody knows the file then. /dev/log is a link, as systemd makes it, in a mount namespace of its own here."""
+    node.config.write_text("version: 1\nnonsense: true\n")
+    path = tmp_path / "journal"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
+        journal.bind(str(path))
+        journal.settimeout(10)
+        one = container(["true"], env=SHARE, prefix=own_dev(tmp_path, path), **node.way(way))
+        with pytest.raises(RuntimeFailed):
+            one.create()
+        head, text = journal.recv(8192).decode().split(": ", 1)
+    assert head.startswith("<28>") and " gpushare[" in head
+    line = logfmt(text)
+    assert (line["decision"], line["id"], line["reason"]) == ("refused", one.id, "config")
+
+
+@pytest.mark.parametrize("way", ["hook", "runtime", "run"])
+def test_the_journal_gets_the_whole_life_of_a_share(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
+) -> None:
+    """Also of `gpushare run`, which speaks when it has left the host's mount namespace."""
+    node = make_node(simhost, log={"decisions": "syslog"})
+    assert node.cli("refresh").returncode == 0  # the state directory is mounted outside of that namespace
+    path = tmp_path / "journal"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
+        journal.bind(str(path))
+        journal.settimeout(10)
+        prefix = own_dev(tmp_path, path)
+        if way == "run":
+            for words in (["run", "--name", "web", "--memory", "1Gi", "true"], ["prune"]):
+                command = [*prefix, BIN / "gpushare", "--config", node.config, "--state", node.state, *words]
+                subprocess.run([str(word) for word in command], check=True, timeout=60)
+        else:
+            one = container(["true"], env=SHARE, prefix=prefix, **node.way(way))
+            assert one.run() == 0
+            one.delete()
+        lines = [journal.recv(8192).decode() for _ in range(2)]
+    assert all(line.startswith("<30>") and " gpushare[" in line and "\n" not in line for line in lines)
+    granted, released = (logfmt(line.split(": ", 1)[1]) for line in lines)
+    assert (granted["decision"], granted["way"], released["decision"]) == ("granted", way, "released")
+    assert released["by"] == ("prune" if way == "run" else "poststop")
+
+
+def own_dev(tmp_path: Path, journal: Path) -> tuple[str, ...]:
+    """The words of a command that runs another with /dev/log of its own."""
+    upper, work = tmp_path / "dev", tmp_path / "work"
+    upper.mkdir()
+    work.mkdir()
+    (upper / "log").symlink_to(journal)
+    mount = f"mount -t overlay -o lowerdir=/dev,upperdir={upper},workdir={work} dev /dev"
+    return ("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh")

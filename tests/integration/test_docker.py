@@ -1,0 +1,182 @@
+"""What only docker has, with a daemon of our own: kinds of containers, and their lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.docker_host import GIB, TWO_GIB, DockerHost, Events, docker_host, total
+from tests.support.engines.base import SLEEP, Refused
+from tests.support.engines.docker import GPUSHARE, IMAGE, DockerContainer
+from tests.support.engines.image import PROBE
+
+RUNC = ("--runtime", "runc", "--network", "none")
+LIBDIR = "/usr/lib/x86_64-linux-gnu"
+
+
+# Kinds of containers
+
+
+OPTIONS = {
+    "nothing": (),
+    "read-only, no place to write": ("--read-only",),
+    "other user": ("--user", "1000"),
+    "other user, read-only, nothing to gain": ("--user", "1000", "--read-only", "--security-opt", "no-new-privileges"),
+    "no capabilities": ("--cap-drop", "ALL"),
+    "tmpfs over run and tmp": ("--tmpfs", "/run", "--tmpfs", "/tmp:noexec"),
+    "docker's init": ("--init",),
+    "host's pids, ipc and uts": ("--pid", "host", "--ipc", "host", "--uts", "host"),
+    "no syscall filter": ("--security-opt", "seccomp=unconfined"),
+    "working directory made for it": ("-w", "/made/for/it"),
+    "little memory": ("--memory", "256m", "--pids-limit", "64"),
+    "terminal": ("--tty",),
+    "its own cgroup namespace": ("--cgroupns", "private"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_kinds_of_containers(docker: DockerHost, name: str) -> None:
+    answer = docker.try_run(*TWO_GIB, *OPTIONS[name], args=(PROBE,)).answer()
+    assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
+    assert GIB < answer["got_bytes"] <= 2 * GIB
+
+
+def test_exec_has_no_way_around(docker: DockerHost) -> None:
+    with docker.start_with(*TWO_GIB, args=SLEEP) as one:
+        for options in (
+            ("--env", "GPUSHARE_MEMORY=9Gi"),
+            ("--user", "1000:1000"),
+            ("--user", "4711"),
+            ("--env", "LD_LIBRARY_PATH=/usr/lib/gpushare"),
+            ("--workdir", "/usr/lib/gpushare"),
+        ):
+            answer = docker.daemon.docker("exec", *options, one.id, PROBE).answer()
+            assert answer["total_bytes"] == 2 * GIB
+        assert one.exec("env", "-i", PROBE).answer()["total_bytes"] == 2 * GIB
+
+
+def test_only_what_was_granted_is_there(docker: DockerHost) -> None:
+    done = docker.try_run(*TWO_GIB, "-e", "GPUSHARE_DEVICES=1", args=("sh", "-c", "ls -d /dev/nvidia*"))
+    assert done.code == 0
+    names = done.out.split()
+    assert "/dev/nvidia1" in names and "/dev/nvidia0" not in names
+
+
+# Life
+
+
+def test_create_holds_nothing_until_start(docker: DockerHost) -> None:
+    container_id = docker.daemon.must("create", *GPUSHARE, *TWO_GIB, IMAGE, *SLEEP)
+    with DockerContainer(docker.daemon, container_id) as one:
+        assert docker.node.leases() == []
+        one.restart()
+        assert docker.node.leases() == [one.id]
+        assert total(one) == 2 * GIB
+
+
+@pytest.mark.parametrize("ways", [("restart", "--time", "0"), ("kill", "--signal", "KILL"), ("stop", "--time", "0")])
+def test_again(docker: DockerHost, ways: tuple[str, ...]) -> None:
+    with docker.start_with("-e", "GPUSHARE_MEMORY=16Gi", args=SLEEP) as one:
+        for _ in range(2):
+            before = one.pid
+            docker.daemon.must(*ways, one.id)
+            if ways[0] != "restart":
+                assert one.wait() == 128 + signal.SIGKILL
+                assert docker.node.leases() == []
+                one.restart()
+            assert one.pid != before
+            assert total(one) == 16 * GIB
+            assert docker.node.leases() == [one.id]
+
+
+def test_start_again_is_refused_when_the_share_is_taken(docker: DockerHost) -> None:
+    memory = ("-e", "GPUSHARE_DEVICES=0", "-e", "GPUSHARE_MEMORY=10Gi")
+    with docker.start_with(*memory, args=SLEEP) as one:
+        one.stop()
+        with docker.start_with(*memory, args=SLEEP) as other:
+            with pytest.raises(Refused, match="10Gi"):
+                one.restart()
+            assert docker.node.leases() == [other.id]
+        one.restart()
+        assert total(one) == 10 * GIB
+
+
+def test_restart_policy(docker: DockerHost) -> None:
+    """A container that dies is started again by docker itself, without anybody's `docker start`."""
+    with docker.start_with(*TWO_GIB, "--restart", "always", args=SLEEP) as one:
+        with Events(docker.daemon, f"container={one.id}", "event=start") as events:
+            assert events.next() == "start"
+            os.kill(one.pid, signal.SIGKILL)
+            assert events.next() == "start"
+        assert total(one) == 2 * GIB
+        assert docker.node.leases() == [one.id]
+
+
+def test_removed_while_it_runs(docker: DockerHost) -> None:
+    one = docker.start_with("-e", "GPUSHARE_MEMORY=16Gi", args=(PROBE, "hold"))
+    one.remove()
+    assert docker.node.leases() == []
+
+
+def test_paused(docker: DockerHost) -> None:
+    with docker.start_with(*TWO_GIB, args=SLEEP) as one:
+        docker.daemon.must("pause", one.id)
+        assert docker.node.cli("prune").returncode == 0
+        assert docker.node.leases() == [one.id]
+        docker.daemon.must("unpause", one.id)
+        assert total(one) == 2 * GIB
+
+
+def test_update(docker: DockerHost) -> None:
+    with docker.start_with(*TWO_GIB, "--memory", "256m", args=SLEEP) as one:
+        docker.daemon.must("update", "--memory", "128m", "--memory-swap", "128m", "--cpu-shares", "512", one.id)
+        assert total(one) == 2 * GIB
+
+
+def test_health_check_sees_the_share(docker: DockerHost) -> None:
+    command = f"{PROBE} | grep -q '\"total_bytes\": {2 * GIB},'"
+    health = ("--health-cmd", command, "--health-interval", "1s", "--health-retries", "1")
+    created = docker.daemon.must("create", *GPUSHARE, *TWO_GIB, *health, IMAGE, *SLEEP)
+    with (
+        DockerContainer(docker.daemon, created) as one,
+        Events(docker.daemon, f"container={one.id}", "event=health_status") as events,
+    ):
+        one.restart()
+        assert events.next() == "health_status: healthy"
+
+
+@pytest.mark.parametrize("live_restore", [True, False])
+def test_daemon_is_killed(image_root: Path, live_restore: bool) -> None:
+    """What the daemon's next life finds running goes on (--live-restore), or is ended by it: the lease likewise."""
+    options = ("--live-restore",) if live_restore else ()
+    with docker_host(image_root, *options) as docker:
+        # A daemon ends what it finds with the container's own signal, and waits ten seconds for that.
+        with docker.start_with(*TWO_GIB, "--stop-signal", "KILL", args=SLEEP) as one:
+            pid = one.pid
+            docker.daemon.end(signal.SIGKILL)
+            assert docker.node.leases() == [one.id]
+            docker.daemon.start(*options)
+            assert one.inspect("{{.State.Running}}") == str(live_restore).lower()
+            if live_restore:
+                assert one.pid == pid
+            else:
+                assert docker.node.leases() == []
+                one.restart()
+            assert total(one) == 2 * GIB
+            assert docker.node.leases() == [one.id]
+        assert docker.node.leases() == []
+
+
+def test_many_at_once(docker: DockerHost) -> None:
+    """Two devices of 16 GiB hold eight shares of 4 GiB, in whatever order they come."""
+    command = docker.daemon.command("run", "--detach", *GPUSHARE, "-e", "GPUSHARE_MEMORY=4Gi", IMAGE, *SLEEP)
+    starts = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(10)]
+    answers = [start.communicate(timeout=120) for start in starts]
+    started = [out.strip() for start, (out, _) in zip(starts, answers) if start.returncode == 0]
+    refused = [err for start, (_, err) in zip(starts, answers) if start.returncode != 0]
+    assert docker.node.leases() == sorted(started)
+    assert len(started) == 8 and all("gpushare: " in err and "4Gi" in err for err in refused), refused

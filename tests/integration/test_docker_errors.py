@@ -1,0 +1,124 @@
+"""What docker's user reads, and which exit code a script sees, when a container with a share does not start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.docker_host import TWO_GIB, Hosts, docker_hosts
+from tests.support.engines.base import SLEEP, Refused
+from tests.support.engines.docker import IMAGE
+from tests.support.host import Node, write_config
+
+DAEMON_ERROR, NOT_EXECUTABLE, NOT_FOUND = 125, 126, 127  # `docker run --help`, "Exit status"
+# runtime of daemon.json -> the driver root, and further keys of its configuration
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "policy": ("host", {"policy": {"max_memory": "4Gi"}}),
+    "no-runc": ("host", {"runtime": {"path": "/usr/local/bin/no-runc"}}),
+    "no-driver": ("empty", {}),
+    "broken": ("host", {"memory_overcomit": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def _made(image_root: Path) -> Iterator[Hosts]:
+    def prepare(directory: Path, nodes: dict[str, Node]) -> dict[str, tuple[str, ...]]:
+        (directory / "empty").mkdir()
+        for name, (root, config) in CONFIGURATIONS.items():
+            nodes[name] = node = Node(directory / name, directory / "host")
+            assert node.cli("refresh").returncode == 0  # it worked once, and its state directory is mounted
+            write_config(node.config, directory / root, **config)
+        return {name: node.runtime() for name, node in nodes.items()}
+
+    with docker_hosts(image_root, prepare) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(_made: Hosts) -> Iterator[Hosts]:
+    yield _made
+    assert [node.leases() for node in _made.nodes.values() if node.leases()] == []
+    assert _made.docker.daemon.must("ps", "-aq") == "", "docker kept a container"
+
+
+# runtime, options -> what the message has to quote
+REFUSALS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "bad value": ("gpushare", ("-e", "GPUSHARE_MEMORY=lots"), ('GPUSHARE_MEMORY="lots"', "4Gi")),
+    "two values": ("gpushare", ("-e", "GPUSHARE_MEMORY=1\n2"), ("GPUSHARE_MEMORY", r"1\x0a2")),
+    "not so much": ("gpushare", ("-e", "GPUSHARE_MEMORY=17Gi"), ("17Gi",)),
+    "policy": ("policy", ("-e", "GPUSHARE_MEMORY=5Gi"), ("5Gi", "max_memory", "4 GiB")),
+    "policy, no limit": ("policy", ("-e", "NVIDIA_VISIBLE_DEVICES=0"), ("limit",)),
+    "no such device": ("gpushare", ("-e", "GPUSHARE_DEVICES=7"), ("GPUSHARE_DEVICES", "7")),
+    "no low-level runtime": ("no-runc", TWO_GIB, ("/usr/local/bin/no-runc", "runtime.path")),
+    "broken configuration": ("broken", TWO_GIB, ("config.yaml", "memory_overcomit")),
+    "no driver": ("no-driver", TWO_GIB, ("/empty", "driver")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal(hosts: Hosts, name: str) -> None:
+    """One line of ours, whole, below docker's own; 125 is the daemon's "could not start it"."""
+    runtime, options, quoted = REFUSALS[name]
+    done = hosts.docker.try_run(*options, args=("true",), runtime=runtime)
+    assert (done.code, done.out) == (DAEMON_ERROR, ""), done
+    lines = [line for line in done.err.splitlines() if "gpushare: " in line]
+    assert len(lines) == 1, done.err
+    message = lines[0].partition("gpushare: ")[2]
+    assert [word for word in quoted if word not in message] == [], message
+    assert "Traceback" not in done.err and "internal error" not in done.err
+
+
+def test_no_room(hosts: Hosts) -> None:
+    docker = hosts.docker
+    first = ("-e", "GPUSHARE_DEVICES=0")
+    with (
+        docker.start_with(*first, "-e", "GPUSHARE_MEMORY=10Gi", args=SLEEP),
+        pytest.raises(Refused) as refused,
+    ):
+        docker.start_with(*first, "-e", "GPUSHARE_MEMORY=7Gi", args=SLEEP)
+    result = refused.value.result
+    assert result.code == DAEMON_ERROR
+    assert "gpushare: " in result.err and "7Gi" in result.err
+
+
+@pytest.mark.parametrize(
+    ("program", "code"), [("/no/such/program", NOT_FOUND), ("/etc/passwd", NOT_EXECUTABLE), ("no-such", NOT_FOUND)]
+)
+def test_docker_s_own_codes_are_as_without_us(hosts: Hosts, program: str, code: int) -> None:
+    for options in ((), TWO_GIB):
+        assert hosts.docker.try_run(*options, args=(program,)).code == code
+
+
+def test_program_s_code_and_signal(hosts: Hosts) -> None:
+    assert hosts.docker.try_run(*TWO_GIB, args=("sh", "-c", "exit 42")).code == 42
+    assert hosts.docker.try_run(*TWO_GIB, "--init", args=("sh", "-c", "kill -TERM $$")).code == 128 + 15
+
+
+def test_refusal_is_kept_for_inspect(hosts: Hosts) -> None:
+    docker = hosts.docker
+    created = docker.daemon.must("create", "--runtime", "gpushare", "-e", "GPUSHARE_MEMORY=lots", IMAGE, "true")
+    try:
+        assert docker.daemon.docker("start", created).code == 1
+        assert "lots" in docker.daemon.must("inspect", "--format", "{{.State.Error}}", created)
+        shown = docker.node.cli("inspect", created)
+        assert "lots" in shown.stdout + shown.stderr
+    finally:
+        docker.daemon.must("rm", created)
+
+
+def test_refusal_in_the_container_s_own_root(hosts: Hosts, tmp_path: Path) -> None:
+    """A name that must be a link is a directory in the image: our hook finds out, and runc shows what it said."""
+    docker = hosts.docker
+    (tmp_path / "d").mkdir()
+    made = docker.daemon.must("create", IMAGE, "true")
+    try:
+        docker.daemon.must("cp", f"{tmp_path}/d", f"{made}:/usr/lib/x86_64-linux-gnu/libcuda.so.1")
+        docker.daemon.must("commit", made, "odd")
+    finally:
+        docker.daemon.must("rm", made)
+    done = docker.try_run(*TWO_GIB, image="odd", args=("true",))
+    assert done.code == DAEMON_ERROR
+    assert "gpushare: " in done.err and "libcuda.so.1" in done.err and "directory" in done.err

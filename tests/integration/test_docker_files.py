@@ -1,0 +1,156 @@
+"""What docker does with files: commit, cp, volumes, images that ask, builds; and daemon.json while the daemon runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.docker_host import GIB, TWO_GIB, DockerHost, Events, docker_host, total
+from tests.support.engines.base import SLEEP, Refused, Result
+from tests.support.engines.docker import IMAGE, configure
+from tests.support.engines.image import PROBE
+from tests.support.rootfs import mount_points, run, unmount_below
+
+RUNC = ("--runtime", "runc", "--network", "none")
+LIBDIR = "/usr/lib/x86_64-linux-gnu"
+
+
+# Files
+
+
+def test_commit_and_run_again(docker: DockerHost) -> None:
+    """An image of a container that had a share has our empty mount points, links and ld.so.cache in it."""
+    daemon = docker.daemon
+    with docker.start_with(*TWO_GIB, args=(PROBE,)) as one:
+        assert one.wait() == 0
+        daemon.must("commit", one.id, "committed")
+    try:
+        ran = docker.try_run("-e", "GPUSHARE_MEMORY=3Gi", args=(PROBE,), image="committed").answer()
+        assert ran["total_bytes"] == 3 * GIB
+        found = f"ls -l {LIBDIR}/libcuda.so* /usr/lib/gpushare; ldconfig && ls /"
+        plain = daemon.docker("run", "--rm", *RUNC, "committed", "sh", "-c", found)
+        assert plain.code == 0, plain.err
+        without = daemon.docker("run", "--rm", *RUNC, "committed", PROBE)
+        assert json.loads(without.out)["failed"] == "nvmlInit_v2"  # no driver, and no crash
+        # `docker commit` keeps the variable as well
+        assert docker.try_run(args=(PROBE,), image="committed").answer()["total_bytes"] == 2 * GIB
+    finally:
+        daemon.docker("rmi", "-f", "committed")
+
+
+def test_copied_limits_do_not_count(docker: DockerHost, tmp_path: Path) -> None:
+    """docker cp writes below our mounts, into the container's own root: nobody sees it there, not in its next life."""
+    daemon = docker.daemon
+    (tmp_path / "limits").write_text("everything")
+    with docker.start_with(*TWO_GIB, args=SLEEP) as one:
+        daemon.must("cp", f"{tmp_path}/limits", f"{one.id}:/usr/lib/gpushare/limits")
+        assert total(one) == 2 * GIB
+        daemon.must("cp", f"{one.id}:/usr/lib/gpushare/limits", str(tmp_path / "back"))
+        assert (tmp_path / "back").read_text() == "everything"
+        # Replacing a mount point takes the mount off it; the next start puts it there again.
+        daemon.must("cp", f"{tmp_path}/limits", f"{one.id}:{LIBDIR}/libcuda.so.535.261.03")
+        daemon.must("restart", "--time", "0", one.id)
+        assert total(one) == 2 * GIB
+
+
+def test_host_directory_over_usr_is_refused_and_stays_as_it_is(
+    docker: DockerHost, image_root: Path, tmp_path: Path
+) -> None:
+    for target in ("/usr", LIBDIR):
+        host = tmp_path / target.rpartition("/")[2]
+        run("cp", "-a", f"{image_root}{target}", host)
+        before = sorted(path.relative_to(host) for path in host.rglob("*"))
+        done = docker.try_run(*TWO_GIB, "-v", f"{host}:{target}", args=(PROBE,))
+        assert done.code == 125 and done.out == ""
+        assert f'in the volume at "{target}" (on the host: "{host}")' in done.err
+        assert sorted(path.relative_to(host) for path in host.rglob("*")) == before
+
+
+def test_host_directory_over_etc(docker: DockerHost, image_root: Path, tmp_path: Path) -> None:
+    """The loader's cache there is the host's: it stays as it is, and the share works without it."""
+    host = tmp_path / "etc"
+    run("cp", "-a", image_root / "etc", host)
+    before = (host / "ld.so.cache").read_bytes()
+    answer = docker.try_run(*TWO_GIB, "-v", f"{host}:/etc", args=(PROBE,)).answer()
+    assert answer["total_bytes"] == 2 * GIB
+    assert (host / "ld.so.cache").read_bytes() == before
+
+
+def test_named_volume_over_our_own_directory(docker: DockerHost) -> None:
+    with docker.start_with(*TWO_GIB, "-v", "ours:/usr/lib/gpushare", args=SLEEP) as one:
+        assert total(one) == 2 * GIB
+    docker.daemon.must("volume", "rm", "ours")
+
+
+def test_shared_volume_would_show_the_share_on_the_host(docker: DockerHost, tmp_path: Path) -> None:
+    """A mount over a volume with propagation appears on the host, and stays there when the container is gone."""
+    run("mount", "-t", "tmpfs", "gpushare-test", tmp_path)
+    try:
+        run("mount", "--make-shared", tmp_path)
+        (tmp_path / "v").mkdir()
+        volume = f"{tmp_path}/v:/usr/lib/gpushare"
+        done = docker.try_run(*TWO_GIB, "-v", f"{volume}:rshared", args=(PROBE,))
+        assert done.code == 125 and "would appear on the host" in done.err and str(tmp_path / "v") in done.err
+        for options in (f"{volume}:rslave", f"{tmp_path}/v:/data:rshared"):
+            assert docker.try_run(*TWO_GIB, "-v", options, args=(PROBE,)).answer()["total_bytes"] == 2 * GIB
+        assert [point for point in mount_points() if point.startswith(f"{tmp_path}/")] == []
+    finally:
+        unmount_below(tmp_path)
+
+
+# Images
+
+
+@pytest.fixture(scope="module")
+def asking(_docker_host: DockerHost) -> str:
+    return _docker_host.load("asking", "ENV GPUSHARE_MEMORY=1Gi", "USER 1000", f'CMD ["{PROBE}"]')
+
+
+def test_image_that_asks(docker: DockerHost, asking: str) -> None:
+    for options, expected in (((), GIB), (TWO_GIB, 2 * GIB)):
+        assert docker.try_run(*options, image=asking, args=()).answer()["total_bytes"] == expected
+
+
+def test_image_that_asks_for_all(docker: DockerHost) -> None:
+    image = docker.load("all", "ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+    answer = docker.try_run(image=image, args=(PROBE,)).answer()
+    assert (answer["devices"], answer["total_bytes"]) == (2, 16 * GIB)
+    with docker.start_with(*TWO_GIB, "-e", "NVIDIA_VISIBLE_DEVICES=0", image=image, args=SLEEP) as one:
+        assert total(one) == 2 * GIB
+        with pytest.raises(Refused):
+            docker.start_with(image=image, args=SLEEP)
+    nothing = docker.try_run("-e", "NVIDIA_VISIBLE_DEVICES=void", image=image, args=("ls", "/dev/nvidiactl"))
+    assert nothing.code != 0
+
+
+def test_default_runtime(docker: DockerHost, tmp_path: Path) -> None:
+    """Whoever names no runtime: docker run, and the steps of docker build."""
+    answer = Result(0, docker.daemon.must("run", "--rm", "--network", "none", *TWO_GIB, IMAGE, PROBE), "").answer()
+    assert answer["total_bytes"] == 2 * GIB
+    step = f"{PROBE} | grep '\"total_bytes\": {GIB}'"
+    (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nENV GPUSHARE_MEMORY=1Gi\nRUN {step}\nRUN ldconfig\n")
+    docker.daemon.must("build", "--network", "none", "--tag", "built", str(tmp_path))
+    assert docker.try_run(image="built", args=(PROBE,)).answer()["total_bytes"] == GIB
+    assert docker.daemon.docker("run", "--rm", *RUNC, "built", "sh", "-c", "ldconfig").code == 0
+
+
+# daemon.json
+
+
+def test_daemon_reads_our_entry_while_it_runs(image_root: Path) -> None:
+    """What `gpushare runtime configure` says to do next is enough: a reload. After --undo it takes a restart, since a
+    reload keeps what is gone from the file."""
+    with docker_host(image_root) as docker:
+        daemon = docker.daemon
+        configure(docker.node, daemon, "--undo")
+        daemon.end()
+        daemon.start()
+        unknown = docker.try_run(*TWO_GIB, args=(PROBE,))
+        assert unknown.code == 125 and "gpushare: " not in unknown.err
+        configure(docker.node, daemon)
+        with Events(daemon, "type=daemon", "event=reload") as reloads:
+            daemon.reload()
+            assert reloads.next() == "reload"
+        assert docker.try_run(*TWO_GIB, args=(PROBE,)).answer()["total_bytes"] == 2 * GIB

@@ -1,0 +1,118 @@
+"""gpushare doctor on a host with the simulated driver: its check of the library is a real process with a real share."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import host, rootfs
+from tests.support.host import Node
+from tests.support.runc import Container, RuntimeFailed
+from tests.support.tenant import Tenant
+
+MakeNode = Callable[..., Node]
+# What depends on the machine that the tests run on
+OF_THE_MACHINE = {"engines", "cgroup drivers", "NVIDIA hooks", "programs"}
+
+
+def found(node: Node) -> dict[str, Any]:
+    done = node.cli("doctor", "--format", "json")
+    assert done.stderr == "" and done.returncode in (0, 1), done
+    value = json.loads(done.stdout)
+    failures = [one for one in value["checks"] if one["result"] == "fail"]
+    assert len(failures) == value["failures"] and done.returncode == bool(failures)
+    return {one["name"]: one for one in value["checks"]}
+
+
+def test_everything_is_well_beside_containers_and_nothing_is_left(
+    tenant: Callable[..., Tenant], node: Node, simhost: Path
+) -> None:
+    """Also while a container has all of the GPU: the share that it tries is nobody's."""
+    one = tenant("a", {"GPUSHARE_MEMORY": "16Gi"})
+    one.container.start()
+    one.expect("seen")
+    before = rootfs.mount_points(), sorted(os.listdir(node.state))
+    rows = found(node)
+    assert {name: row for name, row in rows.items() if row["result"] != "ok" and name not in OF_THE_MACHINE} == {}
+    assert rows["library loads"]["detail"] == "CUDA and NVML show a limit of 1 GiB"
+    assert rows["leases"]["detail"] == "1 container holds a share"
+    assert (rootfs.mount_points(), sorted(os.listdir(node.state))) == before
+    assert list(Path(tempfile.gettempdir()).glob("gpushare-doctor-*")) == []
+    text = node.cli("doctor").stdout
+    assert "\x1b" not in text and text.splitlines()[0].split() == ["CHECK", "RESULT", "DETAIL", "WHAT", "TO", "DO"]
+
+
+def test_a_share_that_is_only_tried_is_no_decision(make_node: MakeNode, simhost: Path, tmp_path: Path) -> None:
+    """Also where policy would refuse it: that is not what is asked."""
+    node = make_node(simhost, log={"decisions": str(tmp_path / "log")}, policy={"max_memory": "1Mi"})
+    assert found(node)["library loads"]["result"] == "ok"
+    assert not (tmp_path / "log").exists()
+
+
+def test_without_a_state_directory_it_makes_none(node: Node) -> None:
+    node.state.rmdir()
+    rows = found(node)
+    assert rows["state"]["result"] == "ok" and rows["library loads"]["result"] == "ok"
+    assert not node.state.exists()
+
+
+def test_library_that_does_not_load_over_the_driver(make_node: MakeNode, simhost: Path, tmp_path: Path) -> None:
+    """A library that is there and whole, but is none of ours: the driver itself, which holds no limit."""
+    for name in ("libcuda.so", "libnvidia-ml.so"):
+        source = simhost / "usr/lib/x86_64-linux-gnu" / name
+        (tmp_path / "shim").mkdir(exist_ok=True)
+        shutil.copy(source, tmp_path / "shim" / name)
+    rows = found(make_node(simhost, shim_dir=str(tmp_path / "shim")))
+    assert rows["library"]["result"] == "ok"
+    assert (
+        rows["library loads"]["result"] == "fail"
+        and "16 GiB where the limit is 1 GiB" in rows["library loads"]["detail"]
+    )
+    (tmp_path / "shim" / "libcuda.so").write_bytes(b"x")
+    rows = found(make_node(simhost, name="other", shim_dir=str(tmp_path / "shim")))
+    assert rows["library"]["result"] == "fail" and rows["library loads"]["result"] == "fail"
+
+
+def test_driver_that_is_half_upgraded(node: Node, simhost: Path) -> None:
+    (simhost / "sys/module/nvidia/version").write_text("550.90.07\n")
+    (simhost / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07\n")
+    rows = found(node)
+    assert rows["driver"]["result"] == "ok" and "550.90.07" in rows["driver"]["detail"]
+    assert rows["driver files"]["result"] == "fail" and "535.261.03" in rows["driver files"]["detail"]
+    assert "upgrade" in rows["driver files"]["hint"] and rows["library loads"]["result"] == "fail"
+
+
+def test_device_node_that_is_missing_and_a_refused_container(
+    container: Callable[..., Container], node: Node, simhost: Path
+) -> None:
+    one = container(["true"], env={"GPUSHARE_MEMORY": "64Gi"}, hook=node.hook())
+    with pytest.raises(RuntimeFailed):
+        one.run()
+    (simhost / "dev/nvidia-uvm").unlink()
+    rows = found(node)
+    assert rows["device nodes"]["result"] == "fail" and "/dev/nvidia-uvm" in rows["device nodes"]["detail"]
+    assert rows["refusals"]["result"] == "warn" and rows["refusals"]["hint"] == f"gpushare inspect {one.id}"
+
+
+def test_a_user_without_rights_gets_answers_too(node: Node) -> None:
+    """Rows that need root are skipped; nothing is an error of ours."""
+    command = [host.BIN / "gpushare", "--config", node.config, "--state", node.state, "doctor", "--format", "json"]
+    done = subprocess.run(
+        ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", *map(str, command)],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"]},
+        timeout=60,
+    )
+    rows = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
+    assert done.stderr == "" and rows["rights"]["result"] == "warn"
+    assert rows["library loads"]["result"] == "skip" and rows["kernel"]["result"] == "skip"
+    assert not [row for row in rows.values() if "internal error" in row["detail"]]

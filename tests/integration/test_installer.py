@@ -1,0 +1,226 @@
+"""The image that installs gpushare on nodes, as its entry point runs in a pod: the node's root at /host, and no tool of
+an image but what is in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from gpushare.integrations import labels
+
+from simulator.simhost import make_simhost
+from tests.support.engines.image import PROBE, make_root
+from tests.support.host import BUILD, TREE
+from tests.support.rootfs import run, unmount_below
+from tests.support.runc import Container
+
+FOLDER = TREE / "packaging" / "kubernetes" / "installer"
+DROP_IN = "etc/containerd/conf.d/gpushare.toml"
+FEATURES = labels.FILE[1:]
+# systemctl and containerd of the node: they write down how they were called.
+PROGRAM = """
+#include <stdio.h>
+#include <string.h>
+int main(int c, char **v) {
+    FILE *to = fopen("/called", "a");
+    for (int i = 0; i < c; i++) fprintf(to, "%s%c", v[i], i + 1 < c ? ' ' : '\\n');
+    if (strcmp(v[0], "containerd") == 0) puts("containerd example.invalid/containerd v2.1.0 0123456789");
+    return fclose(to);
+}"""
+
+
+class Pod:
+    """One run of the image over a node."""
+
+    def __init__(self, node: Path, image: Path, *arguments: str) -> None:
+        dockerfile = (FOLDER / "Dockerfile").read_text()
+        (entry,) = (line for line in dockerfile.splitlines() if line.startswith("ENTRYPOINT "))
+        words = json.loads(entry[len("ENTRYPOINT ") :])
+        # A mount namespace, as a pod's: the node is seen at /host and nowhere else.
+        alone = 'mount --make-rprivate "$0"; umount --lazy "$0"; exec /usr/sbin/chroot "$@"'
+        own = ["/usr/bin/unshare", "--mount", "--propagation", "unchanged", "/bin/sh", "-ec", alone]
+        pipe = subprocess.PIPE
+        environment = {"LC_ALL": "C", "PATH": os.environ["PATH"]}
+        self.process = subprocess.Popen(
+            [*own, str(node), str(image), *words, *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=pipe,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.lines: list[str] = []
+
+    def until(self, end: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if self.lines[-1].startswith(end):
+                return
+        pytest.fail(f"no {end!r} in {self.lines}")
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.read().splitlines()
+        self.process.wait(timeout=60)
+        return self.process.returncode
+
+
+@pytest.fixture
+def bundle() -> Path:
+    """build/dist/gpushare; `make test` has made it."""
+    made = BUILD / "dist" / "gpushare"
+    assert (made / "bin" / "gpushare").exists(), "make dist"
+    return made
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Path]:
+    """A node's root: a simulated driver, an engine, systemd. What the kernel shows is the machine's."""
+    root = make_simhost(tmp_path / "node")
+    driver = tmp_path / "driver"
+    (root / "proc" / "driver").rename(driver)
+    for name in ("etc/containerd", "usr/bin", "run", "sys", "tmp"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    (root / "dev" / "null").touch()
+    (root / "etc/containerd/config.toml").write_text("version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n")
+    for name in ("systemctl", "containerd"):
+        words = ["gcc", "-static", "-xc", "-", "-o", str(root / "usr/bin" / name)]
+        subprocess.run(words, input=PROGRAM.encode(), check=True)
+    try:
+        run("mount", "--bind", root, root)
+        run("mount", "--make-private", root)
+        run("mount", "--make-shared", root)  # as a pod with mountPropagation: Bidirectional sees it
+        run("mount", "--bind", "/dev/null", root / "dev" / "null")
+        run("mount", "--rbind", "/proc", root / "proc")
+        run("mount", "--bind", driver, root / "proc" / "driver")
+        run("mount", "--rbind", "/sys", root / "sys")
+        yield root
+    finally:
+        unmount_below(root)
+
+
+@pytest.fixture
+def image(tmp_path: Path, bundle: Path, node: Path) -> Iterator[Path]:
+    root = tmp_path / "image"
+    for name in ("gpushare", "dev", "proc", "host"):
+        (root / name).mkdir(parents=True)
+    shutil.copy(FOLDER / "install.py", root)
+    try:
+        run("mount", "--bind", bundle, root / "gpushare")
+        run("mount", "--rbind", "/dev", root / "dev")
+        run("mount", "--rbind", "/proc", root / "proc")
+        run("mount", "--rbind", node, root / "host")
+        yield root
+    finally:
+        unmount_below(root)
+
+
+@pytest.fixture
+def start(node: Path, image: Path) -> Iterator[Callable[..., Pod]]:
+    """start(argument...) -> Pod, killed at the end."""
+    made: list[Pod] = []
+
+    def begin(*arguments: str) -> Pod:
+        made.append(Pod(node, image, *arguments))
+        return made[-1]
+
+    yield begin
+    for pod in made:
+        if pod.process.poll() is None:
+            pod.process.kill()
+        assert pod.process.stdout is not None
+        pod.process.stdout.close()
+        pod.process.wait(timeout=60)
+
+
+def called(node: Path) -> list[str]:
+    """How programs of the node were called, but for questions."""
+    lines = (node / "called").read_text().splitlines()
+    return [line for line in lines if line.startswith("systemctl")]
+
+
+def tree(node: Path) -> set[str]:
+    places = (node / "etc", node / "opt", node / "var")
+    return {str(path.relative_to(node)) for place in places for path in place.rglob("*")}
+
+
+def test_installs_and_takes_away(node: Path, start: Callable[..., Pod]) -> None:
+    before = tree(node)
+    early = start("run", "export")
+    early.until("gpushare: gpushare is not on this node yet")
+    assert early.process.wait(timeout=60) == 1
+    pod = start("install")
+    pod.until("ready")
+    (home,) = (path for path in (node / "opt/gpushare").iterdir() if path.is_dir() and not path.is_symlink())
+    program = f"/opt/gpushare/{home.name}/bin/gpushare-runtime-cri"
+    assert f'BinaryName = "{program}"' in (node / DROP_IN).read_text()
+    assert (node / program[1:]).stat().st_mode & 0o777 == 0o755
+    assert "require_limits: true" in (node / "etc/gpushare/config.yaml").read_text()  # of a cluster
+    assert "gpushare.io/present=true\n" in (node / FEATURES).read_text()
+    assert called(node) == ["systemctl restart containerd"]
+    assert pod.process.poll() is None
+    assert (node / "run/gpushare/node.json").is_file()  # which the device plugin reads
+
+    # What other pods of the image do is done by the node's program, in its root.
+    exporter = start("run", "export", "--port", "0")
+    exporter.until("serving metrics at http://127.0.0.1:")
+    assert exporter.stop() == 0, exporter.lines
+
+    # A pod that is started again finds all as it should be.
+    pod.process.kill()
+    pod.process.wait(timeout=60)
+    again = start("install")
+    again.until("ready")
+    assert called(node) == ["systemctl restart containerd"] and home.is_dir()
+    again.process.kill()
+    again.process.wait(timeout=60)
+
+    # One that finds the entry of a version without gpushare-runtime-cri writes it again.
+    entry = (node / DROP_IN).read_text()
+    (node / DROP_IN).write_text(entry.replace(program, program.removesuffix("-cri")))
+    upgraded = start("install")
+    upgraded.until("ready")
+    assert (node / DROP_IN).read_text() == entry
+    assert called(node) == ["systemctl restart containerd"] * 2
+
+    assert upgraded.stop() == 0, upgraded.lines
+    assert called(node) == ["systemctl restart containerd"] * 3
+    assert {path for path in tree(node) - before if "gpushare" in path} == set()
+    assert not (node / FEATURES).exists()
+
+
+def test_stays_while_a_container_has_a_share(node: Path, start: Callable[..., Pod], tmp_path: Path) -> None:
+    """The pod of an older version ends, the next one finds its node as it was; its `remove` goes on nevertheless."""
+    own = {"version": 1, "log": {"decisions": "/tmp/decisions"}}
+    (node / "etc/gpushare").mkdir()
+    (node / "etc/gpushare/config.yaml").write_text(json.dumps(own))
+    pod = start("install")
+    pod.until("ready")
+    assert json.loads((node / "etc/gpushare/config.yaml").read_text()) == own  # an administrator's stays
+    program = Path("/opt/gpushare") / (node / "opt/gpushare/current").readlink() / "bin"
+    state = {"run": ["gpushare-hook", "prestart"], "end": ["gpushare-hook", "poststop"]}
+    entries = {
+        stage: [{"path": "/usr/sbin/chroot", "args": ["chroot", str(node), str(program / words[0]), words[1]]}]
+        for stage, words in (("prestart", state["run"]), ("poststop", state["end"]))
+    }
+    bundles = tmp_path / "bundles"
+    bundles.mkdir()
+    (node / str(bundles)[1:]).mkdir(parents=True)
+    run("mount", "--bind", bundles, node / str(bundles)[1:])
+    rootfs = make_root(bundles / "image")
+    with Container(bundles, [PROBE, "hold"], env={"GPUSHARE_MEMORY": "1Gi"}, rootfs=rootfs,
+                   edit=lambda spec: spec.update(hooks=entries)) as one:  # fmt: skip
+        one.create()
+        assert pod.stop() == 1
+        assert "1 container holds a share" in "\n".join(pod.lines)
+        assert (node / DROP_IN).exists() and (node / FEATURES).exists() and (node / program.relative_to("/")).is_dir()
+        gone = start("remove")
+        gone.until("gpushare is no longer used on this node")
+        assert not (node / DROP_IN).exists() and (node / program.relative_to("/")).is_dir()
+        assert gone.process.poll() is None  # or its DaemonSet would start it again and again
+        assert gone.stop() == 0
+    assert json.loads((node / "etc/gpushare/config.yaml").read_text()) == own

@@ -1,0 +1,294 @@
+"""`gpushare k8s-plugin` beside a kubelet that speaks the real protocol, on a simulated host with two devices."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from gpushare.core import names
+
+from tests.support import host
+from tests.support.host import Node
+from tests.support.kubelet import Kubelet, Refused
+
+MEMORY, GPU = "gpushare.io/memory-mib", "gpushare.io/gpu"
+GIB, MIB = 1 << 30, 1 << 20
+EACH = 64  # MiB of a simulated device: as many ids as a test can read
+DEADLINE_S = 60
+
+
+def program() -> Path:
+    """Of the bundle that is tested, where it was made with gRPC (WITH=kubernetes); else of the source tree."""
+    has_grpc = any(host.BIN.parent.glob("libexec/_internal/lib/*/grpc"))
+    return (host.BIN if has_grpc else host.BUILD / "bin") / "gpushare"
+
+
+class Plugin:
+    """The program; `lines` are what it has said so far."""
+
+    def __init__(self, node: Node, folder: Path, *words: str) -> None:
+        command = [program(), "--config", node.config, "--state", node.state, "k8s-plugin"]
+        self.process = subprocess.Popen(
+            [*map(str, command), "--kubelet", str(folder), "--interval", "0.1", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._said = threading.Condition()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            with self._said:
+                self.lines.append(line.rstrip("\n"))
+                self._said.notify_all()
+
+    def expect(self, pattern: str) -> None:
+        """Waits for such a line; what came before it counts no more."""
+
+        def found() -> bool:
+            at = next((at for at, line in enumerate(self.lines) if re.search(pattern, line)), None)
+            del self.lines[: 0 if at is None else at + 1]
+            return at is not None
+
+        with self._said:
+            assert self._said.wait_for(found, DEADLINE_S), self.lines
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """(exit code, standard error)"""
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+        code = self.process.wait(DEADLINE_S)
+        self._thread.join(DEADLINE_S)
+        with self.process.stderr as errors, self.process.stdout:  # type: ignore[union-attr]
+            return code, errors.read()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """kubelet's; the path of a socket must be short."""
+    with tempfile.TemporaryDirectory(prefix="gpushare-", dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def two(make_host: Callable[..., Path], make_node: Callable[..., Node]) -> Callable[..., Node]:
+    """two(memory of each device, **configuration) -> a node whose node.json is written, as the installer has it."""
+
+    def make(memory_bytes: int = EACH * MIB, **config: Any) -> Node:
+        node = make_node(make_host(gpus=2, memory_bytes=memory_bytes), **config)
+        assert node.cli("refresh").returncode == 0
+        return node
+
+    return make
+
+
+@pytest.fixture
+def plugin(folder: Path) -> Iterator[Callable[..., Plugin]]:
+    made: list[Plugin] = []
+
+    def start(node: Node, *words: str) -> Plugin:
+        made.append(Plugin(node, folder, *words))
+        return made[-1]
+
+    yield start
+    for one in made:
+        if one.process.returncode is None:
+            one.end(signal.SIGKILL)
+
+
+def uuids(node: Node) -> list[str]:
+    return re.findall(r"GPU-[0-9a-f-]+", node.cli("devices", "--format", "json").stdout)
+
+
+def sockets(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "kubelet.sock")
+
+
+def units(kubelet: Kubelet, name: str, *uuids: str) -> tuple[int, ...]:
+    """How many healthy ids each device has; an id begins as its uuid does, or with all of it."""
+    ids = kubelet.healthy(name)
+    return tuple(sum(unit.startswith((uuid, uuid[4:12] + "-")) for unit in ids) for uuid in uuids)
+
+
+def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
+    """Registered, asked, kubelet restarts, devices go and come, and a clean end."""
+    node = two()
+    first, second = uuids(node)
+    with Kubelet(folder) as kubelet:
+        one = plugin(node)
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        one.expect(f"registered {GPU}: 0")
+        assert units(kubelet, MEMORY, first, second) == (EACH, EACH)
+        assert [oct(path.stat().st_mode) for path in folder.glob("gpushare-*.sock")] == ["0o140600"] * 2
+        for endpoint in kubelet.endpoints.values():
+            assert endpoint.options == endpoint.call("GetDevicePluginOptions")
+            assert not endpoint.options.pre_start_required
+            endpoint.call("PreStartContainer", devices_ids=["x"])
+
+        # of the fuller device what it has, and then of the other
+        name = names.ENV_ALLOCATED_MEMORY
+        assert kubelet.allocate(MEMORY, 40) == {name: f"{first}=40Mi"}
+        one.expect(re.escape(f"{MEMORY}: {name}={first}=40Mi"))
+        assert kubelet.allocate(MEMORY, 25) == {name: f"{second}=25Mi"}
+        assert kubelet.allocate(MEMORY, 24) == {name: f"{first}=24Mi"}
+        with pytest.raises(Refused) as caught:
+            kubelet.endpoints[MEMORY].call("Allocate", container_requests=[{"devices_ids": ["nobodys-1"]}])
+        assert caught.value.args == ('gpushare: no device "nobodys-1" is offered on this node', "INVALID_ARGUMENT")
+
+        # kubelet restarts: it remembers what it gave, and empties its directory
+        before = sockets(folder)
+        kubelet.stop()
+        (folder / "kubelet.sock").unlink(missing_ok=True)
+        one.expect("kubelet is gone; waiting for it")
+        kubelet.start()
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        assert len(sockets(folder)) == 2 and not set(sockets(folder)) & set(before)
+        assert kubelet.allocate(MEMORY, 39) == {name: f"{second}=39Mi"}
+        # quicker than anybody looks, and somebody who removes sockets
+        kubelet.stop()
+        kubelet.start()
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        one.expect(f"registered {GPU}")
+        removed = dict(kubelet.endpoints)
+        (folder / Path(removed[MEMORY].path).name).unlink()
+        kubelet.wait(lambda: all(kubelet.endpoints[name] is not one for name, one in removed.items()))
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.stop()
+        shutil.rmtree(folder)  # a node that is set up anew
+        folder.mkdir()
+        kubelet.start()
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+
+        # health
+        kubelet.used.clear()
+        gpus = node.driver_root / "proc/driver/nvidia/gpus"
+        bus = sorted(path.name for path in gpus.iterdir())[1]
+        shutil.move(gpus / bus, node.driver_root / "gone")
+        kubelet.wait(lambda: units(kubelet, MEMORY, first, second) == (EACH, 0))
+        one.expect(f"device 1 .*: no GPU at {bus} any more")
+        assert kubelet.allocate(MEMORY, 64) == {name: f"{first}=64Mi"}
+        unhealthy = [unit for unit, health in kubelet.endpoints[MEMORY].devices.items() if health == "Unhealthy"]
+        with pytest.raises(Refused, match=r"device 1 \(GPU-.*\) is gone"):
+            kubelet.endpoints[MEMORY].call("Allocate", container_requests=[{"devices_ids": unhealthy[:1]}])
+        version = node.driver_root / "sys/module/nvidia/version"
+        texts = {path: path.read_bytes() for path in (version, node.driver_root / "proc/driver/nvidia/version")}
+        for path in texts:
+            path.unlink(missing_ok=True)
+        kubelet.wait(lambda: not kubelet.healthy(MEMORY) and len(kubelet.endpoints[MEMORY].devices) == 2 * EACH)
+        one.expect("device 0 .*: no driver is loaded")
+        for path, text in texts.items():
+            path.write_bytes(text)
+        shutil.move(node.driver_root / "gone", gpus / bus)
+        kubelet.wait(lambda: len(kubelet.healthy(MEMORY)) == 2 * EACH)
+        one.expect("device 1 .*: is back")
+
+        # the end
+        ended = kubelet.endpoints
+        assert one.end() == (0, "")
+        kubelet.wait(lambda: all(endpoint.ended for endpoint in ended.values()))
+        assert sockets(folder) == []
+
+
+def test_equal_shares_and_whole_devices(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
+    node = two(sharing={"split_count": 4})
+    first, second = uuids(node)
+    with Kubelet(folder) as kubelet:
+        plugin(node, "--whole", "1", "--interval", "3600")
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        assert kubelet.healthy(MEMORY) == set() and units(kubelet, GPU, first, second) == (4, 1)
+        name = names.ENV_ALLOCATED_GPU
+        assert kubelet.allocate(GPU, 2) == {name: f"{first},{second}=64Mi"}
+        assert kubelet.allocate(GPU, 1) == {name: first}
+        with pytest.raises(Refused, match="2 GPUs are asked for, and kubelet chose from 1"):
+            kubelet.allocate(GPU, 2)
+        kubelet.stop()  # nobody looks for an hour, but the directory tells
+        kubelet.start()
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        assert len(kubelet.healthy(GPU)) == 5
+
+
+def test_garbage(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
+    """Bytes that are no HTTP, methods that are not there, messages that are none, a second stream: none of it ends the
+    plugin, and it says no more than a line about each."""
+    node = two()
+    with Kubelet(folder) as kubelet:
+        one = plugin(node)
+        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        endpoint = kubelet.endpoints[MEMORY]
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(endpoint.path)
+            client.sendall(b"\x00\xff" * 4096)
+        for method, request in (
+            ("Allocate", b"\xff\xff\xff"),
+            ("Allocate", b"\x0a\x03\x0a\x01\xff"),  # an id that is not UTF-8
+            ("GetPreferredAllocation", b"\x0a\x0b\x18" + b"\xff" * 9 + b"\x01"),  # -1 of them, and of nothing
+            ("Nothing", b""),
+        ):
+            call = endpoint.channel.unary_unary(f"/v1beta1.DevicePlugin/{method}")
+            try:
+                answer = call(request, timeout=DEADLINE_S)
+            except grpc.RpcError as error:
+                assert error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED)
+            else:
+                assert (method, answer) == ("GetPreferredAllocation", b"\x0a\x00")
+        more = endpoint.channel.unary_stream("/v1beta1.DevicePlugin/ListAndWatch")(b"", timeout=DEADLINE_S)
+        assert len(next(more)) > 2 * EACH
+        kubelet.wait(lambda: endpoint.ended)  # kubelet has one stream, and this is it now
+        assert endpoint.why == ""
+        assert kubelet.allocate(MEMORY, 64)
+        more.cancel()
+        assert one.end() == (0, "")
+        assert all(len(line) < 500 and "Traceback" not in line for line in one.lines)
+
+
+def test_one_that_was_killed_and_two_at_once(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
+    node = two()
+    with Kubelet(folder) as kubelet:
+        killed = plugin(node)
+        kubelet.wait(lambda: len(kubelet.endpoints) == 2)
+        killed.end(signal.SIGKILL)
+        left = sockets(folder)
+        old = plugin(node)
+        old.expect(f"registered {GPU}")
+        assert len(left) == 2 and not set(left) & set(sockets(folder))
+        new = plugin(node)  # as an update that begins with the new one
+        new.expect(f"registered {GPU}")
+        assert old.end() == (0, "")
+        kubelet.wait(lambda: len(kubelet.healthy(MEMORY)) == 2 * EACH)
+        assert kubelet.allocate(MEMORY, 1) and len(sockets(folder)) == 2
+
+
+def test_a_kubelet_that_refuses(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
+    """At the start that is the end. Later it is said once, and tried again."""
+    node = two()
+    with Kubelet(folder, refuse="no such resource here") as kubelet:
+        code, error = plugin(node).end(0)
+        assert (code, error.count("\n")) == (1, 1)
+        assert f'kubelet.sock": kubelet refuses {MEMORY}: no such resource here' in error
+        assert sockets(folder) == []
+        kubelet.refuse = ""
+        one = plugin(node)
+        one.expect(f"registered {GPU}")
+        kubelet.refuse = "not now"
+        kubelet.stop()
+        kubelet.start()
+        one.expect("kubelet refuses gpushare.io/memory-mib: not now")
+        kubelet.refuse = ""
+        one.expect(f"registered {GPU}")
+        assert kubelet.allocate(MEMORY, 3)
+        assert not [line for line in one.lines if "refuses" in line]

@@ -1,0 +1,227 @@
+"""What keeps a share when a container's init is gone, and that no start or end walks over processes or mounts."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare.state import leases
+
+from tests.integration.test_host_user import USER
+from tests.support.host import PYTHON, TREE, Node, python_mounts
+from tests.support.runc import Container, RuntimeFailed
+from tests.support.spec import Mount
+from tests.support.tenant import PROGRAM
+
+MakeContainer = Callable[..., Container]
+ALL = {"GPUSHARE_MEMORY": "16Gi"}
+PROGRAMS = TREE / "tests" / "integration" / "programs"
+USAGE = "/usr/lib/gpushare/rw/usage"
+CLEAN = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/opt"}
+
+
+def host_pids(spec: dict[str, Any]) -> None:
+    spec["linux"]["namespaces"] = [item for item in spec["linux"]["namespaces"] if item["type"] != "pid"]
+
+
+def to_top(pid: int) -> None:
+    """Out of the container's cgroups, as a process could that may write there."""
+    for table in Path("/sys/fs/cgroup").glob("*/cgroup.procs"):
+        table.write_text(str(pid))
+
+
+def has_ended(pid: int) -> None:
+    """Wait until the kernel has given back all that a killed process held."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def leftover(container: MakeContainer, node: Node, way: str) -> Iterator[tuple[Container, int]]:
+    """A container in the host's pid namespace whose init has ended, and a process of it with a CUDA context that has
+    left its root and its cgroups."""
+    one = container(
+        ["sh", "-c", f"setsid unshare -Urm {PYTHON} /opt/leave.py >/dev/null 2>/errors & echo $! >/pid; read go </end"],
+        env={**ALL, **CLEAN},
+        mounts=python_mounts(PROGRAM, PROGRAMS / "leave.py"),
+        edit=host_pids,
+        **node.way(way),
+    )
+    for name in ("left", "end"):
+        os.mkfifo(one.rootfs / name)
+    for name in ("pid", "errors"):
+        (one.rootfs / name).touch()
+    one.start()
+    with open(one.rootfs / "left") as said:
+        assert said.read() == "['old']\n", (one.rootfs / "errors").read_text()
+    pid = int((one.rootfs / "pid").read_text())
+    to_top(pid)
+    (one.rootfs / "end").write_text("\n")
+    one.wait()
+    yield one, pid
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    has_ended(pid)
+
+
+def test_context_of_a_process_that_pivoted_away_keeps_the_lease(
+    leftover: tuple[Container, int], container: MakeContainer, node: Node, way: str
+) -> None:
+    one, pid = leftover
+    with pytest.raises(RuntimeFailed, match=f"{one.id}|exit code: 75"):
+        container(["true"], env=ALL, **node.way(way)).start()
+    with contextlib.suppress(RuntimeFailed):
+        one.delete()
+    assert node.leases() == [one.id]
+    os.kill(pid, signal.SIGKILL)
+    has_ended(pid)
+    following = container(["true"], env=ALL, **node.way(way))
+    assert following.run() == 0, following.stderr
+    assert node.leases() == [following.id]
+
+
+@pytest.mark.parametrize("lock", ["read", "write", "lease"])
+def test_passed_descriptor_keeps_no_share(
+    container: MakeContainer, node: Node, way: str, tmp_path: Path, lock: str
+) -> None:
+    """The kernel ends all processes of a pid namespace with its first: no lock on a usage file can mean anything."""
+    program = tmp_path / "pass.py"
+    program.write_text(
+        "import fcntl, os, socket, struct, sys\n"
+        f"fd = os.open({USAGE!r}, os.O_RDWR)\n"
+        "kind = sys.argv[1]\n"
+        "if kind == 'lease': fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n"
+        "else: fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack('hhqqi4x', "
+        "fcntl.F_RDLCK if kind == 'read' else fcntl.F_WRLCK, 0, 0, 0, 0))\n"
+        "with socket.socket(socket.AF_UNIX) as to:\n"
+        "    to.connect('/shared/socket')\n"
+        "    socket.send_fds(to, [b'x'], [fd])\n"
+    )
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    one = container(
+        [PYTHON, "/opt/pass.py", lock],
+        env=ALL,
+        mounts=[*python_mounts(program), Mount(shared, "/shared")],
+        **node.way(way),
+    )
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(shared / "socket"))
+        door.listen(1)
+        one.start()
+        with door.accept()[0] as connection:
+            fds = array.array("i")
+            _, ancillary, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(fds.itemsize))
+            fds.frombytes(ancillary[0][2])
+        assert one.wait() == 0, one.stderr
+        try:
+            assert os.fstat(fds[0]).st_size > 0
+            following = container(["true"], env=ALL, **node.way(way))
+            assert following.run() == 0, following.stderr
+            following.delete()
+            one.delete()
+            assert node.leases() == []
+        finally:
+            os.close(fds[0])
+    assert node.left() == []
+
+
+def as_of_0_1_0(node: Node, one: Container) -> None:
+    """The lease as 0.1.0 wrote it."""
+    folder = node.state / "containers" / one.id
+    lease = json.loads((folder / "lease.json").read_text())
+    for name in ("first", "cgroup_dir", "cgroup_id"):
+        del lease[name]
+    (folder / "lease.json").write_text(json.dumps(lease))
+    if (folder / "held").exists():
+        text = (folder / "held").read_text()
+        (folder / "held").write_text(text.replace("gpushare-held-2\n", "gpushare-held-1\n"))
+        assert "held-1" in (folder / "held").read_text()
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["something is left", "nothing is left"])
+def test_container_of_0_1_0_keeps_its_share_as_long_as_its_cgroup_is_populated(
+    container: MakeContainer, node: Node, way: str, left: bool
+) -> None:
+    command = ["sh", "-c", "setsid sleep inf & read go </end"] if left else ["sh", "-c", "read go </end"]
+    one = container(command, env=ALL, edit=host_pids, **node.way(way))
+    os.mkfifo(one.rootfs / "end")
+    one.start()
+    as_of_0_1_0(node, one)
+    (one.rootfs / "end").write_text("\n")
+    one.wait()
+    second = container(["true"], env=ALL, **node.way(way))
+    if left:
+        with pytest.raises(RuntimeFailed, match=f"{one.id}|exit code: 75"):
+            second.start()
+    else:
+        assert second.run() == 0, second.stderr
+        second.delete()
+    one.delete()
+    assert node.leases() == [] and node.left() == []
+
+
+def test_cgroup_made_again_under_its_path_keeps_no_lease(container: MakeContainer, node: Node, way: str) -> None:
+    """A cgroup is known by its inode number."""
+    one = container(["sleep", "inf"], env=ALL, edit=host_pids, **node.way(way)).start()
+    lease = leases.find(str(node.state), one.id)
+    assert lease is not None and not lease.first and lease.cgroup_id > 0
+    os.kill(one.pid, signal.SIGKILL)
+    one.wait()
+    os.rmdir(lease.cgroup_dir)
+    os.mkdir(lease.cgroup_dir)
+    with subprocess.Popen(["sleep", "inf"]) as other:
+        try:
+            Path(lease.cgroup_dir, "cgroup.procs").write_text(str(other.pid))
+            following = container(["true"], env=ALL, **node.way(way))
+            assert following.run() == 0, following.stderr
+        finally:
+            other.kill()
+    one.delete()
+
+
+@pytest.mark.parametrize("who", ["a user of the host", "a container's root"])
+def test_no_end_and_no_start_looks_at_mounts_or_processes_of_others(
+    container: MakeContainer, node: Node, way: str, tmp_path: Path, who: str
+) -> None:
+    """However many there are: the calls are counted, not the time."""
+    if who == "a user of the host":
+        program = tmp_path / "crowd.py"
+        program.write_text((PROGRAMS / "crowd.py").read_text())
+        for folder in (tmp_path, *tmp_path.parents[:-1]):
+            folder.chmod(folder.stat().st_mode | 0o055)
+        words = (*USER, "unshare", "-Urm", "/usr/bin/python3", "-I", str(program), "65000", "60")
+    else:
+        den = container(["sleep", "inf"], mounts=python_mounts(PROGRAMS / "crowd.py")).start()
+        words = (*den._runtime, "exec", den.id, "unshare", "-Urm", PYTHON, "/opt/crowd.py", "65000", "60")
+    log = tmp_path / "calls"
+    tracing = ("strace", "-D", "-A", "-f", "-qq", "-s", "256", "-e", "trace=%file", "-o", str(log))
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as crowd:
+        assert crowd.stdin and crowd.stdout
+        try:
+            assert len(crowd.stdout.readline().split()) == 61
+            for pids in (None, host_pids):
+                dead = container(["sleep", "inf"], env=ALL, edit=pids, **node.way(way)).start()
+                os.kill(dead.pid, signal.SIGKILL)
+                dead.wait()
+                one = container(["true"], env=ALL, edit=pids, prefix=tracing, **node.way(way))
+                one.run()
+                one.delete()
+                calls = log.read_text()
+                tables = re.findall(r'"/proc/(\d+)/(?:mountinfo|ns/mnt|root)"', calls)
+                assert set(tables) <= {str(one.pid)} | set(re.findall(r"^(\d+)", calls, re.M)), tables
+                assert f"/containers/{one.id}" in calls
+                dead.delete()
+                assert node.left() == []
+        finally:
+            crowd.stdin.close()

@@ -1,0 +1,283 @@
+"""A lease lives exactly as long as its container, whatever ends it: a kill at any point, a lost poststop, an attack."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare.state import region
+
+from tests.integration.programs.interrupted_hook import points, write_hook
+from tests.support import rootfs, runc
+from tests.support.host import Node
+from tests.support.kills import Kills
+from tests.support.runc import Container, RuntimeFailed
+
+MakeContainer = Callable[..., Container]
+ALL = {"GPUSHARE_MEMORY": "16Gi"}  # the whole device: starts only when nothing else is granted
+PAGE = "/usr/lib/gpushare/rw/usage"
+
+
+def left(node: Node) -> list[str]:
+    return node.left()
+
+
+def use_hook(one: Container, hooks: dict[str, Any]) -> None:
+    """Another set of hooks for the next create."""
+    one.spec["hooks"] = hooks
+    (one.bundle / "config.json").write_text(json.dumps(one.spec))
+
+
+def points_of_a_start(container: MakeContainer, node: Node, tmp_path: Path) -> int:
+    """How many points an ordinary start passes: not the first one on a host, which has more to do."""
+    for _ in range(2):
+        probe = container(["true"], env=ALL, hook=node.hook()._replace(program=write_hook(tmp_path)))
+        assert probe.run() == 0
+        probe.delete()
+    return points(tmp_path)
+
+
+def test_lease_page_and_limits_live_as_long_as_the_container(container: MakeContainer, node: Node) -> None:
+    one = container(["sleep", "inf"], env=ALL, hook=node.hook())
+    one.create()
+    lease = json.loads((node.state / "containers" / one.id / "lease.json").read_text())
+    assert (lease["state"], lease["init_pid"], lease["bundle"]) == ("held", one.pid, str(one.bundle))
+    assert lease["cgroup"] == f"/{one.id}"
+    one.start()
+    seen = one.exec("sh", "-c", f"stat -c '%a %s' {PAGE}; stat -c %a /usr/lib/gpushare/limits; ls /usr/lib/gpushare")
+    assert seen.stdout.split()[:3] == ["666", str(region.USAGE_SIZE), "444"]
+    assert seen.stdout.split()[3:] == ["driver", "limits", "mps", "pages", "peers", "rw"]
+    one.kill()
+    one.wait()
+    one.delete()
+    assert left(node) == []
+
+
+def test_container_cannot_touch_what_is_not_its_own(container: MakeContainer, node: Node) -> None:
+    one = container(["sleep", "inf"], env=ALL, hook=node.hook()).start()
+    for attempt in (
+        "echo x > /usr/lib/gpushare/limits",
+        "chmod 666 /usr/lib/gpushare/limits",
+        "mv /usr/lib/gpushare/limits /usr/lib/gpushare/rw/",
+        "ln /usr/lib/gpushare/limits /usr/lib/gpushare/rw/limits",
+        "touch /usr/lib/gpushare/more",
+        "rm /usr/lib/gpushare/driver/libcuda-real.so.1",
+        f"head -c 300000 /dev/zero > {PAGE}",
+        "touch /usr/lib/gpushare/rw/more",
+    ):
+        assert one.exec("sh", "-c", attempt).returncode != 0, attempt
+
+
+def test_container_that_dies_without_poststop_frees_its_share(container: MakeContainer, node: Node) -> None:
+    """As with `runc run --keep`, or an engine that is killed."""
+    first = container(["sleep", "inf"], env=ALL, hook=node.hook()).start()
+    second = container(["true"], env=ALL, hook=node.hook())
+    with pytest.raises(RuntimeFailed, match=first.id):
+        second.start()
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    third = container(["true"], env=ALL, hook=node.hook())
+    assert third.run() == 0
+    assert node.leases() == [third.id]
+    assert not [point for point in rootfs.mount_points() if first.id in point and "/state/" in point]
+    third.delete()
+    assert left(node) == []
+
+
+def test_share_lasts_as_long_as_what_a_container_left_running(container: MakeContainer, node: Node) -> None:
+    """In the host's pid namespace nothing ends with a container's init."""
+
+    def host_pids(spec: dict[str, Any]) -> None:
+        spec["linux"]["namespaces"] = [item for item in spec["linux"]["namespaces"] if item["type"] != "pid"]
+
+    first = container(["sh", "-c", "setsid sleep inf & exit 0"], env=ALL, hook=node.hook(), edit=host_pids)
+    assert first.run() == 0
+    second = container(["true"], env=ALL, hook=node.hook())
+    with pytest.raises(RuntimeFailed, match=first.id):
+        second.start()
+    first.delete()  # the runtime kills what is left
+    assert left(node) == []
+    third = container(["true"], env=ALL, hook=node.hook())
+    assert third.run() == 0
+
+
+def test_refused_create_of_a_taken_id_frees_nothing(container: MakeContainer, node: Node) -> None:
+    """Another runc root knows nothing of the first container, takes its id, and runs poststop when it is refused."""
+    first = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).start()
+    second = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook())
+    second.id = first.id
+    with pytest.raises(RuntimeFailed, match=rf"{first.id}\W+ already has a lease, held by pid {first.pid}"):
+        second.start()
+    assert node.leases() == [first.id]
+    assert first.exec("test", "-s", PAGE).returncode == 0
+
+
+def test_both_stages_give_one_lease(container: MakeContainer, node: Node) -> None:
+    hooks = {**node.hook("createRuntime").entries(), **node.hook("prestart").entries()}
+    one = container(["true"], env=ALL)
+    use_hook(one, hooks)
+    assert one.run() == 0
+    assert node.leases() == [one.id]
+    one.delete()
+    assert left(node) == []
+
+
+def test_containers_that_start_together_never_get_more_than_there_is(container: MakeContainer, node: Node) -> None:
+    """8 at once, 4 GiB each, on a device of 16 GiB, also as the very first starts on this host."""
+    several = [container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "4Gi"}, hook=node.hook()) for _ in range(8)]
+
+    def start(one: Container) -> str:
+        try:
+            one.start()
+        except RuntimeFailed as error:
+            return error.last_line
+        return ""
+
+    with ThreadPoolExecutor(8) as pool:
+        refusals = [line for line in pool.map(start, several) if line]
+    assert len(refusals) == 4, refusals
+    assert all("0 B free of 16 GiB" in line for line in refusals), refusals
+    listed = json.loads(node.cli("list", "--format", "json").stdout)
+    assert len(listed) == 4 and {one["state"] for one in listed} == {"running"}
+    (device,) = json.loads(node.cli("devices", "--format", "json").stdout)
+    assert (device["granted_bytes"], device["free_bytes"], device["containers"]) == (16 << 30, 0, 4)
+
+
+def test_start_killed_at_any_point_leaves_nothing(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
+) -> None:
+    """kill -9 between any two system calls. With poststop (runc) it cleans up; without one (crun calls none after a
+    failed create) the next start of the same id does, in the same bundle, and gets the whole device."""
+    node = make_node(simhost)
+    total = points_of_a_start(container, node, tmp_path)
+    assert total > 100
+    for number, at in enumerate(kills.some(1, total, 13)):
+        hooks = node.hook()._replace(program=write_hook(tmp_path, at)).entries()
+        with_poststop = number % 2 == 0 and runc.LOW_LEVEL == "runc"
+        one = container(["true"], env=ALL, name=f"at{at}")
+        use_hook(one, hooks if with_poststop else {"prestart": hooks["prestart"]})
+        with pytest.raises(RuntimeFailed, match=r"killed|\(exit code: 137\)"):
+            one.create()
+        if with_poststop:
+            assert left(node) == [], f"point {at} of {total}"
+        kills.left += len(left(node))
+        assert node.cli("list").returncode == 0
+        use_hook(one, node.hook().entries())
+        assert one.run() == 0, f"point {at} of {total}: {one.stderr}"
+        assert node.leases() == [one.id]
+        one.delete()
+        assert left(node) == [], f"point {at} of {total}"
+        one.close()
+    kills.some_left_something()
+
+
+def test_very_first_start_killed_at_any_point_leaves_a_host_that_works(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
+) -> None:
+    """The first start on a host also mounts the state directory and compiles node.json."""
+    first = make_node(simhost, "count")
+    probe = container(["true"], env=ALL, hook=first.hook()._replace(program=write_hook(tmp_path)))
+    assert probe.run() == 0
+    more = points(tmp_path) - points_of_a_start(container, first, tmp_path)
+    assert more > 10
+    probe.delete()
+    for at in kills.some(1, more + 10, 5):
+        node = make_node(simhost, f"first{at}")
+        one = container(["true"], env=ALL, name=f"first{at}")
+        use_hook(one, node.hook()._replace(program=write_hook(tmp_path, at)).entries())
+        with pytest.raises(RuntimeFailed, match="killed"):
+            one.create()
+        use_hook(one, node.hook().entries())
+        assert one.run() == 0, f"point {at}: {one.stderr}"
+        assert rootfs.mount_points().count(str(node.state)) == 1, f"point {at}"
+        one.delete()
+        assert left(node) == [], f"point {at}"
+        one.close()
+        node.close()
+
+
+def test_prune_cleans_up_after_a_killed_start(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
+) -> None:
+    node = make_node(simhost)
+    total = points_of_a_start(container, node, tmp_path)
+    dead = container(["true"], env=ALL)
+    hook = node.hook()._replace(program=write_hook(tmp_path, total // 2))
+    use_hook(dead, {"prestart": hook.entries()["prestart"]})
+    with pytest.raises(RuntimeFailed, match="killed"):
+        dead.create()
+    assert any(f"containers/{dead.id}" in item for item in left(node))
+    (item,) = json.loads(node.cli("prune", "--dry-run", "--format", "json").stdout)["items"]
+    assert (item["kind"], item["id"]) == ("lease", dead.id) and "was killed" in item["why"]
+    assert left(node) != []
+    assert dead.id in node.cli("prune").stdout
+    assert left(node) == []
+    assert node.cli("prune").stdout == "nothing to remove\n"
+
+
+def test_start_that_is_told_to_end_undoes_itself(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
+) -> None:
+    """SIGTERM at points all over the start; no poststop, no later start: the hook itself leaves nothing."""
+    node = make_node(simhost)
+    total = points_of_a_start(container, node, tmp_path)
+    refused = 0
+    for at in range(5, total, 23):
+        hook = node.hook()._replace(program=write_hook(tmp_path, at, signal.SIGTERM))
+        one = container(["true"], env=ALL, name=f"term{at}")
+        use_hook(one, {"prestart": hook.entries()["prestart"]})
+        try:
+            one.create()
+        except RuntimeFailed as error:
+            refused += 1
+            assert "ended by signal 15" in error.last_line, f"point {at}: {error.message}"
+            assert left(node) == [], f"point {at} of {total}"
+        else:  # it came after all was done: then all of it must be there
+            assert node.leases() == [one.id], f"point {at} of {total}"
+            use_hook(one, node.hook().entries())
+            one.delete()
+            assert node.cli("prune").returncode == 0
+        one.close()
+    assert refused > total // 23 // 2
+
+
+SIZE = region.USAGE_SIZE
+ATTACKS = {
+    "truncate": f"truncate -s 0 {PAGE}",
+    "grow": f"truncate -s 1T {PAGE}",
+    "punch": f"fallocate -p -o 0 -l 65536 {PAGE}",
+    "unlink": f"rm {PAGE}",
+    "fifo": f"rm {PAGE}; mkfifo {PAGE}",
+    "link": f"rm {PAGE}; ln -s /etc/passwd {PAGE}",
+    "folder": f"rm {PAGE}; mkdir {PAGE}",
+    "chmod": f"chmod 0 {PAGE} /usr/lib/gpushare/rw",
+    "lock": f"flock -x {PAGE} sleep inf & while flock -n {PAGE} true; do :; done",
+    "garbage": f"head -c {SIZE} /dev/urandom | dd of={PAGE} conv=notrunc bs={SIZE} iflag=fullblock",
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack_on_its_own_page_hurts_nobody_else(container: MakeContainer, node: Node, name: str) -> None:
+    attacker, other = (
+        container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "4Gi"}, hook=node.hook()).start() for _ in range(2)
+    )
+    attack = attacker.exec("sh", "-c", f"{{ {ATTACKS[name]}; }} >/dev/null 2>&1 </dev/null")
+    assert attack.returncode == 0, attack.stderr
+    for command in (["list"], ["inspect", attacker.id], ["inspect", other.id], ["devices"], ["prune"]):
+        done = node.cli(*command, timeout_s=20)
+        assert (done.returncode, done.stderr) == (0, ""), command
+    listed = {one["id"]: one for one in json.loads(node.cli("list", "--format", "json").stdout)}
+    assert listed[other.id]["note"] == "" and listed[other.id]["shares"][0]["memory_used_bytes"] == 0
+    assert listed[attacker.id]["shares"][0]["memory_limit_bytes"] == 4 << 30
+    assert ("usage file" in listed[attacker.id]["note"]) == (name not in ("chmod", "lock"))
+    for one in (attacker, other):
+        one.kill()
+        one.wait()
+        one.delete()
+    assert left(node) == []

@@ -1,0 +1,186 @@
+"""The state directory is lost under living containers: what they hold stays granted to them, and to nobody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare.state import region
+
+from tests.support import rootfs
+from tests.support.host import PYTHON, TREE, Node, python_mounts
+from tests.support.runc import Container, RuntimeFailed
+from tests.support.spec import Mount
+
+MakeContainer = Callable[..., Container]
+GIB = 1 << 30
+GRAB = TREE / "tests" / "integration" / "programs" / "grab.py"
+TENANT = TREE / "demo" / "tenant.py"
+
+
+def unmounted(node: Node) -> None:
+    rootfs.run("umount", "--lazy", node.state)
+
+
+def emptied(node: Node) -> None:
+    """As by somebody's `rm -rf`: what is mounted somewhere stays."""
+    subprocess.run(["rm", "-rf", *map(str, node.state.iterdir())], stderr=subprocess.DEVNULL, check=False)
+
+
+def only_marker(node: Node) -> None:
+    (node.state / "lock").unlink()
+
+
+def listed(node: Node) -> dict[str, Any]:
+    return {one["id"]: one for one in json.loads(node.cli("list", "--format", "json").stdout)}
+
+
+@pytest.fixture
+def sleeper(container: MakeContainer, node: Node) -> Callable[..., Container]:
+    """sleeper(memory, way) -> a started container."""
+
+    def start(memory: str, way: str, **arguments: Any) -> Container:
+        mounts = python_mounts(TENANT, GRAB)
+        one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": memory}, mounts=mounts, **node.way(way), **arguments)
+        return one.start()
+
+    return start
+
+
+@pytest.mark.parametrize("lose", [unmounted, only_marker], ids=lambda lose: lose.__name__)
+def test_what_lives_keeps_its_share(
+    sleeper: Callable[..., Container], node: Node, way: str, lose: Callable[[Node], None]
+) -> None:
+    first = sleeper("10Gi", way)
+    lose(node)
+    with pytest.raises(RuntimeFailed) as refused:
+        sleeper("7Gi", way)
+    assert "7Gi" in refused.value.last_line
+    assert node.leases() == [first.id]
+    assert listed(node)[first.id]["shares"][0]["memory_limit_bytes"] == 10 * GIB
+    second = sleeper("6Gi", way)
+    grabbed = json.loads(first.exec(PYTHON, f"/opt/{GRAB.name}").stdout)
+    assert grabbed["total_bytes"] == 10 * GIB
+    first.delete()
+    assert node.leases() == [second.id]
+    sleeper("10Gi", way)
+
+
+def test_what_lives_keeps_its_host_memory(
+    make_node: Callable[..., Node], simhost: Path, container: MakeContainer
+) -> None:
+    """Two shares of 6 GiB on a device of 16, 9 GiB in all of each, in a budget of 20: both sums are those of before."""
+    node = make_node(simhost, oversubscription={"host_memory": "20Gi", "scaling": 1.5})
+
+    def start(memory: str) -> Container:
+        env = {"GPUSHARE_MEMORY": memory, "GPUSHARE_OVERSUBSCRIBE": "1"}
+        mounts = python_mounts(TENANT, GRAB)
+        return container(["sleep", "inf"], env=env, mounts=mounts, **node.way("runtime")).start()
+
+    first, second = start("6Gi"), start("6Gi")
+    unmounted(node)
+    with pytest.raises(RuntimeFailed, match="5Gi asked, 4 GiB free of 16 GiB"):
+        start("5Gi")
+    with pytest.raises(RuntimeFailed, match="host memory of oversubscribed shares: 4.50 GiB asked, 2 GiB free of 20"):
+        start("3Gi")
+    for one in (first, second):
+        (share,) = listed(node)[one.id]["shares"]
+        assert (share["memory_limit_bytes"], share["memory_virtual_bytes"]) == (6 * GIB, 9 * GIB)
+    grabbed = json.loads(first.exec(PYTHON, f"/opt/{GRAB.name}").stdout)
+    assert 8 * GIB < grabbed["got_bytes"] < grabbed["total_bytes"] == 9 * GIB
+    second.delete()
+    start("6Gi")
+
+
+def test_removed_limits_block_the_device(sleeper: Callable[..., Container], node: Node, way: str) -> None:
+    """Nobody knows any more what the living one may use; nothing that it starts now gets anything."""
+    first = sleeper("1Gi", way)
+    emptied(node)
+    with pytest.raises(RuntimeFailed) as refused:
+        sleeper("1Gi", way)
+    assert "prune --assume-free" in refused.value.last_line
+    grab = first.exec(PYTHON, f"/opt/{GRAB.name}")
+    assert "total_bytes" not in grab.stdout
+    first.delete()
+    sleeper("16Gi", way)
+
+
+def test_nothing_lived(sleeper: Callable[..., Container], node: Node, way: str) -> None:
+    one = sleeper("16Gi", way)
+    one.kill()
+    one.wait()
+    unmounted(node)
+    sleeper("16Gi", way)
+
+
+def test_refresh_says_what_it_found(sleeper: Callable[..., Container], node: Node) -> None:
+    one = sleeper("1Gi", "runtime")
+    unmounted(node)
+    said = node.cli("refresh")
+    assert one.id in said.stdout
+    assert one.id not in node.cli("refresh").stdout
+    assert listed(node)[one.id]["state"] == "running"
+
+
+@pytest.fixture
+def stranger(container: MakeContainer, node: Node, tmp_path: Path) -> Iterator[Callable[[bytes], None]]:
+    """stranger(limits) -> a container that has something like a share mounted where ours have it."""
+    fake = tmp_path / "fake"
+
+    def start(limits: bytes) -> None:
+        fake.mkdir()
+        rootfs.run("mount", "-t", "tmpfs", node.state, fake)
+        share = fake / "containers" / "odd" / "share"
+        share.mkdir(parents=True)
+        (share / "limits").write_bytes(limits)
+        container(["sleep", "inf"], mounts=[Mount(share, "/usr/lib/gpushare")]).start()
+
+    yield start
+    rootfs.run("umount", "--lazy", fake)
+
+
+@pytest.mark.parametrize("source", ["", "plain"])
+def test_tenant_cannot_make_his_share_look_smaller(
+    container: MakeContainer, sleeper: Callable[..., Container], node: Node, source: str
+) -> None:
+    """With user namespaces even a container's init can mount over its share, in a mount namespace of its own."""
+    forge = "read id </go && mount -t tmpfs $1 /forged && mkdir -p /forged/containers/$id/share && "
+    forge += "cp /limits /forged/containers/$id/share/ && "
+    forge += "mount --bind /forged/containers/$id/share /usr/lib/gpushare && echo >/done && exec sleep inf"
+    command = ["unshare", "-Urm", "sh", "-c", forge, "sh", source or str(node.state)]
+    first = container(command, env={"GPUSHARE_MEMORY": "10Gi"}, runtime=node.runtime())
+    (first.rootfs / "forged").mkdir()
+    for name in ("go", "done"):
+        os.mkfifo(first.rootfs / name)
+    first.start()
+    (share,) = listed(node)[first.id]["shares"]
+    device = node.state / "containers" / first.id / "share" / "limits"
+    (limit,) = region.read_limits(device.read_bytes()).devices
+    real = device.read_bytes()
+    assert share["memory_limit_bytes"] == limit.memory_limit_bytes == 10 * GIB
+    forged = real.replace((10 * GIB).to_bytes(8, "little"), GIB.to_bytes(8, "little"))
+    (first.rootfs / "limits").write_bytes(forged)
+    (first.rootfs / "go").write_text(f"{first.id}\n")
+    (first.rootfs / "done").read_text()
+    unmounted(node)
+    node.cli("refresh")
+    assert first.id not in listed(node)  # its processes have left the real one behind, and nothing says what it has
+    following = sleeper("16Gi", "runtime")
+    assert listed(node).keys() == {following.id}
+
+
+def test_unreadable_limits_block_the_device(
+    sleeper: Callable[..., Container], stranger: Callable[[bytes], None], node: Node
+) -> None:
+    stranger(b"of another version")
+    node.cli("refresh")
+    with pytest.raises(RuntimeFailed) as refused:
+        sleeper("1Gi", "runtime")
+    assert "prune --assume-free" in refused.value.last_line
+    node.cli("prune", "--assume-free")
+    sleeper("16Gi", "runtime")

@@ -1,0 +1,336 @@
+"""What only podman has: images that speak through annotations, pods, lives of containers, its words for a refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.podman_host import GIB, OURS, TWO_GIB, refusal
+from tests.support import processes
+from tests.support.engines.base import SLEEP, Refused, Want
+from tests.support.engines.image import PROBE
+from tests.support.engines.podman import IMAGE, PAUSE, Podman
+from tests.support.judge import peak_bytes
+from tests.support.rootfs import run
+
+
+@pytest.fixture
+def build(podman: Podman, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """build(instructions, *options) -> the image made of ours by them, removed at the end."""
+    made: list[str] = []
+
+    def make(instructions: str = "", *options: str, tag: str = "") -> str:
+        made.append(tag or f"localhost/derived{len(made)}")
+        (tmp_path / "Containerfile").write_text(f"FROM {IMAGE}\n{instructions}\n")
+        podman.command("build", "--quiet", "--network=none", "--format=oci", *options, "-t", made[-1], str(tmp_path))
+        return made[-1]
+
+    yield make
+    if made:
+        podman.command("image", "rm", "--force", *made)
+
+
+@pytest.fixture
+def policy(podman: Podman) -> Iterator[Callable[..., None]]:
+    """policy(**keys of `policy` in the configuration), until the end of the test."""
+    before = podman.node.config.read_text()
+
+    def change(**keys: object) -> None:
+        podman.node.config.write_text(json.dumps({**json.loads(before), "policy": keys}))
+
+    yield change
+    podman.node.config.write_text(before)
+
+
+# Images
+
+
+def test_image_cannot_raise_its_own_limit(
+    podman: Podman, build: Callable[..., str], policy: Callable[..., None]
+) -> None:
+    """podman merges an image's annotations and environment into config.json: policy is the boundary, for both."""
+    for words in (("", "--annotation", "gpushare.io/memory=3Gi"), ("ENV GPUSHARE_MEMORY=3Gi",)):
+        image = build(*words)
+        assert podman.run(Want(), image=image).answer()["total_bytes"] == 3 * GIB
+        policy(max_memory="2Gi")
+        assert "3Gi" in refusal(podman, Want(SLEEP), image=image)
+        policy()
+
+
+def test_image_annotation_and_the_users_word(podman: Podman, build: Callable[..., str]) -> None:
+    image = build("", "--annotation", "gpushare.io/memory=3Gi")
+    mine = Want(annotations={"gpushare.io/memory": "1Gi"})
+    assert podman.run(mine, image=image).answer()["total_bytes"] == GIB  # podman lets the user's one win
+    said = refusal(podman, Want(SLEEP, TWO_GIB), image=image)
+    assert "2Gi" in said
+    assert "3Gi" in said
+
+
+def test_annotation_is_not_listened_to(podman: Podman, policy: Callable[..., None]) -> None:
+    policy(accept={"annotations": "never"})
+    assert "annotation" in refusal(podman, Want(SLEEP, annotations={"gpushare.io/memory": "1Gi"}))
+
+
+def test_image_claims_what_we_put_in(podman: Podman, build: Callable[..., str]) -> None:
+    """gpushare.io/applied would have mounts taken out, or a lease believed."""
+    claim = {"version": 1, "nonce": "", "leased": True, "mounts": [["/etc/hosts", ""]]}
+    image = build("", "--annotation", f"gpushare.io/applied={json.dumps(claim)}")
+    assert podman.run(Want(env=TWO_GIB), image=image).answer()["total_bytes"] == 2 * GIB
+    assert podman.run(Want(("ls", OURS)), image=image).code != 0
+
+
+def test_committed_and_run_again(podman: Podman) -> None:
+    """The image then has our mount points, our links and our entries in its cache of libraries."""
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        podman.command("commit", "--quiet", one.name, "localhost/again")
+    try:
+        assert (
+            podman.run(Want(env={"GPUSHARE_MEMORY": "3Gi"}), image="localhost/again").answer()["total_bytes"] == 3 * GIB
+        )
+        with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "4Gi"}), image="localhost/again") as one:
+            assert podman.node.leases() == [one.id]
+    finally:
+        podman.command("image", "rm", "--force", "localhost/again")
+
+
+# Pods
+
+
+def _pod(tmp_path: Path, annotations: dict[str, str], **memory: str) -> Path:
+    """A pod called `kube` with a container for each name."""
+    containers = [
+        {
+            "name": name,
+            "image": IMAGE,
+            "imagePullPolicy": "Never",
+            "command": ["/usr/bin/sleep", "inf"],
+            "env": [{"name": "GPUSHARE_MEMORY", "value": limit}],
+        }
+        for name, limit in memory.items()
+    ]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "kube", "annotations": annotations},
+        "spec": {"containers": containers},
+    }
+    (tmp_path / "pod.yaml").write_text(json.dumps(pod))
+    return tmp_path / "pod.yaml"
+
+
+@pytest.fixture
+def play(
+    podman: Podman, build: Callable[..., str], tmp_path: Path
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """play(annotations, name=limit, ...): `podman play kube` of that pod, which goes at the end."""
+    build('ENTRYPOINT ["/usr/bin/sleep", "inf"]', tag=PAUSE)
+
+    def go(annotations: dict[str, str], **memory: str) -> subprocess.CompletedProcess[str]:
+        done = podman.podman("play", "kube", "--network=none", str(_pod(tmp_path, annotations, **memory)))
+        return subprocess.CompletedProcess([], done.code, done.out, done.err)
+
+    yield go
+    podman.remove_pod("kube")
+
+
+def test_pod_of_two(podman: Podman, play: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = play({}, one="2Gi", two="3Gi")
+    assert done.returncode == 0, done.stderr
+    ids = [podman.inspect(f"kube-{name}")["Id"] for name in ("one", "two")]
+    assert podman.node.leases() == sorted(ids)  # the infra container has none
+    totals = [podman.podman("exec", f"kube-{name}", PROBE).answer()["total_bytes"] for name in ("one", "two")]
+    assert totals == [2 * GIB, 3 * GIB]
+
+
+def test_pod_that_names_containers_in_annotations(
+    podman: Podman, play: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """podman does not tell the runtime which container of the pod it starts: nobody's limit is guessed."""
+    done = play({"one.gpushare.io/memory": "2Gi"}, one="2Gi")
+    assert done.returncode != 0
+    assert podman.node.leases() == []
+    if podman.shows_reason:
+        assert "the engine does not say which container this is" in done.stderr
+
+
+# Lives
+
+
+def test_restart(podman: Podman) -> None:
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        before = one.pid
+        podman.command("restart", "--time", "0", one.name)
+        one.look()
+        assert one.pid != before
+        assert podman.node.leases() == [one.id]
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+
+
+def test_stopped_container_leaves_its_share_to_others(podman: Podman) -> None:
+    with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})) as one:
+        one.stop()
+        assert podman.node.leases() == []
+        with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})), pytest.raises(Refused):
+            one.restart()
+        one.restart()
+        assert one.exec(PROBE).answer()["total_bytes"] == 10 * GIB
+
+
+def test_pause(podman: Podman) -> None:
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        podman.command("pause", one.name)
+        assert podman.node.leases() == [one.id]
+        podman.command("unpause", one.name)
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+
+
+def test_podman_is_killed(podman: Podman) -> None:
+    """conmon and the container live on with their share; when the program ends, conmon has podman clean up."""
+    name = f"gpushare-{os.getpid()}-killed"
+    words = podman.options(Want(env=TWO_GIB), name)
+    command = podman.words("run", "--rm", *words, IMAGE, "sh", "-c", f"{PROBE}; exec sleep inf")
+    try:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=podman.environment()
+        ) as one:
+            assert one.stdout is not None
+            said = json.loads(one.stdout.readline())
+            one.kill()
+        found = podman.inspect(name)
+        assert found["State"]["Running"]
+        assert podman.node.leases() == [found["Id"]]
+        assert GIB < peak_bytes(podman.node.driver_root, said["pidns"]) <= 2 * GIB
+        os.kill(found["State"]["Pid"], signal.SIGKILL)
+        podman.wait_conmon(name)  # it ends after its podman has
+        assert podman.node.leases() == []
+        assert podman.podman("container", "exists", name).code == 1
+    finally:
+        podman.remove(name)
+
+
+def test_conmon_is_killed_too(podman: Podman) -> None:
+    """Nobody is left to clean up: a dead container's share goes to the next one."""
+    with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"})) as one:
+        for pid in podman.conmons(one.name):
+            processes.kill_and_reap(pid)
+        assert podman.node.leases() == [one.id]
+        assert "16Gi" in refusal(podman, Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"}))
+        os.kill(one.pid, signal.SIGKILL)
+        processes.wait_exit(one.pid, 10)
+        assert podman.run(Want(env={"GPUSHARE_MEMORY": "16Gi"})).answer()["total_bytes"] == 16 * GIB
+        run(podman.low_level, "delete", "--force", one.id)  # without a conmon podman forgets it without that
+    cgroups, top = Path("/sys/fs/cgroup"), os.stat("/sys/fs/cgroup").st_dev  # a plain file there is podman's own error
+    found = cgroups.glob(f"*/libpod_parent/*{one.id}*/cgroup.procs")
+    left = [path for path in (*found, *Path("/run").glob(f"[cr]*un*/{one.id}")) if path.stat().st_dev != top]
+    assert left == []
+
+
+def test_removed_by_force(podman: Podman) -> None:
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        podman.command("rm", "--force", "--time", "0", one.name)
+        podman.wait_conmon(one.name)
+        assert podman.node.leases() == []
+
+
+# Words
+
+
+def test_program_that_is_not_there(podman: Podman) -> None:
+    """Not our error: podman says it as ever. It runs no poststop hook of its directory then: the next start does that
+    work, and does not count what is dead."""
+    whole = {"GPUSHARE_MEMORY": "16Gi"}
+    result = podman.run(Want(("/usr/bin/nothing",), whole))
+    assert result.code == 127
+    assert "not found" in result.err or "no such file" in result.err
+    assert podman.run(Want(env=whole)).answer()["total_bytes"] == 16 * GIB
+
+
+def test_refusal_is_one_line(podman: Podman) -> None:
+    with pytest.raises(Refused) as refused:
+        podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "lots\nof it"}))
+    assert len(refused.value.result.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("asks", ["ENV GPUSHARE_MEMORY='$(touch made)'", "ENV GPUSHARE_MEMORY=1Gi", ""])
+def test_image_names_files_of_the_host_for_what_hooks_print(
+    podman: Podman, build: Callable[..., str], tmp_path: Path, asks: str
+) -> None:
+    """podman copies an image's annotations, and crun opens these files as root before any hook runs. With the hook
+    alone they stay empty; gpushare-runtime removes the annotations."""
+    files = [tmp_path / f"{name}.sh" for name in ("stdout", "stderr")]
+    options = [word for path in files for word in ("--annotation", f"run.oci.hooks.{path.stem}={path}")]
+    image = build(asks, *options)
+    if "touch" in asks:
+        with pytest.raises(Refused):
+            podman.start(Want(SLEEP), image=image)
+        kept = max((podman.node.state / "errors").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        assert '"\\x24(touch made)"' in podman.node.cli("inspect", kept.name).stdout
+    else:
+        podman.run(Want(("/bin/true",)), image=image)
+    made_by_crun = podman.low_level == "crun" and podman.way == "hook"
+    assert [path.read_bytes() for path in files if path.exists()] == ([b"", b""] if made_by_crun else [])
+
+
+@pytest.mark.parametrize("stages", [("createRuntime",), ("prestart", "createRuntime")], ids=" and ".join)
+def test_stages_of_the_hook(podman: Podman, stages: tuple[str, ...]) -> None:
+    """Whatever stage the administrator chose, also both: one share."""
+    if podman.way != "hook":
+        return
+    before = {path: path.read_text() for path in podman.hooks_dir.iterdir()}
+    for path in before:
+        path.unlink()
+    try:
+        podman.hooks(*stages)
+        with podman.start(Want(SLEEP, TWO_GIB)) as one:
+            assert podman.node.leases() == [one.id]
+            assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+            points = [line.split()[4] for line in Path(f"/proc/{one.pid}/mountinfo").read_text().splitlines()]
+            assert points.count("/usr/lib/gpushare") == 1
+    finally:
+        for path in podman.hooks_dir.iterdir():
+            path.unlink()
+        for path, text in before.items():
+            path.write_text(text)
+
+
+def test_hook_beside_the_runtime(podman: Podman) -> None:
+    """Both are installed, as `runtime configure podman` does it: one share, and poststop twice."""
+    if podman.way != "runtime":
+        return
+    try:
+        podman.hooks("prestart")
+        with podman.start(Want(SLEEP, TWO_GIB)) as one:
+            assert podman.node.leases() == [one.id]
+            assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+        assert '"lots"' in refusal(podman, Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}))
+    finally:
+        for path in podman.hooks_dir.iterdir():
+            path.unlink()
+
+
+def test_checkpoint_reaches_the_low_level_runtime(podman: Podman, tmp_path: Path) -> None:
+    """podman itself gives up without criu, so the runtime is asked as podman would ask it."""
+    if podman.way != "runtime":
+        return
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        root = next(path for path in (Path("/run/runc"), Path("/run/crun")) if (path / one.id).exists())
+        words = [*podman.node.runtime(), "--root", str(root)]
+        done = subprocess.run(
+            [*words, "checkpoint", "--image-path", str(tmp_path), one.id], capture_output=True, text=True
+        )
+        assert done.returncode != 0
+        assert "gpushare" not in done.stderr
+        bundle = podman.inspect(one.name)["OCIConfigPath"].rpartition("/")[0]
+        done = subprocess.run(
+            [*words, "restore", "--image-path", str(tmp_path), "--bundle", bundle, "again"],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode != 0
+        assert "cannot be restored from a checkpoint" in done.stderr

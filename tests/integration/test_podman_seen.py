@@ -1,0 +1,200 @@
+"""What a container of podman's may see: devices past us, privileges, user namespaces, volumes; and devices of CDI."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.nvidia_cdi import cdi as nvidia_cdi
+from tests.integration.nvidia_cdi import with_simulated_nodes
+from tests.integration.podman_host import GIB, OURS, TWO_GIB, refusal
+from tests.support.engines.base import SLEEP, Want
+from tests.support.engines.image import PROBE
+from tests.support.engines.podman import Podman
+from tests.support.launcher import require_no_python
+from tests.support.rootfs import run
+
+
+@pytest.fixture
+def gpus_in_dev(tmp_path: Path) -> Iterator[Path]:
+    """A /dev as on a host with two GPUs, which is what podman looks at; nobody is behind those device numbers."""
+    copy = tmp_path / "dev"
+    copy.mkdir()
+    run("mount", "-t", "tmpfs", "gpushare-test", copy)
+    for name in ("null", "zero", "full", "random", "urandom", "tty", "fuse", "ptmx", "fd", "stdin", "stdout", "stderr"):
+        run("cp", "-a", Path("/dev", name), copy)
+    for name in ("pts", "shm"):
+        (copy / name).mkdir()
+        run("mount", "--bind", Path("/dev", name), copy / name)
+    for name, minor in (
+        ("nvidia0", 0),
+        ("nvidia1", 1),
+        ("nvidiactl", 255),
+        ("nvidia-uvm", 250),
+        ("nvidia-uvm-tools", 251),
+    ):
+        os.mknod(copy / name, 0o20666, os.makedev(195, minor))
+    run("mount", "--rbind", copy, "/dev")
+    yield Path("/dev")
+    run("umount", "--lazy", "/dev")
+    run("umount", "--lazy", copy)
+
+
+# What a container may see
+
+
+def test_privileged(podman: Podman, gpus_in_dev: Path) -> None:
+    """podman gives it every device of the host; a hook cannot take them away."""
+    want = Want(("ls", "/dev"), TWO_GIB)
+    if podman.way == "hook":
+        said = refusal(podman, want, "--privileged")
+        assert "/dev/nvidia" in said
+        assert "gpushare-runtime" in said
+        return
+    seen = podman.run(want, 60, "--privileged").out.split()
+    assert {"nvidia0", "nvidiactl"} <= set(seen)
+    assert "nvidia1" not in seen
+    assert podman.run(Want(env=TWO_GIB), 60, "--privileged").answer()["total_bytes"] == 2 * GIB
+
+
+def test_device_of_the_host(podman: Podman, gpus_in_dev: Path) -> None:
+    """A GPU beside the share, past us."""
+    want = Want(("ls", "/dev"), {**TWO_GIB, "GPUSHARE_DEVICES": "0"})
+    if podman.way == "hook":
+        assert "/dev/nvidia1" in refusal(podman, want, "--device", "/dev/nvidia1")
+    else:
+        seen = podman.run(want, 60, "--device", "/dev/nvidia1").out.split()
+        assert "nvidia0" in seen
+        assert "nvidia1" not in seen
+    assert podman.run(Want(env=TWO_GIB), 60, "--device", "/dev/null:/dev/other").answer()["total_bytes"] == 2 * GIB
+
+
+def test_dev_of_the_host_as_a_volume(podman: Podman, gpus_in_dev: Path) -> None:
+    """The nodes are there, so ours stand over them; the other GPU is in sight, and cannot be opened."""
+    granted = [node for node in gpus_in_dev.glob("nvidia*") if node.name != "nvidia1"]
+    for node in granted:  # as the simulated driver's are
+        node.unlink()
+        node.touch()
+    both = Want(("sh", "-c", f"{PROBE}; cat /dev/nvidia1"), TWO_GIB)
+    result = podman.run(both, 60, "--volume", "/dev:/dev")
+    assert result.answer()["total_bytes"] == 2 * GIB
+    assert "Operation not permitted" in result.err
+    assert [node.stat().st_size for node in granted] == [0] * len(granted)
+
+
+def test_dev_of_the_host_without_gpus_stays_as_it_is(podman: Podman, gpus_in_dev: Path) -> None:
+    for node in gpus_in_dev.glob("nvidia*"):
+        node.unlink()
+    assert "/dev/nvidia0" in refusal(podman, Want(SLEEP, TWO_GIB), "--volume", "/dev:/dev")
+    assert list(gpus_in_dev.glob("nvidia*")) == []
+
+
+def test_user_namespaces(podman: Podman, tmp_path: Path) -> None:
+    ranges = tmp_path / "subid"
+    ranges.write_text("containers:300000:100000\n")
+    for name in ("/etc/subuid", "/etc/subgid"):
+        run("mount", "--bind", ranges, name)
+    try:
+        for words in (("--userns=auto",), ("--uidmap=0:300000:5000", "--gidmap=0:300000:5000")):
+            with podman.start(Want(SLEEP, TWO_GIB), *words) as one:
+                (mapped,) = Path(f"/proc/{one.pid}/uid_map").read_text().splitlines()
+                assert mapped.split()[:2] == ["0", "300000"]
+                answer = one.exec(PROBE).answer()
+                assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
+                assert one.exec("sh", "-c", f"echo > {OURS}").code != 0
+    finally:
+        for name in ("/etc/subuid", "/etc/subgid"):
+            run("umount", name)
+
+
+def test_two_containers_with_one_volume(podman: Podman) -> None:
+    """Neither sees the other's limit."""
+    three = Want(SLEEP, {"GPUSHARE_MEMORY": "3Gi"})
+    with (
+        podman.start(Want(SLEEP, TWO_GIB), "--volume", "shared:/opt") as one,
+        podman.start(three, "--volumes-from", one.name) as two,
+    ):
+        totals = [container.exec(PROBE).answer()["total_bytes"] for container in (one, two)]
+    assert totals == [2 * GIB, 3 * GIB]
+    podman.command("volume", "rm", "--force", "shared")
+
+
+# CDI
+
+
+@pytest.fixture
+def etc_cdi() -> Iterator[Path]:
+    """Where podman looks for devices of CDI, empty."""
+    place = Path("/etc/cdi")
+    made = place.exists()
+    place.mkdir(exist_ok=True)
+    run("mount", "-t", "tmpfs", "gpushare-test", place)
+    try:
+        yield place
+    finally:
+        run("umount", place)
+        if not made:
+            place.rmdir()
+
+
+@pytest.fixture
+def cdi(podman: Podman, tmp_path: Path, etc_cdi: Path) -> Iterator[Path]:
+    """What `gpushare cdi generate` writes, where podman looks; and nobody has told podman of our hooks."""
+    aside = tmp_path / "hooks"
+    aside.mkdir()
+    for path in podman.hooks_dir.iterdir():
+        path.rename(aside / path.name)
+    try:
+        done = podman.node.cli("cdi", "generate", "--output", "/etc/cdi/gpushare.yaml")
+        assert (done.returncode, done.stdout) == (0, "create /etc/cdi/gpushare.yaml\n"), done.stderr
+        yield etc_cdi / "gpushare.yaml"
+    finally:
+        for path in aside.iterdir():
+            path.rename(podman.hooks_dir / path.name)
+
+
+def test_device_of_cdi(podman: Podman, cdi: Path) -> None:
+    """With the file alone podman gives a share, which ends with the container; with our runtime, too, there is one."""
+    (gpu,) = json.loads(podman.node.cli("devices", "--format", "json").stdout)
+    for name in ("any", gpu["uuid"]):
+        with podman.start(Want(SLEEP, TWO_GIB), "--device", f"gpushare.io/share={name}") as one:
+            assert podman.node.leases() == [one.id]
+            answer = one.exec(PROBE).answer()
+            assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
+        assert podman.node.leases() == []
+    if podman.way == "hook":
+        assert podman.run(Want(("ls", OURS), TWO_GIB)).code != 0, "without the device nobody looks at the container"
+    assert "which CDI has set" in refusal(
+        podman, Want(SLEEP, {"GPUSHARE_DEVICES": "0"}), "--device", "gpushare.io/share=any"
+    )
+    done = podman.run(Want(), 60, "--device", "gpushare.io/share=GPU-00000000-dead-0000-0000-000000000000")
+    assert done.code != 0 and "unresolvable CDI devices" in done.err
+
+
+def test_device_of_nvidia_s_own_cdi(podman: Podman, etc_cdi: Path) -> None:
+    """Injected by podman itself, libcuda and hooks and all: enforced by the runtime, refused where only the hook is."""
+    root = podman.node.driver_root
+    described = with_simulated_nodes(nvidia_cdi(root), root)
+    described["devices"] = described["devices"][:1]  # this host has one GPU
+    (etc_cdi / "nvidia.json").write_text(json.dumps(described))
+    words = ("--device", "nvidia.com/gpu=0")
+    if podman.way == "hook":
+        said = refusal(podman, Want(SLEEP, TWO_GIB), *words)
+        assert 'already has an NVIDIA createContainer hook "/usr/bin/nvidia-cdi-hook"' in said
+        return
+    with podman.start(Want(SLEEP, TWO_GIB), *words) as one:
+        answer = one.exec(PROBE).answer()
+        assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
+        assert podman.node.leases() == [one.id]
+    with podman.start(Want(SLEEP), *words):  # nobody said how much, so it is the whole device
+        assert "held by" in refusal(podman, Want(SLEEP, TWO_GIB))
+
+
+def test_podmans_own_device_rules_do_not_start_python(podman: Podman, tmp_path: Path) -> None:
+    with podman.start(Want(SLEEP)) as one:
+        path = Path(podman.inspect(one.name)["OCIConfigPath"])
+        require_no_python(tmp_path / "installed", json.loads(path.read_text()))

@@ -1,0 +1,126 @@
+"""Podman of an ordinary user: his containers have their limits, and he is told what that is worth."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from simulator.simhost import make_simhost
+from tests.integration import engines
+from tests.support.engines import rootless
+from tests.support.engines.base import SLEEP, Refused, Want
+from tests.support.engines.image import PROBE, make_root
+from tests.support.engines.rootless import RootlessPodman
+from tests.support.host import BUILD, Node
+from tests.support.judge import peak_bytes
+from tests.support.rootfs import run
+
+GIB = 1 << 30
+TWO_GIB = {"GPUSHARE_MEMORY": "2Gi"}
+ROWS = [("runc", "hook"), ("crun", "runtime")]
+
+
+@pytest.fixture(scope="module")
+def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("image") / "root")
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=", ".join)
+def _made(request: pytest.FixtureRequest, image_root: Path) -> Iterator[RootlessPodman]:
+    low_level, way = request.param
+    unified = Path("/sys/fs/cgroup/unified")
+    hybrid = low_level == "crun" and os.path.ismount(unified)
+    if hybrid:  # crun refuses a host with cgroup v1 and v2 at once
+        run("umount", unified)
+    directory = Path(tempfile.mkdtemp(prefix="gs-"))
+    directory.chmod(0o755)
+    try:
+        with rootless.user(directory / "user") as home:
+            driver = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB)
+            node = Node(directory / "node", driver, runtime=engines.runtime_path(low_level))
+            made = RootlessPodman(node, home, image_root, low_level, way)
+            try:
+                yield made
+            finally:
+                made.close()
+    finally:
+        run("rm", "-rf", directory)
+        if hybrid:
+            run("mount", "-t", "cgroup2", "none", unified)
+
+
+@pytest.fixture
+def podman(_made: RootlessPodman) -> Iterator[RootlessPodman]:
+    yield _made
+    assert _made.node.leases() == [], "a lease was left behind"
+
+
+def gpushare(podman: RootlessPodman, *args: str) -> subprocess.CompletedProcess[str]:
+    """The user's own `gpushare`."""
+    words = [*rootless.as_user(), str(BUILD / "bin" / "gpushare"), "--config", str(podman.node.config), *args]
+    return subprocess.run(words, capture_output=True, text=True, env=podman.environment(), timeout=60)
+
+
+def test_limit_is_seen_reached_and_kept(podman: RootlessPodman) -> None:
+    answer = podman.run(Want(env=TWO_GIB)).answer()
+    assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
+    assert GIB < peak_bytes(podman.node.driver_root, answer["pidns"]) <= 2 * GIB
+
+
+def test_he_is_told_what_that_is_worth(podman: RootlessPodman) -> None:
+    """By the first line of the container's log, where its runtime's words go (a hook's go nowhere), and by doctor.
+    Nobody is told who asks for nothing."""
+    told = "rootless, so cooperative only: no device cgroup, and what other users hold is not counted"
+    for env, expected in ((TWO_GIB, f"gpushare: {told}\n" if podman.way == "runtime" else ""), ({}, "")):
+        with podman.start(Want(SLEEP, env)) as one:
+            one.stop()  # then all of it has been written
+            assert podman.podman("logs", one.name).err == expected
+    checks = json.loads(gpushare(podman, "doctor", "--format", "json").stdout)["checks"]
+    assert [row["detail"] for row in checks if row["name"] == "rights"] == [told]
+
+
+def test_state_is_the_users_own(podman: RootlessPodman) -> None:
+    """In his runtime directory, in sight of his own programs outside podman's namespaces."""
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+        assert one.exec("sh", "-c", "echo > /usr/lib/gpushare/limits").code != 0
+        assert podman.node.leases() == [one.id]
+        assert (rootless.STATE / "containers").stat().st_uid == rootless.UID
+        listed = gpushare(podman, "list")
+        assert one.id[:12] in listed.stdout, listed.stderr
+        assert not Path("/run/gpushare").exists()
+
+
+def test_his_own_containers_share_what_there_is(podman: RootlessPodman) -> None:
+    with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})):
+        with pytest.raises(Refused) as refused:
+            podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "7Gi"}))
+        assert "7Gi" in refused.value.result.err
+    assert podman.run(Want(env={"GPUSHARE_MEMORY": "16Gi"})).answer()["total_bytes"] == 16 * GIB
+
+
+def test_refusal_is_shown(podman: RootlessPodman) -> None:
+    with pytest.raises(Refused) as refused:
+        podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}))
+    assert "lots" in refused.value.result.err
+    assert any("lots" in kept.read_text() for kept in (rootless.STATE / "errors").iterdir())
+
+
+def test_user_of_the_container(podman: RootlessPodman) -> None:
+    answer = podman.run(Want(env=TWO_GIB, user="1000:1000")).answer()
+    assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
+
+
+def test_stopped_and_started_again(podman: RootlessPodman) -> None:
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        one.stop()
+        one.restart()
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+        assert podman.node.leases() == [one.id]
+    assert podman.run(Want(("ls", "/usr/lib/gpushare"))).code != 0

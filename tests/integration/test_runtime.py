@@ -1,0 +1,317 @@
+"""gpushare-runtime in front of a real runc: what it changes in a bundle, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare.state import leases
+from gpushare.system import procs
+
+from tests.integration.edited import APPLIED, config_of, injected
+from tests.support.host import PYTHON, SHIM, Node, python_mounts
+from tests.support.runc import Container, RuntimeFailed
+from tests.support.spec import Mount
+
+MakeContainer = Callable[..., Container]
+ALL = {"GPUSHARE_MEMORY": "16Gi"}  # the whole device: starts only when nothing else is granted
+ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
+
+
+# One container, from beginning to end
+
+
+def test_lease_lives_as_long_as_the_container(container: MakeContainer, node: Node) -> None:
+    one = container(["sleep", "inf"], env=ALL, runtime=node.runtime())
+    one.create()
+    lease, init = leases.find(str(node.state), one.id), procs.find(one.pid)
+    assert lease is not None and init is not None
+    assert (lease.state, lease.init_pid, lease.init_start, lease.bundle) == ("held", *init[:2], str(one.bundle))
+    assert lease.cgroup == f"/{one.id}" == procs.cgroup_of(one.pid)
+    refused = container(["true"], env=ONE_GIB, runtime=node.runtime())
+    with pytest.raises(RuntimeFailed, match=one.id):
+        refused.create()
+    one.start()
+    one.kill()
+    one.wait()
+    one.delete()
+    assert node.leases() == []
+    assert not [
+        line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f"{node.state}/containers/" in line
+    ]
+    assert refused.run() == 0
+
+
+def test_run_in_the_foreground(container: MakeContainer, node: Node) -> None:
+    one = container(["sh", "-c", "test -e /dev/nvidia0 && test -s /usr/lib/gpushare/limits && exit 7"], env=ALL)
+    words = [*node.runtime(), "--root", str(one.bundle / "runtime"), "run", "-b", str(one.bundle), one.id]
+    assert subprocess.run(words, stdin=subprocess.DEVNULL).returncode == 7
+    assert node.leases() == []
+
+
+def test_run_that_keeps_the_container_keeps_no_memory(container: MakeContainer, node: Node) -> None:
+    """runc calls no poststop hook then: what its program held goes to the next start, or with the delete."""
+    one = container(["sh", "-c", "exit 7"], env=ALL)
+    words = [*node.runtime(), "--root", str(one.bundle / "runtime")]
+    command = [*words, "run", "--keep", "--bundle", str(one.bundle), one.id]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 7
+    assert node.leases() == [one.id]
+    other = container(["true"], env=ALL, runtime=node.runtime())
+    assert other.run() == 0, other.stderr
+    other.delete()
+    assert subprocess.run([*words, "delete", one.id]).returncode == 0
+    assert node.leases() == []
+
+
+def test_delete_releases_without_poststop(container: MakeContainer, node: Node) -> None:
+    """As with crun after a failed create, or an engine's own copy of config.json."""
+    one = container(["sleep", "inf"], env=ALL, runtime=node.runtime())
+    one.start()
+    state = one.bundle / "runtime" / one.id / "state.json"
+    content = json.loads(state.read_text())
+    content["config"]["Hooks"]["poststop"] = []
+    state.write_text(json.dumps(content))
+    one.delete()
+    assert node.leases() == []
+
+
+def test_delete_that_fails_keeps_a_living_container_s_lease(container: MakeContainer, node: Node) -> None:
+    one = container(["sleep", "inf"], env=ALL, runtime=node.runtime()).start()
+    with pytest.raises(RuntimeFailed, match="not stopped"):
+        one.command("delete", one.id)
+    assert node.leases() == [one.id]
+    assert one.exec("test", "-s", "/usr/lib/gpushare/rw/usage").returncode == 0
+
+
+def test_driver_files_without_a_gpu(container: MakeContainer, node: Node) -> None:
+    one = container(
+        ["sh", "-c", "nvidia-smi --version; ls /dev/nvidia* /usr/lib/gpushare; ldconfig -p | grep libcuda.so.1"],
+        env={"NVIDIA_VISIBLE_DEVICES": "none"},
+        runtime=node.runtime(),
+    )
+    assert one.run() == 0, one.stderr
+    assert "/dev/nvidia" not in one.stdout and "libcuda.so.1" in one.stdout
+    assert node.leases() == []
+
+
+def test_same_view_as_by_the_hook(container: MakeContainer, node: Node) -> None:
+    """Files, modes, links, mounts and the loader's cache: what a program can find out about us is the same."""
+    look = (
+        "find /dev/nvidia* /usr/lib/gpushare /usr/lib/*/libcuda* /usr/lib/*/libnvidia* -printf '%p %y %m %l\\n' | sort;"
+        "ldconfig -p | grep -E 'cuda|nvidia' | sort;"
+        "grep -E 'nvidia|cuda|gpushare' /proc/self/mounts | sed 's/size=[^,]*,//' | sort"
+    )
+    seen = []
+    for way in ("hook", "runtime"):
+        one = container(["sh", "-c", look], env=ONE_GIB, **node.way(way))
+        assert one.run() == 0, one.stderr
+        seen.append(one.stdout.replace(one.id, "ID").splitlines())
+        one.delete()
+    assert seen[0] == seen[1]
+    assert len(seen[0]) > 40
+
+
+# config.json
+
+
+def test_container_that_asks_for_nothing_is_not_touched(container: MakeContainer, node: Node) -> None:
+    one = container(["true"], runtime=node.runtime())
+    before = (one.bundle / "config.json").stat()
+    assert one.run() == 0
+    after = (one.bundle / "config.json").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_edit_is_idempotent_and_can_be_taken_back(container: MakeContainer, node: Node) -> None:
+    def unusual(spec: dict[str, Any]) -> None:
+        spec["vendorField"] = {"kept": [1, None, "\u00e9\U0001f600"]}
+        spec["linux"]["devices"] = None
+        spec["hooks"] = {"createRuntime": [{"path": "/bin/true"}], "startContainer": []}
+        del spec["annotations"]
+
+    one = container(["true"], env=ONE_GIB, runtime=node.runtime(), edit=unusual)
+    path = one.bundle / "config.json"
+    path.chmod(0o640)
+    assert one.run() == 0, one.stderr
+    first = config_of(one)
+    one.delete()
+    one.pid, one.exit_code = 0, None
+    assert one.run() == 0
+    second = config_of(one)
+    nonce = json.loads(first["annotations"][APPLIED])["nonce"]
+    again = json.loads(second["annotations"][APPLIED])["nonce"]
+    assert json.loads(json.dumps(second).replace(again, nonce)) == first
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [p.name for p in one.bundle.iterdir() if "gpushare" in p.name] == []
+    restored = node.cli("explain", str(one.bundle), "--restore")
+    assert (restored.returncode, config_of(one)) == (0, one.spec)
+    assert "nothing of gpushare" in node.cli("explain", str(one.bundle), "--restore").stdout
+
+
+def test_edit_goes_when_the_request_goes(container: MakeContainer, node: Node) -> None:
+    one = container(["sh", "-c", "! test -e /usr/lib/gpushare"], env=ONE_GIB, runtime=node.runtime())
+    one.create()
+    one.delete()
+    spec = config_of(one)
+    spec["process"]["env"] = [line for line in spec["process"]["env"] if "GPUSHARE" not in line]
+    (one.bundle / "config.json").write_text(json.dumps(spec))
+    one.pid = 0
+    one.create()
+    assert APPLIED not in config_of(one)["annotations"] and config_of(one)["mounts"] == one.spec["mounts"]
+
+
+def test_forged_record_is_not_believed(container: MakeContainer, node: Node) -> None:
+    """An image's or a pod's annotation must not add mounts, nor take the engine's own out."""
+    record = {
+        "version": 1, "nonce": "0" * 32, "mounts": [["/proc", "proc"]], "devices": [], "rules": [], "annotations": [],
+        "made": {}, "leased": True, "removed": [["mounts", 0, {"destination": "/host", "source": "/"}]], "ops": [],
+    }  # fmt: skip
+    for env in ({}, ONE_GIB):
+        one = container(["sh", "-c", "test -e /proc/self && ! test -e /host"], env=env, runtime=node.runtime())
+        one.spec["annotations"][APPLIED] = json.dumps(record)
+        (one.bundle / "config.json").write_text(json.dumps(one.spec))
+        assert one.run() == 0, one.stderr
+        assert config_of(one)["annotations"].get(APPLIED) != json.dumps(record)
+        one.delete()
+
+
+def test_access_stands_in_the_spec(
+    container: MakeContainer, make_host: Callable[..., Path], make_node: Callable[..., Node]
+) -> None:
+    """With nodes that are character devices (of another driver root), access is in linux.resources.devices."""
+    root = make_host("real", gpus=1, memory_bytes=16 << 30)
+    node = make_node(root)
+    (root / ".gpushare-sim").unlink()
+    for name, minor in (("nvidia0", 0), ("nvidiactl", 255)):
+        (root / "dev" / name).unlink()
+        os.mknod(root / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(195, minor))
+    one = container(["sleep", "inf"], env={"NVIDIA_VISIBLE_DEVICES": "0"}, runtime=node.runtime())
+    one.create()
+    rules = [rule for rule in config_of(one)["linux"]["resources"]["devices"] if rule.get("major") == 195]
+    assert [(rule["minor"], rule["access"]) for rule in rules] == [(0, "rw"), (255, "rw")]
+    one.start()
+    assert one.exec("test", "-c", "/dev/nvidia0").returncode == 0
+    other = one.exec("sh", "-c", "mknod /dev/other c 195 1 && : </dev/other")  # its capabilities allow the first half
+    assert other.returncode != 0 and "Operation not permitted" in other.stderr
+
+
+# The container's own mounts
+
+
+def volume(tmp_path: Path, *files: str) -> Path:
+    directory = tmp_path / "volume"
+    directory.mkdir()
+    for name in files:
+        (directory / name).write_text("")
+    return directory
+
+
+def test_target_in_a_volume_is_refused_and_both_are_named(
+    container: MakeContainer, node: Node, tmp_path: Path, way: str
+) -> None:
+    host = volume(tmp_path)
+    one = container(["true"], env=ONE_GIB, mounts=[Mount(host, "/usr/bin", ("rw",))], **node.way(way))
+    with pytest.raises(RuntimeFailed) as failed:
+        one.create()
+    said = failed.value.last_line.replace("\\", "")  # runc quotes what a hook said
+    assert '"/usr/bin/nvidia-' in said and 'volume at "/usr/bin"' in said
+    assert list(host.iterdir()) == []
+    assert node.leases() == []
+
+
+def test_volume_over_our_own_directory(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
+    host = volume(tmp_path, "limits")
+    mounts = [*python_mounts(), Mount(host, "/usr/lib/gpushare", ("rw",))]
+    one = container(["test", "-s", "/usr/lib/gpushare/limits"], env=ONE_GIB, mounts=mounts, **node.way(way))
+    assert one.run() == 0, one.stderr
+    assert [path.stat().st_size for path in host.iterdir()] == [0]
+
+
+def test_library_in_a_volume_is_covered(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
+    """A libcuda that LD_LIBRARY_PATH leads to, on a mount whose mount point is not even in the image."""
+    host = volume(tmp_path)
+    (host / "libcuda.so.1").write_bytes(
+        (node.driver_root / "usr/lib/x86_64-linux-gnu/libcuda.so.535.261.03").read_bytes()
+    )
+    program = "import ctypes; ctypes.CDLL('libcuda.so.1'); print(open('/proc/self/maps').read())"
+    one = container(
+        [PYTHON, "-c", program],
+        env={**ONE_GIB, "LD_LIBRARY_PATH": "/vendor/lib"},
+        mounts=[*python_mounts(), Mount(host, "/vendor/lib")],
+        **node.way(way),
+    )
+    assert one.run() == 0, one.stderr
+    shim = (SHIM / "libcuda.so").stat()
+    loaded = [line.split() for line in one.stdout.splitlines() if line.endswith("/vendor/lib/libcuda.so.1")]
+    assert loaded and all(int(words[4]) == shim.st_ino for words in loaded)
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "/root/x", "../../../../etc/passwd"])
+def test_link_out_of_the_library_directories_is_refused(
+    container: MakeContainer, node: Node, target: str, way: str
+) -> None:
+    one = container(["true"], env=ONE_GIB, **node.way(way))
+    link = one.rootfs / "usr/lib/x86_64-linux-gnu/libcuda.so.535.261.03"
+    link.symlink_to(target)
+    (one.rootfs / "root" / "x").write_text("")
+    with pytest.raises(RuntimeFailed, match="is not in a library directory"):
+        one.create()
+    assert node.leases() == []
+
+
+# Requests that are half served
+
+TOTAL = "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0)).total)"
+
+
+def test_injected_devices_are_a_request(container: MakeContainer, node: Node) -> None:
+    env = {"NVIDIA_VISIBLE_DEVICES": "void", "GPUSHARE_MEMORY": "2Gi"}
+    program = [PYTHON, "-c", TOTAL]
+    one = container(program, env=env, mounts=python_mounts(), runtime=node.runtime(), edit=injected(node))
+    assert one.run() == 0, one.stderr
+    assert one.stdout.strip() == str(2 << 30)
+    spec = config_of(one)
+    assert not any("nvidia" in hook["path"] for hooks in spec["hooks"].values() for hook in hooks)
+    (taken,) = [line["taken_out"] for line in node.decisions() if line["decision"] == "granted"]
+    for what in ("/usr/bin/nvidia-cdi-hook", "/usr/bin/nvidia-container-runtime-hook", "/dev/nvidia0", "libcuda.so"):
+        assert what in taken
+    one.delete()
+    assert node.cli("explain", str(one.bundle), "--restore").returncode == 0
+    assert config_of(one) == one.spec
+
+
+def test_injected_devices_alone_take_the_whole_device(container: MakeContainer, node: Node) -> None:
+    one = container(["sleep", "inf"], runtime=node.runtime(), edit=injected(node)).start()
+    assert json.loads(node.cli("list", "--format", "json").stdout)[0]["id"] == one.id
+    with pytest.raises(RuntimeFailed, match=one.id):
+        container(["true"], env=ONE_GIB, runtime=node.runtime()).create()
+
+
+def test_hook_only_refuses_and_names_the_conflict(container: MakeContainer, node: Node) -> None:
+    def both(spec: dict[str, Any]) -> None:
+        ours = copy.deepcopy(spec["hooks"])
+        injected(node)(spec)
+        spec["hooks"]["prestart"] = ours["prestart"]
+
+    one = container(["true"], env=ONE_GIB, hook=node.hook(), edit=both)
+    with pytest.raises(RuntimeFailed) as failed:  # ours comes first: that other hook is not even on this host
+        one.create()
+    message = failed.value.message.replace('\\"', '"')
+    assert 'config.json already has an NVIDIA createContainer hook "/usr/bin/nvidia-cdi-hook"' in message
+    assert node.leases() == []
+
+
+def test_our_own_hook_in_the_spec_does_not_run_twice(container: MakeContainer, node: Node) -> None:
+    """containerd's base_runtime_spec with our hook, under gpushare-runtime."""
+    one = container(["true"], env=ALL, hook=node.hook(), runtime=node.runtime())
+    assert one.run() == 0, one.stderr
+    assert node.leases() == [one.id]
+    one.delete()
+    assert node.leases() == []

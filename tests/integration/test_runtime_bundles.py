@@ -1,0 +1,94 @@
+"""Which bundle gpushare-runtime reads: the one that the low-level runtime then starts, however the line names it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.host import Node
+from tests.support.runc import Container, RuntimeFailed
+
+MakeContainer = Callable[..., Container]
+MakeNode = Callable[..., Node]
+SHARE = {"GPUSHARE_MEMORY": "1Gi"}
+RUNTIMES = {"runc": "/usr/sbin/runc", "crun": "/usr/bin/crun"}
+LOOK = ["sh", "-c", "test ! -e /usr/lib/gpushare/limits || exit 7"]
+
+pytestmark = pytest.mark.usefixtures("no_hybrid_cgroups")
+
+
+def run(one: Container, *words: str, cwd: Path) -> tuple[int, str]:
+    """`gpushare-runtime run` in the directory `cwd`, where a shell would have come by that very path."""
+    environment = {**os.environ, "PWD": str(cwd)}
+    done = subprocess.run(
+        [*one._runtime, "run", *words, one.id],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("words", [["--bundle", "link"], ["--bundle", "disk/.."], []], ids=" ".join)
+def test_bundle_behind_a_link(
+    container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, runtime: str, words: list[str]
+) -> None:
+    """The runtime's hooks are told its real path, by runc also what PWD says."""
+    node = make_node(simhost, runtime={"path": RUNTIMES[runtime]})
+    one = container(LOOK, env=SHARE, runtime=node.runtime())
+    (tmp_path / "link").symlink_to(one.bundle)
+    (tmp_path / "disk").symlink_to(one.bundle / "disk")
+    assert run(one, *words, cwd=tmp_path if words else tmp_path / "link") == (7, "")
+    assert node.leases() == []
+
+
+@pytest.mark.parametrize("first", ["--bundle", "-b"])
+def test_last_bundle_of_the_line_counts_for_crun(
+    container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, first: str
+) -> None:
+    node = make_node(simhost, runtime={"path": RUNTIMES["crun"]})
+    one, other = container(LOOK, env=SHARE, runtime=node.runtime()), container(LOOK)
+    last = {"--bundle": "-b", "-b": "--bundle"}[first]
+    assert run(one, first, str(other.bundle), last, str(one.bundle), cwd=tmp_path) == (7, "")
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_config_of_another_name_is_not_of_the_bundle(
+    container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, absolute: bool
+) -> None:
+    """crun's --config: a path from where crun is called, and what is in it from the bundle on."""
+    node = make_node(simhost, runtime={"path": RUNTIMES["crun"]})
+    one, other = container(LOOK, env=SHARE, runtime=node.runtime()), container(LOOK)
+    shutil.move(one.bundle / "config.json", tmp_path / "asks.json")
+    for name in ("config.json", "asks.json"):
+        shutil.copy(other.bundle / "config.json", one.bundle / name)
+    name = str(tmp_path / "asks.json") if absolute else "asks.json"
+    assert run(one, "--config", name, "--bundle", str(one.bundle), cwd=tmp_path) == (7, "")
+    assert node.leases() == []
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_share_of_another_start_of_the_bundle_is_refused(
+    container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, runtime: str
+) -> None:
+    """Between its edit and the low-level runtime's look at config.json another start edits it."""
+    low = tmp_path / "low"
+    node = make_node(simhost, runtime={"path": str(low)})
+    one = container(LOOK, env=SHARE, runtime=node.runtime())
+    other = f"{one.id}-other"
+    begin = " ".join([*one._runtime, "create", "--bundle", str(one.bundle), other])
+    cases = f'case "$*" in *create*{other}|*delete*) ;; *create*) {begin} ;; esac'
+    low.write_text(f'#!/bin/sh\n{cases}\nexec {RUNTIMES[runtime]} "$@"\n')
+    low.chmod(0o755)
+    try:
+        with pytest.raises(RuntimeFailed) as failed:
+            one.create()
+        message = failed.value.message
+        assert "config.json was written for another container while" in message and one.id in message
+        assert other in node.leases()
+    finally:
+        one.command("delete", "--force", other)

@@ -1,0 +1,141 @@
+"""Containers as other schedulers describe them, on a host with two GPUs on which index and minor are not the same: the
+share is that of the scheduler's words, by both ways, and the device's own books say so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from demo.tenant import LAST_BYTES
+from simulator.simhost import default_uuid
+from tests.support.host import Node
+from tests.support.judge import taken
+from tests.support.runc import Container, RuntimeFailed
+from tests.support.tenant import Tenant
+
+MINORS = (1, 0)  # by index
+MIB = 1 << 20
+
+
+class Given(NamedTuple):
+    """A container of a scheduler, and what it must get."""
+
+    env: dict[str, str]
+    annotations: dict[str, str]
+    dialect: str
+    index: int
+    limit_bytes: int
+    ignored: str = ""
+
+
+ALLOCATED = {
+    "gpu": [{"minor": 0, "resources": {"koordinator.sh/gpu-memory": "3000Mi", "koordinator.sh/gpu-memory-ratio": "18"}}]
+}
+GIVEN = {
+    "hami": Given(
+        {"NVIDIA_VISIBLE_DEVICES": default_uuid(1), "CUDA_DEVICE_MEMORY_LIMIT_0": "3000m", "CUDA_DEVICE_SM_LIMIT": "0"},
+        {},
+        "nvidia+hami",
+        1,
+        3000 * MIB,
+    ),
+    "aliyun": Given(
+        {
+            "NVIDIA_VISIBLE_DEVICES": "all",
+            "ALIYUN_COM_GPU_MEM_IDX": "0",
+            "ALIYUN_COM_GPU_MEM_CONTAINER": "2",
+            "ALIYUN_COM_GPU_MEM_DEV": "16",
+            "CGPU_DISABLE": "true",
+        },
+        {},
+        "aliyun",
+        0,
+        2048 * MIB,
+        'CGPU_DISABLE="true": the limits of aliyun stay',
+    ),
+    "koordinator": Given(
+        {"NVIDIA_VISIBLE_DEVICES": "0"},
+        {"scheduling.koordinator.sh/device-allocated": json.dumps(ALLOCATED)},
+        "koordinator",
+        1,
+        3000 * MIB,
+        'NVIDIA_VISIBLE_DEVICES="0": scheduling.koordinator.sh/device-allocated says which',
+    ),
+}
+
+
+@pytest.fixture
+def simhost(make_host: Callable[..., Path]) -> Path:
+    return make_host(gpus=2, memory_bytes=16 << 30, minors=MINORS)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_share_is_the_schedulers(
+    tenant: Callable[..., Tenant], node: Node, simhost: Path, name: str, way: str
+) -> None:
+    given = GIVEN[name]
+    one = tenant(name, given.env, way=way, annotations=given.annotations)
+    one.container.start()
+    seen = one.expect("seen")
+    assert (seen["nvml_total_bytes"], seen["cuda_total_bytes"], seen["gpus"]) == (
+        given.limit_bytes,
+        given.limit_bytes,
+        1,
+    )
+    one.go()
+    full = one.expect("full")
+    assert full["refusal"] == "CUDA_ERROR_OUT_OF_MEMORY"
+    assert seen["cuda_free_bytes"] - full["got_bytes"] < LAST_BYTES
+    books = [taken(simhost, one.pid_namespace(), minor).peak_bytes for minor in (0, 1)]
+    assert full["got_bytes"] < books[MINORS[given.index]] <= given.limit_bytes
+    assert books[1 - MINORS[given.index]] == 0
+    explained: dict[str, Any] = json.loads(
+        node.cli("explain", "--format", "json", "--way", way, str(one.container.bundle)).stdout
+    )
+    assert explained["request"]["dialect"] == given.dialect
+    assert any(line.startswith(given.ignored) for line in explained["request"]["ignored"]) or not given.ignored
+    text = node.cli("explain", "--way", way, str(one.container.bundle)).stdout
+    assert f"ignored      {given.ignored}" in text or not given.ignored
+    one.go()
+    one.expect("freed")
+    assert one.container.wait() == 0
+
+
+def test_two_schedulers_that_disagree(container: Callable[..., Container], node: Node, way: str) -> None:
+    env = {"NVIDIA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_MEMORY_LIMIT": "3000m", "GPU_PORTION": "0.5"}
+    said = r"CUDA_DEVICE_MEMORY_LIMIT=\W+3000m\W+ and GPU_PORTION=\W+0.5\W+ ask for different shares"
+    with pytest.raises(RuntimeFailed, match=said):
+        container(["true"], env=env, **node.way(way)).create()
+    assert node.leases() == []
+
+
+def test_a_word_that_lifts_limits_where_policy_takes_it(
+    container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, way: str
+) -> None:
+    node = make_node(simhost, policy={"accept": {"switches": "always"}, "dialects": {"disabled": ["runai"]}})
+    env = {
+        "NVIDIA_VISIBLE_DEVICES": "0",
+        "CUDA_DEVICE_MEMORY_LIMIT": "3000m",
+        "CUDA_DISABLE_CONTROL": "true",
+        "GPU_PORTION": "0.5",
+    }
+    one = container(["sleep", "inf"], env=env, **node.way(way)).start()
+    (listed,) = json.loads(node.cli("list", "--format", "json").stdout)
+    assert listed["shares"][0]["memory_limit_bytes"] is None
+    assert 'GPU_PORTION="0.5": policy.dialects.disabled has runai' in node.cli("explain", str(one.bundle)).stdout
+
+
+def test_a_container_with_words_that_ask_for_nothing_is_left_alone(
+    container: Callable[..., Container], node: Node, way: str
+) -> None:
+    env = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50", "CGPU_DISABLE": "1"}
+    one = container(["sh", "-c", "test ! -e /dev/nvidiactl"], env=env, **node.way(way))
+    assert one.run() == 0
+    assert node.leases() == []
+    assert 'ignored      CGPU_DISABLE="1": no device is asked for' in node.cli("explain", str(one.bundle)).stdout
+    unused = json.loads(node.cli("explain", "--format", "json", str(one.bundle)).stdout)["unused"]
+    assert 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="50": words of mps ask for no device' in unused

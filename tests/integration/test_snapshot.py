@@ -1,0 +1,219 @@
+"""Python from a snapshot (docs/internals/snapshot.md): what it has of the process that made it, and what it must not
+have. Every other test here runs on it, where `make build` could make it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.host import BUILD, TREE, WITHOUT_SNAPSHOT, Node, write_config
+from tests.support.runc import Container
+
+pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="SNAPSHOT=no")
+MakeContainer = Callable[..., Container]
+SNAPSHOT = BUILD / "libexec" / "snapshot"
+STATIC = BUILD / "snapshot" / "python"  # what writes it
+ORDER = BUILD / "snapshot" / "order"  # of objects in memory; four bytes: none
+LIBRARY = sysconfig.get_path("stdlib")
+SHARE = {"GPUSHARE_MEMORY": "1Gi"}
+
+
+def write(file: Path, tree: Path = TREE, order: Path = ORDER, **options: Any) -> Path:
+    """A snapshot of the modules of `tree`."""
+    subprocess.run([tree / "hook/snapshot/write", STATIC, LIBRARY, order, file], cwd=tree, check=True, **options)
+    return file
+
+
+def copied(directory: Path, **changes: tuple[str, str]) -> Path:
+    """A tree with other sources. `changes`: a module's path from hook/, with _ for / -> (what is there, instead)."""
+    shutil.copytree(TREE / "hook", directory / "hook")
+    for name, (before, after) in changes.items():
+        path = directory / "hook" / f"{name.replace('_', '/')}.py"
+        text = path.read_text()
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, after))
+    return directory
+
+
+@pytest.fixture
+def with_snapshot(tmp_path: Path) -> Callable[[Path | None], Path]:
+    """Copies of the programs with another snapshot; returns where they are."""
+
+    def put(snapshot: Path | None) -> Path:
+        root = tmp_path / "programs"
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(BUILD / "bin", root / "bin", symlinks=True)
+        (root / "libexec").mkdir()
+        for name in ("gpushare-hook", "gpushare-runtime"):
+            shutil.copy2(BUILD / "libexec" / name, root / "libexec" / name)
+        if snapshot:
+            shutil.copy2(snapshot, root / "libexec" / "snapshot")
+        return root / "bin"
+
+    return put
+
+
+def waiting(program: Path) -> subprocess.Popen[bytes]:
+    """A hook that waits for its state, which does not come."""
+    return subprocess.Popen(
+        ["/gpushare-hook", "poststop"], executable=program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+
+
+def test_launchers_start_it_and_a_start_needs_no_other_program(node: Node, tmp_path: Path) -> None:
+    assert node.cli("refresh").returncode == 0
+    trace, hook = tmp_path / "trace", node.hook()
+    words = ["--config", hook.config, "--state", hook.state, "prestart"]
+    subprocess.run(
+        ["strace", "-f", "-e", "trace=execve,openat", "-o", trace, hook.program, *words],
+        input=b'{"ociVersion":"1.0.2","id":"c","status":"creating","pid":1,"bundle":"/nowhere"}',
+        stderr=subprocess.DEVNULL,
+    )
+    lines = trace.read_text()
+    programs = re.findall(r'execve\("([^"]*)"', lines)
+    assert [Path(path).name for path in programs] == ["gpushare-hook", "snapshot"]
+    assert not re.findall(r'"[^"]*\.(?:pyc?|so[.0-9]*|pack)"', lines)
+
+
+def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
+    """In another directory, at another time, by a process with another environment."""
+    there = copied(tmp_path / "elsewhere")
+    environment = {"HOME": "/nowhere", "LANG": "de_DE.UTF-8", "PYTHONHASHSEED": "7", "PYTHONPATH": "/tmp"}
+    hung_up = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    other = write(tmp_path / "other", there, env=environment, stdin=subprocess.DEVNULL, preexec_fn=hung_up)
+    assert other.read_bytes() == SNAPSHOT.read_bytes()
+
+
+def test_training_finds_the_same_objects_again() -> None:
+    """All but a few: the ids of the host's mounts are keys, and where a key is looked up depends on its value."""
+    command = [sys.executable, "-m", "tools.train", BUILD / "snapshot" / "sparse.snapshot"]
+    again = subprocess.run(command, cwd=TREE, stdout=subprocess.PIPE, check=True).stdout
+    before, after = (set(memoryview(order).cast("I")) for order in (ORDER.read_bytes(), again))
+    assert len(before ^ after) < len(before) / 100
+
+
+def test_pages_that_a_start_copies_are_fewer_with_the_order(
+    container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Faults of the process that becomes the low-level runtime, which is `true` here."""
+    none = tmp_path / "none"
+    none.write_bytes(b"\xff" * 4)
+    write_config(node.config, node.driver_root, runtime={"path": shutil.which("true")})
+    faults = []
+    for order in (none, ORDER):
+        programs = with_snapshot(write(tmp_path / "snapshot", order=order))
+        for _ in range(2):  # the first compiles the configuration, in the ordinary program
+            one = container(["true"], env=SHARE)
+            runtime = [programs / "gpushare-runtime", *node.runtime()[1:]]
+            start = subprocess.Popen([*runtime, "create", "--bundle", one.bundle, one.id])
+            _, status, used = os.wait4(start.pid, 0)
+            assert status == 0
+            start.returncode = 0
+        faults.append(used.ru_minflt)
+    assert faults[1] < 0.75 * faults[0], faults
+
+
+def test_nothing_of_the_build_is_in_it() -> None:
+    data = SNAPSHOT.read_bytes()
+    for text in (str(TREE), os.environ.get("HOME", ""), os.uname().nodename):
+        assert len(text) < 6 or os.fsencode(text) not in data, text
+
+
+def test_nothing_can_be_written_and_executed() -> None:
+    lines = subprocess.run(["readelf", "-lW", SNAPSHOT], capture_output=True, text=True, check=True).stdout.splitlines()
+    segments = [line.split() for line in lines if line.split()[:1] in (["LOAD"], ["GNU_STACK"])]
+    assert [words[0] for words in segments].count("GNU_STACK") == 1
+    assert not [words for words in segments if "".join(words[6:-1]) in ("RWE", "WE")]
+
+
+def test_each_process_has_its_own_canary_and_places() -> None:
+    """Stack canary and pointer guard are at fixed places of the thread's block; glibc takes them from AT_RANDOM."""
+    seen: list[tuple[str, ...]] = []
+    for _ in range(3):
+        one = waiting(SNAPSHOT)
+        try:
+            while Path(f"/proc/{one.pid}/syscall").read_text().split()[:2] != ["0", "0x0"]:  # read(0, ...)
+                assert one.poll() is None
+            words = ["gdb", "-batch", "-p", str(one.pid)]
+            for offset in (0x28, 0x30):
+                words += ["-ex", f"p/x *(unsigned long*)($fs_base+{offset})"]
+            shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+            guards = re.findall(r"^\$\d+ = (0x\w+)", shown, re.M)
+            maps = Path(f"/proc/{one.pid}/maps").read_text()
+            places = [re.search(rf"^(\w+)-.*{re.escape(name)}", maps, re.M) for name in ("[heap]", "[stack]", "[vdso]")]
+            seen.append((*guards, *(place.group(1) for place in places if place)))
+        finally:
+            one.kill()
+            one.communicate()
+    assert len(seen[0]) == 5
+    for values in zip(*seen):
+        assert len(set(values)) == 3, values
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x7fELF", b"#!/nowhere\n"])
+def test_without_it_the_ordinary_program_starts(
+    container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path, content: bytes | None
+) -> None:
+    snapshot = None
+    if content is not None:
+        snapshot = tmp_path / "broken"
+        snapshot.write_bytes(content)
+        snapshot.chmod(0o755)
+    programs = with_snapshot(snapshot)
+    runtime = (str(programs / "gpushare-runtime"), *node.runtime()[1:])
+    one = container(["true"], env=SHARE, runtime=runtime)
+    one.create()
+    assert node.leases() == [one.id]
+
+
+def test_module_that_is_missing_late_begins_the_start_again(
+    container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What the first try did is undone, so the second one finds no lease of its own."""
+    tree = copied(tmp_path / "tree", snapshot_boot=('("bundled",', '("cachefile", "bundled",'))
+    programs = with_snapshot(write(tmp_path / "smaller", tree))
+    for _ in range(2):  # the first compiles the configuration, in the ordinary program
+        one = container(["true"], env=SHARE, hook=node.hook()._replace(program=programs / "gpushare-hook"))
+        one.create()
+        assert node.leases() == [one.id]
+        one.delete()
+    decisions = [line["decision"] for line in node.decisions()]
+    assert decisions[-3:] == ["refused", "granted", "released"]  # the module was missing, and then it was not
+
+
+def test_keys_that_begin_one_search_in_a_dictionary(container: MakeContainer, node: Node) -> None:
+    """Whoever knows the seed of hashes can choose such keys. The start takes no 20 s, which is its limit."""
+    code = "print(*(key for key in map(str, range(8_000_000)) if not hash(key) & 4095))"
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}  # as snapshot.c has it
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    keys = done.stdout.split()
+    assert len(keys) > 1500
+
+    def flooded(spec: dict[str, Any]) -> None:
+        spec["annotations"] = {**spec.get("annotations", {}), **dict.fromkeys(keys, "")}
+
+    one = container(["true"], env=SHARE, edit=flooded, runtime=node.runtime())
+    one.create()
+    assert node.leases() == [one.id]
+
+
+def test_standard_descriptors_may_be_closed() -> None:
+    for closed in ((0,), (1,), (2,), (0, 1, 2)):
+
+        def close(numbers: tuple[int, ...] = closed) -> None:
+            for number in numbers:
+                os.close(number)
+
+        done = subprocess.run(["/gpushare-hook", "poststop"], executable=SNAPSHOT, preexec_fn=close)
+        assert done.returncode == 0  # of poststop, whatever it was given

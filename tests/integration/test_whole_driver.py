@@ -1,0 +1,250 @@
+"""Everything of the driver in real containers: capabilities, sockets, features, IMEX, MIG, what images require."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from simulator import simhost
+from tests.integration import ns_util
+from tests.support import driverhost
+from tests.support.host import PYTHON, Node, python_mounts
+from tests.support.runc import Container, RuntimeFailed
+
+MakeContainer = Callable[..., Container]
+SHARE = {"GPUSHARE_MEMORY": "2Gi"}
+ALL = {"NVIDIA_VISIBLE_DEVICES": "all"}
+LIBDIR = ns_util.LIBDIR
+V = simhost.VERSION
+
+
+def output(container: MakeContainer, node: Node, script: str, env: dict[str, str], way: str = "hook") -> list[str]:
+    """The lines that a shell in the container prints."""
+    one = container(["sh", "-c", script], env=env, **node.way(way))
+    assert one.run() == 0, one.stderr
+    lines = one.stdout.splitlines()
+    one.close()
+    return lines
+
+
+def refused(container: MakeContainer, node: Node, env: dict[str, str], way: str = "hook") -> str:
+    with pytest.raises(RuntimeFailed) as failed:
+        container(["true"], env=env, **node.way(way)).create()
+    assert node.leases() == []
+    return failed.value.last_line.replace('\\"', '"')  # runc quotes what it quotes
+
+
+LOOK = f"""
+ls {LIBDIR} | grep -E 'nvidia|GLX' | sort
+ldconfig -p | grep -c 'libGLX_nvidia.so.0'
+ls /dev/nvidia-modeset /lib/firmware/nvidia/{V}
+cat /{driverhost.VENDOR_FILES[0]}
+touch /{driverhost.VENDOR_FILES[0]} 2>&1 || true
+"""
+
+
+def test_graphics_and_video(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
+    driverhost.add_graphics(simhost)
+    lines = output(container, node, LOOK, {**SHARE, "NVIDIA_DRIVER_CAPABILITIES": "all"}, way)
+    for name in (f"libGLX_nvidia.so.{V}", "libGLX_nvidia.so.0", "libGLX_indirect.so.0", "libnvidia-encode.so.1"):
+        assert name in lines
+    assert "1" in lines and "/dev/nvidia-modeset" in lines and "gsp_tu10x.bin" in lines
+    assert '{"ICD": {"library_path": "libGLX_nvidia.so.0"}}' in "".join(lines)
+    assert "Permission denied" in lines[-1]  # of a file system that hides owners
+
+
+def test_graphics_is_not_given_unasked(container: MakeContainer, simhost: Path, node: Node) -> None:
+    driverhost.add_graphics(simhost)
+    lines = output(container, node, f"ls /dev {LIBDIR} /usr/share", SHARE)
+    assert f"libcuda.so.{V}" in lines
+    assert not {f"libGLX_nvidia.so.{V}", f"libnvidia-encode.so.{V}", "nvidia-modeset"} & set(lines)
+
+
+def test_32_bit_libraries(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
+    """Into the directory of the image's own 32-bit glibc; libcuda only where there is no limit that it would ignore."""
+    driverhost.add_32_bit(simhost, "libcuda", "libGLX_nvidia", "libnvidia-ml")
+    graphics = {"libGLX_nvidia.so.0", "libGLX_indirect.so.0"}
+    env = {"NVIDIA_DRIVER_CAPABILITIES": "compat32,graphics,compute,utility"}
+    for request, libraries in ((ALL, {"libcuda.so.1", "libnvidia-ml.so.1", *graphics}),
+                               (SHARE, graphics)):  # fmt: skip
+        script = "ls /usr/lib/i386-linux-gnu; ldconfig -p"
+        one = container(["sh", "-c", script], env={**env, **request}, **node.way(way))
+        libc = one.rootfs / "usr/lib/i386-linux-gnu/libc.so.6"
+        libc.parent.mkdir(parents=True, exist_ok=True)
+        libc.write_bytes(driverhost.elf32())
+        assert one.run() == 0, one.stderr
+        listed = one.stdout.splitlines()
+        assert {name for name in listed if name.startswith("lib") and name.endswith((".so.0", ".so.1"))} == libraries
+        assert "\tlibGLX_nvidia.so.0 (libc6) => /usr/lib/i386-linux-gnu/libGLX_nvidia.so.0" in listed
+        one.close()
+
+
+CONNECT = """
+import os, socket, sys
+path = "{path}"
+client = socket.socket(socket.AF_UNIX)
+client.connect(path)
+client.send(b"hello")
+flags = os.statvfs(path).f_flag
+print(bool(flags & os.ST_RDONLY), bool(flags & os.ST_NOSUID), bool(flags & os.ST_NODEV), bool(flags & os.ST_NOEXEC))
+"""
+
+
+@pytest.mark.parametrize("daemon", ["nvidia-persistenced", "nvidia-fabricmanager"])
+def test_daemons_are_reached_through_their_sockets(
+    container: MakeContainer, simhost: Path, node: Node, way: str, daemon: str
+) -> None:
+    with driverhost.listening(simhost, f"run/{daemon}/socket") as listener:
+        program = CONNECT.format(path=f"/run/{daemon}/socket")
+        one = container([PYTHON, "-c", program], env=SHARE, mounts=python_mounts(), **node.way(way))
+        assert one.run() == 0, one.stderr
+        assert one.stdout.split() == ["False", "True", "True", "True"]
+        client, _ = listener.accept()
+        with client:
+            assert client.recv(16) == b"hello"
+
+
+GATED = {
+    "NVIDIA_GDS": {"nvidia-fs0", "nvidia-fs1", "cufile.json", "udev"},
+    "NVIDIA_MOFED": {"uverbs0", "rdma_cm"},
+    "NVIDIA_GDRCOPY": {"gdrdrv"},
+    "NVIDIA_NVSWITCH": {"nvidia-nvswitchctl"},
+}
+LIST = "ls /dev /dev/infiniband /dev/nvidia-caps-imex-channels /dev/nvidia-caps /etc/cufile.json /run 2>/dev/null; true"
+
+
+@pytest.mark.parametrize("variable", [*GATED, ""])
+def test_gated_features(container: MakeContainer, simhost: Path, node: Node, variable: str, way: str) -> None:
+    driverhost.add_features(simhost)
+    env = {**SHARE, variable or "NVIDIA_GDS": "enabled" if variable else "1"}
+    lines = output(container, node, LIST, env, way)
+    seen = {os.path.basename(line) for line in lines}
+    for name, things in GATED.items():
+        assert (things <= seen) if name == variable else not things & seen, (name, seen)
+
+
+def test_imex_channels(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
+    driverhost.add_features(simhost)
+    assert "channel1" in output(container, node, LIST, {**SHARE, "NVIDIA_IMEX_CHANNELS": "all"}, way)
+    seen = output(container, node, LIST, {**SHARE, "NVIDIA_IMEX_CHANNELS": "0"}, way)
+    assert "channel0" in seen and "channel1" not in seen
+    line = refused(container, node, {**SHARE, "NVIDIA_IMEX_CHANNELS": "7"}, way)
+    assert "no IMEX channel /dev/nvidia-caps-imex-channels/channel7 on this host" in line
+
+
+@pytest.mark.parametrize("name", ["0:1", driverhost.MIG_UUIDS[1], driverhost.MIG_UUIDS[1].lower(), "MIG-{}/2/0"])
+def test_a_mig_device_by_every_name(container: MakeContainer, simhost: Path, node: Node, name: str) -> None:
+    driverhost.add_mig(simhost)
+    shown = json.loads(node.cli("devices", "--format", "json").stdout)
+    assert [(one["name"], one["state"]) for one in shown] == [("0", "divided"), ("0:0", "open"), ("0:1", "open")]
+    uuid = shown[0]["uuid"]
+    env = {"NVIDIA_VISIBLE_DEVICES": name.format(uuid), "GPUSHARE_MEMORY": "50%"}
+    one = container(["sleep", "60"], env=env, hook=node.hook())
+    one.start()
+    seen = one.exec("ls", "/dev/nvidia-caps", "/dev").stdout.split()
+    assert {"nvidia-cap21", "nvidia-cap22", "nvidia0", "nvidiactl"} <= set(seen)
+    assert not {"nvidia-cap12", "nvidia-cap13", "nvidia-cap1", "nvidia-cap2"} & set(seen)
+    shown = node.cli("inspect", one.id).stdout
+    assert driverhost.MIG_UUIDS[1] in shown and "2 GiB" in shown, shown
+
+
+def test_a_gpu_with_mig_devices_means_all_of_them(
+    container: MakeContainer, simhost: Path, node: Node, way: str
+) -> None:
+    driverhost.add_mig(simhost)
+    seen = output(container, node, LIST, {"NVIDIA_VISIBLE_DEVICES": "0"}, way)
+    assert {f"nvidia-cap{number}" for number in (12, 13, 21, 22)} <= set(seen)
+
+
+def test_mig_devices_that_come_and_go_are_noticed(container: MakeContainer, simhost: Path, node: Node) -> None:
+    assert "nvidia-cap12" not in output(container, node, LIST, ALL)
+    driverhost.add_mig(simhost)
+    assert "nvidia-cap12" in output(container, node, LIST, ALL)
+
+
+def test_a_missing_capability_node_is_named(container: MakeContainer, simhost: Path, node: Node) -> None:
+    driverhost.add_mig(simhost)
+    (simhost / "dev/nvidia-caps/nvidia-cap22").unlink()
+    line = refused(container, node, {"NVIDIA_VISIBLE_DEVICES": "0:1"})
+    assert "/dev/nvidia-caps/nvidia-cap22 (gpu0/mig/gi2/ci0/access) is not on this host; run nvidia-modprobe" in line
+
+
+@pytest.mark.parametrize(("right", "number"), [("CONFIG", 1), ("MONITOR", 2)])
+def test_rights_over_mig_are_for_privileged_containers(
+    container: MakeContainer, simhost: Path, node: Node, right: str, number: int, way: str
+) -> None:
+    driverhost.add_mig(simhost)
+    env = {**ALL, f"NVIDIA_MIG_{right}_DEVICES": "all"}
+    assert f'NVIDIA_MIG_{right}_DEVICES="all": only a privileged container' in refused(container, node, env, way)
+
+    def privileged(spec: dict[str, dict[str, dict[str, list[str]]]]) -> None:
+        for kind in ("bounding", "effective", "permitted"):
+            granted = spec["process"]["capabilities"]
+            granted[kind] = [*granted[kind], "CAP_SYS_ADMIN"]
+
+    one = container(["ls", "/dev/nvidia-caps"], env=env, edit=privileged, **node.way(way))
+    assert one.run() == 0, one.stderr
+    rights = {"nvidia-cap1", "nvidia-cap2"} & set(one.stdout.split())
+    assert rights == {f"nvidia-cap{number}"}
+
+
+REQUIRED = [
+    ("cuda>=12.2", {}, True),
+    ("cuda>=12.3", {}, False),
+    ("cuda>=13.0 brand=tesla,driver>=535,driver<536", {"brand": "tesla"}, True),
+    ("cuda>=13.0 brand=tesla,driver>=535,driver<536", {"brand": "geforce"}, False),
+    ("arch>=8.0,arch<9.0", {"arch": "8.6"}, True),
+    ("arch>=9.0", {"arch": "8.6"}, False),
+]
+
+
+@pytest.mark.parametrize(("constraint", "facts", "met"), REQUIRED)
+def test_what_an_image_requires(
+    container: MakeContainer, simhost: Path, node: Node, constraint: str, facts: dict[str, str], met: bool
+) -> None:
+    driverhost.set_facts(simhost, **facts)
+    env = {**SHARE, "NVIDIA_REQUIRE_CUDA": constraint}
+    if met:
+        output(container, node, "true", env)
+        return
+    assert f'NVIDIA_REQUIRE_CUDA="{constraint}" is not met: ' in refused(container, node, env)
+    output(container, node, "true", {**env, "NVIDIA_DISABLE_REQUIRE": "1"})
+
+
+def test_a_driver_upgrade_is_noticed_at_the_next_start(container: MakeContainer, simhost: Path, node: Node) -> None:
+    """Without refresh: the module is new, then its libraries are as well."""
+    look = "ls -l /usr/lib/*/libcuda.so.1"
+    assert V in output(container, node, look, SHARE)[0]
+    new = "550.54.15"
+    for path in (simhost / "sys/module/nvidia/version", simhost / "proc/driver/nvidia/version"):
+        driverhost.write(path, path.read_text().replace(V, new))
+    line = refused(container, node, SHARE)
+    assert f"the loaded driver is {new}, the libraries below" in line and "finish the driver upgrade" in line
+    for stem in ("libcuda", "libnvidia-ml"):
+        (simhost / driverhost.LIBDIR / f"{stem}.so.{V}").rename(simhost / driverhost.LIBDIR / f"{stem}.so.{new}")
+    assert new in output(container, node, look, SHARE)[0]
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage", "of another driver"])
+def test_node_json_is_never_required(container: MakeContainer, node: Node, damage: str, way: str) -> None:
+    assert node.cli("refresh").returncode == 0
+    file = node.state / "node.json"
+    text = file.read_text()
+    file.unlink()
+    if damage != "missing":
+        file.write_text("{" if damage == "garbage" else text.replace(V, "470.1"))
+    output(container, node, "true", SHARE, way)
+    assert file.read_text() == text
+
+
+def test_refresh_says_what_it_found(simhost: Path, node: Node) -> None:
+    driverhost.add_mig(simhost)
+    done = node.cli("refresh")
+    assert done.returncode == 0, done.stderr
+    first, gpu, *parts = done.stdout.splitlines()
+    assert first.startswith(f"driver {V}, CUDA 12.2 in ") and gpu.split()[0] == "0"
+    assert [line.split()[:2] for line in parts] == [["0:0", driverhost.MIG_UUIDS[0]], ["0:1", driverhost.MIG_UUIDS[1]]]

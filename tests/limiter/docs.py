@@ -1,0 +1,62 @@
+"""The tables in docs/compute.md: how many cells of each kind hold, and the keys of `make bench`.
+
+`python -m tests.limiter.docs` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+
+from tests.limiter.cells import TREE
+from tests.limiter.matrix import FIGURES, Cell, cells, misses
+
+PAGE = TREE / "docs" / "compute.md"
+BEGIN, END = "<!-- cells: make docs -->\n", "<!-- end of cells -->\n"
+KERNELS = {
+    "5us": "5 us to 1 ms",
+    "50us": "5 us to 1 ms",
+    "1ms": "5 us to 1 ms",
+    "lognormal": "irregular",
+    "bimodal": "irregular",
+    "20ms": "20 ms",
+}
+
+
+def company(cell: Cell) -> str:
+    """The row that a cell is in."""
+    if len(cell.tenants) == 1:
+        return "alone"
+    if "/" in cell.name and "beside" not in cell.name and "unequal" not in cell.name:
+        full = sum(tenant.limit for tenant in cell.tenants) >= 100
+        return "2 to 8 containers, all of the device" if full else "2 to 8 containers, less than all of it"
+    return "other programs, other kernels, several processes beside a container"
+
+
+def table() -> str:
+    """As Markdown."""
+    columns = list(dict.fromkeys(KERNELS.values()))
+    missed = misses()
+    counts: dict[tuple[str, str], list[int]] = {}
+    for cell in cells():
+        held_of = counts.setdefault((company(cell), KERNELS[cell.tenants[0].kernel]), [0, 0])
+        held_of[0] += cell.name not in missed
+        held_of[1] += 1
+    lines = ["| cells held | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for row in dict.fromkeys(row for row, _ in counts):
+        lines.append(f"| {row} | " + " | ".join("{} of {}".format(*counts[row, column]) for column in columns) + " |")
+    lines += ["", "| `make bench` | median | worst |", "|---|---|---|"]
+    lines += [
+        f"| `{key}` | {middle:g} | {worst:g} |" for key, (middle, worst) in json.loads(FIGURES.read_text()).items()
+    ]
+    held = len(cells()) - len(missed)
+    return "\n".join(lines) + f"\n\n{held} of {len(cells())} cells are held with each of three seeds.\n"
+
+
+def page() -> str:
+    """docs/compute.md with the table as it should be."""
+    head, rest = PAGE.read_text().split(BEGIN)
+    return head + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

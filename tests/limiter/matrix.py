@@ -1,0 +1,175 @@
+"""The matrix of cells, each with the error of every tenant against what it should get.
+
+`python -m tests.limiter.matrix` measures it and writes misses.json: the cells that do not hold with one of the seeds,
+with their worst errors; and figures.json: what `make bench` shows, for docs/compute.md.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.limiter import reaction
+from tests.limiter.cells import KERNELS, LIMITS, PROGRAMS, Tenant, jain, parallel, simulate
+
+MISSES = Path(__file__).with_name("misses.json")
+FIGURES = Path(__file__).with_name("figures.json")
+MORE_IS_BETTER = ("compute.jain", "compute.throughput_ratio")
+RUN_MS = 4500
+SEEDS = (1, 2, 3)
+# Programs that always have work: what they should get in company is their limit.
+SATURATING = ("stream", "streams", "graph")
+COMPANIES: tuple[tuple[float, ...], ...] = (
+    (30, 70),
+    (50, 50),
+    (25, 25),
+    (5, 90),
+    (10, 50),
+    (10, 20, 30, 40),
+    (25, 25, 25, 25),
+    (10, 10, 10, 10),
+    (12.5,) * 8,
+    (5, 5, 5, 5, 10, 10, 30, 30),
+)
+
+
+class Cell(NamedTuple):
+    """One run. `referenced`: what a tenant should get is measured too, with no limit for itself."""
+
+    name: str
+    tenants: tuple[Tenant, ...]
+    referenced: bool = False
+
+
+class Error(NamedTuple):
+    """The worst tenant of a cell, in points; `bound_*` is what the cell must hold."""
+
+    mae_1s: float
+    mae_100ms: float
+    bound_1s: float
+    bound_100ms: float
+    jain: float
+    tenants: int
+
+    def holds(self) -> bool:
+        return self.mae_1s <= self.bound_1s and self.mae_100ms <= self.bound_100ms
+
+
+def cells() -> list[Cell]:
+    """All of them."""
+    found = [
+        Cell(f"alone {limit} {kernel} {program}", (Tenant(limit, kernel, program),), True)
+        for limit in LIMITS
+        for kernel in KERNELS
+        for program in PROGRAMS
+    ]
+    for company in COMPANIES:
+        limits = "/".join(f"{limit:g}" for limit in company)
+        for kernel in KERNELS:
+            found += [
+                Cell(f"{limits} {kernel} {program}", tuple(Tenant(limit, kernel, program) for limit in company))
+                for program in SATURATING
+            ]
+    for kernel in KERNELS:
+        for mine, theirs in ((30, 50), (25, 70)):
+            found += beside(mine, theirs, kernel)
+        if kernel != "50us":
+            found.append(Cell(f"40/50 {kernel} beside 50us", (Tenant(40, kernel), Tenant(50, "50us"))))
+    return found
+
+
+def beside(mine: float, theirs: float, kernel: str) -> list[Cell]:
+    """Other programs and several processes, beside one that always has work."""
+    neighbour = Tenant(theirs, kernel)
+    four = Tenant(mine, kernel, processes=4)
+    name = f"{mine}/{theirs} {kernel}"
+    found = [
+        Cell(f"{name} 4 processes beside 1", (four, neighbour)),
+        Cell(f"{name} unequal processes", (four._replace(more="unequal=1"), neighbour)),
+    ]
+    for program in ("sync", "pause"):
+        found.append(Cell(f"{name} {program} beside stream", (Tenant(mine, kernel, program), neighbour), True))
+    return found
+
+
+def targets(cell: Cell, seed: int) -> list[float]:
+    """What each should get: its limit, or what it can use when only the others are limited. In company it is unlimited
+    there and not without the law: who publishes nothing makes the others take more than their limits."""
+    if not cell.referenced:
+        return [tenant.limit for tenant in cell.tenants]
+    found = []
+    more = "law=none" if len(cell.tenants) == 1 else ""
+    for i, tenant in enumerate(cell.tenants):
+        free = [other._replace(limit=100, more=more) if k == i else other for k, other in enumerate(cell.tenants)]
+        found.append(min(tenant.limit, simulate(free, ms=RUN_MS, seed=seed)[i].share()))
+    return found
+
+
+def error(cell: Cell, seed: int = 1) -> Error:
+    """Run it and compare the device's ledger with the targets."""
+    ledgers = simulate(cell.tenants, ms=RUN_MS, seed=seed)
+    wanted = targets(cell, seed)
+    launch_ms = max(tenant.launch_ms() for tenant in cell.tenants)
+    lasting = launch_ms > 1.5  # the 1 ms kernels take up to 1.3 ms
+    return Error(
+        max(ledger.mae(target, 1000) for ledger, target in zip(ledgers, wanted)),
+        max(ledger.mae(target, 100) for ledger, target in zip(ledgers, wanted)),
+        max(2.0, launch_ms / 10) if lasting else 1.0,
+        max(2.0, launch_ms) if lasting else 2.0,
+        jain(ledger.share() / target for ledger, target in zip(ledgers, wanted)),
+        len(wanted),
+    )
+
+
+def measure(seed: int = 1) -> dict[str, Error]:
+    """Every cell by its name."""
+    everything = cells()
+    errors = parallel(everything, lambda cell: error(cell, seed))
+    return dict(zip((cell.name for cell in everything), errors))
+
+
+def misses() -> dict[str, list[float]]:
+    found: dict[str, list[float]] = json.loads(MISSES.read_text())
+    return found
+
+
+def figures(measured: dict[str, Error]) -> dict[str, list[float]]:
+    """What `make bench` shows: of all cells with short kernels, whether they hold or not."""
+    short = [one for one in measured.values() if one.bound_1s == 1.0]
+    return {
+        "compute.mae_pp_1s": [one.mae_1s for one in short],
+        "compute.mae_pp_100ms": [one.mae_100ms for one in short],
+        "compute.jain": [one.jain for one in short if one.tenants > 1],
+    }
+
+
+def summary(found: dict[str, list[float]]) -> str:
+    """Median and worst of each key, as JSON."""
+    rows = []
+    for key, values in found.items():
+        worst = min(values) if key in MORE_IS_BETTER else max(values)
+        rows.append(f"  {json.dumps(key)}: {json.dumps([round(statistics.median(values), 4), round(worst, 4)])}")
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
+def main() -> None:
+    measured = measure()
+    runs = [measured, *(measure(seed) for seed in SEEDS[1:])]
+    found: dict[str, list[float]] = {}
+    for name in measured:
+        ones = [run[name] for run in runs]
+        if not all(one.holds() for one in ones):
+            found[name] = [round(max(one.mae_1s for one in ones), 2), round(max(one.mae_100ms for one in ones), 2)]
+    for run in runs:
+        print(f"{sum(not one.holds() for one in run.values())} of {len(run)} cells do not hold")
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(found.items()))
+    MISSES.write_text("{\n" + lines + "\n}\n")
+    FIGURES.write_text(summary({**figures(measured), **reaction.figures()}))
+    alone = sum(name.startswith("alone") for name in found)
+    print(f"{len(measured)} cells; listed in {MISSES.name}: {alone} alone, {len(found) - alone} in company")
+
+
+if __name__ == "__main__":
+    main()

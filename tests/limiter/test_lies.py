@@ -1,0 +1,87 @@
+"""Containers that write into their pages whatever they like (lies.c), beside honest ones: those keep their shares, and
+the liar wins nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from tests.limiter.cells import TREE, Ledger, Tenant, simulate
+
+LIES = ("busy", "idle", "garbage", "runs", "crowd", "future", "past", "negative", "slow")
+CORPUS = sorted((TREE / "tests/fuzz/corpus/law").iterdir())
+START_MS = 1500  # by then who says too much was found out
+POINTS = 3.0  # that an honest one is off
+GAIN = 1.0  # of the liar
+
+
+class Company(NamedTuple):
+    """The last one lies. `works`: it also has work, and could use what it wins."""
+
+    limits: tuple[float, ...]
+    kernel: str = "50us"
+    program: str = "stream"
+    works: bool = True
+    points: float = POINTS
+
+
+COMPANIES = (
+    Company((40, 40)),
+    Company((40, 40), works=False),
+    Company((40, 40), "5us"),
+    Company((40, 40), "1ms"),
+    Company((40, 40), "lognormal"),
+    Company((40, 40), program="sync"),
+    Company((50, 50)),
+    Company((30, 5)),
+    Company((40, 30, 20)),
+    Company((40, 20, 20), works=False),
+    Company((40, 30, 30), points=4.5),  # nothing is left, so no launch finds the device idle
+    Company((40, 40), "20ms"),  # of ten slices and more: only our own looks tell who was there
+    Company((40, 40), "20ms", works=False),
+    Company((40, 40), "20ms", "graph"),
+)
+
+
+def run(company: Company, lie: str, **world: str) -> list[Ledger]:
+    more = f"lie={lie}" + ("" if company.works else ",join=1000000")
+    tenants = [Tenant(limit, company.kernel, company.program) for limit in company.limits]
+    tenants[-1] = tenants[-1]._replace(more=more)
+    return simulate(tenants, ms=4500, **world)
+
+
+def hold(company: Company, ledgers: list[Ledger]) -> None:
+    got = [round(ledger.share(START_MS), 1) for ledger in ledgers]
+    for limit, share in list(zip(company.limits, got))[:-1]:
+        assert share == pytest.approx(limit, abs=company.points), (company, got)
+    assert got[-1] <= company.limits[-1] + GAIN, (company, got)
+    assert company.works or got[-1] == 0
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("company", COMPANIES, ids=lambda company: "-".join(map(str, company)))
+def test_a_liar_takes_nothing_and_gives_nothing_away(company: Company, lie: str) -> None:
+    hold(company, run(company, lie))
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.name)
+def test_nor_does_one_that_says_what_the_fuzzed_law_was_told(path: str) -> None:
+    for company in (COMPANIES[0], COMPANIES[1], COMPANIES[8]):
+        hold(company, run(company, "corpus", corpus=str(path)))
+
+
+def test_weights_are_as_granted_whatever_a_page_says() -> None:
+    """It says 999999, and high priority, 32 times."""
+    for honest, liar in ((1, 1), (1, 3)):
+        ledgers = simulate(
+            [Tenant(99, "50us", more=f"weight={honest}"), Tenant(99, "50us", more=f"weight={liar},lie=crowd")], ms=4500
+        )
+        assert ledgers[0].share(START_MS) == pytest.approx(100 * honest / (honest + liar), abs=POINTS)
+
+
+def test_a_priority_that_was_not_granted_keeps_nobody_from_borrowing() -> None:
+    high, _ = simulate(
+        [Tenant(30, "50us", more="mode=soft,priority=1"), Tenant(30, "50us", more="lie=crowd,join=1000000")], ms=3500
+    )
+    assert high.share(START_MS) >= 90

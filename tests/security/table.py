@@ -1,0 +1,365 @@
+"""The table of attacks: one row each. `make test-attacks` runs it, `make docs` prints it.
+
+A row of ATTACKS is a function that prepares a container (see scene.py) and what must come of it by each way in; a row of
+RACES is a loop of starts while a second container swaps something; a row of ELSEWHERE names tests of other directories
+that try the attack with the same strength.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Union
+
+from . import environment, exhaustion, image, inside, owners, races, rules, spec, volumes
+from .scene import LIBCUDA, LIBDIR, Scene
+
+# What a hook must survive, as the project's collection of facts from the field has it. Each word has a row.
+FACTS = (
+    "leaf link", "parent link", "magic link", "special file", "immutable file", "swapped component", "user mount",
+    "read-only user mount", "host's /dev", "LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "GCONV_PATH", "TMPDIR", "PYTHON*",
+    "PyInstaller's variables", "cwd in the rootfs", "image raises its limit", "CUDA_MPS_PIPE_DIRECTORY",
+    "duplicate variables", "NUL, newline, 1 MiB", "config.json of 100 MB", "deep or wrong types", "root.path",
+    "id or annotation with ../", "pid reused", "crafted ELF", "crafted ld.so.cache", "crafted ld.so.conf",
+    "shared propagation", "mount table growth", "read-only rootfs", "user namespace", "no /etc, distroless, musl",
+    "killed hook", "hanging hook", "writable or hard-linked limits", "corrupted usage and pages", "mknod",
+    "another tenant's MPS pipe", "device rule",
+    "no cgroup of its own",
+    "state directory filled",
+    "file lease",
+    "CAP_SYS_ADMIN",
+    "maze of links", "few descriptors",
+    "image's text in our lines",
+    "slow clients",
+    "image claims a pod",
+)  # fmt: skip
+
+# Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
+LINKS = ("CVE-2024-0132", "CVE-2024-0133", "CVE-2024-0135", "CVE-2024-0136", "CVE-2025-23359")
+LOOP = ("CVE-2024-0132", "CVE-2025-23359", "CVE-2026-24260", "CVE-2021-30465", "CVE-2024-45310")
+CACHE = ("CVE-2025-23267",)
+PRELOAD = ("CVE-2025-23266",)
+DESCRIPTORS = ("CVE-2024-21626",)
+PROC = ("CVE-2025-31133", "CVE-2025-52565", "CVE-2025-52881")
+BINARY = ("CVE-2019-5736",)
+NAMESPACES = ("CVE-2024-0137",)
+CVES = tuple(sorted({*LINKS, *LOOP, *CACHE, *PRELOAD, *DESCRIPTORS, *PROC, *BINARY, *NAMESPACES}))
+
+
+class Refused(NamedTuple):
+    """The container does not start; the message has `words`. `by` "runc": by the low-level runtime itself."""
+
+    words: tuple[str, ...] = ()
+    by: str = "gpushare"
+
+
+class Other(NamedTuple):
+    """It may start, without a share to look at; `words` say what comes of it. The host is looked at as always."""
+
+    words: str
+
+
+Verdict = Union[Refused, Other, None]
+SHARE = None  # it starts, and has exactly what it asked for
+NO_GPU = Other("starts, no GPU")  # its own files stand in the way of its programs
+ENDS = Other("ends at once")  # its program is none
+DENIED = Other("starts, opens no GPU")  # without a share
+
+
+def refused(*words: str) -> Refused:
+    return Refused(words)
+
+
+RUNC = Refused(by="runc")
+
+
+class Attack(NamedTuple):
+    name: str
+    facts: tuple[str, ...]
+    prepare: Callable[[Scene], None]
+    hook: Verdict = SHARE
+    runtime: Verdict = SHARE
+    cves: tuple[str, ...] = ()
+
+    def expected(self, way: str, low_level: str = "runc") -> Verdict:
+        if low_level == "crun" and (self.name, way) in CRUN:
+            return CRUN[self.name, way]
+        return self.hook if way == "hook" else self.runtime
+
+
+class Race(NamedTuple):
+    name: str
+    facts: tuple[str, ...]
+    run: Callable[[Scene], races.Counted]
+    cves: tuple[str, ...] = ()
+
+
+class Elsewhere(NamedTuple):
+    name: str
+    facts: tuple[str, ...]
+    tests: tuple[str, ...]  # file below tests, "::", function
+    cves: tuple[str, ...] = ()
+
+
+def both(name: str, facts: str, prepare: Callable[[Scene], None], gets: Verdict = SHARE, *cves: str) -> Attack:
+    """A row with one outcome for both ways; `facts` separated by semicolons."""
+    return Attack(name, tuple(facts.split("; ")), prepare, gets, gets, cves)
+
+
+def each(
+    name: str, facts: str, prepare: Callable[[Scene], None], hook: Verdict, runtime: Verdict, *cves: str
+) -> Attack:
+    return Attack(name, tuple(facts.split("; ")), prepare, hook, runtime, cves)
+
+
+OURS, OF_HOST = image.OURS, "../../../../../../../..{host}"
+SPECIAL = "is a "
+IMAGE = (
+    both("libcuda is a link to /etc/passwd", "leaf link", image.link(LIBCUDA, "/etc/passwd"), refused("is not in a library directory"), *LINKS),
+    both("libcuda is a link to a file of the host", "leaf link", image.link(LIBCUDA, "{host}/secret"), refused("is a link to"), *LINKS),
+    both("libcuda is a link with very many ..", "leaf link", image.link(LIBCUDA, f"{OF_HOST}/secret"), refused("is a link to"), *LINKS),
+    both("libcuda.so.1 is a link to a program", "leaf link", image.link(f"{LIBDIR}/libcuda.so.1", "/bin/bash"), refused("is not in a library directory"), *LINKS),
+    both("libcuda.so.1 is a link to nothing", "leaf link", image.link(f"{LIBDIR}/libcuda.so.1", f"{OF_HOST}/none"), SHARE, *LINKS),
+    both("libcuda is a link to /proc/self/exe", "magic link", image.link(LIBCUDA, "/proc/self/exe"), refused(), *BINARY, *LINKS),
+    both("libcuda is a link through /proc/1/root", "magic link", image.link(LIBCUDA, "/proc/1/root/etc/passwd"), refused(), *LINKS),
+    both("our directory is a link to the host's", "parent link", image.link(OURS, "{host}/share"), refused("link"), *LINKS),
+    both("our directory is a link with very many ..", "parent link", image.link(OURS, f"{OF_HOST}/share"), refused("link"), *LINKS),
+    both("our directory is a link to /etc", "parent link", image.link(OURS, "/etc"), refused("is not in a library directory"), *LINKS),
+    both("our directory is a link to /proc/self/cwd", "magic link; parent link", image.link(OURS, "/proc/self/cwd"), refused(), *LINKS),
+    both("our directory is a loop of links", "parent link", image.link(OURS, "gpushare"), refused("loop"), *LINKS),
+    both("libcuda is a FIFO", "special file; hanging hook", image.special(LIBCUDA, "fifo"), refused("is a FIFO where a file must be")),
+    both("libcuda is a socket", "special file", image.special(LIBCUDA, "socket"), refused("is a socket where a file must be")),
+    both("libcuda is a directory", "special file", image.special(LIBCUDA, "directory"), refused("is a directory where a file must be")),
+    both("libcuda is a disk", "special file", image.special(LIBCUDA, "block device"), refused("is a block device where a file must be")),
+    both("libcuda.so.1 is a FIFO", "special file; hanging hook", image.special(f"{LIBDIR}/libcuda.so.1", "fifo"), refused("is a FIFO")),
+    both("our directory is a FIFO", "special file", image.special(OURS, "fifo"), refused("is a FIFO where a directory must be")),
+    both("the loader's cache is a FIFO", "special file; crafted ld.so.cache; hanging hook", image.cache_is_a_fifo, SHARE, *CACHE),
+    both("the loader's cache is a link to the host's", "leaf link; crafted ld.so.cache", image.link(image.CACHE, f"{OF_HOST}/etc/ld.so.cache"), SHARE, *CACHE),
+    both("the loader's cache is garbage", "crafted ld.so.cache", image.content(image.CACHE, b"glibc-ld.so.cache1.1" + b"\xff" * 5000), SHARE, *CACHE),
+    both("the loader's cache has 16 GiB", "crafted ld.so.cache; hanging hook", image.content(image.CACHE, b"glibc-ld.so.cache1.1", 16 << 30), SHARE, *CACHE),
+    both("ld.so.conf is a FIFO", "crafted ld.so.conf; hanging hook", image.special("etc/ld.so.conf", "fifo")),
+    both("ld.so.conf includes the host", "crafted ld.so.conf", image.content("etc/ld.so.conf", b"include /proc/self/root/*\n/../../..\n")),
+    both("ld.so.preload names a file", "LD_PRELOAD; crafted ld.so.conf", image.content("etc/ld.so.preload", b"/opt/none.so\n"), SHARE, *PRELOAD),
+    both("a newer driver is a crafted ELF", "crafted ELF", image.content(f"{image.COMPAT}/libcuda.so.999.1", image.ELF), NO_GPU),
+    both("a newer driver is a link to a secret", "leaf link; crafted ELF", image.compat_link_out, SHARE, *LINKS),
+    both("a newer driver is a FIFO", "special file; hanging hook", image.special(f"{image.COMPAT}/libcuda.so.999.1", "fifo")),
+    both("a newer driver has 20000 names", "hanging hook", image.many_names),
+    both("glibc-hwcaps has a libcuda of its own", "image raises its limit", image.own_driver(f"{LIBDIR}/glibc-hwcaps/x86-64-v2", "libcuda.so.1")),
+    both("libcuda and another file are one inode", "leaf link", image.hard_link),
+    both("the image brings limits without an end", "writable or hard-linked limits; image raises its limit", image.baked_state),
+    each("the library directory is immutable", "immutable file", image.immutable, refused("Operation not permitted"), RUNC),
+    both("there is no /etc", "no /etc, distroless, musl", image.without_etc),
+    both("/etc is a link to the host's", "parent link; no /etc, distroless, musl", image.etc_is_a_link, SHARE, *LINKS, *CACHE),
+    both("nodes in the image's /dev are links", "leaf link", image.device_link, refused("/dev/nvidia"), *LINKS, *PROC),
+    both("/dev/null is a link to core_pattern", "leaf link", image.swapped_null, SHARE, *PROC),
+)  # fmt: skip
+
+V = "would be created in the volume"
+VOLUMES = (
+    both("a volume over our directory", "user mount", volumes.over(f"/{OURS}", files=("limits", "rw/usage"))),
+    both("a read-only volume over our directory", "user mount; read-only user mount", volumes.over(f"/{OURS}", "ro", files=("limits",))),
+    both("a volume over our directory, mounts below it", "user mount", volumes.nested),
+    both("a file over the limits", "user mount; writable or hard-linked limits", volumes.over_file(f"/{OURS}/limits")),
+    both("a file over the real driver", "user mount", volumes.over_file(f"/{OURS}/driver/libcuda-real.so.1")),
+    both("a file over the usage page", "user mount; corrupted usage and pages", volumes.over_file(f"/{OURS}/rw/usage")),
+    both("a tmpfs over our directory", "user mount", volumes.tmpfs(f"/{OURS}")),
+    both("a tmpfs over our counters", "user mount; corrupted usage and pages", volumes.tmpfs(f"/{OURS}/rw")),
+    both("the host's library directory", "user mount", volumes.host_libraries(), refused(V)),
+    both("the host's library directory, read-only", "user mount; read-only user mount", volumes.host_libraries("ro"), refused(V)),
+    both("the host's /dev", "host's /dev", volumes.host_dev, refused(V), "CVE-2024-0136"),
+    both("the host's /proc, and a link through it", "magic link; user mount", volumes.host_proc, refused(), *PROC),
+    both("a volume over /etc", "user mount; no /etc, distroless, musl", volumes.over("/etc", files=("ld.so.cache",)), SHARE, *CACHE),
+    both("a library of the user's", "user mount", volumes.library_in_a_volume()),
+    both("a library of the user's, read-only", "user mount; read-only user mount", volumes.library_in_a_volume("ro")),
+    both("a volume where libcuda is a link out", "leaf link; user mount", volumes.link_in_a_volume, SHARE, *LINKS),
+    each("a library in a shared volume", "shared propagation", volumes.shared_library, SHARE, refused("shared")),
+    both("a directory of the host, rshared", "shared propagation", volumes.host_root("rshared")),
+    both("a directory of the host, rslave", "shared propagation", volumes.host_root("rslave")),
+    each("a device of the host's over our node", "user mount", volumes.device_covered, refused("/dev/nvidia0"), SHARE),
+)  # fmt: skip
+
+E = environment.obeyed
+ENVIRONMENT = (
+    both("LD_PRELOAD", "LD_PRELOAD", E("LD_PRELOAD={trap}/evil.so"), SHARE, *PRELOAD),
+    both("LD_LIBRARY_PATH", "LD_LIBRARY_PATH", E("LD_LIBRARY_PATH={trap}/lib"), SHARE, *PRELOAD),
+    both("LD_AUDIT", "LD_AUDIT", E("LD_AUDIT={trap}/evil.so"), SHARE, *PRELOAD),
+    both("GCONV_PATH and LOCPATH", "GCONV_PATH", E("GCONV_PATH={trap}/lib", "LOCPATH={trap}/lib", "LC_ALL=x.ANSI_X3.4-1968")),
+    both("TMPDIR and HOME", "TMPDIR", E("TMPDIR={trap}/modules", "HOME={trap}/modules", "XDG_RUNTIME_DIR={trap}/tmp")),
+    both("PYTHONPATH and PYTHONHOME", "PYTHON*", E("PYTHONPATH={trap}/modules", "PYTHONHOME={trap}/modules", "PYTHONPLATLIBDIR={trap}")),
+    both("PYTHONSTARTUP and others", "PYTHON*", E("PYTHONSTARTUP={trap}/modules/os.py", "PYTHONINSPECT=1", "PYTHONEXECUTABLE={trap}/evil.so", "PYTHONUSERBASE={trap}")),
+    both("the variables of PyInstaller", "PyInstaller's variables", E("_MEIPASS2={trap}/modules", "_PYI_ARCHIVE_FILE={trap}/evil.so", "_PYI_APPLICATION_HOME_DIR={trap}/lib", "_PYI_PARENT_PROCESS_LEVEL=1")),
+    both("PATH with programs of that name", "TMPDIR", E("PATH={trap}/bin:/usr/bin:/bin")),
+    both("tunables of the loader", "LD_PRELOAD", E("GLIBC_TUNABLES=glibc.malloc.perturb=7:glibc.rtld.optional_static_tls=1", "MALLOC_PERTURB_=7", "LD_DEBUG=all", "LD_DEBUG_OUTPUT={trap}/tmp/debug")),
+    both("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_PIPE_DIRECTORY; another tenant's MPS pipe", environment.variables("CUDA_MPS_PIPE_DIRECTORY=/etc", "CUDA_MPS_LOG_DIRECTORY=/etc", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100")),
+    both("a second, larger limit", "image raises its limit; duplicate variables", environment.variables("GPUSHARE_MEMORY=16Gi"), refused("GPUSHARE_MEMORY")),
+    both("a second, empty limit", "duplicate variables", environment.variables("GPUSHARE_MEMORY="), refused("GPUSHARE_MEMORY")),
+    both("the same limit twice", "duplicate variables", environment.variables("GPUSHARE_MEMORY=2Gi")),
+    both("all devices by NVIDIA's variable", "image raises its limit; duplicate variables", environment.variables("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_VISIBLE_DEVICES=none", "NVIDIA_VISIBLE_DEVICES=all"), refused("NVIDIA_VISIBLE_DEVICES")),
+    both("a limit by annotation, larger", "image raises its limit", environment.annotation("gpushare.io/memory", "16Gi"), refused("GPUSHARE_MEMORY")),
+    both("another scheduler's words for more, and for no limit", "image raises its limit", environment.variables("CUDA_DEVICE_MEMORY_LIMIT=16g", "CUDA_DISABLE_CONTROL=true", "GPU_PORTION=1", "CGPU_DISABLE=1")),
+    both("oversubscription", "image raises its limit", environment.variables("GPUSHARE_OVERSUBSCRIBE=1"), refused("GPUSHARE_OVERSUBSCRIBE")),
+    both("another tenant's daemon as the backend", "another tenant's MPS pipe", environment.variables("GPUSHARE_BACKEND=mps"), refused("backend")),
+    both("a variable without =", "duplicate variables", environment.variables("GPUSHARE_MEMORY"), RUNC),
+    each("a NUL in a variable", "NUL, newline, 1 MiB", environment.variables("X=a\0GPUSHARE_MEMORY=16Gi"), RUNC, RUNC),
+    both("a newline in the limit", "NUL, newline, 1 MiB", environment.variables_instead("GPUSHARE_MEMORY=2Gi\nlevel=info"), refused("GPUSHARE_MEMORY")),
+    both("a limit of 1 MiB of text", "NUL, newline, 1 MiB", environment.variables_instead("GPUSHARE_MEMORY=" + "1" * (1 << 20)), refused("GPUSHARE_MEMORY")),
+    both("escape sequences in the limit", "NUL, newline, 1 MiB", environment.variables_instead("GPUSHARE_MEMORY=\x1b[2J16Gi"), refused("GPUSHARE_MEMORY")),
+    both("a device with ../", "id or annotation with ../", environment.variables("GPUSHARE_DEVICES=../../dev/sda"), refused("GPUSHARE_DEVICES")),
+    both("an image that claims to be a pod's sandbox", "image claims a pod", environment.annotation("io.kubernetes.cri.container-type", "sandbox")),
+    both("an image that claims to be CRI-O's sandbox", "image claims a pod", environment.annotation("io.kubernetes.cri-o.ContainerType", "sandbox")),
+    both("an image that claims to be a pod's container", "image claims a pod", environment.annotation("io.kubernetes.cri.container-name", "app")),
+    both("a limit for a pod, which the container claims to be in", "image claims a pod; image raises its limit", environment.several_annotations({"io.kubernetes.cri.container-name": "app", "app.gpushare.io/memory": "16Gi"}), refused("would make this a container of a pod")),
+    both("an annotation with ../", "id or annotation with ../", environment.annotation("gpushare.io/devices", "../../../etc/shadow"), refused("shadow")),
+)  # fmt: skip
+
+SPEC = (
+    *(both(f"cwd is descriptor {n}", "cwd in the rootfs", spec.directory_of_descriptors(n), RUNC, *DESCRIPTORS) for n in (3, 7, 9)),
+    both("cwd is /proc/self/exe", "magic link", spec.put("process.cwd", "/proc/self/exe"), RUNC, *DESCRIPTORS),
+    both("the program is /proc/self/exe", "magic link", spec.put("process.args", ["/proc/self/exe", "init"]), ENDS, *BINARY),
+    both("root.path is relative", "root.path", spec.relative_root),
+    both("root.path has very many ..", "root.path", spec.dots_root),
+    both("root.path is a link to the root", "root.path", spec.linked_root("{root}"), RUNC),
+    both("root.path is a link to /", "root.path", spec.linked_root("/"), RUNC),
+    both("root.path is /", "root.path", spec.root_of_the_host, refused("root.path")),
+    both("root.path is not there", "root.path", spec.put("root.path", "{host}/none"), RUNC),
+    both("there is no root", "root.path", spec.drop("root"), RUNC),
+    both("a read-only root", "read-only rootfs", spec.put("root.readonly", True)),
+    both("config.json has 100 MB", "config.json of 100 MB", spec.huge, refused("config.json")),
+    both("lists 9000 deep", "deep or wrong types", spec.nested(9000), refused("config.json")),
+    both("lists 100000 deep", "deep or wrong types", spec.nested(100_000), RUNC),
+    both("env is a number", "deep or wrong types", spec.put("process.env", 1), RUNC),
+    both("annotations are a list", "deep or wrong types", spec.put("annotations", ["gpushare.io/memory"]), RUNC),
+    both("two processes in one file", "duplicate variables; deep or wrong types", spec.duplicate_objects, refused("twice")),
+    both("a second process in another case", "duplicate variables; deep or wrong types", spec.other_case, refused("in other letters")),
+    both("a device rule in a second object", "device rule; duplicate variables", spec.rule_in_a_second_object, refused("twice")),
+    both("a device rule under a key in another case", "device rule; deep or wrong types", spec.rule_in_another_case, refused("in other letters")),
+    both("a device rule with a key in another case", "device rule; deep or wrong types", rules.allowing(rules.IN_ANOTHER_CASE, asks=False), refused("in other letters")),
+)  # fmt: skip
+
+INSIDE = (
+    both("a program changes its limits", "writable or hard-linked limits", inside.fails(*inside.LIMITS)),
+    both("a program makes nodes of other devices", "mknod", inside.makes(*inside.DEVICES), SHARE, "CVE-2024-0136"),
+    both("a program fills its counters with garbage", "corrupted usage and pages", inside.does(f"head -c 200000 /dev/urandom 1<>{inside.OURS}/rw/usage >&1", f"truncate -s 0 {inside.OURS}/rw/usage", f"chmod 0 {inside.OURS}/rw/usage", f"chmod 666 {inside.OURS}/rw/usage")),
+    both("descriptors of a container's first program", "cwd in the rootfs", inside.descriptors, SHARE, *DESCRIPTORS),
+    both("the host's paths in a container", "id or annotation with ../", inside.process_environment, SHARE, *NAMESPACES),
+    both("another tenant's pipes, pages and names", "another tenant's MPS pipe; corrupted usage and pages", inside.other_tenant),
+    both("a process that is another container's by now", "pid reused", inside.pid_of_another),
+    both("leases on all files that a container is shown", "file lease; hanging hook", owners.leases),
+    both("mounts made writable again by CAP_SYS_ADMIN", "CAP_SYS_ADMIN; writable or hard-linked limits", owners.writes),
+    both("mounts over ours in a user namespace", "user namespace; writable or hard-linked limits", inside.hidden_in_a_user_namespace),
+)  # fmt: skip
+
+RULES = {
+    "all devices": rules.EVERY_DEVICE, "character devices of every major": rules.EVERY_MAJOR,
+    "NVIDIA's major": rules.GPUS, "reading one GPU": rules.GPU,
+}  # fmt: skip
+BY_RULE = (
+    *(each(f"a rule for {name}", "device rule; mknod", rules.allowing(rule), refused("linux.resources.devices"), SHARE) for name, rule in RULES.items()),
+    *(each(f"a rule for {name}, and no request", "device rule; mknod", rules.allowing(rule, asks=False), refused("could open any GPU"), DENIED) for name, rule in RULES.items()),
+)  # fmt: skip
+
+EXHAUSTION = (
+    both("an image's large files fill the state directory", "state directory filled; crafted ld.so.cache", exhaustion.fill_the_state),
+    both("a library's names lead through a maze of links", "maze of links; hanging hook", exhaustion.names_in_a_maze, refused("links")),
+    both("LD_LIBRARY_PATH leads through a maze of links", "maze of links; hanging hook", exhaustion.paths_in_a_maze, refused("links")),
+    both("directories of variants are behind a maze of links", "maze of links; hanging hook", exhaustion.variants_in_a_maze, refused("links")),
+    both("the state directory is full", "state directory filled", exhaustion.full_state),
+)  # fmt: skip
+
+ATTACKS = (*IMAGE, *VOLUMES, *ENVIRONMENT, *SPEC, *INSIDE, *BY_RULE, *EXHAUSTION)
+
+# Where the outcome with crun is another one than with runc: (name, way)
+CRUN: dict[tuple[str, str], Verdict] = {
+    **{("/dev/null is a link to core_pattern", way): RUNC for way in ("hook", "runtime")},
+    **{
+        (name, way): SHARE
+        for name in ("a variable without =", "root.path is a link to the root")
+        for way in ("hook", "runtime")
+    },
+    ("two processes in one file", "hook"): RUNC,
+}
+
+RACES = (
+    Race("a library in a volume is swapped", ("swapped component", "leaf link"), races.leaf_in_a_volume, LOOP),
+    Race("the directory of a library is swapped", ("swapped component", "parent link"), races.parent_in_a_volume, LOOP),
+    Race("our directory is swapped", ("swapped component", "parent link"), races.our_directory_in_a_shared_image, LOOP),
+    Race("libcuda's mount point is swapped", ("swapped component", "leaf link"), races.library_in_a_shared_image, LOOP),
+    Race("a program's mount point is swapped", ("swapped component", "leaf link"), races.program_in_a_shared_image, LOOP),
+    Race("the loader's cache is swapped", ("swapped component", "crafted ld.so.cache"), races.cache_in_a_shared_image, (*LOOP, *CACHE)),
+    Race("/etc is swapped", ("swapped component", "parent link"), races.etc_in_a_shared_image, (*LOOP, *CACHE)),
+    Race("a newer driver is swapped", ("swapped component", "leaf link"), races.newer_driver_in_the_image, LOOP),
+    Race("many starts and ends", ("mount table growth",), races.many_starts),
+)  # fmt: skip
+
+T = "integration/"
+ELSEWHERE = (
+    Elsewhere("65,000 mounts and 60 roots of others, while containers start and end", ("mount table growth", "hanging hook"), (T + "test_leftovers.py::test_no_end_and_no_start_looks_at_mounts_or_processes_of_others",)),
+    Elsewhere("a process that outlives its init and pivots away with its CUDA context", ("pid reused",), (T + "test_leftovers.py::test_context_of_a_process_that_pivoted_away_keeps_the_lease",)),
+    Elsewhere("a descriptor of the usage file, passed on with a lock", ("corrupted usage and pages",), (T + "test_leftovers.py::test_passed_descriptor_keeps_no_share",)),
+    Elsewhere("forged shares after the state directory was lost", ("user namespace",), (T + "test_forged_shares.py::test_forged_share_is_ignored", T + "test_forged_shares.py::test_share_made_by_root_of_a_user_namespace_in_a_container_is_ignored")),
+    Elsewhere("a lock on the directory below the state's mount", ("hanging hook",), (T + "test_host_user.py::test_lock_of_a_user_on_the_directory_below_the_mount_holds_up_no_first_start",)),
+    Elsewhere("links of every kind, op by op", ("leaf link", "parent link", "magic link"), (T + "test_paths.py::test_a_leaf_link_out_of_the_library_directories", T + "test_paths.py::test_magic_links", T + "test_paths.py::test_a_link_name_that_is_a_link_to_passwd"), LINKS),
+    Elsewhere("special files, op by op", ("special file",), (T + "test_path_kinds.py::test_a_special_file_at_a_mount_target", T + "test_path_kinds.py::test_a_special_file_at_a_links_name", T + "test_path_kinds.py::test_a_special_file_at_a_device_target")),
+    Elsewhere("an immutable directory", ("immutable file",), (T + "test_path_kinds.py::test_an_immutable_directory",)),
+    Elsewhere("a component swapped in a loop, without openat2 too", ("swapped component",), (T + "test_paths.py::test_a_component_swapped_in_a_loop", T + "test_images.py::test_a_source_that_was_swapped_is_refused"), LOOP),
+    Elsewhere("a mount point changed between config.json and our hook", ("swapped component", "special file", "user mount"), (T + "test_adopt_mounts.py::test_target_that_was_changed_is_refused_by_name", T + "test_adopt_mounts.py::test_file_that_a_user_mounts_there_meanwhile_is_covered"), LOOP),
+    Elsewhere("a runtime that leaves hooks out", ("image raises its limit",), (T + "test_adopt_mounts.py::test_without_our_hook_there_is_no_gpu",)),
+    Elsewhere("all hostile variables at once, from the bundle", ("LD_PRELOAD", "LD_AUDIT", "GCONV_PATH", "PYTHON*", "PyInstaller's variables"), (T + "test_bundle.py::test_nothing_of_the_environment_reaches_loader_or_interpreter", T + "test_hook_errors.py::test_environment_and_directory_of_the_hook_are_not_believed"), PRELOAD),
+    Elsewhere("any value in any field of config.json", ("deep or wrong types",), (T + "test_runtime_bad_input.py::test_whatever_is_in_there_the_answer_is_one_line", T + "test_runtime_bad_input.py::test_config_that_cannot_be_read")),
+    Elsewhere("ids that leave the state directory", ("id or annotation with ../",), (T + "test_runtime_bad_input.py::test_id_that_could_leave_the_state_directory",)),
+    Elsewhere("a record of ours that is forged", ("id or annotation with ../",), (T + "test_runtime.py::test_forged_record_is_not_believed",)),
+    Elsewhere("a process that has gone, or is the host's", ("pid reused",), (T + "test_apply.py::test_a_process_that_has_exited_is_refused", T + "test_hook_errors.py::test_process_without_a_mount_namespace_is_refused")),
+    Elsewhere("mounts that would reach the host", ("shared propagation",), (T + "test_apply.py::test_mounts_never_reach_a_host_that_shares_the_rootfs", T + "test_apply.py::test_mounts_below_a_shared_source_do_not_reach_it", T + "test_adopt_mounts.py::test_nothing_shows_at_a_peer")),
+    Elsewhere("rootfsPropagation shared, rshared, slave", ("shared propagation",), (T + "test_propagation.py::test_nothing_of_a_share_shows_on_the_host",)),
+    Elsewhere("another user of the host, with all locks", ("hanging hook",), (T + "test_host_user.py::test_another_user_sees_no_share_and_holds_up_no_start",)),
+    Elsewhere("a container of a user namespace", ("user namespace",), (T + "test_pages.py::test_containers_see_each_other_whoever_was_first",)),
+    Elsewhere("images without a shell, without glibc", ("no /etc, distroless, musl",), (T + "test_images.py::test_the_limit_is_seen_in_every_layout", T + "test_images.py::test_musl_gets_devices_and_no_promise")),
+    Elsewhere("forged lines in the log of decisions", ("NUL, newline, 1 MiB",), ("unit/test_decision.py::test_no_text_from_outside_makes_a_field_or_a_line", T + "test_decisions.py::test_a_hostile_request_is_refused_in_one_line_without_its_value")),
+    Elsewhere("an image names files of the host for what hooks print", ("image's text in our lines",), (T + "test_podman.py::test_image_names_files_of_the_host_for_what_hooks_print", T + "test_hook_output.py::test_runtime_names_no_file_for_what_hooks_print", T + "test_hook_output.py::test_runtime_removes_them_from_its_own_config_json", T + "test_hook_output.py::test_hook_prints_nothing_under_crun")),
+    Elsewhere("a link of the image whose text is a command", ("image's text in our lines", "leaf link"), (T + "test_hook_output.py::test_link_of_an_image_is_quoted_and_printed_nowhere_else",)),
+    Elsewhere("connections to the exporter that never end", ("slow clients",), ("unit/test_export_clients.py::test_scrapes_are_answered_beside_slow_clients", "unit/test_export_clients.py::test_whole_request_has_one_deadline", "unit/test_export_clients.py::test_bounded_reader_gives_no_more_than_its_bytes")),
+    Elsewhere("commands in every name and value of a request", ("image's text in our lines",), ("unit/test_quoting_messages.py::test_text_of_an_image_is_always_between_quotes", "unit/test_quoting.py::test_a_shell_runs_nothing_of_a_message")),
+    Elsewhere("a start killed at any point", ("killed hook",), (T + "test_lifecycle.py::test_start_killed_at_any_point_leaves_nothing", T + "test_adopt.py::test_adoption_killed_at_any_call_leaves_nothing", T + "test_kill_points.py::test_gpushare_run_killed_at_any_point_leaves_nothing")),
+    Elsewhere("a release killed at any point", ("killed hook",), (T + "test_release.py::test_poststop_killed_at_any_call_is_finished_by_the_next",)),
+    Elsewhere("a hook that hangs", ("hanging hook",), (T + "test_hook_errors.py::test_hook_that_hangs_meets_its_own_deadline",)),
+    Elsewhere("attacks on its own counters", ("corrupted usage and pages",), (T + "test_lifecycle.py::test_attack_on_its_own_page_hurts_nobody_else",)),
+    Elsewhere("attacks on its own page", ("corrupted usage and pages",), (T + "test_pages.py::test_attack_on_its_own_page_hurts_no_start_and_no_release", T + "test_pages.py::test_pages_that_a_tenant_forged_are_not_taken_up")),
+    Elsewhere("other tenants' pages", ("corrupted usage and pages",), (T + "test_pages.py::test_not_even_root_writes_what_is_not_its_own",)),
+    Elsewhere("other GPUs' minors, on cgroup v2", ("mknod",), (T + "test_cgroup_v2.py::test_another_minor_made_inside_cannot_be_opened", T + "test_policy.py::test_privileged_container_gets_no_other_gpu"), ("CVE-2024-0136",)),
+    Elsewhere("the index of a device is truncated under a program", ("corrupted usage and pages",), ("shim/test_compute_life.py::test_index_that_is_truncated_under_a_running_program_does_not_kill_it",)),
+    Elsewhere("CAP_SYS_ADMIN over the host, without an entry in policy", ("CAP_SYS_ADMIN",), (T + "test_sys_admin.py::test_sys_admin_over_the_host_needs_an_entry", T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_of_its_own_needs_none")),
+    Elsewhere("device rules that open GPUs, on cgroup v1 and v2, runc and crun", ("device rule", "mknod"), (T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu", T + "test_policy.py::test_hook_refuses_rules_that_open_gpus", T + "test_policy.py::test_rule_that_names_a_gpu_is_refused_where_policy_says_so", T + "test_policy.py::test_ordinary_container_with_rules_for_gpus_opens_none_under_crun")),
+    Elsewhere("leases and writes from a user namespace with CAP_SYS_ADMIN", ("file lease", "CAP_SYS_ADMIN", "user namespace"), (T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_of_its_own_writes_no_file_that_it_is_shown",)),
+    Elsewhere("leases where a file system cannot hide owners, and after an upgrade", ("file lease",), (T + "test_hidden_owner.py::test_driver_on_a_file_system_that_cannot_hide_owners", T + "test_hidden_owner.py::test_state_directory_of_a_gpushare_without_it_is_completed")),
+    Elsewhere("annotations of a CRI in an image of podman's, with devices and policy", ("image claims a pod",), (T + "test_podman_claims.py::test_injected_device_has_the_limit_of_the_user", T + "test_podman_claims.py::test_policy_holds", T + "test_podman_claims.py::test_privileges_need_an_entry")),
+    Elsewhere("annotations of two CRIs that contradict each other", ("image claims a pod",), ("unit/test_oci.py::test_pods_annotation_in_another_engines_words_is_refused",)),
+    Elsewhere("a device in the sandbox of a pod", ("image claims a pod",), (T + "test_policy.py::test_device_in_a_sandbox_is_refused",)),
+    Elsewhere("an image adds to its user's limit", ("image raises its limit",), (T + "test_podman_widening.py::test_image_adds_to_a_limit_where_policy_accepts_it", T + "test_podman_widening.py::test_image_adds_nothing_to_a_limit_in_a_cluster", "unit/test_widening.py::test_word_beside_a_limit_is_ignored_and_reported_where_policy_says_so")),
+    Elsewhere("an image replaces another scheduler's limit by a larger one", ("image raises its limit",), (T + "test_podman_widening.py::test_image_replaces_another_schedulers_limit_where_policy_accepts_it", "unit/test_widening.py::test_larger_memory_than_another_schedulers_is_ignored")),
+    Elsewhere("limits hidden from the shim", ("writable or hard-linked limits",), (T + "test_hidden_limits.py::test_without_the_limits_there_is_no_gpu", T + "test_lost_state.py::test_tenant_cannot_make_his_share_look_smaller")),
+    Elsewhere("tricks of a program that wants more", ("image raises its limit",), (T + "test_limits.py::test_no_trick_gets_more",)),
+    Elsewhere("the loader's cache has a name of megabytes", ("crafted ld.so.cache", "hanging hook"), ("unit/test_ldcache.py::test_name_of_megabytes_is_not_compared",), CACHE),
+    Elsewhere("an image has a volume at the path of a GPU", ("image raises its limit",), (T + "test_podman_image_asks.py::test_volume_at_the_path_of_a_gpu_gives_no_gpu", T + "test_podman_image_asks.py::test_volume_at_the_path_of_a_gpu_changes_no_limit")),
+    Elsewhere("a container that stays in its caller's cgroup", ("no cgroup of its own", "mknod"), (T + "test_podman_cgroups.py::test_cgroup_of_the_caller_gets_no_rule", T + "test_podman_cgroups.py::test_podman_without_cgroups_is_refused", T + "test_podman_cgroups.py::test_container_that_stays_in_the_callers_cgroup_is_refused")),
+    Elsewhere("a start that may open few files", ("few descriptors", "hanging hook"), (T + "test_few_descriptors.py::test_runtime_refuses_before_anything_is_reserved", T + "test_few_descriptors.py::test_table_of_files_that_is_full_later_is_no_internal_error")),
+    Elsewhere("what stays of a container is used again", ("image raises its limit",), (T + "test_docker_files.py::test_commit_and_run_again", T + "test_docker_files.py::test_copied_limits_do_not_count")),
+)  # fmt: skip
+
+# Tests of ELSEWHERE that runs with crun leave out, and why
+RUNC_ALONE = {
+    **{
+        T + f"test_docker_files.py::{test}": "docker has runc below it"
+        for test in ("test_commit_and_run_again", "test_copied_limits_do_not_count")
+    },
+    T + "test_podman_cgroups.py::test_cgroup_of_the_caller_gets_no_rule": "starts no container",
+    T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu": "on cgroup v1 crun takes no rule with -1",
+    T
+    + "test_policy.py::test_privileged_container_gets_no_other_gpu": "on cgroup v2 crun raises a limit that a test machine may not raise",
+}
+
+
+def elsewhere(low_level: str) -> tuple[Elsewhere, ...]:
+    """The rows of ELSEWHERE with their tests for this runtime; without those that have none."""
+    if low_level != "crun":
+        return ELSEWHERE
+    rows = (row._replace(tests=tuple(test for test in row.tests if test not in RUNC_ALONE)) for row in ELSEWHERE)
+    return tuple(row for row in rows if row.tests)

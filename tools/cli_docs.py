@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Print docs/cli.md, written from the commands. `make docs` puts it in place; a test compares."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+from gpushare import doctor
+
+from tools.commands import EXAMPLES, EXIT_CODES, JSON, NOTE_ON_ONE, Command, walk
+
+HEAD = """\
+# Commands
+
+Generated from the commands by `make docs`; a test compares them. The same is in the manual pages (`make man`; in the
+archive below `share/man`) and behind `--help`.
+
+* `--config` and `--state` stand before the command. All commands but `run`, `export` and `completion` have
+  `--format table|json` and `--no-color`.
+* On a terminal there are colours and bars, and columns for which it is too narrow are told below the table; in a pipe
+  there is only text, aligned and never cut. `--no-color`, `NO_COLOR=1` and
+  `TERM=dumb` leave out colour. A program reads `--format json`: one document; of `top` one in each line.
+* What goes wrong is one line on standard error that begins with `gpushare: ` and says what to do. Bytes in JSON are
+  numbers, in tables powers of 1024.
+* An ID can be shortened as long as it is the only one that begins so.
+* `source <(gpushare completion bash)` completes commands, options and ids (also for zsh and fish).
+* Most commands need root: leases are root's. For another user they show what he has himself ([run.md](run.md)).
+"""
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def section(command: Command) -> str:
+    mark = "##" if len(command.words) < 2 else "###"
+    text = f"\n{mark} {' '.join(('gpushare', *command.words))}\n\n    {command.usage()}\n\n"
+    text += "\n\n".join(textwrap.fill(part, 120, break_on_hyphens=False) for part in command.paragraphs()) + "\n"
+    options = command.options()
+    if options:
+        text += "\n| option | meaning |\n|---|---|\n"
+        text += "".join(f"| `{escaped(names)}` | {escaped(what)} |\n" for names, what in options)
+    if command.name in EXAMPLES:
+        lines = EXAMPLES[command.name]
+        width = max(len(line) for line, _ in lines)
+        text += "\n" + "".join(f"    {line:<{width}}  # {what}\n" for line, what in lines)
+    if command.name == "doctor":
+        text += "\n| check | ok when |\n|---|---|\n"
+        text += "".join(f"| {check.name} | {escaped(check.meaning)} |\n" for check in doctor.CHECKS)
+    if command.name in JSON:
+        what, keys = JSON[command.name]
+        text += f"\nJSON: {what}\n\n| key | value |\n|---|---|\n"
+        text += "".join(f"| `{key}` | {escaped(meaning)} |\n" for key, meaning in keys.items())
+    return text
+
+
+def text() -> str:
+    codes = "".join(f"| {code} | {name} | {when} |\n" for code, name, when in EXIT_CODES)
+    tail = f"\n## Exit codes\n\n{NOTE_ON_ONE}.\n\n| code | error | when |\n|---:|---|---|\n{codes}"
+    return HEAD + "".join(section(command) for command in walk()) + tail
+
+
+if __name__ == "__main__":
+    sys.stdout.write(text())

@@ -1,0 +1,64 @@
+"""What `gpushare runtime configure` writes on a host that has nothing yet, as files to read and to copy.
+
+usage: PYTHONPATH=hook:. build/venv/bin/python -m tools.engine_snippets     writes config/engines
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Any, Optional
+
+from gpushare.engines.base import Settings
+from gpushare.engines.configure import ENGINES
+
+from tests.support.host import TREE
+
+FOLDER = TREE / "config" / "engines"
+SETTINGS = Settings("/usr/bin/gpushare-runtime", "/usr/bin/gpushare-hook")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # folder -> engine, what else is asked for
+    "docker": ("docker", {}),
+    "containerd": ("containerd", {"engine_version": "2.1"}),
+    "containerd-before-2.1": ("containerd", {"engine_version": "1.7"}),
+    "containerd-hook-only": ("containerd", {"engine_version": "2.1", "hook_only": True}),
+    "crio": ("crio", {}),
+    "crio-hook-only": ("crio", {"hook_only": True}),
+    "podman": ("podman", {}),
+}
+
+
+class Tree:
+    """Files that are text in a dict, and programs that answer with a text."""
+
+    def __init__(self, files: dict[str, str], answers: Optional[dict[str, str]] = None) -> None:
+        self.files = files
+        self.answers = answers or {}
+
+    def read(self, path: str) -> Optional[str]:
+        return self.files.get(path)
+
+    def glob(self, pattern: str) -> list[str]:
+        return sorted(path for path in self.files if fnmatch(path, pattern))
+
+    def ask(self, *command: str) -> Optional[str]:
+        return self.answers.get(" ".join(command))
+
+
+def texts() -> dict[str, str]:
+    """Path below config/engines -> text."""
+    found = {}
+    for folder, (engine, more) in CASES.items():
+        for change in ENGINES[engine].propose(SETTINGS._replace(**more), Tree({})).changes:
+            assert change.after is not None
+            found[f"{folder}{change.path}"] = change.after
+    return found
+
+
+def main() -> None:
+    for name, text in texts().items():
+        path = FOLDER / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

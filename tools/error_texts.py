@@ -1,0 +1,188 @@
+"""Every message that a person can get from us, found in the sources: for docs/troubleshooting.md.
+
+A message is the first argument of an error of errors.py (or click's, or a function of MAKERS that makes one); what to
+do is its second. Figures and names that are filled in become `…`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from typing import NamedTuple, Optional
+
+from gpushare.allocation import backends
+from gpushare.core import names
+from gpushare.gpu import selectors
+
+from tests.support.host import TREE
+
+SOURCES = TREE / "hook" / "gpushare"
+# SyscallError says "CALL PATH: REASON": one row for all
+ERRORS = (
+    "ConfigError", "RequestError", "PolicyError", "CapacityError", "DeviceError", "KernelError", "GpushareError",
+    "RegionError", "SyscallError", "UsageError", "BadParameter", "CannotExecute", "Interrupted",
+)  # fmt: skip
+# function of ours -> (its files, () for all; the error that it makes; which argument is the reason, which what to do)
+MAKERS = {
+    "wrong": ((), "RequestError", 2, 3),  # quantity.py: NAME=VALUE: reason
+    "_error": (("config/config.py",), "ConfigError", 3, 4),
+    "kind": (("allocation/placement.py", "request/dialects/conditions.py"), "CapacityError", 0, 1),  # or another class
+    "MpsState": (("allocation/mps.py",), "DeviceError", 0, 1),
+}
+# Errors that only put together what another place says: file -> text in the source
+CARRIERS = {
+    "cli/main.py": ("<error.format_message()>", "<text"),
+    "config/config.py": ("{problem}", "{error.message}", "<error.problem>"),
+    "request/dialects/conditions.py": ("<error.message>",),
+    "engines/tomltext.py": ("{error.message}",),
+    "allocation/mps.py": ("{found.problem}",),
+    "core/quantity.py": ("{reason}", "{wrong_item}"),
+    "state/rebuild.py": ("<str(error)>",),
+}
+
+
+Local = dict[str, list[tuple[int, str]]]  # texts that the file's names stand for, each with its line
+
+
+class Message(NamedTuple):
+    kind: str
+    file: str  # below hook/gpushare
+    line: int
+    text: str
+    hint: str
+
+
+def _constant(node: ast.expr) -> Optional[str]:
+    """What `names.ENV_MEMORY` and the like are: they never differ."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "names":
+        value = getattr(names, node.attr, None)
+        return value if isinstance(value, str) else None
+    if isinstance(node, ast.Name):
+        for module in (names, backends, selectors):
+            value = getattr(module, node.id, None)
+            if node.id.isupper() and isinstance(value, str):
+                return value
+    return None
+
+
+def _text(node: Optional[ast.AST], local: Local = {}) -> str:  # noqa: B006
+    """As the source has it, with {expression} for what is filled in, <expression> for what is all of it, and {a|b}
+    where one of two is said."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    if isinstance(node, ast.FormattedValue):
+        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "setting":  # quoting.py
+            return "{name}={value}"
+        known = _constant(node.value)
+        return known if known is not None else f"{{{ast.unparse(node.value)}}}"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    if isinstance(node, ast.IfExp):
+        return f"{{{ast.unparse(node)}}}"  # one of two
+    if isinstance(node, ast.Name) and node.id in local:
+        return next((text for line, text in reversed(local[node.id]) if line <= node.lineno), f"<{node.id}>")
+    if isinstance(node, ast.Name) and (known := _constant(node)):
+        return known
+    return f"<{ast.unparse(node)}>" if node is not None else ""
+
+
+def shown(text: str) -> str:
+    """For a reader: `…` for what is filled in."""
+    text = re.sub(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|<(?:[^<>]|->)*>", "…", text)
+    text = re.sub(r"(?:… ?){2,}", "… ", text).replace("…=…", "NAME=VALUE").strip()
+    return "PATH: REASON" if text == "…: …" else text
+
+
+def _argument(call: ast.Call, place: int, names: tuple[str, ...]) -> Optional[ast.expr]:
+    """By place, by name, or in a dictionary of names (`**{"problem": ...}`)."""
+    if len(call.args) > place:
+        return call.args[place]
+    for one in call.keywords:
+        if one.arg in names:
+            return one.value
+        if isinstance(one.value, ast.Dict) and one.arg is None:
+            for key, value in zip(one.value.keys, one.value.values):
+                if isinstance(key, ast.Constant) and key.value in names:
+                    return value
+    return None
+
+
+def _of_call(call: ast.Call, file: str, local: Local) -> Optional[Message]:
+    function = str(getattr(call.func, "id", getattr(call.func, "attr", "")))
+    before = ""
+    if function in ERRORS:
+        kind, reason, hint = function, 0, 1
+    elif function in MAKERS and (file in MAKERS[function][0] or not MAKERS[function][0]):
+        _, kind, reason, hint = MAKERS[function]
+        before = {"wrong": "{name}={value}: ", "MpsState": "MPS: "}.get(function, "")
+    else:
+        return None
+    text = _text(_argument(call, reason, ("message", "problem")), local)
+    text = text.replace("{found} {", "no device fits {", 1)  # placement.py: or too few do
+    said = _hint(_argument(call, hint, ("hint",)), local)
+    return Message(kind, file, call.lineno, before + text, said) if text else None
+
+
+def _hint(node: Optional[ast.expr], local: Local) -> str:
+    """Where it is one of two: both."""
+    if isinstance(node, ast.IfExp):
+        return "; or ".join(filter(None, (_hint(node.body, local), _hint(node.orelse, local))))
+    return _text(node, local)
+
+
+def _locals(tree: ast.AST) -> Local:
+    found: Local = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            text = _hint(node.value, found)
+            if not text.startswith("<"):
+                found.setdefault(node.targets[0].id, []).append((node.lineno, text))
+    return found
+
+
+def _of_python() -> Iterator[Message]:
+    for path in sorted(SOURCES.rglob("*.py")):
+        file = str(path.relative_to(SOURCES))
+        tree = ast.parse(path.read_text())
+        local = _locals(tree)
+        for node in ast.walk(tree):
+            found = _of_call(node, file, local) if isinstance(node, ast.Call) else None
+            if found and found.kind != "SyscallError" and not _carries(found):
+                yield found
+
+
+def _carries(one: Message) -> bool:
+    return any(part in one.text for part in CARRIERS.get(one.file, ()))
+
+
+def _of_launcher() -> Iterator[Message]:
+    """Lines of C that write to standard error: "gpushare: TEXT; HINT"."""
+    for path in sorted((TREE / "hook" / "launcher").glob("*.c")):
+        for match in re.finditer(r'fprintf\(stderr, "gpushare: (.*?)\\n"', path.read_text()):
+            text, _, hint = match[1].rpartition("; ")
+            yield Message("KernelError", f"../launcher/{path.name}", 0, re.sub(r"'?%\w+'?", "{x}", text), hint)
+
+
+_LOGGED = r'gs_log\("([^"]+)", "([^"]+)"\)|gs_log\(("[^"]+"), symbol\)'
+_REASON = r'refuse\("([^"]+)"\)|\*why = [^;"]*"([^"]+)"(?: : "([^"]+)")?|return "([^"]+)"|: "((?:usage|limits): [^"]+)"'
+
+
+def of_shim() -> list[tuple[str, str]]:
+    """(file, text): what the library in the container says with GPUSHARE_LOG=1."""
+    found = []
+    for path in sorted((TREE / "shim").glob("*/*.c")):
+        text = path.read_text()
+        if "gs_log(" in text:
+            logged = [": ".join(part.strip('"') for part in parts if part) for parts in re.findall(_LOGGED, text)]
+            reasons = [part for parts in re.findall(_REASON, text) for part in parts if part]
+            found += [(f"{path.parent.name}/{path.name}", one) for one in [*logged, *reasons]]
+    return found
+
+
+@functools.cache
+def messages() -> list[Message]:
+    return [*_of_python(), *_of_launcher()]

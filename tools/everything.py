@@ -1,0 +1,147 @@
+"""make test-all: every test in its long form, part after part, for hours.
+
+python -m tools.everything [--list] [PART]...
+
+Each part is a command of its own whose output goes to build/test-all/<part>.log; a line says when it starts and how it
+ends. A part that fails does not stop the others. At the end there is a summary (also in build/test-all/summary) with
+the command that runs what has not passed; the exit code is 1 when there is such a part. `kills` goes on where an
+earlier run was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.host import BUILD, TREE
+
+LOGS = BUILD / "test-all"
+FUZZ_S = 600  # for each target
+RACES = 200  # starts of each race, by each way in; a test of them may take 5 s for each
+TSAN_S = 600
+SOAK_MINUTES = 10
+
+
+class Part(NamedTuple):
+    name: str
+    about: str
+    command: tuple[str, ...]
+    env: dict[str, str] = {}
+
+
+def _make(*words: str) -> tuple[str, ...]:
+    return ("make", "--no-print-directory", *words)
+
+
+def _attacks(name: str, runtime: str) -> Part:
+    about = f"every attack with {runtime}, and with the engines of its test; each race for {RACES} starts"
+    arguments = f"--runtime {runtime} --timeout {RACES * 5}"
+    return Part(name, about, _make("test-attacks", f"ATTACK_ARGS={arguments}"), {"GPUSHARE_RACES": str(RACES)})
+
+
+PARTS = (
+    Part("test", "make test", _make("test")),
+    _attacks("attacks", "runc"),
+    _attacks("attacks-crun", "crun"),
+    Part("dist", "end-to-end tests with the programs of the bundle", _make("test-dist")),
+    Part("kills", "kill -9 at every point", _make("test-kills")),
+    Part("asan", "the shim under AddressSanitizer and UBSan", _make("test-asan")),
+    Part("tsan", f"the shim under ThreadSanitizer, {TSAN_S} s", _make("test-tsan", f"SECONDS={TSAN_S}")),
+    Part("fuzz", f"every fuzz target, {FUZZ_S} s each", _make("fuzz", f"SECONDS={FUZZ_S}")),
+    Part("aarch64", "the snapshot for aarch64 under qemu-user", _make("test-aarch64")),
+    Part("elsewhere", "tests from clones in other directories", _make("test-elsewhere")),
+    Part("soak", f"{SOAK_MINUTES} minutes of starts and kills", _make("soak", f"MINUTES={SOAK_MINUTES}")),
+)  # fmt: skip
+
+
+def log_of(part: Part) -> Path:
+    return LOGS / f"{part.name}.log"
+
+
+def last_words(path: Path) -> str:
+    """The last line of a log that says something."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    wanted = [line for line in lines if not line.startswith("make")]
+    return wanted[-1][:160] if wanted else ""
+
+
+def run(part: Part) -> int:
+    """The exit code. The part is a process group of its own, which an interrupted run takes along."""
+    with open(log_of(part), "wb") as log:
+        one = subprocess.Popen(
+            part.command,
+            cwd=TREE,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **part.env},
+            start_new_session=True,
+        )
+        try:
+            return one.wait()
+        except BaseException:
+            os.killpg(one.pid, signal.SIGINT)
+            one.wait()
+            raise
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+def run_all(parts: list[Part]) -> int:
+    LOGS.mkdir(parents=True, exist_ok=True)
+    results: dict[str, tuple[int, float]] = {}
+    try:
+        for number, part in enumerate(parts, 1):
+            say(f"{number}/{len(parts)}  {part.name}: {part.about}; build/test-all/{part.name}.log")
+            began = time.monotonic()
+            code = run(part)
+            results[part.name] = code, time.monotonic() - began
+            say(f"{number}/{len(parts)}  {part.name}: {last_words(log_of(part)) if code else 'passed'}")
+    except KeyboardInterrupt:
+        say("interrupted")
+    (LOGS / "summary").write_text(summary(parts, results))
+    print(f"\n{summary(parts, results)}", end="")
+    return int(any(results.get(part.name, (-1,))[0] for part in parts))
+
+
+def summary(parts: list[Part], results: dict[str, tuple[int, float]]) -> str:
+    """A line for each part, and the command for those that have not passed. `results`: (exit code, seconds)."""
+    lines = []
+    again = []
+    for part in parts:
+        code, seconds = results.get(part.name, (-1, 0.0))
+        outcome = "passed" if code == 0 else "FAILED" if part.name in results else "not run"
+        lines.append(f"{part.name:14} {outcome:8} {seconds / 60:6.1f} min  {part.about}")
+        again += [part.name] if code else []
+    if again:
+        lines += ["", f"What has not passed, again: make test-all PARTS={shlex.quote(' '.join(again))}"]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make test-all")
+    parser.add_argument("--list", action="store_true", help="print the names of the parts")
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    options = parser.parse_args(argv)
+    if options.list:
+        for part in PARTS:
+            print(f"{part.name:14} {part.about}")
+        return 0
+    by_name = {part.name: part for part in PARTS}
+    unknown = [name for name in options.parts if name not in by_name]
+    if unknown:
+        parser.error(f"PARTS={' '.join(options.parts)!r}: no part {unknown[0]!r}; there are {' '.join(by_name)}")
+    return run_all([by_name[name] for name in options.parts] or list(PARTS))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""`make pictures`: the pictures of README.md, each the screen of a real program on a simulated GPU.
+
+    PYTHONPATH=hook:. build/venv/bin/python -m tools.pictures [demo] [top]      writes docs/pictures/NAME.svg
+
+Figures and process ids differ from run to run; tests compare the rest with what is drawn today.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from tests.support.host import TREE
+from tests.support.terminal import Terminal
+
+from . import screen_svg
+
+PICTURES = TREE / "docs" / "pictures"
+PLAYGROUND = (sys.executable, "-m", "demo.playground", "--no-docker")
+# Two programs with a share each: their memory is held by one process, their GPU time used by another
+COMPANY = """
+run() { name=$1 memory=$2 compute=$3 held=$4; shift 4
+    gpushare run --name $name --memory $memory --compute $compute -- \\
+        sh -c "sleep inf | probe hold $held & exec busy --seconds 600 $*" >/dev/null 2>&1 & }
+run train 6Gi 60 5300
+run serve 4Gi 30 2600 --mode pause --pause 3000
+exec gpushare top --interval 1
+"""
+
+
+class Picture(NamedTuple):
+    title: str
+    command: tuple[str, ...]
+    columns: int
+    lines: int
+    ready: Callable[[str], bool]  # has the screen all that belongs on it?
+    nice: Callable[[str], bool]  # is it also worth a picture?
+
+
+def both_work(text: str, least_percent: int = 1) -> bool:
+    """Both hold what they want to, and each has had at least so much of its part of the last second."""
+    rows = [re.findall(r"(\d+)%", line) for line in text.splitlines() if line.startswith(("train ", "serve "))]
+    return len(rows) == 2 and all(len(row) > 4 and int(row[0]) > 60 and int(row[3]) >= least_percent for row in rows)
+
+
+TABLE = {
+    "demo": Picture(
+        "make demo: two containers share one GPU",
+        (sys.executable, "-m", "demo"),
+        80,
+        44,
+        lambda text: "not a byte more" in text,
+        lambda text: "not a byte more" in text,
+    ),
+    "top": Picture(
+        "gpushare top: what two shares use of a GPU",
+        (*PLAYGROUND, "bash", "-c", COMPANY),
+        112,
+        10,
+        both_work,
+        lambda text: both_work(text, least_percent=85),
+    ),
+}
+
+
+def draw(name: str, nice: bool = False) -> str:
+    """The program runs until its screen is ready -> SVG. AssertionError with the screen when it never is."""
+    one = TABLE[name]
+    with Terminal(one.command, one.columns, one.lines, env={"PYTHONPATH": f"{TREE}/hook:{TREE}"}) as terminal:
+        try:
+            terminal.expect(one.nice if nice else one.ready, 60)
+            return screen_svg.svg(terminal.screen, one.title)
+        finally:
+            if terminal.process.poll() is None:
+                terminal.process.terminate()  # which both programs take as a wish to clean up
+            terminal.end(60)
+
+
+def texts(picture: str) -> list[str]:
+    """What a reader sees, in the order of the screen; every figure is the same one, since they differ each time."""
+    found = ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")
+    return [re.sub(r"\d+(?:[.:]\d+)*", "0", one.text or "") for one in found]
+
+
+def drawn(name: str) -> list[str]:
+    """The texts of the picture that is there."""
+    return texts((PICTURES / f"{name}.svg").read_text())
+
+
+def main(names: list[str]) -> None:
+    PICTURES.mkdir(exist_ok=True)
+    for name in names or TABLE:
+        (PICTURES / f"{name}.svg").write_text(draw(name, nice=True))
+        print(PICTURES.relative_to(TREE) / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
