@@ -14,7 +14,6 @@ from gpushare.core import names
 from gpushare.engines import base
 from gpushare.programs import commandline, deadline, waiting
 from gpushare.request import hookoutput, oci, request
-from gpushare.request.dialects import nvidia
 
 
 def c_list(name: str, words: Sequence[str]) -> str:
@@ -48,8 +47,8 @@ def defines() -> str:
         "MAX_ID_LENGTH": str(oci.MAX_ID_LENGTH),
         "WAITING": f'"{waiting.SOCKET}"',
         "ANSWER_S": str(deadline.DEADLINE_S + deadline.UNDO_DEADLINE_S),
-        "NVIDIA_MAJOR": f'"{nvidia.MAJOR}"',
-        "NVIDIA_MAJOR_NUMBER": str(nvidia.MAJOR),
+        "NVIDIA_MAJOR": f'"{names.NVIDIA_MAJOR}"',
+        "NVIDIA_MAJOR_NUMBER": str(names.NVIDIA_MAJOR),
     }
     return "".join(f"#define {name} {value}\n" for name, value in values.items())
 

@@ -13,7 +13,6 @@ import pytest
 from gpushare.allocation import livelimits, reservation, resize
 from gpushare.core.model import Amount, Lease, Request, Selection, Share
 from gpushare.core.ops import TenantTmpfs, WriteLimits
-from gpushare.programs import hook
 from gpushare.state import leasefile, leases, region, storage
 from gpushare.system import procs
 
@@ -84,7 +83,7 @@ def change(state: str, wish: resize.Wish, dry_run: bool = False, node: Any = HOS
 def reserve(state: str, memory_bytes: int, container_id: str = "c2") -> Lease:
     amount = Amount(memory_bytes, None, str(memory_bytes))
     request = Request("own", Selection("any", 1), ("compute",), memory=((None, amount),))
-    return reservation.reserve(state, pure.bundle(container_id=container_id), request, HOST, hook.grant)
+    return reservation.reserve(state, pure.bundle(container_id=container_id), request, HOST)
 
 
 def share(memory_bytes: Any, percent: Any = None, **more: Any) -> Share:

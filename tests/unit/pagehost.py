@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from gpushare.allocation import reservation
 from gpushare.core.model import Amount, Lease, Node, Request, Selection
-from gpushare.programs import hook
 from gpushare.state import pages, region, storage
 
 from tests.unit import pure
@@ -28,7 +27,7 @@ def state(state_dir: Path) -> Iterator[str]:
 def reserve(state: str, name: str, memory_bytes: int = 1 << 26, count: int = 1, node: Node = NODE) -> Lease:
     amount = Amount(memory_bytes, None, str(memory_bytes))
     request = Request("own", Selection("any", count), ("compute",), memory=((None, amount),))
-    return reservation.reserve(state, pure.bundle(container_id=name), request, node, hook.grant)
+    return reservation.reserve(state, pure.bundle(container_id=name), request, node)
 
 
 def index(state: str, uuid: str = UUID) -> tuple[frozenset[int], int]:

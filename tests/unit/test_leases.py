@@ -14,7 +14,6 @@ from gpushare.allocation import reservation
 from gpushare.core.errors import CapacityError, GpushareError, KernelError
 from gpushare.core.model import Amount, Bundle, Lease, Node, Request, Selection
 from gpushare.core.ops import WriteLimits
-from gpushare.programs import hook
 from gpushare.state import leaseend, leasefile, leases, storage
 from gpushare.system import procs
 
@@ -48,7 +47,7 @@ def asks(memory_bytes: int, devices: int = 1) -> Request:
 
 
 def reserve(state: str, container_id: str, memory_bytes: int = GIB, node: Node = ONE_GPU, **how: int) -> Lease:
-    return reservation.reserve(state, bundle(container_id), asks(memory_bytes, **how), node, hook.grant)
+    return reservation.reserve(state, bundle(container_id), asks(memory_bytes, **how), node)
 
 
 def in_child(work: Callable[[], object]) -> None:

@@ -18,7 +18,6 @@ import pytest
 from gpushare.allocation import reservation
 from gpushare.core.errors import CapacityError, KernelError
 from gpushare.core.model import Amount, Request, Selection
-from gpushare.programs import hook
 from gpushare.state import leases, pages, region
 
 from tests.unit import pagehost, pure
@@ -263,7 +262,7 @@ def test_others_are_told_what_each_number_was_granted_before_that_it_is_there(
     request = Request(
         "own", Selection("any", 1), ("compute",), memory=((None, Amount(1 << 26, None, "1")),), compute=((None, 30),)
     )
-    lease = reservation.reserve(state, pure.bundle(container_id="c2"), request, NODE, hook.grant)
+    lease = reservation.reserve(state, pure.bundle(container_id="c2"), request, NODE)
     assert lease.shares[0].page == first.shares[0].page == 0
     assert seen == [(0, 30)]
     assert region.granted(lease.shares[0]) == granted(state, 0) == 30

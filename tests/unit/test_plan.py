@@ -24,7 +24,7 @@ from gpushare.core.ops import (
 from gpushare.inject import plan
 from gpushare.programs import explain
 from gpushare.request import request
-from gpushare.state import region
+from gpushare.state import region, storage
 
 from tests.unit.pure import UUIDS, VERSION, bundle, files, image, lease, node, share
 
@@ -86,7 +86,7 @@ def test_limits_have_the_times_of_the_configuration() -> None:
 
 def test_usage_size_is_the_header_s() -> None:
     header = Path(__file__).resolve().parents[2] / "shim" / "include" / "gpushare_abi.h"
-    assert f"sizeof(struct gs_usage) == {plan.USAGE_BYTES // 4096} * 4096" in header.read_text()
+    assert f"sizeof(struct gs_usage) == {storage.TENANT_BYTES // 4096} * 4096" in header.read_text()
 
 
 def test_the_shim_stands_in_the_library_directory() -> None:

@@ -24,8 +24,8 @@ FUNCTIONS = [
     ("uses", "group"),
     [
         (r"\buserland: |real_box|import real_", "driver"),
-        (r"lib\.engines\.podman import|rootless import Rootless|lib\.engines\.base import .*\bEngine\b", "podman"),
-        (r"lib\.engines\.containerd import", "containerd"),
+        (r"support\.engines\.podman import|rootless import Rootless|support\.engines\.base import .*\bEngine\b", "podman"),
+        (r"support\.engines\.containerd import", "containerd"),
         (r"docker_host import", "docker"),
     ],
 )

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Optional
 
 from ..core.errors import CapacityError, GpushareError, KernelError, what_to_do
-from ..core.model import Bundle, Lease, Node, Request, Share
+from ..core.model import Bundle, Lease, Node, Request
 from ..core.quoting import shown
 from ..request import policy
 from ..state import leases, pages, rebuild, region, storage
 from ..system import idmap, procs
-from . import livelimits
-
-# (request, node, live leases, uuids of unknown use) -> shares; raises a GpushareError when it cannot
-GrantFn = Callable[[Request, Node, tuple[Lease, ...], frozenset[str]], tuple[Share, ...]]
+from . import livelimits, placement
 
 
 def reserve(
@@ -28,27 +24,24 @@ def reserve(
     bundle: Bundle,
     request: Request,
     node: Node,
-    grant_fn: GrantFn,
     ended: Optional[leases.Ended] = None,
 ) -> Lease:
-    """A "reserved" lease owned by this process; `grant_fn` decides against all live leases, under the lock.
-    `ended` is told of the dead ones that made room.
+    """A "reserved" lease owned by this process, placed against all live leases, under the lock. `ended` is told of the
+    dead ones that made room.
 
-    Raises CapacityError when the id has a live lease, KernelError, and whatever `grant_fn` raises, leaving nothing.
+    Raises CapacityError when the id has a live lease, KernelError, and what `placement.grant` raises, leaving nothing.
     Returns with containers/<id> made and holding the lease. The caller calls `storage.empty_trash` afterwards.
     """
     dead: list[Lease] = []
     try:
-        return _reserve(state_dir, bundle, request, node, grant_fn, dead)
+        return _reserve(state_dir, bundle, request, node, dead)
     finally:
         if ended:
             for lease in dead:
                 ended(lease)
 
 
-def _reserve(
-    state_dir: str, bundle: Bundle, request: Request, node: Node, grant_fn: GrantFn, dead: list[Lease]
-) -> Lease:
+def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead: list[Lease]) -> Lease:
     me = procs.myself()
     while True:
         looked = _look(state_dir, node)
@@ -60,7 +53,8 @@ def _reserve(
             _refuse_taken(bundle.id, seen)
             policy.refuse_second(request, bundle, seen.live)
             live = _changed(state_dir, seen.live)
-            shares = grant_fn(request, node, live, seen.blocked(node))
+            ledger = placement.ledger_of(live, node.config.policy, seen.blocked(node))
+            shares = placement.grant(request, node, ledger)
             new = [share.device.uuid for share in shares if not pages.is_ready(state_dir, share.device.uuid)]
             if not new:
                 lease = Lease(

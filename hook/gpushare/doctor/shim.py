@@ -21,8 +21,7 @@ from ..core.errors import GpushareError
 from ..core.model import Node, Policy
 from ..core.ops import Mount, Plan
 from ..core.quantity import human
-from ..programs import run
-from ..request import request
+from ..programs import run, session
 from ..state import decision, storage
 from ..state.log import line_of
 from ..system import elf, linux, rootless
@@ -148,9 +147,9 @@ def _share(host: Node, directory: str) -> dict[str, Any]:
     host = host._replace(config=host.config._replace(state_dir=directory, policy=Policy(), log=decision.NOWHERE))
     job = run.Job("doctor", ("gpushare doctor",), ((names.ENV_MEMORY, str(_LIMIT_BYTES)),))
     bundle = run.bundle_of(job, {})
-    asked = request.resolve(bundle, host, on_host=True)
-    assert asked is not None  # a limit was asked for
-    _, steps, _ = run.put_share(bundle, asked, host)
+    placed = session.place(run.resolve(bundle, host), run.OntoRoot(alone=False))
+    assert placed is not None
+    steps = placed.plan
     return {"CUDA": _cuda_total(_path(steps, "libcuda")), "NVML": _nvml_total(_path(steps, "libnvidia-ml"))}
 
 

@@ -1,7 +1,6 @@
 """The plan: every change to one container, as plain data, in the order in which it is applied. Pure.
 
     make_plan(bundle, request, node, lease, image, driver_files) -> Plan
-    container_dir(state_dir, container_id)                       -> str   host directory of this container's state
 
 `lease` is None (or has no shares) for a request of `none`: driver files, no GPU. Limits and the tenant's tmpfs exist
 before anything of them is mounted; files come before links and the loader's cache; device nodes are next to last and
@@ -36,13 +35,9 @@ from ..gpu import forward
 from ..gpu.driverfiles import DriverFiles, Library
 from ..gpu.drivertable import ALWAYS
 from ..request import oci
-from ..state import pages
+from ..state import pages, storage
 from ..state.ledger import turn_bytes
-
-USAGE_BYTES = 50 * 4096  # sizeof(struct gs_usage): whole pages, all that the tenant's tmpfs can hold
-TMPFS_INODES = 2  # its root directory and the usage file
-NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
-LD_FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03, "i386": 0x0003}  # ldconfig's flags: libc6, and the machine
+from ..system import ldcache
 
 _FILE = ("ro", "nosuid", "nodev")
 _DATA = ("nosuid", "nodev", "noexec")  # written by the container, or a socket of a daemon
@@ -62,11 +57,6 @@ class _Shown(NamedTuple):
         return Mount(self.source, target, "file", _FILE, why or self.why)
 
 
-def container_dir(state_dir: str, container_id: str) -> str:
-    """<state_dir>/containers/<id>; the id was checked by oci.check_id."""
-    return f"{state_dir}/containers/{container_id}"
-
-
 def _limited(shares: tuple[Share, ...]) -> bool:
     return any(share.memory_limit_bytes is not None or share.compute_percent is not None for share in shares)
 
@@ -84,7 +74,7 @@ def _pages(state_dir: str, shares: tuple[Share, ...]) -> list[Op]:
 
 def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
     """Limits, the tenant's own tmpfs, and the private directory with the real libraries."""
-    state = container_dir(config.state_dir, bundle.id)
+    state = storage.container_dir(config.state_dir, bundle.id)
     mps = backends.in_limits(shares, config.state_dir, oci.first_uid(bundle.spec))
     limits = WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us, mps)
     if config.turn_ms and any(share.virtual_bytes for share in shares):
@@ -92,7 +82,7 @@ def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: Dr
         limits = limits._replace(turn_ms=config.turn_ms, turn_bytes=turns)
     return [
         limits,
-        TenantTmpfs(f"{state}/rw", USAGE_BYTES, TMPFS_INODES),
+        TenantTmpfs(f"{state}/rw", storage.TENANT_BYTES, storage.TENANT_INODES),
         Mount(f"{state}/share", names.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
         Mount(f"{state}/rw", names.RW_DIR, "dir", _DATA, "what this container's processes count"),
         *_pages(config.state_dir, shares),
@@ -183,11 +173,11 @@ def _cache(visible: list[_Shown], visible32: list[_Shown], image: Image, notes: 
     if image.ldcache_note or not image.has_ldcache:
         notes.append(f"ld.so.cache is left alone: {image.ldcache_note or 'the image has none'}")
         return []
-    flags = LD_FLAGS.get(image.machine)
+    flags = ldcache.FLAGS.get(image.machine)
     if flags is None:
         notes.append(f"ld.so.cache is left alone: unknown machine {shown(image.machine)}")
         return []
-    entries = _entries(visible, image.libdir, flags) + _entries(visible32, image.libdir32, LD_FLAGS["i386"])
+    entries = _entries(visible, image.libdir, flags) + _entries(visible32, image.libdir32, ldcache.FLAGS["i386"])
     return [LdCache(tuple(entries))] if entries else []
 
 
@@ -202,7 +192,7 @@ def _devices(node: Node, shares: tuple[Share, ...], files: DriverFiles) -> list[
     root, simulated = node.inventory.root.rstrip("/"), node.inventory.simulated
     minors = dict.fromkeys(share.device.minor for share in shares)  # MIG devices of one GPU share its node
     nodes = [
-        DeviceNode(f"{root}/dev/nvidia{minor}", f"/dev/nvidia{minor}", NVIDIA_MAJOR, minor, simulated)
+        DeviceNode(f"{root}/dev/nvidia{minor}", f"/dev/nvidia{minor}", names.NVIDIA_MAJOR, minor, simulated)
         for minor in minors
     ]
     nodes += [DeviceNode(n.source, f"/dev/{n.name}", n.major, n.minor, simulated) for n in files.nodes]
@@ -242,7 +232,7 @@ def make_plan(
     if _limited(shares) and {"graphics", "video"} & set(request.capabilities):
         notes.append("memory that OpenGL, Vulkan and video codecs take is not counted: the limit holds for CUDA")
     if shares:
-        ops += backends.ops(shares, node, container_dir(node.config.state_dir, bundle.id))
+        ops += backends.ops(shares, node, storage.container_dir(node.config.state_dir, bundle.id))
         ops += _devices(node, shares, driver_files)
         notes += [f"/dev/{name} is not on this host" for name in driver_files.missing_nodes]
     return Plan(bundle.id, tuple(ops), tuple(notes))

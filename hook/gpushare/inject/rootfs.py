@@ -33,8 +33,8 @@ class _Platform(NamedTuple):
 
 
 _PLATFORMS = {
-    "x86_64": _Platform(0x0303, ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu")),
-    "aarch64": _Platform(0x0A03, ("/lib/aarch64-linux-gnu", "/usr/lib/aarch64-linux-gnu")),
+    "x86_64": _Platform(ldcache.FLAGS["x86_64"], ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu")),
+    "aarch64": _Platform(ldcache.FLAGS["aarch64"], ("/lib/aarch64-linux-gnu", "/usr/lib/aarch64-linux-gnu")),
 }
 _COMMON_LIBDIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 _LIBDIRS_32 = ("/lib/i386-linux-gnu", "/usr/lib/i386-linux-gnu", "/lib32", "/usr/lib32", "/lib", "/usr/lib")
@@ -71,6 +71,19 @@ def open_root(bundle: Bundle, pid: int = 0) -> int:
             f"open the container's root {shown(bundle.rootfs)}: {os.strerror(error.errno or 0)}",
             "check root.path in config.json",
         ) from None
+
+
+class Opened:
+    """`open_root` for a `with`."""
+
+    def __init__(self, bundle: Bundle, pid: int = 0) -> None:
+        self.fd = open_root(bundle, pid)
+
+    def __enter__(self) -> int:
+        return self.fd
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
 
 
 def probe(root: Union[inroot.Root, str], env: Iterable[tuple[str, str]]) -> Image:

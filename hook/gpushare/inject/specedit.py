@@ -213,7 +213,7 @@ def _is_rule_for(rule: Any, numbers: list[tuple[Any, Any]]) -> bool:
     """Whether a device rule allows one of these devices, or all of NVIDIA's."""
     if not isinstance(rule, dict) or rule.get("allow") is not True:
         return False
-    return (rule.get("major"), rule.get("minor")) in numbers or rule.get("major") == nvidia.MAJOR
+    return (rule.get("major"), rule.get("minor")) in numbers or rule.get("major") == names.NVIDIA_MAJOR
 
 
 def _is_our_hook(hook: Any) -> bool:

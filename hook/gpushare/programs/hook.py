@@ -15,23 +15,21 @@ Nothing is taken from this process's own environment or working directory: both 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from ..core import names
 from ..core.errors import KernelError, RequestError, reported
-from ..core.model import Bundle, Lease, Node, Request, Share
+from ..core.model import Bundle, Lease
 from ..core.quoting import shown
 from ..request import hookoutput, oci
 from ..state import decision, log
 from ..system import rootless
-from . import deadline
+from . import deadline, session
 
 if TYPE_CHECKING:
-    from ..core.ops import Plan
-    from ..inject import apply
+    from ..inject import apply, rootfs
     from ..system import procs
 
 POSTSTOP_WAIT_MS = 2000
@@ -94,32 +92,10 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
         line, code = log.line_of(error)
         if container_id:
             way = "" if options.stage == "poststop" else "runtime" if options.stage == "adopt" else "hook"
-            keep(options.config, options.state_dir, container_id, way, line, error)
+            session.keep_refusal(options.config, options.state_dir, container_id, way, line, error)
         log.to_stderr(line)
         # A poststop hook that fails helps nobody: its container is gone, and its line is on stderr.
         return 0 if words[-1:] == ["poststop"] else code
-
-
-def keep(config: str, state_dir: str, container_id: str, way: str, line: str, error: BaseException) -> None:
-    """The line for `inspect`, unless the state directory is what hangs; and one that says that it was refused."""
-    from ..state import storage
-
-    try:
-        deadline.give_up_later()
-        storage.prepare(state_dir)
-        log.record(state_dir, container_id, line, error)
-    except (KernelError, deadline.Interrupted):
-        pass
-    try:
-        deadline.give_up_later()
-        if way:
-            from ..config import node
-
-            decision.refused(node.log_target(config, state_dir), container_id, way, error)
-    except deadline.Interrupted:
-        pass
-    finally:
-        signal.alarm(0)
 
 
 def _read_stdin(fd: int) -> bytes:
@@ -140,34 +116,29 @@ def _read_stdin(fd: int) -> bytes:
 
 def _start(options: Options, state: oci.State) -> int:
     """prestart and createRuntime: the same work, whichever the engine offers."""
-    from ..request import request
-
     spec = oci.read_json(os.path.join(state.bundle, "config.json"), oci.MAX_CONFIG_BYTES, "config.json")
     hookoutput.silence_for(spec.get("annotations"))
     bundle = oci.bundle_of(state, spec, options.cri)
-    if not request.mentions(bundle):
+    start = session.resolve(bundle, lambda: session.load(options.config, options.state_dir))
+    if start is None:
         from ..config import lowlevel
 
         _refuse_rules(bundle, options)
         lowlevel.remember_if_stale(options.config, options.state_dir)
         return 0
-    from ..config import node
-    from ..state import leases, storage
+    from ..request import request
+    from ..state import leases
     from ..system import procs
 
-    storage.prepare(options.state_dir)
-    host = node.load_node(options.config, options.state_dir)
-    asked = request.resolve(bundle, host)
-    if asked is None:
-        _refuse_rules(bundle, options)
-        return 0
-    request.refuse_conflicts(bundle, asked)
+    request.refuse_conflicts(bundle, start.asked)
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(f"the state's pid {bundle.pid} is no process", "call the hook as prestart or createRuntime")
     if leases.is_held_by(options.state_dir, bundle.id, init):
         return 0  # the same hook in two stages
-    _give(bundle, asked, host, init)
+    rootless.require_mounts()
+    way = IntoNamespace(init)
+    session.give(start, way, way.close)
     log.forget(options.state_dir, bundle.id)
     return 0
 
@@ -183,75 +154,44 @@ def _refuse_rules(bundle: Bundle, options: Options) -> None:
         withhold.refuse(bundle, node.load_config_only(options.config, options.state_dir))
 
 
-def grant(asked: Request, host: Node, live: tuple[Lease, ...], blocked: frozenset[str]) -> tuple[Share, ...]:
-    """reservation.GrantFn: placement against the ledger of the live leases."""
-    from ..allocation import placement
+class IntoNamespace(session.Way):
+    """By mounts in the mount namespace of the container's init, which a preview does not have."""
 
-    return placement.grant(asked, host, placement.ledger_of(live, host.config.policy, blocked))
+    name = "hook"
 
+    def __init__(self, init: Optional[procs.Process] = None) -> None:
+        self._init = init
+        self._applied: Optional[apply.Applied] = None
 
-def _give(bundle: Bundle, asked: Request, host: Node, init: procs.Process) -> None:
-    """Reserve, apply, hold; or nothing at all."""
-    rootless.require_mounts()
-    from ..allocation import reservation
-    from ..core.ops import Mount
-    from ..gpu import driverfiles
-    from ..inject import apply, plan, rootfs
-    from ..state import leases, storage
-    from ..system import inroot, procs
+    def image(self, start: session.Start, lease: Optional[Lease]) -> rootfs.Opened:
+        from ..inject import rootfs
 
-    state_dir, inventory = host.config.state_dir, host.inventory
-    lease: Optional[Lease] = None
-    applied: Optional[apply.Applied] = None
-    try:
-        if asked.selection.kind != "none":  # driver files alone hold no part of a device
-            lease = reservation.reserve(
-                state_dir, bundle, asked, host, grant, decision.ending(host.config.log, "start")
-            )
-            storage.make_share_dir(state_dir, bundle.id, lease.shares)
-        files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
-        with inroot.budget():
-            root = rootfs.open_root(bundle, init.pid)
-            try:
-                image = rootfs.probe(root, bundle.env)
-                steps = plan.make_plan(bundle, asked, host, lease, image, files)
-                files_only = [(op.source, op.target) for op in steps.ops if lease is None and isinstance(op, Mount)]
-                if files_only and rootfs.shows(root, files_only):
-                    return  # the same hook in two stages: no lease says so where no device was asked for
-            finally:
-                os.close(root)
-            applied = apply.apply(steps, bundle, init.pid, state_dir)
-        if lease is not None:
-            leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
-        deadline.ignore_signals()  # the container has its share: a refusal from here on would leave it behind
-    except BaseException:
+        self._root = rootfs.Opened(start.bundle, self._init.pid if self._init else 0)
+        return self._root
+
+    def carry_out(self, start: session.Start, placed: session.Placed) -> bool:
+        from ..core.ops import Mount
+        from ..inject import apply, rootfs
+
+        assert self._init is not None
+        mounts = [(op.source, op.target) for op in placed.plan.ops if isinstance(op, Mount)]
+        if placed.lease is None and mounts and rootfs.shows(self._root.fd, mounts):
+            return False  # no lease says so where no device was asked for
+        self._applied = apply.apply(placed.plan, start.bundle, self._init.pid, start.host.config.state_dir)
+        return True
+
+    def holder(self) -> Optional[procs.Process]:
+        return self._init
+
+    def undo(self) -> None:
+        if self._applied is not None:
+            self._applied.undo()
+
+    def close(self) -> None:
+        """The container has its share: a refusal from here on would leave it behind."""
         deadline.ignore_signals()
-        deadline.undo(state_dir, bundle.id, applied.undo if applied is not None else None)
-        raise
-    applied.close()
-    storage.empty_trash(state_dir)
-    tell(decision.open_sink(host.config.log), "hook", asked, lease, steps)
-
-
-def tell(
-    sink: decision.Sink, way: str, asked: Request, lease: Optional[Lease], steps: Plan, taken: Sequence[str] = ()
-) -> None:
-    """What the container got, and each thing that is not as its words say. `taken`: out of config.json."""
-    from ..inject import plan
-
-    shares = lease.shares if lease else ()
-    clamped = [f"slot {share.slot}: {share.clamped}" for share in shares if share.clamped]
-    said = steps.notes[len(plan.request_notes(asked, shares)) :]
-    decision.granted(
-        sink,
-        steps.container_id,
-        lease,
-        asked,
-        way,
-        *decision.details("clamped", clamped),
-        *decision.details("notes", said),
-        *decision.details("taken_out", taken),
-    )
+        if self._applied is not None:
+            self._applied.close()
 
 
 def _poststop(options: Options, state: oci.State) -> int:

@@ -17,20 +17,19 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn, Optional
 
-from ..allocation import backends, reservation
-from ..config import lowlevel, node
+from ..allocation import backends
+from ..config import lowlevel
 from ..core import names
 from ..core.errors import GpushareError, KernelError, RequestError
-from ..core.model import Bundle, Lease, Node, Request
+from ..core.model import Bundle, Lease, Node
 from ..core.ops import Plan
 from ..core.quoting import shown
-from ..gpu import driverfiles
-from ..inject import apply, plan, rootfs
-from ..request import oci, request
+from ..inject import apply, rootfs
+from ..request import oci
 from ..request.dialects import own
-from ..state import decision, leases, log, storage
+from ..state import log, storage
 from ..system import linux, mountns, procs, rootless
-from . import deadline, hook, hostroot, owncgroup
+from . import hostroot, owncgroup, session
 from .runtime import Paths, Watch
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as env(1)
@@ -74,26 +73,27 @@ def start(job: Job, paths: Paths) -> NoReturn:
     given = lowlevel.environment()
     watch = Watch()
     say = _enter_user_namespace() if rootless.is_rootless() else ""
-    storage.prepare(paths.state_dir)
-    host = node.load_node(paths.config, paths.state_dir)
-    bundle = bundle_of(job, given)
-    asked = request.resolve(bundle, host, on_host=True)
-    if asked is None or asked.selection.kind == "none":
-        raise RequestError(f"{names.ENV_DEVICES}: no device is asked for", "name one, or start the command as it is")
-    home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-    cgroup: list[str] = []
-    try:
-        say = _give(bundle, asked._replace(dialect=names.RUN_DIALECT), host, cgroup) or say
+    one = resolve(bundle_of(job, given), session.load(*paths))
+    way = OntoRoot()
+
+    def go() -> None:
         os.chdir(directory)
-        if say:
-            log.to_stderr(f"gpushare: {say}")
+        if way.say or say:
+            log.to_stderr(f"gpushare: {way.say or say}")
         watch.end()
         _become(job, given)
-    except BaseException:
-        deadline.ignore_signals()
-        _go_home(home, cgroup)
-        deadline.undo(paths.state_dir, bundle.id, None)
-        raise
+
+    session.give(one, way, go)
+    raise AssertionError("the command has taken over")
+
+
+def resolve(bundle: Bundle, host: Node) -> session.Start:
+    """Raises RequestError for a command that asks for nothing, too."""
+    found = session.resolve(bundle, lambda: host, on_host=True)
+    if found is None or found.asked.selection.kind == "none":
+        raise RequestError(f"{names.ENV_DEVICES}: no device is asked for", "name one, or start the command as it is")
+    asked = found.asked._replace(dialect=names.RUN_DIALECT)
+    return found._replace(asked=asked, host=backends.for_programs(asked, host))
 
 
 def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
@@ -161,48 +161,50 @@ def _enter_user_namespace() -> str:
     return rootless.COOPERATIVE
 
 
-def _give(bundle: Bundle, asked: Request, host: Node, cgroup: list[str]) -> str:
-    """Reserve, put, hold. Returns what the user must be told, "" when all is as it should be."""
-    state_dir = host.config.state_dir
-    sink = decision.open_sink(host.config.log)  # while the host's files are there
-    lease, steps, hidden = put_share(bundle, asked, host)
-    denied = sorted({*hidden.values(), *_others(host, lease)})
+class OntoRoot(session.Way):
+    """By mounts on "/" in a mount namespace and a cgroup of this process's own. `say`: what the user must be told."""
+
+    name = "run"
     say = ""
-    if not rootless.is_rootless():
-        _let_go_of_others(state_dir)
-        say = _enter_cgroup(state_dir, bundle.id, denied, cgroup)
-    me = procs.myself()
-    leases.hold(state_dir, lease, me, procs.cgroup_of(me.pid))
-    hook.tell(sink, "run", asked, lease, steps)
-    return say
 
+    def __init__(self, alone: bool = True) -> None:
+        """`alone` False: for a share that only this process looks at (`gpushare doctor`)."""
+        self._alone = alone
+        self._cgroup: list[str] = []
+        self._home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
-def put_share(bundle: Bundle, asked: Request, host: Node) -> tuple[Lease, Plan, dict[str, tuple[int, int]]]:
-    """A new lease, and its share on "/" in a mount namespace of this process's own: (lease, what was put there, nodes
-    that are hidden)."""
-    host = backends.for_programs(asked, host)
-    state_dir = host.config.state_dir
-    ended = decision.ending(host.config.log, "start")
-    lease = reservation.reserve(state_dir, bundle, asked, host, hook.grant, ended)
-    storage.empty_trash(state_dir)
-    storage.make_share_dir(state_dir, bundle.id, lease.shares)
-    steps = _plan(bundle, asked, host, lease)
-    apply.store(steps)
-    if not rootless.is_rootless():
-        linux.unshare(linux.CLONE_NEWNS, "mount namespace")
-    hidden = hostroot.hidden_nodes(steps.ops)
-    _put(steps, storage.container_dir(state_dir, bundle.id), hidden)
-    return lease, steps, hidden
+    def image(self, start: session.Start, lease: Optional[Lease]) -> rootfs.Opened:
+        return rootfs.Opened(start.bundle)
 
+    def needed(self, steps: Plan) -> Plan:
+        return hostroot.needed(steps)
 
-def _plan(bundle: Bundle, asked: Request, host: Node, lease: Lease) -> Plan:
-    root = rootfs.open_root(bundle)
-    try:
-        image = rootfs.probe(root, bundle.env)
-    finally:
-        os.close(root)
-    files = driverfiles.for_request(host.inventory, asked, lease.shares)
-    return hostroot.needed(plan.make_plan(bundle, asked, host, lease, image, files))
+    def carry_out(self, start: session.Start, placed: session.Placed) -> bool:
+        steps, state_dir, name = placed.plan, start.host.config.state_dir, start.bundle.id
+        assert placed.lease is not None  # a device is asked for
+        apply.store(steps)
+        if not rootless.is_rootless():
+            linux.unshare(linux.CLONE_NEWNS, "mount namespace")
+        hidden = hostroot.hidden_nodes(steps.ops)
+        _put(steps, storage.container_dir(state_dir, name), hidden)
+        if self._alone and not rootless.is_rootless():
+            _let_go_of_others(state_dir)
+            denied = sorted({*hidden.values(), *_others(start.host, placed.lease)})
+            self.say = _enter_cgroup(state_dir, name, denied, self._cgroup)
+        return True
+
+    def holder(self) -> procs.Process:
+        return procs.myself()
+
+    def undo(self) -> None:
+        """Back to where this process came from, so that what it had on the host can be taken back there."""
+        try:
+            for directory in self._cgroup:
+                owncgroup.leave(directory)
+            if not rootless.is_rootless():
+                linux.setns(self._home, "/proc/self/ns/mnt")
+        except (OSError, GpushareError):
+            pass  # the next start does it
 
 
 def _put(steps: Plan, scratch: str, hidden: dict[str, tuple[int, int]]) -> None:
@@ -224,7 +226,7 @@ def _put(steps: Plan, scratch: str, hidden: dict[str, tuple[int, int]]) -> None:
 def _others(host: Node, lease: Lease) -> list[tuple[int, int]]:
     """The nodes of GPUs that were not granted, whether anything has made them or not."""
     granted = {share.device.minor for share in lease.shares}
-    return [(plan.NVIDIA_MAJOR, device.minor) for device in host.inventory.devices if device.minor not in granted]
+    return [(names.NVIDIA_MAJOR, device.minor) for device in host.inventory.devices if device.minor not in granted]
 
 
 def _let_go_of_others(state_dir: str) -> None:
@@ -243,17 +245,6 @@ def _enter_cgroup(state_dir: str, name: str, denied: Sequence[tuple[int, int]], 
         return f"no device cgroup ({error.message}): a program that runs as root could reach other GPUs"
     cgroup.append(place.directory)
     return ""
-
-
-def _go_home(home: int, cgroup: list[str]) -> None:
-    """Where this process came from, so that what it had on the host can be taken back there."""
-    try:
-        for directory in cgroup:
-            owncgroup.leave(directory)
-        if not rootless.is_rootless():
-            linux.setns(home, "/proc/self/ns/mnt")
-    except (OSError, GpushareError):
-        pass  # the next start does it
 
 
 # The command

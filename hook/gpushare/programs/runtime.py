@@ -22,16 +22,17 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Optional
 from ..config import lowlevel
 from ..core import names
 from ..core.errors import GpushareError, KernelError, RequestError, reported
-from ..core.model import Bundle, Lease, Node, Request
+from ..core.model import Bundle, Lease, Node
 from ..core.quoting import shown, shown_name
 from ..request import hookoutput, oci
 from ..state import decision, log
 from ..system import rootless
-from . import commandline, deadline, hook
+from . import commandline, deadline, session
 from .commandline import Call
 
 if TYPE_CHECKING:
     from ..core.ops import Plan
+    from ..inject.spectree import SpecTree
 
 MIN_DESCRIPTORS = 64
 
@@ -76,7 +77,7 @@ def _keep(call: Call, line: str, error: BaseException) -> None:
         decision.refused(decision.SYSLOG, call.container_id, "runtime", error)
         return
     try:
-        hook.keep(*paths, oci.check_id(call.container_id), "runtime", line, error)
+        session.keep_refusal(*paths, oci.check_id(call.container_id), "runtime", line, error)
     except RequestError:  # no name to keep it under
         from ..config import node
 
@@ -131,18 +132,8 @@ def _bundle(call: Call, directory: str, spec: dict[str, object]) -> Bundle:
     return oci.bundle_of(oci.State(call.container_id, 0, "creating", directory, {}), spec, call.cri)
 
 
-def _asked(bundle: Bundle, paths: Paths) -> tuple[Optional[Request], Optional[Node]]:
-    """The request and the node that it was resolved on; (None, None) for a container that asks for nothing."""
-    from ..request import request
-
-    if not request.mentions(bundle):
-        return None, None
-    from ..config import node
-    from ..state import storage
-
-    storage.prepare(paths.state_dir)
-    host = node.load_node(paths.config, paths.state_dir)
-    return request.resolve(bundle, host, with_injected=True), host
+def _resolve(bundle: Bundle, paths: Paths) -> Optional[session.Start]:
+    return session.resolve(bundle, lambda: session.load(*paths), with_injected=True)
 
 
 def _create(call: Call, paths: Paths) -> int:
@@ -152,8 +143,8 @@ def _create(call: Call, paths: Paths) -> int:
     watch = Watch()
     clean = hookoutput.without(applied.stripped(spec))
     bundle = _bundle(call, directory, clean)
-    asked, host = _asked(bundle, paths)
-    if asked is None or host is None:
+    start = _resolve(bundle, paths)
+    if start is None:
         edited = _withheld(bundle, path, paths) or clean
         if edited is not spec:
             specedit.write(path, edited)
@@ -161,16 +152,17 @@ def _create(call: Call, paths: Paths) -> int:
         _become(call, paths)
     oci.check_id(call.container_id)
     _require_descriptors()
+    rootless.require_mounts()
     program = lowlevel.runtime_of(paths.config, paths.state_dir)
-    nonces: list[str] = []
-    try:
-        _give(bundle, asked, host, path, paths, nonces)
+    way = IntoSpec(path, clean, _hook_words(paths, bundle, path))
+
+    def go() -> None:
+        way.leave_waiting(paths.state_dir, bundle.id)
         watch.end()
         lowlevel.execute(program, call.rest)
-    except BaseException:
-        deadline.ignore_signals()
-        deadline.undo(paths.state_dir, bundle.id, lambda: _put_back(path, clean, nonces))
-        raise
+
+    session.give(start, way, go)
+    return 0  # not reached
 
 
 def _require_descriptors() -> None:
@@ -215,6 +207,74 @@ def _hook_words(paths: Paths, bundle: Bundle, path: str) -> tuple[str, ...]:
     return (_hook_program(), "--config", paths.config, "--state", paths.state_dir, *other)
 
 
+class IntoSpec(session.Way):
+    """By config.json: mounts, devices and limits, and our hook for the rest. `path`: of config.json; `clean`: what it
+    was before us; `words`: our hook's command line."""
+
+    name = "runtime"
+
+    def __init__(self, path: str = "", clean: Optional[dict[str, object]] = None, words: tuple[str, ...] = ()) -> None:
+        self._path, self._clean, self._words = path, clean, words
+        self._leased = False
+
+    def image(self, start: session.Start, lease: Optional[Lease]) -> SpecTree:
+        """The one that the edited config.json will mount: without what others put there, which is `taken`."""
+        from ..inject import specedit
+        from ..inject.spectree import SpecTree
+
+        self._editor = specedit.Editor(start.bundle.spec, leased=lease is not None)
+        self.taken = self._editor.take_out_foreign()
+        self._editor.narrow(start.host.config.driver_root)
+        self._tree = SpecTree(start.bundle._replace(spec=self._editor.spec))
+        return self._tree
+
+    def look(self, steps: Plan) -> None:
+        """Targets, but not those in our own directory, which exists only then."""
+        from ..core.ops import Mount
+
+        for op in steps.ops:
+            if isinstance(op, Mount) and not f"{op.target}/".startswith(f"{names.PRIVATE_DIR}/"):
+                self._tree.place(op.target, op.kind)
+
+    def carry_out(self, start: session.Start, placed: session.Placed) -> bool:
+        from ..core.ops import TenantTmpfs, WriteLimits
+        from ..inject import specedit
+        from ..request.dialects import injected
+        from ..state import storage
+        from ..system import idmap
+
+        config, steps = start.host.config, placed.plan
+        self._leased = placed.lease is not None
+        for op in steps.ops:
+            if isinstance(op, (WriteLimits, TenantTmpfs)):
+                storage.execute(op)
+        if injected.allows_everything(self._editor.spec):
+            self._editor.deny(_denied(steps, start.host))
+        shim_dir = config.shim_dir if self._leased and _hook_mounts(start.bundle) else ""
+        hider = idmap.Hider(config.state_dir)  # its descriptor ends with this program
+        spec = self._editor.put_in(steps, self._tree, self._words, _hook_stderr(), shim_dir, idmap.shown(hider))
+        specedit.write(self._path, spec)
+        return True
+
+    def leave_waiting(self, state_dir: str, container_id: str) -> None:
+        """A process for the hook, so that Python starts once."""
+        from . import waiting
+
+        if self._leased and rootless.is_rootless():  # to the container's log
+            log.to_stderr(f"gpushare: {rootless.COOPERATIVE}")
+        if self._leased:
+            waiting.leave(state_dir, container_id, self._words[1:])
+
+    def undo(self) -> None:
+        """config.json as it was before us, when what is in it is our edit. Another start of this bundle may have
+        written it meanwhile, and without that edit its container would have what the engine gave it, unlimited."""
+        from ..inject import applied, specedit
+
+        record = applied.record_of(oci.read_json(self._path, oci.MAX_CONFIG_BYTES, "config.json"))
+        if record is not None and self._clean is not None and record.nonce == self._editor.record.nonce:
+            specedit.write(self._path, self._clean)
+
+
 def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
     """NVIDIA's devices that the plan does not grant."""
     from ..core.ops import DeviceRule
@@ -222,60 +282,6 @@ def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
 
     granted = [(op.major, op.minor) for op in steps.ops if isinstance(op, DeviceRule)]
     return withhold.numbers(host.config.driver_root, granted)
-
-
-def _put_back(path: str, clean: dict[str, object], nonces: Sequence[str]) -> None:
-    """config.json as it was before us, when what is in it is our edit. Another start of this bundle may have written it
-    meanwhile, and without that edit its container would have what the engine gave it, without a limit."""
-    from ..inject import applied, specedit
-
-    record = applied.record_of(oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json"))
-    if record is not None and record.nonce in nonces:
-        specedit.write(path, clean)
-
-
-def _give(bundle: Bundle, asked: Request, host: Node, path: str, paths: Paths, nonces: list[str]) -> None:
-    """Reserves, and writes config.json. `nonces` gets the number of the edit."""
-    rootless.require_mounts()
-    from ..allocation import reservation
-    from ..core.ops import TenantTmpfs, WriteLimits
-    from ..gpu import driverfiles
-    from ..inject import plan, rootfs, specedit
-    from ..inject.spectree import SpecTree
-    from ..request.dialects import injected
-    from ..state import storage
-    from ..system import idmap, inroot
-    from . import waiting
-
-    inventory = host.inventory
-    lease: Optional[Lease] = None
-    if asked.selection.kind != "none":  # driver files alone hold no part of a device
-        ended = decision.ending(host.config.log, "start")
-        lease = reservation.reserve(paths.state_dir, bundle, asked, host, hook.grant, ended)
-        storage.make_share_dir(paths.state_dir, bundle.id, lease.shares)
-    files = driverfiles.for_request(inventory, asked, lease.shares if lease else ())
-    editor = specedit.Editor(bundle.spec, leased=lease is not None)
-    nonces.append(editor.record.nonce)
-    removed = editor.take_out_foreign()
-    editor.narrow(host.config.driver_root)
-    with inroot.budget(), SpecTree(bundle._replace(spec=editor.spec)) as tree:
-        steps = plan.make_plan(bundle, asked, host, lease, rootfs.probe(tree, bundle.env), files)
-        for op in steps.ops:
-            if isinstance(op, (WriteLimits, TenantTmpfs)):
-                storage.execute(op)
-        if injected.allows_everything(editor.spec):
-            editor.deny(_denied(steps, host))
-        shim_dir = host.config.shim_dir if lease is not None and _hook_mounts(bundle) else ""
-        hider = idmap.Hider(paths.state_dir)  # its descriptor ends with this program
-        words = _hook_words(paths, bundle, path)
-        spec = editor.put_in(steps, tree, words, _hook_stderr(), shim_dir, idmap.shown(hider))
-        specedit.write(path, spec)
-    storage.empty_trash(paths.state_dir)
-    hook.tell(decision.open_sink(host.config.log), "runtime", asked, lease, steps, removed)
-    if lease is not None and rootless.is_rootless():  # to the container's log
-        log.to_stderr(f"gpushare: {rootless.COOPERATIVE}")
-    if lease is not None:
-        waiting.leave(paths.state_dir, bundle.id, words[1:])
 
 
 def _hook_mounts(bundle: Bundle) -> bool:
@@ -312,9 +318,9 @@ def _restore(call: Call, paths: Paths) -> int:
     directory, path, spec = _read(call)
     clean = hookoutput.without(applied.stripped(spec))
     bundle = _bundle(call, directory, clean)
-    asked, _ = _asked(bundle, paths)
-    if asked is not None:
-        name = shown_name(asked.sources[0][0])
+    start = _resolve(bundle, paths)
+    if start is not None:
+        name = shown_name(start.asked.sources[0][0])
         raise RequestError(
             f"{name}: a container with a share of a GPU cannot be restored from a checkpoint",
             "start it anew",

@@ -342,7 +342,7 @@ def refuse_conflicts(bundle: Bundle, request: Request) -> None:
         return
     from . import withhold
 
-    if withhold.rules_open(bundle.spec, {nvidia.MAJOR}):
+    if withhold.rules_open(bundle.spec, {names.NVIDIA_MAJOR}):
         raise RequestError(
             "config.json allows devices that were not granted (linux.resources.devices), as --privileged does",
             "start the container through gpushare-runtime, which denies them, or leave out --device-cgroup-rule and "

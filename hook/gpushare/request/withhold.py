@@ -22,6 +22,7 @@ import stat
 from collections.abc import Iterable
 from typing import Any, Optional
 
+from ..core import names
 from ..core.errors import PolicyError
 from ..core.model import Bundle, Config
 from ..gpu.driverroot import listing, short_read
@@ -106,7 +107,7 @@ def is_there(root: str) -> bool:
 
 
 def majors(root: str) -> set[int]:
-    return {nvidia.MAJOR, *_majors(root), *(major for major, _ in _nodes(root))}
+    return {names.NVIDIA_MAJOR, *_majors(root), *(major for major, _ in _nodes(root))}
 
 
 def narrower(rule: Any, majors: set[int]) -> Optional[list[dict[str, Any]]]:
@@ -125,9 +126,9 @@ def numbers(root: str, granted: Iterable[tuple[int, int]]) -> list[tuple[int, in
     """Sorted. A major of which nothing is granted is denied as a whole, the others minor by minor: those that GPUs
     have or may get, and the nodes that are there."""
     kept, nodes = set(granted), _nodes(root)
-    majors = {nvidia.MAJOR, *_majors(root)}
+    majors = {names.NVIDIA_MAJOR, *_majors(root)}
     whole = majors - {major for major, _ in kept}
     single = {number for number in nodes if number[0] not in whole}
-    if nvidia.MAJOR not in whole:
-        single |= {(nvidia.MAJOR, minor) for minor in (*range(_GPUS), *_CONTROL)}
+    if names.NVIDIA_MAJOR not in whole:
+        single |= {(names.NVIDIA_MAJOR, minor) for minor in (*range(_GPUS), *_CONTROL)}
     return sorted({(major, ALL_MINORS) for major in whole} | (single - kept))

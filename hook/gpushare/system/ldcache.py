@@ -25,6 +25,8 @@ _MAX_NAME = 4096  # PATH_MAX; comparing two names takes a step for each byte
 _OLD_MAGIC = b"ld.so-1.7.0"
 _NEW_MAGIC = b"glibc-ld.so.cache1.1"
 _OLD_HEADER = struct.Struct("<11sxI")  # magic, nlibs; then 12 bytes per entry
+# An entry's flags, as ldconfig writes them: libc6, and the machine
+FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03, "i386": 0x0003}
 _HEADER = struct.Struct("<20sIIB3xI12x")  # magic, nlibs, len_strings, flags, extension_offset
 _ENTRY = struct.Struct("<iIIIQ")  # flags, key, value, osversion or isa level, hwcap
 _OFFSETS = struct.pack("<iIIIQ", 0, 1, 1, 0, 0)  # where they are

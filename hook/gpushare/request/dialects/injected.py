@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from ...core import names
 from ...core.errors import DeviceError
 from ...core.model import Device, Inventory, Request, Selection
 from ...gpu.selectors import find_devices
@@ -48,7 +49,7 @@ def reaches(rule: Any) -> bool:
     kind, major = rule.get("type"), rule.get("major")
     if kind == "b" or (kind == "c" and rule.get("access") == "m"):
         return False
-    return kind != "c" or type(major) is not int or not 0 <= major < nvidia.MAJOR
+    return kind != "c" or type(major) is not int or not 0 <= major < names.NVIDIA_MAJOR
 
 
 def rules_reach(spec: dict[str, Any]) -> bool:
@@ -64,11 +65,13 @@ def rule_for_nvidia(spec: dict[str, Any]) -> str:
     if _is_privileged(spec):
         return ""
     rules = filter(reaches, oci.items(spec, "linux", "resources", "devices"))
-    rule = next((rule for rule in rules if rule.get("major") == nvidia.MAJOR and not allows_every_device(rule)), None)
+    rule = next(
+        (rule for rule in rules if rule.get("major") == names.NVIDIA_MAJOR and not allows_every_device(rule)), None
+    )
     if rule is None:
         return ""
     minor = rule.get("minor")
-    return f"{nvidia.MAJOR}:{minor if type(minor) is int and minor >= 0 else '*'}"
+    return f"{names.NVIDIA_MAJOR}:{minor if type(minor) is int and minor >= 0 else '*'}"
 
 
 def named(spec: dict[str, Any]) -> str:
@@ -112,7 +115,12 @@ def _minor_of(path: object) -> int:
 def _minor_of_device(device: dict[str, Any]) -> int:
     """Also of a node that was given another name (`--device /dev/nvidia0:/dev/gpu`): its numbers are what opens."""
     major, minor = device.get("major"), device.get("minor")
-    if type(major) is int and major == nvidia.MAJOR and device.get("type") in ("c", "u") and isinstance(minor, int):
+    if (
+        type(major) is int
+        and major == names.NVIDIA_MAJOR
+        and device.get("type") in ("c", "u")
+        and isinstance(minor, int)
+    ):
         return minor
     return _minor_of(device.get("path"))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from typing import Any, Optional
 
+from ...core import names
 from ...core.errors import RequestError
 from ...core.model import Inventory, Request, Selection
 from ...core.quoting import shown
@@ -39,7 +40,6 @@ _HOOK_PROGRAMS = frozenset(
 )
 _DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so", "libcudadebugger.so", "libnvidia-ptxjitcompiler.so")
 _CDI_GPU = "nvidia.com/gpu"
-MAJOR = 195
 DEVICE_PREFIX = "/dev/nvidia"
 
 
@@ -159,7 +159,9 @@ def is_node_mount(mount: Any) -> bool:
 def is_device(device: Any) -> bool:
     """Whether an entry of `linux.devices` is the driver's."""
     path = device.get("path") if isinstance(device, dict) else None
-    return isinstance(path, str) and (device.get("major") == MAJOR or target_of(path).startswith(DEVICE_PREFIX))
+    return isinstance(path, str) and (
+        device.get("major") == names.NVIDIA_MAJOR or target_of(path).startswith(DEVICE_PREFIX)
+    )
 
 
 def conflicts(spec: dict[str, Any]) -> tuple[str, ...]:
