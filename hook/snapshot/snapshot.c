@@ -122,8 +122,8 @@ static size_t kind_of(size_t size) {
 void *malloc(size_t size) {
     size_t kind = kind_of(size), whole = (room_of(kind) + HEADER + SPACING - 1) & -(size_t)SPACING;
     struct block *block = NULL;
-    if (order && *order << 2 >> 2 == number) {
-        char **area = &areas[*order++ >> 30];
+    char **area = order && *order << 2 >> 2 == number ? &areas[*order++ >> 30] : NULL;
+    if (area && *area + whole <= POOL + (area - areas + 1) * (ptrdiff_t)AREA) {
         block = (struct block *)*area;
         *area += whole;
     } else if (size < PTRDIFF_MAX / 2 && (block = unused[kind]))

@@ -24,7 +24,10 @@ FUNCTIONS = [
     ("uses", "group"),
     [
         (r"\buserland: |real_box|import real_", "driver"),
-        (r"support\.engines\.podman import|rootless import Rootless|support\.engines\.base import .*\bEngine\b", "podman"),
+        (
+            r"support\.engines\.podman import|rootless import Rootless|support\.engines\.base import .*\bEngine\b",
+            "podman",
+        ),
         (r"support\.engines\.containerd import", "containerd"),
         (r"docker_host import", "docker"),
     ],
