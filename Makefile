@@ -159,7 +159,7 @@ dist: $(ARCHIVE) ## make build/dist: programs that need no Python on the host, a
 
 docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md docs/troubleshooting.md hook/gpushare/request/dialects/triggers.py ## write the generated pages of docs/
 
-docs/config.md: hook/gpushare/config/configkeys.py tools/config_docs.py
+docs/config.md: hook/gpushare/config/keys.py tools/config_docs.py
 	$(VENV_PYTHON) tools/config_docs.py >$@.new && mv $@.new $@
 
 docs/dialects.md: hook/gpushare/request/dialects/table.py tools/dialect_docs.py

@@ -251,7 +251,15 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "problems": "what could not be removed",
         },
     ),
-    "config check": ("an object", {"file": "null: there is none", "valid": "true", "config": "as the file nests it"}),
+    "config check": (
+        "an object",
+        {
+            "file": "null: there is none",
+            "valid": "true, or false (exit code 78)",
+            "config": "only where valid: as the file nests it",
+            "errors": "only where not valid: a list of `line` (0: of the whole file), `key`, `problem`, `hint`",
+        },
+    ),
     "config show": (
         "an object",
         {

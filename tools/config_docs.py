@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hook"))
-from gpushare.config import configkeys
+from gpushare.config import keys
 from gpushare.core import errors
 
 HEAD = """\
 # Configuration
 
-Generated from the table of keys in `hook/gpushare/config/configkeys.py` by `make docs`; a test compares them.
+Generated from the table of keys in `hook/gpushare/config/keys.py` by `make docs`; a test compares them.
 
 One file for a host, `/etc/gpushare/config.yaml`, in YAML. Only `version` must be there; an unknown key is an error.
 `gpushare config check` reads the file and says what is wrong, with the line. A container that starts after a change
@@ -65,14 +65,14 @@ def values(schema: dict[str, Any]) -> str:
     if "minimum" in schema:
         return f"{schema['minimum']} to {schema['maximum']}"
     if "pattern" in schema:
-        return configkeys.PATTERNS[schema["pattern"]]
+        return keys.PATTERNS[schema["pattern"]]
     return {"boolean": "`true`, `false`", "string": "text", "number": "number"}[schema["type"]]
 
 
 def text() -> str:
     rows = [
         f"| `{key.path}` | {values(key.schema)} | `{json.dumps(key.default)}` | {key.description} |\n"
-        for key in configkeys.KEYS
+        for key in keys.KEYS
     ]
     codes = sorted((getattr(errors, name).exit_code, name, when) for name, when in WHEN.items())
     return HEAD + "".join(rows) + TAIL + "".join(f"| {code} | {name} | {when} |\n" for code, name, when in codes)

@@ -107,6 +107,7 @@ ADVICE = {
 # Hints that the program works out
 WORKED_OUT = {
     "<what_to_do(error)>": _FULL,
+    "<_key_hint(at, name, known)>": "write the key that it suggests; [config](config.md) lists all",
     "<rootless.hint()>": "run as root, or set XDG_RUNTIME_DIR to a directory of yours",
 }
 # File of the library -> what to do about what it says

@@ -22,19 +22,21 @@ SOURCES = TREE / "hook" / "gpushare"
 # SyscallError says "CALL PATH: REASON": one row for all
 ERRORS = (
     "ConfigError", "RequestError", "PolicyError", "CapacityError", "DeviceError", "KernelError", "GpushareError",
-    "RegionError", "SyscallError", "UsageError", "BadParameter", "CannotExecute", "Interrupted",
+    "RegionError", "SyscallError", "UsageError", "BadParameter", "CannotExecute", "Interrupted", "WrongConfig",
 )  # fmt: skip
 # function of ours -> (its files, () for all; the error that it makes; which argument is the reason, which what to do)
 MAKERS = {
     "wrong": ((), "RequestError", 2, 3),  # quantity.py: NAME=VALUE: reason
-    "_error": (("config/config.py",), "ConfigError", 3, 4),
+    "Problem": (("config/config.py",), "ConfigError", 2, 3),
+    "Wrong": (("config/sharing.py",), "ConfigError", 1, 2),
     "kind": (("allocation/placement.py", "request/dialects/conditions.py"), "CapacityError", 0, 1),  # or another class
     "MpsState": (("allocation/mps.py",), "DeviceError", 0, 1),
 }
 # Errors that only put together what another place says: file -> text in the source
 CARRIERS = {
     "cli/main.py": ("<error.format_message()>", "<text"),
-    "config/config.py": ("{problem}", "{error.message}", "<error.problem>"),
+    "config/config.py": ("{problem}", "{self.problem}", "<first.message>", "<one.problem>", "<error.message", "<path>"),
+    "config/sharing.py": ("<error.message>",),
     "request/dialects/conditions.py": ("<error.message>",),
     "engines/tomltext.py": ("{error.message}",),
     "allocation/mps.py": ("{found.problem}",),

@@ -60,7 +60,13 @@ CASES = {
     "doctor": ["doctor", "$ doctor", "doctor --format json", "doctor me"],
     "config": [
         *("config show", "$ config show", "config show --format json"),
-        *("config check", "config check --format json", "config check BAD", "config show /none.yaml"),
+        *(
+            "config check",
+            "config check --format json",
+            "config check BAD",
+            "config check BAD --format json",
+            "config show /none.yaml",
+        ),
     ],
     "runtime": [
         *("runtime status --root ROOT", "$ runtime status --root ROOT", "runtime status --root ROOT --format json"),
@@ -156,7 +162,7 @@ def world(
     (tmp_path / "bundle" / "config.json").write_text('{"root": {"path": "x"}, "process": {"env": []}}')
     (tmp_path / "config.yaml").write_text("version: 1\nmemory_overcommit: 1.5\nshim_dir: /opt/gpushare/shim\n")
     places["BAD"] = tmp_path / "bad.yaml"
-    places["BAD"].write_text("version: 1\nmemory_overcomit: 1.5\n")
+    places["BAD"].write_text("version: 1\nmemory_overcomit: 1.5\npolicy:\n  max_memory: banana\n")
     (places["ROOT"] / "usr/bin").mkdir(parents=True)
     (places["ROOT"] / "usr/bin/dockerd").touch()
 

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from gpushare.config import config, configkeys
+from gpushare.config import config, keys
 from gpushare.core import names
 from gpushare.core.errors import ConfigError
 from gpushare.core.model import Config, Policy, SharingRule
@@ -120,10 +120,9 @@ def test_every_key_arrives() -> None:
 @pytest.mark.parametrize("text", ["version: 1", EVERYTHING])
 def test_effective_says_what_the_file_would(text: str) -> None:
     loaded = config.parse_config(text, "f")
-    values = config.effective(loaded)
-    assert list(values) == [key.path for key in configkeys.KEYS]
-    again = "\n".join(f"{json.dumps(path)}: {json.dumps(value)}" for path, value in values.items())
-    assert config._config(yaml.safe_load(again), {}, "f") == loaded
+    values = keys.effective(loaded)
+    assert list(values) == [key.path for key in keys.KEYS]
+    assert config.parse_config(config.rendered(values, ()), "f") == loaded
 
 
 @pytest.mark.parametrize(
@@ -133,8 +132,13 @@ def test_effective_says_what_the_file_would(text: str) -> None:
         ("[]", 'f.yaml: the file: "[]" is wrong; expected keys below it, one a line'),
         ("driver: {}", "f.yaml: the file: no version"),
         ("version: 2", 'f.yaml:1: version: "2" is wrong; expected 1'),
-        ("version: 1\nplacment: x", "f.yaml:2: placment: unknown key; known here: version, driver, "),
-        ("version: 1\npolicy:\n  unlimted: deny", "f.yaml:3: policy.unlimted: unknown key"),
+        ("version: 1\nplacment: x", "f.yaml:2: placment: unknown key; did you mean placement?"),
+        ("version: 1\nzebra: x", "f.yaml:2: zebra: unknown key; known here: version, driver, "),
+        ("version: 1\npolicy:\n  unlimted: deny", "f.yaml:3: policy.unlimted: unknown key; did you mean policy.unl"),
+        ("version: 1\nmax_memory: 4Gi", "f.yaml:2: max_memory: unknown key; did you mean policy.max_memory?"),
+        ("version: 1\nsplit-count: 4", "f.yaml:2: split-count: unknown key; did you mean sharing.split_count?"),
+        ("version: 1\npolicy: {Unlimited: deny}", "did you mean policy.unlimited?"),
+        ("version: 1\npolicy: {unlimited: Exclusive}", '"Exclusive" is wrong; did you mean exclusive? Expected one of'),
         (
             "version: 1\npolicy:\n  unlimited: maybe",
             'policy.unlimited: "maybe" is wrong; expected one of exclusive',
@@ -147,9 +151,9 @@ def test_effective_says_what_the_file_would(text: str) -> None:
         ("version: 1\nshim_dir: relative", "f.yaml:2: shim_dir: "),
         ("version: 1\nmemory_overcommit: 0", "f.yaml:2: memory_overcommit: "),
         ("version: 1\noversubscription: {scaling: .nan}", 'oversubscription.scaling: "NaN" is wrong'),
-        ("version: 1\noversubscription: {turn_memory: ''}", 'oversubscription.turn_memory=""'),
+        ("version: 1\noversubscription: {turn_memory: ''}", 'oversubscription.turn_memory: ""'),
         ("version: 1\noversubscription:\n  host_memory: 0", "f.yaml:3: oversubscription.host_memory: "),
-        ("version: 1\noversubscription:\n  host_memory: 101%", "f.yaml:3: oversubscription.host_memory="),
+        ("version: 1\noversubscription:\n  host_memory: 101%", "f.yaml:3: oversubscription.host_memory: "),
         ("version: 1\ncompute_overcommit: 17", "f.yaml:2: compute_overcommit: "),
         ("version: 1\ncompute_overcommit: .nan", 'f.yaml:2: compute_overcommit: "NaN" is wrong; expected a number'),
         ("version: 1\nmemory_overcommit: '1'", "expected a number"),
@@ -157,14 +161,14 @@ def test_effective_says_what_the_file_would(text: str) -> None:
         ("version: 1\nshim_dir: 2024-01-01", "f.yaml:2: shim_dir: "),
         ("version: !!binary aGk=", "f.yaml:1: version: "),
         ("version: 1\npolicy: {allowed_devices: !!set {a}}", "f.yaml:2: policy.allowed_devices: "),
-        ("version: 1\npolicy:\n  max_memory: banana", 'f.yaml:3: policy.max_memory="banana": not an amount'),
+        ("version: 1\npolicy:\n  max_memory: banana", 'f.yaml:3: policy.max_memory: "banana": not an amount'),
         ("version: 1\npolicy:\n  max_memory: 4", "expected text, in quotes"),
-        ("version: 1\npolicy: {allowed_devices: &a [*a]}", 'policy.allowed_devices: "..." is wrong; expected text'),
-        ("version: 1\npolicy:\n  max_compute: 200%", 'f.yaml:3: policy.max_compute="200%": out of range'),
+        ("version: 1\npolicy: {allowed_devices: &a [*a]}", 'policy.allowed_devices[0]: "..." is wrong; '),
+        ("version: 1\npolicy:\n  max_compute: 200%", 'f.yaml:3: policy.max_compute: "200%": out of range'),
         ("version: 1\npolicy:\n  allowed_backends: []", "f.yaml:3: policy.allowed_backends: "),
-        ("version: 1\npolicy:\n  allowed_devices: [0]", "f.yaml:3: policy.allowed_devices: "),
+        ("version: 1\npolicy:\n  allowed_devices: [0]", "f.yaml:3: policy.allowed_devices[0]: "),
         ("version: 1\npolicy:\n  allowed_devices: ['']", "is wrong; expected an index such as 0 or a whole uuid"),
-        ("version: 1\npolicy:\n  allowed_devices: [all]", 'f.yaml:3: policy.allowed_devices: "all" is wrong'),
+        ("version: 1\npolicy:\n  allowed_devices: [all]", 'f.yaml:3: policy.allowed_devices[0]: "all" is wrong'),
         ("version: 1\npolicy:\n  allowed_devices: ['0 ']", "expected an index such as 0 or a whole uuid"),
         ("version: 1\nmemory_overcommit: " + "9" * 5000, "f.yaml:"),  # which Python reads, or not
         ("version: 1\nshim_dir: 2024-13-01", "f.yaml: not valid YAML: month must be"),
@@ -180,14 +184,15 @@ def test_effective_says_what_the_file_would(text: str) -> None:
             "version: 1\n\tx: 1",
             "f.yaml:2: not valid YAML: found character '\\t' that cannot start any token; write it as key: value",
         ),
-        ("version: 1\nversion: 1", "f.yaml:2: version is given twice (first in line 1)"),
-        ("version: 1\nlog: {decisions: none, decisions: none}", "f.yaml:2: log.decisions is given twice"),
+        ("version: 1\nversion: 1", "f.yaml:2: version: given twice (first in line 1)"),
+        ("version: 1\nlog: {decisions: none, decisions: none}", "f.yaml:2: log.decisions: given twice"),
         ("version: 1\n  x: [", "f.yaml:2: not valid YAML"),
         ("version: 1\n? [a, b]\n: c", "f.yaml"),
         ("version: !!python/object:os.system {}", "f.yaml:1: not valid YAML"),
         ('version: 1\nshim_dir: "/a\\0b"', "f.yaml:2: shim_dir: "),
         ("version: 1\nstate_dir: /s", "f.yaml:2: state_dir: unknown key"),
         ("- " * 5000, "f.yaml: "),
+        ("version: 1\na: &a {b: *a}", "f.yaml:2: a: unknown key"),
     ],
 )
 def test_errors_name_line_key_and_value(text: str, message: str) -> None:
@@ -195,6 +200,43 @@ def test_errors_name_line_key_and_value(text: str, message: str) -> None:
         config.parse_config(text, "f.yaml")
     assert message.replace('\\"', '"') in str(caught.value).replace('\\"', '"')
     assert str(caught.value).isprintable()
+
+
+def test_every_error_of_a_file_is_listed_by_line() -> None:
+    text = """\
+version: 2
+placment: spread
+shim_dir: relative
+policy:
+  max_memory: banana
+  max_compute: 200%
+  unlimited: maybe
+  unlimited: deny
+  allowed_devices: ["0", all, "1", none]
+sharing:
+  cores_scaling: .nan
+  overrides:
+  - {split_count: 2}
+  - {model: A100,
+     split_count: 101}
+"""
+    with pytest.raises(config.WrongConfig) as caught:
+        config.parse_config(text, "f.yaml")
+    found = [(problem.line, problem.key) for problem in caught.value.problems]
+    assert found == [
+        (1, "version"),
+        (2, "placment"),
+        (3, "shim_dir"),
+        (5, "policy.max_memory"),
+        (6, "policy.max_compute"),
+        (8, "policy.unlimited"),
+        (9, "policy.allowed_devices[1]"),
+        (9, "policy.allowed_devices[3]"),
+        (11, "sharing.cores_scaling"),
+        (15, "sharing.overrides[1].split_count"),
+    ]
+    expected = 'f.yaml:1: version: "2" is wrong; expected 1; 9 more errors: `gpushare config check f.yaml` lists all'
+    assert str(caught.value) == expected
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -222,7 +264,7 @@ sharing:
 """
     loaded = config.parse_config(pasted, "f")
     assert loaded.sharing == (SharingRule(4),)
-    assert config.effective(loaded)["sharing.split_count"] == 4
+    assert keys.effective(loaded)["sharing.split_count"] == 4
 
 
 @pytest.mark.parametrize(
@@ -233,14 +275,14 @@ sharing:
         ("{memory_scaling: .nan}", 'f.yaml:2: sharing.memory_scaling: "NaN" is wrong'),
         ("{split_count: 101}", "f.yaml:2: sharing.split_count: "),
         ("{split_count: 50, cores_scaling: 0.4}", "0.4 divided by a split_count of 50 is less than 1% of compute"),
-        ("{overrides: [{split_count: 2}]}", "f.yaml:2: sharing.overrides: an entry without model and devices"),
-        ("{overrides: [{model: '|', split_count: 2}]}", 'f.yaml:2: sharing.overrides: model="|": '),
-        ("{overrides: [{model: a}]}", "f.yaml:2: sharing.overrides: no split_count"),
+        ("{overrides: [{split_count: 2}]}", "f.yaml:2: sharing.overrides[0]: an entry without model and devices"),
+        ("{overrides: [{model: '|', split_count: 2}]}", 'f.yaml:2: sharing.overrides[0]: model="|": '),
+        ("{overrides: [{model: a}]}", "f.yaml:2: sharing.overrides[0]: no split_count"),
         ("{overrides: [{devices: [all], split_count: 2}]}", "expected an index such as 0 or a whole uuid"),
-        ("{overrides: [{model: a, split_count: 2, x: 1}]}", "sharing.overrides.x: unknown key; known here: model, dev"),
+        ("{overrides: [{model: a, split_count: 2, x: 1}]}", "overrides[0].x: unknown key; known here: model, dev"),
         (
             "{split_count: 2, timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}",
-            "f.yaml:2: sharing.split_count: and the replicas of timeSlicing say how many shares there are; keep one",
+            "f.yaml:2: sharing.split_count: the replicas of timeSlicing set the number of shares too; keep one",
         ),
         ("{timeSlicing: {resources: [{name: nvidia.com/mig-1g.5gb, replicas: 2}]}}", "expected one of nvidia.com/gpu"),
         ("{timeSlicing: {resources: [{name: gpu, replicas: 2}, {name: gpu, replicas: 3}]}}", "gpu is given twice"),
@@ -254,8 +296,9 @@ def test_equal_shares_that_make_no_sense_are_refused(text: str, message: str) ->
 
 
 def test_the_sample_says_every_key() -> None:
-    flat = config._flat(yaml.safe_load(config.sample()))
-    assert list(flat) == [key.path for key in configkeys.KEYS if key.path != "shim_dir"]
+    assert list(config._given(yaml.safe_load(config.sample()))) == [
+        key.path for key in keys.KEYS if key.path != "shim_dir"
+    ]
     assert "\n# shim_dir: " in config.sample()
 
 

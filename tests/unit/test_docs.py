@@ -6,7 +6,7 @@ import re
 
 import pytest
 from gpushare.cli import containers, devices
-from gpushare.config import configkeys
+from gpushare.config import keys
 from gpushare.core import errors
 from gpushare.gpu import drivertable
 from gpushare.request import constraints, dialects
@@ -119,7 +119,7 @@ def test_both_readmes_say_the_same() -> None:
 def test_placement_words_are_described() -> None:
     text = (TREE / "docs" / "placement.md").read_text()
     words = [f"any,{name}{sign}" for name, (sign, _) in conditions.CONDITIONS.items()]
-    for key in configkeys.KEYS:
+    for key in keys.KEYS:
         if key.path.startswith(("placement.", "sharing.")):
             words += [key.path.rpartition(".")[2], *key.schema.get("enum", ())]
     assert [word for word in words if word not in text] == []

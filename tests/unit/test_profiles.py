@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpushare.config import config, configkeys, profiles
+from gpushare.config import config, keys, profiles
 from gpushare.core.errors import ConfigError
 from gpushare.core.model import Config, Policy
 
@@ -11,8 +11,8 @@ from gpushare.core.model import Config, Policy
 def test_each_profile_is_a_file_with_every_key() -> None:
     for name in profiles.NAMES:
         read = config.parse_config(profiles.text(name), name)
-        effective = config.effective(read)
-        expected = {key.path: key.default for key in configkeys.KEYS} | profiles.PROFILES[name]
+        effective = keys.effective(read)
+        expected = {key.path: key.default for key in keys.KEYS} | profiles.PROFILES[name]
         assert effective == expected
         assert all(key.split(".")[-1] + ":" in profiles.text(name) for key in expected)
 
@@ -21,8 +21,8 @@ def test_each_profile_is_a_file_with_every_key() -> None:
 def test_a_profile_is_good_for_the_next_version_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An archive is unpacked to a directory with its version in the name; the default of shim_dir is there."""
     before = profiles.text(name)
-    shim = next(key for key in configkeys.KEYS if key.path == "shim_dir")
-    moved = tuple(key._replace(default="/opt/next/shim") if key == shim else key for key in configkeys.KEYS)
+    shim = next(key for key in keys.KEYS if key.path == "shim_dir")
+    moved = tuple(key._replace(default="/opt/next/shim") if key == shim else key for key in keys.KEYS)
     monkeypatch.setattr(config, "KEYS", moved)
     assert profiles.text(name) == before and shim.default not in before
 

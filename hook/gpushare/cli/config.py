@@ -8,8 +8,10 @@ from typing import Any, Optional
 
 import click
 
-from ..config.config import effective, load_config
+from ..config.config import WrongConfig, load_config
+from ..config.keys import effective
 from ..core.model import Config
+from ..state import log
 from .options import Paths, with_format
 from .output import Column, write_json, write_line, write_table
 
@@ -23,17 +25,27 @@ def config() -> None:
 @click.argument("file", required=False)
 @with_format
 @click.pass_obj
-def check(paths: Paths, file: Optional[str], output: str) -> None:
+def check(paths: Paths, file: Optional[str], output: str) -> int:
     """Check the configuration file.
 
-    Reads FILE, or that of --config, and says what is wrong and in which line.
+    Reads FILE, or the file of --config, and lists every error with its line.
     """
-    path, values = _read(paths, file)
-    exists = os.path.exists(path)
+    path = _path(paths, file)
+    found = path if os.path.exists(path) else None
+    try:
+        loaded = load_config(path)
+    except WrongConfig as error:
+        for problem in error.problems:
+            log.to_stderr(log.line_of(problem.error(path))[0])
+        if output == "json":
+            errors = [problem._asdict() for problem in error.problems]
+            write_json({"file": found, "valid": False, "errors": errors})
+        return error.exit_code
     if output == "json":
-        write_json({"file": path if exists else None, "valid": True, "config": _nested(values)})
-        return
-    write_line(f"{path}: {'valid' if exists else 'no such file, so the defaults hold'}")
+        write_json({"file": found, "valid": True, "config": _nested(effective(loaded))})
+    else:
+        write_line(f"{path}: {'valid' if found else 'no such file, so the defaults hold'}")
+    return 0
 
 
 @config.command()
@@ -45,7 +57,8 @@ def show(paths: Paths, file: Optional[str], output: str) -> None:
 
     Every key of FILE, or of that of --config, with its value, and its default where that is another.
     """
-    path, values = _read(paths, file)
+    path = _path(paths, file)
+    values = effective(load_config(path))
     defaults = effective(Config())
     changed = [key for key in values if values[key] != defaults[key]]
     if output == "json":
@@ -57,9 +70,8 @@ def show(paths: Paths, file: Optional[str], output: str) -> None:
     write_table(columns, [*rows, ("--state", json.dumps(paths.state_dir), "")])
 
 
-def _read(paths: Paths, file: Optional[str]) -> tuple[str, dict[str, Any]]:
-    path = os.path.abspath(file) if file else paths.config
-    return path, effective(load_config(path))
+def _path(paths: Paths, file: Optional[str]) -> str:
+    return os.path.abspath(file) if file else paths.config
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:

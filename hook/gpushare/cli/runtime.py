@@ -9,7 +9,8 @@ from typing import Any, Optional
 import click
 
 from ..config import profiles
-from ..config.config import effective, parse_config
+from ..config.config import parse_config
+from ..config.keys import effective
 from ..core.errors import ConfigError
 from ..core.quoting import shown
 from ..engines import base

@@ -9,7 +9,7 @@ from ..core import names
 from ..core.model import Device, Lease, Node
 from ..core.quantity import human
 from ..gpu.selectors import device_name
-from .config import effective
+from .keys import effective
 
 # fields of a device, as people know them; its uuid is what it is known by
 _FIELDS = ("index", "minor", "bus_id", "model", "memory_bytes", "context_bytes")

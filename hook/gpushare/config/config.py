@@ -1,28 +1,26 @@
-"""The configuration file: schema, sample and checks, as they follow from the table of keys in configkeys.py.
+"""The configuration file: schema, sample and checks, as they follow from the table of keys in keys.py.
 
     load_config(path)     -> Config     raises ConfigError naming file, line, key and value; no usual file = defaults
     parse_config(text, path) -> Config  the same from text
     SCHEMA, schema()      -> dict       JSON Schema (config/config.schema.json is this, written out)
     sample()              -> str        config/config.yaml, commented
     rendered(values, head) -> str       such a file with other values (profiles.py)
-    effective(config)     -> dict       dotted key -> value, as the file would say it
+    WrongConfig.problems  -> tuple      every problem of a file
 
 Not on the start path: yaml and jsonschema are imported when a file is read, that is when node.json is compiled.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..core import names
 from ..core.errors import ConfigError, RequestError, what_to_do
-from ..core.model import Config, Policy, SharingRule
-from ..core.quantity import amount, whole_percent
+from ..core.model import Config, Policy
 from ..core.quoting import shown
-from . import configsharing
-from .configkeys import KEYS, PATTERNS, TYPES, VERSION
+from . import sharing
+from .keys import KEYS, PATTERNS, TYPES, VERSION
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -99,50 +97,10 @@ def rendered(values: Mapping[str, Any], head: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def effective(config: Config) -> dict[str, Any]:
-    """Every key with its value, in the file's own words."""
-    policy = config.policy
-    return {
-        "version": VERSION,
-        "driver.root": config.driver_root,
-        "shim_dir": config.shim_dir,
-        "runtime.path": config.runtime,
-        "placement.strategy": config.placement,
-        **configsharing.plain(config.sharing),
-        "memory_overcommit": config.memory_overcommit,
-        "oversubscription.host_memory": config.host_memory,
-        "oversubscription.scaling": config.oversubscribe_scaling,
-        "oversubscription.turn_ms": config.turn_ms,
-        "oversubscription.turn_memory": config.turn_memory,
-        "compute_overcommit": config.compute_overcommit,
-        "compute.slice_us": config.slice_us,
-        "compute.switch_us": config.switch_us,
-        "policy.accept.env": policy.accept_env,
-        "policy.accept.annotations": policy.accept_annotations,
-        "policy.accept.volume_mounts": policy.accept_volume_mounts,
-        "policy.accept.cdi": policy.accept_cdi,
-        "policy.accept.switches": policy.accept_switches,
-        "policy.accept.widening": policy.accept_widening,
-        "policy.dialects.enabled": list(policy.enabled_dialects),
-        "policy.dialects.disabled": list(policy.disabled_dialects),
-        "policy.annotations": policy.annotations,
-        "policy.nvidia_visible_devices": policy.nvidia_visible_devices,
-        "policy.privileged_containers": list(policy.privileged_containers),
-        "policy.require_limits": policy.require_limits,
-        "policy.max_memory": policy.max_memory,
-        "policy.max_compute": f"{policy.max_compute_percent}%",
-        "policy.over_maximum": policy.over_maximum,
-        "policy.allowed_devices": list(policy.allowed_devices),
-        "policy.allowed_backends": list(policy.allowed_backends),
-        "policy.unlimited": policy.unlimited,
-        "reconcile.action": config.reconcile,
-        "log.decisions": config.log,
-    }
-
-
 def load_config(path: str) -> Config:
-    """The configuration; the defaults when the usual file is not there. One that somebody named must be: a misspelt
-    path would silently lift every policy."""
+    """Read and check the file at `path`. Return the defaults if the default file does not exist; any other path must
+    exist, because a misspelled path would silently remove every policy. Raise ConfigError, of which
+    `WrongConfig.problems` lists all that is wrong."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -160,15 +118,41 @@ def load_config(path: str) -> Config:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
 
 
+class Problem(NamedTuple):
+    """One thing that is wrong in a file. `line` counts from 1; 0: of no line. `key`: dotted, "" for the whole file."""
+
+    line: int
+    key: str
+    problem: str
+    hint: str
+
+    def error(self, path: str) -> ConfigError:
+        where = f"{path}:{self.line}" if self.line else path
+        return ConfigError(f"{where}: {self.key or 'the file'}: {self.problem}", self.hint)
+
+
+class WrongConfig(ConfigError):
+    """All problems of a file, sorted by line. The message names the first and counts the rest."""
+
+    def __init__(self, path: str, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(sorted(problems))
+        first, rest = self.problems[0].error(path), len(problems) - 1
+        more = f"{rest} more error{'s' if rest > 1 else ''}: `gpushare config check {path}` lists all" if rest else ""
+        super().__init__(first.message, "; ".join(filter(None, (first.hint, more))))
+
+
 def parse_config(text: str, path: str) -> Config:
-    """The configuration in `text`; `path` is for messages."""
+    """Check `text` and return it as a Config. `path` is for messages. Raise WrongConfig, or ConfigError if the text is
+    not YAML at all."""
     import yaml
 
+    problems: list[Problem] = []
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        lines = _lines(tree, path) if tree is not None else {}
+        lines: dict[str, int] = {}
+        _find_lines(tree, "", lines, problems, set())
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a number or a date that Python has not
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a number or date that Python rejects
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         nested = (
@@ -178,50 +162,70 @@ def parse_config(text: str, path: str) -> Config:
         )
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or nested
         raise ConfigError(f"{where}: not valid YAML: {problem}", "write it as key: value, indented by spaces") from None
-    _validate(value, lines, path)
-    return _config(value, lines, path)
+    problems += _schema_problems(value, lines)
+    config = _config(value, lines, problems)
+    if problems:
+        raise WrongConfig(path, problems)
+    return config
 
 
-def _lines(tree: Any, path: str, prefix: str = "") -> dict[str, int]:
-    """Dotted key -> line (from 1). Refuses a key that occurs twice: YAML would silently take the last."""
-    lines: dict[str, int] = {}
-    if not hasattr(tree, "value") or tree.id != "mapping":
-        return lines
-    for key_node, value_node in tree.value:
-        name = f"{prefix}{key_node.value}"
-        line = key_node.start_mark.line + 1
-        if name in lines:
-            raise ConfigError(f"{path}:{line}: {name} is given twice (first in line {lines[name]})", "keep one")
-        lines[name] = line
-        lines.update(_lines(value_node, path, f"{name}."))
-    return lines
-
-
-def _error(path: str, lines: dict[str, int], key: str, problem: str, hint: str = "") -> ConfigError:
-    line = lines.get(key)
-    return ConfigError(f"{path}{f':{line}' if line else ''}: {key or 'the file'}: {problem}", hint)
-
-
-def _validate(value: Any, lines: dict[str, int], path: str) -> None:
-    import jsonschema
-
-    validator = jsonschema.Draft202012Validator(schema())
-    errors = sorted(validator.iter_errors(value), key=lambda error: [str(part) for part in error.path])
-    if not errors:
+def _find_lines(node: Any, at: str, lines: dict[str, int], problems: list[Problem], seen: set[int]) -> None:
+    """Fill `lines`: dotted key, with [index] in lists -> line. Report a key that occurs twice: YAML would silently take
+    the last. `seen`: nodes by id, because an alias can point to its own parent."""
+    if node is None or id(node) in seen:
         return
-    error = errors[0]
-    parts = [str(part) for part in error.path if not isinstance(part, int)]
-    if error.validator == "additionalProperties":
-        known = error.schema["properties"]
-        unknown = next(str(name) for name in error.instance if name not in known)
-        raise _error(path, lines, ".".join([*parts, unknown]), "unknown key", f"known here: {', '.join(known)}")
-    if error.validator == "required" and parts:
-        missing = next(name for name in error.validator_value if name not in error.instance)
-        raise _error(path, lines, ".".join(parts), f"no {missing} in {shown(_yaml_value(error.instance))}", "add it")
-    if error.validator == "required":
-        raise _error(path, lines, "", f"no version in {shown(path)}", f"begin the file with version: {VERSION}")
+    seen.add(id(node))
+    if node.id == "sequence":
+        for index, item in enumerate(node.value):
+            lines[f"{at}[{index}]"] = item.start_mark.line + 1
+            _find_lines(item, f"{at}[{index}]", lines, problems, seen)
+    elif node.id == "mapping":
+        for key_node, value_node in node.value:
+            name = _below(at, str(key_node.value))
+            line = key_node.start_mark.line + 1
+            if name in lines:
+                problems.append(Problem(line, name, f"given twice (first in line {lines[name]})", "keep one"))
+            lines.setdefault(name, line)
+            _find_lines(value_node, name, lines, problems, seen)
+
+
+def _below(at: str, name: str) -> str:
+    return f"{at}.{name}" if at else name
+
+
+def _dotted(parts: Iterable[Any]) -> str:
+    at = ""
+    for part in parts:
+        at = f"{at}[{part}]" if isinstance(part, int) else _below(at, str(part))
+    return at
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """The one of `known` that `name` probably means; "" if none is similar."""
+    import difflib
+
+    lowered = {item.lower().replace("-", "_"): item for item in known}
+    found = difflib.get_close_matches(name.lower().replace("-", "_"), lowered, 1, 0.7)
+    return lowered[found[0]] if found else ""
+
+
+def _key_hint(at: str, name: str, known: Sequence[str]) -> str:
+    """What to do about the unknown key `name` below `at`, where `known` are keys."""
+    near = _near(name, known)
+    if near:
+        return f"did you mean {_below(at, near)}?"
+    parts = [key.path.split(".") for key in KEYS]
+    near = _near(name, (part for path in parts for part in path))
+    for path in parts if near else ():
+        if near in path:
+            return f"did you mean {'.'.join(path[: path.index(near) + 1])}?"
+    return f"known here: {', '.join(known)}"
+
+
+def _expected(error: Any) -> str:
+    """What a value that fails `error.validator` should be."""
     wanted = error.validator_value
-    expected = {
+    return {
         "pattern": PATTERNS.get(wanted, "") if isinstance(wanted, str) else "",
         "const": str(wanted),
         "minimum": f"at least {wanted}",
@@ -230,85 +234,67 @@ def _validate(value: Any, lines: dict[str, int], path: str) -> None:
         "enum": "one of " + ", ".join(map(str, wanted)) if isinstance(wanted, list) else "",
         "type": TYPES.get(str(wanted), str(wanted)),
     }.get(error.validator, f"{error.validator} {wanted}")
-    wrong = error.instance if isinstance(error.instance, str) else _yaml_value(error.instance)
-    problem = f"{shown(wrong)} is wrong"
-    raise _error(path, lines, ".".join(parts), problem, f"expected {expected}")
 
 
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, item in value.items():
-        if isinstance(item, dict):
-            flat.update(_flat(item, f"{prefix}{name}."))
+def _schema_problems(value: Any, lines: Mapping[str, int]) -> Iterator[Problem]:
+    import jsonschema
+
+    for error in jsonschema.Draft202012Validator(schema()).iter_errors(value):
+        at = _dotted(error.path)
+        if error.validator == "additionalProperties":
+            known = list(error.schema["properties"])
+            for name in map(str, error.instance):
+                if name not in known:
+                    key = _below(at, name)
+                    yield Problem(lines.get(key, 0), key, "unknown key", _key_hint(at, name, known))
+        elif error.validator == "required":
+            missing = next(name for name in error.validator_value if name not in error.instance)
+            if at:
+                found = shown(_yaml_value(error.instance))
+                yield Problem(lines.get(at, 0), at, f"no {missing} in {found}", "add it")
+            else:
+                yield Problem(0, "", f"no {missing}", f"begin the file with {missing}: {VERSION}")
         else:
-            flat[f"{prefix}{name}"] = item
-    return flat
+            wrong = error.instance if isinstance(error.instance, str) else _yaml_value(error.instance)
+            near = _near(wrong, map(str, error.validator_value)) if error.validator == "enum" else ""
+            hint = f"did you mean {near}? Expected {_expected(error)}" if near else f"expected {_expected(error)}"
+            yield Problem(lines.get(at, 0), at, f"{shown(wrong)} is wrong", hint)
 
 
-def _quantity(path: str, lines: dict[str, int], key: str, value: str, parse: Any) -> Any:
-    try:
-        return parse(key, value)
-    except RequestError as error:
-        line = lines.get(key)
-        raise ConfigError(f"{path}{f':{line}' if line else ''}: {error.message}", error.hint) from None
+def _given(value: Any) -> dict[str, Any]:
+    """Dotted key -> value, of the keys that the file sets."""
+    given: dict[str, Any] = {}
+    for key in KEYS:
+        here = value
+        for part in key.path.split("."):
+            if not isinstance(here, dict) or part not in here:
+                break
+            here = here[part]
+        else:
+            given[key.path] = here
+    return given
 
 
-def _config(value: dict[str, Any], lines: dict[str, int], path: str) -> Config:
-    """The validated file as a Config: missing keys take the table's defaults."""
-    given = _flat(value)
+def _config(value: Any, lines: Mapping[str, int], problems: list[Problem]) -> Config:
+    """The file as a Config, with the defaults for keys that it does not set. Skip values that have one of `problems`
+    already, and add to these what else is wrong."""
+    refused = tuple(problem.key for problem in problems)
+    given = {
+        path: item
+        for path, item in _given(value).items()
+        if not any(path == key or key.startswith(f"{path}[") for key in refused)
+    }
+    fields: dict[str, Any] = {}
+    policy: dict[str, Any] = {}
+    for key in KEYS:
+        if key.field and key.path in given:
+            part, _, name = key.field.rpartition(".")
+            try:
+                (policy if part else fields)[name] = key.kind.read(key.path, given[key.path])
+            except RequestError as error:
+                line = lines.get(key.path, 0)
+                problems.append(Problem(line, key.path, error.message.removeprefix(key.path).lstrip(":= "), error.hint))
     at = {key.path: given.get(key.path, key.default) for key in KEYS}
-    for key in ("memory_overcommit", "oversubscription.scaling", "compute_overcommit"):
-        if at[key] != at[key]:  # NaN, which is neither below nor above any bound
-            raise _error(path, lines, key, '"NaN" is wrong', "expected a number")
-    maximum: Optional[str] = at["policy.max_memory"].strip()
-    if maximum:
-        _quantity(path, lines, "policy.max_memory", maximum, amount)
-    host_memory: str = at["oversubscription.host_memory"].strip()
-    turn_memory: str = at["oversubscription.turn_memory"].strip()
-    _quantity(path, lines, "oversubscription.turn_memory", turn_memory, amount)
-    if host_memory:
-        _quantity(path, lines, "oversubscription.host_memory", host_memory, amount)
-    return Config(
-        driver_root=os.path.normpath(at["driver.root"]),
-        shim_dir=os.path.normpath(at["shim_dir"]),
-        memory_overcommit=float(at["memory_overcommit"]),
-        placement=at["placement.strategy"],
-        policy=Policy(
-            accept_env=at["policy.accept.env"],
-            accept_annotations=at["policy.accept.annotations"],
-            require_limits=at["policy.require_limits"],
-            max_memory=maximum or "",
-            max_compute_percent=_quantity(path, lines, "policy.max_compute", at["policy.max_compute"], whole_percent),
-            allowed_devices=tuple(at["policy.allowed_devices"]),
-            allowed_backends=tuple(at["policy.allowed_backends"]),
-            unlimited=at["policy.unlimited"],
-            accept_volume_mounts=at["policy.accept.volume_mounts"],
-            accept_cdi=at["policy.accept.cdi"],
-            annotations=at["policy.annotations"],
-            nvidia_visible_devices=at["policy.nvidia_visible_devices"],
-            privileged_containers=tuple(at["policy.privileged_containers"]),
-            over_maximum=at["policy.over_maximum"],
-            accept_switches=at["policy.accept.switches"],
-            accept_widening=at["policy.accept.widening"],
-            enabled_dialects=tuple(at["policy.dialects.enabled"]),
-            disabled_dialects=tuple(at["policy.dialects.disabled"]),
-        ),
-        log=at["log.decisions"],
-        runtime=at["runtime.path"],
-        compute_overcommit=float(at["compute_overcommit"]),
-        slice_us=int(at["compute.slice_us"]),
-        switch_us=int(at["compute.switch_us"]),
-        sharing=_sharing(at, lines, path),
-        host_memory=host_memory,
-        oversubscribe_scaling=float(at["oversubscription.scaling"]),
-        turn_ms=int(at["oversubscription.turn_ms"]),
-        turn_memory=turn_memory,
-        reconcile=at["reconcile.action"],
-    )
-
-
-def _sharing(at: dict[str, Any], lines: dict[str, int], path: str) -> tuple[SharingRule, ...]:
-    try:
-        return configsharing.rules(at)
-    except configsharing.Wrong as error:
-        raise _error(path, lines, error.key, error.problem, error.hint) from None
+    rules, wrong = sharing.rules(at)
+    problems += [Problem(lines.get(one.key, 0), one.key, one.problem, one.hint) for one in wrong]
+    return Config()._replace(**fields, sharing=rules, policy=Policy()._replace(**policy))

@@ -1,6 +1,6 @@
 """Configurations to begin with: what a workstation and what a node of a cluster differ in from the defaults.
 
-    WORKSTATION, CLUSTER -> dict     dotted key -> value, as in configkeys.KEYS
+    WORKSTATION, CLUSTER -> dict     dotted key -> value, as in keys.KEYS
     PROFILES, NAMES                  by name
     text(profile)        -> str      a commented config.yaml with every key; raises ConfigError
     says_nothing(text)   -> bool     a file as packages bring it, which a profile may replace
@@ -15,7 +15,7 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..core.quoting import shown
 from .config import rendered
-from .configkeys import VERSION
+from .keys import VERSION
 
 # Whoever starts containers owns the machine: every way of asking counts, and a container that names no limit gets the
 # whole device, for itself.

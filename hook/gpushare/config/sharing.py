@@ -1,7 +1,7 @@
 """The configuration's `sharing`: equal shares, in 4paradigm's words or as NVIDIA's device plugin spells time-slicing.
 
     overrides(device_pattern), RESOURCES   JSON Schemas of the lists
-    rules(at)   -> tuple[SharingRule, ...] dotted key -> value, checked against the schema; raises Wrong
+    rules(at)   -> rules, [Wrong]          from dotted key -> value, checked against the schema
     plain(rules) -> dict                   the same back, as the file would say it
 
 Not on the start path.
@@ -9,8 +9,8 @@ Not on the start path.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..core.errors import RequestError
 from ..core.model import SharingRule
@@ -59,57 +59,61 @@ RESOURCES = {
 }
 
 
-class Wrong(Exception):
+class Wrong(NamedTuple):
     """`key` of the file, what is wrong with it, and what to do."""
 
-    def __init__(self, key: str, problem: str, hint: str) -> None:
-        super().__init__(problem)
-        self.key, self.problem, self.hint = key, problem, hint
+    key: str
+    problem: str
+    hint: str
 
 
-def _check(rule: SharingRule, key: str) -> SharingRule:
-    for name, value in (("memory_scaling", rule.memory_scaling), ("cores_scaling", rule.cores_scaling)):
-        if value != value:
-            raise Wrong(f"{key}.{name}", '"NaN" is wrong', "expected a number")
-    if rule.split_count and compute_percent(rule) < 1:
-        raise Wrong(
+def _wrong(rule: SharingRule, key: str) -> Iterator[Wrong]:
+    scalings = {"memory_scaling": rule.memory_scaling, "cores_scaling": rule.cores_scaling}
+    nan = [name for name, value in scalings.items() if value != value]
+    for name in nan:
+        yield Wrong(f"{key}.{name}", '"NaN" is wrong', "expected a number")
+    if not nan and rule.split_count and compute_percent(rule) < 1:
+        yield Wrong(
             f"{key}.cores_scaling",
             f"{rule.cores_scaling:g} divided by a split_count of {rule.split_count} is less than 1% of compute",
-            "share out more, or among fewer",
+            "raise cores_scaling or lower split_count",
         )
-    return rule
 
 
 def _override(value: Mapping[str, Any]) -> SharingRule:
-    key = "sharing.overrides"
-    model, devices = value.get("model", ""), tuple(value.get("devices", ()))
-    if not model and not devices:
-        raise Wrong(key, "an entry without model and devices", "name one, or write split_count below sharing")
-    if model:
-        try:
-            conditions.parse("model", model, [f"model={model}"])
-        except RequestError as error:
-            raise Wrong(key, error.message, error.hint) from None
     memory, cores = (float(value.get(name, 1.0)) for name in ("memory_scaling", "cores_scaling"))
-    return _check(SharingRule(value["split_count"], memory, cores, model, devices), key)
+    return SharingRule(value["split_count"], memory, cores, value.get("model", ""), tuple(value.get("devices", ())))
 
 
-def rules(at: Mapping[str, Any]) -> tuple[SharingRule, ...]:
-    """The first that names a device counts: overrides, then what holds for all."""
+def _wrong_override(rule: SharingRule, key: str) -> Iterator[Wrong]:
+    if not rule.model and not rule.devices:
+        yield Wrong(key, "an entry without model and devices", "name one, or write split_count below sharing")
+    if rule.model:
+        try:
+            conditions.parse("model", rule.model, [f"model={rule.model}"])
+        except RequestError as error:
+            yield Wrong(key, error.message, error.hint)
+    yield from _wrong(rule, key)
+
+
+def rules(at: Mapping[str, Any]) -> tuple[tuple[SharingRule, ...], list[Wrong]]:
+    """The rules, of which the first that names a device counts: overrides, then the one for all devices."""
     found = [_override(value) for value in at["sharing.overrides"]]
+    wrong = [one for index, rule in enumerate(found) for one in _wrong_override(rule, f"sharing.overrides[{index}]")]
     resources: Sequence[Mapping[str, Any]] = at[TIME_SLICING]
     split: int = at["sharing.split_count"]
     if len(resources) > 1:
-        raise Wrong(TIME_SLICING, f"{resources[0]['name']} is given twice", "keep one")
+        wrong.append(Wrong(TIME_SLICING, f"{resources[0]['name']} is given twice", "keep one"))
     if resources and split:
-        raise Wrong("sharing.split_count", "and the replicas of timeSlicing say how many shares there are", "keep one")
+        problem = "the replicas of timeSlicing set the number of shares too"
+        wrong.append(Wrong("sharing.split_count", problem, "keep one"))
     every = SharingRule(
         resources[0]["replicas"] if resources else split,
         float(at["sharing.memory_scaling"]),
         float(at["sharing.cores_scaling"]),
     )
-    _check(every, "sharing")
-    return (*found, every) if every.split_count else tuple(found)
+    wrong += _wrong(every, "sharing")
+    return ((*found, every) if every.split_count else tuple(found)), wrong
 
 
 def plain(found: Sequence[SharingRule]) -> dict[str, Any]:
