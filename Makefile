@@ -162,7 +162,7 @@ docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.m
 docs/config.md: hook/gpushare/config/keys.py tools/config_docs.py
 	$(VENV_PYTHON) tools/config_docs.py >$@.new && mv $@.new $@
 
-docs/dialects.md: hook/gpushare/request/dialects/table.py tools/dialect_docs.py
+docs/dialects.md: hook/gpushare/request/dialects/registry.py tools/dialect_docs.py
 	$(VENV_PYTHON) tools/dialect_docs.py >$@.new && mv $@.new $@
 
 docs/backends.md: hook/gpushare/allocation/backends.py hook/gpushare/allocation/dmem.py tools/backend_docs.py
@@ -174,7 +174,7 @@ docs/metrics.md: hook/gpushare/cli/metrics.py tools/metrics_docs.py
 docs/troubleshooting.md: $(shell find hook/gpushare -name '*.py') $(wildcard hook/launcher/*.c shim/*/*.c) tools/error_docs.py tools/error_texts.py
 	PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.error_docs >$@.new && mv $@.new $@
 
-hook/gpushare/request/dialects/triggers.py: hook/gpushare/request/dialects/table.py tools/dialect_docs.py
+hook/gpushare/request/dialects/triggers.py: hook/gpushare/request/dialects/registry.py tools/dialect_docs.py
 	$(VENV_PYTHON) tools/dialect_docs.py --triggers >$@.new && mv $@.new $@
 
 # What both are written from

@@ -14,11 +14,11 @@ build/bench/libcuda-stub.so: bench/stub_driver.c | $(SETUP)
 	$(CC) $(BENCH_CFLAGS) -fPIC -shared -Wl,-Bsymbolic -Wl,-soname,libcuda.so.1 -o $@ $<
 
 # What the lock warm-up is worth: it alone, and the runtime without it, beside the Python of this tree
-build/bench/warm: bench/warm.c hook/launcher/hurry.c $(LAUNCHER_TABLES) | $(SETUP)
+build/bench/warm: bench/warm.c hook/launcher/cgroup_lock_warmup.c $(LAUNCHER_TABLES) | $(SETUP)
 	@mkdir -p $(@D)
 	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) $(LAUNCHER_LDFLAGS) -o $@ $(filter %.c,$^)
 
-build/bench/cold/bin/gpushare-runtime: bench/cold.c $(filter-out hook/launcher/hurry.c,$(LAUNCHER_SOURCES)) $(LAUNCHER_TABLES) | $(SETUP)
+build/bench/cold/bin/gpushare-runtime: bench/cold.c $(filter-out hook/launcher/cgroup_lock_warmup.c,$(LAUNCHER_SOURCES)) $(LAUNCHER_TABLES) | $(SETUP)
 	@mkdir -p $(@D)
 	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) -DIS_HOOK=0 $(LAUNCHER_LDFLAGS) -o $@ $(filter %.c,$^)
 	@ln -sfn ../../../bin/gpushare-hook $(@D)/gpushare-hook

@@ -7,7 +7,7 @@
 int main(int count, char **argv) {
     if (count < 3)
         return 127;
-    hurry(argv[1]);
+    warm_up_cgroup_lock(argv[1]);
     execvp(argv[2], argv + 2);
     return 127;
 }

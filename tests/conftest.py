@@ -153,6 +153,6 @@ def no_leaks() -> Iterator[None]:
     left = [point for point in rootfs.mount_points() if point not in mounts and os.path.dirname(point) not in stays]
     assert not left, f"mounts left behind: {left}"
     left_over = {pid: command for pid, command in processes.children().items() if pid not in children}
-    # What asks the kernel to hurry a start (hook/launcher/hurry.c) may outlive it by a moment.
+    # What asks the kernel to hurry a start (hook/launcher/cgroup_lock_warmup.c) may outlive it by a moment.
     running = {pid: command for pid, command in left_over.items() if processes.wait_exit(pid, 2) is None}
     assert not running, f"processes left behind: {running}"

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hook"))
-from gpushare.request.dialects import table
+from gpushare.request.dialects import registry
 
 HEAD = """\
 # Dialects
 
-Generated from `hook/gpushare/request/dialects/table.py` by `make docs`; a test compares them.
+Generated from `hook/gpushare/request/dialects/registry.py` by `make docs`; a test compares them.
 
 A container that another scheduler has described needs no second description: gpushare reads what that scheduler
 writes into the container's environment and annotations, and keeps the limits itself. Nothing of the other system has
@@ -54,18 +54,18 @@ Slot: which device inside the container, from 0. Index: which device of the host
 
 NUMBERS = {"slot": ", also with `_<slot>`", "index": ", also with `_<index>`", "": ""}
 ABOUT = {
-    table.MEMORY: "memory",
-    table.COMPUTE: "compute",
-    table.DEVICES: "devices",
-    table.PRIORITY: "priority",
-    table.BEYOND: "host memory",
-    table.SWITCH: "switches limits on or off",
-    table.EVERYTHING: "everything",
-    table.OTHER: "other",
+    registry.MEMORY: "memory",
+    registry.COMPUTE: "compute",
+    registry.DEVICES: "devices",
+    registry.PRIORITY: "priority",
+    registry.BEYOND: "host memory",
+    registry.SWITCH: "switches limits on or off",
+    registry.EVERYTHING: "everything",
+    registry.OTHER: "other",
 }
 
 
-def section(row: table.Row) -> str:
+def section(row: registry.Row) -> str:
     lines = [f"## {row.name}\n", f"{row.system}.\n"]
     words = [("variable", word) for word in row.variables] + [("annotation", word) for word in row.annotations]
     if words:
@@ -79,10 +79,10 @@ def section(row: table.Row) -> str:
 
 
 def text() -> str:
-    return HEAD + "\n".join(section(row) for row in table.ROWS)
+    return HEAD + "\n".join(section(row) for row in registry.ROWS)
 
 
-TRIGGERS = '''"""What a start must know of dialects/table.py, which is loaded only when one of these occurs. Written
+TRIGGERS = '''"""What a start must know of dialects/registry.py, which is loaded only when one of these occurs. Written
 from it by `make docs`; a test compares. Start path."""
 
 # Beginnings of variables that ask for something
@@ -101,10 +101,10 @@ KEY_BEGINNINGS = (
 
 def triggers() -> str:
     lists = {
-        "beginnings": table.BEGINNINGS,
-        "words": table.WORDS,
-        "keys": sorted(table.KEYS),
-        "key_beginnings": table.KEY_BEGINNINGS,
+        "beginnings": registry.BEGINNINGS,
+        "words": registry.WORDS,
+        "keys": sorted(registry.KEYS),
+        "key_beginnings": registry.KEY_BEGINNINGS,
     }
     rows = {key: "".join(f'    "{name}",\n' for name in names) for key, names in lists.items()}
     return TRIGGERS.format(**rows)

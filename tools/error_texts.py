@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
 from gpushare.allocation import backends
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.gpu import selectors
 
 from tests.support.host import TREE
@@ -59,10 +59,10 @@ class Message(NamedTuple):
 def _constant(node: ast.expr) -> Optional[str]:
     """What `names.ENV_MEMORY` and the like are: they never differ."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "names":
-        value = getattr(names, node.attr, None)
+        value = getattr(constants, node.attr, None)
         return value if isinstance(value, str) else None
     if isinstance(node, ast.Name):
-        for module in (names, backends, selectors):
+        for module in (constants, backends, selectors):
             value = getattr(module, node.id, None)
             if node.id.isupper() and isinstance(value, str):
                 return value

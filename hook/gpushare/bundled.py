@@ -17,17 +17,17 @@ def main() -> None:
         gc.disable()
     import os
 
-    from .core import installed, names
+    from .core import constants, installed
 
     os.set_inheritable(fd, False)
-    names.SHIM_DIR = installed.shim_dir(program)
+    constants.SHIM_DIR = installed.shim_dir(program)
     if name == "gpushare-hook":  # takes nothing from the environment
         from .programs import hook
 
         os._exit(hook.main())
-    from .config import lowlevel
+    from .config import oci_runtime
 
-    lowlevel.ENVIRONMENT = f"/proc/self/fd/{fd}"
+    oci_runtime.ENVIRONMENT = f"/proc/self/fd/{fd}"
     if name == "gpushare-runtime":
         from .programs import runtime
 
@@ -37,7 +37,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `cli` handles it: no traceback
     os.environb.clear()
-    os.environb.update(lowlevel.environment())
+    os.environb.update(oci_runtime.environment())
     from .cli import main as cli
 
     sys.exit(cli())

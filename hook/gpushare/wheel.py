@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 
-from .core import installed, names
+from .core import constants, installed
 
 
 def _prepare() -> None:
-    names.SHIM_DIR = installed.shim_dir(os.path.realpath(sys.argv[0]))
+    constants.SHIM_DIR = installed.shim_dir(os.path.realpath(sys.argv[0]))
 
 
 def cli() -> int:

@@ -111,7 +111,7 @@ static int runtime(char **argv, int count) {
         execv(low, words);
     }
     if (starts && !call.unknown)
-        hurry(call.state_dir);
+        warm_up_cgroup_lock(call.state_dir);
     return python("gpushare-runtime", argv);
 }
 

@@ -48,11 +48,12 @@ bool state_is_id(const char *id);
 /* waiting.c: the exit code of the hook that waits for this container, -1 when none does. */
 int waiting_hook(const char *state_dir, const char *id, const char *text, size_t size);
 
-/* hurry.c: the kernel gets ready for the low-level runtime while Python works. */
-void hurry(const char *state_dir);
+/* cgroup_lock_warmup.c: the kernel gets ready for the low-level runtime while Python works. */
+void warm_up_cgroup_lock(const char *state_dir);
 
-/* known.c: the low-level runtime from STATE_DIR/launcher, which gpushare/config/lowlevel.py writes.
- * False when the file is missing or stale: Python decides. */
+/* runtime_cache.c: the low-level runtime from STATE_DIR/launcher, which
+ * gpushare/config/oci_runtime.py writes. False when the file is missing or stale: Python decides.
+ */
 bool known_runtime(const char *state_dir, const char *config, char runtime[PATH_MAX]);
 bool known_config_exists(const char *config);
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from gpushare.config import lowlevel
-from gpushare.core import names
+from gpushare.config import oci_runtime
+from gpushare.core import constants
 from gpushare.engines import base
 from gpushare.programs import commandline, deadline, waiting
 from gpushare.request import hookoutput, oci, request
@@ -27,28 +27,28 @@ def c_text(text: str) -> str:
 
 def defines() -> str:
     values: dict[str, str] = {
-        "DEFAULT_CONFIG": f'"{names.CONFIG_PATH}"',
-        "DEFAULT_STATE": f'"{names.STATE_DIR}"',
+        "DEFAULT_CONFIG": f'"{constants.CONFIG_PATH}"',
+        "DEFAULT_STATE": f'"{constants.STATE_DIR}"',
         "OWN_CONFIG": f'"{commandline.OWN[0]}"',
         "OWN_STATE": f'"{commandline.OWN[1]}"',
         "OWN_CRI": f'"{commandline.OWN_CRI}"',
-        "CRI_FLAG": f'"{names.CRI_FLAG}"',
+        "CRI_FLAG": f'"{constants.CRI_FLAG}"',
         "CRI_NAME": f'"{base.CRI_PROGRAM}"',
         "DEVICE_TRIGGER": f'"{request.DEVICE_TRIGGER}"',
-        "LAUNCHER_FILE": f'"{lowlevel.FILE}"',
-        "LAUNCHER_VERSION": f'"{lowlevel.VERSION}"',
-        "SANDBOX": c_text(f'"{names.CONTAINER_TYPE_ANNOTATIONS[0]}":"sandbox"'),
-        "SANDBOX_TOO": f'"{names.CONTAINER_TYPE_ANNOTATIONS[1]}"',
-        "APPLIED": c_text(names.APPLIED_ANNOTATION),
-        "HOOK_STDOUT": c_text(names.HOOK_OUTPUT_ANNOTATIONS[0]),
-        "HOOK_STDERR": c_text(names.HOOK_OUTPUT_ANNOTATIONS[1]),
+        "LAUNCHER_FILE": f'"{oci_runtime.FILE}"',
+        "LAUNCHER_VERSION": f'"{oci_runtime.VERSION}"',
+        "SANDBOX": c_text(f'"{constants.CONTAINER_TYPE_ANNOTATIONS[0]}":"sandbox"'),
+        "SANDBOX_TOO": f'"{constants.CONTAINER_TYPE_ANNOTATIONS[1]}"',
+        "APPLIED": c_text(constants.APPLIED_ANNOTATION),
+        "HOOK_STDOUT": c_text(constants.HOOK_OUTPUT_ANNOTATIONS[0]),
+        "HOOK_STDERR": c_text(constants.HOOK_OUTPUT_ANNOTATIONS[1]),
         "OWN_STDERR": c_text(hookoutput.OWN_STDERR),
         "MAX_STATE_BYTES": str(oci.MAX_STATE_BYTES),
         "MAX_ID_LENGTH": str(oci.MAX_ID_LENGTH),
         "WAITING": f'"{waiting.SOCKET}"',
         "ANSWER_S": str(deadline.DEADLINE_S + deadline.UNDO_DEADLINE_S),
-        "NVIDIA_MAJOR": f'"{names.NVIDIA_MAJOR}"',
-        "NVIDIA_MAJOR_NUMBER": str(names.NVIDIA_MAJOR),
+        "NVIDIA_MAJOR": f'"{constants.NVIDIA_MAJOR}"',
+        "NVIDIA_MAJOR_NUMBER": str(constants.NVIDIA_MAJOR),
     }
     return "".join(f"#define {name} {value}\n" for name, value in values.items())
 

@@ -73,7 +73,7 @@ class Others:
 
     def become_ordinary(self) -> None:
         _signal.alarm(0)
-        runtime.lowlevel.give_back_signals()
+        runtime.oci_runtime.give_back_signals()
         for number in self.ignored:
             _signal.signal(number, _signal.SIG_IGN)
         try:
@@ -90,16 +90,16 @@ def resume(words: list, environ: dict, ignored: list) -> int:
     for variables in (posix.environ, os.environ._data):
         variables.clear()
         variables.update(environ)
-    names.SHIM_DIR = installed.shim_dir(words[0])
+    constants.SHIM_DIR = installed.shim_dir(words[0])
     others.ignored = tuple(ignored)
-    for number in (*ignored, *runtime.lowlevel.PYTHON_IGNORES):  # as a new interpreter finds them and makes them
+    for number in (*ignored, *runtime.oci_runtime.PYTHON_IGNORES):  # as a new interpreter finds them and makes them
         _signal.signal(number, _signal.SIG_IGN)
     others.umask = os.umask(0o022)
     os.umask(others.umask)
     if words[0].endswith("/snapshot"):  # called by its own name, to see whether it goes on
-        linux.filesystem_magic(0)
+        syscalls.filesystem_magic(0)
         return 0
-    hook.decision.begin()
+    hook.audit_log.begin()
     name = os.path.basename(words[0])  # a wheel's ends in .py
     code = (hook if name.startswith("gpushare-hook") else runtime).main()
     if others.missing:
@@ -109,15 +109,15 @@ def resume(words: list, environ: dict, ignored: list) -> int:
 
 for file in posix.read(0, 1 << 16).decode().split():
     importlib.import_module(file[len("hook/") : -len(".py")].replace("/", "."))
-from gpushare.core import installed, names  # noqa: E402
+from gpushare.core import constants, installed  # noqa: E402
 from gpushare.programs import hook, runtime, waiting  # noqa: E402
-from gpushare.system import linux  # noqa: E402
+from gpushare.system import syscalls  # noqa: E402
 
 waiting.leave = lambda *_: None  # starting again takes no longer than being waited for
 sys.meta_path[:] = [others := Others()]
 posix.environ.clear()
 os.environ._data.clear()
-hook.decision._began_ns = 0
+hook.audit_log._began_ns = 0
 threading._main_thread._native_id = 0
 gc.collect()
 gc.freeze()

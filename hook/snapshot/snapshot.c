@@ -280,7 +280,7 @@ int main(int count, char **argv) {
     FILE *boot = fopen(argv[1], "r");
     PyObject *main_module = PyImport_AddModule("__main__");
     PyObject *functions =
-        Py_BuildValue(/* that gpushare/system/linux.py calls: a static program looks none up */
+        Py_BuildValue(/* that gpushare/system/syscalls.py calls: a static program looks none up */
                       "{sKsKsKsKsKsKsK}", "connect", connect, "fstatfs", fstatfs, "setns", setns,
                       "socket", socket, "syscall", syscall, "umount2", umount2, "unshare", unshare);
     if (!boot || PyModule_AddObject(main_module, "FUNCTIONS", functions) != 0 ||

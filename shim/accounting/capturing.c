@@ -1,24 +1,24 @@
 /* Which captures are open, and for how long nobody could look at what launches take. */
-#include "blind.h"
+#include "capture_timeout.h"
 #include "compute_parts.h"
 
 _Atomic uint32_t gs_captures;
 
-static struct gs_blind blind;
+static struct gs_capture_timeout blind;
 
 void gs_capture_opened(void) {
     uint64_t now = gs_compute_now();
     if (!atomic_fetch_add(&gs_captures, 1))
-        gs_blind_begins(&blind, now);
+        gs_capture_timeout_begin(&blind, now);
 }
 
 void gs_capture_closed(void) {
-    gs_blind_ends(&blind, gs_compute_now());
+    gs_capture_timeout_end(&blind, gs_compute_now());
     atomic_fetch_sub(&gs_captures, 1);
 }
 
 bool gs_captures_blind(void) {
-    return atomic_load(&gs_captures) && gs_blind_is(&blind, gs_compute_now());
+    return atomic_load(&gs_captures) && gs_capture_timed_out(&blind, gs_compute_now());
 }
 
 /* A launch into a stream that captures is none: its graph's will be. */

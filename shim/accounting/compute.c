@@ -82,7 +82,7 @@ uint64_t gs_compute_stopped(struct gs_compute *c) {
 bool gs_compute_ready(const struct gs_view *view) {
     gs_compute_limits_file = view->limits;
     for (uint32_t i = 0; i < view->limits->n_devices; i++) {
-        if (!gs_pages_are_open((int)i) && !gs_pages_open(view->limits, i) &&
+        if (!gs_activity_are_open((int)i) && !gs_activity_open(view->limits, i) &&
             gs_compute_is_limited((int)i))
             return false;
     }
@@ -149,13 +149,13 @@ static bool env_idle(void *arg, uint32_t number) {
 }
 
 static uint32_t env_others(void *arg) {
-    return gs_pages_others_ppm(arg);
+    return gs_activity_others_ppm(arg);
 }
 
 static unsigned env_peers(void *arg, struct gs_peer *out, unsigned max) {
     struct gs_compute *c = arg;
     if (!c->peers_read) {
-        c->peers_n = gs_pages_peers(c, c->peer, MAX_PEERS);
+        c->peers_n = gs_activity_peers(c, c->peer, MAX_PEERS);
         c->peers_read = true;
     }
     unsigned n = c->peers_n < max ? c->peers_n : max;
@@ -203,7 +203,7 @@ static struct gs_compute *make(const struct gs_here *here) {
     c->has_legacy = c->no_looks = false;
     c->looks = NULL;
     struct gs_activity left;
-    gs_pages_claim(c, &left);
+    gs_activity_claim(c, &left);
     c->env =
         (struct gs_throttle_env){c, env_now, env_mark, env_done, env_peers, env_idle, env_others};
     gs_throttle_init(&c->law, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
@@ -224,7 +224,7 @@ static struct gs_compute *make(const struct gs_here *here) {
 
 struct gs_compute *gs_compute_of(const struct gs_here *here) {
     struct gs_compute *c = gs_compute_find(here->context);
-    if (c || !gs_pages_are_open(here->dev))
+    if (c || !gs_activity_are_open(here->dev))
         return c;
     gs_lock(&gs_self()->lock_context);
     c = gs_compute_find(here->context);
@@ -268,7 +268,7 @@ void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
 static void gone(struct gs_compute *c) {
     memset(&c->clock, 0, sizeof(c->clock));
     c->looks = NULL;
-    gs_pages_give(c);
+    gs_activity_give(c);
     atomic_store(&c->context, NULL);
     atomic_fetch_sub(&gs_computes, 1);
 }

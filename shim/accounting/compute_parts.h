@@ -112,19 +112,20 @@ bool gs_clock_done(struct gs_compute *c, int event, uint64_t *stamp_ns);
 /* ---- pages.c ------------------------------------------------------------------------ */
 
 /* False: the device has no pages. */
-bool gs_pages_open(const struct gs_limits *limits, unsigned dev);
-bool gs_pages_are_open(int dev);
-/* What this container says of turns (oversubscription/turn.c), NULL without pages; and what the
- * others say. */
-struct gs_turn *gs_pages_turn(int dev);
-void gs_pages_turns(int dev, void (*each)(const struct gs_turn *turn, uint32_t number, void *arg),
-                    void *arg);
+bool gs_activity_open(const struct gs_limits *limits, unsigned dev);
+bool gs_activity_are_open(int dev);
+/* What this container says of turns (oversubscription/migration_slice.c), NULL without pages; and
+ * what the others say. */
+struct gs_turn *gs_activity_slice(int dev);
+void gs_activity_slices(int dev,
+                        void (*each)(const struct gs_turn *turn, uint32_t number, void *arg),
+                        void *arg);
 /* `left`: what the process that had the page before and died said last; all 0 when none did. */
-void gs_pages_claim(struct gs_compute *c, struct gs_activity *left);
-void gs_pages_give(struct gs_compute *c);
-unsigned gs_pages_peers(struct gs_compute *c, struct gs_peer *out, unsigned max);
+void gs_activity_claim(struct gs_compute *c, struct gs_activity *left);
+void gs_activity_give(struct gs_compute *c);
+unsigned gs_activity_peers(struct gs_compute *c, struct gs_peer *out, unsigned max);
 /* What the host granted to all other containers, a millionth of the device each. */
-uint32_t gs_pages_others_ppm(const struct gs_compute *c);
+uint32_t gs_activity_others_ppm(const struct gs_compute *c);
 
 /* ---- wait.c ---------------------------------------------------------------------------
  */

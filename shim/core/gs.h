@@ -173,8 +173,9 @@ enum gs_kind {
     GS_KIND_WHOLE,      /* charged `bytes` */
     GS_KIND_POOLED,     /* memory of pool number `extra`; the pool is charged, not this */
     GS_KIND_FOREIGN,    /* another process's memory, opened here */
-    GS_KIND_VIRTUAL, /* managed: of `bytes`, `extra` count on the device (oversubscription/border.c)
-                      */
+    GS_KIND_VIRTUAL,    /* managed: of `bytes`, `extra` count on the device
+                         * (oversubscription/residency.c)
+                         */
 };
 
 struct gs_entry {

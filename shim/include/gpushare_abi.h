@@ -1,4 +1,4 @@
-/* The shared-memory ABI between the host (hook/gpushare/state/region.py) and the shim.
+/* The shared-memory ABI between the host (hook/gpushare/state/shm_abi.py) and the shim.
  *
  * Files, all little-endian, all of an exact size that the reader checks:
  *

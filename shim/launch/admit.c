@@ -187,7 +187,7 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
     if (!captures && gs_turns(here.dev)) { /* each launch asks, so none is remembered */
         again = false;
         if (current == here.context)
-            gs_turn_admit(&here, stream);
+            gs_slice_admit(&here, stream);
     }
     struct gs_compute *c = gs_compute_of(&here);
     if (!c && gs_compute_is_limited(here.dev))

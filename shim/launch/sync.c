@@ -6,13 +6,13 @@
 #include "memory/memory.h"
 
 static void waits(void) {
-    if (atomic_load_explicit(&gs_turn_held, memory_order_relaxed))
-        gs_turn_waits(true);
+    if (atomic_load_explicit(&gs_slice_held, memory_order_relaxed))
+        gs_slice_waits(true);
 }
 
 static CUresult synced(CUresult result) {
-    if (atomic_load_explicit(&gs_turn_held, memory_order_relaxed))
-        gs_turn_waits(false);
+    if (atomic_load_explicit(&gs_slice_held, memory_order_relaxed))
+        gs_slice_waits(false);
     if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_pools_freed, memory_order_relaxed) &&
         gs_slot())
         gs_pools_synced();
@@ -28,12 +28,12 @@ GS_EXPORT CUresult CUDAAPI cuCtxSynchronize(void) {
     GS_NEED(real, cuCtxSynchronize);
     waits();
     struct gs_compute *compute = gs_compute_sync_begin(NULL);
-    uint64_t put_off = atomic_load_explicit(&gs_border_put_off, memory_order_acquire);
+    uint64_t put_off = atomic_load_explicit(&gs_residency_put_off, memory_order_acquire);
     CUresult result = synced(real());
     if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_virtual_later, memory_order_relaxed))
         gs_virtual_drain();
-    if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_border_waiting, memory_order_relaxed))
-        gs_border_synced(put_off);
+    if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_residency_waiting, memory_order_relaxed))
+        gs_residency_synced(put_off);
     return gs_compute_sync_end(compute, result);
 }
 

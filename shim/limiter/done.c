@@ -124,7 +124,7 @@ void gs_throttle_poll(struct gs_throttle *t, uint64_t now) {
     struct gs_peer peer[MAX_PEERS];
     unsigned n = 0;
     bool news = false;
-    gs_throttle_looked(t, now);
+    gs_throttle_probed(t, now);
     while (t->finished != t->marked &&
            gs_throttle_events_done(t, &t->segment[t->finished % GS_SEGMENTS])) {
         if (!news) {
@@ -132,7 +132,7 @@ void gs_throttle_poll(struct gs_throttle *t, uint64_t now) {
             gs_throttle_survey(t, peer, n, now);
         }
         news = true;
-        gs_throttle_looked(t, now);
+        gs_throttle_probed(t, now);
         finish(t, &t->segment[t->finished % GS_SEGMENTS], now);
     }
     bool begun = t->marked != t->finished &&

@@ -215,7 +215,7 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
         t->waiting_since_ns = now;
     if (t->in_flight_ns > 0) /* the others wait to hear what it was */
         until = min64(until, now + max64(POLL, (uint64_t)t->in_flight_ns / 2));
-    until = min64(until, gs_throttle_next_look(t, now));
+    until = min64(until, gs_throttle_next_probe(t, now));
     if (stuck(t, stream, now, &until)) {
         *pay = ns - atomic_load(&t->allowance_ns); /* one launch, and no more */
         return *pay > 0 ? take(t, *pay, ns, now, true) : 0;
@@ -244,7 +244,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     if (!t->capturing) {
         gs_throttle_poll(t, now);
         mark(t, now);
-        gs_throttle_look(t, now);
+        gs_throttle_probe(t, now);
     }
     bool behind = t->marked == t->finished + 1 && t->marked != marked && t->markers == 1;
     bool daring = known && !unlimited && gs_throttle_is_daring(f, ns, now);

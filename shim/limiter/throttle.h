@@ -125,7 +125,7 @@ struct gs_segment {
     uint32_t stream;
     uint64_t recorded_ns; /* host time when all of its markers were; 0: there is one */
     uint64_t before_ns;   /* the end of the segment before */
-    bool sighted;         /* look.c saw all of it, and that: */
+    bool sighted;         /* probe.c saw all of it, and that: */
     uint32_t turns;       /* it was interrupted so often */
     int64_t away_ns;      /* for so long */
 };
@@ -176,7 +176,7 @@ struct gs_throttle {
     uint32_t random;
     int64_t looked_ns[2]; /* of those: what they took, what was expected */
     uint64_t waiting_since_ns;
-    int look_event;                      /* on its way, or -1; look.c */
+    int look_event;                      /* on its way, or -1; probe.c */
     uint64_t look_ns, sign_ns, sight_ns; /* recorded; the last sign of us; since when without gap */
     uint64_t late_ns;                    /* when the last late look was done */
     uint32_t tied;    /* of the late ones, those that were done with work of ours */

@@ -84,14 +84,14 @@ unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer 
 /* `own` of a stretch of `busy` ns, or more: all others together never had more than was granted. */
 int64_t gs_throttle_granted(struct gs_throttle *t, int64_t own, int64_t busy, uint64_t now);
 
-/* ---- look.c: whether the device is ours
+/* ---- probe.c: whether the device is ours
  * -------------------------------------------------- */
 
 /* When it should be, at the latest; UINT64_MAX: none is worth while. */
-uint64_t gs_throttle_next_look(const struct gs_throttle *t, uint64_t now);
-void gs_throttle_look(struct gs_throttle *t, uint64_t now);
+uint64_t gs_throttle_next_probe(const struct gs_throttle *t, uint64_t now);
+void gs_throttle_probe(struct gs_throttle *t, uint64_t now);
 /* What the look that is on its way has shown. */
-void gs_throttle_looked(struct gs_throttle *t, uint64_t now);
+void gs_throttle_probed(struct gs_throttle *t, uint64_t now);
 /* A segment is done: whether it was seen. */
 void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment);
 

@@ -19,14 +19,14 @@ GS_EXPORT CUresult CUDAAPI cuMemAdvise_v2(CUdeviceptr ptr, size_t count, CUmem_a
     return keeps(ptr) ? CUDA_SUCCESS : real(ptr, count, advice, location);
 }
 
-/* Prefetches are followed as far as the share has room (oversubscription/border.c). */
+/* Prefetches are followed as far as the share has room (oversubscription/residency.c). */
 #define GS_PREFETCH(fn) \
     GS_EXPORT CUresult CUDAAPI fn(CUdeviceptr ptr, size_t count, CUdevice device, \
                                   CUstream stream) { \
         GS_NEED(real, fn); \
         struct gs_virtual ours; \
         if (gs_slot() && gs_virtual_of(ptr, &ours)) \
-            return gs_border_prefetch(&ours, ptr, count, device, stream, real); \
+            return gs_residency_prefetch(&ours, ptr, count, device, stream, real); \
         return real(ptr, count, device, stream); \
     }
 GS_PREFETCH(cuMemPrefetchAsync)
@@ -40,7 +40,7 @@ GS_PREFETCH(cuMemPrefetchAsync_ptsz)
         CUdevice device = \
             location.type == CU_MEM_LOCATION_TYPE_DEVICE ? location.id : (CUdevice)CU_DEVICE_CPU; \
         if (!flags && gs_slot() && GS_REAL(older) && gs_virtual_of(ptr, &ours)) \
-            return gs_border_prefetch(&ours, ptr, count, device, stream, GS_REAL(older)); \
+            return gs_residency_prefetch(&ours, ptr, count, device, stream, GS_REAL(older)); \
         return keeps(ptr) ? CUDA_SUCCESS : real(ptr, count, location, flags, stream); \
     }
 GS_PREFETCH_V2(cuMemPrefetchAsync_v2, cuMemPrefetchAsync)

@@ -39,28 +39,28 @@ bool gs_virtual_lives(void);
 typedef uint64_t (*gs_room_fn)(int dev, uint64_t bytes);
 void gs_virtual_move(const struct gs_here *here, CUstream stream, gs_room_fn room_for);
 
-/* ---- border.c: how much of such memory is on the device ------------------------------- */
+/* ---- residency.c: how much of such memory is on the device ------------------------------- */
 
 /* A prefetch of the program, of memory that gs_virtual_of found, by `real` in its stream. */
 typedef CUresult (*gs_prefetch_fn)(CUdeviceptr, size_t, CUdevice, CUstream);
-CUresult gs_border_prefetch(const struct gs_virtual *memory, CUdeviceptr from, size_t bytes,
-                            CUdevice to, CUstream stream, gs_prefetch_fn real);
+CUresult gs_residency_prefetch(const struct gs_virtual *memory, CUdeviceptr from, size_t bytes,
+                               CUdevice to, CUstream stream, gs_prefetch_fn real);
 /* Nothing of it is given back that was to be. */
-void gs_border_stays(CUdeviceptr base);
+void gs_residency_stays(CUdeviceptr base);
 /* The context was waited for: what was put off until then, by the count of before, is given back.
  */
-void gs_border_synced(uint64_t put_off);
-extern _Atomic uint64_t gs_border_put_off; /* how often anything was, so far */
-extern _Atomic uint32_t gs_border_waiting; /* of that how much still waits */
+void gs_residency_synced(uint64_t put_off);
+extern _Atomic uint64_t gs_residency_put_off; /* how often anything was, so far */
+extern _Atomic uint32_t gs_residency_waiting; /* of that how much still waits */
 
 /* ---- turn.c: whose memory on the host is on the device just now ------------------------ */
 
 /* Launches on this device are to ask. */
 bool gs_turns(int dev);
 /* Before a launch: waits for the turn, but not for ever. */
-void gs_turn_admit(const struct gs_here *here, CUstream stream);
+void gs_slice_admit(const struct gs_here *here, CUstream stream);
 /* Around calls that wait for the device: who waits is not idle. */
-extern _Atomic uint32_t gs_turn_held;
-void gs_turn_waits(bool begins);
+extern _Atomic uint32_t gs_slice_held;
+void gs_slice_waits(bool begins);
 
 #endif

@@ -106,7 +106,7 @@ static CUresult take(CUdeviceptr *out, uint64_t bytes, unsigned int flags, struc
     if (advise(*out, bytes, parts, here->device) != CUDA_SUCCESS) {
         gs_log("oversubscription", "this device cannot use memory that stays on the host");
     } else {
-        gs_border_stays(*out); /* what is put off was another's, of this address */
+        gs_residency_stays(*out); /* what is put off was another's, of this address */
         atomic_fetch_add(&live, 1);
         if (gs_map_put(&gs_memory, *out, &entry)) {
             gs_compute_forget(); /* launches that are remembered ask for no turn */
@@ -245,7 +245,7 @@ void gs_virtual_freed(uint64_t address, const struct gs_entry *entry) {
     struct later one = {.event = NULL};
     if (atomic_load(&gs_virtual_later) && pick(is_at, address, &one) && one.event)
         GS_REAL(cuEventDestroy_v2)(one.event);
-    gs_border_stays(address);
+    gs_residency_stays(address);
     atomic_fetch_sub(&live, 1);
     release(entry->dev, (struct parts){entry->extra, entry->bytes - entry->extra});
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from gpushare.cli.main import group
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.request import request
 
 from tests.docs import blocks
@@ -170,7 +170,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_names_of_variables_exist() -> None:
     """GPUSHARE_... on any page is one that somebody reads."""
-    known = {value for key, value in vars(names).items() if key.startswith("ENV_")} | {"GPUSHARE_LOG"}
+    known = {value for key, value in vars(constants).items() if key.startswith("ENV_")} | {"GPUSHARE_LOG"}
     for page in blocks.pages():
         for word in re.findall(r"\bGPUSHARE_[A-Z_]+\b", (TREE / page).read_text()):
             assert word in known or word in SEEN_BY_OTHERS, f"{page}: {word}"

@@ -10,7 +10,7 @@ from typing import Any
 from gpushare.core.model import LdEntry
 from gpushare.core.ops import DeviceNode, DeviceRule, KernelLimit, LdCache, Link, Mount, Plan, ProcMask
 from gpushare.engines import jsontext, tomltext
-from gpushare.inject import applied, specedit
+from gpushare.inject import spec_record, specedit
 from gpushare.inject.spectree import SpecTree
 from gpushare.request import oci
 
@@ -72,12 +72,12 @@ def spec(data: bytes) -> None:
         os.write(fd, data)
         with refusing():
             found = oci.read_json(f"/proc/self/fd/{fd}", oci.MAX_CONFIG_BYTES, "config.json")
-            before = applied.stripped(found)
+            before = spec_record.stripped(found)
             text = json.dumps(before)
             edited = _edited(before)
             assert json.dumps(before) == text, "the argument was changed"
-            assert same(applied.stripped(edited), before)
-            again = _edited(applied.stripped(edited))
+            assert same(spec_record.stripped(edited), before)
+            again = _edited(spec_record.stripped(edited))
             assert json.dumps(again).replace(_nonce(again), _nonce(edited)) == json.dumps(edited)
     finally:
         os.close(fd)

@@ -17,7 +17,7 @@ from gpushare.core import quantity, quoting
 from gpushare.core.errors import GpushareError
 from gpushare.core.model import Amount, Bundle, LdEntry, Node
 from gpushare.request import oci, request
-from gpushare.state import leasefile, pages, region, usagefile
+from gpushare.state import activity_files, leasefile, shm_abi, usage_reader
 from gpushare.system import elf, ldcache
 
 from tests.support.host import BUILD
@@ -194,39 +194,39 @@ def library(data: bytes) -> None:
         os.close(fd)
 
 
-LIMITS = region.pack_limits([pure.share(slot, slot, GIB) for slot in range(2)], 7)
-USAGE = region.pack_usage(7, 2)
+LIMITS = shm_abi.pack_limits([pure.share(slot, slot, GIB) for slot in range(2)], 7)
+USAGE = shm_abi.pack_usage(7, 2)
 
 
 def limits(data: bytes) -> None:
     """A limits file, as a rebuild finds it."""
     with refusing():
-        assert len(region.read_limits(patched(LIMITS, data)).devices) <= region.MAX_DEVICES
+        assert len(shm_abi.read_limits(patched(LIMITS, data)).devices) <= shm_abi.MAX_DEVICES
 
 
 def usage(data: bytes) -> None:
     """A tenant's usage file."""
     with refusing():
-        found = usagefile.read_usage(patched(USAGE, data), 2)
-        assert len(found.slots) <= region.MAX_SLOTS and found.n_devices <= 2
+        found = usage_reader.read_usage(patched(USAGE, data), 2)
+        assert len(found.slots) <= shm_abi.MAX_SLOTS and found.n_devices <= 2
         for device in range(found.n_devices):
             assert found.used_bytes(device) >= 0 and found.refused[device] >= 0
             for now_ns in (0, 1 << 40, (1 << 63) - 1):
-                assert 0 <= usagefile.recent_percent(found.buckets[device], now_ns) <= 100
+                assert 0 <= usage_reader.recent_percent(found.buckets[device], now_ns) <= 100
 
 
 # Below build/: a fuzzer ends without cleaning up.
 _state_dir = str(BUILD / "fuzz" / "scratch" / "state")
-os.makedirs(pages.directory(_state_dir, "GPU-f"), exist_ok=True)
-_INDEX = region.packer("gs_peers").pack(region.PEERS_MAGIC, 1, region.packer("gs_peers").size, 1, 5, 1)
+os.makedirs(activity_files.directory(_state_dir, "GPU-f"), exist_ok=True)
+_INDEX = shm_abi.packer("gs_peers").pack(shm_abi.PEERS_MAGIC, 1, shm_abi.packer("gs_peers").size, 1, 5, 1)
 
 
 def index(data: bytes) -> None:
     """The index of a device's pages."""
-    with open(f"{pages.directory(_state_dir, 'GPU-f')}/{pages.INDEX}", "wb") as file:
+    with open(f"{activity_files.directory(_state_dir, 'GPU-f')}/{activity_files.INDEX}", "wb") as file:
         file.write(patched(_INDEX, data))
     with refusing():
-        assert pages.numbers(_state_dir, "GPU-f") <= set(range(region.MAX_PEERS))
+        assert activity_files.numbers(_state_dir, "GPU-f") <= set(range(shm_abi.MAX_PEERS))
 
 
 def lease(data: bytes) -> None:

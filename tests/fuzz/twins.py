@@ -6,11 +6,11 @@ import ctypes
 import json
 from typing import Any, Optional
 
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.errors import GpushareError
 from gpushare.programs import commandline
 from gpushare.request import hookoutput, oci, request
-from gpushare.request.dialects import injected
+from gpushare.request.dialects import cdi_devices
 
 from tests.support.host import BUILD
 
@@ -65,8 +65,8 @@ def command_line(data: bytes) -> None:
     while call.rest[len(rest)] is not None:
         rest.append(call.rest[len(rest)].decode("utf-8", "surrogateescape"))
     assert tuple(rest) == seen.rest
-    assert _text(call.config, "") == (seen.config or names.CONFIG_PATH)
-    assert _text(call.state_dir, "") == (seen.state_dir or names.STATE_DIR)
+    assert _text(call.config, "") == (seen.config or constants.CONFIG_PATH)
+    assert _text(call.state_dir, "") == (seen.state_dir or constants.STATE_DIR)
     assert call.cri == seen.cri
     assert call.unknown or not seen.unknown, seen.unknown
     if call.unknown:
@@ -97,11 +97,11 @@ def words_in_config(data: bytes) -> None:
                 text = ctypes.create_string_buffer(data, len(data))
                 assert _launcher.scan_text_may_ask(text, ctypes.c_size_t(len(data)), cri)
             bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec, cri)
-            asks = request.mentions(bundle) or injected.rules_reach(spec) or hookoutput.without(spec) is not spec
-            device = injected.named(spec)
+            asks = request.mentions(bundle) or cdi_devices.rules_reach(spec) or hookoutput.without(spec) is not spec
+            device = cdi_devices.named(spec)
         except (ValueError, RecursionError, AttributeError, GpushareError):
             return  # the low-level runtime refuses it, too
-        assert cri or names.CRI_ANNOTATIONS.isdisjoint(bundle.annotations)
+        assert cri or constants.CRI_ANNOTATIONS.isdisjoint(bundle.annotations)
         assert not device or asks, "a device counts, whatever the container is"
         text = ctypes.create_string_buffer(data, len(data))  # the launcher changes it
         assert not asks or _launcher.scan_text_may_ask(text, ctypes.c_size_t(len(data)), cri)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpushare.core import names
-from gpushare.inject import applied
+from gpushare.core import constants
+from gpushare.inject import spec_record
 from gpushare.programs import commandline
 from gpushare.request import request
-from gpushare.request.dialects import nvidia, own, table
+from gpushare.request.dialects import gpushare_env, nvidia, registry
 
 from tests.fuzz import mutate
 
@@ -17,15 +17,22 @@ AMOUNTS = ("=1Gi", "=30%", "=0=4Gi,1=25%", "=3000m", "=100", "=0.5", "=true", "=
 
 def words() -> list[str]:
     """Sorted, each once."""
-    found = {*own.ROWS, *own.PREFIXES, *request.RAW_TRIGGERS, *mutate.KEYS, *AMOUNTS, applied.NONCE_ENV}
-    found |= {word.name for row in table.ROWS for word in (*row.variables, *row.annotations)}
+    found = {
+        *gpushare_env.ROWS,
+        *gpushare_env.PREFIXES,
+        *request.RAW_TRIGGERS,
+        *mutate.KEYS,
+        *AMOUNTS,
+        spec_record.NONCE_ENV,
+    }
+    found |= {word.name for row in registry.ROWS for word in (*row.variables, *row.annotations)}
     found |= {value for value in mutate.VALUES if isinstance(value, str)}
     found |= {*commandline.OWN, *commandline.GLOBAL_VALUE, *commandline.COMMAND_VALUE, *commandline.HANDLED}
     found |= {
-        names.ANNOTATION_PREFIX,
-        names.APPLIED_ANNOTATION,
-        names.ENV_CDI_PREFIX,
-        *names.ALLOCATED,
+        constants.ANNOTATION_PREFIX,
+        constants.APPLIED_ANNOTATION,
+        constants.ENV_CDI_PREFIX,
+        *constants.ALLOCATED,
         nvidia.ENV_DEVICES,
         nvidia.VOLUME_ROOT,
     }

@@ -29,7 +29,7 @@ def module(name: str) -> ModuleType:
 
 
 def _words() -> Iterator[str]:
-    names, table = module("names"), module("table")
+    names, table = module("constants"), module("registry")
     for name, value in sorted(vars(names).items()):
         if name.startswith("ENV_"):
             yield f"variable {value}"
@@ -120,7 +120,7 @@ def _metrics() -> Iterator[str]:
 
 def _files() -> Iterator[str]:
     """Names in the state directory, and each field of what a running container's files have, with its place."""
-    storage, region, lease, applied = (module(name) for name in ("storage", "region", "leasefile", "applied"))
+    storage, region, lease, applied = (module(name) for name in ("storage", "shm_abi", "leasefile", "spec_record"))
     constants = (
         "_FOLDERS",
         "_SHARE_FOLDERS",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from gpushare import doctor
-from gpushare.allocation import backends, livelimits, mps, mpscontrol, mpsdaemon, mpsstatus, reservation
+from gpushare.allocation import backends, limit_update, mps, mpscontrol, mpsdaemon, mpsstatus, reservation
 from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import node as cli_node
 from gpushare.cli import runtime, sample, topscreen
@@ -25,8 +25,8 @@ from gpushare.cli.options import Paths
 from gpushare.config import node
 from gpushare.core.errors import CapacityError, DeviceError
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Result
-from gpushare.gpu import gpuuse
-from gpushare.monitor import reconcile
+from gpushare.gpu import nvml_usage
+from gpushare.monitor import overuse
 from gpushare.state import leases, log
 from gpushare.system import procs
 
@@ -148,12 +148,14 @@ def world(
     for module in (cli_cdi, runtime):
         monkeypatch.setattr(module, "check_program", lambda path: f"/opt/gpushare/bin/{os.path.basename(path)}")
         monkeypatch.setattr(module, "foreign_owners", lambda _: [])
-    monkeypatch.setattr(livelimits, "_refuse_unheld", lambda *_: None)  # these containers have no mounts
+    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)  # these containers have no mounts
     monkeypatch.setattr(doctor, "CHECKS", [doctor.Check(name, "", lambda _, one=one: one) for name, one in ROWS])  # type: ignore[misc]
     _with_mps(monkeypatch)
-    uses = gpuuse.Gpu(16 * GIB, 4 * GIB, 37, 61, 142_500, (gpuuse.Process(PID, 5 * GIB), gpuuse.Process(99, None)))
-    monkeypatch.setattr(gpuuse, "read", lambda _: {pure.UUIDS[0]: uses})
-    monkeypatch.setattr(reconcile, "Owners", lambda _: {PID: LONG}.get)
+    uses = nvml_usage.Gpu(
+        16 * GIB, 4 * GIB, 37, 61, 142_500, (nvml_usage.Process(PID, 5 * GIB), nvml_usage.Process(99, None))
+    )
+    monkeypatch.setattr(nvml_usage, "read", lambda _: {pure.UUIDS[0]: uses})
+    monkeypatch.setattr(overuse, "Owners", lambda _: {PID: LONG}.get)
     for name, value in (("COLUMNS", str(COLUMNS)), ("TERM", "xterm-256color"), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)
     places = {"ROOT": tmp_path / "root", "BUNDLE": tmp_path / "bundle", "EMPTY": tmp_path / "empty"}

@@ -25,7 +25,7 @@ from gpushare.core.model import Device, Inventory, Lease, Node, Policy
 from gpushare.inject import plan
 from gpushare.programs import explain
 from gpushare.request import request
-from gpushare.request.dialects import table
+from gpushare.request.dialects import registry
 
 from tests.unit import pure
 
@@ -96,7 +96,7 @@ def test_golden(path: Path) -> None:
 
 def test_every_dialect_has_cases_of_every_kind() -> None:
     """Also an emptied file must not pass."""
-    assert {path.stem for path in FILES} == {row.name for row in table.SCHEDULERS} | {"together"}
+    assert {path.stem for path in FILES} == {row.name for row in registry.SCHEDULERS} | {"together"}
     for path in FILES:
         texts = [case.expected for case in cases(path)]
         assert len(texts) >= 4, path.stem
@@ -104,7 +104,7 @@ def test_every_dialect_has_cases_of_every_kind() -> None:
         assert any("refused (RequestError)" in text and '="' in text for text in texts), path.stem
 
 
-@pytest.mark.parametrize("row", table.SCHEDULERS, ids=lambda row: row.name)
-def test_every_word_is_in_a_case(row: table.Row) -> None:
+@pytest.mark.parametrize("row", registry.SCHEDULERS, ids=lambda row: row.name)
+def test_every_word_is_in_a_case(row: registry.Row) -> None:
     said = "\n".join(line for case in cases(HERE / f"{row.name}.txt") for line in case.given)
     assert [word.name for word in (*row.variables, *row.annotations) if word.name not in said] == []

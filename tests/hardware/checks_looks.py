@@ -1,4 +1,4 @@
-"""What the compute law takes for granted of events in an empty stream (shim/limiter/look.c): one is done as soon as
+"""What the compute law takes for granted of events in an empty stream (shim/limiter/probe.c): one is done as soon as
 the device is its own context's, so that a late one tells when the own turn began.
 
 Two real processes: a neighbour with kernels of 2 ms one behind the other, and one that looks. The looking one has short

@@ -51,7 +51,7 @@ class Place:
 
     def __init__(self, machine: Machine, limit: Limit, company: Optional[Path] = None) -> None:
         from gpushare.core.model import Device, Share
-        from gpushare.state import region
+        from gpushare.state import shm_abi
 
         from tests.shim.company import grant, join
 
@@ -66,15 +66,15 @@ class Place:
             (self.directory / name).mkdir(parents=True)
         company = company or self.directory / "company"
         number = join(company, machine.uuid)
-        grant(company, machine.uuid, number, region.granted(share))
-        limits = bytearray(region.pack_limits([share], nonce))
+        grant(company, machine.uuid, number, shm_abi.granted(share))
+        limits = bytearray(shm_abi.pack_limits([share], nonce))
         for name, value in (("page", number), ("slice_ns", limit.slice_ns), ("switch_ns", limit.switch_ns)):
-            at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", name)
+            at = shm_abi.offset("gs_limits", "device") + shm_abi.offset("gs_device_limit", name)
             struct.pack_into("<I", limits, at, value)
         (self.directory / "limits").write_bytes(limits)
         (self.directory / "limits").chmod(0o444)
         usage = self.directory / "rw" / "usage"
-        usage.write_bytes(region.pack_usage(nonce, 1))
+        usage.write_bytes(shm_abi.pack_usage(nonce, 1))
         usage.chmod(0o666)
         if machine.simhost:
             self._sim_library(machine.shim)
@@ -112,9 +112,9 @@ class Place:
 
     def refused(self) -> int:
         """How often an allocation was refused here, as the shim says."""
-        from gpushare.state import usagefile
+        from gpushare.state import usage_reader
 
-        return usagefile.read_usage((self.directory / "rw" / "usage").read_bytes()).refused[0]
+        return usage_reader.read_usage((self.directory / "rw" / "usage").read_bytes()).refused[0]
 
 
 # ---- inside --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpushare.system import cgroup, linux
+from gpushare.system import cgroup, syscalls
 
 from tests.integration import ns_util
 
@@ -97,7 +97,7 @@ class View:
     def run(self, body: Any) -> Any:
         def inside() -> Any:
             fd = os.open(f"/proc/{self._process.pid}/ns/mnt", os.O_RDONLY)
-            linux.setns(fd, "view")
+            syscalls.setns(fd, "view")
             return body()
 
         return ns_util.in_child(inside)

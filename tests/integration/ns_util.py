@@ -21,7 +21,7 @@ from gpushare.core.errors import GpushareError
 from gpushare.core.model import Bundle
 from gpushare.core.ops import Op, Plan
 from gpushare.inject import apply
-from gpushare.system import cgroup, linux
+from gpushare.system import cgroup, syscalls
 
 LIBDIR = f"/usr/lib/{os.uname().machine}-linux-gnu"
 LDCONFIG = "/sbin/ldconfig.real" if os.path.exists("/sbin/ldconfig.real") else "/sbin/ldconfig"  # Ubuntu has a wrapper
@@ -152,7 +152,7 @@ class Sandbox:
 
         def inside() -> Any:
             fd = os.open(f"/proc/{self.pid}/ns/mnt", os.O_RDONLY)
-            linux.setns(fd, "sandbox")
+            syscalls.setns(fd, "sandbox")
             if chroot:
                 os.chroot(self.rootfs)
                 os.chdir("/")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare.inject import procmask
+from gpushare.inject import proc_nvidia_mask
 from gpushare.state import leases
 from gpushare.system import mountns
 
@@ -45,7 +45,7 @@ def driver() -> Iterator[None]:
     """The kernel's NVIDIA driver is there, with three GPUs."""
     run("mount", "-t", "tmpfs", "gpushare-test", KERNELS)
     try:
-        make_driver_proc(Path(procmask.PROC_DIR), GPUS)
+        make_driver_proc(Path(proc_nvidia_mask.PROC_DIR), GPUS)
         yield
     finally:
         run("umount", KERNELS)
@@ -72,7 +72,7 @@ def make(container: MakeContainer, node: Node, tmp_path: Path) -> Callable[..., 
     return new
 
 
-def inside(one: Container, path: str = procmask.PROC_DIR) -> str:
+def inside(one: Container, path: str = proc_nvidia_mask.PROC_DIR) -> str:
     return f"/proc/{one.pid}/root{path}"
 
 
@@ -84,7 +84,7 @@ def test_mask_has_what_the_container_was_granted(make: Callable[..., Container],
         open(f"{inside(one)}/new", "w")
     assert refused.value.errno == errno.EROFS
     lines = Path(f"/proc/{one.pid}/mountinfo").read_text().splitlines()
-    (line,) = [line for line in lines if line.split()[4] == procmask.PROC_DIR]
+    (line,) = [line for line in lines if line.split()[4] == proc_nvidia_mask.PROC_DIR]
     assert set(line.split()[5].split(",")) >= {"ro", "nosuid", "nodev", "noexec"}
     assert line.split()[6] == "-"  # private
     lease = leases.find(str(node.state), one.id)
@@ -102,7 +102,7 @@ def test_mask_shows_in_that_place_only(make: Callable[..., Container]) -> None:
     one.create()
     assert files(inside(one)) == EXPECTED
     assert "suspend" in files(inside(one, f"/{PEER}/nvidia"))
-    assert "suspend" in files(procmask.PROC_DIR)
+    assert "suspend" in files(proc_nvidia_mask.PROC_DIR)
 
 
 def test_container_without_the_drivers_proc_gets_no_mask(make: Callable[..., Container]) -> None:
@@ -161,5 +161,5 @@ def test_adoption_with_a_mask_killed_at_any_call_leaves_nothing(
         again.delete()
         assert left(node) == [], f"call {at} of {len(made)}"
         again.close()
-    assert subprocess.run(["findmnt", "-n", procmask.PROC_DIR], capture_output=True).returncode == 1
-    assert os.path.exists(f"{procmask.PROC_DIR}/suspend")
+    assert subprocess.run(["findmnt", "-n", proc_nvidia_mask.PROC_DIR], capture_output=True).returncode == 1
+    assert os.path.exists(f"{proc_nvidia_mask.PROC_DIR}/suspend")

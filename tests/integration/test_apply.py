@@ -14,7 +14,7 @@ from gpushare.core.errors import GpushareError
 from gpushare.core.model import LdEntry
 from gpushare.core.ops import DeviceNode, LdCache, Link, Mount, Op, Plan, ProcMask
 from gpushare.inject import apply
-from gpushare.system import linux, mountns
+from gpushare.system import mountns, syscalls
 
 from tests.integration import ns_util, scene
 from tests.integration.scene import LIBDIR, RO
@@ -336,9 +336,9 @@ def test_the_name_means_the_shim_whatever_the_image_had(image: Path, source: Pat
 
 def test_the_kernels_reason_reaches_the_message(image: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(tree: int, target: int, what: str) -> None:
-        raise linux.SyscallError("move_mount", what, 1)
+        raise syscalls.SyscallError("move_mount", what, 1)
 
-    monkeypatch.setattr(linux, "move_mount", refuse)
+    monkeypatch.setattr(syscalls, "move_mount", refuse)
     with ns_util.sandbox(image) as box:
         message = box.refuses(*whole_plan(source))
         assert message == 'move_mount "/usr/lib/gpushare": Operation not permitted'

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gpushare.core.errors import KernelError
-from gpushare.system import bpf, cgroup, linux
+from gpushare.system import bpf, cgroup, syscalls
 
 from tests.integration import access, device_matrix
 from tests.integration.access import Container
@@ -103,7 +103,7 @@ def test_every_program_of_a_cgroup_is_extended(view: View, container: Container)
         path = cgroup.find_cgroups(pid)[1]
         second = bpf.load((*original[:-2], *original[-2:]), "second")
         attr = bpf._attr("IIIII", os.open(path, os.O_RDONLY), second, 6, 2, 0)
-        linux.bpf(8, attr, "attach second")
+        syscalls.bpf(8, attr, "attach second")
 
     view.run(add)
     assert len(programs(view, pid)[0]) == 2
@@ -192,7 +192,7 @@ def test_mknod_is_never_granted(view: View, tmp_path: Path) -> None:
         os.mkdir(path)
         try:
             directory = os.open(path, os.O_RDONLY)
-            linux.bpf(8, bpf._attr("IIIII", directory, bpf.load(deny, path), 6, 2, 0), "attach")
+            syscalls.bpf(8, bpf._attr("IIIII", directory, bpf.load(deny, path), 6, 2, 0), "attach")
             join(path)
             answers = [attempt(lambda: os.open(node, os.O_RDWR))]
             bpf.allow(path, GRANTED)

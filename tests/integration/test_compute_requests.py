@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gpushare.state import region
+from gpushare.state import shm_abi
 
 from tests.support import programs
 from tests.support.host import Node
@@ -29,11 +29,11 @@ def start(container: MakeContainer, node: Node) -> Callable[..., Container]:
     return make
 
 
-def limit_of(node: Node, one: Container) -> region.Limit:
+def limit_of(node: Node, one: Container) -> shm_abi.Limit:
     """As the container itself reads it."""
     data = (node.state / "containers" / one.id / "share" / "limits").read_bytes()
     assert one.exec("sha256sum", "/usr/lib/gpushare/limits").stdout.split()[0] == hashlib.sha256(data).hexdigest()
-    (limit,) = region.read_limits(data).devices
+    (limit,) = shm_abi.read_limits(data).devices
     return limit
 
 
@@ -46,7 +46,7 @@ def test_words_reach_the_limits_file(start: Callable[..., Container], node: Node
     soft = start(way, COMPUTE="60%", COMPUTE_MODE="soft", PRIORITY="high")
     free = start(way)
     assert limit_of(node, hard)[3:6] == (30, 0, 0)
-    assert limit_of(node, soft)[3:6] == (60, 1, region.DEVICE_COMPUTE_SOFT)
+    assert limit_of(node, soft)[3:6] == (60, 1, shm_abi.DEVICE_COMPUTE_SOFT)
     assert limit_of(node, free)[3:6] == (None, 0, 0)
     found = shares(node)
     assert [found[one.id]["compute_percent"] for one in (hard, soft, free)] == [30, 60, None]
@@ -94,7 +94,7 @@ def test_program_without_a_container_has_its_limit(start: Callable[..., Containe
     start("hook", COMPUTE="60%")
     refused = programs.run(node, "--memory", "1Gi", "--compute", "50%", "--", "true")
     assert refused.returncode == 75 and "40% free of 100%" in refused.stderr
-    at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", "compute_percent")
+    at = shm_abi.offset("gs_limits", "device") + shm_abi.offset("gs_device_limit", "compute_percent")
     look = (
         "--",
         "od",

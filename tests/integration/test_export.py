@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare.core import names
+from gpushare.core import constants
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import host
@@ -111,7 +111,7 @@ def full(tenant: Callable[..., Tenant]) -> Tenant:
 
 def bypass(container: MakeContainer, node: Node) -> Container:
     """Five GiB with a limit of one."""
-    command = [PYTHON, f"/opt/{BYPASS.name}", names.REAL_CUDA, str(5 * GIB)]
+    command = [PYTHON, f"/opt/{BYPASS.name}", constants.REAL_CUDA, str(5 * GIB)]
     return container(command, env={"GPUSHARE_MEMORY": "1Gi"}, mounts=python_mounts(BYPASS), **node.way("hook")).start()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare.core import names
+from gpushare.core import constants
 
 from tests.integration.edited import config_of
 from tests.security.scene import LIBCUDA
@@ -31,7 +31,7 @@ def low_level(request: pytest.FixtureRequest) -> str:
 
 def outputs(directory: Path) -> dict[str, str]:
     """Annotations of an image, each with a file that is not there."""
-    return {key: str(directory / f"{key}.sh") for key in names.HOOK_OUTPUT_ANNOTATIONS}
+    return {key: str(directory / f"{key}.sh") for key in constants.HOOK_OUTPUT_ANNOTATIONS}
 
 
 def made(annotations: dict[str, str]) -> list[Path]:
@@ -59,8 +59,8 @@ def test_runtime_names_no_file_for_what_hooks_print(
         assert one.run() == 0
         one.delete()
         left = config_of(one)["annotations"]
-        assert names.HOOK_OUTPUT_ANNOTATIONS[0] not in left
-        assert left.get(names.HOOK_OUTPUT_ANNOTATIONS[1], "/dev/stderr") == "/dev/stderr"
+        assert constants.HOOK_OUTPUT_ANNOTATIONS[0] not in left
+        assert left.get(constants.HOOK_OUTPUT_ANNOTATIONS[1], "/dev/stderr") == "/dev/stderr"
     assert made(files) == []
 
 

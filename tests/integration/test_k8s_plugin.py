@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
-from gpushare.core import names
+from gpushare.core import constants
 
 from tests.support import host
 from tests.support.host import Node
@@ -139,7 +139,7 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
             endpoint.call("PreStartContainer", devices_ids=["x"])
 
         # of the fuller device what it has, and then of the other
-        name = names.ENV_ALLOCATED_MEMORY
+        name = constants.ENV_ALLOCATED_MEMORY
         assert kubelet.allocate(MEMORY, 40) == {name: f"{first}=40Mi"}
         one.expect(re.escape(f"{MEMORY}: {name}={first}=40Mi"))
         assert kubelet.allocate(MEMORY, 25) == {name: f"{second}=25Mi"}
@@ -209,7 +209,7 @@ def test_equal_shares_and_whole_devices(two: Callable[..., Node], folder: Path, 
         plugin(node, "--whole", "1", "--interval", "3600")
         kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
         assert kubelet.healthy(MEMORY) == set() and units(kubelet, GPU, first, second) == (4, 1)
-        name = names.ENV_ALLOCATED_GPU
+        name = constants.ENV_ALLOCATED_GPU
         assert kubelet.allocate(GPU, 2) == {name: f"{first},{second}=64Mi"}
         assert kubelet.allocate(GPU, 1) == {name: first}
         with pytest.raises(Refused, match="2 GPUs are asked for, and kubelet chose from 1"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.state import region
+from gpushare.state import shm_abi
 
 from tests.integration.programs.interrupted_hook import points, write_hook
 from tests.support import rootfs, runc
@@ -51,7 +51,7 @@ def test_lease_page_and_limits_live_as_long_as_the_container(container: MakeCont
     assert lease["cgroup"] == f"/{one.id}"
     one.start()
     seen = one.exec("sh", "-c", f"stat -c '%a %s' {PAGE}; stat -c %a /usr/lib/gpushare/limits; ls /usr/lib/gpushare")
-    assert seen.stdout.split()[:3] == ["666", str(region.USAGE_SIZE), "444"]
+    assert seen.stdout.split()[:3] == ["666", str(shm_abi.USAGE_SIZE), "444"]
     assert seen.stdout.split()[3:] == ["driver", "limits", "mps", "pages", "peers", "rw"]
     one.kill()
     one.wait()
@@ -247,7 +247,7 @@ def test_start_that_is_told_to_end_undoes_itself(
     assert refused > total // 23 // 2
 
 
-SIZE = region.USAGE_SIZE
+SIZE = shm_abi.USAGE_SIZE
 ATTACKS = {
     "truncate": f"truncate -s 0 {PAGE}",
     "grow": f"truncate -s 1T {PAGE}",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gpushare.state import region
+from gpushare.state import shm_abi
 
 from simulator.ledger import Ledger
 from tests.integration.grown import GIB, POINTS, PROCESSES, Grown
@@ -251,25 +251,25 @@ def killed_cli(node: Node, number: int, *words_: str) -> int:
     program = f"""
 import os, signal, sys
 sys.path[:0] = [{str(TREE / "hook")!r}]
-from gpushare.state import leases, storage; from gpushare.allocation import livelimits
+from gpushare.state import leases, storage; from gpushare.allocation import limit_update
 from gpushare.cli import main
 left = {number}
 def trace(frame, event, arg):
     global left
-    if not frame.f_code.co_filename.endswith(("livelimits.py", "leases.py", "storage.py")):
+    if not frame.f_code.co_filename.endswith(("limit_update.py", "leases.py", "storage.py")):
         return None
     left -= event == "line"
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return trace
-change = livelimits.change
+change = limit_update.change
 def watched(*arguments):
     sys.settrace(trace)
     try:
         return change(*arguments)
     finally:
         sys.settrace(None)
-livelimits.change = watched
+limit_update.change = watched
 sys.exit(main(sys.argv[1:]))
 """
     command = [site, "-c", program, "--config", str(node.config), "--state", str(node.state), *words_]
@@ -297,7 +297,7 @@ def test_a_killed_command_changes_all_or_nothing(
         else:
             assert node.cli("prune").returncode == 0
         share, limits = one.said(), node.state / "containers" / one.container.id / "share" / "limits"
-        (limit,) = region.read_limits(limits.read_bytes()).devices
+        (limit,) = shm_abi.read_limits(limits.read_bytes()).devices
         has = share["memory_limit_bytes"], share["compute_percent"]
         assert has == (limit.memory_limit_bytes, limit.compute_percent) and has in both
         points[number], had = has != had, has

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.state import region
+from gpushare.state import shm_abi
 
 from tests.support import rootfs
 from tests.support.host import PYTHON, TREE, Node, python_mounts
@@ -160,7 +160,7 @@ def test_tenant_cannot_make_his_share_look_smaller(
     first.start()
     (share,) = listed(node)[first.id]["shares"]
     device = node.state / "containers" / first.id / "share" / "limits"
-    (limit,) = region.read_limits(device.read_bytes()).devices
+    (limit,) = shm_abi.read_limits(device.read_bytes()).devices
     real = device.read_bytes()
     assert share["memory_limit_bytes"] == limit.memory_limit_bytes == 10 * GIB
     forged = real.replace((10 * GIB).to_bytes(8, "little"), GIB.to_bytes(8, "little"))

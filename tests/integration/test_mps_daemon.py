@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from gpushare.allocation import mps, mpsstatus
 from gpushare.core.model import Device, Lease, Share
-from gpushare.state import region
+from gpushare.state import shm_abi
 
 from simulator.simhost import default_uuid
 from tests.shim.real_box import NONCE, RealBox
@@ -285,11 +285,11 @@ def test_shim_brings_the_drivers_own_library_to_the_daemon(host: Host, userland:
     share = Share(0, device, 4 * GIB, 30, compute_backend="mps")
     log = host.folder / "log" / "control.log"
     elsewhere = {"CUDA_MPS_PIPE_DIRECTORY": "/none"}
-    box.set_limits(region.pack_limits([share], NONCE))
+    box.set_limits(shm_abi.pack_limits([share], NONCE))
     assert box.probe("cuda_init", env=elsewhere) == NO_DEVICE and "NEW CLIENT" not in log.read_text()
-    box.set_limits(region.pack_limits([share], NONCE, mps=mps.Grant(1, 1, 1000)))
+    box.set_limits(shm_abi.pack_limits([share], NONCE, mps=mps.Grant(1, 1, 1000)))
     assert box.probe("cuda_init", env=elsewhere) == CONNECTION_FAILED and "NEW CLIENT" not in log.read_text()
-    box.set_limits(region.pack_limits([share], NONCE, mps=mps.Grant(1, 1, 0)))
+    box.set_limits(shm_abi.pack_limits([share], NONCE, mps=mps.Grant(1, 1, 0)))
     assert box.probe("cuda_init", env=elsewhere) == CONNECTION_FAILED, "there is no GPU to serve"
     assert "NEW CLIENT" in log.read_text()
 

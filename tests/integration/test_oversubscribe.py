@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.state import region
+from gpushare.state import shm_abi
 
 from demo.tenant import LAST_BYTES
 from tests.support.host import Node
@@ -146,8 +146,8 @@ def test_turns_are_in_the_limits_and_their_memory_is_no_share(
     one = container(["sleep", "inf"], env=ASKED, **node.way(way))
     one.create()
     data = (node.state / "containers" / one.id / "share" / "limits").read_bytes()
-    at = region.offset("gs_limits", "device") + region.offset("gs_device_limit", "turn_mib")
-    assert struct.unpack_from("<I", data, region.offset("gs_limits", "turn_us")) == (500_000,)
+    at = shm_abi.offset("gs_limits", "device") + shm_abi.offset("gs_device_limit", "turn_mib")
+    assert struct.unpack_from("<I", data, shm_abi.offset("gs_limits", "turn_us")) == (500_000,)
     assert struct.unpack_from("<I", data, at) == (4096,)
     with pytest.raises(RuntimeFailed, match="6Gi asked, 4 GiB free of 12 GiB"):
         container(["true"], env={"GPUSHARE_MEMORY": "6Gi"}, **node.way(way)).create()

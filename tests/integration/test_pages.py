@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.state import pages, region
+from gpushare.state import activity_files, shm_abi
 
 from tests.integration.apart import hand_over, open_way, with_user_namespace
 from tests.support import programs
@@ -43,7 +43,7 @@ def share_of(node: Node, one: Container) -> dict[str, Any]:
 def own_page(node: Node, one: Container) -> tuple[str, int]:
     """(uuid, number) from lease.json; the limits file must say the same."""
     share = share_of(node, one)
-    limits = region.read_limits((node.state / "containers" / one.id / "share" / "limits").read_bytes())
+    limits = shm_abi.read_limits((node.state / "containers" / one.id / "share" / "limits").read_bytes())
     assert limits.devices[0].page == share["page"]
     return share["device"]["uuid"], share["page"]
 
@@ -58,7 +58,7 @@ def hear(one: Container, uuid: str, number: int) -> str:
 
 def used(one: Container, uuid: str) -> int:
     """The first word of the index, as the container sees it."""
-    at = region.offset("gs_peers", "used")
+    at = shm_abi.offset("gs_peers", "used")
     return int(shell(one, f"od -An -tu8 -j{at} -N8 {PEERS}/{uuid}/index"))
 
 
@@ -90,7 +90,7 @@ def test_containers_see_each_other_whoever_was_first(
     for one in (first, second):
         assert (hear(one, uuid, mine), hear(one, uuid, mine + 1)) == ("one", "two")
         seen = shell(one, f"stat -c '%a %s' {PAGES}/{uuid} {PEERS}/{uuid}/index; ls {PEERS}/{uuid}; ls {PAGES}")
-        assert seen.split() == ["666", str(pages.PAGE_SIZE), "444", "4096", "0", "1", "index", uuid]
+        assert seen.split() == ["666", str(activity_files.PAGE_SIZE), "444", "4096", "0", "1", "index", uuid]
     second.kill()
     second.wait()
     second.delete()
@@ -162,14 +162,14 @@ def test_attack_on_its_own_page_hurts_no_start_and_no_release(container: MakeCon
     late = container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start()
     assert own_page(node, late) == (uuid, 2)
     status = os.stat(node.state / "devices" / uuid / "2")
-    assert (status.st_size, status.st_blocks * 512) == (pages.PAGE_SIZE, pages.PAGE_SIZE)
+    assert (status.st_size, status.st_blocks * 512) == (activity_files.PAGE_SIZE, activity_files.PAGE_SIZE)
     assert hear(late, uuid, 1) == "kept" and node.cli("list").stderr == ""
     attacker.kill()
     attacker.wait()
     attacker.delete()
     again = container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start()
     assert own_page(node, again) == (uuid, number) and hear(other, uuid, number) == ""
-    assert shell(again, f"stat -c '%a %s' {PAGES}/{uuid}").split() == ["666", str(pages.PAGE_SIZE)]
+    assert shell(again, f"stat -c '%a %s' {PAGES}/{uuid}").split() == ["666", str(activity_files.PAGE_SIZE)]
 
 
 def test_programs_without_a_container_have_pages_too(container: MakeContainer, node: Node) -> None:
@@ -221,7 +221,7 @@ def test_pages_that_a_tenant_forged_are_not_taken_up(container: MakeContainer, n
     def may_gain_rights(spec: dict[str, Any]) -> None:
         spec["process"]["noNewPrivileges"] = False
 
-    command = ["unshare", "-Um", "sh", "-c", forge.format(pages.OWNER)]
+    command = ["unshare", "-Um", "sh", "-c", forge.format(activity_files.OWNER)]
     one = container(command, env=ONE_GIB, hook=node.hook(), edit=may_gain_rights)
     for name in ("go", "done"):
         os.mkfifo(one.rootfs / name)
@@ -238,7 +238,7 @@ def test_pages_that_a_tenant_forged_are_not_taken_up(container: MakeContainer, n
     assert poll.poll(30_000), one.stderr
     os.close(done)
     forged = os.stat(f"/proc/{one.pid}/root{PEERS}/{uuid}/index")
-    assert (forged.st_uid, forged.st_size) == (pages.OWNER, 4096)
+    assert (forged.st_uid, forged.st_size) == (activity_files.OWNER, 4096)
     subprocess.run(["umount", "-l", node.state], check=True)
     second = container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start()
     assert own_page(node, second) == (uuid, 1)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from gpushare.config import profiles
-from gpushare.state import region
+from gpushare.state import shm_abi
 
 from tests.integration import test_podman
 from tests.integration.podman_host import GIB
@@ -71,13 +71,13 @@ def bundle(podman: Podman, one: PodmanContainer) -> Path:
 
 def has(podman: Podman, one: PodmanContainer) -> Has:
     """By the limits file that the shim reads, and the nodes in the container. The limit itself is always the user's."""
-    limits = region.read_limits((podman.node.state / "containers" / one.id / "share" / "limits").read_bytes())
+    limits = shm_abi.read_limits((podman.node.state / "containers" / one.id / "share" / "limits").read_bytes())
     device = limits.devices[0]
     assert (device.memory_limit_bytes, device.compute_percent) == (2 * GIB, 30)
     seen = one.exec("sh", "-c", f"cd /dev && for name in {' '.join(NODES)}; do [ ! -e $name ] || echo $name; done")
     nodes = frozenset(seen.out.split())
-    soft = bool(device.flags & region.DEVICE_COMPUTE_SOFT)
-    beyond = bool(device.flags & region.DEVICE_OVERSUBSCRIBE)
+    soft = bool(device.flags & shm_abi.DEVICE_COMPUTE_SOFT)
+    beyond = bool(device.flags & shm_abi.DEVICE_OVERSUBSCRIBE)
     return Has(soft, device.priority, beyond, nodes)
 
 

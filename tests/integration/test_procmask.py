@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpushare.core.ops import Plan, ProcMask
-from gpushare.inject import procmask
+from gpushare.inject import proc_nvidia_mask
 
 from tests.integration import ns_util, scene
 
@@ -61,7 +61,7 @@ def files(directory: str) -> dict[str, str]:
 
 def seen(box: ns_util.Sandbox) -> dict[str, str]:
     """What the container finds in /proc/driver/nvidia."""
-    return dict(box.enter(lambda: files(procmask.PROC_DIR)))
+    return dict(box.enter(lambda: files(proc_nvidia_mask.PROC_DIR)))
 
 
 def test_only_granted_gpus_and_no_device_file_changes(image: Path) -> None:
@@ -153,4 +153,4 @@ def test_a_fifo_or_link_in_its_place_is_not_followed(image: Path) -> None:
     ],
 )
 def test_params(content: bytes, masked: bytes) -> None:
-    assert procmask.masked_params(content) == masked
+    assert proc_nvidia_mask.masked_params(content) == masked

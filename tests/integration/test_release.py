@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare.state import leases, pages
+from gpushare.state import activity_files, leases
 
 from tests.integration.programs.interrupted_hook import write_adopt, write_runtime
 from tests.integration.test_adopt import ALL, calls
@@ -29,7 +29,7 @@ def page_numbers(node: Node) -> list[int]:
     """The pages that other containers look at, of all devices."""
     devices = os.listdir(node.state / "devices")
     files = [name for device in devices for name in os.listdir(node.state / "devices" / device) if name.isdigit()]
-    numbers = sorted(n for device in devices for n in pages.numbers(str(node.state), device))
+    numbers = sorted(n for device in devices for n in activity_files.numbers(str(node.state), device))
     assert sorted(map(int, files)) == numbers
     return numbers
 

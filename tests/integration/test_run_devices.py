@@ -47,9 +47,9 @@ def test_hidden_nodes_open_for_nobody(tmp_path: Path) -> None:
 
     def body() -> Any:
         from gpushare.programs import hostroot
-        from gpushare.system import linux
+        from gpushare.system import syscalls
 
-        linux.unshare(linux.CLONE_NEWNS, "test")
+        syscalls.unshare(syscalls.CLONE_NEWNS, "test")
         with open(node, "rb") as zero:
             first = zero.read(1)
         root = hostroot.HostRoot(str(scratch))

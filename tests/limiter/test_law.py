@@ -238,15 +238,17 @@ def test_captures_keep_nobody_from_looking_for_long(
     """Milliseconds."""
     library = tmp_path_factory.getbasetemp() / "blind.so"
     if not library.exists():
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, TREE / "shim/accounting/blind.c"], check=True)
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-O2", "-o", library, TREE / "shim/accounting/capture_timeout.c"], check=True
+        )
     law = ctypes.CDLL(str(library))
-    law.gs_blind_is.restype = ctypes.c_bool
+    law.gs_capture_timed_out.restype = ctypes.c_bool
     state = (ctypes.c_uint64 * 2)()
     for begin, end in captures:
-        law.gs_blind_begins(state, ctypes.c_uint64(begin * MS))
+        law.gs_capture_timeout_begin(state, ctypes.c_uint64(begin * MS))
         if end is not None:
-            law.gs_blind_ends(state, ctypes.c_uint64(end * MS))
-    assert law.gs_blind_is(state, ctypes.c_uint64(at * MS)) is blind
+            law.gs_capture_timeout_end(state, ctypes.c_uint64(end * MS))
+    assert law.gs_capture_timed_out(state, ctypes.c_uint64(at * MS)) is blind
 
 
 def test_a_debt_is_at_most_ten_seconds() -> None:

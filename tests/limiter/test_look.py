@@ -1,4 +1,4 @@
-"""Looks (shim/limiter/look.c): whose the device is, by events in a stream of our own."""
+"""Looks (shim/limiter/probe.c): whose the device is, by events in a stream of our own."""
 
 from __future__ import annotations
 

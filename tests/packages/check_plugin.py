@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from gpushare.cli import k8s_plugin
-from gpushare.core import names
+from gpushare.core import constants
 
 from tests.support import daemonset
 from tests.support.host import TREE, Node, version, write_config
@@ -65,7 +65,7 @@ def pod(tmp_path: Path, image: daemonset.Image, node: Node, kubelets: Path) -> I
     hook = tmp_path / "driver"
     hook.write_text(DRIVER.format(source=node.driver_root / "proc/driver", rootfs=image.rootfs))
     hook.chmod(0o755)
-    given = daemonset.arguments(MANIFEST, image, {k8s_plugin.FOLDER: kubelets, names.STATE_DIR: node.state})
+    given = daemonset.arguments(MANIFEST, image, {k8s_plugin.FOLDER: kubelets, constants.STATE_DIR: node.state})
     edit = given.pop("edit")
 
     def edited(spec: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ def test_the_daemon_set_s_container(
         write_config(node.config, node.driver_root, sharing={"split_count": 4})
         assert node.cli("refresh").returncode == 0
         kubelet.wait(lambda: len(kubelet.healthy(GPU)) == 8 and not kubelet.healthy(MEMORY))
-        assert kubelet.allocate(GPU, 1).keys() == {names.ENV_ALLOCATED_GPU}
+        assert kubelet.allocate(GPU, 1).keys() == {constants.ENV_ALLOCATED_GPU}
 
         one.kill(signal.SIGTERM)
         assert one.wait() == 0, one.stderr

@@ -79,7 +79,7 @@ class Box:
         turn: tuple[int, int] = (0, 0),
     ) -> None:
         from gpushare.core.model import Share
-        from gpushare.state.region import pack_limits, pack_usage
+        from gpushare.state.shm_abi import pack_limits, pack_usage
 
         from simulator.simhost import make_simhost
         from tests.shim.company import join
@@ -126,8 +126,8 @@ class Box:
     def set_limit(self, slot: int = 0, **fields: int) -> None:
         """Change words of a device's limits while processes run, as the host does: see gpushare_abi.h. `page` has no
         second copy."""
-        from gpushare.state.region import DEVICE_SIZE, LAYOUTS, offset
-        from gpushare.system.linux import futex_wake
+        from gpushare.state.shm_abi import DEVICE_SIZE, LAYOUTS, offset
+        from gpushare.system.syscalls import futex_wake
 
         known = {name for name, _ in LAYOUTS["gs_device_limit"]}
         start = offset("gs_limits", "device") + slot * DEVICE_SIZE
@@ -144,8 +144,8 @@ class Box:
             self._tell(slot)
 
     def _tell(self, slot: int) -> None:
-        """The others, what the limits file says: see livelimits.py."""
-        from gpushare.state.region import DEVICE_SIZE, offset
+        """The others, what the limits file says: see limit_update.py."""
+        from gpushare.state.shm_abi import DEVICE_SIZE, offset
 
         from tests.shim.company import grant
 

@@ -12,7 +12,7 @@ import os
 import struct
 from pathlib import Path
 
-from gpushare.state.region import ABI_VERSION, MAX_PAGES, PAGES_MAGIC, PEERS_MAGIC, offset, packer
+from gpushare.state.shm_abi import ABI_VERSION, MAX_PAGES, PAGES_MAGIC, PEERS_MAGIC, offset, packer
 
 PAGES_SIZE = packer("gs_pages").size
 PEERS_SIZE = packer("gs_peers").size

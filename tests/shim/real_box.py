@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpushare.core.model import Device, Share
-from gpushare.state import region, usagefile
+from gpushare.state import shm_abi, usage_reader
 
 from tests.support.host import BUILD, TREE
 from tools.nvidia_userland import Userland
@@ -69,7 +69,7 @@ class RealBox:
             (self.libdir / soname).symlink_to(file.name)
             (self.libdir / f"{name}.so").symlink_to(soname)
         self.set_limits(limits())
-        (self.rw / "usage").write_bytes(region.pack_usage(NONCE, 1))
+        (self.rw / "usage").write_bytes(shm_abi.pack_usage(NONCE, 1))
         (self.rw / "usage").chmod(0o666)
 
     def set_limits(self, data: bytes | None) -> None:
@@ -79,8 +79,8 @@ class RealBox:
         if data is not None:
             path.write_bytes(data)
 
-    def usage(self) -> usagefile.Usage:
-        return usagefile.read_usage((self.rw / "usage").read_bytes())
+    def usage(self) -> usage_reader.Usage:
+        return usage_reader.read_usage((self.rw / "usage").read_bytes())
 
     def run(self, *program: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a program in the box, with no environment but `env`; its output is text."""
@@ -116,4 +116,4 @@ def compile_c(directory: Path, source: str, *options: str | Path) -> Path:
 def limits(memory_limit_bytes: int | None = 4 * GIB, uuid: str = UUID) -> bytes:
     """A limits file that grants one device."""
     device = Device(0, uuid, 0, "0000:01:00.0", "none", 16 * GIB, 300 << 20)
-    return region.pack_limits([Share(0, device, memory_limit_bytes)], NONCE)
+    return shm_abi.pack_limits([Share(0, device, memory_limit_bytes)], NONCE)

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from gpushare.state.region import MAX_PAGES, offset, packer
+from gpushare.state.shm_abi import MAX_PAGES, offset, packer
 
 from tests.shim.attacker import LIMIT, TOOLS
 from tests.shim.box import Box

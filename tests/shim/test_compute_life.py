@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gpushare.state.region import DEVICE_PAUSED, MAX_PAGES, offset, packer
+from gpushare.state.shm_abi import DEVICE_PAUSED, MAX_PAGES, offset, packer
 
 from tests.shim.box import GIB, TREE, Box
 from tests.shim.inside import PRELUDE, run

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from gpushare.state.region import offset
+from gpushare.state.shm_abi import offset
 
 from simulator.ledger import Ledger
 from simulator.simhost import make_simhost

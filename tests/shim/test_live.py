@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from gpushare.state.region import DEVICE_PAUSED, offset
-from gpushare.system.linux import futex_wake
+from gpushare.state.shm_abi import DEVICE_PAUSED, offset
+from gpushare.system.syscalls import futex_wake
 
 from simulator.ledger import Ledger
 from tests.shim.box import CONTEXT_BYTES, GIB, Box

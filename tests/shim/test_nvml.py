@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.state import region, usagefile
+from gpushare.state import shm_abi, usage_reader
 
 from tests.shim.real_box import GIB, NONCE, RealBox, compile_c, limits
 
@@ -32,14 +32,14 @@ def box(tmp_path: Path, driver: Path) -> RealBox:
 
 def use(box: RealBox, *processes: tuple[int, int], dead: tuple[tuple[int, int], ...] = ()) -> None:
     """Write a usage file with these processes, (pid, bytes on device 0) each."""
-    data = bytearray(region.pack_usage(NONCE, 1))
+    data = bytearray(shm_abi.pack_usage(NONCE, 1))
     rows = [(*process, True) for process in processes] + [(*process, False) for process in dead]
     for number, (pid, used, alive) in enumerate(rows):
-        owner = 5000 + number if alive else usagefile.OWNER_DIED
-        slot = region.packer("gs_slot").pack(owner, 5000 + number, 1, pid, 1, used, *[0] * (region.MAX_DEVICES - 1))
-        start = region.offset("gs_usage", "slot") + number * region.SLOT_SIZE
+        owner = 5000 + number if alive else usage_reader.OWNER_DIED
+        slot = shm_abi.packer("gs_slot").pack(owner, 5000 + number, 1, pid, 1, used, *[0] * (shm_abi.MAX_DEVICES - 1))
+        start = shm_abi.offset("gs_usage", "slot") + number * shm_abi.SLOT_SIZE
         data[start : start + len(slot)] = slot
-    struct.pack_into("<I", data, region.offset("gs_usage", "slots_high"), len(rows))
+    struct.pack_into("<I", data, shm_abi.offset("gs_usage", "slots_high"), len(rows))
     (box.rw / "usage").write_bytes(data)
 
 
@@ -85,7 +85,7 @@ def test_a_device_that_was_not_granted(box: RealBox) -> None:
     use(box, (101, GIB))
     assert set(probe(box, "errors", 1).values()) == {NO_PERMISSION}
     assert probe(box, "listed", 1, "Compute", "v3", 8)[0] == NO_PERMISSION
-    assert box.usage().warnings == (usagefile.WARNINGS[2][1],)
+    assert box.usage().warnings == (usage_reader.WARNINGS[2][1],)
     assert NO_PERMISSION not in probe(box, "errors", 0).values()
 
 
@@ -143,6 +143,6 @@ def test_utilization_of_own_processes_only(box: RealBox) -> None:
 
 
 def test_a_thousand_processes(box: RealBox) -> None:
-    use(box, *((pid, 1 << 20) for pid in range(1, region.MAX_SLOTS + 1)))
-    result, count, rows = probe(box, "listed", 0, "Compute", "v3", region.MAX_SLOTS)
-    assert (result, count, len(rows)) == (SUCCESS, region.MAX_SLOTS, region.MAX_SLOTS)
+    use(box, *((pid, 1 << 20) for pid in range(1, shm_abi.MAX_SLOTS + 1)))
+    result, count, rows = probe(box, "listed", 0, "Compute", "v3", shm_abi.MAX_SLOTS)
+    assert (result, count, len(rows)) == (SUCCESS, shm_abi.MAX_SLOTS, shm_abi.MAX_SLOTS)

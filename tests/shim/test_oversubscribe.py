@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from gpushare.state.usagefile import Usage, read_usage
+from gpushare.state.usage_reader import Usage, read_usage
 
 from simulator.ledger import Ledger
 from simulator.simhost import make_simhost

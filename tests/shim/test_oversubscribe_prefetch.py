@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from gpushare.state.usagefile import read_usage
+from gpushare.state.usage_reader import read_usage
 
 from simulator.ledger import Ledger
 from simulator.simhost import make_simhost

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from gpushare.state.usagefile import read_usage
+from gpushare.state.usage_reader import read_usage
 
 from simulator.simhost import make_simhost
 from tests.shim.box import CONTEXT_BYTES, GIB, LIBDIR, VERSION, Box

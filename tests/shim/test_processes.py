@@ -175,7 +175,7 @@ def test_a_context_is_refused_where_the_device_stays_full(tmp_path: Path) -> Non
 
 def test_a_thousand_and_more_processes_at_once() -> None:
     """More than there are slots: the next one is refused, and says so only when it is asked to."""
-    from gpushare.state.region import MAX_SLOTS
+    from gpushare.state.shm_abi import MAX_SLOTS
 
     program = f"""
         import resource

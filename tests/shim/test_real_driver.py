@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.state import region, usagefile
+from gpushare.state import shm_abi, usage_reader
 
 from shim import gen_symbols
 from tests.shim.real_box import RealBox, compile_c, limits
@@ -51,7 +51,7 @@ def test_with_limits_the_driver_itself_answers(box: RealBox) -> None:
 
 def patched(data: bytes, struct: str, field: str, value: int) -> bytes:
     """A copy with a 32-bit field of the first struct changed."""
-    at = region.offset(struct, field)
+    at = shm_abi.offset(struct, field)
     return data[:at] + value.to_bytes(4, "little") + data[at + 4 :]
 
 
@@ -69,7 +69,7 @@ def a_directory(box: RealBox) -> None:
 
 
 def another_nonce(box: RealBox) -> None:
-    (box.rw / "usage").write_bytes(region.pack_usage(1, 1))
+    (box.rw / "usage").write_bytes(shm_abi.pack_usage(1, 1))
 
 
 REFUSALS: dict[str, tuple[Callable[[RealBox], None], str]] = {
@@ -171,7 +171,7 @@ def test_an_unknown_function_of_an_intercepted_name_is_not_handed_out(binding: s
     assert rows["cuGetProcAddress", "cuMemAlloc", 99000][2] in ("", "untouched")
     # Not a name of ours: passed, whatever it is
     assert rows["cuGetProcAddress_v2", "cuDriverGetVersion", 99000] == [0, 0, "unknown"]
-    assert box.usage().warnings == (usagefile.WARNINGS[0][1],)
+    assert box.usage().warnings == (usage_reader.WARNINGS[0][1],)
 
 
 # ---- NVML's calls into itself ---------------------------------------------------------------------------------------

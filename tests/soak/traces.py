@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from gpushare.state import pages
+from gpushare.state import activity_files
 
 from simulator.ledger import Ledger
 from tests.support import processes
@@ -83,7 +83,7 @@ def _files() -> Iterable[str]:
 def _state(node: Node) -> Iterable[str]:
     yield from node.left()
     for device in (node.state / "devices").glob("*"):
-        for number in pages.numbers(str(node.state), device.name):
+        for number in activity_files.numbers(str(node.state), device.name):
             yield f"devices/{device.name}: number {number} is taken"
 
 

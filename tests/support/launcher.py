@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpushare.config import lowlevel
+from gpushare.config import oci_runtime
 from gpushare.core.model import Config
 
 from .host import BUILD
@@ -62,7 +62,7 @@ def install(directory: Path) -> Installed:
     one = Installed(directory)
     (directory / "state").mkdir()
     one.config.write_text("version: 1\n")
-    lowlevel.remember(str(one.config), str(directory / "state"), Config(runtime=str(directory / "low-level")))
+    oci_runtime.remember(str(one.config), str(directory / "state"), Config(runtime=str(directory / "low-level")))
     return one
 
 

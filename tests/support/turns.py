@@ -87,7 +87,7 @@ FIRST = (
     "tests/integration/test_release.py",
     "tests/integration/test_lifecycle.py",
     "tests/integration/test_runtime_bad_input.py",
-    "tests/unit/test_livelimits_killed.py",
+    "tests/unit/test_limit_update_killed.py",
     "tests/fuzz/test_fuzz.py",
     "tests/limiter/test_matrix.py",
     "tests/limiter/test_law.py",

@@ -13,7 +13,7 @@ from gpushare.cli import main
 from gpushare.config import node
 from gpushare.core.model import Share
 from gpushare.core.ops import TenantTmpfs, WriteLimits
-from gpushare.state import leasefile, leases, region, storage, usagefile
+from gpushare.state import leasefile, leases, shm_abi, storage, usage_reader
 from gpushare.system import procs
 
 from tests.unit import pure
@@ -79,24 +79,24 @@ def start(state: Path, init: subprocess.Popen[bytes]) -> Callable[..., Path]:
 def charge(page: Path, number: int, pid: int, *charged: int, refused: int = 0) -> None:
     """What a process of the container would write."""
     data = bytearray(page.read_bytes())
-    at = region.offset("gs_usage", "slot") + number * region.SLOT_SIZE
+    at = shm_abi.offset("gs_usage", "slot") + number * shm_abi.SLOT_SIZE
     tid = 1000 + number
-    padded = (*charged, *(0,) * (region.MAX_DEVICES - len(charged)))
-    data[at : at + region.SLOT_SIZE] = region.packer("gs_slot").pack(tid, tid, 1, pid, 1, *padded)
-    at = region.offset("gs_usage", "refused")
+    padded = (*charged, *(0,) * (shm_abi.MAX_DEVICES - len(charged)))
+    data[at : at + shm_abi.SLOT_SIZE] = shm_abi.packer("gs_slot").pack(tid, tid, 1, pid, 1, *padded)
+    at = shm_abi.offset("gs_usage", "refused")
     data[at : at + 8] = refused.to_bytes(8, "little")
     page.write_bytes(data)
 
 
 def compute(page: Path, device: int, percent: float, waited_ns: int = 0, busy_ns: int = 0) -> None:
     """What the shim of a container would write that had this share of the last windows, and of those to come."""
-    window = time.monotonic_ns() // usagefile.RECENT_NS
-    cells = [0] * usagefile.RECENT
+    window = time.monotonic_ns() // usage_reader.RECENT_NS
+    cells = [0] * usage_reader.RECENT
     for one in range(window - 9, window + 1):
-        cells[one % usagefile.RECENT] = ((one << 40) | int(usagefile.RECENT_NS * percent / 100)) & ((1 << 64) - 1)
-    bucket = region.packer("gs_bucket")
+        cells[one % usage_reader.RECENT] = ((one << 40) | int(usage_reader.RECENT_NS * percent / 100)) & ((1 << 64) - 1)
+    bucket = shm_abi.packer("gs_bucket")
     data = bytearray(page.read_bytes())
-    at = region.offset("gs_usage", "bucket") + device * bucket.size
+    at = shm_abi.offset("gs_usage", "bucket") + device * bucket.size
     data[at : at + bucket.size] = bucket.pack(0, 0, 0, waited_ns, busy_ns, *cells, 0)
     page.write_bytes(data)
 

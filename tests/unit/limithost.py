@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.allocation import livelimits, reservation, resize
+from gpushare.allocation import limit_request, limit_update, reservation
 from gpushare.core.model import Amount, Lease, Request, Selection, Share
 from gpushare.core.ops import TenantTmpfs, WriteLimits
-from gpushare.state import leasefile, leases, region, storage
+from gpushare.state import leasefile, leases, shm_abi, storage
 from gpushare.system import procs
 
 from tests.unit import pure
@@ -21,7 +21,7 @@ from tests.unit import pure
 GIB = 1 << 30
 HOST = pure.node(1)
 UUID = pure.UUIDS[0]
-REFUSE_UNHELD = livelimits._refuse_unheld
+REFUSE_UNHELD = limit_update._refuse_unheld
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def init() -> Iterator[int]:
 @pytest.fixture
 def held(state: str, init: int, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lease]:
     """held(shares) -> the lease of a "container" whose init sleeps."""
-    monkeypatch.setattr(livelimits, "_refuse_unheld", lambda *_: None)  # it has no mounts of its own
+    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)  # it has no mounts of its own
 
     def make(*shares: Share, container_id: str = "c1") -> Lease:
         me, found = procs.myself(), procs.find(init)
@@ -63,21 +63,23 @@ def use(state: str, used_bytes: int, container_id: str = "c1") -> None:
     """What a process of the container would write."""
     path = Path(storage.container_dir(state, container_id), "rw", "usage")
     data = bytearray(path.read_bytes())
-    at = region.offset("gs_usage", "slot")
-    packed = region.packer("gs_slot").pack(7, 7, 1, 1, 1, used_bytes, *[0] * (region.MAX_DEVICES - 1))
+    at = shm_abi.offset("gs_usage", "slot")
+    packed = shm_abi.packer("gs_slot").pack(7, 7, 1, 1, 1, used_bytes, *[0] * (shm_abi.MAX_DEVICES - 1))
     data[at : at + len(packed)] = packed
     path.write_bytes(data)
 
 
-def limits(state: str, container_id: str = "c1") -> region.Limits:
+def limits(state: str, container_id: str = "c1") -> shm_abi.Limits:
     return storage.read_limits(f"{storage.container_dir(state, container_id)}/share/limits")
 
 
-def change(state: str, wish: resize.Wish, dry_run: bool = False, node: Any = HOST) -> livelimits.Changed:
+def change(
+    state: str, wish: limit_request.LimitRequest, dry_run: bool = False, node: Any = HOST
+) -> limit_update.Changed:
     def decide(lease: Lease, live: tuple[Lease, ...], seen: leases.View) -> tuple[Share, ...]:
-        return resize.shares(lease, wish, node, live, seen.blocked(node))
+        return limit_request.shares(lease, wish, node, live, seen.blocked(node))
 
-    return livelimits.change(state, "c1", decide, dry_run)
+    return limit_update.change(state, "c1", decide, dry_run)
 
 
 def reserve(state: str, memory_bytes: int, container_id: str = "c2") -> Lease:
@@ -91,5 +93,5 @@ def share(memory_bytes: Any, percent: Any = None, **more: Any) -> Share:
 
 
 def fd_of(path: Path, *shares: Share) -> int:
-    path.write_bytes(region.pack_limits(shares, 1))
+    path.write_bytes(shm_abi.pack_limits(shares, 1))
     return os.open(path, os.O_RDWR)

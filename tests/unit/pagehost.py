@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from gpushare.allocation import reservation
 from gpushare.core.model import Amount, Lease, Node, Request, Selection
-from gpushare.state import pages, region, storage
+from gpushare.state import activity_files, shm_abi, storage
 
 from tests.unit import pure
 
 GIB = 1 << 30
 NODE = pure.node(2)
 UUID = pure.UUIDS[0]
-INDEX_SIZE = region.packer("gs_peers").size
+INDEX_SIZE = shm_abi.packer("gs_peers").size
 
 
 @pytest.fixture
@@ -32,19 +32,19 @@ def reserve(state: str, name: str, memory_bytes: int = 1 << 26, count: int = 1, 
 
 def index(state: str, uuid: str = UUID) -> tuple[frozenset[int], int]:
     """(numbers, generation) as a container reads them: bit by bit."""
-    data = Path(pages.directory(state, uuid), "index").read_bytes()
-    fields = region.packer("gs_peers").unpack(data)
-    assert fields[:3] == (region.PEERS_MAGIC, region.ABI_VERSION, len(data))
+    data = Path(activity_files.directory(state, uuid), "index").read_bytes()
+    fields = shm_abi.packer("gs_peers").unpack(data)
+    assert fields[:3] == (shm_abi.PEERS_MAGIC, shm_abi.ABI_VERSION, len(data))
     used = int.from_bytes(b"".join(word.to_bytes(8, "little") for word in fields[4:6]), "little")
-    return frozenset(n for n in range(region.MAX_PEERS) if used >> n & 1), fields[3]
+    return frozenset(n for n in range(shm_abi.MAX_PEERS) if used >> n & 1), fields[3]
 
 
 def granted(state: str, number: int, uuid: str = UUID) -> int:
     """What a container reads that `number` may have."""
-    data = Path(pages.directory(state, uuid), "index").read_bytes()
-    at = region.offset("gs_peers", "granted") + 8 * number
+    data = Path(activity_files.directory(state, uuid), "index").read_bytes()
+    at = shm_abi.offset("gs_peers", "granted") + 8 * number
     return int.from_bytes(data[at : at + 8], "little")
 
 
 def files(state: str, uuid: str = UUID) -> set[str]:
-    return {path.name for path in Path(pages.directory(state, uuid)).iterdir()}
+    return {path.name for path in Path(activity_files.directory(state, uuid)).iterdir()}

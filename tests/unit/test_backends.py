@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from gpushare.allocation import backends, dmem, mps, placement, resize
-from gpushare.core import model, names
+from gpushare.allocation import backends, dmem, limit_request, mps, placement
+from gpushare.core import constants, model
 from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
 from gpushare.programs import why
 from gpushare.request import policy
-from gpushare.state import decision, leasefile
+from gpushare.state import audit_log, leasefile
 from gpushare.system import rootless
 
 from tests.unit.pure import device, lease
@@ -76,17 +76,17 @@ def other(compute_backend: str) -> model.Lease:
 
 
 def test_every_part_of_gpushare_knows_the_same_backends() -> None:
-    assert tuple(backends.BACKENDS) == names.BACKENDS
+    assert tuple(backends.BACKENDS) == constants.BACKENDS
     assert all(set(row.holds) <= set(backends.LIMITS) and row.holds for row in backends.BACKENDS.values())
     rows = (*backends.BACKENDS.values(), backends.BEYOND)
     assert all(row.enforced_by and row.bypassed_by and row.changes_live and row.tried for row in rows)
-    assert backends.BEYOND.name not in names.BACKENDS and backends.BEYOND.holds == (backends.VIRTUAL,)
+    assert backends.BEYOND.name not in constants.BACKENDS and backends.BEYOND.holds == (backends.VIRTUAL,)
 
 
 # What reads or writes a format that has the holders in it, and decides nothing
 FORMATS = {
-    ("region.py", "HOLDERS.get(share.memory_backend, 0)"),
-    ("leasefile.py", "{one.memory_backend, one.compute_backend} <= set(names.BACKENDS)"),
+    ("shm_abi.py", "HOLDERS.get(share.memory_backend, 0)"),
+    ("leasefile.py", "{one.memory_backend, one.compute_backend} <= set(constants.BACKENDS)"),
 }
 KNOWN = re.compile(r"""(?<![\w.])(['"])(shim|mps|dmem)\1|\b(SHIM|MPS|DMEM|mps\.NAME|\w+_backend)\b(?!\()""")
 LOOKUPS = ("get", "startswith", "endswith", "index", "count", "find", "__contains__")
@@ -371,14 +371,14 @@ def test_a_lease_keeps_the_holders_and_one_of_before_has_the_shim() -> None:
 
 
 def test_the_log_names_all_holders() -> None:
-    assert " backend=dmem+mps" in decision.facts(lease(given(asked("dmem,mps"), node())))
-    assert decision.facts(lease(given(asked(), node("shim")))).endswith(" backend=shim")
+    assert " backend=dmem+mps" in audit_log.facts(lease(given(asked("dmem,mps"), node())))
+    assert audit_log.facts(lease(given(asked(), node("shim")))).endswith(" backend=shim")
 
 
 def test_a_change_that_the_holder_cannot_hold_is_refused() -> None:
     one = lease(given(asked("mps"), node()))._replace(state="held")
     with pytest.raises(RequestError, match="mps holds a limit of device 0: its percentages are hard"):
-        resize.shares(one, resize.wish(mode="soft"), node(), (one,))
+        limit_request.shares(one, limit_request.parse(mode="soft"), node(), (one,))
     with pytest.raises(RequestError, match="no high priority"):
-        resize.shares(one, resize.wish(priority="high"), node(), (one,))
-    assert resize.shares(one, resize.wish(compute="20%"), node(), (one,))[0].compute_percent == 20
+        limit_request.shares(one, limit_request.parse(priority="high"), node(), (one,))
+    assert limit_request.shares(one, limit_request.parse(compute="20%"), node(), (one,))[0].compute_percent == 20

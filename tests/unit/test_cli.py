@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from gpushare.cli import facts, main, output
 from gpushare.config import node
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.model import Node
-from gpushare.state import region
+from gpushare.state import shm_abi
 
 from tests.unit import pure
 from tests.unit.clihost import GIB
@@ -44,7 +44,7 @@ def test_config_check(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pyte
         assert (code, text) == (78, "") and f"{bad}:2: memory_overcomit" in error
         assert cli("config", command, "/none.yaml")[0] == 78
         assert cli("config", command)[0] == 78  # nor is the one of --config
-    monkeypatch.setattr(names, "CONFIG_PATH", "/none.yaml")
+    monkeypatch.setattr(constants, "CONFIG_PATH", "/none.yaml")
     assert "defaults hold" in cli("config", "check")[1]
 
 
@@ -66,7 +66,7 @@ def test_config_show(tmp_path: Path, cli: Callable[..., Any], state: Path) -> No
 def test_version(cli: Callable[..., Any]) -> None:
     assert re.fullmatch(r"gpushare \S.*, ABI 1\n", cli("version")[1])
     assert cli("--version")[1].strip() == cli("version")[1].partition(",")[0]
-    assert json.loads(cli("version", "--format", "json")[1])["abi"] == region.ABI_VERSION
+    assert json.loads(cli("version", "--format", "json")[1])["abi"] == shm_abi.ABI_VERSION
 
 
 def test_help_is_whole_at_80_columns(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 from gpushare import doctor
-from gpushare.allocation import livelimits, mps, mpsdaemon
+from gpushare.allocation import limit_update, mps, mpsdaemon
 from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import main as cli_main
 from gpushare.cli import runtime
@@ -105,7 +105,7 @@ def world(
     for module in (cli_cdi, runtime):
         monkeypatch.setattr(module, "check_program", lambda path: path)
         monkeypatch.setattr(module, "foreign_owners", lambda paths: [])
-    monkeypatch.setattr(livelimits, "_refuse_unheld", lambda *_: None)  # this container has no mounts
+    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)  # this container has no mounts
     monkeypatch.setattr(mpsdaemon, "start", lambda *_: mpsdaemon.Started("started", mps.MpsState(pid=7)))
     more = {
         "top": ["--once"],

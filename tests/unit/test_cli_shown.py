@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from gpushare.cli import output
 from gpushare.core.errors import CapacityError
-from gpushare.state import leases, log, region, storage
+from gpushare.state import leases, log, shm_abi, storage
 from gpushare.system import rootless
 
 from tests.support.terminal import Terminal
@@ -56,13 +56,13 @@ def test_compute_of_a_lying_page_is_bounded_and_of_a_damaged_one_unknown(
 ) -> None:
     page = start("c1", pure.share(0, 0, GIB)._replace(compute_percent=30), created=time.time() - 50)
     data = bytearray(page.read_bytes())
-    at = region.offset("gs_usage", "bucket")
+    at = shm_abi.offset("gs_usage", "bucket")
     data[at : at + 128] = b"\xff" * 128
     page.write_bytes(data)
     (share,) = json.loads(cli("list", "--format", "json")[1])[0]["shares"]
     assert 0 <= share["compute_used_percent"] <= 100
     for key in ("compute_throttled_ns", "compute_busy_ns"):
-        assert 0 <= share[key] <= 51 * 10**9 * region.MAX_SLOTS, key
+        assert 0 <= share[key] <= 51 * 10**9 * shm_abi.MAX_SLOTS, key
     os.truncate(page, 0)
     (share,) = json.loads(cli("list", "--format", "json")[1])[0]["shares"]
     assert (share["compute_used_percent"], share["compute_throttled_ns"], share["compute_busy_ns"]) == (None,) * 3

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 from gpushare.config import config, keys
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.errors import ConfigError
 from gpushare.core.model import Config, Policy, SharingRule
 
@@ -34,7 +34,7 @@ def test_no_usual_file_is_the_defaults_and_a_named_one_must_be_there(
     path = str(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="none.yaml: no such file; "):
         config.load_config(path)
-    monkeypatch.setattr(names, "CONFIG_PATH", path)
+    monkeypatch.setattr(constants, "CONFIG_PATH", path)
     assert config.load_config(path) == Config()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.errors import PolicyError, RequestError
 from gpushare.request import policy, request
 
@@ -27,7 +27,7 @@ ADMIN = {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}
 def test_no_annotation_of_a_cri_is_left_without_one() -> None:
     one = bundle(annotations={**POD, **CRIO_SANDBOX, "other": "x"}, cri=False)
     assert (one.container_type, one.container_name, one.annotations) == ("", "", {"other": "x"})
-    assert POD.keys() <= names.CRI_ANNOTATIONS
+    assert POD.keys() <= constants.CRI_ANNOTATIONS
 
 
 @pytest.mark.parametrize("claims", [POD, SANDBOX, CRIO_SANDBOX], ids=lambda claims: next(iter(claims.values())))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import pytest
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.errors import DeviceError, GpushareError, RequestError
 from gpushare.core.model import Amount, Inventory, Request, Selection
 from gpushare.request import dialects
-from gpushare.request.dialects import injected, nvidia, own
+from gpushare.request.dialects import cdi_devices, gpushare_env, nvidia
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ def read_nvidia(*env: tuple[str, str], spec: Any = None) -> Optional[Request]:
 
 
 def read_own(*env: tuple[str, str], annotations: Any = None, inventory: Inventory = HOST) -> Optional[Request]:
-    return own.read(env, annotations or {}, {}, inventory)
+    return gpushare_env.read(env, annotations or {}, {}, inventory)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_conflicts() -> None:
         ("all", Selection("all")),
         ("1", Selection("list", names=("1",))),
         ("none", Selection("none")),
-        ("void", own.VOID),
-        ("", own.UNNAMED),
+        ("void", gpushare_env.VOID),
+        ("", gpushare_env.UNNAMED),
     ],
 )
 def test_own_devices(value: str, selection: Selection) -> None:
@@ -220,16 +220,16 @@ def test_own_words() -> None:
     assert found.compute == ((None, 30),)
     assert (found.compute_mode, found.priority, found.backend, found.oversubscribe) == ("soft", 1, "shim", False)
     assert found.capabilities == ("utility",)
-    assert found.selection == own.UNNAMED
+    assert found.selection == gpushare_env.UNNAMED
 
 
-@pytest.mark.parametrize("variable", list(own.ROWS))
+@pytest.mark.parametrize("variable", list(gpushare_env.ROWS))
 def test_every_bad_word_is_quoted(variable: str) -> None:
     with pytest.raises(RequestError, match=f'^{variable}="banana": '):
         read_own((variable, "banana"))
 
 
-@pytest.mark.parametrize("variable", [name for name in own.ROWS if name != names.ENV_DEVICES])
+@pytest.mark.parametrize("variable", [name for name in gpushare_env.ROWS if name != constants.ENV_DEVICES])
 def test_empty_is_no_word(variable: str) -> None:
     """`GPUSHARE_MEMORY=` from an unset shell variable must not mean no limit."""
     with pytest.raises(RequestError, match=f'^{variable}="": '):
@@ -269,14 +269,14 @@ def test_annotation_outside_a_pod() -> None:
     assert found and found.sources == (("gpushare.io/memory", "4Gi"),)
 
 
-@pytest.mark.parametrize("variable", list(own.ROWS))
+@pytest.mark.parametrize("variable", list(gpushare_env.ROWS))
 def test_every_annotation_means_what_the_variable_means(variable: str) -> None:
     """The same value, by either way, gives the same request."""
     value = {"devices": "1", "memory": "4Gi", "compute": "30%", "compute_mode": "soft", "priority": "high"}.get(
-        variable[len("GPUSHARE_") :].lower(), "shim" if variable == names.ENV_BACKEND else "1"
+        variable[len("GPUSHARE_") :].lower(), "shim" if variable == constants.ENV_BACKEND else "1"
     )
     by_env = read_own((variable, value))
-    by_annotation = read_own(annotations={names.ANNOTATIONS[variable]: value})
+    by_annotation = read_own(annotations={constants.ANNOTATIONS[variable]: value})
     assert by_env and by_annotation
     assert by_env._replace(sources=()) == by_annotation._replace(sources=())
 
@@ -342,16 +342,16 @@ def test_any_device_text_is_read_or_refused(text: str) -> None:
             assert tokens == ["none"]
 
 
-@given(st.dictionaries(st.sampled_from(list(own.ROWS)), texts, min_size=1))
+@given(st.dictionaries(st.sampled_from(list(gpushare_env.ROWS)), texts, min_size=1))
 def test_any_own_words_are_read_or_refused(env: dict[str, str]) -> None:
     """And a memory limit that was asked for is in the request."""
     try:
-        found = own.read(tuple(env.items()), {}, {}, HOST)
+        found = gpushare_env.read(tuple(env.items()), {}, {}, HOST)
     except (RequestError, DeviceError):
         return
     assert found is not None
-    assert bool(found.memory) == (names.ENV_MEMORY in env)
-    assert bool(found.compute) == (names.ENV_COMPUTE in env)
+    assert bool(found.memory) == (constants.ENV_MEMORY in env)
+    assert bool(found.compute) == (constants.ENV_COMPUTE in env)
 
 
 def test_injected_device_of_another_name_is_still_that_device() -> None:
@@ -361,7 +361,7 @@ def test_injected_device_of_another_name_is_still_that_device() -> None:
         {"path": "/dev/b", "type": "b", "major": 195, "minor": 0},
     ]
     control = [{"path": "/dev/ctl", "type": "c", "major": 195, "minor": minor} for minor in (254, 255)]
-    assert injected.minors({"linux": {"devices": [*devices, *control]}}) == (1,)
+    assert cdi_devices.minors({"linux": {"devices": [*devices, *control]}}) == (1,)
 
 
 @pytest.mark.parametrize(
@@ -369,9 +369,9 @@ def test_injected_device_of_another_name_is_still_that_device() -> None:
 )
 def test_injected_device_in_any_spelling_is_seen_and_taken_out(path: str) -> None:
     node, mount = {"path": path, "type": "c", "major": 1, "minor": 3}, {"destination": path, "source": "/d/nvidia1"}
-    assert injected.minors({"linux": {"devices": [node]}}) == (1,) == injected.minors({"mounts": [mount]})
+    assert cdi_devices.minors({"linux": {"devices": [node]}}) == (1,) == cdi_devices.minors({"mounts": [mount]})
     for source in ("/var/lib/volumes/0a1b/_data", "tmpfs", "", None, 1):  # VOLUME of an image
-        assert injected.minors({"mounts": [{**mount, "source": source}]}) == ()
+        assert cdi_devices.minors({"mounts": [{**mount, "source": source}]}) == ()
     assert nvidia.is_device(node) and nvidia.is_node_mount(mount)
     assert nvidia.is_driver_mount({"destination": "/usr/lib/libcuda.so.1/"})
 
@@ -381,4 +381,4 @@ def test_a_rule_for_all_devices_alone_is_not_privileged(capabilities: list[str],
     """Else `--device-cgroup-rule 'a *:* rwm' --device /dev/nvidia0` would be a GPU that nobody has a lease on."""
     devices = [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]
     linux = {"devices": devices, "resources": {"devices": [{"allow": True, "access": "rwm"}]}}
-    assert injected.minors({"linux": linux, "process": {"capabilities": {"bounding": capabilities}}}) == found
+    assert cdi_devices.minors({"linux": linux, "process": {"capabilities": {"bounding": capabilities}}}) == found

@@ -18,8 +18,8 @@ from gpushare.gpu import nvmllimits
 from gpushare.inject import plan, specedit
 from gpushare.inject.spectree import SpecTree
 from gpushare.request import oci
-from gpushare.state import region
-from gpushare.system import linux
+from gpushare.state import shm_abi
+from gpushare.system import syscalls
 
 from tests.unit.pure import bundle, device, files, image, lease
 
@@ -179,7 +179,7 @@ def test_a_change_that_the_kernel_refuses_changes_nothing(
         backends.change(both, tuple(share._replace(memory_limit_bytes=GIB) for share in both), str(tmp_path))
     assert says(tree)[0].split()[1] == str(4 * GIB), "the first device has its limit again"
     failing[f"other {GIB}".encode()] = errno.EINVAL
-    with pytest.raises(linux.SyscallError, match="Invalid argument"):
+    with pytest.raises(syscalls.SyscallError, match="Invalid argument"):
         backends.change(both, tuple(share._replace(memory_limit_bytes=GIB) for share in both), str(tmp_path))
 
 
@@ -277,17 +277,17 @@ def test_the_plan_has_the_limit_before_any_device(tree: Path, tmp_path: Path) ->
 
 
 def edited(tmp_path: Path, spec: dict[str, Any], *ops: KernelLimit) -> tuple[dict[str, Any], Any]:
-    from gpushare.inject import applied
+    from gpushare.inject import spec_record
 
     (tmp_path / "rootfs").mkdir(exist_ok=True)
     editor = specedit.Editor(spec, leased=True)
     one = oci.bundle_of(oci.State("c", 0, "", str(tmp_path), {}), {**editor.spec, "root": {"path": "rootfs"}})
     with SpecTree(one) as rootfs:
         made = editor.put_in(Plan("c", ops), rootfs, ("/opt/gpushare-hook",), "")
-    record = applied.record_of(made)
-    assert record is not None and applied.remaining(record) == ops
-    assert applied.stripped(made) == spec
-    return made, applied
+    record = spec_record.record_of(made)
+    assert record is not None and spec_record.remaining(record) == ops
+    assert spec_record.stripped(made) == spec
+    return made, spec_record
 
 
 REAL = KernelLimit("GPU-1", REGION, GIB, "/run/gpushare/containers/c/dmem")
@@ -326,9 +326,9 @@ def test_a_simulated_tree_is_not_the_runtime_s(tmp_path: Path) -> None:
 def test_the_limits_file_says_who_holds_the_limit() -> None:
     """So that a lost state directory does not lose it."""
     share = model.Share(0, GPU, 4 * GIB, memory_backend="dmem")
-    (limit,) = region.read_limits(region.pack_limits((share,), 1)).devices
-    assert limit.flags & region.DEVICE_MEMORY_DMEM and limit.memory_limit_bytes == 4 * GIB
-    (limit,) = region.read_limits(region.pack_limits((share._replace(memory_backend="shim"),), 1)).devices
+    (limit,) = shm_abi.read_limits(shm_abi.pack_limits((share,), 1)).devices
+    assert limit.flags & shm_abi.DEVICE_MEMORY_DMEM and limit.memory_limit_bytes == 4 * GIB
+    (limit,) = shm_abi.read_limits(shm_abi.pack_limits((share._replace(memory_backend="shim"),), 1)).devices
     assert not limit.flags
 
 

@@ -10,7 +10,7 @@ from gpushare.config import keys
 from gpushare.core import errors
 from gpushare.gpu import drivertable
 from gpushare.request import constraints, dialects
-from gpushare.request.dialects import conditions, driverwords
+from gpushare.request.dialects import conditions, nvidia_driver_env
 
 from tests.support.host import TREE
 from tools import backend_docs, config_docs, dialect_docs, error_docs, error_texts, metrics_docs
@@ -127,6 +127,6 @@ def test_placement_words_are_described() -> None:
 
 def test_capabilities_features_and_constraints_are_described() -> None:
     text = (TREE / "docs" / "driver.md").read_text()
-    words = [*dialects.CAPABILITIES, *constraints.PROPERTIES, *driverwords.MIG_RIGHTS, driverwords.ENV_IMEX]
+    words = [*dialects.CAPABILITIES, *constraints.PROPERTIES, *nvidia_driver_env.MIG_RIGHTS, nvidia_driver_env.ENV_IMEX]
     words += [feature.variable for feature in drivertable.FEATURES.values()]
     assert [word for word in words if f"`{word}`" not in text] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpushare.config import lowlevel
+from gpushare.config import oci_runtime
 from gpushare.doctor import FAIL, OK, WARN, Machine, Result, engines
 from gpushare.engines import configure
 from gpushare.engines.configure import ENGINES
@@ -54,7 +54,7 @@ def test_runtime(machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ask("runtime", chosen).result == FAIL
     good.chmod(0o644)
     assert "is not a program" in ask("runtime", chosen).detail
-    monkeypatch.setattr(lowlevel, "_DIRECTORIES", (str(root),))
+    monkeypatch.setattr(oci_runtime, "_DIRECTORIES", (str(root),))
     assert "no runc or crun" in ask("runtime", machine).detail
 
 

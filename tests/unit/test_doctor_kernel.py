@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result, kernel
-from gpushare.system import bpf, linux, mountns, rootless
+from gpushare.system import bpf, mountns, rootless, syscalls
 
 from tests.unit.doctorhost import ask, machine, root
 
@@ -28,7 +28,7 @@ def test_rights(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def failing(number: int) -> Callable[..., Any]:
     def call(*_: Any, **__: Any) -> Any:
-        raise linux.SyscallError("call", "/", number)
+        raise syscalls.SyscallError("call", "/", number)
 
     return call
 
@@ -43,10 +43,10 @@ def test_kernel_of_this_machine_has_everything(machine: Machine) -> None:
     "call", ["open_tree", "detached_tmpfs", "pidfd_open", "openat2", "mount_setattr", "move_mount"]
 )
 def test_kernel_without_a_call(machine: Machine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    monkeypatch.setattr(linux, call, failing(errno.ENOSYS))
+    monkeypatch.setattr(syscalls, call, failing(errno.ENOSYS))
     result = ask("kernel", machine)
     assert result.result == FAIL and "lacks" in result.detail and "5.12" in result.hint
-    monkeypatch.setattr(linux, call, failing(errno.EPERM))
+    monkeypatch.setattr(syscalls, call, failing(errno.EPERM))
     result = ask("kernel", machine)
     assert result.result == FAIL and "not permitted" in result.detail
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

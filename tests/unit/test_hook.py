@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.errors import CapacityError, RequestError
 from gpushare.programs import deadline, hook
 from gpushare.request import request
@@ -70,7 +70,7 @@ def call(state: bytes, *argv: str) -> int:
 
 
 def test_options_and_their_defaults() -> None:
-    assert hook.parse(["prestart"]) == ("prestart", names.CONFIG_PATH, names.STATE_DIR, False, "")
+    assert hook.parse(["prestart"]) == ("prestart", constants.CONFIG_PATH, constants.STATE_DIR, False, "")
     both = ["--config", "/c.yaml", "--state=/s/", "createRuntime"]
     assert hook.parse(both) == ("createRuntime", "/c.yaml", "/s", False, "")
     for at in range(4):
@@ -136,8 +136,8 @@ def test_idle_container_loads_next_to_nothing(bundle: Callable[..., bytes]) -> N
 def test_start_path_is_the_standard_library_and_little_of_it() -> None:
     """All modules of the start, with those that they load late."""
     late = (
-        "allocation.placement config.node gpu.driverfiles inject.apply inject.cachefile inject.plan inject.procmask "
-        "inject.rootfs state.leases state.storage system.bpf system.cgroup system.procs"
+        "allocation.placement config.node gpu.driverfiles inject.apply inject.cachefile inject.plan "
+        "inject.proc_nvidia_mask inject.rootfs state.leases state.storage system.bpf system.cgroup system.procs"
     ).split()
     loaded = modules_after("\n".join(f"import gpushare.{one}" for one in late))
     assert not loaded & EXPENSIVE

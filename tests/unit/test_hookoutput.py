@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.request import hookoutput, oci
 from gpushare.state import log
 
-STDOUT, STDERR = names.HOOK_OUTPUT_ANNOTATIONS
+STDOUT, STDERR = constants.HOOK_OUTPUT_ANNOTATIONS
 HOOK = str(Path(oci.__file__).resolve().parents[2])
 REFUSED = {"process": {"env": [["$(touch made)"]]}, "root": {"path": "rootfs"}}
 FILE = "/etc/profile.d/z.sh"
@@ -67,7 +67,7 @@ def state_of(bundle: Path, annotations: Any) -> bytes:
 
 
 @pytest.mark.parametrize("where", ["state", "config.json"])
-@pytest.mark.parametrize("key", names.HOOK_OUTPUT_ANNOTATIONS)
+@pytest.mark.parametrize("key", constants.HOOK_OUTPUT_ANNOTATIONS)
 def test_hook_prints_nothing_into_a_file_of_an_image(tmp_path: Path, where: str, key: str) -> None:
     in_config = {"annotations": {key: FILE}} if where == "config.json" else {}
     (tmp_path / "config.json").write_text(json.dumps({**REFUSED, **in_config}))

@@ -11,7 +11,7 @@ from gpushare.core.errors import KernelError
 from gpushare.core.ops import Cover, DeviceNode, Link, Mount, Op, Plan
 from gpushare.inject import apply
 from gpushare.programs import hostroot
-from gpushare.system import bpf, linux
+from gpushare.system import bpf, syscalls
 
 from tests.integration import ns_util
 
@@ -73,7 +73,7 @@ def _in_own_namespace(scratch: Path, ops: tuple[Op, ...], look: Any) -> Any:
     """What `look` finds after `ops` were put, in a child."""
 
     def body() -> Any:
-        linux.unshare(linux.CLONE_NEWNS, "test")
+        syscalls.unshare(syscalls.CLONE_NEWNS, "test")
         plan = Plan("c", ops, ())
         kept: list[int] = []
         trees = apply.copies(plan, kept)
@@ -116,10 +116,10 @@ def test_a_layer_shows_what_is_below_and_keeps_mounts(lib: Path) -> None:
         return texts
 
     def with_mount() -> Any:
-        linux.unshare(linux.CLONE_NEWNS, "test")
-        linux.mount_setattr(os.open("/", os.O_PATH), 0, linux.MS_PRIVATE, "/", recursive=True)
-        tree = linux.detached_tmpfs({}, 0, "inner")
-        linux.move_mount(tree, os.open(inner, os.O_PATH), "inner")
+        syscalls.unshare(syscalls.CLONE_NEWNS, "test")
+        syscalls.mount_setattr(os.open("/", os.O_PATH), 0, syscalls.MS_PRIVATE, "/", recursive=True)
+        tree = syscalls.detached_tmpfs({}, 0, "inner")
+        syscalls.move_mount(tree, os.open(inner, os.O_PATH), "inner")
         (inner / "mounted").write_text("inner")
         return [_in_own_namespace(lib.parent / "scratch", ops, look), sorted(os.listdir(inner))]
 
@@ -135,7 +135,7 @@ def test_nothing_is_made_outside_of_a_layer(lib: Path) -> None:
     before = ns_util.snapshot(lib)
 
     def body() -> Any:
-        linux.unshare(linux.CLONE_NEWNS, "test")
+        syscalls.unshare(syscalls.CLONE_NEWNS, "test")
         root = hostroot.HostRoot(str(lib.parent / "scratch"))
         errors = []
         for attempt in (
@@ -156,9 +156,9 @@ def test_nothing_is_made_outside_of_a_layer(lib: Path) -> None:
 
 def test_a_layer_that_the_kernel_refuses_is_one_clear_line(lib: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(lower: str, upper: str, work: str) -> int:
-        raise linux.SyscallError("fsconfig", lower, 22)
+        raise syscalls.SyscallError("fsconfig", lower, 22)
 
-    monkeypatch.setattr(linux, "detached_overlay", refused)
+    monkeypatch.setattr(syscalls, "detached_overlay", refused)
     with pytest.raises(AssertionError, match=rf"no private layer can be put over \"{lib}\": Invalid argument"):
         _in_own_namespace(lib.parent / "scratch", (mount(lib.parent / "shim", lib / "new"),), lambda: 0)
 

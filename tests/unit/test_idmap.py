@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gpushare.core.ops import Mount
 from gpushare.state import storage
-from gpushare.system import idmap, linux, mountns
+from gpushare.system import idmap, mountns, syscalls
 
 from tests.unit.test_doctor_kernel import overlay
 
@@ -53,9 +53,9 @@ def test_share_is_shown_by_one_mount_for_all_and_root_owns_nothing_in_it(state: 
         assert subprocess.run([*command, path], capture_output=True, text=True).stdout == answer
     with pytest.raises(OSError):
         os.chmod(limits, 0o644)
-    tree = linux.open_tree(str(shown))
+    tree = syscalls.open_tree(str(shown))
     try:  # as CAP_SYS_ADMIN makes it writable
-        linux.mount_setattr(tree, 0, linux.MS_PRIVATE, "", clear=linux.ATTRIBUTES["ro"])
+        syscalls.mount_setattr(tree, 0, syscalls.MS_PRIVATE, "", clear=syscalls.ATTRIBUTES["ro"])
         with pytest.raises(PermissionError):
             os.open("limits", os.O_RDWR, dir_fd=tree)
     finally:
@@ -114,7 +114,7 @@ def test_file_system_that_refuses_is_asked_once(state: str, tmp_path: Path, monk
         library.chmod(0o644)
         op = Mount(str(library), "/usr/lib/libcuda.so.1", "file", FLAGS, "")
         assert idmap.shown(idmap.Hider(state))(op) == op.source
-        monkeypatch.setattr(linux, "open_tree", None)
+        monkeypatch.setattr(syscalls, "open_tree", None)
         assert idmap.shown(idmap.Hider(state))(op) == op.source
         assert any(name.startswith("refused-") for name in os.listdir(f"{state}/idmap"))
     finally:
@@ -134,9 +134,9 @@ def test_directory_that_replaces_another_is_shown_anew(state: str, tmp_path: Pat
 
 def test_host_without_user_namespaces_shows_files_as_they_are(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unshare(kinds: int, what: str) -> None:
-        raise linux.SyscallError("unshare", what, 28)
+        raise syscalls.SyscallError("unshare", what, 28)
 
-    monkeypatch.setattr(linux, "unshare", unshare)
+    monkeypatch.setattr(syscalls, "unshare", unshare)
     op = share(state)
     assert idmap.shown(idmap.Hider(state))(op) == op.source
     monkeypatch.setattr(os, "fork", None)  # nor is it tried again

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpushare.core import installed, names
+from gpushare.core import constants, installed
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ from gpushare.core import installed, names
 )
 def test_shim_dir(program: str, beside: str, shim: str | None, tmp_path: Path) -> None:
     (tmp_path / beside).mkdir(parents=True)
-    expected = names.SHIM_DIR if shim is None else str(tmp_path / shim)
+    expected = constants.SHIM_DIR if shim is None else str(tmp_path / shim)
     assert installed.shim_dir(str(tmp_path / program)) == expected

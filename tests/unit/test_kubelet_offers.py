@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
 from gpushare.core.model import Node, SharingRule
 from gpushare.integrations.kubelet import offers
@@ -60,7 +60,7 @@ def test_ids_are_a_devices_own() -> None:
     assert len(set(ids)) == 2 * 16384 and max(map(len, ids)) <= 63
     for one in found:
         env = offers.allocate(MEMORY, found, {device.uuid for device in twins}, list(one.ids())[:7])
-        assert env == {names.ENV_ALLOCATED_MEMORY: f"{one.device.uuid}=7Mi"}
+        assert env == {constants.ENV_ALLOCATED_MEMORY: f"{one.device.uuid}=7Mi"}
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_preferred(kind: str, placement: str, available: Any, must: Any, size: i
 
 # What a container says besides
 
-GIVEN = f"{names.ENV_ALLOCATED_MEMORY}={SECOND}=4096Mi"
-SHARE = f"{names.ENV_ALLOCATED_GPU}={FIRST}"
+GIVEN = f"{constants.ENV_ALLOCATED_MEMORY}={SECOND}=4096Mi"
+SHARE = f"{constants.ENV_ALLOCATED_GPU}={FIRST}"
 
 
 def asked(*env: str, annotations: Any = None, **policy: Any) -> Any:
@@ -195,7 +195,7 @@ def test_more_said_by_the_pod() -> None:
         ((f"GPUSHARE_CDI_A={FIRST}",), None, "GPUSHARE_CDI_A=.* contradict"),
         ((), {"gpushare.io/memory": "8Gi"}, "gpushare.io/memory=.* contradict"),
         ((GIVEN + "0",), None, "given twice"),
-        ((f"{names.ENV_ALLOCATED_GPU}={FIRST}",), None, "one of these resources"),
+        ((f"{constants.ENV_ALLOCATED_GPU}={FIRST}",), None, "one of these resources"),
     ],
 )
 def test_what_the_pod_may_not_say(env: tuple[str, ...], annotations: Any, match: str) -> None:
@@ -223,7 +223,7 @@ def test_an_equal_share_is_no_other_amount(memory: str) -> None:
 def test_an_equal_share_is_no_other_amount_in_words_of_others(words: tuple[str, ...]) -> None:
     found = asked(SHARE, *words)
     assert (found.selection.names, found.memory, found.scalings) == ((FIRST,), (), ())
-    assert any(words[0].partition("=")[0] in line and names.ENV_ALLOCATED_GPU in line for line in found.ignored)
+    assert any(words[0].partition("=")[0] in line and constants.ENV_ALLOCATED_GPU in line for line in found.ignored)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_an_equal_share_is_no_other_amount_in_words_of_others(words: tuple[str, 
 )
 def test_values_that_no_plugin_wrote(value: str) -> None:
     with pytest.raises(RequestError):
-        asked(f"{names.ENV_ALLOCATED_MEMORY}={value}")
+        asked(f"{constants.ENV_ALLOCATED_MEMORY}={value}")
 
 
 def test_policy_holds() -> None:

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import yaml
 from celpy import celtypes
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.engines.base import RUNTIME
 from gpushare.integrations import labels
 from gpushare.integrations.kubelet import offers
@@ -309,7 +309,9 @@ def test_examples_are_let_in_and_mean_what_they_say(policy: Policy, name: str) -
     assert policy.refusals(example) == []
     first = example["spec"]["containers"][0]
     text = json.dumps(example)
-    assert f'"{names.ENV_MEMORY}"' in text or f"{first['name']}.{names.ANNOTATIONS[names.ENV_MEMORY]}" in text
+    assert (
+        f'"{constants.ENV_MEMORY}"' in text or f"{first['name']}.{constants.ANNOTATIONS[constants.ENV_MEMORY]}" in text
+    )
 
 
 def test_readme_names_every_manifest() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.config import lowlevel
+from gpushare.config import oci_runtime
 from gpushare.core.errors import GpushareError
 from gpushare.core.model import Config, Policy
 from gpushare.programs import commandline
 from gpushare.request import oci, request
-from gpushare.request.dialects import injected
+from gpushare.request.dialects import cdi_devices
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +37,7 @@ def asks(text: bytes, cri: bool = False) -> bool:
     try:
         spec = json.loads(text.decode())
         bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec, cri)
-        return request.mentions(bundle) or injected.rules_reach(spec)
+        return request.mentions(bundle) or cdi_devices.rules_reach(spec)
     except (ValueError, GpushareError, AttributeError):
         return False  # the low-level runtime refuses it too
 
@@ -347,12 +347,12 @@ def test_stale_or_foreign_knowledge_is_not_used(installed: Installed, tmp_path: 
         return installed.run("gpushare-runtime", *words)[0]
 
     assert ran() == PYTHON_RAN
-    lowlevel.remember(str(config), str(state), Config(runtime=str(installed.directory / "low-level")))
+    oci_runtime.remember(str(config), str(state), Config(runtime=str(installed.directory / "low-level")))
     assert ran() == LOW_LEVEL_RAN
-    file = state / lowlevel.FILE
+    file = state / oci_runtime.FILE
     good = file.read_text()
     for bad in (
-        good.replace(f"version {lowlevel.VERSION}", "version 1"),
+        good.replace(f"version {oci_runtime.VERSION}", "version 1"),
         good[:-12],
         "",
         good * 200,
@@ -379,7 +379,7 @@ def test_known_runtime_runs_for_every_command_of_a_container_without_gpu(install
     bundle.mkdir()
     (bundle / "config.json").write_bytes(PLAIN)
     config = Config(runtime=str(installed.directory / "low-level"), policy=Policy(privileged_containers=()))
-    lowlevel.remember("/none.yaml", str(state), config)
+    oci_runtime.remember("/none.yaml", str(state), config)
     own = ("--gpushare-config=/none.yaml", f"--gpushare-state={state}")
     starts = (["create", "c"], ["--log", "/l", "run", "c"], ["restore", "c"])
     for words in (*starts, ["state", "c"], ["start", "c"], ["kill", "c", "9"], ["delete", "c"], ["exec", "c", "ls"]):

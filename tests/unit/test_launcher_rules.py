@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpushare.engines import basespec
-from gpushare.request.dialects import injected
+from gpushare.request.dialects import cdi_devices
 
 from tests.support.launcher import LOW_LEVEL_RAN, PYTHON_RAN, Installed, install
 
@@ -67,7 +67,7 @@ ODD_RULES = (
 def test_rule_that_could_reach_a_gpu_starts_python(installed: Installed, rule: bytes) -> None:
     for text in (with_rules(rule), with_rules(DEFAULT_RULES[0], rule, DEFAULT_RULES[1])):
         assert create(installed, text) == (LOW_LEVEL_RAN if rule in DEFAULT_RULES else PYTHON_RAN)
-        assert injected.rules_reach(json.loads(text)) == (rule in REACHING_RULES)
+        assert cdi_devices.rules_reach(json.loads(text)) == (rule in REACHING_RULES)
 
 
 def test_default_rules_do_not_start_python(installed: Installed, tmp_path: Path) -> None:

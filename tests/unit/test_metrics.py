@@ -14,7 +14,7 @@ import yaml
 from gpushare.cli import metrics
 from gpushare.cli.export import Watched
 from gpushare.cli.options import Paths
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.errors import GpushareError
 from gpushare.state import leases
 from prometheus_client.openmetrics.exposition import generate_latest
@@ -140,7 +140,7 @@ def test_figures_are_those_of_list(state: Path, start: Callable[..., Path], froz
 
 
 def test_names_of_kubernetes_and_of_nobody(state: Path, start: Callable[..., Path], tmp_path: Path) -> None:
-    keys = (names.CONTAINER_NAME_ANNOTATIONS, names.POD_NAME_ANNOTATIONS, names.POD_NAMESPACE_ANNOTATIONS)
+    keys = (constants.CONTAINER_NAME_ANNOTATIONS, constants.POD_NAME_ANNOTATIONS, constants.POD_NAMESPACE_ANNOTATIONS)
     for engine in (0, 1):
         name = f"k{engine}"
         start(name, pure.share(0, 0, GIB))

@@ -20,7 +20,7 @@ from gpushare.cli.mps import mps_group
 from gpushare.core import model
 from gpushare.core.errors import CapacityError, DeviceError, KernelError
 from gpushare.request import oci
-from gpushare.state import leases, rebuild, region
+from gpushare.state import leases, rebuild, shm_abi
 from gpushare.system import procs, servicenotify
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,7 +142,7 @@ def test_ops_and_limits_of_a_container(tmp_path: Path) -> None:
     assert ready(tmp_path, shm="host").shm == "host" and mps.ops((share,), config) == (pipe,)
     grant = backends.in_limits((share,), str(tmp_path), 5)
     assert grant == mps.Grant(1, found.token, 5)
-    limits = region.read_limits(region.pack_limits((share,), 1, mps=grant))
+    limits = shm_abi.read_limits(shm_abi.pack_limits((share,), 1, mps=grant))
     assert (limits.mps_device, limits.mps_token, limits.devices[0].compute_percent) == (1, found.token, 30)
     assert rebuild._share(0, limits.devices[0], DEVICE, limits.mps_device).compute_backend == "mps"
     assert rebuild._share(1, limits.devices[0], DEVICE, limits.mps_device).compute_backend == "shim"

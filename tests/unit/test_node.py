@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from gpushare.config import node
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.errors import ConfigError, DeviceError
 from gpushare.core.model import Node
 
@@ -143,12 +143,12 @@ def test_an_upgrade_takes_effect(host: Host, monkeypatch: pytest.MonkeyPatch) ->
     """The newer programs are in a directory of their own, with their shim; the configuration file is as it was."""
     host.load()
     assert host.fresh() is not None
-    monkeypatch.setattr(names, "SHIM_DIR", "/opt/next/shim")
+    monkeypatch.setattr(constants, "SHIM_DIR", "/opt/next/shim")
     assert host.fresh() is None
 
 
 def test_a_configuration_that_appears_takes_effect(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "CONFIG_PATH", str(host.config))
+    monkeypatch.setattr(constants, "CONFIG_PATH", str(host.config))
     text = host.config.read_text()
     host.load()
     host.config.unlink()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.errors import RequestError
 from gpushare.request import oci, speckeys
 from hypothesis import given
@@ -163,7 +163,7 @@ def test_sandbox(key: str) -> None:
 
 
 @pytest.mark.parametrize("real, forged", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("keys", names.CRI_ANNOTATION_PAIRS, ids=lambda keys: keys[0].rpartition("/")[2])
+@pytest.mark.parametrize("keys", constants.CRI_ANNOTATION_PAIRS, ids=lambda keys: keys[0].rpartition("/")[2])
 def test_pods_annotation_in_another_engines_words_is_refused(keys: tuple[str, str], real: int, forged: int) -> None:
     """Else a pod's owner hides which container a limit is for, is left alone with all devices that a plugin gave it,
     or passes for a container of an entry, or for one of another pod."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import pytest
-from gpushare.allocation import fitting, oversubscribing, placement
+from gpushare.allocation import admission, oversubscribing, placement
 from gpushare.core.errors import CapacityError, GpushareError, PolicyError, RequestError
 from gpushare.core.model import Amount, Lease, Node, Share, SharingRule
 from gpushare.gpu import inventory
@@ -132,11 +132,13 @@ def test_a_device_of_which_turns_keep_everything_grants_nothing(memory: str) -> 
 def test_the_whole_outlives_a_change_and_a_file() -> None:
     one = share(0, 0, 4 * GI)._replace(virtual_bytes=8 * GI)
     for size in (GI, 8 * GI):
-        changed = fitting.regrant(one, fitting.Wanted(Amount(size, None, "x"), None), False, host_of(), Ledger({}))
+        changed = admission.regrant(
+            one, admission.SlotRequest(Amount(size, None, "x"), None), False, host_of(), Ledger({})
+        )
         assert (changed.memory_limit_bytes, changed.virtual_bytes) == (size, 8 * GI)
     for memory in (Amount(9 * GI, None, "9Gi"), None):
         with pytest.raises(RequestError, match="8 GiB on device and host together; ask for at most 8 GiB"):
-            fitting.regrant(one, fitting.Wanted(memory, None), False, host_of(), Ledger({}))
+            admission.regrant(one, admission.SlotRequest(memory, None), False, host_of(), Ledger({}))
     kept = lease(one)
     assert leasefile.from_json(leasefile.to_json(kept), kept.id) == kept
 

@@ -16,7 +16,7 @@ import yaml
 from gpushare.cli import export, k8s_plugin
 from gpushare.cli.main import COMMANDS
 from gpushare.config import config, profiles
-from gpushare.core import names
+from gpushare.core import constants
 
 from tests.support.host import TREE, version
 
@@ -98,7 +98,7 @@ def test_the_plugin_has_no_rights() -> None:
     assert pod["automountServiceAccountToken"] is False
     assert {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]} == {
         k8s_plugin.FOLDER: False,
-        names.STATE_DIR: True,
+        constants.STATE_DIR: True,
     }
     for mount, volume in zip(container["volumeMounts"], pod["volumes"]):
         assert (mount["name"], mount["mountPath"]) == (volume["name"], volume["hostPath"]["path"])

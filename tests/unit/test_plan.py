@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.core import names
+from gpushare.core import constants
 from gpushare.core.errors import RequestError
 from gpushare.core.model import Share
 from gpushare.core.ops import (
@@ -24,7 +24,7 @@ from gpushare.core.ops import (
 from gpushare.inject import plan
 from gpushare.programs import explain
 from gpushare.request import request
-from gpushare.state import region, storage
+from gpushare.state import shm_abi, storage
 
 from tests.unit.pure import UUIDS, VERSION, bundle, files, image, lease, node, share
 
@@ -62,15 +62,15 @@ def test_private_directory() -> None:
     made = make()
     state = "/run/gpushare/containers/c1"
     assert made.ops[0] == WriteLimits(LIMITED, f"{state}/share/limits")
-    assert made.ops[1] == TenantTmpfs(f"{state}/rw", region.USAGE_SIZE, 2)
+    assert made.ops[1] == TenantTmpfs(f"{state}/rw", shm_abi.USAGE_SIZE, 2)
     first = [op for op in made.ops if isinstance(op, Mount)][:6]
     assert [(op.source, op.target) for op in first] == [
-        (f"{state}/share", names.PRIVATE_DIR),
-        (f"{state}/rw", names.RW_DIR),
-        (f"/run/gpushare/devices/{UUID}/5", f"{names.PAGES_DIR}/{UUID}"),
-        (f"/run/gpushare/devices/{UUID}", f"{names.PEERS_DIR}/{UUID}"),
-        (f"{LIBDIR}/libcuda.so.{VERSION}", names.REAL_CUDA),
-        (f"{LIBDIR}/libnvidia-ml.so.{VERSION}", names.REAL_NVML),
+        (f"{state}/share", constants.PRIVATE_DIR),
+        (f"{state}/rw", constants.RW_DIR),
+        (f"/run/gpushare/devices/{UUID}/5", f"{constants.PAGES_DIR}/{UUID}"),
+        (f"/run/gpushare/devices/{UUID}", f"{constants.PEERS_DIR}/{UUID}"),
+        (f"{LIBDIR}/libcuda.so.{VERSION}", constants.REAL_CUDA),
+        (f"{LIBDIR}/libnvidia-ml.so.{VERSION}", constants.REAL_NVML),
     ]
     assert ["ro" in op.flags for op in first] == [True, False, False, True, True, True]
     assert ["noexec" in op.flags for op in first] == [False, True, True, True, False, False]
@@ -104,12 +104,15 @@ def test_the_shim_stands_in_the_library_directory() -> None:
 def test_no_real_driver_outside_the_private_directory() -> None:
     real = {f"{LIBDIR}/libcuda.so.{VERSION}", f"{LIBDIR}/libnvidia-ml.so.{VERSION}"}
     made = make(other_drivers=(("/usr/local/cuda/compat/libcuda.so.1", "libcuda.so.1"),))
-    assert {target for target, source in mounts(made).items() if source in real} == {names.REAL_CUDA, names.REAL_NVML}
+    assert {target for target, source in mounts(made).items() if source in real} == {
+        constants.REAL_CUDA,
+        constants.REAL_NVML,
+    }
 
 
 def test_driver_files_are_read_only() -> None:
     for op in make(driver=files(firmware=("/lib/firmware/nvidia/1/gsp_tu10x.bin",))).ops:
-        if isinstance(op, Mount) and op.target not in (names.RW_DIR, f"{names.PAGES_DIR}/{UUID}"):
+        if isinstance(op, Mount) and op.target not in (constants.RW_DIR, f"{constants.PAGES_DIR}/{UUID}"):
             assert {"ro", "nosuid", "nodev"} <= set(op.flags), op
 
 
@@ -168,13 +171,13 @@ def test_utility_only_has_no_libcuda_but_covers_the_image_s() -> None:
     made = make(driver=files(asked_cuda=False, libraries=()), other_drivers=other)
     assert f"{LIBDIR}/libcuda.so.{VERSION}" not in mounts(made)
     assert mounts(made)["/opt/libcuda.so.1"] == f"{SHIM}/libcuda.so"
-    assert names.REAL_CUDA in mounts(made)
+    assert constants.REAL_CUDA in mounts(made)
 
 
 def test_image_s_own_driver_at_our_private_path_is_not_covered_by_the_shim() -> None:
     """The real library stands there, and the shim must not load itself in its place."""
-    made = make(other_drivers=((names.REAL_CUDA, "libcuda.so.1"),))
-    assert mounts(made)[names.REAL_CUDA] == files().cuda.source
+    made = make(other_drivers=((constants.REAL_CUDA, "libcuda.so.1"),))
+    assert mounts(made)[constants.REAL_CUDA] == files().cuda.source
 
 
 def test_devices_and_rules() -> None:
@@ -202,7 +205,7 @@ def test_none_gets_driver_files_and_no_gpu() -> None:
     made = make("NVIDIA_VISIBLE_DEVICES=none", shares=())
     assert kinds(made) == ["Mount", "Link", "LdCache", "ProcMask"]
     assert mounts(made)[f"{LIBDIR}/libcuda.so.{VERSION}"] == f"{LIBDIR}/libcuda.so.{VERSION}"
-    assert not any(target.startswith(names.PRIVATE_DIR) for target in mounts(made))
+    assert not any(target.startswith(constants.PRIVATE_DIR) for target in mounts(made))
     assert [op.bus_ids for op in made.ops if isinstance(op, ProcMask)] == [()]
 
 

@@ -10,7 +10,7 @@ from gpushare.allocation import placement
 from gpushare.core.errors import GpushareError
 from gpushare.core.model import Bundle
 from gpushare.request import request
-from gpushare.request.dialects import driverwords, nvidia, own, table
+from gpushare.request.dialects import gpushare_env, nvidia, nvidia_driver_env, registry
 
 from tests.unit import pure
 
@@ -30,8 +30,8 @@ VALUES = (
 
 
 def variables() -> list[str]:
-    known = [word.name for row in table.ROWS for word in row.variables]
-    return [*own.ROWS, *known, nvidia.ENV_DEVICES, nvidia.ENV_CAPABILITIES, driverwords.ENV_IMEX]
+    known = [word.name for row in registry.ROWS for word in row.variables]
+    return [*gpushare_env.ROWS, *known, nvidia.ENV_DEVICES, nvidia.ENV_CAPABILITIES, nvidia_driver_env.ENV_IMEX]
 
 
 def containers(text: str) -> Iterator[Bundle]:
@@ -39,7 +39,7 @@ def containers(text: str) -> Iterator[Bundle]:
         for name in variables():
             yield pure.bundle(f"{name}={value}")
             yield pure.bundle(f"{name}={value}", f"{nvidia.ENV_DEVICES}=all", "GPUSHARE_MEMORY=1Gi")
-        for key in (word.name for row in table.ROWS for word in row.annotations):
+        for key in (word.name for row in registry.ROWS for word in row.annotations):
             yield pure.bundle("NVIDIA_VISIBLE_DEVICES=0", annotations={key: value})
         yield pure.bundle("GPUSHARE_CDI_0=0", f"GPUSHARE_DEVICES={value}")
         yield pure.bundle("GPUSHARE_MEMORY=1Gi", annotations={MEMORY: value})

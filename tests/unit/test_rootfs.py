@@ -15,7 +15,7 @@ import pytest
 from gpushare.core.errors import KernelError
 from gpushare.core.model import Bundle, Image, LdEntry
 from gpushare.inject import rootfs
-from gpushare.system import ldcache, linux
+from gpushare.system import ldcache, syscalls
 
 from tests.unit.test_elf import shared_object
 from tests.unit.test_ldcache import build
@@ -333,13 +333,13 @@ def test_a_compat_directory_that_is_linked_only_at_run_time(debian: Tree) -> Non
 def test_what_is_not_there_is_not_asked_for(debian: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVIDIA's images name two directories in LD_LIBRARY_PATH that they do not have: one look at each, not 32."""
     asked: list[str] = []
-    real = linux.openat2
+    real = syscalls.openat2
 
     def counted(dir_fd: int, path: str, *arguments: Any) -> int:
         asked.append(path)
         return real(dir_fd, path, *arguments)
 
-    monkeypatch.setattr(linux, "openat2", counted)
+    monkeypatch.setattr(syscalls, "openat2", counted)
     debian.probe(("LD_LIBRARY_PATH", "/usr/local/nvidia/lib:/usr/local/nvidia/lib64"))
     assert [path for path in asked if "nvidia" in path] == ["/usr/local/nvidia/lib", "/usr/local/nvidia/lib64"]
     assert not [path for path in asked if "/tls" in path]

@@ -9,14 +9,14 @@ import pytest
 from gpushare.cli.main import group
 from gpushare.cli.run import as_typed, default_name, user_of
 from gpushare.cli.run import run as run_command
-from gpushare.config import lowlevel
-from gpushare.core import names
+from gpushare.config import oci_runtime
+from gpushare.core import constants
 from gpushare.core.errors import CapacityError, GpushareError, KernelError, RequestError
 from gpushare.programs import run
 from gpushare.request import request
-from gpushare.request.dialects import own
+from gpushare.request.dialects import gpushare_env
 from gpushare.state import storage
-from gpushare.system import linux, rootless
+from gpushare.system import rootless, syscalls
 
 from tests.unit import pure
 
@@ -32,8 +32,8 @@ def test_flags_replace_variables_and_nothing_else_of_the_environment_asks() -> N
         b"PATH": b"/bin",
         b"GPU_PORTION": b"1",
     }
-    bundle = run.bundle_of(job((names.ENV_MEMORY, "2Gi")), environment)
-    assert dict(bundle.env) == {names.ENV_MEMORY: "2Gi", names.ENV_DEVICES: "any"}
+    bundle = run.bundle_of(job((constants.ENV_MEMORY, "2Gi")), environment)
+    assert dict(bundle.env) == {constants.ENV_MEMORY: "2Gi", constants.ENV_DEVICES: "any"}
     asked = request.resolve(bundle, pure.node(), on_host=True)
     assert asked is not None and asked.memory[0][1].limit_bytes == 2 << 30
     with pytest.raises(RequestError, match=r"root\.path"):
@@ -42,8 +42,8 @@ def test_flags_replace_variables_and_nothing_else_of_the_environment_asks() -> N
 
 @pytest.mark.parametrize("value", ["0,1", "none"])
 def test_a_named_device_is_kept(value: str) -> None:
-    assert (names.ENV_DEVICES, value) in run.bundle_of(job((names.ENV_DEVICES, value)), {}).env
-    assert (names.ENV_DEVICES, value) in run.bundle_of(job(), {b"GPUSHARE_DEVICES": value.encode()}).env
+    assert (constants.ENV_DEVICES, value) in run.bundle_of(job((constants.ENV_DEVICES, value)), {}).env
+    assert (constants.ENV_DEVICES, value) in run.bundle_of(job(), {b"GPUSHARE_DEVICES": value.encode()}).env
 
 
 def test_the_command_is_shown_quoted_and_bounded() -> None:
@@ -68,24 +68,24 @@ def test_the_program_is_the_one_that_execvp_takes(tmp_path: Path, monkeypatch: p
         (tmp_path / directory / "tool").chmod(mode)
     (tmp_path / "first" / "plain").write_text("")
     path = ":".join(str(tmp_path / name) for name in ("none", "first", "second", "third"))
-    monkeypatch.setattr(lowlevel, "environment", lambda: {b"PATH": path.encode()})
+    monkeypatch.setattr(oci_runtime, "environment", lambda: {b"PATH": path.encode()})
     assert run.find("tool") == str(tmp_path / "second" / "tool")
     for name, code in (("plain", 126), ("missing", 127), (str(tmp_path), 126), (f"{tmp_path}/none", 127), ("", 127)):
         with pytest.raises(run.CannotExecute) as caught:
             run.find(name)
         assert caught.value.exit_code == code, name
-    monkeypatch.setattr(lowlevel, "environment", dict)
+    monkeypatch.setattr(oci_runtime, "environment", dict)
     assert run.find("sh") in ("/bin/sh", "/usr/bin/sh")
 
 
 def test_errors_name_flags_as_they_are_typed() -> None:
     """One variable's name is the beginning of another's."""
     said = "GPUSHARE_COMPUTE_MODE=soft and GPUSHARE_COMPUTE, NO_GPUSHARE_MEMORY"
-    given = [names.ENV_COMPUTE, names.ENV_MEMORY]
+    given = [constants.ENV_COMPUTE, constants.ENV_MEMORY]
     assert as_typed(said, given) == "GPUSHARE_COMPUTE_MODE=soft and --compute, NO_GPUSHARE_MEMORY"
-    assert as_typed(said, [*given, names.ENV_COMPUTE_MODE]).startswith("--compute-mode=soft and --compute,")
+    assert as_typed(said, [*given, constants.ENV_COMPUTE_MODE]).startswith("--compute-mode=soft and --compute,")
     options = {option for one in run_command.params for option in one.opts}
-    for variable in own.ROWS:
+    for variable in gpushare_env.ROWS:
         assert as_typed(variable, [variable]) in options
 
 
@@ -103,7 +103,7 @@ def test_hints_are_in_the_words_that_somebody_uses(
     words: tuple[str, ...], variable: str, hint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*_: object) -> None:
-        raise CapacityError("no room", f"set {names.ENV_MEMORY}")
+        raise CapacityError("no room", f"set {constants.ENV_MEMORY}")
 
     monkeypatch.setattr(os, "environ", {variable: "1"} if variable else {})
     monkeypatch.setattr(run, "start", refuse)
@@ -149,7 +149,7 @@ def test_a_directory_that_is_gone_is_said(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_root_is_not_rootless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
-    assert not rootless.is_rootless() and rootless.state_dir() == names.STATE_DIR
+    assert not rootless.is_rootless() and rootless.state_dir() == constants.STATE_DIR
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_a_users_state_is_plain_files(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_a_kernel_without_user_namespaces_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(kinds: int, what: str) -> None:
-        raise linux.SyscallError("unshare", what, 1)
+        raise syscalls.SyscallError("unshare", what, 1)
 
-    monkeypatch.setattr(linux, "unshare", refused)
+    monkeypatch.setattr(syscalls, "unshare", refused)
     with pytest.raises(KernelError, match=r"a user cannot have mounts of his own .*Operation not permitted.*sudo"):
         run._enter_user_namespace()
 

@@ -12,7 +12,7 @@ from gpushare.allocation import placement
 from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
 from gpushare.core.model import Inventory, Node, Request, Selection
 from gpushare.request import policy, request
-from gpushare.request.dialects import table
+from gpushare.request.dialects import registry
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +20,9 @@ from tests.unit.pure import UUIDS, bundle, device, ledger, node
 from tests.unit.test_mig import HOST as MIG_HOST
 from tests.unit.test_policy import PRIVILEGED, injected, pod
 
-ASKING = [word.name for row in table.SCHEDULERS for word in row.variables if word.name.startswith(table.BEGINNINGS)]
+ASKING = [
+    word.name for row in registry.SCHEDULERS for word in row.variables if word.name.startswith(registry.BEGINNINGS)
+]
 NVIDIA = "NVIDIA_VISIBLE_DEVICES=1"
 
 
@@ -45,7 +47,7 @@ def test_a_word_that_asks_is_never_overlooked(name: str, number: str) -> None:
     assert any(trigger.lower() in f"{name}{number}".lower() for trigger in request.RAW_TRIGGERS)
 
 
-@pytest.mark.parametrize("key", sorted(table.KEYS))
+@pytest.mark.parametrize("key", sorted(registry.KEYS))
 def test_an_annotation_is_never_overlooked(key: str) -> None:
     assert request.mentions(bundle(annotations={key: "1"}))
     assert any(trigger.lower() in key.lower() for trigger in request.RAW_TRIGGERS)
@@ -66,10 +68,10 @@ def test_what_asks_for_nothing_costs_nothing(line: str) -> None:
 
 
 def test_every_row_is_a_module_and_every_module_a_row() -> None:
-    for row in table.SCHEDULERS:
-        assert callable(table.reader(row)), row.name
-    assert len({row.name for row in table.ROWS}) == len(table.ROWS)
-    assert set(request.DIALECTS) == {row.name for row in table.ROWS} - {row.name for row in table.SCHEDULERS}
+    for row in registry.SCHEDULERS:
+        assert callable(registry.reader(row)), row.name
+    assert len({row.name for row in registry.ROWS}) == len(registry.ROWS)
+    assert set(request.DIALECTS) == {row.name for row in registry.ROWS} - {row.name for row in registry.SCHEDULERS}
 
 
 def test_triggers_are_what_the_launcher_can_find() -> None:
@@ -282,13 +284,13 @@ def test_who_is_limited_by_anybody_is_limited(limits: Any, switches: list[str], 
     assert share.memory_limit_bytes <= min(size for _, size in limits)
 
 
-@given(st.sampled_from(ASKING + sorted(table.KEYS)), st.text(alphabet='0123456789.,=gGmMkKi%:{}"-_ aé', max_size=12))
+@given(st.sampled_from(ASKING + sorted(registry.KEYS)), st.text(alphabet='0123456789.,=gGmMkKi%:{}"-_ aé', max_size=12))
 def test_no_value_is_more_than_a_refusal(name: str, value: str) -> None:
     """Whatever is written, it is understood, means nothing, or is refused with name and value."""
-    env = () if name in table.KEYS else (f"{name}={value}",)
+    env = () if name in registry.KEYS else (f"{name}={value}",)
     gate = ("AMP_VGPU_ENABLE=1",) if name.startswith("GPU_") else ()
     try:
-        resolve(*env, *gate, annotations={name: value} if name in table.KEYS else {})
+        resolve(*env, *gate, annotations={name: value} if name in registry.KEYS else {})
     except GpushareError as error:
         assert name in error.message
         assert "\n" not in str(error)

@@ -14,10 +14,10 @@ import pytest
 from gpushare.core.errors import KernelError, RequestError
 from gpushare.core.model import Bundle, LdEntry
 from gpushare.core.ops import DeviceNode, DeviceRule, InPlace, LdCache, Link, Mount, Plan, ProcMask
-from gpushare.inject import applied, specedit
+from gpushare.inject import spec_record, specedit
 from gpushare.inject.spectree import SpecTree
 from gpushare.request import oci
-from gpushare.system import linux
+from gpushare.system import syscalls
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -94,10 +94,10 @@ def test_what_a_plan_becomes(root: Path) -> None:
         (hook,) = spec["hooks"][stage]
         assert hook["path"] == HOOK[0] and hook["args"] == ["gpushare-hook", *HOOK[1:], action]
         assert [line.partition("=")[0] for line in hook["env"]] == ["PATH", "GPUSHARE_APPLIED"]
-    record = applied.record_of(spec)
+    record = spec_record.record_of(spec)
     assert record is not None and record.leased
-    assert [type(op).__name__ for op in applied.remaining(record)] == ["InPlace", "Link", "LdCache", "ProcMask"]
-    assert applied.remaining(record)[1:] == (
+    assert [type(op).__name__ for op in spec_record.remaining(record)] == ["InPlace", "Link", "LdCache", "ProcMask"]
+    assert spec_record.remaining(record)[1:] == (
         Link("/usr/lib/libcuda.so.1", "libcuda.so.535", ""),
         LdCache((LdEntry("libcuda.so.1", "/usr/lib/libcuda.so.1", 0x0303),)),
         ProcMask(("0000:01:00.0",)),
@@ -122,15 +122,15 @@ def test_what_is_left_to_the_hook(root: Path) -> None:
         spec = editor.put_in(Plan("c", mounts), tree, HOOK, "", str(root / "shim"))
     assert [mount["destination"] for mount in spec["mounts"]] == ["/usr/lib/gpushare", "/usr/lib/libcuda.so.535"]
     assert [device["path"] for device in spec["linux"]["devices"]] == ["/dev/zero"]
-    record = applied.record_of(spec)
-    assert record is not None and applied.remaining(record) == (
+    record = spec_record.record_of(spec)
+    assert record is not None and spec_record.remaining(record) == (
         InPlace(share, "/usr/lib/gpushare", "dir"),
         Mount(share, "/usr/lib/gpushare/rw", "dir", flags, ""),
         InPlace(shim, "/usr/lib/libcuda.so.535", "file"),
         Mount(source, "/usr/lib/libnvidia-nvvm.so.535", "file", flags, ""),
         DeviceNode(source, "/dev/nvidia0", 195, 0, True),
     )
-    assert applied.stripped(spec) == {}
+    assert spec_record.stripped(spec) == {}
 
 
 # Any spec, back and forth
@@ -202,9 +202,9 @@ def test_restore_gives_back_exactly_what_was_there(root: Path, spec: dict[str, A
     edited = put(root, spec)
     assert spec == before
     unchanged = json.dumps(edited)
-    assert applied.stripped(edited) == before
+    assert spec_record.stripped(edited) == before
     assert json.dumps(edited) == unchanged
-    again = put(root, applied.stripped(edited))
+    again = put(root, spec_record.stripped(edited))
     nonces = [json.loads(one["annotations"]["gpushare.io/applied"])["nonce"] for one in (edited, again)]
     assert json.dumps(again).replace(nonces[1], nonces[0]) == unchanged
 
@@ -214,7 +214,7 @@ def test_what_others_added_since_stays(root: Path) -> None:
     spec["mounts"].insert(0, {"destination": "/new"})
     spec["hooks"]["poststop"].append({"path": "/new"})
     spec["annotations"]["new"] = "1"
-    assert applied.stripped(spec) == {
+    assert spec_record.stripped(spec) == {
         "mounts": [{"destination": "/new"}, {"destination": "/proc"}],
         "hooks": {"poststop": [{"path": "/new"}]},
         "annotations": {"new": "1"},
@@ -228,14 +228,14 @@ def test_record_of_another_shape_is_dropped(root: Path, text: str) -> None:
     spec = put(root, {})
     nonce = json.loads(spec["annotations"]["gpushare.io/applied"])["nonce"]
     spec["annotations"]["gpushare.io/applied"] = text.replace("NONCE", nonce)
-    assert applied.record_of(spec) is None
-    assert "gpushare.io/applied" not in applied.stripped(spec)["annotations"]
+    assert spec_record.record_of(spec) is None
+    assert "gpushare.io/applied" not in spec_record.stripped(spec)["annotations"]
 
 
 def test_record_without_our_hook_is_not_ours(root: Path) -> None:
     spec = put(root, {})
-    assert applied.record_of({"annotations": spec["annotations"]}) is None
-    assert applied.stripped({"annotations": dict(spec["annotations"]), "mounts": spec["mounts"]})["mounts"]
+    assert spec_record.record_of({"annotations": spec["annotations"]}) is None
+    assert spec_record.stripped({"annotations": dict(spec["annotations"]), "mounts": spec["mounts"]})["mounts"]
 
 
 @pytest.mark.parametrize(
@@ -315,9 +315,9 @@ def test_written_anew_where_two_files_cannot_change_places(
     if error:
 
         def cannot(first: str, second: str) -> None:
-            raise linux.SyscallError("renameat2", second, error)
+            raise syscalls.SyscallError("renameat2", second, error)
 
-        monkeypatch.setattr(linux, "exchange", cannot)
+        monkeypatch.setattr(syscalls, "exchange", cannot)
     specedit.write(str(path), {"ociVersion": "1.0.2"})
     assert json.loads(path.read_text()) == {"ociVersion": "1.0.2"}
     assert stat.S_IMODE(path.stat().st_mode) == 0o640

@@ -16,7 +16,7 @@ import pytest
 from gpushare.core.errors import KernelError
 from gpushare.core.model import Device, Share
 from gpushare.core.ops import TenantTmpfs, WriteLimits
-from gpushare.state import region, storage
+from gpushare.state import shm_abi, storage
 
 from tests.support import rootfs
 from tests.unit.together import at_once
@@ -138,8 +138,8 @@ def test_limits_say_how_the_device_shares_its_time(state: str) -> None:
     storage.execute(WriteLimits(shares, f"{state}/limits", 1500, 80))
     data = Path(state, "limits").read_bytes()
     for slot in range(2):
-        at = region.offset("gs_limits", "device") + slot * region.DEVICE_SIZE
-        fields = region.packer("gs_device_limit").unpack_from(data, at)
+        at = shm_abi.offset("gs_limits", "device") + slot * shm_abi.DEVICE_SIZE
+        fields = shm_abi.packer("gs_device_limit").unpack_from(data, at)
         assert fields[12:14] == (1_500_000, 80_000)  # slice_ns, switch_ns
 
 
@@ -172,12 +172,12 @@ def test_page_is_exact_and_cannot_grow(page: Path) -> None:
     assert "nosuid,nodev,noexec" in line
     space = os.statvfs(page.parent)
     assert (space.f_blocks * space.f_frsize, space.f_bfree, space.f_files, space.f_ffree) == (
-        region.USAGE_SIZE,
+        shm_abi.USAGE_SIZE,
         0,
         2,
         0,
     )
-    assert page.stat().st_blocks * 512 == region.USAGE_SIZE  # allocated: no store can hit a full file system
+    assert page.stat().st_blocks * 512 == shm_abi.USAGE_SIZE  # allocated: no store can hit a full file system
     attempts: tuple[Callable[[], None], ...] = (
         (page.parent / "more").touch,
         (page.parent / "folder").mkdir,
@@ -188,7 +188,7 @@ def test_page_is_exact_and_cannot_grow(page: Path) -> None:
             attempt()
         assert failed.value.errno == errno.ENOSPC
     with open(page, "r+b", buffering=0) as file:
-        file.seek(region.USAGE_SIZE)
+        file.seek(shm_abi.USAGE_SIZE)
         with pytest.raises(OSError) as failed:
             file.write(b"x" * 4096)
         assert failed.value.errno == errno.ENOSPC
@@ -247,7 +247,7 @@ ATTACKS = {
 def test_attacked_page_is_damaged_and_nothing_worse(page: Path, state: str, attack: object) -> None:
     """Returns at once and with a RegionError; the container's directory can still be removed."""
     attack(page)  # type: ignore[operator]
-    with pytest.raises(region.RegionError, match=ATTACKS[attack]):  # type: ignore[index]
+    with pytest.raises(shm_abi.RegionError, match=ATTACKS[attack]):  # type: ignore[index]
         storage.read_usage(state, "c1", 1)
     assert storage.discard(state, "c1")
     assert storage.empty_trash(state) == []
@@ -269,7 +269,7 @@ def test_write_lease_of_the_tenant_does_not_hold_up_the_host(page: Path, state: 
     fd = os.open(page, os.O_RDWR)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        with pytest.raises(region.RegionError, match="cannot be read: a process of the container holds a lease on it"):
+        with pytest.raises(shm_abi.RegionError, match="cannot be read: a process of the container holds a lease on it"):
             storage.read_usage(state, "c1", 1)
     finally:
         os.close(fd)
@@ -284,7 +284,7 @@ def test_page_that_changes_while_it_is_read(page: Path, state: str) -> None:
             fd = os.open(page, os.O_RDWR)
             while True:
                 os.ftruncate(fd, 10)
-                os.ftruncate(fd, region.USAGE_SIZE)
+                os.ftruncate(fd, shm_abi.USAGE_SIZE)
         finally:
             os._exit(1)
     outcomes = set()
@@ -293,7 +293,7 @@ def test_page_that_changes_while_it_is_read(page: Path, state: str) -> None:
             try:
                 storage.read_usage(state, "c1", 1)
                 outcomes.add("read")
-            except region.RegionError:
+            except shm_abi.RegionError:
                 outcomes.add("damaged")
     finally:
         os.kill(child, signal.SIGKILL)
@@ -302,9 +302,9 @@ def test_page_that_changes_while_it_is_read(page: Path, state: str) -> None:
 
 
 def test_charges_are_read_through_a_mapping_of_the_tenant(page: Path, state: str) -> None:
-    with open(page, "r+b") as file, mmap.mmap(file.fileno(), region.USAGE_SIZE) as memory:
-        slot = region.packer("gs_slot").pack(77, 77, 1, 5, 9, 123 << 20, *(0,) * 15)
-        start = region.offset("gs_usage", "slot")
+    with open(page, "r+b") as file, mmap.mmap(file.fileno(), shm_abi.USAGE_SIZE) as memory:
+        slot = shm_abi.packer("gs_slot").pack(77, 77, 1, 5, 9, 123 << 20, *(0,) * 15)
+        start = shm_abi.offset("gs_usage", "slot")
         memory[start : start + len(slot)] = slot
         assert storage.read_usage(state, "c1", 1).used_bytes(0) == 123 << 20
 

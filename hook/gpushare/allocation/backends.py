@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Optional
 
-from ..core import names
+from ..core import constants
 from ..core.errors import DeviceError, PolicyError, RequestError
 from ..core.model import Lease, Node, Policy, Request, Share
 from ..core.ops import Op
@@ -34,7 +34,7 @@ from .site import Site
 MEMORY, COMPUTE = "memory", "compute"
 VIRTUAL = "memory beyond the device"  # of an oversubscribed share: what goes on in host memory
 LIMITS = (MEMORY, COMPUTE)
-AUTO, SHIM, MPS, DMEM = names.AUTO, "shim", "mps", "dmem"
+AUTO, SHIM, MPS, DMEM = constants.AUTO, "shim", "mps", "dmem"
 
 
 class Holders(NamedTuple):
@@ -276,7 +276,7 @@ def choose(memory: bool, compute: bool, site: Site) -> Holders:
         if name not in found and not BACKENDS[name].optional:
             raise RequestError(
                 f"backend {shown(name)} has no limit on {' or '.join(BACKENDS[name].holds)} of {where} to hold",
-                f"set {names.ENV_MEMORY}, or leave {name} out",
+                f"set {constants.ENV_MEMORY}, or leave {name} out",
             )
     return Holders(*found)
 
@@ -285,7 +285,7 @@ def _way_out(site: Site, why_not: dict[str, str]) -> str:
     if SHIM in why_not:
         return "use another device, or stop those containers"
     allowed = SHIM in site.node.config.policy.allowed_backends
-    return f"set {names.ENV_BACKEND}={SHIM}" if allowed else f"add {SHIM} to policy.allowed_backends"
+    return f"set {constants.ENV_BACKEND}={SHIM}" if allowed else f"add {SHIM} to policy.allowed_backends"
 
 
 def require_kept(share: Share) -> None:

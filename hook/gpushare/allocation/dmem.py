@@ -35,7 +35,7 @@ from ..core.model import Device, Inventory, Share
 from ..core.ops import KernelLimit
 from ..core.quoting import shown
 from ..state import storage
-from ..system import linux, mountns
+from ..system import mountns, syscalls
 
 CAPACITY, MAX, MIN = "dmem.capacity", "dmem.max", "dmem.min"
 RECORD = "dmem"  # in containers/<id>
@@ -65,7 +65,7 @@ def _read(path: str) -> Optional[str]:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise linux.from_os_error(error, "open", path) from None
+        raise syscalls.from_os_error(error, "open", path) from None
     try:
         return os.read(fd, _MAX_BYTES).decode("utf-8", "replace")
     finally:
@@ -218,7 +218,7 @@ def _write(directory: str, region: str, limit_bytes: Optional[int]) -> None:
         except OSError as error:
             if error.errno == errno.EBUSY:  #: newer kernels refuse a limit below what is in use
                 raise CapacityError(f"{shown(path)}: more than {shown(text)} is in use", "free it first") from None
-            raise linux.from_os_error(error, "write", path) from None
+            raise syscalls.from_os_error(error, "write", path) from None
         if limit_bytes is not None and name == MAX:
             _require(path, region, limit_bytes)
 

@@ -21,7 +21,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from ..core import names
+from ..core import constants
 from ..core.errors import CapacityError, DeviceError
 from ..core.model import Config, Request, Share
 from ..core.ops import Mount, Op
@@ -157,7 +157,7 @@ def ops(shares: tuple[Share, ...], config: Config) -> tuple[Op, ...]:
     found: list[Op] = []
     for share in shares:
         uuid, own = share.device.uuid, directory(config.state_dir, share.device.uuid)
-        found.append(Mount(f"{own}/share", f"{names.MPS_DIR}/{uuid}", "dir", ("ro", *_DATA), "where MPS listens"))
+        found.append(Mount(f"{own}/share", f"{constants.MPS_DIR}/{uuid}", "dir", ("ro", *_DATA), "where MPS listens"))
         if state(uuid, config.state_dir).shm != SHM_HOST:
             found.append(Mount(f"{own}/shm", "/dev/shm", "dir", _DATA, "memory that MPS and its clients share"))
     return tuple(found)

@@ -32,7 +32,7 @@ _SOCKET_BYTES = 107  # sun_path in unix(7), without the byte that ends it
 _SHARED = ("control", "log")  # of pipe/: see mps.py
 
 
-class Wish(NamedTuple):
+class DaemonSettings(NamedTuple):
     """What is asked of a daemon. None: as much as policy lets one container have."""
 
     thread_percent: int
@@ -48,7 +48,7 @@ class Started(NamedTuple):
     state: mps.MpsState
 
 
-def start(host: Node, device: Device, wish: Wish) -> Started:
+def start(host: Node, device: Device, wish: DaemonSettings) -> Started:
     """Raises GpushareError, with no daemon of ours left that nobody knows of."""
     require_root()
     if device.parent:
@@ -76,7 +76,7 @@ def require_root() -> None:
         raise RequestError("MPS for containers needs root", "run as root")
 
 
-def _start(host: Node, device: Device, wish: Wish, folder: str, program: str) -> Started:
+def _start(host: Node, device: Device, wish: DaemonSettings, folder: str, program: str) -> Started:
     control = Control(program, f"{folder}/pipe", mpscontrol.environment(host, program))
     extra = _options(control, wish)
     control = control._replace(protocol=mpswords.protocol_in(extra, {}))
@@ -106,7 +106,7 @@ def _start(host: Node, device: Device, wish: Wish, folder: str, program: str) ->
         raise
 
 
-def _options(control: Control, wish: Wish) -> tuple[str, ...]:
+def _options(control: Control, wish: DaemonSettings) -> tuple[str, ...]:
     """The flags for clients of several users, where they are wanted. Raises DeviceError where the driver has none."""
     if wish.uid != mps.ANY_UID:
         return ()
@@ -132,7 +132,7 @@ def _open_to(folder: str, uid: int) -> None:
 
 
 def _require_adoptable(
-    daemon: mpscontrol.Daemon, device: Device, wish: Wish, folder: str, extra: Sequence[str]
+    daemon: mpscontrol.Daemon, device: Device, wish: DaemonSettings, folder: str, extra: Sequence[str]
 ) -> None:
     """A daemon that listens where ours would, and was not offered: of a start that was killed, or a person's own."""
     who = f"the MPS daemon in {shown(folder + '/pipe')} (pid {daemon.pid})"
@@ -156,16 +156,16 @@ def _require_adoptable(
         raise DeviceError(f"{who} was started with another /dev/shm", "stop it, or use the other --shm")
 
 
-def _require_same(found: mps.MpsState, host: Node, wish: Wish, program: str, uuid: str) -> None:
+def _require_same(found: mps.MpsState, host: Node, wish: DaemonSettings, program: str, uuid: str) -> None:
     """A second start changes nothing, so it must ask for nothing else."""
     again = f"`gpushare mps stop --device {uuid}` first"
     if (found.driver_version, found.build) != (host.inventory.driver_version, mps.build_of(program)):
         raise CapacityError(f"MPS runs on {uuid} already, started before the driver was changed", again)
-    there = Wish(found.thread_percent, found.memory_bytes, found.uid, found.shm)
+    there = DaemonSettings(found.thread_percent, found.memory_bytes, found.uid, found.shm)
     if there != wish:
         differs = ", ".join(
             f"{name.replace('_', ' ')} {old}, not {new}"
-            for name, old, new in zip(Wish._fields, there, wish)
+            for name, old, new in zip(DaemonSettings._fields, there, wish)
             if old != new
         )
         raise CapacityError(f"MPS runs on {uuid} already, with {differs}", again)
@@ -180,7 +180,9 @@ def _clear(folder: str) -> None:
         os.chmod(f"{folder}/{name}", 0o755)  # whatever our umask is
 
 
-def _launch(control: Control, folder: str, device: Device, wish: Wish, extra: Sequence[str]) -> mpscontrol.Daemon:
+def _launch(
+    control: Control, folder: str, device: Device, wish: DaemonSettings, extra: Sequence[str]
+) -> mpscontrol.Daemon:
     """Starts the daemon and waits until it listens. Its parent ends then."""
     shm = f"{folder}/shm" if wish.shm == mps.SHM_OWN else ""
     if shm:
@@ -221,7 +223,7 @@ def _launch(control: Control, folder: str, device: Device, wish: Wish, extra: Se
     return daemon
 
 
-def _offer(host: Node, device: Device, wish: Wish, folder: str, control: Control, pid: int) -> mps.MpsState:
+def _offer(host: Node, device: Device, wish: DaemonSettings, folder: str, control: Control, pid: int) -> mps.MpsState:
     """From here on containers are given it."""
     process = procs.find(pid)
     if process is None:

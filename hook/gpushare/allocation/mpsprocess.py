@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from ..core.errors import DeviceError, GpushareError, KernelError
 from ..core.quoting import shown
-from ..system import linux, procs
+from ..system import procs, syscalls
 from . import mpscontrol
 from .mpscontrol import Control
 from .mpswords import WORDS
@@ -73,7 +73,7 @@ def end(control: Control, pid: int) -> None:
 def _wait(process: procs.Process, milliseconds: int, send: int = 0) -> None:
     """Until that very process is gone; with `send`, this signal first."""
     try:
-        fd = linux.pidfd_open(process.pid)
+        fd = syscalls.pidfd_open(process.pid)
     except KernelError:  # gone
         return
     try:

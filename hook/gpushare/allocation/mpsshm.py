@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 
-from ..system import linux
+from ..system import syscalls
 
 _OPTIONS = {"size": "64m", "nr_inodes": "4096", "mode": "1777"}  # a file of 4 KiB for each client
 
@@ -20,12 +20,12 @@ def mount(path: str) -> None:
     if os.path.ismount(path):
         _empty(path)
         return
-    flags = sum(linux.ATTRIBUTES[name] for name in ("nosuid", "nodev", "noexec"))
-    tmpfs = linux.detached_tmpfs(_OPTIONS, flags, path)
+    flags = sum(syscalls.ATTRIBUTES[name] for name in ("nosuid", "nodev", "noexec"))
+    tmpfs = syscalls.detached_tmpfs(_OPTIONS, flags, path)
     target = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        linux.move_mount(tmpfs, target, path)
-        linux.mount_setattr(tmpfs, 0, linux.MS_PRIVATE, path)
+        syscalls.move_mount(tmpfs, target, path)
+        syscalls.mount_setattr(tmpfs, 0, syscalls.MS_PRIVATE, path)
     finally:
         os.close(target)
         os.close(tmpfs)
@@ -45,14 +45,14 @@ def _empty(path: str) -> None:
 
 def unmount(path: str) -> None:
     while os.path.ismount(path):
-        linux.umount(path, linux.MNT_DETACH | linux.UMOUNT_NOFOLLOW)
+        syscalls.umount(path, syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
 
 
 def use(path: str) -> None:
     """In the child that becomes the daemon: its own /dev/shm, seen by nobody else."""
-    linux.unshare(linux.CLONE_NEWNS, "mount namespace")
+    syscalls.unshare(syscalls.CLONE_NEWNS, "mount namespace")
     root = os.open("/", os.O_PATH | os.O_CLOEXEC)
-    linux.mount_setattr(root, 0, linux.MS_SLAVE, "/", recursive=True)
-    tree = linux.open_tree(path)
+    syscalls.mount_setattr(root, 0, syscalls.MS_SLAVE, "/", recursive=True)
+    tree = syscalls.open_tree(path)
     target = os.open("/dev/shm", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    linux.move_mount(tree, target, "/dev/shm")
+    syscalls.move_mount(tree, target, "/dev/shm")

@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..core import names
+from ..core import constants
 from ..core.errors import GpushareError
 from ..core.model import Device, Lease, Node
-from ..state import region, storage
+from ..state import shm_abi, storage
 from . import backends, mps, mpscontrol, mpswords
 from .mpscontrol import Control
 
@@ -91,7 +91,7 @@ def _token(state_dir: str, container_id: str) -> int:
     try:
         path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
         return storage.read_limits(path).mps_token
-    except region.RegionError:
+    except shm_abi.RegionError:
         return 0
 
 
@@ -130,7 +130,7 @@ def deaths(folder: str, pid: int, containers: Sequence[Lease]) -> str:
         return ""
     _, _, server, status = found[-1].groups()
     then = _unix(found[-1][1])
-    had = ", ".join(names.short(one.id) for one in containers if one.created < then)
+    had = ", ".join(constants.short(one.id) for one in containers if one.created < then)
     where = f" in {had}" if had else ""
     return f"server {server} has died (status {status}): programs that had it{where} must be started again"
 

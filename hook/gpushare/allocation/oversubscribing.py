@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core import names
+from ..core import constants
+from ..core.constants import ENV_MEMORY, ENV_OVERSUBSCRIBE
 from ..core.errors import CapacityError, PolicyError, RequestError
 from ..core.model import Amount, Config, Device, Inventory, Node, Share
-from ..core.names import ENV_MEMORY, ENV_OVERSUBSCRIBE
 from ..core.quantity import amount, bytes_of, human
 from ..core.quoting import shown_name
 from ..gpu.selectors import device_name
 from ..state.ledger import Ledger
-from ..state.region import MAX_DEVICES
+from ..state.shm_abi import MAX_DEVICES
 
 KEY = "oversubscription.host_memory"
-_OURS = (ENV_OVERSUBSCRIBE, names.ANNOTATIONS[ENV_OVERSUBSCRIBE])
+_OURS = (ENV_OVERSUBSCRIBE, constants.ANNOTATIONS[ENV_OVERSUBSCRIBE])
 _MOST_DEVICES = MAX_DEVICES // 2  # the host parts are counted as devices, too
 
 
@@ -61,9 +61,9 @@ def budget_bytes(config: Config, inventory: Inventory) -> int:
 
 def _without(sources: Sequence[tuple[str, str]]) -> str:
     """What to do where there is no budget, by the words of the request."""
-    from ..request.dialects import table  # of a refusal
+    from ..request.dialects import registry  # of a refusal
 
-    others = tuple(word.name for row in table.SCHEDULERS for word in row.variables if word.about == table.BEYOND)
+    others = tuple(word.name for row in registry.SCHEDULERS for word in row.variables if word.about == registry.BEYOND)
     said = next((name for name, _ in sources if name.startswith(others) or name.endswith(_OURS)), "")
     return f"leave {shown_name(said)} out" if said else "sharing.memory_scaling to 1.0"
 

@@ -14,9 +14,9 @@ from ..core.errors import CapacityError, GpushareError, KernelError, what_to_do
 from ..core.model import Bundle, Lease, Node, Request
 from ..core.quoting import shown
 from ..request import policy
-from ..state import leases, pages, rebuild, region, storage
+from ..state import activity_files, leases, rebuild, shm_abi, storage
 from ..system import idmap, procs
-from . import livelimits, placement
+from . import limit_update, placement
 
 
 def reserve(
@@ -55,7 +55,7 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
             live = _changed(state_dir, seen.live)
             ledger = placement.ledger_of(live, node.config.policy, seen.blocked(node))
             shares = placement.grant(request, node, ledger)
-            new = [share.device.uuid for share in shares if not pages.is_ready(state_dir, share.device.uuid)]
+            new = [share.device.uuid for share in shares if not activity_files.is_ready(state_dir, share.device.uuid)]
             if not new:
                 lease = Lease(
                     id=bundle.id,
@@ -74,7 +74,7 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
                 _make(state_dir, lease, live)
                 return lease
         for uuid in new:  # the first share of a device: what it needs is mounted, so without the lock
-            pages.prepare(state_dir, uuid)
+            activity_files.prepare(state_dir, uuid)
 
 
 def _refuse_taken(container_id: str, seen: leases.View) -> None:
@@ -108,8 +108,8 @@ def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
                 for one in other.shares
                 if one.device.uuid == uuid
             }
-            pages.take(state_dir, uuid, share.page, {page: who for page, (who, _) in holders.items()})
-            pages.settle(state_dir, uuid, {page: region.granted(one) for page, (_, one) in holders.items()})
+            activity_files.take(state_dir, uuid, share.page, {page: who for page, (who, _) in holders.items()})
+            activity_files.settle(state_dir, uuid, {page: shm_abi.granted(one) for page, (_, one) in holders.items()})
     except (OSError, GpushareError) as error:
         leases.drop(state_dir, lease.id, lease.shares)
         if isinstance(error, OSError):
@@ -123,10 +123,10 @@ def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
     if not unfinished and not any(share.draining_bytes for lease in live for share in lease.shares):
         return live
     try:
-        livelimits.finish(state_dir)
+        limit_update.finish(state_dir)
     except GpushareError:  # for `prune` to say
         return live  # which name no less than what their containers can hold by the limits of before
-    return livelimits.settled(state_dir, live)
+    return limit_update.settled(state_dir, live)
 
 
 def recover(state_dir: str, node: Node) -> tuple[str, ...]:

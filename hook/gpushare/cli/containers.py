@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import click
 
-from ..core import names
+from ..core import constants
 from ..core.quantity import human
 from ..core.quoting import printable
 from ..gpu.selectors import device_name
@@ -62,19 +62,19 @@ def list_(paths: Paths, output: str) -> None:
     owners = [one for one in found for _ in one.uses or (None,)]
     rows = [[*row, *(text(one) or "-" for _, text in more)] for one, row in zip(owners, rows)]
     write_table((*columns, *(column for column, _ in more)), rows)
-    notes = [f"{names.short(one.id)}: {one.note}" for one in found if one.note] if is_tty() else []
+    notes = [f"{constants.short(one.id)}: {one.note}" for one in found if one.note] if is_tty() else []
     for line in ["", *notes] if notes else ():  # too long for a table that a person looks at
         write_line(line)
 
 
 def _command(one: facts.Container) -> str:
     """The command line of a program without a container; "" for containers."""
-    return one.lease.bundle if one.lease and one.lease.dialect == names.RUN_DIALECT else ""
+    return one.lease.bundle if one.lease and one.lease.dialect == constants.RUN_DIALECT else ""
 
 
 def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
     created = age(time.time() - one.lease.created) if one.lease else "-"
-    name, count = names.short(one.id), str(len(one.slots))
+    name, count = constants.short(one.id), str(len(one.slots))
     rows = [
         (
             name,

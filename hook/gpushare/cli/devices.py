@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..allocation import livelimits, placement
+from ..allocation import limit_update, placement
 from ..core.model import Device, Node
 from ..core.quantity import human
 from ..gpu.selectors import device_name
@@ -38,7 +38,7 @@ def devices(paths: Paths, output: str) -> None:
     """GPUs of this host and their MIG devices: who has how much."""
     host = facts.host(paths)
     seen = leases.view(paths.state_dir)
-    live = livelimits.settled(paths.state_dir, seen.live, keep=False)
+    live = limit_update.settled(paths.state_dir, seen.live, keep=False)
     ledger = placement.ledger_of(live, host.config.policy, seen.blocked(host))
     found = listed(host, ledger)
     if output == "json":

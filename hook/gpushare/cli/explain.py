@@ -9,14 +9,14 @@ from typing import Optional
 import click
 
 from ..config import node
-from ..core import names
+from ..core import constants
 from ..core.model import Bundle, Request
 from ..core.quoting import printable
-from ..inject import applied, specedit
+from ..inject import spec_record, specedit
 from ..programs import hook, runtime, session
 from ..programs.explain import explain_json, explain_text
-from ..request import oci, request, withhold
-from ..request.dialects import injected, table
+from ..request import deny_devices, oci, request
+from ..request.dialects import cdi_devices, registry
 from . import facts
 from .options import Paths, with_format
 from .output import write_json, write_text
@@ -57,12 +57,12 @@ def explain(paths: Paths, bundle: str, way: str, cri: bool, restore: bool, outpu
     asked, preview = of_bundle(paths, found, way)
     steps, placed, held = preview or (None, (), ())
     withheld = False
-    if asked is None and withhold.may_apply(found):
+    if asked is None and deny_devices.may_apply(found):
         config = node.load_config_only(paths.config, paths.state_dir)
-        withheld = way == "runtime" and withhold.applies(found, config)
+        withheld = way == "runtime" and deny_devices.applies(found, config)
         if way == "hook":
-            withhold.refuse(found, config)
-    spoken = asked is None and table.spoken(found.env, found.annotations)
+            deny_devices.refuse(found, config)
+    spoken = asked is None and registry.matches(found.env, found.annotations)
     unused = request.unused(found, facts.host(paths)) if spoken else ()
     if output == "json":
         write_json({**explain_json(asked, steps, placed, held), "withheld": withheld, "unused": list(unused)})
@@ -76,19 +76,19 @@ def explain(paths: Paths, bundle: str, way: str, cri: bool, restore: bool, outpu
 
 def way_of(bundle: Bundle) -> str:
     """By which way a bundle with these contents starts: what is in config.json already only gpushare-runtime takes."""
-    ours = names.APPLIED_ANNOTATION in bundle.annotations
-    return "runtime" if ours or withhold.may_apply(bundle) or injected.minors(bundle.spec) else "hook"
+    ours = constants.APPLIED_ANNOTATION in bundle.annotations
+    return "runtime" if ours or deny_devices.may_apply(bundle) or cdi_devices.minors(bundle.spec) else "hook"
 
 
 def clean(bundle: Bundle) -> Bundle:
     """The bundle as its engine wrote it."""
-    return bundle._replace(spec=applied.stripped(bundle.spec))
+    return bundle._replace(spec=spec_record.stripped(bundle.spec))
 
 
 def _restore(directory: str, output: str) -> None:
     path = os.path.join(directory, "config.json")
     spec = oci.read_json(path, oci.MAX_CONFIG_BYTES, "config.json")
-    before = applied.stripped(spec)
+    before = spec_record.stripped(spec)
     if before is not spec:
         specedit.write(path, before)
     if output == "json":

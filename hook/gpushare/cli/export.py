@@ -18,13 +18,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import click
 
-from ..allocation import livelimits
+from ..allocation import limit_update
 from ..config import node
 from ..core.errors import GpushareError, RequestError, what_to_do
 from ..core.model import Lease
 from ..core.quoting import shown
-from ..gpu import driverfiles, gpuuse, inventory
-from ..monitor import reconcile
+from ..gpu import driverfiles, inventory, nvml_usage
+from ..monitor import overuse
 from ..system import sigterm
 from . import facts
 from .options import Paths, given, with_interval, with_no_color
@@ -71,7 +71,7 @@ def export(paths: Paths, listen: str, port: int, path: Optional[str], interval: 
         return 0
     server = _bound(listen, port, path)
     try:
-        watched.asker = gpuuse.Asker()  # before there are threads
+        watched.asker = nvml_usage.Asker()  # before there are threads
         return _serve(watched, server, interval)
     finally:
         server.server_close()
@@ -89,8 +89,8 @@ class Watched:
         from .metrics import Metrics
         from .node import installed
 
-        self._paths, self._watch = paths, reconcile.Watch()
-        self.asker: Optional[gpuuse.Asker] = None  # None: this process may fork
+        self._paths, self._watch = paths, overuse.Watch()
+        self.asker: Optional[nvml_usage.Asker] = None  # None: this process may fork
         self._config = node.load_config_only(*paths)
         facts.containers(paths.state_dir)  # what cannot be read at all is said at once
         self.metrics = Metrics(paths, installed())
@@ -108,8 +108,8 @@ class Watched:
             library = driverfiles.nvml_library(root, inventory.driver_version(root))
         except (GpushareError, OSError):
             pass  # no driver is loaded
-        gpus = self.asker.read(library) if self.asker else gpuuse.read(library)
-        look, now = reconcile.Look((), {}), 0.0
+        gpus = self.asker.read(library) if self.asker else nvml_usage.read(library)
+        look, now = overuse.Look((), {}), 0.0
         if gpus is not None:
             try:
                 leases = self._leases()
@@ -117,7 +117,7 @@ class Watched:
                 pass  # the scrape says so
             else:
                 now = time.time()
-                look = reconcile.judge(leases, gpus, reconcile.Owners(leases))
+                look = overuse.judge(leases, gpus, overuse.Owners(leases))
                 if act:
                     self._watch.follow(leases, look, self._config.log, self._config.reconcile)
         self.metrics.seen = Seen(gpus, look, now or self.metrics.seen.time_s, dict(self._watch.exceeded))
@@ -125,7 +125,7 @@ class Watched:
     def _leases(self) -> list[Lease]:
         found = facts.containers(self._paths.state_dir)
         running = [one.lease for one in found if one.lease is not None and one.state in ("running", "paused")]
-        return list(livelimits.settled(self._paths.state_dir, tuple(running), keep=False))
+        return list(limit_update.settled(self._paths.state_dir, tuple(running), keep=False))
 
     def text(self) -> str:
         """The metrics now, in Prometheus' text format."""

@@ -7,12 +7,12 @@ import time
 from typing import NamedTuple, Optional
 
 from ..config import node
-from ..core import names
+from ..core import constants
 from ..core.errors import GpushareError, RequestError
 from ..core.model import Lease, Node, Share
 from ..core.quantity import human
 from ..core.quoting import shown
-from ..state import leases, log, region, storage, usagefile
+from ..state import leases, log, shm_abi, storage, usage_reader
 from ..system import procs, rootless
 from .options import Paths
 
@@ -53,17 +53,17 @@ class Container(NamedTuple):
     note: str  # why it is ended, dead or damaged, what its page warns of
     lease: Optional[Lease]
     uses: tuple[Use, ...]
-    slots: tuple[usagefile.Slot, ...]
+    slots: tuple[usage_reader.Slot, ...]
 
 
 def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container:
-    slots: tuple[usagefile.Slot, ...] = ()
+    slots: tuple[usage_reader.Slot, ...] = ()
     notes = [note] if note else []
     usage = None
     if state in ("running", "paused"):
         try:
             usage = storage.read_usage(state_dir, lease.id, len(lease.shares))
-        except region.RegionError as error:
+        except shm_abi.RegionError as error:
             notes.append(str(error))
     notes += [
         f"slot {share.slot}: {share.clamped} was asked, policy allows less" for share in lease.shares if share.clamped
@@ -88,16 +88,16 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
     return Container(lease.id, state, "; ".join(notes), lease, tuple(uses), slots)
 
 
-def _compute(usage: Optional[usagefile.Usage], slot: int, created: float) -> Optional[Compute]:
+def _compute(usage: Optional[usage_reader.Usage], slot: int, created: float) -> Optional[Compute]:
     """No number is beyond what there can be in the container's lifetime."""
     if usage is None or slot >= len(usage.buckets):
         return None
     bucket = usage.buckets[slot]
     age_ns = int(max(0.0, time.time() - created) * 1e9)
     return Compute(
-        usagefile.recent_percent(bucket, time.monotonic_ns()),
+        usage_reader.recent_percent(bucket, time.monotonic_ns()),
         min(bucket.busy_ns, age_ns),
-        min(bucket.waited_ns, age_ns * region.MAX_SLOTS),
+        min(bucket.waited_ns, age_ns * shm_abi.MAX_SLOTS),
     )
 
 
@@ -148,7 +148,8 @@ def find(state_dir: str, text: str) -> str:
         hint = "`gpushare list` shows those that have a share, by id and not by docker's name"
         raise RequestError(f"no container {shown(text)}", hint)
     candidates = ", ".join(
-        names.short(name) if names.short(name) != names.short(matching[0]) else name for name in matching[:8]
+        constants.short(name) if constants.short(name) != constants.short(matching[0]) else name
+        for name in matching[:8]
     )
     raise RequestError(f"{shown(text)} begins {len(matching)} ids: {candidates}", "give more of it")
 
@@ -170,7 +171,7 @@ def host(paths: Paths) -> Node:
         return node.compile_node(paths.config, paths.state_dir, write=False)
 
 
-def processes(one: Container) -> list[tuple[usagefile.Slot, Optional[int]]]:
+def processes(one: Container) -> list[tuple[usage_reader.Slot, Optional[int]]]:
     """The container's slots with the pid on this host, None where it cannot be told."""
     if one.lease is None or not one.slots:
         return []

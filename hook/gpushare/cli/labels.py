@@ -6,7 +6,7 @@ import os
 
 import click
 
-from ..core import names
+from ..core import constants
 from ..engines.base import Change
 from ..engines.host import Host
 from ..integrations import labels as features
@@ -36,7 +36,7 @@ def labels(paths: Paths, path: str, dry_run: bool, output: str) -> None:
     text = features.feature_file(facts.host(paths))
     path, host = os.path.abspath(path), Host()
     change = Change(path, host.read(path), text)
-    change.refuse_foreign(names.ANNOTATION_PREFIX)
+    change.refuse_foreign(constants.ANNOTATION_PREFIX)
     if change.before != text and not dry_run:
         host.write([change])
     if output == "json":

@@ -6,15 +6,15 @@ from typing import Any, Callable, Optional
 
 import click
 
-from ..allocation import livelimits, resize
+from ..allocation import limit_request, limit_update
 from ..config import node
-from ..core import names
+from ..core import constants
 from ..core.errors import GpushareError, RequestError
 from ..core.model import Lease, Share
 from ..core.quantity import human
 from ..core.quoting import shown
 from ..gpu.selectors import device_name
-from ..state import decision, leases
+from ..state import audit_log, leases
 from . import facts
 from .ids import complete_ids
 from .options import Paths, given, with_format
@@ -22,9 +22,9 @@ from .output import Column, write_json, write_line, write_table
 
 # What placement says of a start, as it is said here
 _WORDS = (
-    (f"{names.ENV_COMPUTE_MODE}=", "--compute-mode "),
-    (f"{names.ENV_COMPUTE}=", "--compute "),
-    (names.ENV_MEMORY, "--memory"),
+    (f"{constants.ENV_COMPUTE_MODE}=", "--compute-mode "),
+    (f"{constants.ENV_COMPUTE}=", "--compute "),
+    (constants.ENV_MEMORY, "--memory"),
 )
 _COLUMNS = (
     *(Column("slot", True), Column("device", True), Column("memory used", True), Column("memory", True)),
@@ -69,13 +69,13 @@ def set_(
     ID is that of `gpushare list`, or its beginning. More is given as far as it is free and policy allows; less always.
     A program that holds more memory than its new limit keeps it, and gets no more until it is below.
     """
-    wish = resize.wish(memory, compute, mode or "", priority or "", device)
-    if wish == resize.Wish(device=wish.device):
+    wish = limit_request.parse(memory, compute, mode or "", priority or "", device)
+    if wish == limit_request.LimitRequest(device=wish.device):
         raise RequestError("nothing to change", "give --memory, --compute, --compute-mode or --priority")
     node = facts.host(paths)
 
     def decide(lease: Lease, live: tuple[Lease, ...], seen: leases.View) -> tuple[Share, ...]:
-        return resize.shares(lease, wish, node, live, seen.blocked(node))
+        return limit_request.shares(lease, wish, node, live, seen.blocked(node))
 
     changed = _change(paths, id, decide, dry_run)
     if output == "json":
@@ -101,7 +101,7 @@ def show(paths: Paths, id: str, output: str) -> None:
     if one is None or one.lease is None:
         raise RequestError(f"no running container {shown(id)}", "`gpushare list` shows those that have a share")
     used = tuple(use.used_bytes for use in one.uses)
-    seen = livelimits.Changed(one.lease, one.lease, used)
+    seen = limit_update.Changed(one.lease, one.lease, used)
     if output == "json":
         write_json({"id": one.id, "state": one.state, "shares": _plain(seen)["shares"]})
         return
@@ -116,13 +116,13 @@ def _pausing(name: str, pause: bool, text: str) -> click.Command:
     @with_format
     @click.pass_obj
     def command(paths: Paths, id: str, output: str) -> None:
-        changed = _change(paths, id, lambda lease, live, seen: resize.paused(lease, pause), False)
+        changed = _change(paths, id, lambda lease, live, seen: limit_request.paused(lease, pause), False)
         did = changed.before.shares != changed.after.shares
         if output == "json":
             write_json({"id": changed.after.id, "paused": pause, "changed": did})
             return
         now = "paused: its launches wait until `gpushare resume`" if pause else "running: launches go ahead"
-        write_line(f"{names.short(changed.after.id)} is {now if did else now.partition(':')[0] + ' already'}")
+        write_line(f"{constants.short(changed.after.id)} is {now if did else now.partition(':')[0] + ' already'}")
 
     return command
 
@@ -136,12 +136,12 @@ pause = _pausing(
 resume = _pausing("resume", False, "Let the launches of a paused container go.")
 
 
-def _change(paths: Paths, text: str, decide: livelimits.DecideFn, dry_run: bool) -> livelimits.Changed:
+def _change(paths: Paths, text: str, decide: limit_update.DecideFn, dry_run: bool) -> limit_update.Changed:
     container_id = facts.find(paths.state_dir, text)
     try:
-        changed = livelimits.change(paths.state_dir, container_id, decide, dry_run)
+        changed = limit_update.change(paths.state_dir, container_id, decide, dry_run)
         if changed.before.shares != changed.after.shares and not dry_run:
-            decision.changed(node.log_target(paths.config, paths.state_dir), changed.after)
+            audit_log.changed(node.log_target(paths.config, paths.state_dir), changed.after)
         return changed
     except GpushareError as error:
         for start, here in _WORDS:
@@ -149,7 +149,7 @@ def _change(paths: Paths, text: str, decide: livelimits.DecideFn, dry_run: bool)
         raise
 
 
-def _over(changed: livelimits.Changed) -> list[str]:
+def _over(changed: limit_update.Changed) -> list[str]:
     lines = []
     for share, used in zip(changed.after.shares, changed.used_bytes or ()):
         over = _over_bytes(share, used)
@@ -166,7 +166,7 @@ def _over_bytes(share: Share, used: int) -> int:
 
 
 def _memory(share: Share) -> str:
-    return resize.NO_LIMIT if share.memory_limit_bytes is None else human(share.memory_limit_bytes)
+    return limit_request.NO_LIMIT if share.memory_limit_bytes is None else human(share.memory_limit_bytes)
 
 
 def _percent(share: Share) -> str:
@@ -183,7 +183,7 @@ _CELLS: tuple[Callable[[Share], str], ...] = (
 )
 
 
-def _rows(changed: livelimits.Changed) -> list[tuple[str, ...]]:
+def _rows(changed: limit_update.Changed) -> list[tuple[str, ...]]:
     """A line for each device, with `old -> new` where something changed."""
     rows = []
     used = [human(size) for size in changed.used_bytes] if changed.used_bytes else ["-"] * len(changed.after.shares)
@@ -194,7 +194,7 @@ def _rows(changed: livelimits.Changed) -> list[tuple[str, ...]]:
     return rows
 
 
-def _plain(changed: livelimits.Changed) -> dict[str, Any]:
+def _plain(changed: limit_update.Changed) -> dict[str, Any]:
     used = changed.used_bytes or (None,) * len(changed.after.shares)
     return {
         "id": changed.after.id,

@@ -13,7 +13,7 @@ from typing import Any, Optional, cast
 
 import click
 
-from ..core import names
+from ..core import constants
 from ..core.errors import GpushareError, what_to_do
 from ..core.quoting import shown
 from ..state import log
@@ -98,7 +98,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
     "--config",
     callback=given,
     type=click.Path(readable=False),
-    default=names.CONFIG_PATH,
+    default=constants.CONFIG_PATH,
     show_default=True,
     metavar="FILE",
     help="Configuration file.",
@@ -108,7 +108,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
     callback=given,
     type=click.Path(file_okay=False, readable=False),
     metavar="DIR",
-    help=f"State directory.  [default: {names.STATE_DIR}]",
+    help=f"State directory.  [default: {constants.STATE_DIR}]",
 )
 @with_no_color
 @click.option(

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Optional
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ..core import names
+from ..core import constants
 from ..core.errors import GpushareError
 from ..core.model import Lease
-from ..gpu.gpuuse import Gpu
-from ..monitor.reconcile import Finding, Look
+from ..gpu.nvml_usage import Gpu
+from ..monitor.overuse import Finding, Look
 from ..request import oci
 from . import facts
 from .options import Paths
@@ -102,7 +102,7 @@ class Names:
 
 
 def _annotations(lease: Lease) -> dict[str, str]:
-    if lease.dialect == names.RUN_DIALECT or not os.path.isabs(lease.bundle):
+    if lease.dialect == constants.RUN_DIALECT or not os.path.isabs(lease.bundle):
         return {}
     try:
         with open(os.path.join(lease.bundle, "config.json"), "rb") as file:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional
 import click
 
 from ..allocation import backends, mps, mpsdaemon, mpsstatus
-from ..core import names, quantity
+from ..core import constants, quantity
 from ..core.errors import RequestError
 from ..core.model import Device, Node
 from ..core.quantity import human
@@ -101,7 +101,7 @@ def start(
     with Progress() as progress:
         for device in _devices(host, wanted):
             progress.say(f"starting MPS on {device.uuid}")
-            wish = mpsdaemon.Wish(*_most(host, device, compute, memory), number, shm)
+            wish = mpsdaemon.DaemonSettings(*_most(host, device, compute, memory), number, shm)
             done.append((device, mpsdaemon.start(host, device, wish)))
     if len(done) == 1:  # a unit has one process that it watches
         (one, (_, new)) = done[0]
@@ -167,7 +167,7 @@ def status(paths: Paths, wanted: tuple[str, ...], output: str) -> None:
         write_table(_COLUMNS, [_cells(row) for row in rows])
         for row in rows:
             if row.seen.affected:
-                which = ", ".join(names.short(one.id) for one in row.seen.affected)
+                which = ", ".join(constants.short(one.id) for one in row.seen.affected)
                 write_line(f"MPS on {device_name(row.device)} is not the one they were started with; restart: {which}")
     if any(row.seen.state in ("dead", "changed") or row.seen.affected for row in rows):
         raise SystemExit(1)
@@ -197,7 +197,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{found.thread_percent}%" if runs else "-",
         (human(found.memory_bytes) if found.memory_bytes else "all") if runs else "-",
         f"{len(seen.clients)}/{found.clients}" if runs else "-",
-        ", ".join(names.short(one.id) for one in seen.containers) or "-",
+        ", ".join(constants.short(one.id) for one in seen.containers) or "-",
         seen.note or "-",
     )
 

@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from ..allocation import reservation
-from ..config import changes, node
+from ..config import node, node_diff
 from ..core.errors import GpushareError
 from ..core.model import Node
 from ..core.quantity import human
 from ..gpu.selectors import device_name
-from ..state import leases, region, storage
+from ..state import leases, shm_abi, storage
 from .options import Paths, with_format
 from .output import Progress, write_json, write_line
 
@@ -36,8 +36,8 @@ def refresh(paths: Paths, output: str) -> None:
     if node.read_node(paths.config, paths.state_dir) != host:
         raise GpushareError(f"cannot write {os.path.join(paths.state_dir, node.FILE)}", "run as root")
     recovered = reservation.recover(paths.state_dir, host)
-    found = None if before is None else changes.between(before, host)
-    old = changes.outdated(leases.view(paths.state_dir).live, host)
+    found = None if before is None else node_diff.between(before, host)
+    old = node_diff.outdated(leases.view(paths.state_dir).live, host)
     if output == "json":
         write_json(
             {
@@ -90,9 +90,9 @@ def version(output: str) -> None:
     """
     number = installed()
     if output == "json":
-        write_json({"version": number, "abi": region.ABI_VERSION})
+        write_json({"version": number, "abi": shm_abi.ABI_VERSION})
     else:
-        write_line(f"gpushare {number}, ABI {region.ABI_VERSION}")
+        write_line(f"gpushare {number}, ABI {shm_abi.ABI_VERSION}")
 
 
 def installed() -> str:

@@ -6,11 +6,11 @@ from typing import NamedTuple, Optional
 
 import click
 
-from ..allocation import livelimits
+from ..allocation import limit_update
 from ..config import node
-from ..core import names
+from ..core import constants
 from ..core.errors import GpushareError
-from ..state import decision, leaseend, leases, log, storage
+from ..state import audit_log, leaseend, leases, log, storage
 from .options import Paths, with_format
 from .output import Column, write_json, write_line, write_table
 
@@ -39,7 +39,7 @@ def prune(paths: Paths, dry_run: bool, assume_free: bool, output: str) -> None:
     if storage.is_ready(paths.state_dir):
         found = items(paths.state_dir, assume_free)
         if not dry_run:
-            ended = decision.ending(node.log_target(paths.config, paths.state_dir), "prune")
+            ended = audit_log.ending(node.log_target(paths.config, paths.state_dir), "prune")
             problems = remove(paths.state_dir, found, assume_free, ended)
     if output == "json":
         write_json(
@@ -57,7 +57,7 @@ def items(state_dir: str, assume_free: bool) -> list[Item]:
     found = [Item("lease", lease.id, reason, True) for lease, reason in seen.dead]
     found += [Item("start", name, "killed before it had a lease", True) for name in seen.partial]
     found += [Item("damaged", damage.id, damage.reason, assume_free) for damage in seen.damaged]
-    half = livelimits.unfinished(state_dir)
+    half = limit_update.unfinished(state_dir)
     found += [] if half is None else [Item("limits", half or "-", "a change was killed", True)]
     found += [Item("files", name, "of a released container", True) for name in storage.trash(state_dir)]
     live = {lease.id for lease in seen.live}
@@ -73,7 +73,7 @@ def remove(state_dir: str, found: list[Item], assume_free: bool, ended: Optional
     problems = []
     try:
         with leases.locked(state_dir):
-            livelimits.finish(state_dir)
+            limit_update.finish(state_dir)
     except GpushareError as error:
         problems.append(str(error))
     for item in found:
@@ -89,7 +89,8 @@ def _print(found: list[Item], dry_run: bool, problems: list[str]) -> None:
     else:
         columns = (Column("result"), Column("what"), Column("container"), Column("why"))
         write_table(
-            columns, [(verb if item.removed else "kept", item.kind, names.short(item.id), item.why) for item in found]
+            columns,
+            [(verb if item.removed else "kept", item.kind, constants.short(item.id), item.why) for item in found],
         )
     if any(not item.removed for item in found):
         log.to_stderr(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Optional
 import click
 
 from ..config import node
-from ..core import names
+from ..core import constants
 from ..core.errors import GpushareError, RequestError
 from ..core.quoting import shown
-from ..state import decision
+from ..state import audit_log
 from .options import Paths, given
 
 if TYPE_CHECKING:
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 # option -> our own variable of the same meaning
 _FLAGS = {
-    "memory": names.ENV_MEMORY,
-    "compute": names.ENV_COMPUTE,
-    "compute_mode": names.ENV_COMPUTE_MODE,
-    "priority": names.ENV_PRIORITY,
-    "devices": names.ENV_DEVICES,
-    "backend": names.ENV_BACKEND,
+    "memory": constants.ENV_MEMORY,
+    "compute": constants.ENV_COMPUTE,
+    "compute_mode": constants.ENV_COMPUTE_MODE,
+    "priority": constants.ENV_PRIORITY,
+    "devices": constants.ENV_DEVICES,
+    "backend": constants.ENV_BACKEND,
 }
 # our own variables -> options, as they are typed
 _WORDS = {
     **{variable: "--" + flag.replace("_", "-") for flag, variable in _FLAGS.items()},
-    names.ENV_OVERSUBSCRIBE: "--oversubscribe",
+    constants.ENV_OVERSUBSCRIBE: "--oversubscribe",
 }
 _NO_ID = (1 << 32) - 1
 
@@ -69,14 +69,14 @@ def run(
 
     asked = [(_FLAGS[flag], value) for flag, value in flags.items() if value is not None]
     if oversubscribe:
-        asked.append((names.ENV_OVERSUBSCRIBE, "1"))
+        asked.append((constants.ENV_OVERSUBSCRIBE, "1"))
     job = programs.Job(name or default_name(command[0]), command, tuple(asked), None if user is None else user_of(user))
     try:
         programs.start(job, RunPaths(paths.config, paths.state_dir))
     except GpushareError as error:
         if not isinstance(error, programs.CannotExecute):
             where = node.log_target(paths.config, paths.state_dir)
-            decision.refused(where, job.name, "run", error)
+            audit_log.refused(where, job.name, "run", error)
         given = {variable for variable, _ in asked}
         error.message = as_typed(error.message, given)
         error.hint = as_typed(error.hint, _WORDS if given or not _by_variables(os.environ) else ())

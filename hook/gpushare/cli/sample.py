@@ -8,15 +8,15 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple, Optional
 
-from ..allocation import livelimits, placement
+from ..allocation import limit_update, placement
 from ..config import node
 from ..core.errors import GpushareError
 from ..core.model import Node
-from ..state import leases, region
+from ..state import leases, shm_abi
 from . import containers, devices, facts
 from .options import Paths
 
-_MOST_PERCENT = 100.0 * region.MAX_SLOTS  # of threads held back, whatever a container writes
+_MOST_PERCENT = 100.0 * shm_abi.MAX_SLOTS  # of threads held back, whatever a container writes
 
 
 class Line(NamedTuple):
@@ -98,7 +98,7 @@ class Sampler:
             self._host, self._note = fresh, ""
         if self._host is None:
             return ()
-        live = livelimits.settled(self._paths.state_dir, seen.live, keep=False)
+        live = limit_update.settled(self._paths.state_dir, seen.live, keep=False)
         ledger = placement.ledger_of(live, self._host.config.policy, seen.blocked(self._host))
         uses = [use for one in found if one.state not in facts.GONE for use in one.uses]
         return tuple(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
-from ..core import names
+from ..core import constants
 from ..core.quantity import human
 from ..core.quoting import printable
 from ..gpu.selectors import device_name
@@ -108,7 +108,7 @@ def _age(line: Line) -> str:
     return age(time.time() - _created(line)) if line.container.lease else "-"
 
 
-_NAME = Cell(Column("container"), lambda line, _: names.short(line.container.id))
+_NAME = Cell(Column("container"), lambda line, _: constants.short(line.container.id))
 _DEVICE = Cell(Column("device", True), lambda line, _: device_name(line.use.share.device) if line.use else "-", 3, True)
 _COMPUTE = Cell(Column("compute", True), lambda line, _: compute_text(line.use) if line.use else "-")
 _THROTTLED = Cell(Column("throttled", True), lambda line, _: _throttled(line), 4)

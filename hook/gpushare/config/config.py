@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..core import names
+from ..core import constants
 from ..core.errors import ConfigError, RequestError, what_to_do
 from ..core.model import Config, Policy
 from ..core.quoting import shown
@@ -105,7 +105,7 @@ def load_config(path: str) -> Config:
         with open(path, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
     except FileNotFoundError:
-        if path == names.CONFIG_PATH:
+        if path == constants.CONFIG_PATH:
             return Config()
         raise ConfigError(f"{path}: no such file", "write it, or leave --config out") from None
     except OSError as error:

@@ -10,16 +10,16 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..core import names
+from ..core import constants
 from ..core.errors import RequestError
 from ..core.model import Config
 from ..core.quantity import amount, whole_percent
-from ..request.dialects import table
+from ..request.dialects import registry
 from . import sharing
 
 VERSION = 1
 _ACCEPT = {"enum": ["always", "privileged", "never"]}
-_SCHEDULERS = [row.name for row in table.SCHEDULERS]
+_SCHEDULERS = [row.name for row in registry.SCHEDULERS]
 _TEXT = {"type": "string"}
 _PATH = {"type": "string", "pattern": "^/[^\\u0000]*$"}
 _PATH_OR_EMPTY = "^(/[^\\u0000]*)?$"
@@ -188,7 +188,7 @@ _KEYS = (
         {"type": "array", "items": {"type": "string", "pattern": _DEVICE}},
         "Devices that containers may get, by index (\"0\", \"0:1\" for a MIG device) or whole uuid; empty: all."),
     Key("policy.allowed_backends", "policy.allowed_backends", LIST,
-        {"type": "array", "minItems": 1, "items": {"enum": list(names.BACKENDS)}},
+        {"type": "array", "minItems": 1, "items": {"enum": list(constants.BACKENDS)}},
         "Who may hold limits (docs/backends.md). A container that names none gets the first of these that can, for "
         "each limit by itself."),
     Key("policy.unlimited", "policy.unlimited", SAME, {"enum": ["exclusive", "shared", "deny"]},

@@ -21,13 +21,13 @@ import stat
 import time
 from typing import Any, Optional
 
-from ..core import names
+from ..core import constants
 from ..core.errors import DeviceError, GpushareError
 from ..core.model import Config, Device, Inventory, Node, Policy, SharingRule
 from ..gpu import inventory
-from ..state import decision
+from ..state import audit_log
 from ..system import filelock
-from . import lowlevel
+from . import oci_runtime
 
 SCHEMA = 4  # grows when the meaning of node.json changes
 FILE = "node.json"
@@ -43,8 +43,8 @@ def _config_identity(config_path: str) -> list[Any]:
     try:
         status = os.stat(config_path)
     except OSError:
-        return [names.SHIM_DIR, config_path]
-    return [names.SHIM_DIR, config_path, status.st_mtime_ns, status.st_size, status.st_ino]
+        return [constants.SHIM_DIR, config_path]
+    return [constants.SHIM_DIR, config_path, status.st_mtime_ns, status.st_size, status.st_ino]
 
 
 def _driver_identity(root: str) -> list[Any]:
@@ -167,7 +167,7 @@ def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
     except ImportError as error:
         raise GpushareError(f"cannot read {config_path}: {error}", "install PyYAML and jsonschema") from None
     if write:
-        lowlevel.remember(config_path, state_dir, config)  # before the driver is asked: a host without one has runc
+        oci_runtime.remember(config_path, state_dir, config)  # before the driver is asked: a host without one has runc
     driver_identity = _driver_identity(config.driver_root)
     node = Node(config, inventory.read_inventory(config.driver_root))
     if write:
@@ -200,4 +200,4 @@ def log_target(config_path: str, state_dir: str) -> str:
     try:
         return load_config_only(config_path, state_dir).log
     except (GpushareError, ImportError, OSError):
-        return decision.SYSLOG
+        return audit_log.SYSLOG

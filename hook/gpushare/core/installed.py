@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from . import names
+from . import constants
 
 
 def shim_dir(program: str) -> str:
@@ -14,4 +14,4 @@ def shim_dir(program: str) -> str:
     if os.access(f"{folder}/_internal", os.F_OK):  # the bundle: packaging/gpushare.spec
         return f"{above}/shim"
     wheel = f"{above}/libexec/gpushare/shim"  # packaging/wheel.py
-    return wheel if os.access(wheel, os.F_OK) else names.SHIM_DIR
+    return wheel if os.access(wheel, os.F_OK) else constants.SHIM_DIR

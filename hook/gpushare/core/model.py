@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Optional
 
-from . import names
+from . import constants
 
 
 class Device(NamedTuple):
@@ -78,7 +78,7 @@ class Config(NamedTuple):
 
     driver_root: str = "/"
     state_dir: str = "/run/gpushare"  # from --state: it is where node.json is found, so it cannot be a key of the file
-    shim_dir: str = names.SHIM_DIR  # holds libcuda.so and libnvidia-ml.so (our shim)
+    shim_dir: str = constants.SHIM_DIR  # holds libcuda.so and libnvidia-ml.so (our shim)
     memory_overcommit: float = 1.0
     placement: str = "binpack"  # binpack | spread
     policy: Policy = Policy()
@@ -129,8 +129,9 @@ class Condition(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Which devices: kind is all | none | any | list. `none` means driver files, no GPU. (Inside dialects/own.py
-    there are also `void`, and `any` with count 0 = no device named; request.resolve leaves neither.)"""
+    """Which devices: kind is all | none | any | list. `none` means driver files, no GPU.
+    (dialects/gpushare_env.py also uses `void`, and `any` with count 0 if no device is named; request.resolve replaces
+    both.)"""
 
     kind: str
     count: int = 0  # type: ignore[assignment]  # for any; shadows tuple.count
@@ -181,7 +182,7 @@ class Share(NamedTuple):
     priority: int = 0
     oversubscribe: bool = False
     clamped: str = ""  # what was asked, where policy gave less
-    page: int = 0  # its number in devices/<uuid>, see pages.py
+    page: int = 0  # its number in devices/<uuid>, see activity_files.py
     paused: bool = False  # launches are held
     draining_bytes: int = 0  # what it may still hold from before its limit was lowered; 0 = nothing above the limit
     memory_backend: str = "shim"  # who holds the limit: a row of backends.BACKENDS

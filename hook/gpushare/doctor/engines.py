@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 
-from ..config import lowlevel
+from ..config import oci_runtime
 from ..core.errors import ConfigError
 from ..engines import base, configure
 from ..engines.configure import ENGINES, State
@@ -54,7 +54,7 @@ def runtime(machine: Machine) -> Result:
     """The low-level runtime that gpushare-runtime becomes."""
     if machine.config is None:
         return Result("skip", "not without a configuration")
-    path = lowlevel.find(machine.config)
+    path = oci_runtime.find(machine.config)
     try:
         done = subprocess.run(
             [path, "--version"],

@@ -10,7 +10,7 @@ from typing import Callable, NamedTuple
 from ..core.errors import KernelError
 from ..gpu import driverfiles
 from ..gpu.driverroot import short_read
-from ..system import bpf, idmap, linux, mountns, rootless
+from ..system import bpf, idmap, mountns, rootless, syscalls
 from .base import FAIL, OK, SKIP, WARN, Machine, Result
 
 _NO_FD = -1
@@ -31,14 +31,16 @@ def _and_close(fd: int) -> None:
 
 
 FEATURES = (
-    Feature("move_mount", "5.2", lambda: linux.move_mount(_NO_FD, _NO_FD, "/"), _IN_USE),
-    Feature("open_tree", "5.2", lambda: _and_close(linux.open_tree("/"))),
-    Feature("fsopen", "5.2", lambda: _and_close(linux.detached_tmpfs({}, 0, "tmpfs"))),
-    Feature("pidfd_open", "5.3", lambda: _and_close(linux.pidfd_open(os.getpid()))),
+    Feature("move_mount", "5.2", lambda: syscalls.move_mount(_NO_FD, _NO_FD, "/"), _IN_USE),
+    Feature("open_tree", "5.2", lambda: _and_close(syscalls.open_tree("/"))),
+    Feature("fsopen", "5.2", lambda: _and_close(syscalls.detached_tmpfs({}, 0, "tmpfs"))),
+    Feature("pidfd_open", "5.3", lambda: _and_close(syscalls.pidfd_open(os.getpid()))),
     Feature(
-        "openat2", "5.6", lambda: _and_close(linux.openat2(linux.AT_FDCWD, "/", os.O_PATH, 0, linux.RESOLVE_IN_ROOT))
+        "openat2",
+        "5.6",
+        lambda: _and_close(syscalls.openat2(syscalls.AT_FDCWD, "/", os.O_PATH, 0, syscalls.RESOLVE_IN_ROOT)),
     ),
-    Feature("mount_setattr", "5.12", lambda: linux.mount_setattr(_NO_FD, 0, linux.MS_PRIVATE, "/"), _IN_USE),
+    Feature("mount_setattr", "5.12", lambda: syscalls.mount_setattr(_NO_FD, 0, syscalls.MS_PRIVATE, "/"), _IN_USE),
 )
 
 
@@ -48,7 +50,7 @@ def features(_: Machine) -> Result:
     for one in FEATURES:
         try:
             one.use()
-        except linux.SyscallError as error:
+        except syscalls.SyscallError as error:
             if error.errno == errno.ENOSYS:
                 missing.append(f"{one.name} (Linux {one.since})")
             elif error.errno not in one.allowed:
@@ -71,8 +73,8 @@ def file_leases(machine: Machine) -> Result:
         paths.append(driverfiles.cuda_library(machine.inventory.root, machine.inventory.driver_version))
     namespace = idmap.new_namespace()
     try:
-        trees = [("the state directory's tmpfs", linux.detached_tmpfs({}, 0, "tmpfs"))]
-        trees += [(f"{path} ({_type_of(path)})", linux.open_tree(path)) for path in paths if os.path.exists(path)]
+        trees = [("the state directory's tmpfs", syscalls.detached_tmpfs({}, 0, "tmpfs"))]
+        trees += [(f"{path} ({_type_of(path)})", syscalls.open_tree(path)) for path in paths if os.path.exists(path)]
         refused = [what for what, tree in trees if not idmap.hides(tree, namespace, what)]
         for _, tree in trees:
             os.close(tree)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Callable, NamedTuple, Optional
 
 from ..allocation import backends, mps, mpscontrol, mpsstatus
-from ..core import names
+from ..core import constants
 from ..core.model import Device, Lease, Node
 from ..gpu.selectors import device_name
 from ..state import leases
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     def affected(self) -> str:
         """Containers whose programs have a daemon that is no more, for people; "" when there are none."""
         uuid, state_dir = self.device.uuid, self.host.config.state_dir
-        return some([names.short(one.id) for one in mpsstatus.affected(self.found, uuid, self.live, state_dir)])
+        return some([constants.short(one.id) for one in mpsstatus.affected(self.found, uuid, self.live, state_dir)])
 
 
 def _wrong_user(case: Case) -> Optional[Result]:

@@ -16,15 +16,15 @@ import tempfile
 import time
 from typing import Any, NoReturn
 
-from ..core import names
+from ..core import constants
 from ..core.errors import GpushareError
 from ..core.model import Node, Policy
 from ..core.ops import Mount, Plan
 from ..core.quantity import human
 from ..programs import run, session
-from ..state import decision, storage
+from ..state import audit_log, storage
 from ..state.log import line_of
-from ..system import elf, linux, rootless
+from ..system import elf, rootless, syscalls
 from .base import FAIL, OK, SKIP, Machine, Result, no_driver
 
 _LIMIT_BYTES = 1 << 30
@@ -59,7 +59,7 @@ def loads(machine: Machine) -> Result:
         return no_driver(machine)
     if os.geteuid() != 0 or rootless.is_rootless():
         return Result(SKIP, "needs root")
-    if os.path.lexists(names.LIMITS):
+    if os.path.lexists(constants.LIMITS):
         return Result(SKIP, "this runs in a share of a GPU")
     if not machine.node.inventory.devices:
         return Result(SKIP, "not without a device")
@@ -139,13 +139,13 @@ def _child(host: Node, directory: str, writer: int) -> NoReturn:
 
 def _share(host: Node, directory: str) -> dict[str, Any]:
     """In the child. What policy would say of such a program is not the question here."""
-    linux.unshare(linux.CLONE_NEWNS, "mount namespace")
+    syscalls.unshare(syscalls.CLONE_NEWNS, "mount namespace")
     root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    linux.mount_setattr(root, 0, linux.MS_PRIVATE, "/", recursive=True)
+    syscalls.mount_setattr(root, 0, syscalls.MS_PRIVATE, "/", recursive=True)
     os.close(root)
     storage.prepare(directory)
-    host = host._replace(config=host.config._replace(state_dir=directory, policy=Policy(), log=decision.NOWHERE))
-    job = run.Job("doctor", ("gpushare doctor",), ((names.ENV_MEMORY, str(_LIMIT_BYTES)),))
+    host = host._replace(config=host.config._replace(state_dir=directory, policy=Policy(), log=audit_log.NOWHERE))
+    job = run.Job("doctor", ("gpushare doctor",), ((constants.ENV_MEMORY, str(_LIMIT_BYTES)),))
     bundle = run.bundle_of(job, {})
     placed = session.place(run.resolve(bundle, host), run.OntoRoot(alone=False))
     assert placed is not None
@@ -158,7 +158,7 @@ def _path(steps: Plan, stem: str) -> str:
     targets = [
         op.target for op in steps.ops if isinstance(op, Mount) and os.path.basename(op.target).startswith(f"{stem}.so.")
     ]
-    found = [target for target in targets if not target.startswith(names.PRIVATE_DIR + "/")]
+    found = [target for target in targets if not target.startswith(constants.PRIVATE_DIR + "/")]
     return found[0]
 
 

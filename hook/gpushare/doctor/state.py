@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-from ..allocation import livelimits
-from ..config import changes, node
-from ..core import names
+from ..allocation import limit_update
+from ..config import node, node_diff
+from ..core import constants
 from ..core.quoting import shown
 from ..state import leases, log, storage
 from .base import FAIL, OK, WARN, Machine, Result, no_driver
@@ -42,15 +42,15 @@ def directory(machine: Machine) -> Result:
 def stale_leases(machine: Machine) -> Result:
     seen = leases.view(machine.state_dir)
     if seen.damaged:
-        what = some([f"{names.short(one.id)}: {one.reason}" for one in seen.damaged])
+        what = some([f"{constants.short(one.id)}: {one.reason}" for one in seen.damaged])
         return Result(
             FAIL, f"{what}; its devices get no new leases", "if these containers are gone: gpushare prune --assume-free"
         )
-    left = [names.short(lease.id) for lease, _ in seen.dead if not leases.ends(lease)] + list(
-        map(names.short, seen.partial)
+    left = [constants.short(lease.id) for lease, _ in seen.dead if not leases.ends(lease)] + list(
+        map(constants.short, seen.partial)
     )
-    half = livelimits.unfinished(machine.state_dir)
-    left += [] if half is None else [f"a change of limits of {names.short(half)}"]
+    half = limit_update.unfinished(machine.state_dir)
+    left += [] if half is None else [f"a change of limits of {constants.short(half)}"]
     trash = storage.trash(machine.state_dir)
     held = f"{len(seen.live)} {'container holds' if len(seen.live) == 1 else 'containers hold'} a share"
     if left or trash:
@@ -64,7 +64,7 @@ def versions(machine: Machine) -> Result:
     if machine.node is None:
         return no_driver(machine)
     live = leases.view(machine.state_dir).live
-    old = changes.outdated(live, machine.node)
+    old = node_diff.outdated(live, machine.node)
     if old:
         return Result(WARN, some([f"{name} {why}" for name, why in old]), "start these containers again")
     return Result(OK, f"all use {machine.node.inventory.driver_version}" if live else "no container runs")
@@ -84,8 +84,8 @@ def refusals(machine: Machine) -> Result:
     name = recent[-1][1]
     many = "1 container was" if len(recent) == 1 else f"{len(recent)} containers were"
     ours = any(os.path.exists(os.path.join(folder, one + log.TRACE)) for _, one in recent)
-    last = f"{names.short(name)}: {log.read(machine.state_dir, name)}"
-    hint = f"see {folder}/*{log.TRACE}, and report it" if ours else f"gpushare inspect {names.short(name)}"
+    last = f"{constants.short(name)}: {log.read(machine.state_dir, name)}"
+    hint = f"see {folder}/*{log.TRACE}, and report it" if ours else f"gpushare inspect {constants.short(name)}"
     return Result(WARN, f"{many} refused in the last day; {'' if len(recent) == 1 else 'the last, '}{last}", hint)
 
 

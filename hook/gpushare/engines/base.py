@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple, Optional, Protocol
 
-from ..core import names
+from ..core import constants
 from ..core.errors import ConfigError
 from ..core.quoting import shown
 
@@ -23,8 +23,8 @@ class Settings(NamedTuple):
 
     program: str  # gpushare-runtime
     hook: str  # gpushare-hook
-    config: str = names.CONFIG_PATH
-    state_dir: str = names.STATE_DIR
+    config: str = constants.CONFIG_PATH
+    state_dir: str = constants.STATE_DIR
     config_file: str = ""  # the engine's own file; empty: where it usually is
     default: bool = False  # for containers that name no runtime, too
     hook_only: bool = False  # stock runtime, our hook
@@ -43,11 +43,11 @@ class Settings(NamedTuple):
 
     def hook_args(self) -> list[str]:
         """The same of gpushare-hook."""
-        return self._args("--config", "--state") + ([names.CRI_FLAG] if self.cri else [])
+        return self._args("--config", "--state") + ([constants.CRI_FLAG] if self.cri else [])
 
     def _args(self, config_flag: str, state_flag: str) -> list[str]:
-        config = [] if self.config == names.CONFIG_PATH else [config_flag, self.config]
-        return config + ([] if self.state_dir == names.STATE_DIR else [state_flag, self.state_dir])
+        config = [] if self.config == constants.CONFIG_PATH else [config_flag, self.config]
+        return config + ([] if self.state_dir == constants.STATE_DIR else [state_flag, self.state_dir])
 
 
 class Change(NamedTuple):

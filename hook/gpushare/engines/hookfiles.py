@@ -11,8 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from ..core.constants import CRI_FLAG
 from ..core.errors import ConfigError
-from ..core.names import CRI_FLAG
 from ..core.quoting import shown
 from . import jsontext, tomltext
 from .base import HOOK_PROGRAM, Change, Files, Settings

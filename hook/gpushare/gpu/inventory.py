@@ -16,7 +16,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, Optional
 
-from ..core import names
+from ..core import constants
 from ..core.errors import DeviceError
 from ..core.model import Device, Inventory
 from ..core.quoting import shown
@@ -137,7 +137,7 @@ def context_bytes_of(model: str, version: str) -> int:
 
 def _marker(root: str) -> Optional[dict[str, Any]]:
     """The simulated root's own facts; None when the root is a real one."""
-    text = short_read(os.path.join(root, names.SIM_MARKER), 65536)
+    text = short_read(os.path.join(root, constants.SIM_MARKER), 65536)
     if text is None:
         return None
     try:
@@ -149,7 +149,7 @@ def _marker(root: str) -> Optional[dict[str, Any]]:
 
 def is_simulated(root: str) -> bool:
     """Whether `root` is a simulated host root, whose device nodes are regular files."""
-    return os.path.isfile(os.path.join(root, names.SIM_MARKER))
+    return os.path.isfile(os.path.join(root, constants.SIM_MARKER))
 
 
 def _with_marker(answer: nvml.Answer, marker: dict[str, Any], minors: dict[int, str]) -> nvml.Answer:

@@ -32,7 +32,7 @@ from ..core.ops import (
     WriteLimits,
 )
 from ..core.quoting import shown
-from ..system import cgroup, idmap, inroot, linux, mountns, rootless
+from ..system import cgroup, idmap, inroot, mountns, rootless, syscalls
 from . import mountpoint, mountrules, rootfs
 
 _SHIM = ("libcuda.so", "libnvidia-ml.so")  # in shim_dir; files of the driver have its version in their names
@@ -108,7 +108,7 @@ def _carry_out(
             if isinstance(error, GpushareError):
                 error.message += f" (and {second.message})"
         if isinstance(error, OSError):
-            raise linux.from_os_error(error, "apply", str(error.filename or plan.container_id)) from None
+            raise syscalls.from_os_error(error, "apply", str(error.filename or plan.container_id)) from None
         raise
     return applied
 
@@ -208,8 +208,8 @@ def _make_point_in_source(op: Union[Mount, ImageFile], directories: list[Union[M
 def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider, None]) -> int:
     """The source as a mount of its own that is attached nowhere, private, with the op's attributes."""
     try:
-        tree = linux.open_tree(op.source)
-    except linux.SyscallError as error:
+        tree = syscalls.open_tree(op.source)
+    except syscalls.SyscallError as error:
         raise DeviceError(
             f"{shown(op.source)}: {os.strerror(error.errno)}",
             "install gpushare again, or set shim_dir in the configuration"
@@ -220,9 +220,9 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider
     try:
         status = os.fstat(tree)
         _check_source(op, status)
-        attributes = sum(linux.ATTRIBUTES[name] for name in names)
+        attributes = sum(syscalls.ATTRIBUTES[name] for name in names)
         if hider is None or not _hide(hider, op, tree, attributes, status):
-            linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
+            syscalls.mount_setattr(tree, attributes, syscalls.MS_PRIVATE, op.source)
     except BaseException:
         os.close(tree)
         raise
@@ -236,8 +236,8 @@ def _hide(
     more = 0 if isinstance(op, DeviceNode) else hider.attributes(op.target, op.kind, op.flags, status)
     try:
         if more:
-            linux.mount_setattr(tree, attributes | more, linux.MS_PRIVATE, op.source, userns=hider.fd)
-    except linux.SyscallError as error:
+            syscalls.mount_setattr(tree, attributes | more, syscalls.MS_PRIVATE, op.source, userns=hider.fd)
+    except syscalls.SyscallError as error:
         if not hider.refused(error, status.st_dev):
             raise
         return False
@@ -273,9 +273,9 @@ def _image_file(root: mountpoint.Root, op: ImageFile, _: int) -> None:
         )
     if root.is_own(source):
         raise KernelError(f"{shown(op.source)} of the image is covered already", "start the container again")
-    tree = root.keep(linux.open_tree("", dir_fd=source))
-    attributes = sum(linux.ATTRIBUTES[name] for name in op.flags)
-    linux.mount_setattr(tree, attributes, linux.MS_PRIVATE, op.source)
+    tree = root.keep(syscalls.open_tree("", dir_fd=source))
+    attributes = sum(syscalls.ATTRIBUTES[name] for name in op.flags)
+    syscalls.mount_setattr(tree, attributes, syscalls.MS_PRIVATE, op.source)
     root.attach(tree, root.mount_point(op.target, op.kind), op.target)
 
 
@@ -297,7 +297,7 @@ def _link(root: mountpoint.Root, op: Link, _: int) -> None:
     if there < 0:
         root.require_writable(dir_fd, op.target)
         if not _make_link(root, op, dir_fd, name):
-            raise linux.SyscallError("symlinkat", op.target, errno.EEXIST)
+            raise syscalls.SyscallError("symlinkat", op.target, errno.EEXIST)
         return
     if stat.S_ISLNK(os.fstat(there).st_mode):
         old = os.readlink("", dir_fd=there)
@@ -317,7 +317,7 @@ def _make_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise linux.from_os_error(error, "symlinkat", op.target) from None
+        raise syscalls.from_os_error(error, "symlinkat", op.target) from None
     root.undo.append(lambda: _unlink_link(dir_fd, name, op.text))
     if root.owner != (0, 0):
         os.chown(name, *root.owner, dir_fd=dir_fd, follow_symlinks=False)
@@ -345,7 +345,7 @@ def _replace_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str, old: 
     try:
         put(op.text)
     except OSError as error:
-        raise linux.from_os_error(error, "symlinkat", op.target) from None
+        raise syscalls.from_os_error(error, "symlinkat", op.target) from None
     root.undo.append(lambda: put(old))
 
 
@@ -362,8 +362,8 @@ def _cover(root: mountpoint.Root, op: Link) -> None:
         raise KernelError(f"{shown(op.target)} is in the way of a link to {shown(op.text)}", "remove it from the image")
     if os.path.samestat(os.fstat(existing), os.fstat(meant)):
         return
-    tree = root.keep(linux.open_tree("", dir_fd=meant))
-    linux.mount_setattr(tree, 0, linux.MS_PRIVATE, meant_path)
+    tree = root.keep(syscalls.open_tree("", dir_fd=meant))
+    syscalls.mount_setattr(tree, 0, syscalls.MS_PRIVATE, meant_path)
     root.attach(tree, existing, op.target)
     root.notes.append(f"{shown(op.target)} of the image is covered ({shown(inroot.path_of(root.fd, existing))})")
 
@@ -375,7 +375,7 @@ def _load_executors(plan: Plan) -> None:
     if LdCache in kinds:
         from . import cachefile  # noqa: F401
     if ProcMask in kinds:
-        from . import procmask  # noqa: F401
+        from . import proc_nvidia_mask  # noqa: F401
 
 
 def _ld_cache(root: mountpoint.Root, op: LdCache, _: int) -> None:
@@ -385,9 +385,9 @@ def _ld_cache(root: mountpoint.Root, op: LdCache, _: int) -> None:
 
 
 def _proc_mask(root: mountpoint.Root, op: ProcMask, _: int) -> None:
-    from . import procmask
+    from . import proc_nvidia_mask
 
-    procmask.cover(root, op.bus_ids, op.capabilities)
+    proc_nvidia_mask.cover(root, op.bus_ids, op.capabilities)
 
 
 _EXECUTORS: dict[type, Callable[[mountpoint.Root, Any, int], None]] = {

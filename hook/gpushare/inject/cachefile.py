@@ -7,7 +7,7 @@ import os
 import stat
 
 from ..core.model import LdEntry
-from ..system import ldcache, linux
+from ..system import ldcache, syscalls
 from . import mountpoint, rootfs
 
 TEMPORARY = ".ld.so.cache.gpushare"  # a fixed name, so that the next start removes what a killed one left
@@ -33,7 +33,7 @@ def extend(root: mountpoint.Root, entries: tuple[LdEntry, ...]) -> None:
     try:
         _write(dir_fd, name, content, status)
     except OSError as error:
-        raise linux.from_os_error(error, "write", rootfs.LD_CACHE) from None
+        raise syscalls.from_os_error(error, "write", rootfs.LD_CACHE) from None
     root.undo.append(lambda: _write(dir_fd, name, before, status))
 
 

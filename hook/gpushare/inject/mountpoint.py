@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from ..core.errors import KernelError
 from ..core.quoting import shown
-from ..system import inroot, linux, mountns
+from ..system import inroot, mountns, syscalls
 from .mountrules import accepts, in_volume, is_library_path, not_a_library, wrong_type
 
 _RACES = 16  # how often something may change under us before we give up
@@ -42,7 +42,7 @@ class Root:
     def __init__(self, fd: int, owner: tuple[int, int]) -> None:
         self.fd = fd
         self.owner = owner
-        self.mount_id = linux.mount_id(fd)
+        self.mount_id = syscalls.mount_id(fd)
         self.undo: list[Callable[[], None]] = []
         self.notes: list[str] = []
         self._fds: list[int] = []
@@ -67,7 +67,7 @@ class Root:
         """What is at `path`, or -1 when nothing is. Magic links and loops are refused, not "nothing"."""
         try:
             return self.keep(inroot.open_in(self.fd, path, flags))
-        except linux.SyscallError as error:
+        except syscalls.SyscallError as error:
             if error.errno == errno.ENOENT:
                 return -1
             if error.errno == errno.ELOOP:
@@ -81,9 +81,9 @@ class Root:
     def attach(self, tree: int, target: int, path: str) -> None:
         """Mounts the detached `tree` on `target`, so that it never shows anywhere but in this container."""
         self._silence(target, path)
-        linux.move_mount(tree, target, path)
-        self._own_mounts.add(linux.mount_id(tree))
-        self.undo.append(lambda: linux.umount(f"/proc/self/fd/{tree}"))
+        syscalls.move_mount(tree, target, path)
+        self._own_mounts.add(syscalls.mount_id(tree))
+        self.undo.append(lambda: syscalls.umount(f"/proc/self/fd/{tree}"))
 
     def claim(self, path: str, source: os.stat_result) -> None:
         """Counts the mount at `path` as this plan's own: the runtime was told to make it. Raises when it did not."""
@@ -93,31 +93,31 @@ class Root:
                 f"{shown(path)} is not what config.json mounts there",
                 "see whether another hook, or the image, changes it",
             )
-        self._own_mounts.add(linux.mount_id(fd))
+        self._own_mounts.add(syscalls.mount_id(fd))
 
     def is_own(self, fd: int) -> bool:
         """Whether `fd` is on a mount that this plan made."""
-        return linux.mount_id(fd) in self._own_mounts
+        return syscalls.mount_id(fd) in self._own_mounts
 
     def _silence(self, target: int, path: str) -> None:
         """Stops propagation out of the mount that `target` is on: a mount below a shared one appears at every peer, so
         on the host. It becomes a slave (it still receives), in this namespace only."""
-        mount_id = linux.mount_id(target)
+        mount_id = syscalls.mount_id(target)
         if mount_id in self._quiet or mount_id in self._own_mounts:
             return
-        linux.mount_setattr(self._mount_root(target, mount_id, path), 0, linux.MS_SLAVE, path)
+        syscalls.mount_setattr(self._mount_root(target, mount_id, path), 0, syscalls.MS_SLAVE, path)
         self._quiet.add(mount_id)
 
     def _mount_root(self, fd: int, mount_id: int, path: str) -> int:
         """The root of the mount that `fd` is on: up by ".." until the mount would change."""
         if not stat.S_ISDIR(os.fstat(fd).st_mode):
             parent = self.lookup(path.rpartition("/")[0] or "/")
-            if parent < 0 or linux.mount_id(parent) != mount_id:
+            if parent < 0 or syscalls.mount_id(parent) != mount_id:
                 return fd  # a file that is itself the root of its mount
             fd = parent
         while True:
             up = self.keep(os.open("..", os.O_PATH | os.O_CLOEXEC, dir_fd=fd))
-            if linux.mount_id(up) != mount_id or os.path.samestat(os.fstat(up), os.fstat(fd)):
+            if syscalls.mount_id(up) != mount_id or os.path.samestat(os.fstat(up), os.fstat(fd)):
                 return fd
             fd = up
 
@@ -208,7 +208,7 @@ class Root:
         hint = ""
         if error.errno == errno.EROFS:
             hint = "the image is read-only: create an empty file there in the image, or mount it writable"
-        return linux.SyscallError("create", path, error.errno or 0, hint)
+        return syscalls.SyscallError("create", path, error.errno or 0, hint)
 
     @staticmethod
     def _remove(dir_fd: int, name: str, fd: int) -> None:
@@ -238,7 +238,7 @@ class Root:
         """Refuses to create in a volume: a mount other than the root whose superblock the host has mounted as well.
         What we made there would appear on the host. File systems that the runtime made (/dev, /run) are the
         container's."""
-        mount_id = linux.mount_id(dir_fd)
+        mount_id = syscalls.mount_id(dir_fd)
         if mount_id in self._the_containers or mount_id in self._own_mounts:
             return
         entry = next((one for one in mountns.read_mounts(containing=f"{mount_id} ") if one.id == mount_id), None)

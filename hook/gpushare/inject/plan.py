@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple, Optional
 
 from ..allocation import backends
-from ..core import names
+from ..core import constants
 from ..core.errors import RequestError
 from ..core.model import Bundle, Config, Image, LdEntry, Lease, Node, Request, Share
 from ..core.ops import (
@@ -35,7 +35,7 @@ from ..gpu import forward
 from ..gpu.driverfiles import DriverFiles, Library
 from ..gpu.drivertable import ALWAYS
 from ..request import oci
-from ..state import pages, storage
+from ..state import activity_files, storage
 from ..state.ledger import turn_bytes
 from ..system import ldcache
 
@@ -66,9 +66,9 @@ def _pages(state_dir: str, shares: tuple[Share, ...]) -> list[Op]:
     ops: list[Op] = []
     for share in shares:
         uuid = share.device.uuid
-        own, everything = pages.path(state_dir, uuid, share.page), pages.directory(state_dir, uuid)
-        ops.append(Mount(own, f"{names.PAGES_DIR}/{uuid}", "file", _DATA, "what it tells others of its work"))
-        ops.append(Mount(everything, f"{names.PEERS_DIR}/{uuid}", "dir", ("ro", *_DATA), "what others tell"))
+        own, everything = activity_files.path(state_dir, uuid, share.page), activity_files.directory(state_dir, uuid)
+        ops.append(Mount(own, f"{constants.PAGES_DIR}/{uuid}", "file", _DATA, "what it tells others of its work"))
+        ops.append(Mount(everything, f"{constants.PEERS_DIR}/{uuid}", "dir", ("ro", *_DATA), "what others tell"))
     return ops
 
 
@@ -83,11 +83,11 @@ def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: Dr
     return [
         limits,
         TenantTmpfs(f"{state}/rw", storage.TENANT_BYTES, storage.TENANT_INODES),
-        Mount(f"{state}/share", names.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
-        Mount(f"{state}/rw", names.RW_DIR, "dir", _DATA, "what this container's processes count"),
+        Mount(f"{state}/share", constants.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
+        Mount(f"{state}/rw", constants.RW_DIR, "dir", _DATA, "what this container's processes count"),
         *_pages(config.state_dir, shares),
-        _Shown(files.cuda, files.cuda.source, "the real libcuda, under a private name").at(names.REAL_CUDA),
-        _Shown(files.nvml, files.nvml.source, "the real libnvidia-ml, under a private name").at(names.REAL_NVML),
+        _Shown(files.cuda, files.cuda.source, "the real libcuda, under a private name").at(constants.REAL_CUDA),
+        _Shown(files.nvml, files.nvml.source, "the real libnvidia-ml, under a private name").at(constants.REAL_NVML),
     ]
 
 
@@ -192,7 +192,7 @@ def _devices(node: Node, shares: tuple[Share, ...], files: DriverFiles) -> list[
     root, simulated = node.inventory.root.rstrip("/"), node.inventory.simulated
     minors = dict.fromkeys(share.device.minor for share in shares)  # MIG devices of one GPU share its node
     nodes = [
-        DeviceNode(f"{root}/dev/nvidia{minor}", f"/dev/nvidia{minor}", names.NVIDIA_MAJOR, minor, simulated)
+        DeviceNode(f"{root}/dev/nvidia{minor}", f"/dev/nvidia{minor}", constants.NVIDIA_MAJOR, minor, simulated)
         for minor in minors
     ]
     nodes += [DeviceNode(n.source, f"/dev/{n.name}", n.major, n.minor, simulated) for n in files.nodes]

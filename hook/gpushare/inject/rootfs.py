@@ -15,7 +15,7 @@ from ..core.errors import KernelError, is_exhausted
 from ..core.model import Bundle, Image
 from ..core.quoting import shown
 from ..gpu import compatdir
-from ..system import imagefiles, inroot, ldcache, linux
+from ..system import imagefiles, inroot, ldcache, syscalls
 
 LD_CACHE = "/etc/ld.so.cache"
 SONAMES = {  # what a program asks the loader for -> the library that it means
@@ -64,7 +64,7 @@ def open_root(bundle: Bundle, pid: int = 0) -> int:
             return inroot.open_in(theirs, bundle.rootfs, flags)
         finally:
             os.close(theirs)
-    except (OSError, linux.SyscallError) as error:
+    except (OSError, syscalls.SyscallError) as error:
         if is_exhausted(error):
             raise
         raise KernelError(
@@ -302,7 +302,7 @@ def _links(root: inroot.Root, libdir: str, drivers: list[str]) -> Iterator[tuple
         path = f"{libdir}/{name}"
         try:
             fd = inroot.open_in(root, path, os.O_PATH | os.O_NOFOLLOW)
-        except linux.SyscallError as error:
+        except syscalls.SyscallError as error:
             if error.errno == errno.ENOENT:
                 continue  # removed meanwhile
             raise

@@ -7,7 +7,7 @@
         .put_in(plan, tree, hook_words, stderr, shim_dir) -> Spec   a new value; unknown fields are kept
     write(path, spec)                             temporary file and rename, same owner and mode
 
-What a spec cannot hold is left in the record for our hook; applied.py reads the record, and takes all of it out again.
+What a spec cannot hold is left in the record for our hook; spec_record.py reads the record and takes it all out again.
 So are most mounts: a runtime takes ten times as long for each. But what holds the limits stays in the spec: a runtime
 that ran no hooks would give a container its devices and no way round the shim.
 """
@@ -20,7 +20,7 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core import names
+from ..core import constants
 from ..core.errors import KernelError, what_to_do
 from ..core.ops import (
     DEVICE_FLAGS,
@@ -37,10 +37,10 @@ from ..core.ops import (
 )
 from ..core.quoting import shown
 from ..request import oci
-from ..request.dialects import injected, nvidia
-from ..system import linux
-from . import applied
-from .applied import KERNEL_LIMITS, NONCE_ENV, PLACES, STAGES, UNIFIED, Record, Spec, place, rule
+from ..request.dialects import cdi_devices, nvidia
+from ..system import syscalls
+from . import spec_record
+from .spec_record import KERNEL_LIMITS, NONCE_ENV, PLACES, STAGES, UNIFIED, Record, Spec, place, rule
 from .spectree import SpecTree
 
 HOOK_PROGRAM = "gpushare-hook"
@@ -78,22 +78,22 @@ class Editor:
         return taken + [f"mount at {mount['destination']}" for mount in mounts]
 
     def narrow(self, root: str) -> None:
-        """Rules of others lose NVIDIA's devices, behind `take_out_foreign` and before `deny`; see withhold.py."""
-        if not injected.rules_reach(self.spec):
+        """Rules of others lose NVIDIA's devices, behind `take_out_foreign` and before `deny`; see deny_devices.py."""
+        if not cdi_devices.rules_reach(self.spec):
             return
-        from ..request import withhold
+        from ..request import deny_devices
 
-        rules, majors = self.spec["linux"]["resources"]["devices"], withhold.majors(root)
+        rules, majors = self.spec["linux"]["resources"]["devices"], deny_devices.majors(root)
         for index in range(len(rules) - 1, -1, -1):
-            others = withhold.narrower(rules[index], majors)
+            others = deny_devices.narrower(rules[index], majors)
             if others is not None:
                 self.record.narrowed.append([index, len(others), rules[index]])
                 rules[index : index + 1] = others
 
     def deny(self, numbers: Sequence[tuple[int, int]]) -> None:
-        """Rules behind those that are there already, and before those of the plan; see withhold.py."""
+        """Rules behind those that are there already, and before those of the plan; see deny_devices.py."""
         for major, minor in numbers:
-            self.spec["linux"]["resources"]["devices"].append(applied.denial(major, minor))
+            self.spec["linux"]["resources"]["devices"].append(spec_record.denial(major, minor))
             self.record.denied.append([major, minor])
 
     def put_in(
@@ -129,7 +129,7 @@ class Editor:
                 self.record.ops.append(["ProcMask", list(op.bus_ids), list(op.capabilities)])
             elif isinstance(op, (ImageFile, Cover)):
                 self.record.ops.append([type(op).__name__, op.source, op.target, list(op.flags)])
-        key = names.HOOK_OUTPUT_ANNOTATIONS[1]
+        key = constants.HOOK_OUTPUT_ANNOTATIONS[1]
         if stderr_path and key not in self.spec["annotations"]:
             self.spec["annotations"][key] = stderr_path
             self.record.annotations.append(key)
@@ -198,22 +198,22 @@ class Editor:
             args = [os.path.basename(path), *words, action]
             env = [HOOK_ENV, NONCE_ENV + self.record.nonce]
             self.spec["hooks"][stage].append({"path": path, "args": args, "env": env, "timeout": HOOK_TIMEOUT_S})
-        self.record.annotations.append(names.APPLIED_ANNOTATION)
-        text = json.dumps({"version": applied.VERSION, **self.record._asdict()}, separators=(",", ":"))
-        self.spec["annotations"][names.APPLIED_ANNOTATION] = text
+        self.record.annotations.append(constants.APPLIED_ANNOTATION)
+        text = json.dumps({"version": spec_record.VERSION, **self.record._asdict()}, separators=(",", ":"))
+        self.spec["annotations"][constants.APPLIED_ANNOTATION] = text
         return self.spec
 
 
 def stays(op: Mount, shim_dir: str) -> bool:
     """Whether the mount is one that holds a limit: the limits file, or the shim over a library."""
-    return op.target == names.PRIVATE_DIR or op.source.startswith(shim_dir.rstrip("/") + "/")
+    return op.target == constants.PRIVATE_DIR or op.source.startswith(shim_dir.rstrip("/") + "/")
 
 
 def _is_rule_for(rule: Any, numbers: list[tuple[Any, Any]]) -> bool:
     """Whether a device rule allows one of these devices, or all of NVIDIA's."""
     if not isinstance(rule, dict) or rule.get("allow") is not True:
         return False
-    return (rule.get("major"), rule.get("minor")) in numbers or rule.get("major") == names.NVIDIA_MAJOR
+    return (rule.get("major"), rule.get("minor")) in numbers or rule.get("major") == constants.NVIDIA_MAJOR
 
 
 def _is_our_hook(hook: Any) -> bool:
@@ -251,8 +251,8 @@ def write(path: str, spec: Spec) -> None:
 def _replace(path: str, new: str) -> None:
     """As os.rename(new, path), which on ext4 waits until the new file has its place on the disk."""
     try:
-        linux.exchange(new, path)
-    except linux.SyscallError:
+        syscalls.exchange(new, path)
+    except syscalls.SyscallError:
         os.rename(new, path)
     else:
         os.unlink(new)  # what was at `path`

@@ -23,7 +23,7 @@ from ..core.errors import KernelError, is_exhausted
 from ..core.model import Bundle
 from ..core.quoting import shown
 from ..request import oci
-from ..system import inroot, linux
+from ..system import inroot, syscalls
 from . import mountrules, rootfs
 
 _MAX_LINKS = 40
@@ -41,8 +41,8 @@ class Covering(NamedTuple):
     shared: bool = False  # what is mounted below it, and over it, appears on the host as well
 
 
-def _error(path: str, number: int) -> linux.SyscallError:
-    return linux.SyscallError("look up", path, number)
+def _error(path: str, number: int) -> syscalls.SyscallError:
+    return syscalls.SyscallError("look up", path, number)
 
 
 def _below(target: str) -> str:
@@ -143,12 +143,12 @@ class SpecTree(inroot.View):
             try:
                 fd = os.open(f"/proc/self/fd/{base}", (flags & ~os.O_NOFOLLOW) | os.O_CLOEXEC)
             except OSError as error:
-                raise linux.from_os_error(error, "open", path) from None
+                raise syscalls.from_os_error(error, "open", path) from None
         elif base != self._root_fd and not stat.S_ISDIR(os.fstat(base).st_mode):
             raise _error(path, errno.ENOTDIR)
         else:
             fd = inroot.open_below(
-                base, below, flags, 0, linux.RESOLVE_NO_SYMLINKS
+                base, below, flags, 0, syscalls.RESOLVE_NO_SYMLINKS
             )  # with O_PATH | O_NOFOLLOW: the link
         self._found[fd] = (path, mount)
         return fd
@@ -158,7 +158,7 @@ class SpecTree(inroot.View):
         if os.path.normpath(path) == path:
             try:
                 return self._open_plain(path, flags)
-            except linux.SyscallError as error:
+            except syscalls.SyscallError as error:
                 if error.errno != errno.ELOOP:
                     raise
         resolved, there = self._resolve(path, follow_last=not flags & os.O_NOFOLLOW)
@@ -170,7 +170,7 @@ class SpecTree(inroot.View):
         """(whether anything is at a path whose parents are resolved, the text of the link that it is)."""
         try:
             fd = self._open_plain(path, os.O_PATH | os.O_NOFOLLOW)
-        except linux.SyscallError as error:
+        except syscalls.SyscallError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 return self._leads_to_mount(path), ""
             raise
@@ -238,7 +238,7 @@ class SpecTree(inroot.View):
             mode = self._mode(resolved) if there else 0
             if stat.S_ISLNK(mode):
                 resolved, mode = self._library_behind(path)
-        except linux.SyscallError as error:
+        except syscalls.SyscallError as error:
             if error.errno == errno.ELOOP:
                 raise KernelError(f"{shown(path)} leads through a magic link or a loop of links", "remove it") from None
             raise
@@ -261,7 +261,7 @@ class SpecTree(inroot.View):
         """File type and mode of what is there; 0 when nothing is yet."""
         try:
             fd = self._open_plain(resolved, os.O_PATH | os.O_NOFOLLOW)
-        except linux.SyscallError as error:
+        except syscalls.SyscallError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 return 0
             raise

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..core import names
+from ..core import constants
 from ..core.model import Node
 from ..engines import hookfiles
 from ..engines.base import Settings
@@ -46,7 +46,7 @@ def minimum_version(found: list[str]) -> str:
 
 def variable(name: str) -> str:
     """The one by which a device is asked for; its value is what GPUSHARE_DEVICES would be."""
-    return names.ENV_CDI_PREFIX + re.sub(r"\W", "_", name)
+    return constants.ENV_CDI_PREFIX + re.sub(r"\W", "_", name)
 
 
 def document(node: Node, settings: Settings) -> dict[str, Any]:

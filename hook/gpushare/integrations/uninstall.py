@@ -16,7 +16,7 @@ import shutil
 from typing import NamedTuple
 
 from ..allocation import mps, mpsstatus
-from ..core import names
+from ..core import constants
 from ..core.errors import CapacityError, ConfigError
 from ..core.quoting import shown
 from ..engines import configure, record
@@ -24,7 +24,7 @@ from ..engines.base import Settings
 from ..engines.configure import ENGINES, Outcome
 from ..engines.host import Host
 from ..state import leases, storage
-from ..system import linux
+from ..system import syscalls
 from . import cdi, labels
 
 
@@ -56,10 +56,10 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
     files = [path for path in (labels.FILE, *cdi.FILES) if host.has(path)]
     folders = []
     if purge:
-        usual = os.path.dirname(names.CONFIG_PATH)
+        usual = os.path.dirname(constants.CONFIG_PATH)
         if host.has(usual):
             folders.append(usual)
-        if settings.config != names.CONFIG_PATH and host.has(settings.config):
+        if settings.config != constants.CONFIG_PATH and host.has(settings.config):
             files.append(settings.config)
     return Plan(
         tuple(outcome for outcome in outcomes if outcome.changes),
@@ -93,7 +93,7 @@ def refuse_leases(state_dir: str) -> None:
     if not storage.is_ready(state_dir):
         return
     seen = leases.view(state_dir)
-    held = [names.short(name) for name in [*(one.id for one in seen.live), *(one.id for one in seen.damaged)]]
+    held = [constants.short(name) for name in [*(one.id for one in seen.live), *(one.id for one in seen.damaged)]]
     if held:
         some = ", ".join(held[:5]) + (f" and {len(held) - 5} more" if len(held) > 5 else "")
         who, them = ("1 container holds", "it") if len(held) == 1 else (f"{len(held)} containers hold", "them")
@@ -121,8 +121,8 @@ def unmount_state(state_dir: str) -> None:
     its own copy of its mounts. Raises SyscallError."""
     while True:
         try:
-            linux.umount(state_dir, linux.MNT_DETACH | linux.UMOUNT_NOFOLLOW)
-        except linux.SyscallError as error:
+            syscalls.umount(state_dir, syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
+        except syscalls.SyscallError as error:
             if error.errno in (errno.EINVAL, errno.ENOENT):  # no mount point (any more)
                 break
             raise

@@ -6,7 +6,7 @@
 --cri                     the engine is a CRI: its annotations say which container of which pod this is
 
 prestart, createRuntime   give the container what it asks for, or fail with one line and undo everything
-adopt                     a createRuntime hook that gpushare-runtime puts into config.json: see adopt.py
+adopt                     a createRuntime hook that gpushare-runtime puts into config.json: see create_runtime_hook.py
 poststop                  releases it; idempotent, needs no pid, always exits 0
 
 Nothing is taken from this process's own environment or working directory: both can come from an image.
@@ -19,12 +19,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
-from ..core import names
+from ..core import constants
 from ..core.errors import KernelError, RequestError, reported
 from ..core.model import Bundle, Lease
 from ..core.quoting import shown
 from ..request import hookoutput, oci
-from ..state import decision, log
+from ..state import audit_log, log
 from ..system import rootless
 from . import deadline, session
 
@@ -49,10 +49,10 @@ class Options(NamedTuple):
 
 def parse(argv: Sequence[str]) -> Options:
     """The command line, without argparse (10 ms). Raises RequestError."""
-    values = {"--config": names.CONFIG_PATH, "--state": "", "--spec": ""}
+    values = {"--config": constants.CONFIG_PATH, "--state": "", "--spec": ""}
     words = list(argv)
-    cri = names.CRI_FLAG in words[:-1]
-    words = [word for word in words[:-1] if word != names.CRI_FLAG] + words[-1:]
+    cri = constants.CRI_FLAG in words[:-1]
+    words = [word for word in words[:-1] if word != constants.CRI_FLAG] + words[-1:]
     while words and words[0].startswith("-"):
         flag, equals, value = words.pop(0).partition("=")
         if flag not in values or not (equals or words):
@@ -121,10 +121,10 @@ def _start(options: Options, state: oci.State) -> int:
     bundle = oci.bundle_of(state, spec, options.cri)
     start = session.resolve(bundle, lambda: session.load(options.config, options.state_dir))
     if start is None:
-        from ..config import lowlevel
+        from ..config import oci_runtime
 
         _refuse_rules(bundle, options)
-        lowlevel.remember_if_stale(options.config, options.state_dir)
+        oci_runtime.remember_if_stale(options.config, options.state_dir)
         return 0
     from ..request import request
     from ..state import leases
@@ -145,13 +145,13 @@ def _start(options: Options, state: oci.State) -> int:
 
 def _refuse_rules(bundle: Bundle, options: Options) -> None:
     """Of a container that asks for nothing: device rules that open GPUs. Raises PolicyError."""
-    from ..request.dialects import injected
+    from ..request.dialects import cdi_devices
 
-    if injected.rules_reach(bundle.spec):
+    if cdi_devices.rules_reach(bundle.spec):
         from ..config import node
-        from ..request import withhold
+        from ..request import deny_devices
 
-        withhold.refuse(bundle, node.load_config_only(options.config, options.state_dir))
+        deny_devices.refuse(bundle, node.load_config_only(options.config, options.state_dir))
 
 
 class IntoNamespace(session.Way):
@@ -204,7 +204,7 @@ def _poststop(options: Options, state: oci.State) -> int:
     lease = leases.find(options.state_dir, state.id)
     if lease is not None and lease.state == "held" and lease.bundle == state.bundle:
         _wait_gone(lease.init_pid, lease.init_start)
-    ended = decision.ending(node.log_target(options.config, options.state_dir) if lease else "", "poststop")
+    ended = audit_log.ending(node.log_target(options.config, options.state_dir) if lease else "", "poststop")
     if not leaseend.release_reserved_by(options.state_dir, state.id, state.bundle, os.getppid(), ended):
         kept = leaseend.release(options.state_dir, state.id, ended)
         if kept:
@@ -217,10 +217,10 @@ def _wait_gone(pid: int, start: int) -> None:
     """Gives the init that the runtime has just killed a moment to be gone."""
     import select
 
-    from ..system import linux, procs
+    from ..system import procs, syscalls
 
     try:
-        fd = linux.pidfd_open(pid)
+        fd = syscalls.pidfd_open(pid)
     except KernelError:
         return
     try:
@@ -233,9 +233,9 @@ def _wait_gone(pid: int, start: int) -> None:
 
 
 def _adopt(options: Options, state: oci.State) -> int:
-    from . import adopt
+    from . import create_runtime_hook
 
-    return adopt.adopt(options.state_dir, state, options.spec)
+    return create_runtime_hook.adopt(options.state_dir, state, options.spec)
 
 
 _STAGES: dict[str, Callable[[Options, oci.State], int]] = {

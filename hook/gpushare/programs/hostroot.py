@@ -16,12 +16,12 @@ import os
 import stat
 from typing import Any, Union
 
-from ..core import names
+from ..core import constants
 from ..core.errors import KernelError
 from ..core.ops import DeviceNode, LdCache, Link, Mount, Op, Plan
 from ..core.quoting import shown
 from ..inject import mountpoint, rootfs
-from ..system import ldcache, linux, mountns
+from ..system import ldcache, mountns, syscalls
 
 _DEV = "/dev"
 _TMPFS = {"size": "16m", "mode": "0755"}
@@ -69,7 +69,7 @@ def layers_of(ops: tuple[Op, ...]) -> list[str]:
 def _is_covered(op: Union[Mount, Link]) -> bool:
     """Whether `op` is put over something that exists. (A link that leads nowhere is replaced; below our own directory
     everything is in its source.)"""
-    if op.target.startswith(names.PRIVATE_DIR + "/"):
+    if op.target.startswith(constants.PRIVATE_DIR + "/"):
         return True
     return os.path.lexists(op.target) if isinstance(op, Mount) else os.path.exists(op.target)
 
@@ -125,8 +125,8 @@ class HostRoot(mountpoint.Root):
         self.scratch = scratch
         self._layers: list[tuple[int, str]] = []
         # A mount of the host still reaches us (a disk that is plugged in), none of ours reaches the host
-        linux.mount_setattr(fd, 0, linux.MS_SLAVE, "/", recursive=True)
-        tree = self.keep(linux.detached_tmpfs(_TMPFS, linux.ATTRIBUTES["nosuid"], scratch))
+        syscalls.mount_setattr(fd, 0, syscalls.MS_SLAVE, "/", recursive=True)
+        tree = self.keep(syscalls.detached_tmpfs(_TMPFS, syscalls.ATTRIBUTES["nosuid"], scratch))
         self.attach(tree, self.keep(os.open(scratch, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)), scratch)
 
     def require_writable(self, dir_fd: int, path: str) -> None:
@@ -137,7 +137,7 @@ class HostRoot(mountpoint.Root):
     def add_layers(self, directories: list[str]) -> None:
         """All are prepared before one is attached: overlays are then one deep, however their directories nest."""
         below = {point for directory in directories for point in _mounts_below(directory)}
-        trees = [(point, linux.open_tree(point, recursive=True)) for point in sorted(below)]
+        trees = [(point, syscalls.open_tree(point, recursive=True)) for point in sorted(below)]
         try:
             for number, directory in enumerate(directories):
                 scratch = f"{self.scratch}/{number}"
@@ -156,8 +156,8 @@ class HostRoot(mountpoint.Root):
         os.mkdir(f"{scratch}/work")
         os.chmod(f"{scratch}/upper", stat.S_IMODE(status.st_mode))
         try:
-            return linux.detached_overlay(directory, f"{scratch}/upper", f"{scratch}/work")
-        except linux.SyscallError as error:
+            return syscalls.detached_overlay(directory, f"{scratch}/upper", f"{scratch}/work")
+        except syscalls.SyscallError as error:
             raise KernelError(
                 f"no private layer can be put over {shown(directory)}: {os.strerror(error.errno)}",
                 "see `gpushare run` in the documentation for the mount points that would have to be there",
@@ -167,7 +167,7 @@ class HostRoot(mountpoint.Root):
         """A tmpfs with everything of /dev but NVIDIA's nodes: those of the plan are mounted into it afterwards. Put
         together where nobody looks, one entry at a time: a process may have few descriptors left."""
         os.mkdir(scratch)
-        layer = linux.detached_tmpfs(_TMPFS, linux.ATTRIBUTES["nosuid"], _DEV)
+        layer = syscalls.detached_tmpfs(_TMPFS, syscalls.ATTRIBUTES["nosuid"], _DEV)
         try:
             _attach(layer, scratch)
         finally:
@@ -181,32 +181,32 @@ class HostRoot(mountpoint.Root):
                 os.symlink(os.readlink(path), copy)
                 continue
             os.mkdir(copy) if stat.S_ISDIR(mode) else os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
-            tree = linux.open_tree(path, recursive=True)
+            tree = syscalls.open_tree(path, recursive=True)
             try:
                 _attach(tree, copy)
             finally:
                 os.close(tree)
-        return linux.open_tree(scratch, recursive=True)
+        return syscalls.open_tree(scratch, recursive=True)
 
     def hide(self, path: str) -> None:
         """A node that cannot be opened, not even by root: mounted over itself, with nodev."""
         fd = self.lookup(path, os.O_PATH | os.O_NOFOLLOW)
-        tree = self.keep(linux.open_tree("", dir_fd=fd))
-        linux.mount_setattr(tree, linux.ATTRIBUTES["nodev"], linux.MS_PRIVATE, path)
+        tree = self.keep(syscalls.open_tree("", dir_fd=fd))
+        syscalls.mount_setattr(tree, syscalls.ATTRIBUTES["nodev"], syscalls.MS_PRIVATE, path)
         self.attach(tree, fd, path)
 
     def finish(self) -> None:
         """Layers become read-only; the tmpfs that holds them is out of reach."""
         for fd, directory in self._layers:
-            linux.mount_setattr(fd, linux.ATTRIBUTES["ro"], linux.MS_PRIVATE, directory)
-        linux.umount(self.scratch)
+            syscalls.mount_setattr(fd, syscalls.ATTRIBUTES["ro"], syscalls.MS_PRIVATE, directory)
+        syscalls.umount(self.scratch)
         self.close()
 
 
 def _attach(tree: int, path: str) -> None:
     target = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        linux.move_mount(tree, target, path)
+        syscalls.move_mount(tree, target, path)
     finally:
         os.close(target)
 
@@ -233,6 +233,6 @@ def _ld_cache(root: Any, op: LdCache, _: int) -> None:
     with open(path, "wb") as file:
         file.write(content)
     os.chmod(path, 0o644)
-    tree = root.keep(linux.open_tree(path))
-    linux.mount_setattr(tree, linux.ATTRIBUTES["ro"], linux.MS_PRIVATE, path)
+    tree = root.keep(syscalls.open_tree(path))
+    syscalls.mount_setattr(tree, syscalls.ATTRIBUTES["ro"], syscalls.MS_PRIVATE, path)
     root.attach(tree, root.mount_point(rootfs.LD_CACHE, "file"), rootfs.LD_CACHE)

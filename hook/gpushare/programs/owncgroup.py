@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core.errors import KernelError
-from ..system import bpf, cgroup, linux
+from ..system import bpf, cgroup, syscalls
 from ..system.cgroup import Rule
 
 
@@ -38,7 +38,7 @@ def enter(place: Place, denied: Sequence[Rule]) -> None:
     try:
         _make(directory)
     except OSError as error:
-        raise linux.from_os_error(error, "mkdir", directory) from None
+        raise syscalls.from_os_error(error, "mkdir", directory) from None
     try:
         if place.v1:
             for major, minor in denied:
@@ -70,4 +70,4 @@ def _write(path: str, text: str) -> None:
         with open(path, "w", encoding="ascii") as control:
             control.write(text)
     except OSError as error:
-        raise linux.from_os_error(error, "write", path) from None
+        raise syscalls.from_os_error(error, "write", path) from None

@@ -18,17 +18,17 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn, Optional
 
 from ..allocation import backends
-from ..config import lowlevel
-from ..core import names
+from ..config import oci_runtime
+from ..core import constants
 from ..core.errors import GpushareError, KernelError, RequestError
 from ..core.model import Bundle, Lease, Node
 from ..core.ops import Plan
 from ..core.quoting import shown
 from ..inject import apply, rootfs
 from ..request import oci
-from ..request.dialects import own
+from ..request.dialects import gpushare_env
 from ..state import log, storage
-from ..system import linux, mountns, procs, rootless
+from ..system import mountns, procs, rootless, syscalls
 from . import hostroot, owncgroup, session
 from .runtime import Paths, Watch
 
@@ -60,9 +60,9 @@ class CannotExecute(GpushareError):
 
 def start(job: Job, paths: Paths) -> NoReturn:
     """Raises GpushareError; nothing is left of a start that failed."""
-    if os.path.lexists(names.LIMITS):
+    if os.path.lexists(constants.LIMITS):
         raise RequestError(
-            f"{names.LIMITS} is there already: this runs in a share of a GPU",
+            f"{constants.LIMITS} is there already: this runs in a share of a GPU",
             "start the command as it is: it has the same share",
         )
     find(job.command[0])
@@ -70,7 +70,7 @@ def start(job: Job, paths: Paths) -> NoReturn:
         directory = os.getcwd()
     except OSError as error:
         raise RequestError(f"the directory of this process: {error.strerror}", "cd to one that exists") from None
-    given = lowlevel.environment()
+    given = oci_runtime.environment()
     watch = Watch()
     say = _enter_user_namespace() if rootless.is_rootless() else ""
     one = resolve(bundle_of(job, given), session.load(*paths))
@@ -91,8 +91,10 @@ def resolve(bundle: Bundle, host: Node) -> session.Start:
     """Raises RequestError for a command that asks for nothing, too."""
     found = session.resolve(bundle, lambda: host, on_host=True)
     if found is None or found.asked.selection.kind == "none":
-        raise RequestError(f"{names.ENV_DEVICES}: no device is asked for", "name one, or start the command as it is")
-    asked = found.asked._replace(dialect=names.RUN_DIALECT)
+        raise RequestError(
+            f"{constants.ENV_DEVICES}: no device is asked for", "name one, or start the command as it is"
+        )
+    asked = found.asked._replace(dialect=constants.RUN_DIALECT)
     return found._replace(asked=asked, host=backends.for_programs(asked, host))
 
 
@@ -100,10 +102,12 @@ def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
     """The command as a container would be described. Flags replace variables of the same name; of all the others only
     those count that are about us, also misspelt, or about the driver."""
     words = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
-    env = {name: value for name, value in words.items() if name.upper().startswith(own.PREFIXES) or name in _WORDS}
+    env = {
+        name: value for name, value in words.items() if name.upper().startswith(gpushare_env.PREFIXES) or name in _WORDS
+    }
     env.update(job.asked)
-    if names.ENV_DEVICES not in env:
-        env[names.ENV_DEVICES] = "any"
+    if constants.ENV_DEVICES not in env:
+        env[constants.ENV_DEVICES] = "any"
     command = shlex.join(job.command)
     shown = command if len(command) <= _MAX_COMMAND else command[: _MAX_COMMAND - 1] + "…"
     shown = shown.encode("utf-8", "replace").decode()
@@ -123,7 +127,7 @@ def find(program: str) -> str:
 
 
 def _search_path() -> list[str]:
-    given = lowlevel.environment().get(b"PATH")
+    given = oci_runtime.environment().get(b"PATH")
     return os.fsdecode(given).split(":") if given is not None else os.defpath.split(":")
 
 
@@ -149,7 +153,7 @@ def _enter_user_namespace() -> str:
     must be told."""
     uid, gid = os.geteuid(), os.getegid()
     try:
-        linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS, "user and mount namespace")
+        syscalls.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS, "user and mount namespace")
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                 file.write(text)
@@ -184,7 +188,7 @@ class OntoRoot(session.Way):
         assert placed.lease is not None  # a device is asked for
         apply.store(steps)
         if not rootless.is_rootless():
-            linux.unshare(linux.CLONE_NEWNS, "mount namespace")
+            syscalls.unshare(syscalls.CLONE_NEWNS, "mount namespace")
         hidden = hostroot.hidden_nodes(steps.ops)
         _put(steps, storage.container_dir(state_dir, name), hidden)
         if self._alone and not rootless.is_rootless():
@@ -202,7 +206,7 @@ class OntoRoot(session.Way):
             for directory in self._cgroup:
                 owncgroup.leave(directory)
             if not rootless.is_rootless():
-                linux.setns(self._home, "/proc/self/ns/mnt")
+                syscalls.setns(self._home, "/proc/self/ns/mnt")
         except (OSError, GpushareError):
             pass  # the next start does it
 
@@ -226,14 +230,14 @@ def _put(steps: Plan, scratch: str, hidden: dict[str, tuple[int, int]]) -> None:
 def _others(host: Node, lease: Lease) -> list[tuple[int, int]]:
     """The nodes of GPUs that were not granted, whether anything has made them or not."""
     granted = {share.device.minor for share in lease.shares}
-    return [(names.NVIDIA_MAJOR, device.minor) for device in host.inventory.devices if device.minor not in granted]
+    return [(constants.NVIDIA_MAJOR, device.minor) for device in host.inventory.devices if device.minor not in granted]
 
 
 def _let_go_of_others(state_dir: str) -> None:
     """Our copies of other containers' pages: they would be kept alive until this program ends."""
     for mount in mountns.read_mounts():
         if mount.point.startswith(state_dir + "/"):
-            linux.umount(mount.point)
+            syscalls.umount(mount.point)
 
 
 def _enter_cgroup(state_dir: str, name: str, denied: Sequence[tuple[int, int]], cgroup: list[str]) -> str:
@@ -255,7 +259,7 @@ def _become(job: Job, given: dict[bytes, bytes]) -> NoReturn:
     program = find(job.command[0])
     if job.user is not None:
         _change_user(job.user)
-    lowlevel.give_back_signals()
+    oci_runtime.give_back_signals()
     try:
         try:
             os.execve(program, job.command, given)
@@ -264,7 +268,7 @@ def _become(job: Job, given: dict[bytes, bytes]) -> NoReturn:
                 raise
             os.execve("/bin/sh", ["sh", program, *job.command[1:]], given)
     except OSError as error:
-        for number in lowlevel.PYTHON_IGNORES:
+        for number in oci_runtime.PYTHON_IGNORES:
             signal.signal(number, signal.SIG_IGN)
         raise _cannot(job.command[0], error.errno or errno.EACCES) from None
 

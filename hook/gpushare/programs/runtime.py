@@ -19,13 +19,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Optional
 
-from ..config import lowlevel
-from ..core import names
+from ..config import oci_runtime
+from ..core import constants
 from ..core.errors import GpushareError, KernelError, RequestError, reported
 from ..core.model import Bundle, Lease, Node
 from ..core.quoting import shown, shown_name
 from ..request import hookoutput, oci
-from ..state import decision, log
+from ..state import audit_log, log
 from ..system import rootless
 from . import commandline, deadline, session
 from .commandline import Call
@@ -46,7 +46,7 @@ class Paths(NamedTuple):
 
 def paths_of(call: Call) -> Paths:
     """Raises RequestError."""
-    paths = Paths(call.config or names.CONFIG_PATH, call.state_dir or rootless.state_dir())
+    paths = Paths(call.config or constants.CONFIG_PATH, call.state_dir or rootless.state_dir())
     for flag, value in zip(commandline.OWN, paths):
         if not value.startswith("/"):
             raise RequestError(f"--{flag} {shown(value)} is not an absolute path", "write the whole path")
@@ -74,14 +74,14 @@ def _keep(call: Call, line: str, error: BaseException) -> None:
     try:
         paths = paths_of(call)
     except RequestError:  # not known where to keep it, nor what is configured
-        decision.refused(decision.SYSLOG, call.container_id, "runtime", error)
+        audit_log.refused(audit_log.SYSLOG, call.container_id, "runtime", error)
         return
     try:
         session.keep_refusal(*paths, oci.check_id(call.container_id), "runtime", line, error)
     except RequestError:  # no name to keep it under
         from ..config import node
 
-        decision.refused(node.log_target(*paths), call.container_id, "runtime", error)
+        audit_log.refused(node.log_target(*paths), call.container_id, "runtime", error)
 
 
 def _main(call: Call, paths: Paths) -> int:
@@ -96,7 +96,7 @@ def _main(call: Call, paths: Paths) -> int:
 
 
 def _become(call: Call, paths: Paths) -> NoReturn:
-    lowlevel.execute(lowlevel.runtime_of(paths.config, paths.state_dir), call.rest)
+    oci_runtime.execute(oci_runtime.runtime_of(paths.config, paths.state_dir), call.rest)
 
 
 # create, run, restore
@@ -137,11 +137,11 @@ def _resolve(bundle: Bundle, paths: Paths) -> Optional[session.Start]:
 
 
 def _create(call: Call, paths: Paths) -> int:
-    from ..inject import applied, specedit
+    from ..inject import spec_record, specedit
 
     directory, path, spec = _read(call)
     watch = Watch()
-    clean = hookoutput.without(applied.stripped(spec))
+    clean = hookoutput.without(spec_record.stripped(spec))
     bundle = _bundle(call, directory, clean)
     start = _resolve(bundle, paths)
     if start is None:
@@ -153,13 +153,13 @@ def _create(call: Call, paths: Paths) -> int:
     oci.check_id(call.container_id)
     _require_descriptors()
     rootless.require_mounts()
-    program = lowlevel.runtime_of(paths.config, paths.state_dir)
+    program = oci_runtime.runtime_of(paths.config, paths.state_dir)
     way = IntoSpec(path, clean, _hook_words(paths, bundle, path))
 
     def go() -> None:
         way.leave_waiting(paths.state_dir, bundle.id)
         watch.end()
-        lowlevel.execute(program, call.rest)
+        oci_runtime.execute(program, call.rest)
 
     session.give(start, way, go)
     return 0  # not reached
@@ -179,25 +179,25 @@ def _require_descriptors() -> None:
 def _withheld(bundle: Bundle, path: str, paths: Paths) -> Optional[dict[str, object]]:
     """The spec of a container that asks for nothing, without NVIDIA's devices: its rules reach those, or it is
     privileged and has their nodes, and policy has no entry for it. None: it stays as it is."""
-    from ..request.dialects import injected
+    from ..request.dialects import cdi_devices
 
-    if not oci.has_sys_admin(bundle.spec) and not injected.rules_reach(bundle.spec):
+    if not oci.has_sys_admin(bundle.spec) and not cdi_devices.rules_reach(bundle.spec):
         return None
     from ..config import node
-    from ..request import withhold
+    from ..request import deny_devices
 
-    if not withhold.may_apply(bundle):
+    if not deny_devices.may_apply(bundle):
         return None
     config = node.load_config_only(paths.config, paths.state_dir)
-    if not withhold.applies(bundle, config):
+    if not deny_devices.applies(bundle, config):
         return None
     from ..inject import specedit
 
     editor = specedit.Editor(bundle.spec, leased=False)
     taken = editor.take_out_foreign()
     editor.narrow(config.driver_root)
-    editor.deny(withhold.numbers(config.driver_root, ()))
-    decision.withheld(config.log, bundle.id, taken)
+    editor.deny(deny_devices.numbers(config.driver_root, ()))
+    audit_log.withheld(config.log, bundle.id, taken)
     return editor.finish(_hook_words(paths, bundle, path))
 
 
@@ -233,13 +233,13 @@ class IntoSpec(session.Way):
         from ..core.ops import Mount
 
         for op in steps.ops:
-            if isinstance(op, Mount) and not f"{op.target}/".startswith(f"{names.PRIVATE_DIR}/"):
+            if isinstance(op, Mount) and not f"{op.target}/".startswith(f"{constants.PRIVATE_DIR}/"):
                 self._tree.place(op.target, op.kind)
 
     def carry_out(self, start: session.Start, placed: session.Placed) -> bool:
         from ..core.ops import TenantTmpfs, WriteLimits
         from ..inject import specedit
-        from ..request.dialects import injected
+        from ..request.dialects import cdi_devices
         from ..state import storage
         from ..system import idmap
 
@@ -248,7 +248,7 @@ class IntoSpec(session.Way):
         for op in steps.ops:
             if isinstance(op, (WriteLimits, TenantTmpfs)):
                 storage.execute(op)
-        if injected.allows_everything(self._editor.spec):
+        if cdi_devices.allows_everything(self._editor.spec):
             self._editor.deny(_denied(steps, start.host))
         shim_dir = config.shim_dir if self._leased and _hook_mounts(start.bundle) else ""
         hider = idmap.Hider(config.state_dir)  # its descriptor ends with this program
@@ -268,9 +268,9 @@ class IntoSpec(session.Way):
     def undo(self) -> None:
         """config.json as it was before us, when what is in it is our edit. Another start of this bundle may have
         written it meanwhile, and without that edit its container would have what the engine gave it, unlimited."""
-        from ..inject import applied, specedit
+        from ..inject import spec_record, specedit
 
-        record = applied.record_of(oci.read_json(self._path, oci.MAX_CONFIG_BYTES, "config.json"))
+        record = spec_record.record_of(oci.read_json(self._path, oci.MAX_CONFIG_BYTES, "config.json"))
         if record is not None and self._clean is not None and record.nonce == self._editor.record.nonce:
             specedit.write(self._path, self._clean)
 
@@ -278,10 +278,10 @@ class IntoSpec(session.Way):
 def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
     """NVIDIA's devices that the plan does not grant."""
     from ..core.ops import DeviceRule
-    from ..request import withhold
+    from ..request import deny_devices
 
     granted = [(op.major, op.minor) for op in steps.ops if isinstance(op, DeviceRule)]
-    return withhold.numbers(host.config.driver_root, granted)
+    return deny_devices.numbers(host.config.driver_root, granted)
 
 
 def _hook_mounts(bundle: Bundle) -> bool:
@@ -313,10 +313,10 @@ def _hook_stderr() -> str:
 
 
 def _restore(call: Call, paths: Paths) -> int:
-    from ..inject import applied
+    from ..inject import spec_record
 
     directory, path, spec = _read(call)
-    clean = hookoutput.without(applied.stripped(spec))
+    clean = hookoutput.without(spec_record.stripped(spec))
     bundle = _bundle(call, directory, clean)
     start = _resolve(bundle, paths)
     if start is not None:
@@ -347,9 +347,9 @@ def _delete(call: Call, paths: Paths) -> int:
         known = None
     if known is None:
         _become(call, paths)
-    code = _child(lowlevel.runtime_of(paths.config, paths.state_dir), call.rest)
+    code = _child(oci_runtime.runtime_of(paths.config, paths.state_dir), call.rest)
     try:  # whatever ended the child
-        ended = decision.ending(node.log_target(*paths), "delete")
+        ended = audit_log.ending(node.log_target(*paths), "delete")
         leaseend.release(paths.state_dir, call.container_id, ended)
         storage.empty_trash(paths.state_dir)
     except GpushareError as error:
@@ -363,9 +363,9 @@ def _child(program: str, words: Sequence[str]) -> int:
     """The exit code of a child, or -signal. Signals that we get go to the child, and wait when there is none any more:
     its number may be another's by then."""
     forwarded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    given = lowlevel.environment()
+    given = oci_runtime.environment()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
-    pid = os.posix_spawn(program, [program, *words], given, setsigmask=mask, setsigdef=lowlevel.PYTHON_IGNORES)
+    pid = os.posix_spawn(program, [program, *words], given, setsigmask=mask, setsigdef=oci_runtime.PYTHON_IGNORES)
     for number in forwarded:
         signal.signal(number, lambda number, _: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

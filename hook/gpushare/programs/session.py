@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 
 from ..core.errors import KernelError
 from ..core.model import Bundle, Lease, Node, Request
-from ..state import decision, log
+from ..state import audit_log, log
 from . import deadline
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def give(start: Start, way: Way, then: Callable[[], object]) -> None:
     from ..system import procs
 
     state_dir = start.host.config.state_dir
-    sink = decision.open_sink(start.host.config.log)  # while the host's files are there
+    sink = audit_log.open_sink(start.host.config.log)  # while the host's files are there
     try:
         placed = place(start, way)
         if placed is None:
@@ -132,7 +132,7 @@ def place(start: Start, way: Way) -> Optional[Placed]:
     lease: Optional[Lease] = None
     if asked.selection.kind != "none":
         state_dir = host.config.state_dir
-        lease = reservation.reserve(state_dir, bundle, asked, host, decision.ending(host.config.log, "start"))
+        lease = reservation.reserve(state_dir, bundle, asked, host, audit_log.ending(host.config.log, "start"))
         storage.empty_trash(state_dir)
         storage.make_share_dir(state_dir, bundle.id, lease.shares)
     return _planned(start, way, lease, lambda placed: way.carry_out(start, placed))
@@ -158,7 +158,7 @@ def preview(start: Start, way: Way) -> Preview:
     """A lease of this bundle that runs does not stand in its way. Raises what a start would."""
     import time
 
-    from ..allocation import livelimits, placement
+    from ..allocation import limit_update, placement
     from ..request import policy
     from ..state import leases
     from ..system import procs
@@ -170,7 +170,7 @@ def preview(start: Start, way: Way) -> Preview:
     if asked.selection.kind != "none":
         state_dir = host.config.state_dir
         seen = leases.view(state_dir)
-        live = livelimits.settled(state_dir, seen.live, keep=False)
+        live = limit_update.settled(state_dir, seen.live, keep=False)
         others = tuple(one for one in live if one.bundle != bundle.path)
         policy.refuse_second(asked, bundle, others)
         ledger = placement.ledger_of(others, host.config.policy, seen.blocked(host))
@@ -186,7 +186,7 @@ def preview(start: Start, way: Way) -> Preview:
 # What is left of it for people
 
 
-def _tell(sink: decision.Sink, way: Way, asked: Request, placed: Placed) -> None:
+def _tell(sink: audit_log.Sink, way: Way, asked: Request, placed: Placed) -> None:
     """What the container got, and each thing that is not as its words say."""
     from ..inject import plan
 
@@ -194,15 +194,15 @@ def _tell(sink: decision.Sink, way: Way, asked: Request, placed: Placed) -> None
     shares = lease.shares if lease else ()
     clamped = [f"slot {share.slot}: {share.clamped}" for share in shares if share.clamped]
     said = steps.notes[len(plan.request_notes(asked, shares)) :]
-    decision.granted(
+    audit_log.granted(
         sink,
         steps.container_id,
         lease,
         asked,
         way.name,
-        *decision.details("clamped", clamped),
-        *decision.details("notes", said),
-        *decision.details("taken_out", way.taken),
+        *audit_log.details("clamped", clamped),
+        *audit_log.details("notes", said),
+        *audit_log.details("taken_out", way.taken),
     )
 
 
@@ -221,7 +221,7 @@ def keep_refusal(config: str, state_dir: str, container_id: str, way: str, line:
         if way:
             from ..config import node
 
-            decision.refused(node.log_target(config, state_dir), container_id, way, error)
+            audit_log.refused(node.log_target(config, state_dir), container_id, way, error)
     except deadline.Interrupted:
         pass
     finally:

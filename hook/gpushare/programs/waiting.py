@@ -16,8 +16,8 @@ import os
 import select
 from collections.abc import Sequence
 
-from ..state import decision, storage
-from ..system import linux
+from ..state import audit_log, storage
+from ..system import syscalls
 from . import hook
 
 SOCKET = "hook"  # in containers/<id>, which is root's alone
@@ -35,12 +35,12 @@ def leave(state_dir: str, container_id: str, words: Sequence[str]) -> None:
         listener.bind(f"/proc/self/fd/{fds[0]}/{SOCKET}")  # an address has 107 bytes at most
         listener.listen(1)
         fds.append(listener.detach())
-        fds.append(linux.pidfd_open(os.getpid()))
+        fds.append(syscalls.pidfd_open(os.getpid()))
         child = os.fork()
         if child == 0:
             _as_nobody_s_child(fds[1], fds[2], words, f"{directory}/{SOCKET}")
         os.waitpid(child, 0)
-    except (OSError, linux.SyscallError):
+    except (OSError, syscalls.SyscallError):
         pass
     for fd in fds:
         os.close(fd)
@@ -58,8 +58,8 @@ def _as_nobody_s_child(listener: int, runtime: int, words: Sequence[str], path: 
 def _wait(listener: int, runtime: int, words: Sequence[str], path: str) -> None:
     listener, runtime = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (listener, runtime))
     _close_all_but((listener, runtime))
-    from ..inject import cachefile, procmask  # noqa: F401, while the low-level runtime is at work
-    from . import adopt  # noqa: F401, while the low-level runtime is at work
+    from ..inject import cachefile, proc_nvidia_mask  # noqa: F401, while the low-level runtime is at work
+    from . import create_runtime_hook  # noqa: F401, while the low-level runtime is at work
 
     poll = select.poll()
     poll.register(listener, select.POLLIN)
@@ -70,7 +70,7 @@ def _wait(listener: int, runtime: int, words: Sequence[str], path: str) -> None:
     os.unlink(path)
     os.dup2(connection, 2)
     os.write(connection, BEGUN)
-    decision.begin()
+    audit_log.begin()
     code = hook.main([*words, "adopt"], connection)
     os.write(connection, bytes([code]))
 

@@ -26,7 +26,7 @@ class Reason(NamedTuple):
 
 def _left(verdict: placement.Verdict, request: Request, node: Node, ledger: Ledger) -> str:
     """How full the device would be: what the strategy compares."""
-    device, offer, config = verdict.device, verdict.offer, node.config
+    device, offer, config = verdict.device, verdict.allocation, node.config
     assert offer is not None
     total, used = capacity_bytes(device, config), ledger.used.get(device.uuid, 0)
     used += total if offer.memory_limit_bytes is None else offer.memory_limit_bytes

@@ -18,19 +18,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..core import names
+from ..core import constants
 from . import oci
 
 OWN_STDERR = "/dev/stderr"
-_MAY_NAME_A_FILE = (*(key.encode() for key in names.HOOK_OUTPUT_ANNOTATIONS), b"\\")  # or spell it with an escape
+_MAY_NAME_A_FILE = (*(key.encode() for key in constants.HOOK_OUTPUT_ANNOTATIONS), b"\\")  # or spell it with an escape
 
 
 def without(spec: dict[str, Any]) -> dict[str, Any]:
     """Never changes its argument."""
     annotations = oci.section(spec, "annotations")
-    if annotations.keys().isdisjoint(names.HOOK_OUTPUT_ANNOTATIONS):
+    if annotations.keys().isdisjoint(constants.HOOK_OUTPUT_ANNOTATIONS):
         return spec
-    kept = {key: value for key, value in annotations.items() if key not in names.HOOK_OUTPUT_ANNOTATIONS}
+    kept = {key: value for key, value in annotations.items() if key not in constants.HOOK_OUTPUT_ANNOTATIONS}
     return {**spec, "annotations": kept}
 
 
@@ -38,7 +38,7 @@ def is_redirected(annotations: object) -> bool:
     """Whether they name a file other than crun's own error output."""
     if not isinstance(annotations, dict):
         return False
-    stdout, stderr = names.HOOK_OUTPUT_ANNOTATIONS
+    stdout, stderr = constants.HOOK_OUTPUT_ANNOTATIONS
     return stdout in annotations or annotations.get(stderr, OWN_STDERR) != OWN_STDERR
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-from ..core import names
+from ..core import constants
 from ..core.errors import DeviceError, PolicyError
 from ..core.model import Device, Node, Policy, Request
 from ..gpu.selectors import device_name, find_devices, is_among, usable_devices
@@ -33,7 +33,7 @@ def named(request: Request, node: Node) -> tuple[Device, ...]:
         return devices
     if selection.kind == "list":
         text = ",".join(selection.names)
-        found = (find_devices(names.ENV_DEVICES, text, name, inventory) for name in selection.names)
+        found = (find_devices(constants.ENV_DEVICES, text, name, inventory) for name in selection.names)
         uuids = {device.uuid for some in found for device in some}
         devices = tuple(device for device in devices if device.uuid in uuids)
     denied = [error for error in (denial(device, policy) for device in devices) if error]

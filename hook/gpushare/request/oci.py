@@ -17,7 +17,7 @@ import json
 import os
 from typing import Any, NamedTuple, Optional, Union
 
-from ..core import names
+from ..core import constants
 from ..core.errors import RequestError
 from ..core.model import Bundle
 from ..core.quoting import setting, shown
@@ -251,7 +251,7 @@ def _first(annotations: dict[str, str], keys: tuple[str, ...]) -> str:
 def _refuse_disagreement(annotations: dict[str, str]) -> None:
     """An engine sets its own annotations, and a pod's owner may have written those of another engine, which this one
     passes on (CRI-O: all annotations of the pod). Neither may then decide which container or pod this is."""
-    for keys in names.CRI_ANNOTATION_PAIRS:
+    for keys in constants.CRI_ANNOTATION_PAIRS:
         said = [(key, annotations[key]) for key in keys if annotations.get(key)]
         if len({value for _, value in said}) > 1:
             raise RequestError(
@@ -262,22 +262,22 @@ def _refuse_disagreement(annotations: dict[str, str]) -> None:
 
 def container_name(annotations: dict[str, str]) -> str:
     """The container's name inside its pod, "" when no engine says."""
-    return _first(annotations, names.CONTAINER_NAME_ANNOTATIONS)
+    return _first(annotations, constants.CONTAINER_NAME_ANNOTATIONS)
 
 
 def pod_namespace(annotations: dict[str, str]) -> str:
     """The namespace of the container's pod, "" when no engine says."""
-    return _first(annotations, names.POD_NAMESPACE_ANNOTATIONS)
+    return _first(annotations, constants.POD_NAMESPACE_ANNOTATIONS)
 
 
 def pod_name(annotations: dict[str, str]) -> str:
     """The name of the container's pod, "" when no engine says."""
-    return _first(annotations, names.POD_NAME_ANNOTATIONS)
+    return _first(annotations, constants.POD_NAME_ANNOTATIONS)
 
 
 def sandbox_id(annotations: dict[str, str]) -> str:
     """The id of the sandbox that all containers of one pod share, "" when no engine says."""
-    return _first(annotations, names.SANDBOX_ID_ANNOTATIONS)
+    return _first(annotations, constants.SANDBOX_ID_ANNOTATIONS)
 
 
 _SETS = ("bounding", "inheritable", "permitted", "effective", "ambient")  # any of them can bring it into a program
@@ -329,10 +329,10 @@ def _joined_map(path: Any) -> list[tuple[Any, Any]]:
 def _claims(annotations: dict[str, str]) -> tuple[str, str]:
     """The annotation by which a container would be one of a pod, ("", "") when there is none. Podman's own pods have
     CRI-O's type and no name, and are no sandboxes to us."""
-    kinds, crio = names.CONTAINER_TYPE_ANNOTATIONS, names.CONTAINER_TYPE_ANNOTATIONS[1]
-    found = next((key for key in (*kinds, *names.CONTAINER_NAME_ANNOTATIONS) if annotations.get(key)), "")
+    kinds, crio = constants.CONTAINER_TYPE_ANNOTATIONS, constants.CONTAINER_TYPE_ANNOTATIONS[1]
+    found = next((key for key in (*kinds, *constants.CONTAINER_NAME_ANNOTATIONS) if annotations.get(key)), "")
     if found == crio and annotations[crio] != "sandbox":
-        found = next((key for key in names.CONTAINER_NAME_ANNOTATIONS if annotations.get(key)), "")
+        found = next((key for key in constants.CONTAINER_NAME_ANNOTATIONS if annotations.get(key)), "")
     return (found, annotations[found]) if found else ("", "")
 
 
@@ -347,7 +347,7 @@ def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
     CRI, so what its annotations say of pods counts. From any other engine an image can have set them."""
     speckeys.refuse_other_case(spec, speckeys.KEYS)
     said = _texts(spec.get("annotations"), "config.json: annotations")
-    annotations = said if cri else {key: text for key, text in said.items() if key not in names.CRI_ANNOTATIONS}
+    annotations = said if cri else {key: text for key, text in said.items() if key not in constants.CRI_ANNOTATIONS}
     _refuse_disagreement(annotations)
     cgroups_path = section(spec, "linux").get("cgroupsPath") or ""
     if not isinstance(cgroups_path, str):
@@ -360,7 +360,7 @@ def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
         env=_env(spec),
         annotations=annotations,
         cgroups_path=cgroups_path,
-        container_type=_first(annotations, names.CONTAINER_TYPE_ANNOTATIONS),
+        container_type=_first(annotations, constants.CONTAINER_TYPE_ANNOTATIONS),
         container_name=container_name(annotations),
         privileged=is_privileged(spec),
         spec=spec,

@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..core import names
+from ..core import constants
 from ..core.errors import PolicyError, RequestError
 from ..core.model import Bundle, Config, Lease, Policy, Request
 from ..core.quoting import setting, shown, shown_name
 from . import oci
-from .dialects import Env, injected, nvidia, triggers
+from .dialects import Env, cdi_devices, nvidia, triggers
 
 
 def accepted(who: str, bundle: Bundle) -> bool:
@@ -35,14 +35,14 @@ def accepted(who: str, bundle: Bundle) -> bool:
 def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
     """Refused, not overlooked: ignoring a limit would lift it."""
     for name, value in mine.sources:
-        is_variable = name in names.ANNOTATIONS or name.startswith(names.ENV_CDI_PREFIX)
+        is_variable = name in constants.ANNOTATIONS or name.startswith(constants.ENV_CDI_PREFIX)
         if not accepted(policy.accept_env if is_variable else policy.accept_annotations, bundle):
             key = "env" if is_variable else "annotations"
             raise PolicyError(
                 f"{setting(name, value)}: requests in {key} are not accepted on this node",
                 f"set policy.accept.{key} in the node's config.yaml, or leave the name out",
             )
-        if policy.annotations == "scoped" and name.startswith(names.ANNOTATION_PREFIX):
+        if policy.annotations == "scoped" and name.startswith(constants.ANNOTATION_PREFIX):
             scoped = f"{bundle.container_name or '<container>'}.{name}"
             raise PolicyError(
                 f"{setting(name, value)}: only annotations for one container are accepted on this node",
@@ -52,18 +52,18 @@ def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
 
 def _injected(bundle: Bundle, policy: Policy) -> str:
     """The device that config.json names, "" when it names none. A rule alone does not count where an entry of
-    policy.privileged_containers lets the container have it; elsewhere withhold.py takes it out."""
-    if not injected.minors(bundle.spec) and listed(bundle, policy):
+    policy.privileged_containers lets the container have it; elsewhere deny_devices.py takes it out."""
+    if not cdi_devices.minors(bundle.spec) and listed(bundle, policy):
         return ""
-    return injected.named(bundle.spec)
+    return cdi_devices.named(bundle.spec)
 
 
 # field of Request that gives more than the limit -> our variable, its least value
 _MORE: dict[str, tuple[str, Any]] = {
-    "compute_mode": (names.ENV_COMPUTE_MODE, "hard"),
-    "priority": (names.ENV_PRIORITY, 0),
-    "oversubscribe": (names.ENV_OVERSUBSCRIBE, False),
-    "scalings": (names.ENV_OVERSUBSCRIBE, ()),
+    "compute_mode": (constants.ENV_COMPUTE_MODE, "hard"),
+    "priority": (constants.ENV_PRIORITY, 0),
+    "oversubscribe": (constants.ENV_OVERSUBSCRIBE, False),
+    "scalings": (constants.ENV_OVERSUBSCRIBE, ()),
 }
 
 
@@ -76,7 +76,7 @@ def without_widening(request: Request, bundle: Bundle, policy: Policy) -> Reques
     ignored = []
     for field, (variable, least) in _MORE.items():
         said = [(name, value) for name, value in request.sources if name == variable]
-        key = names.ANNOTATIONS[variable]
+        key = constants.ANNOTATIONS[variable]
         annotated = any(name.endswith(key) or name in triggers.KEYS for name, _ in request.sources)
         if getattr(request, field) == least or (annotated and not said):
             continue
@@ -92,7 +92,7 @@ def refuse_injected(bundle: Bundle, policy: Policy) -> None:
     if found and not accepted(policy.accept_cdi, bundle):
         raise PolicyError(
             f"config.json has {found}: devices that other software puts there are not accepted on this node",
-            f"ask with {names.ENV_DEVICES}, or set policy.accept.cdi in the node's config.yaml",
+            f"ask with {constants.ENV_DEVICES}, or set policy.accept.cdi in the node's config.yaml",
         )
 
 
@@ -110,7 +110,7 @@ def refuse_unlimited(bundle: Bundle, config: Config) -> None:
     if found:
         raise PolicyError(
             f"config.json has {found} without a memory limit, and {key} requires one",
-            f"start the container through gpushare-runtime, with {names.ENV_MEMORY}",
+            f"start the container through gpushare-runtime, with {constants.ENV_MEMORY}",
         )
 
 
@@ -160,7 +160,8 @@ def refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:
 def _unscoped(request: Request) -> str:
     """The first annotation that was used and names no container; other schedulers' never do."""
     return next(
-        (name for name, _ in request.sources if name.startswith(names.ANNOTATION_PREFIX) or name in triggers.KEYS), ""
+        (name for name, _ in request.sources if name.startswith(constants.ANNOTATION_PREFIX) or name in triggers.KEYS),
+        "",
     )
 
 
@@ -176,7 +177,7 @@ def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> No
     other = next((lease for lease in live if sandbox and lease.sandbox == sandbox and lease.id != bundle.id), None)
     if other is not None:
         name = _unscoped(request)
-        own = names.ANNOTATION_PREFIX + "memory" if name in triggers.KEYS else name
+        own = constants.ANNOTATION_PREFIX + "memory" if name in triggers.KEYS else name
         raise RequestError(
             f"{shown_name(name)} says nothing about which container, and {other.id} of this pod has a share by it",
             f"write {shown_name(f'{bundle.container_name}.{own}')}",
@@ -196,7 +197,7 @@ def heard(bundle: Bundle, policy: Policy, limited: bool) -> tuple[Env, dict[str,
 
 def named_backends(request: Request) -> tuple[str, ...]:
     """The backends that the container names; () for auto."""
-    return tuple(word for word in request.backend.split(",") if word != names.AUTO)
+    return tuple(word for word in request.backend.split(",") if word != constants.AUTO)
 
 
 def require_allowed_backends(request: Request, policy: Policy) -> None:

@@ -17,35 +17,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Optional
 
-from ..core import names
+from ..core import constants
 from ..core.errors import DeviceError, PolicyError, RequestError
 from ..core.model import Bundle, Inventory, Node, Policy, Request, Selection
 from ..core.quantity import wrong
 from ..core.quoting import setting, shown, shown_name
 from . import oci, policy
-from .dialects import Env, driverwords, injected, nvidia, own, triggers
+from .dialects import Env, cdi_devices, gpushare_env, nvidia, nvidia_driver_env, triggers
 
 # name -> (env, annotations, spec, inventory) -> Request | None, the most specific language first.
-# Other schedulers' words are in dialects/table.py, and foreign.py says what they add.
+# Other schedulers' words are in dialects/registry.py, and merge.py says what they add.
 DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], Optional[Request]]] = {
-    "own": own.read,
-    "injected": injected.read,
+    "own": gpushare_env.read,
+    "injected": cdi_devices.read,
     "nvidia": nvidia.read,
 }
 # Beginnings of variables without which nothing is asked: ours, also as people misspell them, NVIDIA's, and others'
-TRIGGERS = (*own.PREFIXES, nvidia.ENV_DEVICES, *triggers.BEGINNINGS)
+TRIGGERS = (*gpushare_env.PREFIXES, nvidia.ENV_DEVICES, *triggers.BEGINNINGS)
 # What the launcher looks for in the text of a config.json, in any case of letters: without one of these, or a device
 # of the driver's major (scan.c), there is nothing that `mentions` could find. ASCII letters, digits and . _ - / only,
 # which it knows in every JSON spelling.
 DEVICE_TRIGGER = "/nvidia"  # of /dev, however that is spelled: the one that counts in a sandbox, too
 RAW_TRIGGERS = (
     *TRIGGERS,
-    names.ANNOTATION_PREFIX.rstrip("/"),
+    constants.ANNOTATION_PREFIX.rstrip("/"),
     nvidia.VOLUME_ROOT.rpartition("/")[2],
     DEVICE_TRIGGER,
     "cdi.k8s.io",
     *triggers.KEY_BEGINNINGS,
-    *names.HOOK_OUTPUT_ANNOTATIONS,  # asks for nothing; gpushare-runtime removes it (hookoutput.py)
+    *constants.HOOK_OUTPUT_ANNOTATIONS,  # asks for nothing; gpushare-runtime removes it (hookoutput.py)
 )
 _LONGEST = max(map(len, TRIGGERS))
 
@@ -59,13 +59,13 @@ def mentions(bundle: Bundle) -> bool:
     """False when no dialect can find anything, so that such a container costs neither inventory nor lease.
     Variables of ours count in any case of letters: a misspelt limit must be refused, not overlooked."""
     if bundle.container_type == "sandbox":
-        return bool(injected.named(bundle.spec))
+        return bool(cdi_devices.named(bundle.spec))
     return (
         any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
-        or any(names.ANNOTATION_PREFIX in key for key in bundle.annotations)
+        or any(constants.ANNOTATION_PREFIX in key for key in bundle.annotations)
         or not triggers.KEYS.isdisjoint(bundle.annotations)
         or bool(nvidia.volume_requests(bundle.spec))
-        or bool(injected.named(bundle.spec))
+        or bool(cdi_devices.named(bundle.spec))
     )
 
 
@@ -84,8 +84,8 @@ def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> 
     except (RequestError, DeviceError):  # device plugins write paths and CDI names there, too
         said = Selection("all")
     if said is not None and said.kind == "list":
-        both = injected.narrowest(found.selection, said, node.inventory)
-        if both is None or not injected.same_gpus(said, found.selection, node.inventory):
+        both = cdi_devices.narrowest(found.selection, said, node.inventory)
+        if both is None or not cdi_devices.same_gpus(said, found.selection, node.inventory):
             raise RequestError(
                 f"{setting(name, value)} and {found.sources[0][1]} in config.json name different devices",
                 "leave one of them out",
@@ -98,7 +98,7 @@ def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> 
 
 def _without(mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool) -> Optional[Request]:
     """Our own words, and NVIDIA's."""
-    if mine is not None and mine.selection != own.UNNAMED:
+    if mine is not None and mine.selection != gpushare_env.UNNAMED:
         return _combine(mine, None)  # foreign words do not matter, so they cannot be wrong either
     foreign = _foreign(bundle, node, with_injected, limited=mine is not None and bool(_limits(mine)))
     return foreign if mine is None else _combine(mine, foreign)
@@ -109,25 +109,25 @@ def _spoken(bundle: Bundle) -> tuple[Any, ...]:
     said = any(name.startswith(triggers.WORDS) for name, _ in bundle.env)
     if not said and triggers.KEYS.isdisjoint(bundle.annotations):
         return ()
-    from .dialects import table
+    from .dialects import registry
 
-    return table.spoken(bundle.env, bundle.annotations)
+    return registry.matches(bundle.env, bundle.annotations)
 
 
 def _with_schedulers(
-    spoken: tuple[Any, ...], mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool
+    matches: tuple[Any, ...], mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool
 ) -> Optional[Request]:
     """The same, with other schedulers' words. A variable of ours, which an image can set, replaces their limit by a
     larger one only where policy takes what widens a request."""
-    request = _combined(spoken, mine, bundle, node, with_injected)
+    request = _combined(matches, mine, bundle, node, with_injected)
     if mine is None or policy.accepted(node.config.policy.accept_widening, bundle):
         return request
-    from . import foreign
+    from . import merge
 
-    limits = [name for name, _ in mine.sources if name in (names.ENV_MEMORY, names.ENV_COMPUTE)]
-    theirs = _combined(spoken, foreign.without(mine, limits), bundle, node, with_injected, judged=True)
-    larger = [name for name in limits if theirs is not None and foreign.is_larger(name, mine, theirs, node)]
-    request = _combined(spoken, foreign.without(mine, larger), bundle, node, with_injected) if larger else request
+    limits = [name for name, _ in mine.sources if name in (constants.ENV_MEMORY, constants.ENV_COMPUTE)]
+    theirs = _combined(matches, merge.without(mine, limits), bundle, node, with_injected, judged=True)
+    larger = [name for name in limits if theirs is not None and merge.is_larger(name, mine, theirs, node)]
+    request = _combined(matches, merge.without(mine, larger), bundle, node, with_injected) if larger else request
     lines = [
         f"{setting(name, value)}: policy.accept.widening does not take more than another scheduler's limit"
         for name, value in mine.sources
@@ -137,7 +137,7 @@ def _with_schedulers(
 
 
 def _combined(
-    spoken: tuple[Any, ...],
+    matches: tuple[Any, ...],
     mine: Optional[Request],
     bundle: Bundle,
     node: Node,
@@ -145,25 +145,25 @@ def _combined(
     judged: bool = False,
 ) -> Optional[Request]:
     """`judged`: only for what other schedulers' words grant, so those that policy does not take are no error."""
-    from . import foreign, hearing
+    from . import merge, scheduler_requests
 
-    heard = hearing.listen(spoken, mine, bundle, node)
+    heard = scheduler_requests.collect(matches, mine, bundle, node)
     heard = heard._replace(unheard=()) if judged else heard
-    if mine is not None and mine.selection != own.UNNAMED:
+    if mine is not None and mine.selection != gpushare_env.UNNAMED:
         request = _combine(mine, None)
     else:
         limited = heard.limited or (mine is not None and bool(_limits(mine)))
-        base = _foreign(hearing.without_alias(bundle, heard), node, with_injected, limited)
+        base = _foreign(scheduler_requests.without_alias(bundle, heard), node, with_injected, limited)
         if limited or node.config.policy.nvidia_visible_devices != "with_limit":
-            base = foreign.with_devices(base, heard, node)
+            base = merge.with_devices(base, heard, node)
         request = base if mine is None else _combine(mine, base)
-    return request if request is None else foreign.with_limits(request, heard, node)
+    return request if request is None else merge.with_limits(request, heard, node)
 
 
 def _limits(request: Request) -> list[tuple[str, str]]:
     """The sources that set limits: a limit asks for a device even where none is named."""
-    keys = (names.ENV_MEMORY, names.ENV_COMPUTE)
-    suffixes = tuple(names.ANNOTATIONS[key] for key in keys)
+    keys = (constants.ENV_MEMORY, constants.ENV_COMPUTE)
+    suffixes = tuple(constants.ANNOTATIONS[key] for key in keys)
     return [pair for pair in request.sources if pair[0] in keys or pair[0].endswith(suffixes)]
 
 
@@ -174,10 +174,11 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
         if limits:
             (name, value), word = limits[0], mine.selection.kind
             raise RequestError(
-                f"{setting(name, value)}: a limit, but {names.ENV_DEVICES} is {word}", "name a device, or leave one out"
+                f"{setting(name, value)}: a limit, but {constants.ENV_DEVICES} is {word}",
+                "name a device, or leave one out",
             )
         return mine if mine.selection.kind == "none" else None
-    if mine.selection != own.UNNAMED:
+    if mine.selection != gpushare_env.UNNAMED:
         return mine
     if foreign is not None and foreign.selection.kind != "none":
         return mine._replace(
@@ -196,9 +197,9 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
 
 def _refuse_unknown(env: Env, annotations: dict[str, str]) -> None:
     """GPUSHARE_MEM=4Gi beside a device means a limit to whoever wrote it. Without a request it is nobody's business."""
-    for name, value in own.unknown(env):
-        raise wrong(name, value, "unknown name", f"use {', '.join(own.ROWS)}")
-    for name, value in own.unattributed(annotations):
+    for name, value in gpushare_env.unknown(env):
+        raise wrong(name, value, "unknown name", f"use {', '.join(gpushare_env.ROWS)}")
+    for name, value in gpushare_env.unattributed(annotations):
         raise wrong(name, value, "the engine does not say which container this is", "leave out the prefix")
 
 
@@ -220,12 +221,14 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
     spec = bundle.spec if policy.accepted(rules.accept_volume_mounts, bundle) else {}
     more: tuple[str, ...] = ()
     if not policy.accepted(rules.accept_widening, bundle):
-        said = dict(pair for pair in env if pair[0] in driverwords.WIDENING and pair[1].strip() not in ("", "disabled"))
+        said = dict(
+            pair for pair in env if pair[0] in nvidia_driver_env.WIDENING and pair[1].strip() not in ("", "disabled")
+        )
         more = tuple(f"{setting(*pair)}: policy.accept.widening does not take it" for pair in said.items())
-        env = tuple(pair for pair in env if pair[0] not in driverwords.WIDENING)
-    words = driverwords.read(env, spec, node.inventory)
+        env = tuple(pair for pair in env if pair[0] not in nvidia_driver_env.WIDENING)
+    words = nvidia_driver_env.read(env, spec, node.inventory)
     if words.mig_access and not bundle.privileged:
-        name, value = next((name, value) for name, value in words.sources if name in driverwords.MIG_RIGHTS)
+        name, value = next((name, value) for name, value in words.sources if name in nvidia_driver_env.MIG_RIGHTS)
         raise PolicyError(
             f"{setting(name, value)}: only a privileged container gets rights over MIG",
             "leave it out, or run privileged",
@@ -258,10 +261,10 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
     if mine is not None:
         policy.refuse_unaccepted(mine, bundle, rules)
-    spoken = _spoken(bundle)
+    matches = _spoken(bundle)
     request = (
-        _with_schedulers(spoken, mine, bundle, node, with_injected)
-        if spoken
+        _with_schedulers(matches, mine, bundle, node, with_injected)
+        if matches
         else _without(mine, bundle, node, with_injected)
     )
     if mine is None or request is None:
@@ -284,7 +287,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
 
 
 def _refuse_in_sandbox(bundle: Bundle) -> None:
-    found = injected.named(bundle.spec)
+    found = cdi_devices.named(bundle.spec)
     if found:
         raise RequestError(
             f"config.json of a pod's sandbox has {found}", "ask for devices in a container of the pod, not in the pod"
@@ -293,24 +296,26 @@ def _refuse_in_sandbox(bundle: Bundle) -> None:
 
 def _annotated(bundle: Bundle) -> bool:
     """Whether an annotation asks for something, as those of a pod do for each of its containers."""
-    asking = (key for key in bundle.annotations if names.ANNOTATION_PREFIX in key and key != names.APPLIED_ANNOTATION)
+    asking = (
+        key for key in bundle.annotations if constants.ANNOTATION_PREFIX in key and key != constants.APPLIED_ANNOTATION
+    )
     return next(asking, "") != "" or not triggers.KEYS.isdisjoint(bundle.annotations)
 
 
 def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:
     """Where `resolve` is None: what other schedulers' words say in vain, one line each, for explain."""
-    spoken = _spoken(bundle) if bundle.container_type != "sandbox" else ()
-    if not spoken:
+    matches = _spoken(bundle) if bundle.container_type != "sandbox" else ()
+    if not matches:
         return ()
-    from . import hearing
+    from . import scheduler_requests
 
     mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
-    return hearing.unused(spoken, mine, bundle, node)
+    return scheduler_requests.unused(matches, mine, bundle, node)
 
 
 def _refuse_void(mine: Optional[Request], bundle: Bundle) -> None:
     """`void` wants to be left alone, but with a device that is there already that would be a GPU without a limit."""
-    minors = injected.minors(bundle.spec) if mine is not None and mine.selection == own.VOID else ()
+    minors = cdi_devices.minors(bundle.spec) if mine is not None and mine.selection == gpushare_env.VOID else ()
     if mine is not None and minors:
         name, value = mine.sources[0]
         raise RequestError(
@@ -320,7 +325,7 @@ def _refuse_void(mine: Optional[Request], bundle: Bundle) -> None:
 
 def _with_replaced(request: Request, bundle: Bundle) -> Request:
     """Devices of config.json that were not what the request went by are taken out, which is worth a line."""
-    minors = injected.minors(bundle.spec) if "injected" not in request.dialect else ()
+    minors = cdi_devices.minors(bundle.spec) if "injected" not in request.dialect else ()
     if not minors:
         return request
     paths = ",".join(f"{nvidia.DEVICE_PREFIX}{minor}" for minor in minors)
@@ -338,11 +343,11 @@ def refuse_conflicts(bundle: Bundle, request: Request) -> None:
             f"config.json already has an NVIDIA {found[0]}" + (f" and {len(found) - 1} more" if found[1:] else ""),
             f"start the container through gpushare-runtime, which replaces it, or leave out {name}",
         )
-    if not injected.rules_reach(bundle.spec):
+    if not cdi_devices.rules_reach(bundle.spec):
         return
-    from . import withhold
+    from . import deny_devices
 
-    if withhold.rules_open(bundle.spec, {names.NVIDIA_MAJOR}):
+    if deny_devices.rules_open(bundle.spec, {constants.NVIDIA_MAJOR}):
         raise RequestError(
             "config.json allows devices that were not granted (linux.resources.devices), as --privileged does",
             "start the container through gpushare-runtime, which denies them, or leave out --device-cgroup-rule and "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Optional
 
-from ..core import names
+from ..core import constants
 from ..core.model import Lease
 from ..core.quoting import shown
 from ..system import procs
@@ -48,7 +48,7 @@ def _user(state_dir: str, container_id: str) -> str:
 
     if leftover.is_locked(os.path.join(storage.container_dir(state_dir, container_id), "rw", "usage")):
         return "a process uses its limits"
-    pid, left_out = mounttables.user_of(mounttables.page_device(state_dir, container_id), names.RW_DIR)
+    pid, left_out = mounttables.user_of(mounttables.page_device(state_dir, container_id), constants.RW_DIR)
     return f"pid {pid} is alive" if pid else left_out and f"{left_out}; if it is gone: gpushare prune --assume-free"
 
 

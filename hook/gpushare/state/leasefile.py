@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..core import names
+from ..core import constants
 from ..core.model import Device, Lease, Share
 from ..core.quoting import shown
 
@@ -126,7 +126,7 @@ def from_json(data: bytes, container_id: str) -> Lease:
         sizes = (one.memory_limit_bytes or 0, one.draining_bytes, one.virtual_bytes, one.compute_percent or 0)
         if one.slot != slot or min(sizes) < 0:
             raise ValueError(f"share {slot} has numbers that cannot be")  # and would be somebody's room
-        if not {one.memory_backend, one.compute_backend} <= set(names.BACKENDS):
+        if not {one.memory_backend, one.compute_backend} <= set(constants.BACKENDS):
             raise ValueError(f"share {slot} has a backend of another version of gpushare")
     return Lease(**{**fields, "shares": tuple(shares)})
 

@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Optional, Union
 
-from ..core import names
+from ..core import constants
 from ..core.errors import KernelError, of_file
 from ..core.model import Lease, Node, Share
 from ..core.quoting import shown
 from ..system import filelock, procs
-from . import leasefile, pages, region, storage
+from . import activity_files, leasefile, shm_abi, storage
 
 _MAX_BYTES = 1 << 20
 _USUAL_BYTES = 16 << 10
@@ -100,7 +100,7 @@ def _outlived(state_dir: str, lease: Lease) -> bool:
 def ends(lease: Lease) -> bool:
     """Whether its end leaves the lease behind for the next start, and nothing is wrong then: no engine tells us of the
     end of a program that `gpushare run` started."""
-    return lease.dialect == names.RUN_DIALECT and lease.state == "held"
+    return lease.dialect == constants.RUN_DIALECT and lease.state == "held"
 
 
 def _read_file(state_dir: str, container_id: str, name: str) -> bytes:
@@ -132,7 +132,7 @@ def _damaged(state_dir: str, container_id: str, reason: str) -> Damaged:
     path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
     try:
         uuids: Optional[frozenset[str]] = frozenset(limit.uuid for limit in storage.read_limits(path).devices)
-    except region.RegionError:
+    except shm_abi.RegionError:
         uuids = None
     return Damaged(container_id, reason, uuids)
 
@@ -185,7 +185,7 @@ def drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
     still names them. False when there is none. The caller holds the lock."""
     for share in shares:
         try:
-            pages.free(state_dir, share.device.uuid, share.page)
+            activity_files.free(state_dir, share.device.uuid, share.page)
         except KernelError:
             pass  # the next start on that device settles it; not even a lost directory may keep a lease
     return storage.discard(state_dir, container_id)

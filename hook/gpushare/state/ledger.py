@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Optional
 
 from ..core.model import Config, Device, Lease, Policy, SharingRule
-from .region import NO_PERCENT
+from .shm_abi import NO_PERCENT
 
 
 class Ledger(NamedTuple):
@@ -24,7 +24,7 @@ class Ledger(NamedTuple):
     exclusive: frozenset[str] = frozenset()  # taken as a whole
     blocked: frozenset[str] = frozenset()  # unknown use: no new lease
     holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}  # (container id, bytes or None = whole)
-    pages: dict[str, frozenset[int]] = {}  # numbers that are taken, see pages.py
+    pages: dict[str, frozenset[int]] = {}  # numbers that are taken, see activity_files.py
     compute: dict[str, tuple[tuple[str, int], ...]] = {}  # (container id, percent) of hard limits
     holding: dict[str, frozenset[str]] = {}  # backends of its shares' compute
     host_bytes: int = 0  # promised to oversubscribed shares, of all devices

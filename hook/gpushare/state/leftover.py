@@ -17,7 +17,7 @@ import os
 import struct
 from typing import Optional
 
-from ..core import names
+from ..core import constants
 from ..core.model import Lease
 from ..system import cgroup, procs
 from . import storage
@@ -85,7 +85,7 @@ def is_locked(path: str) -> bool:
 def _directory_of_before(lease: Lease) -> str:
     """The cgroup of a lease of 0.1.0, which recorded its path only; "" where that may be a cgroup of others."""
     path, mine = lease.cgroup.rstrip("/"), procs.cgroup_of(os.getpid())
-    is_run = lease.dialect == names.RUN_DIALECT and not os.path.basename(path).startswith("gpushare-")
+    is_run = lease.dialect == constants.RUN_DIALECT and not os.path.basename(path).startswith("gpushare-")
     if not path or is_run or f"{mine}/".startswith(f"{path}/"):
         return ""
     v1, v2 = cgroup.directories(path, path)

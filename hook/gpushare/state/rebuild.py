@@ -27,12 +27,12 @@ import os
 import time
 from typing import NamedTuple, Optional
 
-from ..core import names
+from ..core import constants
 from ..core.errors import KernelError, what_to_do
 from ..core.model import Device, Lease, Node, Share
 from ..core.quoting import shown
-from ..system import linux, mountns, procs, rootless
-from . import decision, leasefile, leases, mounttables, pages, region, storage
+from ..system import mountns, procs, rootless, syscalls
+from . import activity_files, audit_log, leasefile, leases, mounttables, shm_abi, storage
 
 _UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
 
@@ -78,7 +78,7 @@ def look(state_dir: str, node: Node) -> Optional[Looked]:
             _keep_pages(state_dir, one, share.device.uuid)
         found.append((one, lease))
     for remark in remarks:
-        decision.searched(node.config.log, remark)
+        audit_log.searched(node.config.log, remark)
     return Looked(marker, tuple(found))
 
 
@@ -100,7 +100,7 @@ def run(state_dir: str, node: Node, looked: Looked) -> Optional[tuple[str, ...]]
             os.makedirs(folder, 0o700, exist_ok=True)
             storage.write_lease(state_dir, found.id, leasefile.to_json(lease) if lease else _UNREADABLE)
             written.append(found.id)
-            decision.rebuilt(node.config.log, found.id, lease)
+            audit_log.rebuilt(node.config.log, found.id, lease)
         os.unlink(os.path.join(state_dir, storage.REBUILD))
     except OSError as error:
         raise KernelError(
@@ -154,7 +154,7 @@ def mark_shares(state_dir: str) -> None:
     folder = os.path.join(state_dir, "containers")
     try:
         for container_id in os.listdir(folder):
-            linux.try_setxattr(os.path.join(folder, container_id, "share"), storage.SHARE_MARK)
+            syscalls.try_setxattr(os.path.join(folder, container_id, "share"), storage.SHARE_MARK)
     except OSError:
         pass  # no container has started yet
 
@@ -177,7 +177,7 @@ def shared_mounts(mountinfo: bytes, state_dir: str) -> tuple[tuple[str, str], ..
     for line in mountinfo.decode("utf-8", "surrogateescape").splitlines():
         fields, _, tail = line.partition(" - ")
         words, kind = fields.split(" "), tail.split(" ")
-        if len(words) < 6 or len(kind) < 2 or words[4] != names.PRIVATE_DIR:
+        if len(words) < 6 or len(kind) < 2 or words[4] != constants.PRIVATE_DIR:
             continue
         parts = unescaped(words[3]).replace("//deleted", "").split("/")
         ours = kind[0] == "tmpfs" and unescaped(kind[1]) == state_dir and parts[:2] == ["", "containers"]
@@ -196,11 +196,11 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
     """What `found` holds; None when nobody can tell."""
     devices = {device.uuid: device for device in (*node.inventory.devices, *node.inventory.mig)}
     try:
-        limits = region.read_limits(_limits_of(found))
+        limits = shm_abi.read_limits(_limits_of(found))
         shares = tuple(
             _share(slot, limit, devices[limit.uuid], limits.mps_device) for slot, limit in enumerate(limits.devices)
         )
-    except (OSError, KeyError, region.RegionError):
+    except (OSError, KeyError, shm_abi.RegionError):
         return None
     lease = Lease(
         id=found.id,
@@ -224,14 +224,14 @@ def _mounted(namespace: mountns.Namespace, path: str) -> int:
     """A copy of the container's own mount at `path`, detached. Raises OSError and KernelError. Before Linux 6.15 it
     hides owners if that does (idmap.py), and then the host cannot write there either."""
     with namespace:
-        resolve = linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
-        found = linux.openat2(linux.AT_FDCWD, path, os.O_PATH, resolve=resolve)
+        resolve = syscalls.RESOLVE_NO_MAGICLINKS | syscalls.RESOLVE_NO_SYMLINKS
+        found = syscalls.openat2(syscalls.AT_FDCWD, path, os.O_PATH, resolve=resolve)
         try:
-            return linux.open_tree_mapped(found, path)
-        except linux.SyscallError as error:
+            return syscalls.open_tree_mapped(found, path)
+        except syscalls.SyscallError as error:
             if error.call != "open_tree_attr":
                 raise
-            return linux.open_tree("", dir_fd=found)
+            return syscalls.open_tree("", dir_fd=found)
         finally:
             os.close(found)
 
@@ -239,36 +239,36 @@ def _mounted(namespace: mountns.Namespace, path: str) -> int:
 def _keep_pages(state_dir: str, found: Found, uuid: str) -> None:
     """The pages of a device where this container has them, so that it and those to come see each other. Where that
     cannot be, they do not, and its page's number stays its own."""
-    if rootless.is_rootless() or pages.is_ready(state_dir, uuid):
+    if rootless.is_rootless() or activity_files.is_ready(state_dir, uuid):
         return
     try:
         namespace = mountns.Namespace(found.init.pid)
         try:
             if not namespace.is_ours():
                 return
-            tree = _mounted(namespace, f"{names.PEERS_DIR}/{uuid}")
+            tree = _mounted(namespace, f"{constants.PEERS_DIR}/{uuid}")
         finally:
             namespace.close()
         try:
-            pages.prepare(state_dir, uuid, tree)
+            activity_files.prepare(state_dir, uuid, tree)
         finally:
             os.close(tree)
     except (OSError, KernelError):
         pass  # the first start on this device makes new ones
 
 
-def _share(slot: int, limit: region.Limit, device: Device, mps_device: int = 0) -> Share:
+def _share(slot: int, limit: shm_abi.Limit, device: Device, mps_device: int = 0) -> Share:
     return Share(
         slot,
         device,
         limit.memory_limit_bytes,
         limit.compute_percent,
-        bool(limit.flags & region.DEVICE_COMPUTE_SOFT),
+        bool(limit.flags & shm_abi.DEVICE_COMPUTE_SOFT),
         limit.priority,
-        bool(limit.flags & region.DEVICE_OVERSUBSCRIBE),
-        memory_backend=next((name for name, flag in region.HOLDERS.items() if limit.flags & flag), "shim"),
+        bool(limit.flags & shm_abi.DEVICE_OVERSUBSCRIBE),
+        memory_backend=next((name for name, flag in shm_abi.HOLDERS.items() if limit.flags & flag), "shim"),
         page=limit.page,
-        paused=bool(limit.flags & region.DEVICE_PAUSED),
+        paused=bool(limit.flags & shm_abi.DEVICE_PAUSED),
         draining_bytes=limit.draining_bytes,
         compute_backend="mps" if mps_device == slot + 1 else "shim",
         virtual_bytes=limit.virtual_bytes,
@@ -281,18 +281,18 @@ def _share_dir(found: Found) -> int:
     """
     root = os.open(f"/proc/{found.init.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        resolve = linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS | linux.RESOLVE_NO_SYMLINKS
+        resolve = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS | syscalls.RESOLVE_NO_SYMLINKS
         if not found.ours:
-            resolve |= linux.RESOLVE_CACHED
-        share = linux.openat2(root, names.PRIVATE_DIR, os.O_PATH | os.O_DIRECTORY, resolve=resolve)
-    except linux.SyscallError as error:
+            resolve |= syscalls.RESOLVE_CACHED
+        share = syscalls.openat2(root, constants.PRIVATE_DIR, os.O_PATH | os.O_DIRECTORY, resolve=resolve)
+    except syscalls.SyscallError as error:
         raise OSError(error.errno, str(error)) from error
     finally:
         os.close(root)
     device = os.fstat(share).st_dev
     if f"{os.major(device)}:{os.minor(device)}" != found.device:
         os.close(share)
-        raise OSError(f"{names.PRIVATE_DIR} is of another file system")
+        raise OSError(f"{constants.PRIVATE_DIR} is of another file system")
     return share
 
 
@@ -304,8 +304,8 @@ def _limits_of(found: Found) -> bytes:
         try:
             device = os.fstat(fd).st_dev
             if f"{os.major(device)}:{os.minor(device)}" != found.device:
-                raise OSError(f"{names.LIMITS} is of another file system")
-            return os.pread(fd, region.LIMITS_SIZE + 1, 0)
+                raise OSError(f"{constants.LIMITS} is of another file system")
+            return os.pread(fd, shm_abi.LIMITS_SIZE + 1, 0)
         finally:
             os.close(fd)
     finally:
@@ -323,27 +323,27 @@ def open_limits(state_dir: str, container_id: str) -> int:
         try:
             if not namespace.is_ours():
                 raise KernelError(
-                    f"container {shown(names.short(container_id))} outlived the state directory, and has a user "
+                    f"container {shown(constants.short(container_id))} outlived the state directory, and has a user "
                     "namespace of its own: its limits cannot be changed any more",
                     "start it again",
                 )
-            tree = _mounted(namespace, names.PRIVATE_DIR)
+            tree = _mounted(namespace, constants.PRIVATE_DIR)
         finally:
             namespace.close()
         try:
-            linux.mount_setattr(tree, 0, linux.MS_PRIVATE, names.PRIVATE_DIR, clear=linux.ATTRIBUTES["ro"])
+            syscalls.mount_setattr(tree, 0, syscalls.MS_PRIVATE, constants.PRIVATE_DIR, clear=syscalls.ATTRIBUTES["ro"])
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             fd = os.open("limits", flags, dir_fd=tree)
         finally:
             os.close(tree)
     except OSError as error:
         raise KernelError(
-            f"container {shown(names.short(container_id))} outlived the state directory, and its limits file cannot be "
-            f"written any more: {error.strerror}",
+            f"container {shown(constants.short(container_id))} outlived the state directory, and its limits file "
+            f"cannot be written any more: {error.strerror}",
             "start it again (Linux 6.15 can change its limits)" if error.errno == errno.EACCES else "",
         ) from error
     device = os.fstat(fd).st_dev
     if f"{os.major(device)}:{os.minor(device)}" != found.device:
         os.close(fd)
-        raise KernelError(f"{names.LIMITS} of {shown(names.short(container_id))} is of another file system")
+        raise KernelError(f"{constants.LIMITS} of {shown(constants.short(container_id))} is of another file system")
     return fd

@@ -20,26 +20,26 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Union
 
-from ..core import names
+from ..core import constants
 from ..core.errors import KernelError, of_file, what_to_do
 from ..core.model import Share
 from ..core.ops import TenantTmpfs, WriteLimits
 from ..core.quoting import shown
-from ..system import filelock, idmap, linux, rootless
-from . import region
+from ..system import filelock, idmap, rootless, syscalls
+from . import shm_abi
 
 if TYPE_CHECKING:
-    from .usagefile import Usage
+    from .usage_reader import Usage
 
 TENANT_INODES = 2  # the root directory and `usage`
-TENANT_BYTES = region.USAGE_SIZE
+TENANT_BYTES = shm_abi.USAGE_SIZE
 _STATE_OPTIONS = {"size": "256m", "nr_inodes": "262144", "mode": "0755"}
 _FOLDERS = (("containers", 0o700), ("trash", 0o700), ("errors", 0o755))
 _PLAIN = "rootless"  # there when the directory is a user's own and no mount
 _MARKER = "lock"  # made last: its presence says that the directory is complete
 REBUILD = "rebuild"  # there from the making of the directory until leases of living containers were looked for
 FIRST = ".lock"  # of first starts, below the mount
-CHANGING = "changing"  # there while limits of a living container change: see livelimits.py
+CHANGING = "changing"  # there while limits of a living container change: see limit_update.py
 _OURS = frozenset(  # beginnings of names in it, without the dot of temporary files
     (
         *(name for name, _ in _FOLDERS),
@@ -60,7 +60,7 @@ SHARE_MARK = "trusted.gpushare"
 HELD = "held"  # of earlier versions, beside a lease that is only reserved: whose it became (leasefile.held)
 _CGROUP = "cgroup"  # path of a cgroup that was made for this lease alone
 _SHARE_FOLDERS = ("driver", "rw", "pages", "peers", "mps")
-_SHARE_FILES = (names.REAL_CUDA, names.REAL_NVML)  # mount points; the directory is read-only in the container
+_SHARE_FILES = (constants.REAL_CUDA, constants.REAL_NVML)  # mount points; the directory is read-only in the container
 _TENANT_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -137,16 +137,16 @@ def _mount_state(state_dir: str) -> None:
     mount = -1
     try:
         parent = os.stat(os.path.dirname(os.path.abspath(state_dir)))
-        if os.fstat(target).st_dev == parent.st_dev or linux.filesystem_magic(target) != linux.TMPFS_MAGIC:
-            mount = linux.detached_tmpfs(
+        if os.fstat(target).st_dev == parent.st_dev or syscalls.filesystem_magic(target) != syscalls.TMPFS_MAGIC:
+            mount = syscalls.detached_tmpfs(
                 {"source": state_dir, **_STATE_OPTIONS},
-                linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"],
+                syscalls.ATTRIBUTES["nosuid"] | syscalls.ATTRIBUTES["nodev"],
                 state_dir,
             )
-            linux.move_mount(mount, target, state_dir)
+            syscalls.move_mount(mount, target, state_dir)
         else:  # an earlier start was killed between here and the marker
             mount = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        linux.mount_setattr(mount, 0, linux.MS_PRIVATE, state_dir)
+        syscalls.mount_setattr(mount, 0, syscalls.MS_PRIVATE, state_dir)
         _make_folders(state_dir)
     finally:
         os.close(target)
@@ -175,7 +175,7 @@ def make_share_dir(state_dir: str, container_id: str, shares: Sequence[Share]) -
         _make_points(share, [one.device.uuid for one in shares])
     except OSError as error:
         raise of_file(error, error.filename or share) from error
-    linux.try_setxattr(share, SHARE_MARK)  # only root of this host can: rebuild.py
+    syscalls.try_setxattr(share, SHARE_MARK)  # only root of this host can: rebuild.py
     return share
 
 
@@ -183,8 +183,8 @@ def _make_points(share: str, uuids: Sequence[str]) -> None:
     for path in (share, *(os.path.join(share, name) for name in (*_SHARE_FOLDERS, *(f"peers/{u}" for u in uuids)))):
         os.mkdir(path)
         os.chmod(path, 0o755)
-    for target in (*_SHARE_FILES, *(f"{names.PAGES_DIR}/{uuid}" for uuid in uuids)):
-        path = share + target[len(names.PRIVATE_DIR) :]
+    for target in (*_SHARE_FILES, *(f"{constants.PAGES_DIR}/{uuid}" for uuid in uuids)):
+        path = share + target[len(constants.PRIVATE_DIR) :]
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o444))
         os.chmod(path, 0o444)
 
@@ -208,7 +208,7 @@ def _write_limits(op: WriteLimits) -> None:
     try:
         turns = [size >> 20 for size in op.turn_bytes]
         more = (1, op.slice_us, op.switch_us, op.mps, 1000 * op.turn_ms, turns)
-        write_all(fd, region.pack_limits(op.shares, nonce, *more))
+        write_all(fd, shm_abi.pack_limits(op.shares, nonce, *more))
         os.fchmod(fd, 0o444)
     finally:
         os.close(fd)
@@ -219,20 +219,20 @@ def _mount_tenant(op: TenantTmpfs) -> None:
     """The tenant's tmpfs with its usage file, attached only when the file is complete. All blocks are allocated now, so
     nothing that happens on the host later can turn a tenant's store into a SIGBUS, and nothing can grow."""
     limits = read_limits(os.path.join(os.path.dirname(op.path), "share", "limits"))
-    content = region.pack_usage(limits.nonce, len(limits.devices))
+    content = shm_abi.pack_usage(limits.nonce, len(limits.devices))
     options = {"size": str(op.size_bytes), "nr_inodes": str(op.inodes), "mode": "1777"}
-    flags = linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"] | linux.ATTRIBUTES["noexec"]
+    flags = syscalls.ATTRIBUTES["nosuid"] | syscalls.ATTRIBUTES["nodev"] | syscalls.ATTRIBUTES["noexec"]
     os.mkdir(op.path, 0o755)
     if rootless.is_rootless():  # a mount of ours would not be seen by the user's other programs
         os.chmod(op.path, 0o1777)
         _write_usage(op.path, -1, content)
         return
-    mount = linux.detached_tmpfs(options, flags, op.path)
+    mount = syscalls.detached_tmpfs(options, flags, op.path)
     target = -1
     try:
         _write_usage("", mount, content)
         target = os.open(op.path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        linux.move_mount(mount, target, op.path)
+        syscalls.move_mount(mount, target, op.path)
     finally:
         os.close(mount)
         if target >= 0:
@@ -332,8 +332,8 @@ def _unmount(path: str) -> None:
     """Detaches every mount on `path`; a container that still runs keeps its own copy."""
     while True:
         try:
-            linux.umount(path, linux.MNT_DETACH | linux.UMOUNT_NOFOLLOW)
-        except linux.SyscallError as error:
+            syscalls.umount(path, syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
+        except syscalls.SyscallError as error:
             if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):  # not a mount point, or nothing there
                 return
             if error.errno == errno.EPERM and not os.path.ismount(path):  # a user's own directory has no mounts
@@ -360,17 +360,17 @@ def _delete(path: str) -> None:
         pass
 
 
-def read_limits(path: str) -> region.Limits:
+def read_limits(path: str) -> shm_abi.Limits:
     """The limits file that we wrote. Raises RegionError."""
-    return region.read_limits(_pread(path, region.LIMITS_SIZE, "limits file"))
+    return shm_abi.read_limits(_pread(path, shm_abi.LIMITS_SIZE, "limits file"))
 
 
 def read_usage(state_dir: str, container_id: str, n_devices: int) -> Usage:
     """What a container says that it uses. Raises RegionError."""
-    from . import usagefile  # no start reads it
+    from . import usage_reader  # no start reads it
 
     path = os.path.join(container_dir(state_dir, container_id), "rw", "usage")
-    return usagefile.read_usage(_pread(path, region.USAGE_SIZE, "usage file"), n_devices)
+    return usage_reader.read_usage(_pread(path, shm_abi.USAGE_SIZE, "usage file"), n_devices)
 
 
 def _pread(path: str, size_bytes: int, what: str) -> bytes:
@@ -383,9 +383,9 @@ def _pread(path: str, size_bytes: int, what: str) -> bytes:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise region.RegionError(f"{what} {shown(path)} is damaged: not a regular file")
+                raise shm_abi.RegionError(f"{what} {shown(path)} is damaged: not a regular file")
             if status.st_size != size_bytes:
-                raise region.RegionError(
+                raise shm_abi.RegionError(
                     f"{what} {shown(path)} is damaged: {status.st_size} bytes, must be {size_bytes}"
                 )
             return os.pread(fd, size_bytes, 0)
@@ -393,4 +393,4 @@ def _pread(path: str, size_bytes: int, what: str) -> bytes:
             os.close(fd)
     except OSError as error:
         why = "a process of the container holds a lease on it" if error.errno == errno.EAGAIN else error.strerror
-        raise region.RegionError(f"{what} {shown(path)} cannot be read: {why}") from error
+        raise shm_abi.RegionError(f"{what} {shown(path)} cannot be read: {why}") from error

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ..core.errors import KernelError
 from ..core.quoting import shown
-from . import linux
+from . import syscalls
 
 Rule = tuple[int, int]
 
@@ -149,34 +149,34 @@ def reusable(program: Program, what: str) -> Program:
 # Programs in the kernel
 
 
-def _attr(layout: str, *values: int) -> linux.Memory:
+def _attr(layout: str, *values: int) -> syscalls.Memory:
     """An `union bpf_attr` (linux/bpf.h), padded with zeros as the kernel requires."""
-    return linux.buffer(struct.pack("<" + layout, *values).ljust(128, b"\0"))
+    return syscalls.buffer(struct.pack("<" + layout, *values).ljust(128, b"\0"))
 
 
 def _attached(directory: int, path: str) -> tuple[list[int], int]:
     """(ids of the device programs attached to this cgroup itself, its attach flags)."""
-    ids = linux.buffer(4 * _MAX_PROGRAMS)
-    attr = _attr("IIIIQI", directory, _ATTACH_CGROUP_DEVICE, 0, 0, linux.address(ids), _MAX_PROGRAMS)
-    linux.bpf(_PROG_QUERY, attr, f"query {path}")
+    ids = syscalls.buffer(4 * _MAX_PROGRAMS)
+    attr = _attr("IIIIQI", directory, _ATTACH_CGROUP_DEVICE, 0, 0, syscalls.address(ids), _MAX_PROGRAMS)
+    syscalls.bpf(_PROG_QUERY, attr, f"query {path}")
     flags, _, count = struct.unpack_from("<IQI", attr.raw, 12)
     return list(struct.unpack_from(f"<{count}I", ids.raw)), flags
 
 
 def _program(identity: int, path: str) -> int:
     """A descriptor of the loaded program with this id."""
-    return linux.bpf(_GET_FD_BY_ID, _attr("III", identity, 0, 0), f"device program {identity} of {path}")
+    return syscalls.bpf(_GET_FD_BY_ID, _attr("III", identity, 0, 0), f"device program {identity} of {path}")
 
 
 def _read(program: int, what: str) -> Program:
     """The instructions of a loaded program, as the kernel has them."""
-    info = linux.buffer(128)  # struct bpf_prog_info up to what we need; the kernel accepts any length
-    attr = _attr("IIQ", program, 128, linux.address(info))
-    linux.bpf(_GET_INFO, attr, what)
+    info = syscalls.buffer(128)  # struct bpf_prog_info up to what we need; the kernel accepts any length
+    attr = _attr("IIQ", program, 128, syscalls.address(info))
+    syscalls.bpf(_GET_INFO, attr, what)
     size = struct.unpack_from("<I", info.raw, 20)[0]  # xlated_prog_len
-    code = linux.buffer(size)
-    info = linux.buffer(struct.pack("<20xI8xQ", size, linux.address(code)).ljust(128, b"\0"))
-    linux.bpf(_GET_INFO, _attr("IIQ", program, 128, linux.address(info)), what)
+    code = syscalls.buffer(size)
+    info = syscalls.buffer(struct.pack("<20xI8xQ", size, syscalls.address(code)).ljust(128, b"\0"))
+    syscalls.bpf(_GET_INFO, _attr("IIQ", program, 128, syscalls.address(info)), what)
     returned, address = struct.unpack_from("<I8xQ", info.raw, 20)
     if not address or returned != size:
         raise KernelError(f"{what} cannot be read back", "set net.core.bpf_jit_harden to 0 or 1")
@@ -185,11 +185,11 @@ def _read(program: int, what: str) -> Program:
 
 def load(program: Program, what: str) -> int:
     """A descriptor of a newly loaded BPF_PROG_TYPE_CGROUP_DEVICE."""
-    code = linux.buffer(b"".join(_INSTRUCTION.pack(*instruction) for instruction in program))
-    license_ = linux.buffer(b"none\0")  # no helper is called that would ask for another
-    numbers = (_TYPE_CGROUP_DEVICE, len(program), linux.address(code), linux.address(license_))
+    code = syscalls.buffer(b"".join(_INSTRUCTION.pack(*instruction) for instruction in program))
+    license_ = syscalls.buffer(b"none\0")  # no helper is called that would ask for another
+    numbers = (_TYPE_CGROUP_DEVICE, len(program), syscalls.address(code), syscalls.address(license_))
     head = struct.pack("<IIQQ24x16s", *numbers, _NAME)  # no log, no flags
-    return linux.bpf(_PROG_LOAD, linux.buffer(head.ljust(128, b"\0")), f"load {what}")
+    return syscalls.bpf(_PROG_LOAD, syscalls.buffer(head.ljust(128, b"\0")), f"load {what}")
 
 
 def attach(path: str, program: Program) -> None:
@@ -199,7 +199,7 @@ def attach(path: str, program: Program) -> None:
         loaded = load(program, f"a device program for {shown(path)}")
         try:
             attr = _attr("IIIII", directory, loaded, _ATTACH_CGROUP_DEVICE, _F_ALLOW_MULTI, 0)
-            linux.bpf(_PROG_ATTACH, attr, f"attach {path}")
+            syscalls.bpf(_PROG_ATTACH, attr, f"attach {path}")
         finally:
             os.close(loaded)
     finally:
@@ -212,7 +212,7 @@ def _exchange(directory: int, old: int, new: int, flags: int, path: str) -> None
     attr = _attr(
         "IIIII", directory, new, _ATTACH_CGROUP_DEVICE, flags | (_F_REPLACE if replace else 0), old if replace else 0
     )
-    linux.bpf(_PROG_ATTACH, attr, f"attach {path}")
+    syscalls.bpf(_PROG_ATTACH, attr, f"attach {path}")
 
 
 class _Exchanged(NamedTuple):
@@ -230,7 +230,7 @@ def _change(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) -
         for old, new in done:
             try:
                 _exchange(directory, new, old, flags, path)
-            except linux.SyscallError as error:
+            except syscalls.SyscallError as error:
                 if error.errno != errno.ENOENT:  # the runtime has attached another since: ours is gone
                     raise
             finally:
@@ -280,7 +280,7 @@ def _retried(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) 
     for _ in range(_RACES - 1):
         try:
             return _change(path, change)
-        except linux.SyscallError as error:
+        except syscalls.SyscallError as error:
             if error.errno != errno.ENOENT or not os.path.isdir(path):
                 raise
     return _change(path, change)

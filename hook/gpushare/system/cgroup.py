@@ -11,7 +11,7 @@ from typing import Optional
 
 from ..core.errors import KernelError
 from ..core.quoting import shown
-from . import linux, mountns
+from . import mountns, syscalls
 
 Rule = tuple[int, int]
 Mounts = Optional[list[mountns.MountEntry]]
@@ -84,7 +84,7 @@ def holds(directory: str, other: str) -> bool:
 def find_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
     """(directory in the v1 devices hierarchy, directory in the v2 hierarchy) of a process; "" where not mounted."""
     v1_path = v2_path = ""
-    for line in linux.lines_of(f"/proc/{pid}/cgroup"):
+    for line in syscalls.lines_of(f"/proc/{pid}/cgroup"):
         number, controllers, path = line.split(":", 2)
         if "devices" in controllers.split(","):
             v1_path = path
@@ -122,7 +122,7 @@ def _write_rules(directory: str, name: str, rules: Sequence[Rule]) -> None:
             with open(path, "w", encoding="ascii") as control:  # one rule per write(2)
                 control.write(f"c {major}:{minor} rw")
         except OSError as error:
-            raise linux.from_os_error(error, "write", path) from None
+            raise syscalls.from_os_error(error, "write", path) from None
 
 
 def _allow_v1(directory: str, rules: Sequence[Rule]) -> Callable[[], None]:

@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..core import names
+from ..core import constants
 from ..core.errors import KernelError
-from . import filelock, linux, rootless
+from . import filelock, rootless, syscalls
 
 if TYPE_CHECKING:
     from ..core.ops import Mount
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 FOLDER = "idmap"
 NAMESPACE = "ns"
 KEEPER = 4294967279  # owns no file but the directories above a share
-IDMAP = linux.MOUNT_ATTR_IDMAP
+IDMAP = syscalls.MOUNT_ATTR_IDMAP
 _NONE = "none"  # no user namespace could be made on this host
 RETRY_S = 60
 _REFUSALS = (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CLONE = linux.ATTRIBUTES["ro"] | linux.ATTRIBUTES["nosuid"] | linux.ATTRIBUTES["nodev"]
+_CLONE = syscalls.ATTRIBUTES["ro"] | syscalls.ATTRIBUTES["nosuid"] | syscalls.ATTRIBUTES["nodev"]
 
 
 def give(path: str) -> None:
@@ -61,7 +61,12 @@ class Hider:
         """IDMAP, or 0, for the mount of a source with this `status`. A file that a container writes keeps its
         owner. So does a file that only its owner may read: with the owner hidden no process could read it."""
         mode = status.st_mode
-        if "ro" not in flags or kind == "socket" or target.startswith(names.MPS_DIR + "/") or mode >> 6 & 0o5 & ~mode:
+        if (
+            "ro" not in flags
+            or kind == "socket"
+            or target.startswith(constants.MPS_DIR + "/")
+            or mode >> 6 & 0o5 & ~mode
+        ):
             return 0
         return IDMAP if self.can(status.st_dev) else 0
 
@@ -76,7 +81,7 @@ class Hider:
     def _mark(self, device: int) -> str:
         return f"{self.folder}/refused-{os.major(device)}:{os.minor(device)}"
 
-    def refused(self, error: linux.SyscallError, device: int) -> bool:
+    def refused(self, error: syscalls.SyscallError, device: int) -> bool:
         """Whether `error` says that the file system cannot; it is not asked again for RETRY_S."""
         if error.errno not in _REFUSALS:
             return False
@@ -120,11 +125,11 @@ def _clone(hider: Hider, directory: str) -> str:
     tree = target = -1
     try:
         os.makedirs(there, 0o755, exist_ok=True)
-        tree = linux.open_tree(directory)
-        linux.mount_setattr(tree, _CLONE | IDMAP, linux.MS_PRIVATE, directory, userns=hider.fd)
+        tree = syscalls.open_tree(directory)
+        syscalls.mount_setattr(tree, _CLONE | IDMAP, syscalls.MS_PRIVATE, directory, userns=hider.fd)
         target = os.open(there, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        linux.move_mount(tree, target, there)
-    except linux.SyscallError as error:
+        syscalls.move_mount(tree, target, there)
+    except syscalls.SyscallError as error:
         if not hider.refused(error, status.st_dev):
             raise
         return directory
@@ -177,10 +182,10 @@ def _keep_namespace(path: str) -> None:
     """The mount of a new namespace's file on `path` keeps it. Raises OSError, KernelError."""
     fds = [new_namespace()]
     try:
-        fds.append(linux.open_tree("", dir_fd=fds[0]))
+        fds.append(syscalls.open_tree("", dir_fd=fds[0]))
         fds.append(os.open(path, os.O_PATH | os.O_CLOEXEC))
-        linux.mount_setattr(fds[1], 0, linux.MS_PRIVATE, path)
-        linux.move_mount(fds[1], fds[2], path)
+        syscalls.mount_setattr(fds[1], 0, syscalls.MS_PRIVATE, path)
+        syscalls.move_mount(fds[1], fds[2], path)
     finally:
         for fd in fds:
             os.close(fd)
@@ -194,7 +199,7 @@ def new_namespace() -> int:
     if not child:
         try:
             os.close(go)
-            linux.unshare(linux.CLONE_NEWUSER, "user namespace")
+            syscalls.unshare(syscalls.CLONE_NEWUSER, "user namespace")
             os.write(told, b"x")
             os.read(held, 1)
         finally:
@@ -238,8 +243,8 @@ def _failed_lately(mark: str) -> bool:
 def hides(tree: int, namespace: int, what: str) -> bool:
     """Whether the file system of a detached mount can hide owners; tried. Raises KernelError."""
     try:
-        linux.mount_setattr(tree, IDMAP, linux.MS_PRIVATE, what, userns=namespace)
-    except linux.SyscallError as error:
+        syscalls.mount_setattr(tree, IDMAP, syscalls.MS_PRIVATE, what, userns=namespace)
+    except syscalls.SyscallError as error:
         if error.errno in _REFUSALS:
             return False
         raise

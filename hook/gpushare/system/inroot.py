@@ -15,9 +15,9 @@ from typing import Optional, Union
 
 from ..core.errors import KernelError
 from ..core.quoting import shown
-from . import linux
+from . import syscalls
 
-_RESOLVE = linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS
+_RESOLVE = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 _RETRIES = 64  # EAGAIN: a rename or mount elsewhere raced with the look-up of ".."
 _MAX_LINKS = 40  # as in the kernel
 _PLAIN_PROC_LINKS = ("self", "thread-self", "mounts", "net")  # links in procfs that hold a real path
@@ -98,24 +98,24 @@ def open_below(root_fd: int, path: str, flags: int, mode: int, resolve: int) -> 
         spend(path)
         try:
             if _kernel_has_openat2:
-                return linux.openat2(root_fd, path, flags, mode, _RESOLVE | resolve)
+                return syscalls.openat2(root_fd, path, flags, mode, _RESOLVE | resolve)
             if resolve:
-                raise linux.SyscallError("openat2", path, errno.ELOOP)  # as if there were a link: look closely
+                raise syscalls.SyscallError("openat2", path, errno.ELOOP)  # as if there were a link: look closely
             return _walk(root_fd, path, flags | os.O_CLOEXEC, mode)
-        except linux.SyscallError as error:
+        except syscalls.SyscallError as error:
             if error.errno == errno.ENOSYS and _kernel_has_openat2:
                 _kernel_has_openat2 = False
             elif error.errno != errno.EAGAIN:
                 raise
     hint = "use an image without mazes of links, or stop what renames directories all the time"
-    raise linux.SyscallError("openat2", path[:_SHOWN], errno.EAGAIN, hint)
+    raise syscalls.SyscallError("openat2", path[:_SHOWN], errno.EAGAIN, hint)
 
 
 def exists(root: Root, path: str, flags: int = os.O_PATH) -> int:
     """Like `open_in`, but -1 when nothing is there (or a parent is missing, or is not a directory, or loops)."""
     try:
         return open_in(root, path, flags)
-    except linux.SyscallError as error:
+    except syscalls.SyscallError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENAMETOOLONG, errno.ENXIO):
             return -1
         raise
@@ -138,7 +138,7 @@ def is_mounted_over(root: Root, fd: int) -> bool:
     """Whether `fd` is on another mount than the root itself: a volume, or a file system that the runtime makes."""
     if isinstance(root, View):
         return root.is_mounted_over(fd)
-    return linux.mount_id(fd) != linux.mount_id(root)
+    return syscalls.mount_id(fd) != syscalls.mount_id(root)
 
 
 def open_regular(root: Root, path: str) -> int:
@@ -164,13 +164,13 @@ def _open_at(dir_fd: int, name: str, flags: int, mode: int, path: str) -> int:
     try:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     except OSError as error:
-        raise linux.from_os_error(error, "openat", path) from None
+        raise syscalls.from_os_error(error, "openat", path) from None
 
 
 def link_text(link_fd: int, name: str, path: str) -> str:
     """What an already opened link holds. In procfs only the few plain links are followed: the others are magic."""
-    if name not in _PLAIN_PROC_LINKS and linux.filesystem_magic(link_fd) == linux.PROC_SUPER_MAGIC:
-        raise linux.SyscallError("openat", path, errno.ELOOP)
+    if name not in _PLAIN_PROC_LINKS and syscalls.filesystem_magic(link_fd) == syscalls.PROC_SUPER_MAGIC:
+        raise syscalls.SyscallError("openat", path, errno.ELOOP)
     return os.readlink("", dir_fd=link_fd)
 
 
@@ -202,7 +202,7 @@ def _walk(root_fd: int, path: str, flags: int, mode: int) -> int:
                     os.close(fd)
                 links += 1
                 if links > _MAX_LINKS:
-                    raise linux.SyscallError("openat", path, errno.ELOOP)
+                    raise syscalls.SyscallError("openat", path, errno.ELOOP)
                 if text.startswith("/"):
                     while len(trail) > 1:
                         os.close(trail.pop())
@@ -210,7 +210,7 @@ def _walk(root_fd: int, path: str, flags: int, mode: int) -> int:
                 continue
             trail.append(fd)
             if not stat.S_ISDIR(kind) and (not last or must_be_dir):
-                raise linux.SyscallError("openat", path, errno.ENOTDIR)
+                raise syscalls.SyscallError("openat", path, errno.ENOTDIR)
         return _open_found(trail[-1], flags, path)
     finally:
         for fd in trail:
@@ -221,12 +221,12 @@ def _open_found(fd: int, flags: int, path: str) -> int:
     """A new descriptor with the asked flags for the inode that the walk ended at."""
     kind = os.fstat(fd).st_mode
     if flags & os.O_DIRECTORY and not stat.S_ISDIR(kind):
-        raise linux.SyscallError("openat", path, errno.ENOTDIR)
+        raise syscalls.SyscallError("openat", path, errno.ENOTDIR)
     if flags & os.O_PATH:
         return os.dup(fd)
     if stat.S_ISLNK(kind):
-        raise linux.SyscallError("openat", path, errno.ELOOP)
+        raise syscalls.SyscallError("openat", path, errno.ELOOP)
     try:
         return os.open(f"/proc/self/fd/{fd}", flags & ~os.O_NOFOLLOW)
     except OSError as error:
-        raise linux.from_os_error(error, "open", path) from None
+        raise syscalls.from_os_error(error, "open", path) from None

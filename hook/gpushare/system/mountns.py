@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import NamedTuple, Optional, Union
 
 from ..core.errors import KernelError
-from . import linux
+from . import syscalls
 
 
 class MountEntry(NamedTuple):
@@ -43,7 +43,7 @@ def read_mounts(process: Union[str, int] = "self", containing: str = "") -> list
     """The mount table of a process, or that behind a descriptor of `open_mounts`: those lines that contain a text. See
     proc(5)."""
     entries = []
-    for line in linux.lines_of(process if isinstance(process, int) else f"/proc/{process}/mountinfo"):
+    for line in syscalls.lines_of(process if isinstance(process, int) else f"/proc/{process}/mountinfo"):
         if containing not in line:
             continue
         left, _, right = line.partition(" - ")
@@ -82,7 +82,7 @@ def container_owner(pid: int) -> tuple[int, int]:
         return 0, 0
     for name in ("uid_map", "gid_map"):
         owner = 0
-        for line in linux.lines_of(f"/proc/{pid}/{name}"):
+        for line in syscalls.lines_of(f"/proc/{pid}/{name}"):
             inside, outside, _ = (int(v) for v in line.split())
             if inside == 0:
                 owner = outside
@@ -97,7 +97,7 @@ class Namespace:
         self.pid = pid
         self._fds: list[int] = []
         try:
-            self.pidfd = self._keep(linux.pidfd_open(pid))
+            self.pidfd = self._keep(syscalls.pidfd_open(pid))
             self._theirs = self._open(f"/proc/{pid}/ns/mnt")
             self._ours = self._open("/proc/self/ns/mnt")
             self._root = self._open("/", os.O_PATH)
@@ -111,7 +111,7 @@ class Namespace:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise linux.from_os_error(error, "open", error.filename or f"/proc/{pid}") from None
+                raise syscalls.from_os_error(error, "open", error.filename or f"/proc/{pid}") from None
             raise
 
     def _keep(self, fd: int) -> int:
@@ -140,11 +140,11 @@ class Namespace:
             os.close(owner)
 
     def __enter__(self) -> Namespace:
-        linux.setns(self._theirs, f"/proc/{self.pid}/ns/mnt")
+        syscalls.setns(self._theirs, f"/proc/{self.pid}/ns/mnt")
         return self
 
     def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
-        linux.setns(self._ours, "/proc/self/ns/mnt")  # this also moves root and cwd to the namespace's root
+        syscalls.setns(self._ours, "/proc/self/ns/mnt")  # this also moves root and cwd to the namespace's root
         os.fchdir(self._root)
         os.chroot(".")
         os.fchdir(self._cwd)

@@ -15,11 +15,11 @@ import errno
 import os
 from typing import Union
 
-from ..core import names
+from ..core import constants
 from ..core.errors import KernelError
-from . import linux
+from . import syscalls
 
-_RUN = os.path.dirname(names.STATE_DIR)
+_RUN = os.path.dirname(constants.STATE_DIR)
 _WHOLE_MAP = ["0", "0", "4294967295"]  # uid_map of the initial user namespace; user_namespaces(7)
 COOPERATIVE = "rootless, so cooperative only: no device cgroup, and what other users hold is not counted"
 
@@ -55,7 +55,7 @@ def require_mounts() -> None:
 def _uid_map() -> list[str]:
     """The first line of this process's map: inside, outside, count. Rootless podman has its user there."""
     try:
-        return linux.lines_of("/proc/self/uid_map")[0].split()
+        return syscalls.lines_of("/proc/self/uid_map")[0].split()
     except (OSError, IndexError):
         return _WHOLE_MAP
 
@@ -64,7 +64,7 @@ def state_dir() -> str:
     """/run/gpushare; for a user `gpushare` in the runtime directory of his session. Only looked up here: whether it can
     be used is found out by `storage.prepare`, since a container that asks for nothing needs none."""
     if not is_rootless():
-        return names.STATE_DIR
+        return constants.STATE_DIR
     inside, outside, count = (int(word) for word in _uid_map())
     uid = os.geteuid()
     real_uid = uid - inside + outside if inside <= uid < inside + count else uid

@@ -1,7 +1,7 @@
-/* shim/accounting/pages.c and throttle*.c: a context that launches, while everything that the
- * tenants of its device can write, its own container's files too, is changed under it. Whatever
+/* shim/accounting/activity_files.c and throttle*.c: a context that launches, while everything that
+ * the tenants of its device can write, its own container's files too, is changed under it. Whatever
  * they say, it is told to go or for how long to wait, and it goes in the end. */
-#include "../../../shim/accounting/pages.c"
+#include "../../../shim/accounting/activity_files.c"
 
 #include "fuzz.h"
 
@@ -57,7 +57,7 @@ static bool done(void *arg, int event, uint64_t *stamp) {
 }
 
 static unsigned peers(void *arg, struct gs_peer *out, unsigned max) {
-    return gs_pages_peers(arg, out, max);
+    return gs_activity_peers(arg, out, max);
 }
 
 static bool idle(void *arg, uint32_t of) {
@@ -66,7 +66,7 @@ static bool idle(void *arg, uint32_t of) {
 }
 
 static uint32_t others(void *arg) {
-    return gs_pages_others_ppm(arg);
+    return gs_activity_others_ppm(arg);
 }
 
 static const struct gs_throttle_env env = {&compute, now, mark, done, peers, idle, others};
@@ -113,7 +113,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         file[i].good = malloc(file[i].size);
         memcpy(file[i].good, file[i].bytes, file[i].size);
     }
-    require(gs_region() && gs_pages_open(gs_region()->limits, 0));
+    require(gs_region() && gs_activity_open(gs_region()->limits, 0));
     return 0;
 }
 
@@ -168,7 +168,7 @@ static void restart(struct input *in) {
     atomic_store(&gs_self()->slot, &gs_region()->usage->slot[0]);
     compute = (struct gs_compute){.dev = 0};
     struct gs_activity left;
-    gs_pages_claim(&compute, &left);
+    gs_activity_claim(&compute, &left);
     require(compute.page != &compute.unshared);
     struct gs_usage *usage = gs_region()->usage;
     gs_throttle_init(&compute.law, &env, &usage->bucket[0], compute.page, 0);
@@ -255,6 +255,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         require(clock_ns < end);
     }
     gs_throttle_sync_begin(&compute.law);
-    gs_pages_give(&compute);
+    gs_activity_give(&compute);
     return 0;
 }

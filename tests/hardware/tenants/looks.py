@@ -1,4 +1,4 @@
-"""Looks, as the compute law has them (shim/limiter/look.c): events in a stream in which nothing else is."""
+"""Looks, as the compute law has them (shim/limiter/probe.c): events in a stream in which nothing else is."""
 
 from __future__ import annotations
 

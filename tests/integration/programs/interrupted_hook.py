@@ -34,7 +34,7 @@ def watch(frame, event, called):
     if event in ("c_call", "c_return"):
         if called.__name__ not in CALLS or called.__module__ not in ("posix", "fcntl"):
             return
-    elif not path.endswith("/linux.py") or frame.f_code.co_name not in LINUX:
+    elif not path.endswith("/syscalls.py") or frame.f_code.co_name not in LINUX:
         return
     passed += 1
     if passed == {at}:
@@ -70,14 +70,14 @@ def write_hook(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Pa
     return program
 
 
-_RUNTIME = """from gpushare.programs import hook, runtime, waiting; from gpushare.config import lowlevel
+_RUNTIME = """from gpushare.programs import hook, runtime, waiting; from gpushare.config import oci_runtime
 def count():
     sys.setprofile(None)
     if {at} == 0:
         with open({count!r}, "w") as file:
             file.write(str(passed))
 
-execute, adopt = lowlevel.execute, hook.main
+execute, adopt = oci_runtime.execute, hook.main
 def become(program, words):
     sys.setprofile(None)
     if not {waits} and "create" in words:
@@ -90,7 +90,7 @@ def waited(*words):
     count()
     return code
 
-lowlevel.execute = become
+oci_runtime.execute = become
 if {waits}:
     hook.main = waited
 else:

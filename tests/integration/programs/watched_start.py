@@ -15,7 +15,7 @@ PARTS = ("device", "limits file", "share", "rw", "libcuda", "libnvidia-ml")
 
 _LOOK = """
 import json
-from gpushare.state import region
+from gpushare.state import shm_abi
 seen = []
 
 above = os.open({state!r}, os.O_PATH)  # in the container's mount namespace our path is none
@@ -23,11 +23,11 @@ above = os.open({state!r}, os.O_PATH)  # in the container's mount namespace our 
 def limits_are_complete(name):
     try:
         file = os.open("containers/" + name + "/share/limits", os.O_RDONLY, dir_fd=above)
-        limits = region.read_limits(os.read(file, 1 << 16))
+        limits = shm_abi.read_limits(os.read(file, 1 << 16))
         os.close(file)
         usage = os.stat("containers/" + name + "/rw/usage", dir_fd=above)
-        return usage.st_size == region.USAGE_SIZE and limits.devices[0].memory_limit_bytes > 0
-    except (OSError, region.RegionError):
+        return usage.st_size == shm_abi.USAGE_SIZE and limits.devices[0].memory_limit_bytes > 0
+    except (OSError, shm_abi.RegionError):
         return False
 
 def parts(targets, name):

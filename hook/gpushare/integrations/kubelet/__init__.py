@@ -6,5 +6,5 @@
     plugin.py      registers, watches kubelet and the devices, until SIGTERM
 
 Only protocol.py, service.py and plugin.py need grpcio and protobuf (`pip install gpushare[kubernetes]`). Nothing of it
-is on the start path: a container's part of it is two variables in dialects/own.py.
+is on the start path: a container's part of it is two variables in dialects/gpushare_env.py.
 """

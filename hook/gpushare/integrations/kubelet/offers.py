@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from ...core import names
+from ...core import constants
 from ...core.errors import DeviceError, RequestError
 from ...core.model import Device, Node
 from ...core.quantity import MAX_SLOTS
@@ -27,7 +27,7 @@ from ...gpu.selectors import device_name, is_among, usable_devices
 from ...state.ledger import capacity_bytes, rule_of
 
 MEMORY, GPU = "memory", "gpu"
-VARIABLES = {MEMORY: names.ENV_ALLOCATED_MEMORY, GPU: names.ENV_ALLOCATED_GPU}
+VARIABLES = {MEMORY: constants.ENV_ALLOCATED_MEMORY, GPU: constants.ENV_ALLOCATED_GPU}
 _MIB = 1 << 20
 _GIB = 1024  # MiB
 _DIGITS = 8  # of the uuid in an id
@@ -48,9 +48,9 @@ class Offered(NamedTuple):
 def resource(kind: str, unit_mib: int) -> str:
     """The unit is in the name, so that a number in a pod means what it says: memory-mib, memory-64mib, memory-gib."""
     if kind == GPU:
-        return names.ANNOTATION_PREFIX + GPU
+        return constants.ANNOTATION_PREFIX + GPU
     size, unit = (unit_mib // _GIB, "gib") if unit_mib % _GIB == 0 else (unit_mib, "mib")
-    return f"{names.ANNOTATION_PREFIX}memory-{size if size > 1 else ''}{unit}"
+    return f"{constants.ANNOTATION_PREFIX}memory-{size if size > 1 else ''}{unit}"
 
 
 def offered(node: Node, unit_mib: int, whole: Collection[str] = ()) -> dict[str, tuple[Offered, ...]]:

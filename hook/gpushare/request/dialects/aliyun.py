@@ -16,14 +16,14 @@ from ...core.model import Inventory, Selection
 from ...core.quantity import wrong
 from ...core.quoting import setting
 from . import parse_devices
-from .demand import Demand, Limit, flag, number
-from .table import Said
+from .parsed_request import Limit, ParsedRequest, flag, number
+from .registry import Value
 
 _MOST = 1 << 40
 _CONTAINER, _DEVICE = "ALIYUN_COM_GPU_MEM_CONTAINER", "ALIYUN_COM_GPU_MEM_DEV"
 
 
-def _part(words: dict[str, Said]) -> tuple[Limit, ...]:
+def _part(words: dict[str, Value]) -> tuple[Limit, ...]:
     said, whole = words.get(_CONTAINER), words.get(_DEVICE)
     if said is None:
         return ()
@@ -35,7 +35,7 @@ def _part(words: dict[str, Said]) -> tuple[Limit, ...]:
     return (Limit(said, part=(amount, of) if amount < of else None, beside=(whole,)),)
 
 
-def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     words = {one.name: one for one in said}
     named = words.get("ALIYUN_COM_GPU_VISIBLE_DEVICES") or words.get("ALIYUN_COM_GPU_MEM_IDX")
     devices: Optional[Selection] = None
@@ -47,7 +47,7 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
             )
         devices = parse_devices(named.name, named.value, inventory, any_allowed=False)
     off = words.get("CGPU_DISABLE")
-    return Demand(
+    return ParsedRequest(
         "aliyun",
         _part(words),
         devices=devices,

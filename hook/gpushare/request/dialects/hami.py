@@ -13,31 +13,31 @@ from __future__ import annotations
 
 from ...core.model import Inventory
 from ...core.quantity import wrong
-from .demand import BINARY, Beyond, Demand, Limit, flag, memory, number, percent
-from .table import Said
+from .parsed_request import BINARY, Beyond, Limit, ParsedRequest, flag, memory, number, percent
+from .registry import Value
 
 _UNITS = {unit: size for unit, size in BINARY.items() if unit != "t"}
 _POLICIES = ("default", "force", "disable")
 
 
-def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
-    demand = Demand("hami")
+def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    parsed = ParsedRequest("hami")
     for one in said:
         stem = one.word.name
         if stem == "CUDA_DEVICE_MEMORY_LIMIT":
             size = memory(one, _UNITS, hint="write a number with k, m or g, such as 3000m")
-            demand = demand._replace(memory=(*demand.memory, Limit(one, one.number, size)))
+            parsed = parsed._replace(memory=(*parsed.memory, Limit(one, one.number, size)))
         elif stem == "CUDA_DEVICE_SM_LIMIT":
-            demand = demand._replace(compute=(*demand.compute, percent(one, one.number)))
+            parsed = parsed._replace(compute=(*parsed.compute, percent(one, one.number)))
         elif stem == "CUDA_TASK_PRIORITY":
-            demand = demand._replace(priority=0 if number(one, 0, 1, "a priority") else 1, prioritised=one)
+            parsed = parsed._replace(priority=0 if number(one, 0, 1, "a priority") else 1, prioritised=one)
         elif stem == "CUDA_OVERSUBSCRIBE" and flag(one):
-            demand = demand._replace(beyond=(Beyond(one),))
+            parsed = parsed._replace(beyond=(Beyond(one),))
         elif stem == "CUDA_DISABLE_CONTROL" and flag(one):
-            demand = demand._replace(off=(*demand.off, (one, "everything")))
+            parsed = parsed._replace(off=(*parsed.off, (one, "everything")))
         elif stem == "GPU_CORE_UTILIZATION_POLICY":
             if one.value.strip().lower() not in _POLICIES:
                 raise wrong(one.name, one.value, "unknown value", f"write {', '.join(_POLICIES)}")
             if one.value.strip().lower() == "disable":
-                demand = demand._replace(off=(*demand.off, (one, "compute")))
-    return demand
+                parsed = parsed._replace(off=(*parsed.off, (one, "compute")))
+    return parsed

@@ -17,14 +17,14 @@ from ...core.errors import DeviceError
 from ...core.model import Inventory, Selection
 from ...core.quantity import UNITS, wrong
 from ...core.quoting import setting, shown
-from .demand import Demand, Limit, memory
-from .table import Said
+from .parsed_request import Limit, ParsedRequest, memory
+from .registry import Value
 
 _PREFIXES = ("koordinator.sh/", "kubernetes.io/")
 _HINT = "leave the annotation to Koordinator"
 
 
-def _gpus(one: Said) -> list[dict[str, Any]]:
+def _gpus(one: Value) -> list[dict[str, Any]]:
     try:
         value = json.loads(one.value)
     except (ValueError, RecursionError):
@@ -39,7 +39,7 @@ def _gpus(one: Said) -> list[dict[str, Any]]:
     return found or []
 
 
-def _resource(one: Said, gpu: dict[str, Any], name: str) -> str:
+def _resource(one: Value, gpu: dict[str, Any], name: str) -> str:
     """A quantity as text, "" when it is not there. Kubernetes also takes bare numbers."""
     resources = gpu.get("resources") or {}
     value: Any = next((resources[prefix + name] for prefix in _PREFIXES if prefix + name in resources), "")
@@ -48,7 +48,7 @@ def _resource(one: Said, gpu: dict[str, Any], name: str) -> str:
     return str(value)
 
 
-def _percent(one: Said, gpu: dict[str, Any], name: str) -> Optional[int]:
+def _percent(one: Value, gpu: dict[str, Any], name: str) -> Optional[int]:
     """1 to 99; None where it is not said, or 100: a whole device is not limited."""
     text = _resource(one, gpu, name)
     if not text:
@@ -58,7 +58,7 @@ def _percent(one: Said, gpu: dict[str, Any], name: str) -> Optional[int]:
     return int(text) if int(text) < 100 else None
 
 
-def _memory(one: Said, uuid: str, gpu: dict[str, Any]) -> Limit:
+def _memory(one: Value, uuid: str, gpu: dict[str, Any]) -> Limit:
     ratio, text = _percent(one, gpu, "gpu-memory-ratio"), _resource(one, gpu, "gpu-memory")
     if text and (ratio is not None or not _resource(one, gpu, "gpu-memory-ratio")):
         unit = text.lstrip("0123456789.")
@@ -68,11 +68,11 @@ def _memory(one: Said, uuid: str, gpu: dict[str, Any]) -> Limit:
     return Limit(one, uuid, part=None if ratio is None else (ratio, 100))
 
 
-def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     one = said[0]
     gpus = _gpus(one)
     if not gpus:  # only network or other devices
-        return Demand("koordinator")
+        return ParsedRequest("koordinator")
     by_minor = {device.minor: device.uuid for device in inventory.devices}
     missing = next((gpu["minor"] for gpu in gpus if gpu["minor"] not in by_minor), None)
     if missing is not None:
@@ -80,7 +80,7 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
             f"{setting(one.name, one.value)}: this host has no device with minor {missing}", "run gpushare refresh"
         )
     uuids = [by_minor[gpu["minor"]] for gpu in gpus]
-    return Demand(
+    return ParsedRequest(
         "koordinator",
         tuple(_memory(one, uuid, gpu) for uuid, gpu in zip(uuids, gpus)),
         tuple(Limit(one, uuid, _percent(one, gpu, "gpu-core")) for uuid, gpu in zip(uuids, gpus)),

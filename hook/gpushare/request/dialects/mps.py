@@ -11,14 +11,14 @@ from __future__ import annotations
 from ...core.model import Inventory
 from ...core.quantity import wrong
 from ...core.quoting import setting, shown
-from .demand import Demand, Limit, fraction, memory, number
-from .table import Said
+from .parsed_request import Limit, ParsedRequest, fraction, memory, number
+from .registry import Value
 
 _UNITS = {"m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
 _HINT = "write an amount for each device, such as 0=1G,1=512MB"
 
 
-def _memory(one: Said) -> tuple[Limit, ...]:
+def _memory(one: Value) -> tuple[Limit, ...]:
     found: dict[int, Limit] = {}
     for item in one.value.split(","):
         key, equals, text = item.partition("=")
@@ -29,7 +29,7 @@ def _memory(one: Said) -> tuple[Limit, ...]:
     return (*found.values(), Limit(one))  # a device that is not named has no limit
 
 
-def _percent(one: Said) -> tuple[Limit, tuple[str, ...]]:
+def _percent(one: Value) -> tuple[Limit, tuple[str, ...]]:
     top, bottom = fraction(one, "a percentage")
     if top > 100 * bottom or top < bottom:
         raise wrong(one.name, one.value, "not a percentage from 1 to 100", "write 50")
@@ -37,19 +37,19 @@ def _percent(one: Said) -> tuple[Limit, tuple[str, ...]]:
     return Limit(one, None, top // bottom if top < 100 * bottom else None), rounded
 
 
-def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
-    demand = Demand("mps")
+def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    parsed = ParsedRequest("mps")
     for one in said:
         if one.name == "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT":
-            demand = demand._replace(memory=_memory(one))
+            parsed = parsed._replace(memory=_memory(one))
         elif one.name == "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE":
             limit, ignored = _percent(one)
-            demand = demand._replace(compute=(limit,), ignored=demand.ignored + ignored)
+            parsed = parsed._replace(compute=(limit,), ignored=parsed.ignored + ignored)
         elif one.name == "CUDA_MPS_CLIENT_PRIORITY":
             below = number(one, 0, 1, "a priority")
             why = (f"{setting(one.name, one.value)}: below normal is not there, it is normal",) if below else ()
-            demand = demand._replace(ignored=demand.ignored + why)
+            parsed = parsed._replace(ignored=parsed.ignored + why)
         else:
             why = (f"{setting(one.name, one.value)}: gpushare keeps the limits itself, without an MPS daemon",)
-            demand = demand._replace(ignored=demand.ignored + why)
-    return demand
+            parsed = parsed._replace(ignored=parsed.ignored + why)
+    return parsed

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from typing import Any, Optional
 
-from ...core import names
+from ...core import constants
 from ...core.errors import RequestError
 from ...core.model import Inventory, Request, Selection
 from ...core.quoting import shown
@@ -160,7 +160,7 @@ def is_device(device: Any) -> bool:
     """Whether an entry of `linux.devices` is the driver's."""
     path = device.get("path") if isinstance(device, dict) else None
     return isinstance(path, str) and (
-        device.get("major") == names.NVIDIA_MAJOR or target_of(path).startswith(DEVICE_PREFIX)
+        device.get("major") == constants.NVIDIA_MAJOR or target_of(path).startswith(DEVICE_PREFIX)
     )
 
 

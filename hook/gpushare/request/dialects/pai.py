@@ -8,18 +8,18 @@ A variable of these names without the first is somebody's program's.
 from __future__ import annotations
 
 from ...core.model import Inventory
-from .demand import Demand, Limit, flag, memory, percent
-from .table import Said
+from .parsed_request import Limit, ParsedRequest, flag, memory, percent
+from .registry import Value
 
 
-def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
-    demand = Demand("pai")
+def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    parsed = ParsedRequest("pai")
     for one in said:
         if one.name == "GPU_MEM_PER_DEVICE":
             size = memory(one, {"": 1}, hint="write a number of bytes such as 4294967296")
-            demand = demand._replace(memory=(Limit(one, size=size),))
+            parsed = parsed._replace(memory=(Limit(one, size=size),))
         elif one.name == "GPU_UTIL_PER_DEVICE":
-            demand = demand._replace(compute=(percent(one),))
+            parsed = parsed._replace(compute=(percent(one),))
         elif not flag(one):
-            demand = demand._replace(off=((one, "everything"),))
-    return demand
+            parsed = parsed._replace(off=((one, "everything"),))
+    return parsed

@@ -15,13 +15,13 @@ from ...core.errors import RequestError
 from ...core.model import Inventory
 from ...core.quantity import MAX_SLOTS, UNITS, wrong
 from ...core.quoting import setting
-from .demand import Demand, Limit, fraction, memory, number, percent
-from .table import KEYS, Said
+from .parsed_request import Limit, ParsedRequest, fraction, memory, number, percent
+from .registry import KEYS, Value
 
 _CEILING = "RUNAI_GPU_MEMORY_LIMIT"
 
 
-def _quantity(one: Said) -> Limit:
+def _quantity(one: Value) -> Limit:
     """A fraction up to 1, or a quantity as Kubernetes writes it."""
     text = one.value.strip()
     unit = text.lstrip("0123456789.")
@@ -31,20 +31,20 @@ def _quantity(one: Said) -> Limit:
     return Limit(one, size=memory(one, units, decimals=True, hint="write a quantity such as 4G, or 0.5"))
 
 
-def _part(one: Said) -> Limit:
+def _part(one: Value) -> Limit:
     top, bottom = fraction(one, "a fraction of a device")
     if top > bottom and (top % bottom or one.name == _CEILING or top // bottom > MAX_SLOTS):
         raise wrong(one.name, one.value, "more than a device, and no number of devices", "write a fraction such as 0.5")
     return Limit(one, part=(top, bottom)) if top < bottom else Limit(one)
 
 
-def _whole(one: Said) -> int:
+def _whole(one: Value) -> int:
     """2 is two devices, without limits."""
     top, bottom = fraction(one, "a fraction of a device")
     return top // bottom
 
 
-def _limit(one: Said) -> Limit:
+def _limit(one: Value) -> Limit:
     if one.name == "gpu-memory":
         return Limit(one, size=memory(one, {"": 1 << 20}, hint="write a number of MiB such as 2000"))
     return _quantity(one) if one.name == _CEILING else _part(one)
@@ -61,7 +61,7 @@ def _counts(limits: list[Limit]) -> tuple[Limit, ...]:
     return tuple(portions or requests or ceiling)
 
 
-def _compute(said: tuple[Said, ...]) -> tuple[Limit, ...]:
+def _compute(said: tuple[Value, ...]) -> tuple[Limit, ...]:
     found = tuple(percent(one) for one in said if one.name == "gpu-sm-percentage")
     cores = next((one for one in said if one.name == "gpu-sm-cores"), None)
     if cores is not None and not found:
@@ -72,7 +72,7 @@ def _compute(said: tuple[Said, ...]) -> tuple[Limit, ...]:
     return found
 
 
-def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     limits = [_limit(one) for one in said if one.word.about == "memory"]
     counts = _counts(limits)
     ignored = [
@@ -82,4 +82,4 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
     ]
     devices = next((number(one, 1, 16, "a number") for one in said if one.name == "gpu-fraction-num-devices"), 0)
     devices = max([devices, *(_whole(limit.said) for limit in counts if limit.is_none)])
-    return Demand("runai", counts, _compute(said), wanted=devices, ignored=tuple(ignored))
+    return ParsedRequest("runai", counts, _compute(said), wanted=devices, ignored=tuple(ignored))

@@ -15,8 +15,8 @@ from ...core.errors import DeviceError
 from ...core.model import Inventory, Selection
 from ...core.quantity import wrong
 from ...core.quoting import setting, shown
-from .demand import Demand, Limit, memory, number
-from .table import Said
+from .parsed_request import Limit, ParsedRequest, memory, number
+from .registry import Value
 
 _BLOCK = 256 << 20
 _CORE, _CORE_LIMIT, _MEMORY, _DEVICE = (
@@ -25,7 +25,7 @@ _CORE, _CORE_LIMIT, _MEMORY, _DEVICE = (
 _NODE = "/dev/nvidia"
 
 
-def _devices(one: Optional[Said], inventory: Inventory) -> Optional[Selection]:
+def _devices(one: Optional[Value], inventory: Inventory) -> Optional[Selection]:
     if one is None:
         return None
     by_minor = {f"{_NODE}{device.minor}": device.uuid for device in inventory.devices}
@@ -39,25 +39,25 @@ def _devices(one: Optional[Said], inventory: Inventory) -> Optional[Selection]:
     return Selection("list", names=tuple(dict.fromkeys(by_minor[node] for node in nodes)))
 
 
-def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     words = {one.name: one for one in said}
-    demand = Demand("tencent", devices=_devices(words.get(_DEVICE), inventory), named=words.get(_DEVICE))
+    parsed = ParsedRequest("tencent", devices=_devices(words.get(_DEVICE), inventory), named=words.get(_DEVICE))
     core, may, blocks = words.get(_CORE), words.get(_CORE_LIMIT), words.get(_MEMORY)
     cores = number(core, 1, 1600, "a number of hundredths") if core is not None else 0
     if core is not None and cores > 100 and cores % 100:
         raise wrong(core.name, core.value, "neither below 100 nor a multiple of it", "write 50, 100 or 200")
     if core is not None and cores >= 100:  # whole devices: gpu-manager switches its limits off
-        demand = demand._replace(compute=(Limit(core),), memory=(Limit(blocks),) if blocks is not None else ())
-        return demand if demand.devices else demand._replace(memory=demand.memory or (Limit(core),))
+        parsed = parsed._replace(compute=(Limit(core),), memory=(Limit(blocks),) if blocks is not None else ())
+        return parsed if parsed.devices else parsed._replace(memory=parsed.memory or (Limit(core),))
     if blocks is not None:
         size = memory(blocks, {"": _BLOCK}, hint="write a number of blocks of 256 MiB")
-        demand = demand._replace(memory=(Limit(blocks, size=size),))
+        parsed = parsed._replace(memory=(Limit(blocks, size=size),))
     if core is None:
-        return demand
-    demand = demand._replace(compute=(Limit(core, size=cores),))
+        return parsed
+    parsed = parsed._replace(compute=(Limit(core, size=cores),))
     if may is None:
-        return demand
+        return parsed
     most = number(may, 1, 100, "a percentage")
     if most < cores:
-        return demand._replace(compute=(Limit(may, size=most),))
-    return demand._replace(ignored=(f"{setting(may.name, may.value)}: {setting(core.name, core.value)} is the limit",))
+        return parsed._replace(compute=(Limit(may, size=most),))
+    return parsed._replace(ignored=(f"{setting(may.name, may.value)}: {setting(core.name, core.value)} is the limit",))

@@ -21,8 +21,8 @@ from ...core.quantity import wrong
 from ...core.quoting import setting
 from ...gpu.selectors import find_devices
 from . import parse_devices
-from .demand import BINARY, Beyond, Demand, Limit, flag, fraction, memory, percent
-from .table import DEVICES, Said
+from .parsed_request import BINARY, Beyond, Limit, ParsedRequest, flag, fraction, memory, percent
+from .registry import DEVICES, Value
 
 _NONE = "GPU-00000000-0000-0000-0000-000000000000"  # of a device that is not this container's
 
@@ -31,16 +31,16 @@ class Numbers(NamedTuple):
     """What NAME_i stands for: i -> how the device is named there, by which word. `named`: that word."""
 
     devices: dict[int, str]
-    named: Optional[Said]
+    named: Optional[Value]
 
 
-def _places(one: Said) -> dict[int, str]:
+def _places(one: Value) -> dict[int, str]:
     """Place in the list -> device. MANAGER_VISIBLE_DEVICES has one for each device of the host."""
     words = (word.strip(" '\"") for word in one.value.split(","))
     return {place: word for place, word in enumerate(words) if word not in ("", _NONE)}
 
 
-def _numbers(said: tuple[Said, ...], inventory: Inventory) -> Numbers:
+def _numbers(said: tuple[Value, ...], inventory: Inventory) -> Numbers:
     words = {one.word.name: one for one in said if one.number is None and one.word.about == DEVICES}
     each = {one.number: one for one in said if one.word.name == "MANAGER_VISIBLE_DEVICE" and one.value.strip()}
     if each:
@@ -64,12 +64,12 @@ def _plain(numbers: set[int]) -> str:
     return ", ".join(sorted(str(number) for number in numbers))
 
 
-def _gpu(one: Said, word: str, inventory: Inventory) -> Device:
+def _gpu(one: Value, word: str, inventory: Inventory) -> Device:
     """The device, or one of the parts of a divided one."""
     return find_devices(one.name, one.value, word, inventory)[0]
 
 
-def _device(one: Said, numbers: Numbers, inventory: Inventory) -> Optional[str]:
+def _device(one: Value, numbers: Numbers, inventory: Inventory) -> Optional[str]:
     """The uuid of the GPU that this word is about, None for all."""
     if one.number is None:
         return None
@@ -85,10 +85,10 @@ def _device(one: Said, numbers: Numbers, inventory: Inventory) -> Optional[str]:
     return gpus[0]
 
 
-def _oversold(said: tuple[Said, ...], numbers: Numbers, inventory: Inventory) -> tuple[Beyond, ...]:
+def _oversold(said: tuple[Value, ...], numbers: Numbers, inventory: Inventory) -> tuple[Beyond, ...]:
     """Of each device that has words of its own, and of all others."""
-    ratios: dict[Optional[str], tuple[Said, float]] = {}
-    sold: dict[Optional[str], tuple[Said, bool]] = {}
+    ratios: dict[Optional[str], tuple[Value, float]] = {}
+    sold: dict[Optional[str], tuple[Value, bool]] = {}
     for one in said:
         if one.word.name == "CUDA_MEM_RATIO" and one.value.strip():
             top, bottom = fraction(one, "a ratio")
@@ -105,7 +105,7 @@ def _oversold(said: tuple[Said, ...], numbers: Numbers, inventory: Inventory) ->
     return tuple(found)
 
 
-def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     numbers = _numbers(said, inventory)
     limits: dict[str, list[Limit]] = {"CUDA_MEM_LIMIT": [], "CUDA_CORE_LIMIT": [], "CUDA_CORE_SOFT_LIMIT": []}
     for one in said:
@@ -126,7 +126,7 @@ def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
     text = ",".join(numbers.devices.values())
     devices = parse_devices(numbers.named.name, text, inventory, any_allowed=False) if numbers.named else None
     off = tuple((one, "everything") for one in said if one.word.name == "DISABLE_VGPU_CONTROL" and flag(one))
-    return Demand(
+    return ParsedRequest(
         "vgpu-manager",
         tuple(limits["CUDA_MEM_LIMIT"]),
         tuple(limit._replace(beside=beside) for limit in hard) or tuple(limits["CUDA_CORE_SOFT_LIMIT"]),

@@ -11,22 +11,22 @@ from __future__ import annotations
 from ...core.model import Inventory
 from ...core.quantity import wrong
 from ...core.quoting import setting
-from .demand import Demand, Limit, number
-from .table import Said
+from .parsed_request import Limit, ParsedRequest, number
+from .registry import Value
 
 _MOST = 1 << 40
 
 
-def read(said: tuple[Said, ...], inventory: Inventory) -> Demand:
+def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     words = {one.name: one for one in said}
     allocated, total = words.get("VOLCANO_GPU_ALLOCATED"), words.get("VOLCANO_GPU_MEMORY_TOTAL")
     if allocated is None:
-        return Demand("volcano")
+        return ParsedRequest("volcano")
     amount = number(allocated, 1, _MOST, "an amount of memory")
     if total is None:
         why = f"{setting(allocated.name, allocated.value)}: whole devices, as there is no VOLCANO_GPU_MEMORY_TOTAL"
-        return Demand("volcano", (Limit(allocated),), ignored=(why,))
+        return ParsedRequest("volcano", (Limit(allocated),), ignored=(why,))
     of = number(total, 1, _MOST, "an amount of memory")
     if amount > of:
         raise wrong(allocated.name, allocated.value, f"more than {setting(total.name, total.value)}", "ask for less")
-    return Demand("volcano", (Limit(allocated, part=(amount, of), beside=(total,)),))
+    return ParsedRequest("volcano", (Limit(allocated, part=(amount, of), beside=(total,)),))

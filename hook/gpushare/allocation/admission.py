@@ -1,0 +1,318 @@
+"""What one device can give to one slot of a request, or why not (start path). Pure.
+
+    offer(wanted, request, device, node, ledger) -> Offer
+    regrant(share, wanted, soft, node, ledger)   -> Share      one that changes while its container lives
+
+They raise CapacityError (with the numbers and the holders), PolicyError, RequestError or DeviceError. `brief` of such
+an error is the same in a few words, for a line about several devices.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+from ..core import constants
+from ..core.errors import CapacityError, DeviceError, PolicyError, RequestError
+from ..core.model import Amount, Config, Device, Node, Policy, Request, Share
+from ..core.quantity import amount, bytes_of, human
+from ..gpu.selectors import device_name
+from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of, turn_bytes
+from ..state.shm_abi import MAX_PEERS
+from . import backends
+from .site import Site
+
+_NOTHING = "the configuration keeps all of it: lower oversubscription.turn_memory, or raise memory_overcommit"
+
+
+class SlotRequest(NamedTuple):
+    """What one slot asks for."""
+
+    memory: Optional[Amount]
+    compute: Optional[int]
+    scaling: float = 1.0  # above that, `memory` is for device and host together: so many times its part on the device
+
+
+class Allocation(NamedTuple):
+    """What a device would give. None = no limit."""
+
+    memory_limit_bytes: Optional[int]
+    compute_percent: Optional[int]
+    clamped: str  # what was asked, where policy gives less
+    page: int
+    equal_share: str  # "1 of 10" where the configuration gives it, not the container's own words
+    holders: backends.Holders = backends.Holders()
+    virtual_bytes: int = 0  # with what lies on the host; 0 = nothing does
+
+
+def _held(holders: list[str]) -> str:
+    """`, held by a (4 GiB), b (all)`, or nothing."""
+    more = f" and {len(holders) - 4} more" if len(holders) > 4 else ""
+    return ", held by " + ", ".join(holders[:4]) + more if holders else ""
+
+
+def _held_by(device: Device, ledger: Ledger) -> str:
+    held = ledger.holders.get(device.uuid, ())
+    return _held([f"{constants.short(name)} ({'all' if size is None else human(size)})" for name, size in held])
+
+
+def _whom(device: Device, ledger: Ledger) -> str:
+    """Whom to stop, for a hint."""
+    return "it" if len(ledger.holders.get(device.uuid, ())) == 1 else "one of them"
+
+
+def _most(device: Device, policy: Policy) -> int:
+    """policy.max_memory of this device, in bytes."""
+    return bytes_of(amount("policy.max_memory", policy.max_memory), device.memory_bytes, device.granularity_bytes)
+
+
+def _within_policy(
+    wanted: SlotRequest, device: Device, policy: Policy, largest_bytes: int = 0
+) -> tuple[SlotRequest, str]:
+    """(what may be granted, what was asked where that was more). Maxima and required limits, per container and
+    device. `largest_bytes`: what is clamped is clamped to that, where policy allows more; 0: that is not known."""
+    clamps, over = policy.over_maximum == "clamp", []
+    memory, compute = wanted.memory, wanted.compute
+    if memory is None and (policy.require_limits or policy.unlimited == "deny" or (policy.max_memory and not clamps)):
+        key = "require_limits" if policy.require_limits else "unlimited" if policy.unlimited == "deny" else "max_memory"
+        raise PolicyError(
+            f"no memory limit was asked for, and policy.{key} requires one", f"set {constants.ENV_MEMORY}"
+        )
+    if policy.max_memory:
+        most = _most(device, policy)
+        asked = None if memory is None else bytes_of(memory, device.memory_bytes, device.granularity_bytes)
+        if memory is None or asked is None or asked > most:
+            if not clamps and memory is not None and asked is not None:
+                raise PolicyError(
+                    f"{memory.text} of device {device_name(device)} is {human(asked)}, more than policy.max_memory "
+                    f"allows ({policy.max_memory} = {human(most)})",
+                    f"ask for at most {human(most)}",
+                    f"policy.max_memory is {human(most)}",
+                )
+            over.append("no memory limit" if memory is None else f"{memory.text} of memory")
+            memory = Amount(min(most, largest_bytes or most), None, policy.max_memory)
+    if (100 if compute is None else compute) > policy.max_compute_percent:
+        said = "no compute limit" if compute is None else f"{compute}% of compute"
+        if not clamps:
+            raise PolicyError(
+                f"{said} was asked for, more than policy.max_compute ({policy.max_compute_percent}%) allows",
+                f"set {constants.ENV_COMPUTE}={policy.max_compute_percent}% or less",
+            )
+        over.append(said)
+        compute = policy.max_compute_percent
+    return SlotRequest(memory, compute), " and ".join(over)
+
+
+def _memory_of(wanted: SlotRequest, device: Device, ledger: Ledger, config: Config) -> Optional[int]:
+    """The bytes that this device can grant now; None = the whole device. Raises why not."""
+    if device.uuid in ledger.blocked:
+        raise CapacityError(
+            f"device {device_name(device)} is in use by containers that gpushare does not know",
+            "stop them and run `gpushare prune --assume-free`",
+            "in unknown use (gpushare prune)",
+        )
+    used, held = ledger.used.get(device.uuid, 0), _held_by(device, ledger)
+    if device.uuid in ledger.exclusive:
+        whole = (name for name, size in ledger.holders.get(device.uuid, ()) if size is None)
+        raise CapacityError(
+            f"device {device_name(device)} is taken as a whole{held}",
+            "stop that container, or give it a limit",
+            f"held whole by {constants.short(next(whole, 'somebody'))}",
+        )
+    if wanted.memory is None:
+        if used and config.policy.unlimited != "shared":
+            raise CapacityError(
+                f"no memory limit was asked for, so all of device {device_name(device)}, "
+                f"of which {human(used)} is granted{held}",
+                f"set {constants.ENV_MEMORY}, or stop them",
+                f"{human(used)} of it is granted",
+            )
+        return None
+    return _limited_bytes(wanted.memory, device, ledger, config)
+
+
+def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Config) -> int:
+    """`memory` of the device if it is free. A device of unknown size serves one share: alone it cannot be
+    oversold, and the driver itself says when it is full."""
+    total, used = capacity_bytes(device, config), ledger.used.get(device.uuid, 0)
+    known = device.memory_bytes > 0
+    if not known and (memory.percent is not None or used):
+        raise DeviceError(
+            f"{memory.text} of device {device_name(device)}: its memory size is not known",
+            "run `gpushare refresh` when nvidia-smi works",
+            "of unknown size",
+        )
+    size = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
+    if size < max(1, device.granularity_bytes):
+        raise RequestError(
+            f"{memory.text} of device {device_name(device)} is less than one block "
+            f"of {human(device.granularity_bytes)}",
+            "ask for more; a number alone is bytes" if memory.text.isdigit() else "ask for more",
+        )
+    asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
+    if known and used + size > total:
+        free, most = human(max(0, total - used)), min(total - used, device.memory_bytes)
+        raise CapacityError(
+            f"device {device_name(device)}: {asked} asked, {free} free of {human(total)}{_held_by(device, ledger)}",
+            f"stop {_whom(device, ledger)}, or ask for less"
+            if size <= total
+            else f"ask for at most {human(most if most > 0 else total)}"
+            if total
+            else _NOTHING,
+            f"{free} of {human(total)} free",
+        )
+    if known and size > device.memory_bytes:  # memory_overcommit makes no device larger for one container
+        has = human(device.memory_bytes)
+        raise CapacityError(
+            f"device {device_name(device)}: {asked} asked, and it has {has}", f"ask for at most {has}", f"has {has}"
+        )
+    return size
+
+
+def _require_compute(percent: Optional[int], soft: bool, device: Device, ledger: Ledger, config: Config) -> None:
+    """Hard limits of one device add up to all of its time at most."""
+    if percent is None or not counts(percent, soft):
+        return
+    held = ledger.compute.get(device.uuid, ())
+    total, used = capacity_percent(device, config), sum(size for _, size in held)
+    if used + percent > total:
+        free = max(0, total - used)
+        raise CapacityError(
+            f"device {device_name(device)}: {percent}% of compute asked, {free}% free of {total}%"
+            + _held([f"{constants.short(name)} ({size}%)" for name, size in held]),
+            (f"stop {'it' if len(held) == 1 else 'one of them'}, ask for less, " if held else "ask for less, ")
+            + f"or set {constants.ENV_COMPUTE_MODE}=soft",
+            f"{free}% of {total}% of compute free",
+        )
+
+
+def _page_of(device: Device, ledger: Ledger, config: Config) -> int:
+    """The lowest number that nobody has. As many containers as equal shares can be on the device, whatever they asked
+    for, so that each share that there is finds its place."""
+    taken = ledger.pages.get(device.uuid, frozenset())
+    rule = rule_of(device, config)
+    most = min(rule.split_count, MAX_PEERS) if rule else MAX_PEERS
+    free = next((number for number in range(MAX_PEERS) if number not in taken), None)
+    if free is None or len(taken) >= most:
+        because = f"sharing.split_count is {most}" if most < MAX_PEERS else "the most there can be"
+        raise CapacityError(
+            f"device {device_name(device)} serves {len(taken)} containers already, {because}",
+            "stop one of them, or ask for another device",
+            f"serves {len(taken)} containers, {because}",
+        )
+    return free
+
+
+def _refuse_unnamed(device: Device) -> None:
+    """A MIG device is known to its limit by its uuid, which only NVML tells."""
+    if device.uuid.startswith("MIG-GPU-"):
+        raise DeviceError(
+            f"the uuid of MIG device {device_name(device)} is not known (no answer from NVML)",
+            "run gpushare refresh",
+            "of unknown uuid",
+        )
+
+
+def _require(request: Request, device: Device, node: Node) -> None:
+    """What the image needs of driver and device, and what `any` asks of the device that it gets."""
+    if request.requirements:
+        from ..request import constraints
+
+        constraints.require(request.requirements, node.inventory, device)
+    if request.selection.conditions:
+        from ..request.dialects import conditions
+
+        conditions.require(request.selection.conditions, device)
+
+
+def _require_free(request: Request, device: Device, ledger: Ledger, config: Config) -> None:
+    """`any,free>=20Gi`."""
+    if request.selection.conditions:
+        from ..request.dialects import conditions
+
+        total = capacity_bytes(device, config)
+        free_bytes = max(0, total - ledger.used.get(device.uuid, 0))
+        conditions.require_free(request.selection.conditions, device, free_bytes, total)
+
+
+def admit(wanted: SlotRequest, request: Request, device: Device, node: Node, ledger: Ledger) -> Allocation:
+    """What `device` would give to a slot that asks for `wanted`, now."""
+    config, equal, scaling = node.config, "", 1.0
+    _refuse_unnamed(device)
+    _require(request, device, node)
+    rule = rule_of(device, config)
+    if rule is not None and wanted.memory is None:
+        from ..request import sharing
+
+        given = sharing.share_of(device, rule, turn_bytes(device, config))
+        equal, scaling = given.text, given.scaling
+        wanted = SlotRequest(given.memory, given.compute_percent if wanted.compute is None else wanted.compute)
+    part, asked_bytes = None, 0
+    if wanted.scaling > 1 and wanted.memory is not None:
+        from . import oversubscribing
+
+        scaling = wanted.scaling
+        part, asked_bytes = oversubscribing.divided(wanted.memory, scaling, device)
+        wanted = wanted._replace(memory=part)
+    largest_bytes = min(capacity_bytes(device, config), device.memory_bytes)
+    wanted, over = _within_policy(wanted, device, config.policy, largest_bytes)
+    size = _memory_of(wanted, device, ledger, config)
+    _require_free(request, device, ledger, config)
+    _require_compute(wanted.compute, request.compute_mode == "soft", device, ledger, config)
+    beyond = request.oversubscribe or scaling > 1
+    site = Site(device, request._replace(oversubscribe=beyond), node, ledger)
+    holders = backends.choose(size is not None, wanted.compute is not None, site)
+    page, whole = _page_of(device, ledger, config), 0
+    if beyond:
+        from . import oversubscribing
+
+        whole = oversubscribing.whole_bytes(
+            size, max(scaling, config.oversubscribe_scaling * request.oversubscribe), device
+        )
+        if part is not None and size == part.limit_bytes:  # not clamped: all that was asked, to the block
+            whole = asked_bytes
+    return Allocation(size, wanted.compute, over, page, equal, holders, whole)
+
+
+_LITTLE = SlotRequest(Amount(1, None, ""), 1)  # no maximum is below that
+
+
+def _refuse_beyond(share: Share, size: Optional[int]) -> None:
+    """What an oversubscribed container holds on device and host together stays what it was promised."""
+    whole = share.virtual_bytes
+    if whole and (size is None or size > whole):
+        raise RequestError(
+            f"{'no limit' if size is None else human(size)} of memory: this container has {human(whole)} on device and "
+            "host together",
+            f"ask for at most {human(whole)}",
+        )
+
+
+def regrant(share: Share, wanted: SlotRequest, soft: bool, node: Node, ledger: Ledger) -> Share:
+    """`share` with what is `wanted` of its device now, beside the others in `ledger`. What is not more than before is
+    given whatever policy and capacity say, so that there is always a way down; a maximum of policy refuses the rest,
+    also where it would clamp a start."""
+    device, config = share.device, node.config
+    size = share.memory_limit_bytes
+    asked = None if wanted.memory is None else bytes_of(wanted.memory, device.memory_bytes, device.granularity_bytes)
+    more_memory = size is not None and (asked is None or asked > size)
+    before, after = ((100 if percent is None else percent) for percent in (share.compute_percent, wanted.compute))
+    policy = config.policy._replace(over_maximum="refuse")
+    checked = SlotRequest(
+        wanted.memory if more_memory else _LITTLE.memory, wanted.compute if after > before else _LITTLE.compute
+    )
+    _within_policy(checked, device, policy)
+    if more_memory:
+        size = _memory_of(wanted, device, ledger, config)
+    elif wanted.memory is not None:  # of all of the device, for whatever nobody else has
+        size = _limited_bytes(wanted.memory, device, Ledger({}), config)
+    _refuse_beyond(share, size)
+    counted = (share.compute_percent or 0) if counts(share.compute_percent, share.soft) else 0
+    if after > counted:
+        _require_compute(wanted.compute, soft, device, ledger, config)
+    changed = (size, wanted.compute) != (share.memory_limit_bytes, share.compute_percent)
+    return share._replace(
+        memory_limit_bytes=size,
+        compute_percent=wanted.compute,
+        soft=soft,
+        clamped="" if changed else share.clamped,
+    )

@@ -1,0 +1,106 @@
+"""What `gpushare limit set` asks for, as the shares that a container is to have. Pure; not on the start path.
+
+    parse(memory, compute, mode, priority, device) -> LimitRequest     texts as a person writes them
+    shares(lease, wish, node, others, blocked)    -> tuple[Share, ...]
+    paused(lease, paused)                         -> tuple[Share, ...]
+
+Both raise RequestError, and `shares` whatever `admission.regrant` raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Optional
+
+from ..core import quantity
+from ..core.errors import RequestError
+from ..core.model import Amount, Lease, Node, Share
+from ..core.quoting import shown
+from ..gpu.selectors import device_name
+from ..state import ledger as books
+from . import admission, backends
+
+MEMORY, COMPUTE, DEVICE = "--memory", "--compute", "--device"
+NO_LIMIT = "unlimited"
+
+
+class LimitRequest(NamedTuple):
+    """None and "": as it is."""
+
+    memory: str = ""
+    compute: Optional[int] = None  # percent; 100 = no limit
+    soft: Optional[bool] = None
+    priority: Optional[int] = None
+    device: str = ""  # a slot or a uuid; "" = every device of the container
+
+
+def parse(memory: str = "", compute: str = "", mode: str = "", priority: str = "", device: str = "") -> LimitRequest:
+    """Everything that can be said to be wrong without knowing the container is said here."""
+    text = memory.strip()
+    if text and text != NO_LIMIT:
+        quantity.amount(MEMORY, text[1:] if text[0] in "+-" else text)
+        if text[0] in "+-" and text.endswith("%"):
+            raise quantity.wrong(MEMORY, memory, "a percentage is of the device", "write +1Gi, -512Mi, or 25%")
+    percent = quantity.whole_percent(COMPUTE, compute) if compute else None
+    return LimitRequest(
+        text,
+        percent,
+        None if not mode else mode == "soft",
+        None if not priority else int(priority in ("high", "1")),
+        device.strip(),
+    )
+
+
+def shares(
+    lease: Lease, wanted: LimitRequest, node: Node, others: Iterable[Lease], blocked: Iterable[str] = ()
+) -> tuple[Share, ...]:
+    """The shares of `lease`, changed. `others`: all live leases; its own is left out."""
+    ledger = books.ledger_of((one for one in others if one.id != lease.id), node.config.policy, blocked)
+    chosen = _slots(lease, wanted.device)
+    return tuple(_changed(share, wanted, node, ledger) if share.slot in chosen else share for share in lease.shares)
+
+
+def paused(lease: Lease, pause: bool) -> tuple[Share, ...]:
+    """All of its shares."""
+    return tuple(share._replace(paused=pause) for share in lease.shares)
+
+
+def _changed(share: Share, wanted: LimitRequest, node: Node, ledger: books.Ledger) -> Share:
+    compute = share.compute_percent if wanted.compute is None else wanted.compute
+    compute = None if compute == 100 and share.compute_percent is None else compute
+    soft = share.soft if wanted.soft is None else wanted.soft
+    asked = admission.SlotRequest(_memory(share, wanted.memory), compute)
+    changed = admission.regrant(share, asked, soft, node, ledger)
+    changed = changed if wanted.priority is None else changed._replace(priority=wanted.priority)
+    backends.require_kept(changed)
+    return changed
+
+
+def _memory(share: Share, text: str) -> Optional[Amount]:
+    """None = no limit."""
+    now = share.memory_limit_bytes
+    if text == NO_LIMIT or (not text and now is None):
+        return None
+    if not text:
+        return Amount(now, None, quantity.human(now or 0))
+    if text[0] not in "+-":
+        return quantity.amount(MEMORY, text)
+    by = quantity.size_bytes(MEMORY, text[1:])
+    if now is None:
+        raise quantity.wrong(MEMORY, text, f"slot {share.slot} has no memory limit", "give a size such as 4Gi")
+    after = now + by if text[0] == "+" else now - by
+    if after <= 0:
+        raise quantity.wrong(MEMORY, text, f"slot {share.slot} has {quantity.human(now)}", "take less away")
+    return Amount(after, None, f"{quantity.human(now)} {text[0]} {text[1:]}")
+
+
+def _slots(lease: Lease, device: str) -> frozenset[int]:
+    if not device:
+        return frozenset(share.slot for share in lease.shares)
+    found = frozenset(
+        share.slot for share in lease.shares if device == str(share.slot) or device.lower() == share.device.uuid.lower()
+    )
+    if not found:
+        known = ", ".join(f"{s.slot} (device {device_name(s.device)}, {s.device.uuid})" for s in lease.shares)
+        raise RequestError(f"{DEVICE}={shown(device)}: this container has {known}", "name a slot or a uuid")
+    return found

@@ -1,0 +1,324 @@
+"""Limits that change while their container lives. Not on the start path, but for what a killed change has left.
+
+    change(state_dir, id, decide)  a new lease.json and limits file, as one change; the caller does not hold the lock
+    settled(state_dir, leases)     leases without what was given back by now
+    unfinished, finish             a change that was killed; the caller of `finish` holds the lock
+    store(fd, shares)              the limits file alone
+
+lease.json is what counts for others, so it is written first, with all that the container may still hold, and the
+limits file after it: it becomes what the lease says, by one store for all devices (gpushare_abi.h). Who is killed in
+between leaves the file `changing` with the container's id, and the next start, change or prune makes its limits file
+say what its lease says. Until then a lease names no less memory than what is in force.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Optional
+
+from ..core import constants
+from ..core.errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError, of_file
+from ..core.model import Lease, Share
+from ..core.quoting import shown
+from ..state import activity_files, leases, shm_abi, storage
+from ..system import mountns, procs, syscalls
+from . import backends
+
+_GENERATION, _DEVICE = shm_abi.offset("gs_limits", "generation"), shm_abi.offset("gs_limits", "device")
+_DRAINING = shm_abi.offset("gs_device_limit", "draining_bytes")
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# (lease, all live leases, uuids of unknown use) -> its shares to be; raises a GpushareError when that cannot be
+DecideFn = Callable[[Lease, tuple[Lease, ...], "leases.View"], tuple[Share, ...]]
+
+
+class Changed(NamedTuple):
+    """`used_bytes`, by slot: what the container says that it holds now; None where its page cannot be read."""
+
+    before: Lease
+    after: Lease
+    used_bytes: Optional[tuple[int, ...]]
+
+
+def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = False) -> Changed:
+    """Gives `container_id` the shares that `decide` says, or with `dry_run` says what it would be given. Raises
+    RequestError when it has no lease, CapacityError when it is starting, and what `decide` raises; nothing has changed
+    then."""
+    with leases.locked(state_dir):
+        finish(state_dir)
+        seen = leases.view(state_dir)
+        live = settled(state_dir, seen.live, keep=not dry_run)
+        before = _running(container_id, live, seen)
+        after = before._replace(shares=_kept(before.shares, decide(before, live, seen)))
+        if after.shares != before.shares:
+            pid = _someone(before)
+            _refuse_unheld(pid, before, after)
+            fd = _open(state_dir, before.id)
+            try:
+                if not dry_run:
+                    _mark(state_dir, after.id)
+                    _elsewhere(state_dir, before, after)
+                    leases.rewrite(state_dir, after)
+                    _tell_others(state_dir, after.shares)
+                    store(fd, after.shares)
+            finally:
+                os.close(fd)
+        used = _used(state_dir, after)
+        if not dry_run and after.shares != before.shares:
+            after = _settled(state_dir, after, used)
+            _unmark(state_dir)
+        return Changed(before, after, used)
+
+
+def _elsewhere(state_dir: str, before: Lease, after: Lease) -> None:
+    """What other backends hold, first: where they refuse nothing has changed."""
+    try:
+        backends.change(before.shares, after.shares, storage.container_dir(state_dir, after.id))
+    except GpushareError:
+        _unmark(state_dir)
+        raise
+
+
+def _running(container_id: str, live: Sequence[Lease], seen: leases.View) -> Lease:
+    for lease in live:
+        if lease.id == container_id:
+            if lease.state == "held":
+                return lease
+            raise CapacityError(
+                f"container {shown(constants.short(container_id))} is starting", "try again when it runs"
+            )
+    for damage in seen.damaged:
+        if damage.id == container_id:
+            raise CapacityError(
+                f"container {shown(constants.short(container_id))} has a lease that cannot be read: {damage.reason}",
+                "make sure that it does not run, then `gpushare prune --assume-free`",
+            )
+    raise RequestError(f"no running container {shown(container_id)}", "`gpushare list` shows those that have a share")
+
+
+def _kept(before: Sequence[Share], after: Sequence[Share]) -> tuple[Share, ...]:
+    """`after`, with what may still be held by the limits of before: all of them, until its use is known."""
+    return tuple(
+        new._replace(draining_bytes=_more(new, max(_most(old), old.draining_bytes))) for old, new in zip(before, after)
+    )
+
+
+def _most(share: Share) -> int:
+    return share.device.memory_bytes if share.memory_limit_bytes is None else share.memory_limit_bytes
+
+
+def _more(share: Share, held_bytes: int) -> int:
+    """`held_bytes` where that is more than the share's limit."""
+    limit = share.memory_limit_bytes
+    return held_bytes if limit is not None and held_bytes > limit else 0
+
+
+# What was given back
+
+
+def settled(state_dir: str, live: Iterable[Lease], keep: bool = True) -> tuple[Lease, ...]:
+    """What was held above a lowered limit is free as far as the container says so: its shim would not have taken more
+    by the old limit either. What cannot be read is not free. With `keep` it is written down, and the caller holds the
+    lock; without it is only to show."""
+    return tuple(
+        _settled(state_dir, lease, _used(state_dir, lease), keep) if _drains(lease) else lease for lease in live
+    )
+
+
+def _drains(lease: Lease) -> bool:
+    return any(share.draining_bytes for share in lease.shares)
+
+
+def _settled(state_dir: str, lease: Lease, used: Optional[tuple[int, ...]], keep: bool = True) -> Lease:
+    """What is still held above the limits, and no more than was held before."""
+    if used is None:
+        return lease
+    shares = tuple(
+        share._replace(draining_bytes=_more(share, min(share.draining_bytes, used[share.slot])))
+        for share in lease.shares
+    )
+    after = lease._replace(shares=shares)
+    if keep and after != lease:
+        leases.rewrite(state_dir, after)
+        try:
+            _store(state_dir, after)
+        except GpushareError:
+            pass  # if the state directory is lost now, more will count as held than is
+    return after
+
+
+def _used(state_dir: str, lease: Lease) -> Optional[tuple[int, ...]]:
+    try:
+        usage = storage.read_usage(state_dir, lease.id, len(lease.shares))
+    except shm_abi.RegionError:
+        return None
+    return tuple(usage.used_bytes(share.slot) for share in lease.shares)
+
+
+# What was killed
+
+
+def unfinished(state_dir: str) -> Optional[str]:
+    """The container whose change was killed, or is going on just now; "" when nothing of it was changed yet, None when
+    there is no such change."""
+    try:
+        with open(os.path.join(state_dir, storage.CHANGING), encoding="utf-8", errors="surrogateescape") as marker:
+            return marker.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise of_file(error, str(error.filename)) from error
+
+
+def finish(state_dir: str) -> None:
+    """The limits file of a change that was killed says what its lease says. The caller holds the lock. Raises
+    KernelError and RegionError when it cannot be written; the marker stays then."""
+    container_id = unfinished(state_dir)
+    if container_id is None:
+        return
+    lease = next((lease for lease in leases.view(state_dir).live if lease.id == container_id), None)
+    if lease is not None and lease.state == "held":
+        backends.change((), lease.shares, storage.container_dir(state_dir, lease.id))
+        _tell_others(state_dir, lease.shares)
+        _store(state_dir, lease)
+    _unmark(state_dir)
+
+
+def _mark(state_dir: str, container_id: str) -> None:
+    path = os.path.join(state_dir, storage.CHANGING)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            storage.write_all(fd, os.fsencode(container_id))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise of_file(error, path) from error
+
+
+def _unmark(state_dir: str) -> None:
+    try:
+        os.unlink(os.path.join(state_dir, storage.CHANGING))
+    except FileNotFoundError:
+        pass
+
+
+# The limits file
+
+
+def _store(state_dir: str, lease: Lease) -> None:
+    fd = _open(state_dir, lease.id)
+    try:
+        store(fd, lease.shares)
+    finally:
+        os.close(fd)
+
+
+def store(fd: int, shares: Sequence[Share]) -> None:
+    """Makes the limits file behind `fd` say what `shares` say, and wakes whoever waits for a change. Every reader sees
+    all of it or nothing. Raises RegionError, KernelError."""
+    known = shm_abi.read_limits(os.pread(fd, shm_abi.LIMITS_SIZE + 1, 0))
+    if [limit.uuid for limit in known.devices] != [share.device.uuid for share in shares]:
+        raise shm_abi.RegionError(f"limits file is damaged: it has {len(known.devices)} other devices")
+    with mmap.mmap(fd, shm_abi.LIMITS_SIZE) as file, memoryview(file) as plain, plain.cast("Q") as words:
+        for index, share in enumerate(shares):  # which no program looks at
+            words[(_DEVICE + index * shm_abi.DEVICE_SIZE + _DRAINING) // 8] = share.draining_bytes
+        while words[_GENERATION // 8] % 2 == 0 or _is_other(words, shares, ""):
+            first = words[_GENERATION // 8] % 2
+            for at, word in shm_abi.stores(shares, "next_" if first else ""):
+                words[at // 8] = word
+            syscalls.futex_wake(file, 0)  # nobody waits there: a barrier between these stores and the next
+            words[_GENERATION // 8] += 1
+        syscalls.futex_wake(file, _GENERATION)
+
+
+def _tell_others(state_dir: str, shares: Sequence[Share]) -> None:
+    """What the others on each device are told that these shares may have: a word each, which they see change at once.
+    Raises KernelError."""
+    size = shm_abi.packer("gs_peers").size
+    for share in shares:
+        path = f"{activity_files.directory(state_dir, share.device.uuid)}/{activity_files.INDEX}"
+        try:
+            fd = _writable(path)
+            try:
+                at = activity_files.granted_at(share.page)
+                with mmap.mmap(fd, size) as file, memoryview(file) as plain, plain.cast("Q") as words:
+                    words[at // 8] = shm_abi.granted(share)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            continue  # a lost state directory: the next start on the device tells them
+        except (OSError, ValueError) as error:
+            raise KernelError(f"{shown(path)}: {getattr(error, 'strerror', error)}", "run as root") from error
+
+
+def _is_other(words: memoryview, shares: Sequence[Share], prefix: str) -> bool:
+    return any(words[at // 8] != word for at, word in shm_abi.stores(shares, prefix))
+
+
+def _writable(path: str) -> int:
+    """Raises OSError."""
+    try:
+        return os.open(path, _OPEN)
+    except PermissionError:  # a user's own, which is 0444
+        os.chmod(path, 0o644)
+        try:
+            return os.open(path, _OPEN)
+        finally:
+            os.chmod(path, 0o444)
+
+
+def _open(state_dir: str, container_id: str) -> int:
+    """The limits file of a container, to be written. Raises DeviceError when it has none, KernelError."""
+    path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
+    try:
+        return _writable(path)
+    except FileNotFoundError:
+        from ..state import rebuild
+
+        fd = rebuild.open_limits(state_dir, container_id)
+        if fd >= 0:
+            return fd
+        raise DeviceError(
+            f"container {shown(constants.short(container_id))} has devices and no limits: its image has no glibc",
+            "limits can be set for images with glibc",
+        ) from None
+    except OSError as error:
+        raise of_file(error, path) from error
+
+
+# Whether a limit can be held
+
+
+def _someone(lease: Lease) -> int:
+    """A living process of the container; 0 when only its lease is left."""
+    if procs.alive(lease.init_pid, lease.init_start):
+        return lease.init_pid
+    from ..state import leftover
+
+    return leftover.process_of(lease)
+
+
+def _refuse_unheld(pid: int, before: Lease, after: Lease) -> None:
+    """A compute limit is held by what containers tell each other in pages, which are mounted at the start."""
+    for old, new in zip(before.shares, after.shares):
+        unlimited = new.compute_percent in (None, shm_abi.NO_PERCENT) and not new.soft
+        if (old.compute_percent, old.soft) == (new.compute_percent, new.soft) or unlimited:
+            continue
+        target = f"{constants.PAGES_DIR}/{new.device.uuid}"
+        if not pid:
+            raise DeviceError(
+                f"container {shown(constants.short(after.id))} has no init and no cgroup left, so gpushare cannot "
+                "tell whether a compute limit could be enforced",
+                "start it again with the limit",
+            )
+        try:
+            has_pages = any(entry.point == target for entry in mountns.read_mounts(str(pid)))
+        except OSError as error:
+            raise KernelError(f"mounts of pid {pid}: {error.strerror}", "run as root") from error
+        if not has_pages:
+            raise DeviceError(
+                f"container {shown(constants.short(after.id))} has no {target}, so a compute limit could not be held",
+                "start it again with the limit",
+            )

@@ -1,0 +1,134 @@
+"""Keep containers from NVIDIA's devices that they were not granted, where their device rules reach those (start path,
+for such containers only).
+
+    numbers(root, granted)      -> [(major, minor)]    to deny; minor -1 stands for all of a major
+    narrower(rule, majors)      -> [rule] or None      what is left of a rule that reaches them; None: all of it
+    majors(root)                -> {major}             of NVIDIA's devices on this host
+    is_there(root)              -> bool                whether this host has such devices at all
+    applies(bundle, config)     -> bool                whether a container that asks for nothing loses them
+    rules_open(spec, majors)    -> bool                whether device rules open devices of these majors
+    refuse(bundle, config)                             the hook's answer to the same: raises PolicyError
+
+`--privileged` is a rule for all devices, so leaving nodes out is not enough: mknod makes them again. Rules of a spec
+count in their order, so these come after that one. They name single minors, since cgroup v1 knows no exception of an
+exception: what `195:*` denies, `195:0` cannot allow again (kernel: security/device_cgroup.c; runc refuses to try).
+For the same reason nothing can be denied behind `c *:* rwm`: that becomes a rule for each other major.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from typing import Any, Optional
+
+from ..core import constants
+from ..core.errors import PolicyError
+from ..core.model import Bundle, Config
+from ..gpu.driverroot import listing, short_read
+from . import oci, policy
+from .dialects import cdi_devices, nvidia
+
+ALL_MINORS = -1
+_GPUS = 64  # minors that a GPU added later could get
+_CONTROL = (254, 255)  # nvidia-modeset, nvidiactl
+_DIRECTORIES = ("", "nvidia-caps", "nvidia-caps-imex-channels")  # below dev
+_MAX_BYTES = 1 << 16
+_CHARACTER_MAJORS = 512  # CHRDEV_MAJOR_MAX, include/linux/fs.h
+_MAJORS = 1 << 12  # include/linux/kdev_t.h; what is beyond a runtime may cut to fewer bits
+_EVERY_MAJOR = -1
+
+
+def _has_nodes(bundle: Bundle) -> bool:
+    """Whether what an engine makes of --privileged has NVIDIA's nodes or files."""
+    return oci.has_sys_admin(bundle.spec) and bool(nvidia.conflicts(bundle.spec))
+
+
+def may_apply(bundle: Bundle) -> bool:
+    """The part of `applies` that needs no configuration."""
+    return cdi_devices.rules_reach(bundle.spec) or _has_nodes(bundle)
+
+
+def applies(bundle: Bundle, config: Config) -> bool:
+    """Whether a container without a share has a rule or, if it is privileged, a node of NVIDIA's to lose."""
+    if policy.listed(bundle, config.policy) or not is_there(config.driver_root):
+        return False
+    if _has_nodes(bundle):
+        return True
+    return rules_open(bundle.spec, majors(config.driver_root))
+
+
+def rules_open(spec: dict[str, Any], majors: set[int]) -> bool:
+    """Whether device rules let a program open devices of these majors. Pure."""
+    rules = oci.items(spec, "linux", "resources", "devices")
+    return cdi_devices.allows_everything(spec) or any(narrower(rule, majors) is not None for rule in rules)
+
+
+def refuse(bundle: Bundle, config: Config) -> None:
+    """For the hook, which runs after the device rules were made. Raises PolicyError. It leaves a container alone that
+    --privileged started: that one could change its own cgroup anyway, and many that a host needs are started so."""
+    everything = oci.has_sys_admin(bundle.spec) and cdi_devices.allows_everything(bundle.spec)
+    if everything or not cdi_devices.rules_reach(bundle.spec) or not applies(bundle, config):
+        return
+    rule = cdi_devices.rule_for_nvidia(bundle.spec) or "devices of every major"
+    raise PolicyError(
+        f"linux.resources.devices in config.json allows {rule}, so this container could open any GPU",
+        "start the container through gpushare-runtime, which denies them, or leave out that device rule",
+    )
+
+
+def _majors(root: str) -> set[int]:
+    """Of the driver's modules that are loaded. Source: proc(5), /proc/devices."""
+    text = short_read(os.path.join(root, "proc/devices"), _MAX_BYTES) or short_read("/proc/devices", _MAX_BYTES) or ""
+    lines = (line.split() for line in text.partition("Block devices:")[0].splitlines())
+    return {
+        int(words[0]) for words in lines if len(words) == 2 and words[1].startswith("nvidia") and words[0].isdigit()
+    }
+
+
+def _nodes(root: str) -> set[tuple[int, int]]:
+    """(major, minor) of the host's nodes that carry NVIDIA's name."""
+    found = set()
+    for directory in _DIRECTORIES:
+        folder = os.path.join(root, "dev", directory)
+        for name in listing(folder):
+            try:
+                status = os.lstat(os.path.join(folder, name))
+            except OSError:
+                continue
+            if stat.S_ISCHR(status.st_mode) and (directory or name.startswith("nvidia")):
+                found.add((os.major(status.st_rdev), os.minor(status.st_rdev)))
+    return found
+
+
+def is_there(root: str) -> bool:
+    nodes = listing(os.path.join(root, "dev"))
+    return bool(_majors(root)) or any(name.startswith("nvidia") for name in nodes)
+
+
+def majors(root: str) -> set[int]:
+    return {constants.NVIDIA_MAJOR, *_majors(root), *(major for major, _ in _nodes(root))}
+
+
+def narrower(rule: Any, majors: set[int]) -> Optional[list[dict[str, Any]]]:
+    """What a rule becomes without NVIDIA's devices. None: it stays, because it does not reach them, or because it is
+    for all devices and `numbers` are denied behind it. Pure."""
+    if not cdi_devices.reaches(rule) or cdi_devices.allows_every_device(rule):
+        return None
+    major = rule.get("major", _EVERY_MAJOR)
+    if major not in (None, _EVERY_MAJOR):
+        known = type(major) is int and 0 <= major < _MAJORS
+        return [] if not known or major in majors else None
+    return [{**rule, "major": other} for other in range(_CHARACTER_MAJORS) if other not in majors]
+
+
+def numbers(root: str, granted: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted. A major of which nothing is granted is denied as a whole, the others minor by minor: those that GPUs
+    have or may get, and the nodes that are there."""
+    kept, nodes = set(granted), _nodes(root)
+    majors = {constants.NVIDIA_MAJOR, *_majors(root)}
+    whole = majors - {major for major, _ in kept}
+    single = {number for number in nodes if number[0] not in whole}
+    if constants.NVIDIA_MAJOR not in whole:
+        single |= {(constants.NVIDIA_MAJOR, minor) for minor in (*range(_GPUS), *_CONTROL)}
+    return sorted({(major, ALL_MINORS) for major in whole} | (single - kept))

@@ -1,0 +1,192 @@
+"""Devices that other software put into config.json before us: CDI, DRA, NVIDIA's own runtime, a device plugin.
+
+    read(env, annotations, spec, inventory) -> Request | None      names the devices, sets no limit
+    minors(spec)                            -> tuple[int, ...]     of the GPUs in the spec
+    allows_everything(spec)                 -> bool                --privileged: a rule for all devices
+    allows_every_device(rule)               -> bool                whether it is that rule
+    reaches(rule)                           -> bool                whether a rule could open NVIDIA's devices
+    rules_reach(spec)                       -> bool                whether any rule of a spec does
+    rule_for_nvidia(spec)                   -> str                 "195:0" of a rule that names NVIDIA's major
+    named(spec)                             -> str                 what names a device, for messages
+    same_gpus(one, other, inventory)        -> bool                whether two selections name the same GPUs
+    narrowest(one, other, inventory)        -> Selection | None    of two that do: what both name; None: nothing
+
+Often with NVIDIA_VISIBLE_DEVICES=void, which then only means that the devices are there already. A privileged container
+with access to every device has the host's whole list in its spec; that is nobody's request. Start path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from ...core import constants
+from ...core.errors import DeviceError
+from ...core.model import Device, Inventory, Request, Selection
+from ...gpu.selectors import find_devices
+from .. import oci
+from . import Env, nvidia
+
+_CAPABILITY = "/dev/nvidia-caps/nvidia-cap"
+_MODESET_MINOR = 254  # 254 and 255 are control nodes
+
+
+def allows_every_device(rule: Any) -> bool:
+    """A device rule without a type, as --privileged makes it. Numbers beside it mean nothing: runc and the kernel
+    look no further (security/device_cgroup.c)."""
+    return isinstance(rule, dict) and rule.get("allow") is True and rule.get("type") in (None, "", "a")
+
+
+def allows_everything(spec: dict[str, Any]) -> bool:
+    return any(map(allows_every_device, oci.items(spec, "linux", "resources", "devices")))
+
+
+def reaches(rule: Any) -> bool:
+    """Whether a device rule lets a program open devices that could be NVIDIA's: the first of their majors is fixed, the
+    others are above it. False for the rules that engines and runtimes always write: majors below it, and `c *:* m`,
+    which only makes nodes. scan.c decides the same from the text and may only err towards True."""
+    if not isinstance(rule, dict) or rule.get("allow") is not True:
+        return False
+    kind, major = rule.get("type"), rule.get("major")
+    if kind == "b" or (kind == "c" and rule.get("access") == "m"):
+        return False
+    return kind != "c" or type(major) is not int or not 0 <= major < constants.NVIDIA_MAJOR
+
+
+def rules_reach(spec: dict[str, Any]) -> bool:
+    return any(map(reaches, oci.items(spec, "linux", "resources", "devices")))
+
+
+def _is_privileged(spec: dict[str, Any]) -> bool:
+    """Whether --privileged made the spec: its devices are then all of the host's, and name none in particular."""
+    return allows_everything(spec) and oci.has_sys_admin(spec)
+
+
+def rule_for_nvidia(spec: dict[str, Any]) -> str:
+    if _is_privileged(spec):
+        return ""
+    rules = filter(reaches, oci.items(spec, "linux", "resources", "devices"))
+    rule = next(
+        (rule for rule in rules if rule.get("major") == constants.NVIDIA_MAJOR and not allows_every_device(rule)), None
+    )
+    if rule is None:
+        return ""
+    minor = rule.get("minor")
+    return f"{constants.NVIDIA_MAJOR}:{minor if type(minor) is int and minor >= 0 else '*'}"
+
+
+def named(spec: dict[str, Any]) -> str:
+    """A node counts before a rule."""
+    found = minors(spec)
+    rule = "" if found else rule_for_nvidia(spec)
+    return f"{nvidia.DEVICE_PREFIX}{found[0]}" if found else f"a rule for devices {rule}" if rule else ""
+
+
+def _devices(selection: Selection, inventory: Inventory) -> list[Device]:
+    """GPUs, and MIG devices of divided ones."""
+    return [device for name in selection.names for device in find_devices("", "", name, inventory)]
+
+
+def same_gpus(one: Selection, other: Selection, inventory: Inventory) -> bool:
+    """By GPU, not by name: an index and a uuid can be the same one, and a MIG device has its GPU's node."""
+
+    def gpus(selection: Selection) -> set[str]:
+        return {device.parent or device.uuid for device in _devices(selection, inventory)}
+
+    return gpus(one) == gpus(other)
+
+
+def narrowest(one: Selection, other: Selection, inventory: Inventory) -> Optional[Selection]:
+    """Differs from both only where a GPU is divided: who names a part of it does not mean the others."""
+    allowed = {device.uuid for device in _devices(other, inventory)}
+    uuids = (device.uuid for device in _devices(one, inventory) if device.uuid in allowed)
+    both = tuple(dict.fromkeys(uuids))
+    return one._replace(names=both) if both else None
+
+
+def _minor_of(path: object) -> int:
+    """7 for /dev/nvidia7; -1 for anything else."""
+    target = nvidia.target_of(path)
+    if not target.startswith(nvidia.DEVICE_PREFIX):
+        return -1
+    number = target[len(nvidia.DEVICE_PREFIX) :]
+    return int(number) if number.isascii() and number.isdigit() and len(number) <= 3 else -1
+
+
+def _minor_of_device(device: dict[str, Any]) -> int:
+    """Also of a node that was given another name (`--device /dev/nvidia0:/dev/gpu`): its numbers are what opens."""
+    major, minor = device.get("major"), device.get("minor")
+    if (
+        type(major) is int
+        and major == constants.NVIDIA_MAJOR
+        and device.get("type") in ("c", "u")
+        and isinstance(minor, int)
+    ):
+        return minor
+    return _minor_of(device.get("path"))
+
+
+def _mounted_nodes(spec: dict[str, Any]) -> list[object]:
+    """Where mounts put nodes of the driver's. Only those whose source is called so, too: an image chooses the target of
+    a volume (VOLUME /dev/nvidia0), and the engine its source."""
+    mounts = [mount for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
+    return [
+        mount.get("destination")
+        for mount in mounts
+        if nvidia.target_of(mount.get("source")).rpartition("/")[2].startswith("nvidia")
+    ]
+
+
+def minors(spec: dict[str, Any]) -> tuple[int, ...]:
+    """In the order of the spec, each once."""
+    if _is_privileged(spec):
+        return ()
+    devices = [device for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
+    found = [*map(_minor_of_device, devices), *map(_minor_of, _mounted_nodes(spec))]
+    return tuple(dict.fromkeys(minor for minor in found if 0 <= minor < _MODESET_MINOR))
+
+
+def _capabilities(spec: dict[str, Any]) -> frozenset[int]:
+    """21 for /dev/nvidia-caps/nvidia-cap21."""
+    devices = [device for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
+    paths = [*(device.get("path") for device in devices), *_mounted_nodes(spec)]
+    rests = [path[len(_CAPABILITY) :] for path in map(nvidia.target_of, paths) if path.startswith(_CAPABILITY)]
+    return frozenset(int(rest) for rest in rests if rest.isascii() and rest.isdigit() and len(rest) <= 6)
+
+
+def _uuids(gpu: Device, spec: dict[str, Any], inventory: Inventory) -> tuple[str, ...]:
+    """The GPU's; of a divided one those of the MIG devices whose capability nodes are there, too. With its node alone
+    it is meant as a whole."""
+    parts = tuple(device for device in inventory.mig if device.parent == gpu.uuid)
+    given = _capabilities(spec) if parts else frozenset()
+    if not given:
+        return (gpu.uuid,)
+    from ...gpu import mig
+
+    opened = mig.opened_by(inventory.root, given, parts)
+    return (gpu.uuid,) if opened is None else tuple(device.uuid for device in opened)
+
+
+def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
+    """The devices, by uuid. Raises DeviceError for one that this host's driver does not have."""
+    by_minor = {device.minor: device for device in inventory.devices}
+    found = minors(spec)
+    if not found:
+        return None
+    missing = next((minor for minor in found if minor not in by_minor), None)
+    if missing is not None:
+        raise DeviceError(
+            f"config.json has {nvidia.DEVICE_PREFIX}{missing}, which the driver does not know", "run gpushare refresh"
+        )
+    text = ",".join(f"{nvidia.DEVICE_PREFIX}{minor}" for minor in found)
+    uuids = tuple(uuid for minor in found for uuid in _uuids(by_minor[minor], spec, inventory))
+    if not uuids:
+        raise DeviceError(
+            f"config.json has {text}, and nodes in {_CAPABILITY.rpartition('/')[0]} of no MIG device that is there",
+            "run gpushare refresh",
+        )
+    return Request(
+        "injected",
+        Selection("list", names=uuids),
+        nvidia.capabilities(env),
+        sources=(("devices in config.json", text),),
+    )

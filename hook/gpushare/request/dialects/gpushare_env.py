@@ -1,0 +1,241 @@
+"""Our own dialect: GPUSHARE_* variables and gpushare.io/ annotations, one row each.
+
+    read(env, annotations, spec, inventory) -> Request | None
+    unknown(env)                            -> [(name, value)]     GPUSHARE_ names that mean nothing
+    unattributed(annotations)               -> [(name, value)]     scoped, where the container's own name is unknown
+
+In the Request, Selection("any", count=0) means that no device was named, and Selection("void") that the container
+wants to be left alone; request.resolve turns both into something definite.
+
+In a pod an annotation reaches every container. So `<container>.gpushare.io/memory` is for that container, and an
+unscoped one counts only for containers that name a device themselves: a sidecar must not get a GPU by accident.
+Start path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Optional
+
+from ...core import constants
+from ...core.errors import RequestError
+from ...core.model import Inventory, Request, Selection
+from ...core.quantity import amounts, percents, wrong
+from ...core.quoting import setting, shown, shown_name
+from .. import oci
+from . import Env, cdi_devices, nvidia, one_value, parse_devices
+
+UNNAMED = Selection("any", count=0)
+VOID = Selection("void")
+_OTHER_VARIABLES = frozenset(("GPUSHARE_LOG", *constants.ALLOCATED))  # ours, but no rows
+_PREFIX = "GPUSHARE_"
+_UUIDS = ("GPU-", "MIG-")  # how the driver's uuids begin
+_UUID_LENGTH = 40
+
+
+class Found(NamedTuple):
+    """One value and the name under which it was found."""
+
+    name: str
+    value: str
+
+
+def _word(choices: dict[str, Any]) -> Callable[[str, str, Inventory], Any]:
+    """A parser for one of a few words."""
+
+    def parse(name: str, value: str, inventory: Inventory) -> Any:
+        word = value.strip().lower()
+        if word not in choices:
+            raise wrong(name, value, "unknown value", f"write {', '.join(choices)}")
+        return choices[word]
+
+    return parse
+
+
+def _devices(name: str, value: str, inventory: Inventory) -> Selection:
+    if not value.strip():
+        return UNNAMED
+    return parse_devices(name, value, inventory, any_allowed=True) or VOID
+
+
+def _backends(name: str, value: str, inventory: Inventory) -> str:
+    """`auto`, or one or more backends with commas between."""
+    words = tuple(dict.fromkeys(word.strip().lower() for word in value.split(",")))
+    if words != ("auto",) and not set(words) <= set(constants.BACKENDS):
+        raise wrong(name, value, "unknown value", f"write auto, or one or several of {', '.join(constants.BACKENDS)}")
+    return ",".join(words)
+
+
+# variable -> (field of Request, parser)
+ROWS: dict[str, tuple[str, Callable[[str, str, Inventory], Any]]] = {
+    constants.ENV_DEVICES: ("selection", _devices),
+    constants.ENV_MEMORY: ("memory", lambda name, value, inventory: amounts(name, value)),
+    constants.ENV_COMPUTE: ("compute", lambda name, value, inventory: percents(name, value)),
+    constants.ENV_COMPUTE_MODE: ("compute_mode", _word({"hard": "hard", "soft": "soft"})),
+    constants.ENV_PRIORITY: ("priority", _word({"normal": 0, "high": 1, "0": 0, "1": 1})),
+    constants.ENV_BACKEND: ("backend", _backends),
+    constants.ENV_OVERSUBSCRIBE: (
+        "oversubscribe",
+        _word({"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False}),
+    ),
+}
+
+
+# Beginnings of our variables, and of what people write instead. Not all that begins with GPUSHARE: the launcher looks
+# for these in the text of config.json, where our own hook's path is.
+_BEGINNINGS = tuple(dict.fromkeys(f"GPUSHARE{sign}{name[len(_PREFIX) :][:3]}" for sign in ("", "-") for name in ROWS))
+PREFIXES = (_PREFIX, "GPU_SHARE", *_BEGINNINGS)
+
+
+_BEGINNING = len("GPUSHAREMEM")
+
+
+def _near(word: str, known: str) -> bool:
+    """Whether `word` is `known` with at most two letters wrong, missing, added or in another case, or the beginning of
+    it: GPUSHARE_MEM; _ and - aside."""
+    word, known = (text.upper().replace("_", "").replace("-", "") for text in (word, known))
+    if word == known or (len(word) >= _BEGINNING and known.startswith(word)):
+        return True
+    if abs(len(word) - len(known)) > 2:
+        return False
+    row = list(range(len(known) + 1))
+    for i, a in enumerate(word, 1):
+        previous, row[0] = row[0], i
+        for j, b in enumerate(known, 1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
+    return row[-1] <= 2
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """The known name that `word` is meant to be, "" when it is near none."""
+    return next((name for name in known if _near(word, name)), "")
+
+
+def unknown(env: Env) -> list[tuple[str, str]]:
+    """Variables that look like ours and are not. Kubernetes adds `<SERVICE>_SERVICE_HOST`, `<SERVICE>_PORT_...` and
+    the like to every container, so a service called gpushare-metrics is not taken for a request."""
+    return [
+        (name, value)
+        for name, value in env
+        if name[: len(_PREFIX)].upper() == _PREFIX
+        and name not in ROWS
+        and name not in _OTHER_VARIABLES
+        and not name.startswith(constants.ENV_CDI_PREFIX)
+        and not any(f"_{word}_" in f"{name}_" for word in ("SERVICE_HOST", "SERVICE_PORT", "PORT"))
+    ]
+
+
+def unattributed(annotations: dict[str, str]) -> list[tuple[str, str]]:
+    """Annotations for one container of a pod, where no engine says which container this is."""
+    if oci.container_name(annotations):
+        return []
+    suffixes = tuple("." + key for key in constants.ANNOTATIONS.values())
+    return [pair for pair in annotations.items() if pair[0].endswith(suffixes)]
+
+
+def _misspelt(env: Env) -> list[tuple[str, str]]:
+    """Variables that begin almost as ours do, without the underscore behind it, or with one in it."""
+    return [(name, value) for name, value in env if name.upper().startswith(PREFIXES) and name[:9].upper() != _PREFIX]
+
+
+def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> None:
+    """A misspelt limit must not become no limit."""
+    for name, value in unknown(env) + _misspelt(env):
+        meant = _meant(name, ROWS)
+        if meant:
+            raise wrong(name, value, "unknown name", f"did you mean {meant}?")
+    known_keys = {*constants.ANNOTATIONS.values(), constants.APPLIED_ANNOTATION}
+    for key, value in annotations.items():
+        scope, prefix, rest = key.rpartition(constants.ANNOTATION_PREFIX)
+        if prefix and scope in ("", f"{container}.") and prefix + rest not in known_keys:
+            meant = _meant(prefix + rest, constants.ANNOTATIONS.values())
+            hint = (
+                f"did you mean {shown_name(scope + meant)}?"
+                if meant
+                else f"use {', '.join(constants.ANNOTATIONS.values())}"
+            )
+            raise wrong(key, value, "unknown annotation", hint)
+
+
+def _from_cdi(env: Env, value: Optional[str]) -> Optional[Found]:
+    """The devices that CDI gave, as one value of GPUSHARE_DEVICES. That one, `value`, may say the same and nothing
+    else: the engine was asked for these devices, and another word must neither add to them nor take them away."""
+    given = [Found(name, text.strip()) for name, text in env if name.startswith(constants.ENV_CDI_PREFIX)]
+    if not given:
+        return None
+    for one in given:  # an image can set such a variable too, but it cannot know a uuid of this host
+        if one.value != "any" and not (one.value.startswith(_UUIDS) and len(one.value) == _UUID_LENGTH):
+            hint = "leave it out, or use --device gpushare.io/share=any"
+            raise wrong(one.name, one.value, "not set by a CDI device of gpushare", hint)
+    found = Found(given[0].name, ",".join(dict.fromkeys(item.value for item in given)))
+    if value is not None and value.strip() and value.strip() != found.value:
+        raise RequestError(
+            f"{constants.ENV_DEVICES}={shown(value)} and {setting(found.name, found.value)}, which CDI has set, "
+            "contradict",
+            f"leave out {constants.ENV_DEVICES}, or the CDI device",
+        )
+    return found
+
+
+def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool) -> dict[str, Found]:
+    """Every name of ours that is set: variables, and annotations that are for this container."""
+    found: dict[str, Found] = {}
+    allocated: dict[str, str] = {}
+    if any(name in constants.ALLOCATED for name, _ in env):
+        from . import kubelet_allocation as kubelets
+
+        allocated = kubelets.read(env)
+    for variable, key in constants.ANNOTATIONS.items():
+        value = one_value(variable, [value for name, value in env if name == variable])
+        cdi = _from_cdi(env, value) if variable == constants.ENV_DEVICES else None
+        source, value = (variable, value) if cdi is None else cdi
+        scoped_key = f"{container}.{key}"
+        chosen = scoped_key if container and scoped_key in annotations else key if unscoped else ""
+        said = annotations.get(chosen)
+        if variable in allocated:
+            for name, text in ((source, value), (chosen, said)):
+                kubelets.refuse_other(variable, name, text, allocated[variable])
+            found[variable] = Found(variable, allocated[variable])
+            continue
+        if allocated and variable == constants.ENV_MEMORY:
+            for name, text in ((source, value), (chosen, said)):
+                kubelets.refuse_amount(name, text)
+        if value is not None and said is not None and value.strip() != said.strip():
+            raise RequestError(
+                f"{setting(source, value)} and annotation {setting(chosen, said)} contradict", "keep one of them"
+            )
+        if value is not None:
+            found[variable] = Found(source, value)
+        elif said is not None:
+            found[variable] = Found(chosen, said)
+    return found
+
+
+def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
+    """The request in our own words, None when there is none."""
+    container = oci.container_name(annotations)
+    _refuse_misspelt(env, annotations, container)
+    found = _find(env, annotations, container, unscoped=not container)
+    ignored = []
+    if container:
+        everything = _find(env, annotations, container, unscoped=True)
+        named = found.get(constants.ENV_DEVICES)
+        if (named and named.value.strip()) or nvidia.names_device(env, spec) or cdi_devices.named(spec):
+            found = everything
+        else:
+            ignored = [
+                f"{setting(item.name, item.value)}: container {shown(container)} names no device"
+                for variable, item in everything.items()
+                if variable not in found
+            ]
+    if not found:
+        return None
+    fields = {ROWS[variable][0]: ROWS[variable][1](*item, inventory) for variable, item in found.items()}
+    fields.setdefault("selection", UNNAMED)
+    return Request(
+        dialect="own",
+        capabilities=nvidia.capabilities(env),
+        sources=tuple((item.name, item.value) for item in found.values()),
+        ignored=tuple(ignored),
+        **fields,
+    )

@@ -1,0 +1,65 @@
+"""What kubelet chose for a container, as our device plugin has written it (kubelet/offers.py). Start path, where there
+is such a variable.
+
+    read(env)                                 -> {GPUSHARE_DEVICES: ..., GPUSHARE_MEMORY: ...}
+    refuse_other(variable, name, text, given)    a word of the pod's own that says something else
+    refuse_amount(name, text)                    an amount, where kubelet gave an equal share
+
+kubelet puts a plugin's variables beside the pod's own. Of two of one name containerd keeps both and CRI-O the last,
+which is the pod's; and of two resources kubelet itself takes whichever comes first. So each resource has a name of its
+own that nobody else writes, and what the pod says besides must say the same.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from ...core import constants
+from ...core.errors import RequestError
+from ...core.quantity import amounts, wrong
+from ...core.quoting import setting, shown
+from . import Env, one_value
+
+_ANY = ("", "any", "any:1")
+
+
+def read(env: Env) -> dict[str, str]:
+    """`UUID=AMOUNT` or `UUID,UUID`, in our own names. Raises RequestError."""
+    given = {}
+    for name in constants.ALLOCATED:
+        value = one_value(name, [value for key, value in env if key == name])
+        if value is not None:
+            given[name] = value
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)}: a container has one of these resources", "leave out a limit")
+    ((name, value),) = given.items()
+    items = [item.partition("=") for item in value.split(",")]
+    sizes = {amount for _, sign, amount in items if sign}
+    if len(sizes) > 1 or not all(uuid for uuid, _, _ in items):
+        raise wrong(name, value, "not what gpushare k8s-plugin writes", "leave it to kubelet")
+    found = {constants.ENV_DEVICES: ",".join(uuid for uuid, _, _ in items)}
+    if sizes:
+        found[constants.ENV_MEMORY] = sizes.pop()
+    return found
+
+
+def refuse_other(variable: str, name: str, text: Optional[str], given: str) -> None:
+    """An amount may be in other units, and a device may be any. Raises RequestError."""
+    if text is None:
+        return
+    if variable == constants.ENV_DEVICES:
+        same = text.strip() in (*_ANY, given)
+    else:
+        mine, theirs = amounts(name, text), amounts(variable, given)
+        same = [(slot, one[:2]) for slot, one in mine] == [(slot, one[:2]) for slot, one in theirs]
+    if not same:
+        raise RequestError(
+            f"{setting(name, text)}, and kubelet gave {shown(given)}: they contradict", f"leave out {name}"
+        )
+
+
+def refuse_amount(name: str, text: Optional[str]) -> None:
+    """How much an equal share is, the configuration says: kubelet has promised the others of the device. Raises
+    RequestError."""
+    if text is not None:
+        raise RequestError(f"{setting(name, text)}, and kubelet gave an equal share of a device", f"leave out {name}")

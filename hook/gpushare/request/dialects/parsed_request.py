@@ -1,0 +1,139 @@
+"""What another scheduler's words say, before it is known which devices the container gets.
+
+    Limit, Beyond, Demand                       plain data
+    memory, number, fraction, percent, flag     values as these systems write them; RequestError quotes name and value
+    once(said)                                  -> each name once, contradictory duplicates refused
+
+Loaded only when a word of another scheduler occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Optional, Union
+
+from ...core.model import Selection
+from ...core.quantity import MAX_BYTES, wrong
+from . import one_value
+from .registry import Value
+
+BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+TRUE = ("1", "t", "true", "yes")
+FALSE = ("0", "f", "false", "no")
+_MAX_DIGITS = 20
+
+
+class Limit(NamedTuple):
+    """How much of which devices. `device`: a slot, the uuid of a GPU, or None for every device. `size` is bytes of
+    memory or percent of compute; `part` a fraction of the device as two integers. Neither: no limit."""
+
+    said: Value
+    device: Union[None, int, str] = None
+    size: Optional[int] = None
+    part: Optional[tuple[int, int]] = None
+    beside: tuple[Value, ...] = ()  # what else was used for it
+
+    @property
+    def is_none(self) -> bool:
+        """Whether it says that there is no limit."""
+        return self.size is None and self.part is None
+
+
+class Beyond(NamedTuple):
+    """Whether limits of memory, of one GPU or (None) of all others, are for device and host memory together. `scaling`:
+    how many times their part on the device; None: the node says it, 1.0 and less: it lies on the device."""
+
+    said: Value
+    device: Optional[str] = None
+    scaling: Optional[float] = None
+
+
+class ParsedRequest(NamedTuple):
+    """What one dialect says. `devices`: those that it names itself, by the word `named`."""
+
+    dialect: str
+    memory: tuple[Limit, ...] = ()
+    compute: tuple[Limit, ...] = ()
+    soft: bool = False
+    priority: Optional[int] = None  # as Request's
+    prioritised: Optional[Value] = None
+    devices: Optional[Selection] = None
+    named: Optional[Value] = None
+    wanted: int = 0  # number of devices, where nobody names them
+    alias: str = ""  # what the same system writes into NVIDIA_VISIBLE_DEVICES for these devices, with another meaning
+    off: tuple[tuple[Value, str], ...] = ()  # words that switch limits off: (word, memory | compute | everything)
+    ignored: tuple[str, ...] = ()
+    beyond: tuple[Beyond, ...] = ()
+
+
+def once(said: Iterable[Value]) -> tuple[Value, ...]:
+    """Each name once. Equal duplicates are harmless."""
+    found: dict[str, list[Value]] = {}
+    for one in said:
+        found.setdefault(one.name, []).append(one)
+    for name, several in found.items():
+        one_value(name, [one.value for one in several])
+    return tuple(several[0] for several in found.values())
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Digits with a dot, and what is behind them."""
+    end = len(text)
+    while end and not (text[end - 1].isdigit() or text[end - 1] == "."):
+        end -= 1
+    return text[:end], text[end:].strip()
+
+
+def _fraction(text: str, decimals: bool) -> Optional[tuple[int, int]]:
+    """`1.5` as (15, 10). Not `010`, which C's strtoul takes for 8, nor a sign or an exponent."""
+    whole, dot, part = text.partition(".")
+    digits = whole + part
+    if not digits.isascii() or not whole.isdigit() or len(digits) > _MAX_DIGITS:
+        return None
+    if (dot and not (decimals and part.isdigit())) or (len(whole) > 1 and whole[0] == "0"):
+        return None
+    return int(digits), 10 ** len(part)
+
+
+def memory(said: Value, units: dict[str, int], decimals: bool = False, hint: str = "", value: str = "") -> int:
+    """Bytes. Zero is refused: none of these systems writes it on purpose, and it must not mean all of the device."""
+    text, unit = _split((value or said.value).strip())
+    amount = _fraction(text, decimals)
+    if amount is None or unit.lower() not in units:
+        raise wrong(said.name, said.value, "not an amount of memory as this system writes it", hint)
+    size = amount[0] * units[unit.lower()] // amount[1]
+    if size == 0:
+        raise wrong(said.name, said.value, "zero is not a limit", "leave it out for no limit")
+    if size > MAX_BYTES:
+        raise wrong(said.name, said.value, "larger than any device", hint)
+    return size
+
+
+def number(said: Value, low: int, high: int, what: str) -> int:
+    """A whole number in a range."""
+    amount = _fraction(said.value.strip(), decimals=False)
+    if amount is None or not low <= amount[0] <= high:
+        raise wrong(said.name, said.value, f"not {what}", f"write a whole number from {low} to {high}")
+    return amount[0]
+
+
+def fraction(said: Value, what: str) -> tuple[int, int]:
+    """A number with decimals, as two integers."""
+    amount = _fraction(said.value.strip(), decimals=True)
+    if amount is None or amount[0] == 0:
+        raise wrong(said.name, said.value, f"not {what}", "write a number above 0 such as 0.5")
+    return amount
+
+
+def percent(said: Value, device: Union[None, int, str] = None) -> Limit:
+    """Compute as these systems write it: 0 and 100 are no limit."""
+    size = number(said, 0, 100, "a percentage")
+    return Limit(said, device, size if 0 < size < 100 else None)
+
+
+def flag(said: Value) -> bool:
+    """A switch: true, false, 1, 0 and the like."""
+    word = said.value.strip().lower()
+    if word not in (*TRUE, *FALSE):
+        raise wrong(said.name, said.value, "neither true nor false", "write true or false")
+    return word in TRUE

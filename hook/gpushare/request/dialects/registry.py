@@ -1,0 +1,292 @@
+"""The table of dialects: what each system writes into a container's description, with its units and its traps.
+
+    ROWS                            every dialect; docs/dialects.md and the launcher's triggers are written from it
+    SCHEDULERS                      those of other schedulers: read when one of their words occurs, see merge.py
+    BEGINNINGS, KEYS                of variables, and whole annotations, without which these ask for nothing; and
+    KEY_BEGINNINGS                  what such an annotation begins with
+    WORDS                           beginnings of all their variables
+    spoken(env, annotations)        -> tuple[Spoken, ...]    which of them occur in a container, and with which words
+    reader(row)                     -> the function that reads them: `read` of the module with the row's name
+
+A new system is a row here, a file beside this one, and `make docs`. A start loads triggers.py, which is written from
+this; the table and the readers of rows only when one of their words occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+from . import Env
+
+# What a word is about
+MEMORY, COMPUTE, DEVICES, PRIORITY, BEYOND, SWITCH, EVERYTHING, OTHER = (
+    "memory", "compute", "devices", "priority", "beyond", "switch", "everything", "other",
+)  # fmt: skip
+_ASKS = (MEMORY, COMPUTE, DEVICES, EVERYTHING)
+
+
+class Key(NamedTuple):
+    """One variable or annotation. `number`: what the n of NAME_n counts, slot or index; "" where none follows."""
+
+    name: str
+    about: str
+    number: str = ""
+
+
+class Row(NamedTuple):
+    """One dialect. `memory`, `compute`: how amounts are written. `gate`: a variable without which the others are
+    somebody else's. `asks` False: its words say how much of a device that others name. `container`: an annotation that
+    says which container of a pod the others are for."""
+
+    name: str
+    system: str
+    variables: tuple[Key, ...]
+    annotations: tuple[Key, ...] = ()
+    memory: str = ""
+    compute: str = ""
+    trap: str = ""
+    gate: str = ""
+    asks: bool = True
+    container: str = ""
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the n of its NAME_n stands for a device of the host."""
+        return any(word.number == "index" for word in self.variables)
+
+
+class Value(NamedTuple):
+    """A word as it occurs. `number` is the n of NAME_n."""
+
+    word: Key
+    name: str
+    value: str
+    number: Optional[int] = None
+
+
+class Match(NamedTuple):
+    """A row with those of its words that occur and are not empty."""
+
+    row: Row
+    said: tuple[Value, ...]
+
+
+SCHEDULERS = (
+    Row(
+        "hami",
+        "HAMi, Volcano vGPU; also what KAI and Koordinator write for HAMi-core",
+        (
+            Key("CUDA_DEVICE_MEMORY_LIMIT", MEMORY, "slot"),
+            Key("CUDA_DEVICE_SM_LIMIT", COMPUTE, "slot"),
+            Key("CUDA_TASK_PRIORITY", PRIORITY),
+            Key("CUDA_OVERSUBSCRIBE", BEYOND),
+            Key("GPU_CORE_UTILIZATION_POLICY", SWITCH),
+            Key("CUDA_DISABLE_CONTROL", SWITCH),
+        ),
+        memory="`3000m`: k, m, g are 1024-based; without a letter bytes",
+        compute="percent; 0 and 100 are no limit",
+        trap="The number counts devices inside the container, not on the host. Priority 0 is the high one. "
+        "With `CUDA_OVERSUBSCRIBE=true` a limit is for device and host memory together, and "
+        "`oversubscription.scaling`, which should be HAMi's deviceMemoryScaling, says how many times its part on the "
+        "device it is.",
+    ),
+    Row(
+        "vgpu-manager",
+        "vgpu-manager",
+        (
+            Key("CUDA_MEM_LIMIT", MEMORY, "index"),
+            Key("CUDA_CORE_LIMIT", COMPUTE, "index"),
+            Key("CUDA_CORE_SOFT_LIMIT", COMPUTE, "index"),
+            Key("CUDA_MEM_RATIO", BEYOND, "index"),
+            Key("CUDA_MEM_OVERSOLD", BEYOND, "index"),
+            Key("GPU_DEVICES_UUID", DEVICES),
+            Key("MANAGER_VISIBLE_DEVICES", DEVICES),
+            Key("MANAGER_VISIBLE_DEVICE", DEVICES, "index"),
+            Key("DISABLE_VGPU_CONTROL", SWITCH),
+        ),
+        memory="`1.5g`: k, m, g, t are 1024-based, with decimals; without a letter bytes",
+        compute="percent; 0 and 100 are no limit; with a soft limit above it the limit is soft",
+        trap="The number is that of `MANAGER_VISIBLE_DEVICE_<number>`, else the place in `MANAGER_VISIBLE_DEVICES` "
+        "(which has a uuid of zeros for devices of others) or, in older versions, in `GPU_DEVICES_UUID`; where none of "
+        "them says it, the index on the host, so that `CUDA_MEM_LIMIT_3` also names device 3. Empty values are no "
+        "limit. Where memory is oversold (a ratio above 1) a limit is for device and host memory together, and the "
+        "ratio says how many times its part on the device it is, up to `oversubscription.scaling`.",
+    ),
+    Row(
+        "volcano",
+        "Volcano GPU share",
+        (Key("VOLCANO_GPU_ALLOCATED", MEMORY), Key("VOLCANO_GPU_MEMORY_TOTAL", MEMORY)),
+        memory="integers in one unit, usually MiB: the share is allocated / total",
+        trap="Without `VOLCANO_GPU_MEMORY_TOTAL` the number allocated is one of whole devices, which are no limit.",
+    ),
+    Row(
+        "aliyun",
+        "Aliyun gpushare, cGPU",
+        (
+            Key("ALIYUN_COM_GPU_MEM_CONTAINER", MEMORY),
+            Key("ALIYUN_COM_GPU_MEM_DEV", MEMORY),
+            Key("ALIYUN_COM_GPU_MEM_POD", OTHER),
+            Key("ALIYUN_COM_GPU_MEM_IDX", DEVICES),
+            Key("ALIYUN_COM_GPU_VISIBLE_DEVICES", DEVICES),
+            Key("CGPU_DISABLE", SWITCH),
+        ),
+        memory="integers in GiB or MiB, nobody says which: the share is container / dev of the device",
+        trap="`ALIYUN_COM_GPU_MEM_IDX=-1` and `NVIDIA_VISIBLE_DEVICES=no-gpu-has-...` mean that there was no room, and "
+        "are refused. What the pod has in all (`_POD`) is not what the container has.",
+    ),
+    Row(
+        "pai",
+        "Aliyun PAI",
+        (
+            Key("AMP_VGPU_ENABLE", SWITCH),
+            Key("GPU_MEM_PER_DEVICE", MEMORY),
+            Key("GPU_UTIL_PER_DEVICE", COMPUTE),
+        ),
+        memory="bytes, for each device",
+        compute="percent, for each device; 0 and 100 are no limit",
+        gate="AMP_VGPU_ENABLE",
+        trap="Without `AMP_VGPU_ENABLE` the other two are variables of somebody's program, and mean nothing.",
+    ),
+    Row(
+        "runai",
+        "Run:ai, KAI scheduler",
+        (Key("GPU_PORTION", MEMORY), Key("RUNAI_NUM_OF_GPUS", MEMORY), Key("RUNAI_GPU_MEMORY_LIMIT", MEMORY)),
+        (
+            Key("gpu-fraction", MEMORY),
+            Key("gpu-memory", MEMORY),
+            Key("gpu-sm-percentage", COMPUTE),
+            Key("gpu-sm-cores", COMPUTE),
+            Key("gpu-fraction-num-devices", OTHER),
+            Key("gpu-fraction-container-name", OTHER),
+        ),
+        memory="fraction of the device, `0.5`; the annotation `gpu-memory` is in MiB; `RUNAI_GPU_MEMORY_LIMIT` is a "
+        "fraction, or a Kubernetes quantity",
+        compute="percent; a number of multiprocessors (`gpu-sm-cores`) is refused",
+        container="gpu-fraction-container-name",
+        trap="What is requested counts, not what may be had while others are idle (`RUNAI_GPU_MEMORY_LIMIT`). 1 and "
+        "above are whole devices, which are no limit. Portions are rounded to two decimals, so one that differs from "
+        "an exact amount by less than 1 % of the device says the same; the smaller one counts.",
+    ),
+    Row(
+        "koordinator",
+        "Koordinator",
+        (),
+        (Key("scheduling.koordinator.sh/device-allocated", EVERYTHING),),
+        memory="JSON: `koordinator.sh/gpu-memory`, a Kubernetes quantity, else `gpu-memory-ratio`, percent",
+        compute="`koordinator.sh/gpu-core`, percent; 100 is no limit",
+        trap="Devices are named by minor, not by index; so are those that Koordinator itself puts into "
+        "`NVIDIA_VISIBLE_DEVICES`.",
+    ),
+    Row(
+        "tencent",
+        "Tencent gpu-manager",
+        (),
+        (
+            Key("tencent.com/vcuda-core", EVERYTHING),
+            Key("tencent.com/vcuda-core-limit", COMPUTE),
+            Key("tencent.com/vcuda-memory", MEMORY),
+            Key("tencent.com/vcuda-device", DEVICES),
+        ),
+        memory="blocks of 256 MiB",
+        compute="hundredths of a device; 100 and its multiples are whole devices, without limits",
+        trap="`vcuda-device` names device nodes, `/dev/nvidia1`, so minors. Time above `vcuda-core` up to "
+        "`vcuda-core-limit` is not granted.",
+    ),
+    Row(
+        "mps",
+        "NVIDIA MPS, a client's variables",
+        (
+            Key("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", MEMORY),
+            Key("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", COMPUTE),
+            Key("CUDA_MPS_CLIENT_PRIORITY", PRIORITY),
+            Key("CUDA_MPS_PIPE_DIRECTORY", OTHER),
+            Key("CUDA_MPS_LOG_DIRECTORY", OTHER),
+        ),
+        memory="`0=1G,1=512MB`: by slot, 1024-based",
+        compute="percent; 100 is no limit",
+        asks=False,
+        trap="There they are for each process, here for all processes of the container together. They ask for no "
+        "device. The shim keeps the limits, no MPS daemon.",
+    ),
+)
+ROWS = (
+    Row(
+        "own",
+        "gpushare",
+        (Key("GPUSHARE_...", EVERYTHING),),
+        (Key("gpushare.io/...", EVERYTHING), Key("<container>.gpushare.io/...", EVERYTHING)),
+        memory="`4Gi`, `25%`, `0=4Gi,1=8Gi`",
+        compute="`30%`, `0=30%,1=50%`",
+        trap="Own names win, each over what others say about the same.",
+    ),
+    Row(
+        "injected",
+        "CDI, DRA, NVIDIA's container runtime, device plugins",
+        (),
+        trap="Devices that are in `config.json` already: only gpushare-runtime takes them for a request, since only it "
+        "can take them out again. Of a divided GPU they are the MIG devices whose capability nodes are there, too.",
+    ),
+    Row(
+        "nvidia",
+        "NVIDIA container toolkit",
+        (Key("NVIDIA_VISIBLE_DEVICES", DEVICES), Key("NVIDIA_DRIVER_CAPABILITIES", OTHER)),
+        trap="Most CUDA images set it themselves. Mounts of `/dev/null` at `/var/run/nvidia-container-devices/<id>` "
+        "count before it; both may name GPUs as CDI does, `nvidia.com/gpu=0`. It names devices; how much of each "
+        "others say. See [driver.md](driver.md) for the rest.",
+    ),
+    *SCHEDULERS,
+)
+
+_WORDS = {word.name: (row, word) for row in SCHEDULERS for word in (*row.variables, *row.annotations)}
+KEYS = frozenset(word.name for row in SCHEDULERS for word in row.annotations)
+
+
+def _beginnings(row: Row) -> tuple[str, ...]:
+    if not row.asks:
+        return ()
+    return (row.gate,) if row.gate else tuple(word.name for word in row.variables if word.about in _ASKS)
+
+
+def _shortest(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Without those that begin with another: a text without the shorter one is without both."""
+    return tuple(name for name in names if not any(name != other and name.startswith(other) for other in names))
+
+
+WORDS = _shortest(tuple(word.name for row in SCHEDULERS for word in row.variables))
+BEGINNINGS = _shortest(tuple(name for row in SCHEDULERS for name in _beginnings(row)))
+KEY_BEGINNINGS = _shortest(tuple(sorted(KEYS)))
+
+
+def _said(name: str, value: str) -> Optional[tuple[Row, Value]]:
+    """A variable as a word: NAME, or NAME_n where it can be numbered."""
+    if name in _WORDS:
+        row, word = _WORDS[name]
+        return row, Value(word, name, value)
+    stem, _, digits = name.rpartition("_")
+    if stem not in _WORDS or not (digits.isascii() and digits.isdigit()) or len(digits) > 3:
+        return None
+    row, word = _WORDS[stem]
+    return (row, Value(word, name, value, int(digits))) if word.number else None
+
+
+def matches(env: Env, annotations: dict[str, str]) -> tuple[Match, ...]:
+    """The rows of which a word occurs. Empty values are as good as none, but for those that are numbered by index: to
+    vgpu-manager they say that a device has no limit."""
+    words = [(name, value) for name, value in env if name.startswith(WORDS) and name not in KEYS]
+    words += [(key, value) for key, value in annotations.items() if key in KEYS]
+    if not words:
+        return ()
+    found: dict[str, list[Value]] = {}
+    for pair in map(_said, *zip(*words)):
+        if pair is not None and (pair[1].value.strip() or pair[1].word.number == "index"):
+            found.setdefault(pair[0].name, []).append(pair[1])
+    rows = [Match(row, tuple(found[row.name])) for row in SCHEDULERS if row.name in found]
+    return tuple(one for one in rows if not one.row.gate or any(said.name == one.row.gate for said in one.said))
+
+
+def reader(row: Row) -> Callable[..., Any]:
+    """`read` of dialects/<name>.py: (said, inventory) -> Demand."""
+    module = __import__(f"{__package__}.{row.name.replace('-', '_')}", fromlist=["read"])
+    found: Callable[..., Any] = module.read
+    return found

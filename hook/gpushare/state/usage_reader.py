@@ -1,0 +1,149 @@
+"""What a container says that it uses: the usage file of shim/include/gpushare_abi.h, read.
+
+The file belongs to the tenant: nothing in it is believed. `read_usage` either returns bounded numbers or raises
+RegionError; it never raises anything else, whatever the bytes are. Not on the start path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import NamedTuple
+
+from .shm_abi import (
+    MAX_DEVICES,
+    MAX_SHARES,
+    MAX_SLOTS,
+    SLOT_SIZE,
+    USAGE_MAGIC,
+    USAGE_SIZE,
+    check,
+    host_part,
+    offset,
+    packer,
+)
+
+RECENT_NS = 125_000_000  # GS_RECENT_NS: length of a window
+RECENT = 10  # windows that a bucket remembers
+_LAST_SECOND = 8  # windows
+SHARE_IMPORT = 1 << 30
+SHARE_ORPHAN = 1 << 31
+SHARE_SLOT = 0xFFFF
+SHARES_LOST = 2
+TID_MASK = 0x3FFFFFFF
+OWNER_DIED = 0x40000000
+
+# enum gs_warning: bit -> what it means, for a person
+WARNINGS = (
+    (1 << 0, "cuGetProcAddress returned a pointer that the shim does not know"),
+    (1 << 1, f"more than {MAX_SLOTS} processes: no slot left"),
+    (1 << 2, "the driver shows a device that was not granted"),
+)
+
+# Worked out once: `gpushare export` reads the pages of all containers at each scrape
+_USAGE, _SLOT, _BUCKET = packer("gs_usage"), packer("gs_slot"), packer("gs_bucket")
+_SLOTS_AT, _BUCKETS_AT = offset("gs_usage", "slot"), offset("gs_usage", "bucket")
+
+
+class Slot(NamedTuple):
+    """One live process of a container: `pid` is what the process calls itself (not believed)."""
+
+    number: int
+    pid: int
+    started_ns: int  # CLOCK_MONOTONIC
+    bytes: tuple[int, ...]  # per device of the container
+    host: tuple[int, ...] = ()  # the same, on the host: of shares that are oversubscribed
+
+
+class Bucket(NamedTuple):
+    """Compute of a container on one device: nanoseconds, as the container says."""
+
+    waited_ns: int  # throttled, summed over its threads
+    busy_ns: int  # device time charged
+    recent: tuple[int, ...]  # of the last windows, see recent_percent
+
+
+class Usage(NamedTuple):
+    """What a container says that it uses: information for people, never a ground for a grant."""
+
+    nonce: int
+    n_devices: int
+    slots: tuple[Slot, ...]
+    refused: tuple[int, ...]  # refused allocations, per device
+    warnings: tuple[str, ...]
+    buckets: tuple[Bucket, ...]  # per device
+    orphans: tuple[int, ...] = ()  # per device: bytes that somebody has open and whoever allocated them does not hold
+
+    def used_bytes(self, device: int) -> int:
+        """All that the live processes hold on one device slot, as the shim counts it."""
+        orphans = self.orphans[device] if device < len(self.orphans) else 0
+        return orphans + sum(slot.bytes[device] for slot in self.slots if device < len(slot.bytes))
+
+    def host_bytes(self, device: int) -> int:
+        """The same of the part of an oversubscribed share that lies on the host."""
+        return sum(slot.host[device] for slot in self.slots if device < len(slot.host))
+
+
+def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
+    """What a tenant wrote, bounded. `n_devices` is what the host granted: no more are looked at.
+
+    `slots_high` is not used: a tenant could hide slots behind it. Raises RegionError when the header is not ours.
+    """
+    check(data, "usage file", USAGE_MAGIC, USAGE_SIZE)
+    fields = _USAGE.unpack(data)
+    _, _, _, _, stated_devices, nonce, _, warnings = fields[:8]
+    count = min(n_devices, stated_devices, MAX_DEVICES)
+    slots = []
+    generations: dict[int, int] = {}  # of those that live
+    # The first field of each slot. Nearly all are 0, so a loop over them would be half of the time of a scrape.
+    words = memoryview(data)[_SLOTS_AT : _SLOTS_AT + MAX_SLOTS * SLOT_SIZE].cast("I")
+    owners = words[:: SLOT_SIZE // 4].tolist()
+    for index in itertools.compress(range(MAX_SLOTS), owners):
+        owner = owners[index] & TID_MASK
+        _, live, generation, pid, started_ns, *charged = _SLOT.unpack_from(data, _SLOTS_AT + index * SLOT_SIZE)
+        if owner and live == owner:
+            host = tuple(charged[host_part(device)] for device in range(count)) if count <= MAX_DEVICES // 2 else ()
+            slots.append(Slot(index, pid, started_ns, tuple(charged[:count]), host))
+            generations[index] = generation
+    texts = tuple(text for bit, text in WARNINGS if warnings & bit)
+    buckets = tuple(_bucket(data, index) for index in range(count))
+    orphans = _orphans(data, generations, count)
+    return Usage(nonce, count, tuple(slots), tuple(fields[8 : 8 + count]), texts, buckets, orphans)
+
+
+def _orphans(data: bytes, generations: dict[int, int], count: int) -> tuple[int, ...]:
+    """Memory that was exported by a process that has freed it or died, as far as one that lives has it open: what
+    gs_share_orphans of share.c counts."""
+    row = packer("gs_share")
+    (used,) = struct.unpack_from("<Q", data, offset("gs_usage", "shares_used"))
+    start = offset("gs_usage", "share")
+    rows = [row.unpack_from(data, start + n * row.size) for n in range(MAX_SHARES)] if used else []
+
+    def lives(owner: int) -> bool:
+        return generations.get(owner & SHARE_SLOT) == owner >> 32
+
+    opened = {id_ for id_, owner, _ in rows if owner & SHARE_IMPORT and lives(owner)}
+    total = [0] * count
+    for id_, owner, what in rows:
+        is_orphan = owner and not owner & SHARE_IMPORT and (owner & SHARE_ORPHAN or not lives(owner))
+        if id_ and is_orphan and what >> 56 < count and (used & SHARES_LOST or id_ in opened):
+            total[what >> 56] += what & (1 << 56) - 1
+    return tuple(total)
+
+
+def _bucket(data: bytes, index: int) -> Bucket:
+    _, _, _, waited, busy, *recent, _ = _BUCKET.unpack_from(data, _BUCKETS_AT + index * _BUCKET.size)
+    return Bucket(waited, busy, tuple(recent))
+
+
+def recent_percent(bucket: Bucket, now_ns: int) -> float:
+    """The share of the device's time over the last second, 0 to 100 whatever the container wrote. `now_ns` is
+    CLOCK_MONOTONIC. Cell w % 10 is of window w = time / RECENT_NS when its upper 24 bits are those of w; the last eight
+    complete windows count."""
+    last = now_ns // RECENT_NS
+    charged_ns = 0
+    for window in range(max(0, last - _LAST_SECOND), last):
+        cell = bucket.recent[window % RECENT]
+        if cell >> 40 == window & 0xFFFFFF:
+            charged_ns += cell & ((1 << 40) - 1)
+    return min(100.0, 100 * charged_ns / (_LAST_SECOND * RECENT_NS))

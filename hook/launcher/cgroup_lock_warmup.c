@@ -1,0 +1,100 @@
+/* While Python works out the share, the kernel gets ready for what the low-level runtime does next:
+ * it moves the container's first process into its cgroup. For that the kernel takes a lock which
+ * every fork and exit of the machine reads (cgroup_threadgroup_rwsem), and the first to take it
+ * after a while waits for an RCU grace period, 10 to 20 ms with two processors and HZ=250, more
+ * than Python's whole part. Who comes soon after somebody else does not wait (rcu_sync). So a
+ * process of ours asks the kernel to move a process that has ended, and does so again until the
+ * runtime is through. The lock is taken for that, and nobody is moved, wherever it asks: what is
+ * at /sys/fs/cgroup may be the host's while our names are those of a cgroup namespace.
+ *
+ * It only ever saves time: where it may not write, nothing happens. On a kernel without that wait
+ * (cgroup2 mounted with favordynmods) its writes return at once. */
+
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "launcher.h"
+#include "launcher_tables.h"
+
+#define AGAIN_MS 5 /* a grace period takes two ticks at the least: 8 ms with HZ=250 */
+#define TIMES 16
+
+/* A descriptor of cgroup.procs of the cgroup that a line of /proc/self/cgroup names; < 0: none that
+ * we may write. `line`: "5:devices:/a", or "0::/a" for the unified hierarchy. */
+static int open_cgroup(char *line) {
+    char path[2 * PATH_MAX], *controllers = strchr(line, ':');
+    char *cgroup = controllers ? strchr(controllers + 1, ':') : NULL;
+    if (!cgroup)
+        return -1;
+    *cgroup++ = '\0';
+    controllers++;
+    if (strncmp(controllers, "name=", 5) == 0)
+        controllers += 5;
+    int length = snprintf(path, sizeof path, "/sys/fs/cgroup/%s%s/cgroup.procs", controllers,
+                          strcmp(cgroup, "/") == 0 ? "" : cgroup);
+    return length < (int)sizeof path ? open(path, O_WRONLY | O_NOFOLLOW) : -1;
+}
+
+static int open_own_cgroup(void) {
+    char text[4 * PATH_MAX];
+    int fd = open("/proc/self/cgroup", O_RDONLY);
+    ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    close(fd);
+    if (got <= 0)
+        return -1;
+    text[got] = '\0';
+    fd = -1;
+    for (char *rest, *line = strtok_r(text, "\n", &rest); line && fd < 0;
+         line = strtok_r(NULL, "\n", &rest))
+        fd = open_cgroup(line);
+    return fd;
+}
+
+/* A child that has ended and is not waited for, so nobody else gets its number; < 0: none. */
+static pid_t make_zombie(void) {
+    siginfo_t ended;
+    signal(SIGCHLD, SIG_DFL); /* ignored, as by an engine, it would leave none */
+    pid_t child = fork();
+    if (child == 0)
+        _exit(0);
+    if (child > 0 && waitid(P_PID, (id_t)child, &ended, WEXITED | WNOWAIT) == 0)
+        return child;
+    return -1;
+}
+
+/* Until `start` ends, which becomes Python and then the low-level runtime. Of several that start at
+ * once one asks for all: the lock is also in their way. */
+static void ask_while_alive(pid_t start, const char *state_dir) {
+    char path[PATH_MAX], number[16];
+    snprintf(path, sizeof path, "%s/%s", state_dir, LAUNCHER_FILE);
+    int pidfd = (int)syscall(SYS_pidfd_open, start, 0);
+    int turn = open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+    int cgroup = flock(turn, LOCK_EX | LOCK_NB) == 0 ? open_own_cgroup() : -1;
+    pid_t dead = pidfd >= 0 && cgroup >= 0 ? make_zombie() : -1;
+    int length = snprintf(number, sizeof number, "%d\n", dead);
+    struct pollfd end = {.fd = pidfd, .events = POLLIN};
+    for (int i = 0; dead > 0 && i < TIMES; i++)
+        if (write(cgroup, number, (size_t)length) != length || poll(&end, 1, AGAIN_MS) != 0)
+            return;
+}
+
+void warm_up_cgroup_lock(const char *state_dir) {
+    pid_t self = getpid(), child = fork();
+    if (child == 0) {
+        /* No child of the process that becomes the runtime, which would not wait for it, and with
+         * none of its files: an engine reads them until they are closed */
+        if (fork() == 0 && syscall(SYS_close_range, 0, ~0U, 0) == 0 && chdir("/") == 0)
+            ask_while_alive(self, state_dir);
+        _exit(0);
+    }
+    if (child > 0)
+        waitpid(child, NULL, 0);
+}

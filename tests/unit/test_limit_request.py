@@ -1,0 +1,97 @@
+"""What a change of limits asks for, and what of it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpushare.allocation import limit_request
+from gpushare.core.errors import CapacityError, PolicyError, RequestError
+from gpushare.core.model import Lease, Share
+
+from tests.unit import pure
+
+GIB = 1 << 30
+
+
+def share(memory_bytes: Any, percent: Any = None, **more: Any) -> Share:
+    return pure.share(0, 0, memory_bytes)._replace(compute_percent=percent, **more)
+
+
+def regrant(before: Share, wish: limit_request.LimitRequest, *others: Lease, **policy: Any) -> Share:
+    lease = pure.lease(before, container_id="mine")
+    (after,) = limit_request.shares(lease, wish, pure.node(1, **policy), (lease, *others))
+    return after
+
+
+OTHER = pure.lease(share(10 * GIB, 50), container_id="other")
+
+
+def test_more_is_checked_against_the_others() -> None:
+    assert regrant(share(4 * GIB, 30), limit_request.parse("6Gi", "50"), OTHER)[2:4] == (6 * GIB, 50)
+    with pytest.raises(CapacityError, match="7Gi asked, 6 GiB free of 16 GiB, held by other"):
+        regrant(share(4 * GIB, 30), limit_request.parse("7Gi"), OTHER)
+    with pytest.raises(CapacityError, match="51% of compute asked, 50% free"):
+        regrant(share(4 * GIB, 30), limit_request.parse(compute="51"), OTHER)
+    assert regrant(share(4 * GIB, 30), limit_request.parse(compute="90", mode="soft"), OTHER).soft
+    with pytest.raises(CapacityError, match="60% of compute asked, 50% free"):  # soft ones were not counted
+        regrant(share(4 * GIB, 60, soft=True), limit_request.parse(mode="hard"), OTHER)
+
+
+def test_less_is_always_given() -> None:
+    full = pure.lease(share(16 * GIB, 100), container_id="other")
+    limits_now = {"max_memory": "1Gi", "max_compute_percent": 5, "require_limits": True}
+    assert regrant(share(8 * GIB, 60), limit_request.parse("6Gi", "50"), full, **limits_now)[2:4] == (6 * GIB, 50)
+    assert regrant(share(None), limit_request.parse("12Gi"), full).memory_limit_bytes == 12 * GIB
+
+
+@pytest.mark.parametrize("over_maximum", ["refuse", "clamp"])
+def test_maxima_refuse_what_is_more(over_maximum: str) -> None:
+    with pytest.raises(PolicyError, match="more than policy.max_memory"):
+        regrant(share(2 * GIB), limit_request.parse("5Gi"), max_memory="4Gi", over_maximum=over_maximum)
+    with pytest.raises(PolicyError, match="more than policy.max_compute"):
+        regrant(
+            share(2 * GIB, 30), limit_request.parse(compute="60"), max_compute_percent=50, over_maximum=over_maximum
+        )
+    with pytest.raises(PolicyError, match="requires one"):
+        regrant(share(2 * GIB), limit_request.parse("unlimited"), unlimited="deny")
+
+
+def test_amounts() -> None:
+    assert regrant(share(4 * GIB), limit_request.parse("+1Gi")).memory_limit_bytes == 5 * GIB
+    assert regrant(share(4 * GIB), limit_request.parse("-512Mi")).memory_limit_bytes == 4 * GIB - (512 << 20)
+    assert regrant(share(4 * GIB), limit_request.parse("25%")).memory_limit_bytes == 4 * GIB
+    assert regrant(share(4 * GIB), limit_request.parse("unlimited")).memory_limit_bytes is None
+    assert regrant(share(None), limit_request.parse(compute="30"))[2:4] == (None, 30)
+    assert regrant(share(4 * GIB, 30), limit_request.parse(compute="100%")).compute_percent == 100
+    assert regrant(share(4 * GIB), limit_request.parse(compute="100")).compute_percent is None
+    for memory in ("+1Gi", "-1Gi"):
+        with pytest.raises(RequestError, match="no memory limit"):
+            regrant(share(None), limit_request.parse(memory))
+    with pytest.raises(RequestError, match="slot 0 has 4 GiB"):
+        regrant(share(4 * GIB), limit_request.parse("-4Gi"))
+    for words in (("+25%",), ("0",), ("4Gj",), ("+",), ("", "0"), ("", "101"), ("", "x")):
+        with pytest.raises(RequestError, match="--memory|--compute"):
+            limit_request.parse(*words)
+    with pytest.raises(CapacityError, match="all of device 0"):
+        regrant(share(4 * GIB), limit_request.parse("unlimited"), OTHER)
+
+
+def test_what_policy_took_away_is_forgotten_with_the_limit_that_it_was_of() -> None:
+    clamped = share(4 * GIB, 30, clamped="8Gi of memory")
+    assert regrant(clamped, limit_request.parse(priority="high")).clamped == "8Gi of memory"
+    assert regrant(clamped, limit_request.parse("2Gi")).clamped == ""
+
+
+def test_one_device_of_several() -> None:
+    lease = pure.lease(pure.share(0, 0, GIB), pure.share(1, 1, GIB))
+    host = pure.node(2)
+    for name, sizes in (
+        ("1", (GIB, 2 * GIB)),
+        (pure.UUIDS[0].upper(), (2 * GIB, GIB)),
+        ("", (2 * GIB, 2 * GIB)),
+    ):
+        found = limit_request.shares(lease, limit_request.parse("2Gi", device=name), host, (lease,))
+        assert tuple(one.memory_limit_bytes for one in found) == sizes
+    with pytest.raises(RequestError, match='--device="2": this container has 0 \\(device 0, GPU-'):
+        limit_request.shares(lease, limit_request.parse("2Gi", device="2"), host, (lease,))

@@ -1,0 +1,241 @@
+"""syscalls.py's errors and inroot.py's look-up: the kernel's and our own, on the same trees, must agree."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from gpushare.core.errors import KernelError
+from gpushare.system import inroot, syscalls
+
+Opener = Callable[..., int]
+
+
+def walk(root_fd: int, path: str, flags: int = os.O_PATH, mode: int = 0) -> int:
+    return inroot._walk(root_fd, path, flags | os.O_CLOEXEC, mode)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[int]:
+    tree = tmp_path / "root"
+    for directory in ("usr/lib/deep", "etc", "tmp"):
+        (tree / directory).mkdir(parents=True)
+    (tmp_path / "outside").write_text("host")
+    (tree / "etc/passwd").write_text("container")
+    (tree / "usr/lib/libz.so").write_text("z")
+    for name, text in {
+        "lib": "usr/lib",
+        "absolute": "/etc/passwd",
+        "climbing": "../../../../../../../etc/passwd",
+        "escape": "../outside",
+        "escape-absolute": str(tmp_path / "outside"),
+        "usr/up": "../../../..",
+        "loop": "loop",
+        "dangling": "nothing",
+        "usr/lib/chain": "../up/lib/deep/../libz.so",
+    }.items():
+        os.symlink(text, tree / name)
+    os.mkfifo(tree / "fifo")
+    fd = os.open(tree, os.O_PATH | os.O_DIRECTORY)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture(params=["kernel", "walk"])
+def opener(request: pytest.FixtureRequest) -> Opener:
+    return walk if request.param == "walk" else inroot.open_in
+
+
+@pytest.mark.parametrize(
+    ("path", "ends"),
+    [
+        ("/etc/passwd", "/etc/passwd"),
+        ("etc//./passwd", "/etc/passwd"),
+        ("/lib/libz.so", "/usr/lib/libz.so"),
+        ("/absolute", "/etc/passwd"),
+        ("/climbing", "/etc/passwd"),
+        ("/../../../etc/passwd", "/etc/passwd"),
+        ("/usr/up", "/"),
+        ("/usr/lib/chain", "/usr/lib/libz.so"),
+        ("/lib/deep/", "/usr/lib/deep"),
+        ("/", "/"),
+        ("/fifo", "/fifo"),
+    ],
+)
+def test_where_a_path_ends(root: int, opener: Opener, path: str, ends: str) -> None:
+    fd = opener(root, path)
+    assert inroot.path_of(root, fd) == ends
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/escape", errno.ENOENT),
+        ("/escape-absolute", errno.ENOENT),
+        ("/dangling", errno.ENOENT),
+        ("/nothing/there", errno.ENOENT),
+        ("/loop", errno.ELOOP),
+        ("/etc/passwd/x", errno.ENOTDIR),
+        ("/etc/passwd/", errno.ENOTDIR),
+        ("/" + "x" * 300, errno.ENAMETOOLONG),
+    ],
+)
+def test_what_is_refused(root: int, opener: Opener, path: str, reason: int) -> None:
+    with pytest.raises(syscalls.SyscallError) as caught:
+        opener(root, path)
+    assert caught.value.errno == reason
+    assert path[:200] in str(caught.value)
+    assert os.strerror(reason) in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/proc/self/root/etc", "/proc/self/cwd", "/proc/self/fd/0", "/proc/self/exe"])
+def test_magic_links_are_refused(opener: Opener, path: str) -> None:
+    fd = os.open("/", os.O_PATH)
+    try:
+        with pytest.raises(syscalls.SyscallError) as caught:
+            opener(fd, path)
+        assert caught.value.errno == errno.ELOOP
+    finally:
+        os.close(fd)
+
+
+def test_ordinary_links_in_proc_are_followed(opener: Opener) -> None:
+    fd = os.open("/", os.O_PATH)
+    try:
+        status = opener(fd, "/proc/self/status", os.O_RDONLY)
+        assert f"Pid:\t{os.getpid()}\n" in os.read(status, 4096).decode()
+        os.close(status)
+    finally:
+        os.close(fd)
+
+
+def test_with_nofollow_the_link_itself_is_opened(root: int, opener: Opener) -> None:
+    fd = opener(root, "/absolute", os.O_PATH | os.O_NOFOLLOW)
+    assert os.readlink("", dir_fd=fd) == "/etc/passwd"
+    os.close(fd)
+
+
+def test_exclusive_creation_does_not_follow(root: int, opener: Opener) -> None:
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    with pytest.raises(syscalls.SyscallError) as caught:
+        opener(root, "/dangling", flags, 0o600)
+    assert caught.value.errno == errno.EEXIST
+    os.close(opener(root, "/lib/new", flags, 0o600))
+    assert os.stat("usr/lib/new", dir_fd=root).st_mode & 0o777 == 0o600
+
+
+def test_a_kernel_without_openat2_is_asked_once(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def missing(dir_fd: int, path: str, *rest: int) -> int:
+        calls.append(path)
+        raise syscalls.SyscallError("openat2", path, errno.ENOSYS)
+
+    monkeypatch.setattr(syscalls, "openat2", missing)
+    monkeypatch.setattr(inroot, "_kernel_has_openat2", True)
+    for _ in range(3):
+        os.close(inroot.open_in(root, "/etc/passwd"))
+    assert calls == ["/etc/passwd"]
+
+
+def test_a_lookup_that_raced_is_tried_again(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = syscalls.openat2, [3]
+
+    def racing(dir_fd: int, path: str, *rest: int) -> int:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise syscalls.SyscallError("openat2", path, errno.EAGAIN)
+        return real(dir_fd, path, *rest)
+
+    monkeypatch.setattr(syscalls, "openat2", racing)
+    os.close(inroot.open_in(root, "/etc/passwd"))
+    assert left == [-1]
+
+
+def test_only_regular_files_are_opened_for_reading(root: int, tmp_path: Path) -> None:
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(tmp_path / "root/socket"))
+    for path in ("/fifo", "/socket", "/etc", "/dangling", "/loop"):
+        assert inroot.open_regular(root, path) == -1
+    server.close()
+    fd = inroot.open_regular(root, "/absolute")
+    assert os.read(fd, 100) == b"container"
+    os.close(fd)
+
+
+def test_a_moved_away_file_has_no_path(root: int, tmp_path: Path) -> None:
+    fd = inroot.open_in(root, "/etc/passwd")
+    os.rename(tmp_path / "root/etc/passwd", tmp_path / "moved")
+    assert inroot.path_of(root, fd) == ""
+    os.close(fd)
+
+
+def test_no_descriptor_is_left_open(root: int, opener: Opener) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for path in ("/usr/lib/chain", "/loop", "/dangling", "/etc/passwd/x", "/climbing"):
+        fd = -1
+        try:
+            fd = opener(root, path)
+        except syscalls.SyscallError:
+            continue
+        finally:
+            if fd >= 0:
+                os.close(fd)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_error_names_call_path_and_reason() -> None:
+    with pytest.raises(KernelError, match='umount2 "/nowhere/at-all": No such file or directory'):
+        syscalls.umount("/nowhere/at-all")
+    with open("/proc/self/status") as file, pytest.raises(KernelError, match='setns "a file": '):
+        syscalls.setns(file.fileno(), "a file")
+    with pytest.raises(KernelError, match='pidfd_open "pid 4194304"'):
+        syscalls.pidfd_open(4194304)
+
+
+WITHOUT = """
+import builtins
+given = builtins.__import__
+def find(name, globals=None, *rest):
+    if name == "_ctypes" and globals["__name__"] == "gpushare.system.syscalls":
+        raise ImportError(name)
+    return given(name, globals, *rest)
+builtins.__import__ = find
+"""
+CALLS = """
+import os, struct, sys
+from gpushare.system import syscalls
+def said(call, *arguments):
+    try:
+        return call(*arguments)
+    except syscalls.SyscallError as error:
+        return f"{error.call} {error.path} {error.errno}"
+fd = os.open("/proc", os.O_PATH)
+print(said(syscalls.openat2, fd, "nothing", os.O_PATH), said(syscalls.openat2, -1, "x", os.O_PATH))
+print(said(syscalls.umount, "/none"), said(syscalls.setns, fd, "ns"))
+print(said(syscalls.pidfd_open, -5), said(syscalls.move_mount, -1, fd, "m"))
+print(hex(syscalls.filesystem_magic(fd)), syscalls.buffer(3).raw, syscalls.buffer(b"").raw, syscalls.buffer(b"ab").raw)
+one = syscalls.buffer(struct.pack("<QQQ", os.O_PATH, 0, 0))
+other = syscalls._call("openat2", "self", 437, fd, b"self", syscalls.address(one), 24)
+print(os.path.samestat(os.fstat(other), os.stat("/proc/self")), "ctypes" in sys.modules)
+"""
+
+
+def test_with_ctypes_and_with_what_is_behind_it_calls_are_the_same() -> None:
+    path = str(Path(syscalls.__file__).parents[2])
+    said = []
+    for before in ("", WITHOUT):
+        text = f"import sys; sys.path.insert(0, {path!r})\n{before}{CALLS}"
+        done = subprocess.run([sys.executable, "-ISc", text], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0].endswith("True False\n") and said[1].endswith("True True\n")
+    assert said[0].splitlines()[:-1] == said[1].splitlines()[:-1]
+    assert f"umount2 /none {errno.ENOENT}" in said[0] and "0x9fa0 b'\\x00\\x00\\x00' b'\\x00' b'ab'" in said[0]
