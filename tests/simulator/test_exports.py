@@ -12,7 +12,7 @@ import pytest
 from simulator.simhost import BUILT, VERSION
 from tools.nvidia_userland import Userland
 
-EXPORTS = Path(__file__).parent / "exports"
+EXPORTS = Path(__file__).parents[2] / "simulator" / "exports"
 LISTS = {"libcuda": EXPORTS / "libcuda-535.txt", "libnvidia-ml": EXPORTS / "libnvidia-ml-535.txt"}
 CUDA = BUILT / f"libcuda.so.{VERSION}"
 NVML = BUILT / f"libnvidia-ml.so.{VERSION}"

@@ -216,6 +216,7 @@ class IntoSpec(session.Way):
     def __init__(self, path: str = "", clean: Optional[dict[str, object]] = None, words: tuple[str, ...] = ()) -> None:
         self._path, self._clean, self._words = path, clean, words
         self._leased = False
+        self._nonce = ""  # of our edit, once there is one
 
     def image(self, start: session.Start, lease: Optional[Lease]) -> SpecTree:
         """The one that the edited config.json will mount: without what others put there, which is `taken`."""
@@ -223,6 +224,7 @@ class IntoSpec(session.Way):
         from ..inject.spectree import SpecTree
 
         self._editor = specedit.Editor(start.bundle.spec, leased=lease is not None)
+        self._nonce = self._editor.record.nonce
         self.taken = self._editor.take_out_foreign()
         self._editor.narrow(start.host.config.driver_root)
         self._tree = SpecTree(start.bundle._replace(spec=self._editor.spec))
@@ -271,7 +273,7 @@ class IntoSpec(session.Way):
         from ..inject import spec_record, specedit
 
         record = spec_record.record_of(oci.read_json(self._path, oci.MAX_CONFIG_BYTES, "config.json"))
-        if record is not None and self._clean is not None and record.nonce == self._editor.record.nonce:
+        if record is not None and self._clean is not None and record.nonce == self._nonce:
             specedit.write(self._path, self._clean)
 
 
