@@ -165,7 +165,7 @@ docs/config.md: hook/gpushare/config/keys.py tools/config_docs.py
 docs/dialects.md: hook/gpushare/request/dialects/registry.py tools/dialect_docs.py
 	$(VENV_PYTHON) tools/dialect_docs.py >$@.new && mv $@.new $@
 
-docs/backends.md: hook/gpushare/allocation/backends.py hook/gpushare/allocation/dmem.py tools/backend_docs.py
+docs/backends.md: $(shell find hook/gpushare/allocation/backends -name '*.py') tools/backend_docs.py
 	$(VENV_PYTHON) tools/backend_docs.py >$@.new && mv $@.new $@
 
 docs/metrics.md: hook/gpushare/cli/metrics.py tools/metrics_docs.py

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any, Optional
 
-from gpushare.allocation.site import Site
+from gpushare.allocation.backends.base import Site
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hook"))
-from gpushare.allocation import backends, dmem, mps
+from gpushare.allocation import backends
+from gpushare.allocation.backends.dmem import regions as dmem
+from gpushare.allocation.backends.mps import state as mps
 from gpushare.core import model
 from gpushare.core.errors import GpushareError
 from gpushare.state.ledger import Ledger
@@ -20,7 +22,7 @@ from gpushare.system import rootless
 HEAD = """\
 # Who holds a limit
 
-Generated from the table in `hook/gpushare/allocation/backends.py` by `make docs`; a test compares them.
+Generated from `hook/gpushare/allocation/backends` by `make docs`; a test compares them.
 
 A request names limits; a *backend* holds them. Memory and compute have holders of their own: `GPUSHARE_BACKEND=dmem` is
 memory by the kernel and compute by the shim.
@@ -119,11 +121,11 @@ def text() -> str:
     """The whole page."""
     rows = (*backends.BACKENDS.values(), backends.BEYOND)
     facts = (
-        ("holds", [" and ".join(row.holds) for row in rows]),
+        ("holds", [" and ".join(row.enforces) for row in rows]),
         ("enforced by", [row.enforced_by for row in rows]),
         ("can be bypassed by", [row.bypassed_by for row in rows]),
         ("changes while the container runs", [row.changes_live for row in rows]),
-        ("tried", [row.tried for row in rows]),
+        ("tried", [row.tested for row in rows]),
     )
     lines = ["| | " + " | ".join(f"`{row.name}`" for row in rows) + " |", "|---" * (len(rows) + 1) + "|"]
     lines += [f"| {label} | " + " | ".join(cells) + " |" for label, cells in facts]

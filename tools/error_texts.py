@@ -30,7 +30,7 @@ MAKERS = {
     "Problem": (("config/config.py",), "ConfigError", 2, 3),
     "Wrong": (("config/sharing.py",), "ConfigError", 1, 2),
     "kind": (("allocation/placement.py", "request/dialects/conditions.py"), "CapacityError", 0, 1),  # or another class
-    "MpsState": (("allocation/mps.py",), "DeviceError", 0, 1),
+    "MpsState": (("allocation/backends/mps/state.py",), "DeviceError", 0, 1),
 }
 # Errors that only put together what another place says: file -> text in the source
 CARRIERS = {
@@ -39,7 +39,7 @@ CARRIERS = {
     "config/sharing.py": ("<error.message>",),
     "request/dialects/conditions.py": ("<error.message>",),
     "engines/tomltext.py": ("{error.message}",),
-    "allocation/mps.py": ("{found.problem}",),
+    "allocation/backends/mps/state.py": ("{found.problem}",),
     "core/quantity.py": ("{reason}", "{wrong_item}"),
     "state/rebuild.py": ("<str(error)>",),
 }

@@ -56,7 +56,7 @@ CODECS = ("ascii", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf
 for name in ("json", "traceback", *(f"encodings.{codec}" for codec in CODECS)):  # what JSON may be written in
     importlib.import_module(name)
 
-FIRST = ("yaml", "jsonschema", "pynvml")  # what compiles the configuration begins with one of these
+FIRST = ("gpushare.config.config", "pynvml")  # with which a start begins that compiles the configuration
 
 
 class Others:

@@ -17,7 +17,11 @@ from typing import Any
 
 import pytest
 from gpushare import doctor
-from gpushare.allocation import backends, limit_update, mps, mpscontrol, mpsdaemon, mpsstatus, reservation
+from gpushare.allocation import backends, limit_update, reservation
+from gpushare.allocation.backends.mps import control as mps_control
+from gpushare.allocation.backends.mps import daemon as mps_daemon
+from gpushare.allocation.backends.mps import state as mps
+from gpushare.allocation.backends.mps import status as mps_status
 from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import node as cli_node
 from gpushare.cli import runtime, sample, topscreen
@@ -192,12 +196,12 @@ def _with_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     answers["get_active_thread_percentage 900"] = "60.0"
     monkeypatch.setattr(mps, "state", lambda name, _: runs if name == uuid else died)
     monkeypatch.setattr(backends, "having", lambda _, live, name: live if name == uuid else ())
-    monkeypatch.setattr(mpscontrol, "program", lambda _: "/usr/bin/nvidia-cuda-mps-control")
-    monkeypatch.setattr(mpscontrol.Control, "ask", lambda self, command: answers[command])
-    monkeypatch.setattr(mpscontrol, "environment", lambda *_: {})
-    monkeypatch.setattr(mpsstatus, "limits_now", lambda _: "60.0%, 8G")
-    monkeypatch.setattr(mpsstatus, "affected", lambda found, name, live, _: backends.having("mps", live, name)[1:])
-    monkeypatch.setattr(mpsdaemon, "start", lambda *_: mpsdaemon.Started("started", runs))
+    monkeypatch.setattr(mps_control, "program", lambda _: "/usr/bin/nvidia-cuda-mps-control")
+    monkeypatch.setattr(mps_control.Control, "ask", lambda self, command: answers[command])
+    monkeypatch.setattr(mps_control, "environment", lambda *_: {})
+    monkeypatch.setattr(mps_status, "limits_now", lambda _: "60.0%, 8G")
+    monkeypatch.setattr(mps_status, "affected", lambda found, name, live, _: backends.having("mps", live, name)[1:])
+    monkeypatch.setattr(mps_daemon, "start", lambda *_: mps_daemon.Started("started", runs))
 
 
 ROWS = (

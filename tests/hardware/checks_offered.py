@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from gpushare.allocation import mpscontrol, mpsprocess, mpswords
+from gpushare.allocation.backends.mps import control as mps_control
+from gpushare.allocation.backends.mps import daemon as mps_daemon
 from gpushare.core.model import Device
 from gpushare.system import mountns
 
@@ -24,7 +25,7 @@ LAST_PREFETCH = {-1: "the host", 0: "the device", -2: "nowhere"}  # CU_MEM_RANGE
 
 
 class Step(NamedTuple):
-    """A word of mpswords.Words with a value, and what its answer should be; None: whatever it is."""
+    """A word of mps_control.Commands with a value, and what its answer should be; None: whatever it is."""
 
     word: str
     value: str = ""
@@ -32,7 +33,7 @@ class Step(NamedTuple):
 
 
 def percent(value: float) -> Callable[[str], bool]:
-    return lambda text: mpswords.percent_in(text) == value
+    return lambda text: mps_control.percent_in(text) == value
 
 
 STEPS = (
@@ -42,12 +43,12 @@ STEPS = (
     Step("set_memory", "2G"),
     Step("get_memory", "", lambda text: text == "2G"),
     Step("start"),
-    Step("servers", "", lambda text: len(mpswords.pids_in(text)) == 1),
+    Step("servers", "", lambda text: len(mps_control.pids_in(text)) == 1),
     Step("get_server_percent", "", percent(40)),
     Step("set_server_percent", "20"),
     Step("get_server_percent", "", percent(20)),
     Step("set_server_memory", "1G"),
-    Step("clients", "", lambda text: not text or bool(mpswords.pids_in(text))),
+    Step("clients", "", lambda text: not text or bool(mps_control.pids_in(text))),
 )
 # Of protocol 2 alone: in the other one `prepare` makes the server. Without one nothing can be asked of it.
 START = f"start_server -uid {os.geteuid()}"
@@ -63,7 +64,7 @@ class Daemon:
     """One nvidia-cuda-mps-control with directories of its own, and what it was asked."""
 
     def __init__(self, program: str, protocol: int, folder: str, env: dict[str, str], options: Sequence[str]) -> None:
-        self.words = mpswords.WORDS[protocol]
+        self.words = mps_control.COMMANDS[protocol]
         self.program, self.protocol, self.answers = program, protocol, list[dict[str, Any]]()
         self.pipe = f"{folder}/{protocol}"
         for path in (self.pipe, f"{folder}/log"):
@@ -99,12 +100,12 @@ class Daemon:
                 self.answers.append({"asked": command, "as_assumed": None, "skipped": "there is no server"})
                 continue
             said = self.ask(command.format(value, server=server[0] if server else ""), right)
-            server = mpswords.pids_in(said) if word == "servers" else server
+            server = mps_control.pids_in(said) if word == "servers" else server
 
     def end(self) -> None:
-        found = mpscontrol.listening(self.pipe)
+        found = mps_control.listening(self.pipe)
         if found is not None:
-            mpsprocess.end(mpscontrol.Control(self.program, self.pipe, self.env, self.protocol), found.pid)
+            mps_daemon.end(mps_control.Control(self.program, self.pipe, self.env, self.protocol), found.pid)
 
 
 def spoken(program: str, protocol: int, env: dict[str, str], options: Sequence[str]) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def spoken(program: str, protocol: int, env: dict[str, str], options: Sequence[s
     with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as folder:  # sockets have no room for long paths
         daemon = Daemon(program, protocol, folder, env, options)
         try:
-            if mpscontrol.listening(daemon.pipe) is not None:
+            if mps_control.listening(daemon.pipe) is not None:
                 daemon.ask_all()
         finally:
             daemon.end()
@@ -124,7 +125,7 @@ def words_of(program: str, env: dict[str, str], driver_version: str) -> tuple[st
     done = _run([program, "-h"], env)
     help_text = done.stdout + done.stderr
     values: dict[str, Any] = {"help": help_text, "protocol_2": spoken(program, 2, env, ())}
-    options = mpswords.several_users(help_text)
+    options = mps_control.several_users(help_text)
     major = driver_version.partition(".")[0]
     if "--protocol" in options or (major.isdigit() and int(major) >= SINCE):
         values["protocol_3"] = spoken(program, 3, env, options if "--protocol" in options else ("-p", "3"))
@@ -155,7 +156,7 @@ def mps_words(session: Session) -> Result:
         from simulator import mpscontrol as played
 
         played.install(session.machine.simhost)
-    program = mpscontrol.program(root)
+    program = mps_control.program(root)
     if program is None:
         raise processes.Absent("this driver has no nvidia-cuda-mps-control")
     env = {"PATH": f"{os.path.dirname(program)}:/usr/sbin:/usr/bin:/sbin:/bin"}
@@ -177,7 +178,7 @@ def cgroup_tree(root: Optional[Path]) -> Optional[Path]:
 
 def dmem(session: Session) -> Result:
     """Whether the kernel's dmem controller is there and has this device, and else whether the driver limits."""
-    from gpushare.allocation import dmem as backend
+    from gpushare.allocation.backends.dmem import regions as backend
 
     machine = session.machine
     tree = cgroup_tree(machine.simhost)

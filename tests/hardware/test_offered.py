@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.allocation import mpswords
+from gpushare.allocation.backends.mps import control as mps_control
 
 from simulator import mpscontrol
 from tests.hardware import checks_offered
@@ -38,7 +38,7 @@ def test_both_protocols_are_spoken_where_the_program_has_them(tmp_path: Path) ->
     note, values = checks_offered.words_of(control(tmp_path, MULTIUSER=True, PROTOCOL_3=True), PATH, "535.1")
     assert note == "protocol 2: 12 of 12 answers as assumed; protocol 3: 8 of 8 answers as assumed"
     assert values["protocol_3"]["options"] == ["--protocol", "3", "--multiuser"]
-    assert asked(values["protocol_3"])[0] == mpswords.WORDS[3].prepare[0]
+    assert asked(values["protocol_3"])[0] == mps_control.COMMANDS[3].prepare[0]
     assert "namespace get default gpushare active-thread-percentage" in asked(values["protocol_3"])
     assert "--multiuser" in values["help"]
 

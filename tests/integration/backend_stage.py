@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpushare.allocation import backends, placement
-from gpushare.allocation.site import Site
+from gpushare.allocation.backends.base import Site
 from gpushare.config import config
 from gpushare.core import model
 from gpushare.gpu import inventory
@@ -123,7 +123,7 @@ class Stage:
 
     def holder(self, limit: str) -> str:
         """Who holds it, as the table has it: the shim what the row is not for."""
-        return self.row.name if limit in self.row.holds else backends.SHIM
+        return self.row.name if limit in self.row.enforces else backends.SHIM
 
     def take(self, *words: str, clear: bool = False, **env: str) -> dict[str, Any]:
         """What a program sees and gets that begins now."""

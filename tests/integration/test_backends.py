@@ -96,7 +96,7 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def whole(stage: Stage, device: int) -> int:
     """What a container sees: with memory beyond the device, twice as much."""
-    return device * (2 if backends.VIRTUAL in stage.row.holds else 1)
+    return device * (2 if backends.VIRTUAL in stage.row.enforces else 1)
 
 
 def reached_and_kept(stage: Stage) -> None:
@@ -153,7 +153,7 @@ def live(stage: Stage) -> None:
         must(stage.node, "limit", "set", stage.main.id, "--memory", text, "--compute", str(percent))
         said = stage.take()
         assert said["multiprocessors"] == multiprocessors(stage, percent)
-        beyond = backends.VIRTUAL in stage.row.holds  # the border moves, the whole stays
+        beyond = backends.VIRTUAL in stage.row.enforces  # the border moves, the whole stays
         assert said["cuda_total_bytes"] == said["nvml_total_bytes"] == (whole(stage, MEMORY) if beyond else size)
         assert said["free_bytes"] - 2 * LAST_BYTES < said["got_bytes"] < said["cuda_total_bytes"]
         if stage.holder(backends.MEMORY) == "dmem":
@@ -231,7 +231,7 @@ WORDS = {
 def reason_of(stage: Stage, word: Word) -> str:
     """What the row says of it; "" when it can."""
     site = stage.site(**word.request)
-    return next(filter(None, (stage.row.supports(limit, site) for limit in stage.row.holds)), "")
+    return next(filter(None, (stage.row.supports(limit, site) for limit in stage.row.enforces)), "")
 
 
 def test_what_a_backend_cannot_is_refused_with_its_reason(stage: Stage) -> None:
@@ -326,7 +326,7 @@ def test_a_host_that_has_not_what_was_asked_for_starts_nothing(stage: Stage) -> 
 def test_a_backend_that_is_alone_drops_no_limit(stage: Stage) -> None:
     """Where it is all that policy allows, a limit that it is not for starts nothing."""
     alone = stage.row.name if stage.row.name in backends.BACKENDS else backends.SHIM
-    missing = [limit for limit in backends.LIMITS if limit not in backends.BACKENDS[alone].holds]
+    missing = [limit for limit in backends.LIMITS if limit not in backends.BACKENDS[alone].enforces]
     stage.allow(alone)
     try:
         with stage.one() as one, ExitStack() as refused:
@@ -349,7 +349,7 @@ def test_compute_is_reached_and_kept_whoever_holds_the_memory(tmp_path: Path, ma
     root = make_simhost(tmp_path / "host", gpus=1, memory_bytes=16 * GIB)
     node = make_node(root, policy={"allowed_backends": list(backends.BACKENDS)})
     kernel = Kernel(root, [one.bus_id for one in inventory.read_inventory(str(root)).devices])
-    assert all(backends.COMPUTE not in ROWS[name].holds or name == backends.SHIM for name in SHARES)
+    assert all(backends.COMPUTE not in ROWS[name].enforces or name == backends.SHIM for name in SHARES)
     with ExitStack() as stack:
         ledger = stack.enter_context(Ledger(str(root / "dev" / "nvidia0")))
         spaces = []

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.allocation import backends, dmem
+from gpushare.allocation import backends
+from gpushare.allocation.backends.dmem import regions as dmem
 from gpushare.core import model
 from gpushare.core.errors import GpushareError
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.allocation import mps, mpsstatus
+from gpushare.allocation.backends.mps import state as mps
+from gpushare.allocation.backends.mps import status as mps_status
 from gpushare.core.model import Device, Lease, Share
 from gpushare.state import shm_abi
 
@@ -271,7 +272,9 @@ def test_what_tenants_have_cannot_end_the_daemon(host: Host, userland: Userland,
     one, later = (
         Lease(name, "held", "", "", (), 1, 1, created=at) for name, at in (("one", now - 60), ("later", now + 60))
     )
-    assert " had it in one must" in mpsstatus.deaths(str(host.folder), host.pid(), (one, later)), "as the log has times"
+    assert " had it in one must" in mps_status.deaths(str(host.folder), host.pid(), (one, later)), (
+        "as the log has times"
+    )
     assert "Not enough privilege" in host.ask("quit", "share") and host.mps("status")[0]["state"] == "running"
 
 

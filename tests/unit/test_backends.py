@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from gpushare.allocation import backends, dmem, limit_request, mps, placement
+from gpushare.allocation import backends, limit_request, placement
+from gpushare.allocation.backends.dmem import regions as dmem
+from gpushare.allocation.backends.mps import state as mps
 from gpushare.core import constants, model
 from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
 from gpushare.programs import why
@@ -77,10 +79,10 @@ def other(compute_backend: str) -> model.Lease:
 
 def test_every_part_of_gpushare_knows_the_same_backends() -> None:
     assert tuple(backends.BACKENDS) == constants.BACKENDS
-    assert all(set(row.holds) <= set(backends.LIMITS) and row.holds for row in backends.BACKENDS.values())
+    assert all(set(row.enforces) <= set(backends.LIMITS) and row.enforces for row in backends.BACKENDS.values())
     rows = (*backends.BACKENDS.values(), backends.BEYOND)
-    assert all(row.enforced_by and row.bypassed_by and row.changes_live and row.tried for row in rows)
-    assert backends.BEYOND.name not in constants.BACKENDS and backends.BEYOND.holds == (backends.VIRTUAL,)
+    assert all(row.enforced_by and row.bypassed_by and row.changes_live and row.tested for row in rows)
+    assert backends.BEYOND.name not in constants.BACKENDS and backends.BEYOND.enforces == (backends.VIRTUAL,)
 
 
 # What reads or writes a format that has the holders in it, and decides nothing
@@ -112,8 +114,8 @@ def asking(text: str, file: str) -> set[tuple[str, str]]:
 
 
 def test_nobody_else_asks_which_backend_it_is() -> None:
-    hook = Path(backends.__file__).parents[1]
-    files = [path for path in hook.rglob("*.py") if path != Path(backends.__file__)]
+    package = Path(backends.__file__).parent
+    files = [path for path in package.parents[1].rglob("*.py") if package not in path.parents]
     assert set().union(*(asking(path.read_text(), path.name) for path in files)) == FORMATS
 
 
@@ -197,7 +199,7 @@ OVER, SOFT, URGENT, MIG, SEVERAL, ROOTLESS = "oversubscribe", "soft", "high prio
 FEATURES = (OVER, SOFT, URGENT, MIG, SEVERAL, ROOTLESS)
 CANNOT = {
     ("mps", OVER): "mps cannot: it has no memory beyond the device's own",
-    ("mps", SOFT): "mps cannot: its percentages are hard: it does not lend what others leave idle",
+    ("mps", SOFT): "mps cannot: its percentages are hard: it does not lend idle compute",
     ("mps", URGENT): "mps cannot: it has no high priority, only a low one",
     ("mps", MIG): "mps cannot: it is offered for whole GPUs, not inside of MIG devices",
     ("mps", SEVERAL): "mps cannot: a program connects to the daemon of one GPU, and this container asks for several",
@@ -317,14 +319,14 @@ def test_a_limit_is_held_or_the_start_is_refused(
     able.update(dict.fromkeys(down, "down"))
     named = set() if backend == "auto" else set(backend.split(","))
     there = set(allowed) - set(down) if backend == "auto" else (named | {"shim"}) & set(allowed)
-    covered = {limit for name in there for limit in backends.BACKENDS[name].holds} == set(backends.LIMITS)
+    covered = {limit for name in there for limit in backends.BACKENDS[name].enforces} == set(backends.LIMITS)
     try:
         share = given(asked(backend), node(*allowed))
     except GpushareError:
         assert not (covered and named <= set(allowed) - set(down)), "refused, where all that it needs is there"
         return
     for limit, name in (("memory", share.memory_backend), ("compute", share.compute_backend)):
-        assert limit in backends.BACKENDS[name].holds and name in allowed and name not in down
+        assert limit in backends.BACKENDS[name].enforces and name in allowed and name not in down
     assert named <= {share.memory_backend, share.compute_backend}
 
 

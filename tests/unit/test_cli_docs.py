@@ -12,7 +12,9 @@ from typing import Any
 import click
 import pytest
 from gpushare import doctor
-from gpushare.allocation import limit_update, mps, mpsdaemon
+from gpushare.allocation import limit_update
+from gpushare.allocation.backends.mps import daemon as mps_daemon
+from gpushare.allocation.backends.mps import state as mps
 from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import main as cli_main
 from gpushare.cli import runtime
@@ -106,7 +108,7 @@ def world(
         monkeypatch.setattr(module, "check_program", lambda path: path)
         monkeypatch.setattr(module, "foreign_owners", lambda paths: [])
     monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)  # this container has no mounts
-    monkeypatch.setattr(mpsdaemon, "start", lambda *_: mpsdaemon.Started("started", mps.MpsState(pid=7)))
+    monkeypatch.setattr(mps_daemon, "start", lambda *_: mps_daemon.Started("started", mps.MpsState(pid=7)))
     more = {
         "top": ["--once"],
         "inspect": ["c1"],

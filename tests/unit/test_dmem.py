@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from gpushare.allocation import backends, dmem, placement
+from gpushare.allocation import backends, placement
+from gpushare.allocation.backends.dmem import regions as dmem
 from gpushare.core import model
 from gpushare.core.errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError
 from gpushare.core.ops import KernelLimit, Plan

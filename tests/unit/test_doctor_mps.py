@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.allocation import mps, mpscontrol, mpsstatus
+from gpushare.allocation.backends.mps import control as mps_control
+from gpushare.allocation.backends.mps import state as mps
+from gpushare.allocation.backends.mps import status as mps_status
 from gpushare.core.model import Policy
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result
 from gpushare.system import procs, rootless
@@ -22,7 +24,7 @@ __all__ = ["machine", "root"]  # fixtures
 
 UUID = pure.device(0).uuid
 PID = os.getpid()
-ROOTS = mpscontrol.Daemon(PID, 0)
+ROOTS = mps_control.Daemon(PID, 0)
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def daemon(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     """daemon(listens, said, **ready): who listens, what the daemon says of its limits, what its ready file has."""
 
     def make(
-        listens: mpscontrol.Daemon | None = ROOTS,
+        listens: mps_control.Daemon | None = ROOTS,
         said: str = "60.0%, 1G",
         is_ready: bool = True,
         log: str = "",
@@ -55,9 +57,9 @@ def daemon(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
         (folder / "log" / "control.log").write_text(log)
         if is_ready:
             (folder / mps.READY).write_text(json.dumps(content))
-        monkeypatch.setattr(mpscontrol, "listening", lambda pipe: listens)
-        monkeypatch.setattr(mpscontrol.Control, "ask", lambda self, command: "")
-        monkeypatch.setattr(mpsstatus, "limits_now", lambda control: said)
+        monkeypatch.setattr(mps_control, "listening", lambda pipe: listens)
+        monkeypatch.setattr(mps_control.Control, "ask", lambda self, command: "")
+        monkeypatch.setattr(mps_status, "limits_now", lambda control: said)
 
     return make
 
@@ -78,7 +80,7 @@ def test_whoever_has_no_rights_is_told_so(machine: Machine, monkeypatch: pytest.
 
 DIED = f"[2099-01-31 12:00:00.123 Control {PID:5}] Server 45 exited with status 1\n"
 START, AGAIN = "gpushare mps start --device 0", "gpushare mps stop --force --device 0, and start it again; then "
-NOBODY, SOMEBODY, OTHER = None, mpscontrol.Daemon(1, 1000), mpscontrol.Daemon(9, 0)
+NOBODY, SOMEBODY, OTHER = None, mps_control.Daemon(1, 1000), mps_control.Daemon(9, 0)
 DEAD = {"start": 1}
 CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "well": ({}, OK, "runs on GPU 0, at most 60%, for 1 container", ""),
@@ -120,7 +122,7 @@ def test_what_is_wrong_with_a_daemon(
     start("other", pure.share(0, 0, GIB))
     daemon(**arguments)
     token = mps.state(UUID, allowed.state_dir).token
-    monkeypatch.setattr(mpsstatus, "_token", lambda state_dir, container_id: token)
+    monkeypatch.setattr(mps_status, "_token", lambda state_dir, container_id: token)
     found = ask("MPS", allowed)
     assert found.result == result and detail in found.detail and found.hint.startswith(hint), found
     assert "other" not in found.detail and bool(found.hint) == (result != OK)

@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.allocation import backends, mps, mpscontrol, mpsdaemon, mpsprocess, mpsstatus, mpswords, placement
-from gpushare.allocation.site import Site
+from gpushare.allocation import backends, placement
+from gpushare.allocation.backends.base import Site
+from gpushare.allocation.backends.mps import control as mps_control
+from gpushare.allocation.backends.mps import daemon as mps_daemon
+from gpushare.allocation.backends.mps import state as mps
+from gpushare.allocation.backends.mps import status as mps_status
 from gpushare.cli.main import main
 from gpushare.cli.mps import mps_group
 from gpushare.core import model
@@ -170,13 +174,13 @@ def test_nobody_is_given_a_daemon_while_it_is_decided_whether_it_ends(
         return leases.View(tuple(live), (), (), ())
 
     monkeypatch.setattr(leases, "view", view)
-    monkeypatch.setattr(mpscontrol, "listening", lambda pipe: mpscontrol.Daemon(1 << 22, 0))
-    monkeypatch.setattr(mpsprocess, "end", lambda control, pid: None)
+    monkeypatch.setattr(mps_control, "listening", lambda pipe: mps_control.Daemon(1 << 22, 0))
+    monkeypatch.setattr(mps_daemon, "end", lambda control, pid: None)
     with pytest.raises(CapacityError, match="containers have MPS"):
-        mpsdaemon.stop(host, DEVICE.uuid, False)
+        mps_daemon.stop(host, DEVICE.uuid, False)
     assert path.exists()
     live.clear()
-    assert mpsdaemon.stop(host, DEVICE.uuid, False) and not path.parent.exists()
+    assert mps_daemon.stop(host, DEVICE.uuid, False) and not path.parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +202,7 @@ def test_users_are_those_of_the_host(user: Any, rows: Any, inside: int, outside:
     "size, text", [(1, "1M"), (1 << 20, "1M"), (GIB - 1, "1024M"), (GIB, "1G"), (GIB + 1, "2G"), (5 * GIB, "5G")]
 )
 def test_a_limit_is_never_below_what_was_asked(size: int, text: str) -> None:
-    assert mpscontrol.memory_text(size) == text
+    assert mps_control.memory_text(size) == text
 
 
 @pytest.mark.parametrize(
@@ -219,14 +223,14 @@ def test_a_server_that_died_is_told_with_those_that_had_it(tmp_path: Path, said:
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "control.log").write_text(f"[{said} Control     7] Server 45 exited with status -9\n")
     told = f"server 45 has died (status -9): programs that had it{had} must be started again"
-    assert mpsstatus.deaths(str(tmp_path), 7, made) == told
-    assert mpsstatus.deaths(str(tmp_path), 7, ()) == told.replace(had, "")
-    assert mpsstatus.deaths(str(tmp_path), 8, made) == ""
+    assert mps_status.deaths(str(tmp_path), 7, made) == told
+    assert mps_status.deaths(str(tmp_path), 7, ()) == told.replace(had, "")
+    assert mps_status.deaths(str(tmp_path), 8, made) == ""
 
 
 @pytest.mark.parametrize("version, clients", [("535.2", 48), ("575.1", 48), ("580.65", 60), ("615.1", 60), ("", 48)])
 def test_clients_by_driver(version: str, clients: int) -> None:
-    assert mpscontrol.max_clients(version) == clients
+    assert mps_control.max_clients(version) == clients
 
 
 @pytest.mark.parametrize(
@@ -241,15 +245,15 @@ def test_clients_by_driver(version: str, clients: int) -> None:
     ],
 )
 def test_options_for_several_users_are_those_of_the_program(text: str, options: tuple[str, ...]) -> None:
-    assert mpswords.several_users(text) == options
-    assert mpswords.protocol_in(options, {}) == (3 if len(options) > 1 else 2)
+    assert mps_control.several_users(text) == options
+    assert mps_control.protocol_in(options, {}) == (3 if len(options) > 1 else 2)
 
 
 def test_a_protocol_is_what_the_environment_says_and_then_the_options() -> None:
-    assert mpswords.protocol_in(["mps", "-d", "-p", "3"], {}) == 3
-    assert mpswords.protocol_in(["mps", "-d", "-p", "3"], {"CUDA_MPS_PROTOCOL_VERSION": "2"}) == 2
-    assert mpswords.protocol_in(["mps", "-d"], {"CUDA_MPS_PROTOCOL_VERSION": "3"}) == 3
-    assert mpscontrol.protocol_of(1 << 22) == 2, "nobody"
+    assert mps_control.protocol_in(["mps", "-d", "-p", "3"], {}) == 3
+    assert mps_control.protocol_in(["mps", "-d", "-p", "3"], {"CUDA_MPS_PROTOCOL_VERSION": "2"}) == 2
+    assert mps_control.protocol_in(["mps", "-d"], {"CUDA_MPS_PROTOCOL_VERSION": "3"}) == 3
+    assert mps_control.protocol_of(1 << 22) == 2, "nobody"
 
 
 @pytest.mark.parametrize(
@@ -257,7 +261,7 @@ def test_a_protocol_is_what_the_environment_says_and_then_the_options() -> None:
     [("71\n72", (71, 72)), ("71,gpushare,0,default,python 5", (71,)), ("Server 7 not found", ()), ("", ())],
 )
 def test_pids_are_the_first_word_of_a_line(text: str, pids: tuple[int, ...]) -> None:
-    assert mpswords.pids_in(text) == pids
+    assert mps_control.pids_in(text) == pids
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ..gpu.selectors import device_name
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of, turn_bytes
 from ..state.shm_abi import MAX_PEERS
 from . import backends
-from .site import Site
+from .backends.base import Site
 
 _NOTHING = "the configuration keeps all of it: lower oversubscription.turn_memory, or raise memory_overcommit"
 

@@ -6,7 +6,10 @@ from typing import Any, NamedTuple, Optional
 
 import click
 
-from ..allocation import backends, mps, mpsdaemon, mpsstatus
+from ..allocation import backends
+from ..allocation.backends.mps import daemon as mps_daemon
+from ..allocation.backends.mps import state as mps
+from ..allocation.backends.mps import status as mps_status
 from ..core import constants, quantity
 from ..core.errors import RequestError
 from ..core.model import Device, Node
@@ -27,7 +30,7 @@ class Row(NamedTuple):
     """One device, as `status` shows it."""
 
     device: Device
-    seen: mpsstatus.Seen
+    seen: mps_status.Seen
 
 
 @click.group(name="mps")
@@ -101,8 +104,8 @@ def start(
     with Progress() as progress:
         for device in _devices(host, wanted):
             progress.say(f"starting MPS on {device.uuid}")
-            wish = mpsdaemon.DaemonSettings(*_most(host, device, compute, memory), number, shm)
-            done.append((device, mpsdaemon.start(host, device, wish)))
+            wish = mps_daemon.DaemonSettings(*_most(host, device, compute, memory), number, shm)
+            done.append((device, mps_daemon.start(host, device, wish)))
     if len(done) == 1:  # a unit has one process that it watches
         (one, (_, new)) = done[0]
         servicenotify.tell(new.pid, f"MPS on {device_name(one)}, at most {_limits(new)}")
@@ -132,13 +135,13 @@ def _limits(found: mps.MpsState) -> str:
 @click.pass_obj
 def stop(paths: Paths, wanted: tuple[str, ...], force: bool, output: str) -> None:
     """End the control daemon of each device, and what it has started."""
-    mpsdaemon.require_root()
-    known = mpsstatus.known(paths.state_dir)
+    mps_daemon.require_root()
+    known = mps_status.known(paths.state_dir)
     done = []
     if wanted or known:  # where no daemon was started, the command also succeeds on a host without a driver
         host = facts.host(paths)
         uuids = [one.uuid for one in _devices(host, wanted)] if wanted else known
-        done = [(uuid, mpsdaemon.stop(host, uuid, force)) for uuid in uuids]
+        done = [(uuid, mps_daemon.stop(host, uuid, force)) for uuid in uuids]
     if output == "json":
         write_json([{"uuid": uuid, "stopped": was_there} for uuid, was_there in done])
         return
@@ -157,10 +160,10 @@ def status(paths: Paths, wanted: tuple[str, ...], output: str) -> None:
 
     Fails when a daemon has died, or has other limits than it was given; names the containers that need a restart.
     """
-    mpsdaemon.require_root()
+    mps_daemon.require_root()
     host = facts.host(paths)
     live = leases.view(paths.state_dir).live
-    rows = [Row(device, mpsstatus.look(host, device, live)) for device in _devices(host, wanted)]
+    rows = [Row(device, mps_status.look(host, device, live)) for device in _devices(host, wanted)]
     if output == "json":
         write_json([_plain(row) for row in rows])
     else:

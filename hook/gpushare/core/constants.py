@@ -46,7 +46,7 @@ ANNOTATIONS = {
 }
 AUTO = "auto"
 NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
-BACKENDS = ("shim", "mps", "dmem")  # rows of backends.py
+BACKENDS = ("shim", "mps", "dmem")  # packages of allocation/backends
 APPLIED_ANNOTATION = "gpushare.io/applied"  # ours: what we put into config.json, see specedit.py
 HOOK_OUTPUT_ANNOTATIONS = ("run.oci.hooks.stdout", "run.oci.hooks.stderr")  # crun: files that get what hooks print
 

@@ -9,7 +9,10 @@ import os
 from collections.abc import Sequence
 from typing import Callable, NamedTuple, Optional
 
-from ..allocation import backends, mps, mpscontrol, mpsstatus
+from ..allocation import backends
+from ..allocation.backends.mps import control as mps_control
+from ..allocation.backends.mps import state as mps
+from ..allocation.backends.mps import status as mps_status
 from ..core import constants
 from ..core.model import Device, Lease, Node
 from ..gpu.selectors import device_name
@@ -27,7 +30,7 @@ class Case(NamedTuple):
     host: Node
     device: Device
     folder: str
-    daemon: Optional[mpscontrol.Daemon]
+    daemon: Optional[mps_control.Daemon]
     found: mps.MpsState
     live: tuple[Lease, ...]
 
@@ -47,7 +50,7 @@ class Case(NamedTuple):
     def affected(self) -> str:
         """Containers whose programs have a daemon that is no more, for people; "" when there are none."""
         uuid, state_dir = self.device.uuid, self.host.config.state_dir
-        return some([constants.short(one.id) for one in mpsstatus.affected(self.found, uuid, self.live, state_dir)])
+        return some([constants.short(one.id) for one in mps_status.affected(self.found, uuid, self.live, state_dir)])
 
 
 def _wrong_user(case: Case) -> Optional[Result]:
@@ -94,7 +97,7 @@ def _deaf(case: Case) -> Optional[Result]:
 
 def _asked(case: Case) -> Optional[Result]:
     """What the daemon itself says."""
-    seen = mpsstatus.look(case.host, case.device, case.live)
+    seen = mps_status.look(case.host, case.device, case.live)
     if seen.state != "running":
         return Result(FAIL, f"the daemon of {case.name}: {seen.note}", case.again)
     driver, loaded = case.found.driver_version, case.host.inventory.driver_version
@@ -126,7 +129,7 @@ def daemons(machine: Machine) -> Result:
         return no_driver(machine)
     if os.geteuid() != 0 or rootless.is_rootless():
         return Result(SKIP, "needs root")
-    host, left = machine.node, mpsstatus.known(machine.state_dir)
+    host, left = machine.node, mps_status.known(machine.state_dir)
     here = {device.uuid: device for device in host.inventory.devices}
     found = [
         Result(WARN, f"{mps.directory(machine.state_dir, uuid)} is of a GPU that is gone", "gpushare mps stop")
@@ -141,7 +144,7 @@ def daemons(machine: Machine) -> Result:
 
 def _case(host: Node, device: Device, state_dir: str, live: tuple[Lease, ...]) -> Case:
     folder = mps.directory(state_dir, device.uuid)
-    daemon = mpscontrol.listening(f"{folder}/pipe")
+    daemon = mps_control.listening(f"{folder}/pipe")
     return Case(host, device, folder, daemon, mps.state(device.uuid, state_dir), live)
 
 
@@ -164,10 +167,10 @@ def _joined(found: Sequence[Result]) -> Result:
 def _unused(host: Node) -> Result:
     if not backends.allows(host.config.policy, mps.NAME):
         return Result(OK, "not in use")
-    if mpscontrol.program(host.inventory.root) is None:
+    if mps_control.program(host.inventory.root) is None:
         return Result(
             WARN,
-            f"policy.allowed_backends has mps, and the driver in {host.inventory.root} has no {mpscontrol.NAME}",
+            f"policy.allowed_backends has mps, and the driver in {host.inventory.root} has no {mps_control.NAME}",
             "install it: it is part of the driver",
         )
     return Result(WARN, "policy.allowed_backends has mps, and no GPU has a daemon", "gpushare mps start")

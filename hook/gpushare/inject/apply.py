@@ -171,7 +171,7 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
 def _hold(plan: Plan, pid: int, applied: Applied) -> None:
     limits = [op for op in plan.ops if isinstance(op, KernelLimit)]
     if limits:
-        from ..allocation import dmem
+        from ..allocation.backends.dmem import regions as dmem
 
         applied._access.append(dmem.hold(pid, limits))
         applied._namespace.require_alive()

@@ -15,7 +15,8 @@ import os
 import shutil
 from typing import NamedTuple
 
-from ..allocation import mps, mpsstatus
+from ..allocation.backends.mps import state as mps
+from ..allocation.backends.mps import status as mps_status
 from ..core import constants
 from ..core.errors import CapacityError, ConfigError
 from ..core.quoting import shown
@@ -83,7 +84,7 @@ def _refuse_foreign(state_dir: str) -> None:
 def refuse_used(state_dir: str) -> None:
     """Raises CapacityError also while MPS runs: nobody could talk to its daemon any more, and it keeps its GPU."""
     refuse_leases(state_dir)
-    running = [uuid for uuid in mpsstatus.known(state_dir) if not mps.state(uuid, state_dir).problem]
+    running = [uuid for uuid in mps_status.known(state_dir) if not mps.state(uuid, state_dir).problem]
     if running:
         raise CapacityError(f"MPS runs on {', '.join(running)}", "`gpushare mps stop` first")
 

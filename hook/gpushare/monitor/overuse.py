@@ -17,7 +17,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 
-from ..allocation import mpsprocess
 from ..core.model import Device, Lease
 from ..gpu.nvml_usage import Gpu
 from ..state import audit_log
@@ -163,4 +162,4 @@ def stop(lease: Lease, pids: Iterable[int], owner: Owner) -> None:
         found.insert(0, procs.find(lease.init_pid))
     for process in found:
         if process is not None:
-            mpsprocess.kill(process)
+            procs.kill(process)

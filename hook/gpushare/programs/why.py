@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..allocation import backends, placement
-from ..allocation.site import Site
+from ..allocation.backends.base import Site
 from ..core.model import Device, Node, Request, Share
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 from typing import NamedTuple, Optional
 
+from ..core.errors import KernelError
+from . import syscalls
+
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _DEAD_STATES = ("Z", "X", "x")  # a zombie holds no memory, no device and no mount, if it has no other threads
 
@@ -110,3 +113,33 @@ def pids_by_container_pid(cgroup: str) -> dict[int, int]:
             if line.startswith(b"NSpid:"):
                 found[int(line.split()[-1])] = int(name)
     return found
+
+
+def wait(process: Process, milliseconds: int, send: int = 0) -> None:
+    """Wait until `process` has ended, `milliseconds` at most. Send it the signal `send` first, if not 0."""
+    import signal
+
+    try:
+        fd = syscalls.pidfd_open(process.pid)
+    except KernelError:  # gone
+        return
+    try:
+        if alive(process.pid, process.start):
+            if send:
+                signal.pidfd_send_signal(fd, send)
+            _gone(fd, milliseconds)
+    finally:
+        os.close(fd)
+
+
+def kill(process: Process) -> None:
+    """Kill `process`, never another process that got its pid, and wait up to 5 s until it has ended."""
+    wait(process, 5000, 9)
+
+
+def _gone(pidfd: int, milliseconds: int) -> bool:
+    import select
+
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(milliseconds))

@@ -16,12 +16,14 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..core import constants
-from ..core.errors import GpushareError
-from ..core.model import Device, Lease, Node
-from ..state import shm_abi, storage
-from . import backends, mps, mpscontrol, mpswords
-from .mpscontrol import Control
+from ....core import constants
+from ....core.errors import GpushareError
+from ....core.model import Device, Lease, Node
+from ....state import shm_abi, storage
+from ... import backends
+from . import control as mps_control
+from . import state as mps
+from .control import Control
 
 _LOG_BYTES = 1 << 18  # the end of a log is enough
 _DEATH = re.compile(r"^\[?(.{0,19}).* Control +(\d+)\] Server (\d+) exited with status (-?\d+)")
@@ -51,7 +53,7 @@ def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
     folder = mps.directory(host.config.state_dir, device.uuid)
     try:
         control = control_of(host, folder, found.pid)
-        words = control.words
+        words = control.commands
         servers = control.numbers(words.servers)
         clients = tuple(pid for server in servers for pid in control.numbers(words.clients.format(server=server)))
         now, wanted = limits_now(control), expected(found)
@@ -66,9 +68,9 @@ def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
 
 def control_of(host: Node, folder: str, pid: int) -> Control:
     """Of the daemon whose files are in `folder`."""
-    program = mpscontrol.program(host.inventory.root) or mpscontrol.NAME
-    env = mpscontrol.environment(host, program)
-    return Control(program, f"{folder}/pipe", env, mpscontrol.protocol_of(pid))
+    program = mps_control.program(host.inventory.root) or mps_control.NAME
+    env = mps_control.environment(host, program)
+    return Control(program, f"{folder}/pipe", env, mps_control.protocol_of(pid))
 
 
 def known(state_dir: str) -> list[str]:
@@ -97,22 +99,22 @@ def _token(state_dir: str, container_id: str) -> int:
 
 def limits_now(control: Control) -> str:
     """What the daemon says of its limits now, for people: anybody who can connect to it can set these defaults."""
-    percent, memory = control.ask(control.words.get_percent), control.ask(control.words.get_memory)
-    number = mpswords.percent_in(percent)
+    percent, memory = control.ask(control.commands.get_percent), control.ask(control.commands.get_memory)
+    number = mps_control.percent_in(percent)
     return f"{percent if number is None else f'{number:.1f}'}%, {memory or 'no memory limit'}"
 
 
 def servers_off(control: Control, servers: Sequence[int], percent: int) -> str:
     """For people: a server that gives another percentage than its daemon was told, which anybody can set, too."""
-    for server in servers if control.words.get_server_percent else ():
-        said = mpswords.percent_in(control.ask(control.words.get_server_percent.format(server=server)))
+    for server in servers if control.commands.get_server_percent else ():
+        said = mps_control.percent_in(control.ask(control.commands.get_server_percent.format(server=server)))
         if said not in (None, percent):  # None: it has ended meanwhile
             return f"server {server} gives {said:.1f}%, not {percent:.1f}%"
     return ""
 
 
 def expected(found: mps.MpsState) -> str:
-    memory = mpscontrol.memory_text(found.memory_bytes) if found.memory_bytes else "no memory limit"
+    memory = mps_control.memory_text(found.memory_bytes) if found.memory_bytes else "no memory limit"
     return f"{found.thread_percent:.1f}%, {memory}"
 
 

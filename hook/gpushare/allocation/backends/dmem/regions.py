@@ -30,12 +30,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Optional
 
-from ..core.errors import CapacityError, GpushareError, KernelError
-from ..core.model import Device, Inventory, Share
-from ..core.ops import KernelLimit
-from ..core.quoting import shown
-from ..state import storage
-from ..system import mountns, syscalls
+from ....core.errors import CapacityError, GpushareError, KernelError
+from ....core.model import Device, Inventory, Share
+from ....core.ops import KernelLimit
+from ....core.quoting import shown
+from ....state import storage
+from ....system import mountns, syscalls
 
 CAPACITY, MAX, MIN = "dmem.capacity", "dmem.max", "dmem.min"
 RECORD = "dmem"  # in containers/<id>
@@ -109,7 +109,7 @@ def _nvml(inventory: Inventory) -> str:
     major = inventory.driver_version.partition(".")[0]
     if not major.isdigit() or int(major) < BY_NVML:
         return ""
-    from ..gpu import driverfiles
+    from ....gpu import driverfiles
 
     return driverfiles.nvml_library(inventory.root, inventory.driver_version)
 
@@ -171,7 +171,7 @@ def _directory(pid: int, tree: str) -> str:
         path = next((line[3:].rstrip("\n") for line in lines if line.startswith("0::")), "")
     if tree:
         return tree + path.rstrip("/")
-    from ..system import cgroup
+    from ....system import cgroup
 
     directory = cgroup.find_cgroups(pid)[1]
     if not directory or cgroup.holds(directory, cgroup.find_cgroups(os.getpid())[1]):
@@ -194,7 +194,7 @@ def _require_own(directory: str, pid: int) -> None:
 def _put(held: Held, uuid: str, limit_bytes: Optional[int]) -> None:
     """None: no limit. Raises KernelError, DeviceError, and CapacityError where more is in use now."""
     if held.library:
-        from ..gpu import nvmllimits
+        from ....gpu import nvmllimits
 
         return nvmllimits.put(held.library, uuid, held.directory, limit_bytes)
     return _write(held.directory, held.regions[uuid], limit_bytes)

@@ -7,7 +7,7 @@
     require_offered(before, after, folder)          of a limit that changes
     grant_of(shares, state_dir, uid) -> Grant     what of it the limits file says
 
-`shares` are those whose compute MPS holds: backends.py knows which these are.
+`shares` are those whose compute MPS holds: __init__.py of the parent selects them.
 `ready` is written last and by rename, so a daemon is seen when its limits are set, never before. share/ has hard links
 to what clients need of pipe/: without control_privileged, by which the daemon would be stopped, and without the lock
 file, which would keep the next one from starting. It is what containers have mounted, so programs that start in them
@@ -21,15 +21,15 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from ..core import constants
-from ..core.errors import CapacityError, DeviceError
-from ..core.model import Config, Request, Share
-from ..core.ops import Mount, Op
-from ..gpu import driverroot
-from ..system import procs
+from ....core import constants
+from ....core.errors import CapacityError, DeviceError
+from ....core.model import Config, Request, Share
+from ....core.ops import Mount, Op
+from ....gpu import driverroot
+from ....system import procs
 
 if TYPE_CHECKING:
-    from .site import Site
+    from ..base import Site
 
 NAME = "mps"  # the backend
 FOLDER = "mps"  # of the state directory
@@ -132,7 +132,7 @@ def unsupported(site: Site) -> Optional[str]:
         return f"it serves one user at a time, uid {found.uid}, and this container runs as uid {request.uid}"
     if found.shm == SHM_HOST and not _is_shm_of(found.pid, request.shm):
         return "it was started with --shm host, and the container's /dev/shm is not the host's (--ipc=host)"
-    containers = len(site.ledger.holders.get(uuid, ()))  # all that are there have it: see backends.py
+    containers = len(site.ledger.holders.get(uuid, ()))  # `Backend.alone`: they all use it
     if containers >= found.clients:
         return f"it serves {found.clients} processes at most, and {containers} containers have it"
     return None

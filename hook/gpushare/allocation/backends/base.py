@@ -1,0 +1,55 @@
+"""What a backend is: the type that each package of this folder has one of, named BACKEND."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Optional
+
+from ...core.model import Device, Node, Request, Share
+from ...core.ops import Op
+from ...state.ledger import Ledger
+
+MEMORY, COMPUTE = "memory", "compute"
+VIRTUAL = "memory beyond the device"  # of an oversubscribed share: the part that lies in host memory
+LIMITS = (MEMORY, COMPUTE)
+NO_GRANT = (0, 0, 0)
+
+
+class Site(NamedTuple):
+    """One device that one container may get."""
+
+    device: Device
+    request: Request
+    node: Node
+    ledger: Ledger
+
+
+def _no_ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]:
+    return ()
+
+
+def _no_change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
+    """The limits file is enough."""
+
+
+def _no_grant(shares: Sequence[Share], state_dir: str, uid: int) -> tuple[int, int, int]:
+    return NO_GRANT
+
+
+class Backend(NamedTuple):
+    """A backend that enforces limits. The last four texts are for docs/backends.md."""
+
+    name: str
+    enforces: tuple[str, ...]  # of LIMITS, or VIRTUAL
+    supports: Callable[[str, Site], Optional[str]]  # (limit, site) -> why it cannot enforce it there; None: it can
+    enforced_by: str
+    bypassed_by: str
+    changes_live: str
+    tested: str
+    keeps: Callable[[Share], Optional[str]] = lambda share: None  # why it cannot enforce what `limit set` requests
+    ops: Callable[[tuple[Share, ...], Node, str], Sequence[Op]] = _no_ops  # (its shares, node, containers/<id>)
+    change: Callable[[Sequence[Share], Sequence[Share], str], None] = _no_change  # (before, after, containers/<id>)
+    grant: Callable[[Sequence[Share], str, int], tuple[int, int, int]] = _no_grant  # (its shares, state directory, uid)
+    alone: str = ""  # why it cannot enforce compute on a device where another backend does; "": it can
+    in_cgroup: bool = False  # whether it needs a cgroup that belongs to the container alone
+    optional: bool = True  # whether it does something for a container even without a limit

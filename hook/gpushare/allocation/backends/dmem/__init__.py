@@ -1,0 +1,54 @@
+"""The kernel's dmem cgroup controller, or the driver by cgroup, as a backend for memory. regions.py does the work.
+
+Start path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+from ....core.model import Node, Share
+from ....core.ops import Op
+from ....system import rootless
+from ..base import MEMORY, Backend, Site
+
+
+def _supports(limit: str, site: Site) -> Optional[str]:
+    if site.device.parent:
+        return "the driver has no regions for MIG devices"
+    if site.request.oversubscribe:
+        return "managed memory is not counted there"
+    if rootless.is_rootless():
+        return "it needs rights over cgroups, and this is rootless"
+    from . import regions
+
+    return regions.unsupported(site.device, site.node.inventory)
+
+
+def _ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]:
+    from . import regions
+
+    return regions.ops(shares, node.inventory, folder)
+
+
+def _change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
+    from . import regions
+
+    regions.change(folder, before, after)
+
+
+BACKEND = Backend(
+    name="dmem",
+    enforces=(MEMORY,),
+    supports=_supports,
+    ops=_ops,
+    change=_change,
+    in_cgroup=True,
+    optional=False,
+    enforced_by="the kernel's dmem cgroup controller, asked by the driver: an allocation over the limit fails, "
+    "for all of the container together, whichever way it is made. The shim holds the same limit above it.",
+    bypassed_by="managed memory, which the driver does not charge there; who may write to cgroups",
+    changes_live="memory: at once",
+    tested="on a cgroup tree of plain files; not run on hardware",
+)

@@ -1,0 +1,77 @@
+"""NVIDIA's MPS as a backend for compute: its server gives each client a percentage of the multiprocessors. Start path.
+
+state.py has the files of a daemon, control.py its commands, daemon.py its start and stop, status.py what people see of
+it. The last three are not on the start path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+from ....core.model import Node, Share
+from ....core.ops import Op
+from ....system import rootless
+from ..base import COMPUTE, Backend, Site
+
+
+def _supports(limit: str, site: Site) -> Optional[str]:
+    device, request = site.device, site.request
+    if device.parent:
+        return "it is offered for whole GPUs, not inside of MIG devices"
+    if any(part.parent == device.uuid for part in site.node.inventory.mig):
+        return "this GPU is divided into MIG devices"
+    if rootless.is_rootless():
+        return "its daemon belongs to root, and this is rootless"
+    reason = _unsupported_mode(request.compute_mode == "soft", request.priority, request.oversubscribe)
+    if reason:
+        return reason
+    from . import state
+
+    return state.unsupported(site)
+
+
+def _unsupported_mode(soft: bool, priority: int, oversubscribe: bool = False) -> Optional[str]:
+    reasons = (
+        (soft, "its percentages are hard: it does not lend idle compute"),
+        (priority > 0, "it has no high priority, only a low one"),
+        (oversubscribe, "it has no memory beyond the device's own"),
+    )
+    return next((reason for requested, reason in reasons if requested), None)
+
+
+def _ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]:
+    from . import state
+
+    return state.ops(shares, node.config)
+
+
+def _change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
+    from . import state
+
+    state.require_offered(before, after, folder)
+
+
+def _grant(shares: Sequence[Share], state_dir: str, uid: int) -> tuple[int, int, int]:
+    from . import state
+
+    return state.grant_of(shares, state_dir, uid)
+
+
+BACKEND = Backend(
+    name="mps",
+    enforces=(COMPUTE,),
+    supports=_supports,
+    alone="containers without MPS are on the device, with which its clients would have to take turns",
+    keeps=lambda share: _unsupported_mode(share.soft, share.priority),
+    ops=_ops,
+    change=_change,
+    grant=_grant,
+    enforced_by="NVIDIA's MPS server: each process of the container gets at most its percentage of the "
+    "multiprocessors, at the same time as others. The container's memory over all processes stays with "
+    "the shim.",
+    bypassed_by="a container of several processes, each of which gets the percentage; a program that goes "
+    "around MPS then shares time with its server",
+    changes_live="compute, for processes that begin later; neither mode nor priority",
+    tested="with NVIDIA's control daemon, without a GPU (docs/mps.md)",
+)
