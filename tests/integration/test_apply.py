@@ -153,8 +153,8 @@ def test_a_kill_at_any_op_leaves_the_host_alone_and_the_next_start_works(
 
                 return step
 
-            for kind, real in list(apply._EXECUTORS.items()):
-                apply._EXECUTORS[kind] = killing(real)
+            for kind in (DeviceNode, LdCache, Link, Mount, ProcMask):
+                kind.put = killing(kind.put)  # type: ignore[method-assign]
             apply.apply(Plan("test", whole_plan(source)), box.bundle, box.pid)
 
         with pytest.raises(ns_util.ChildDied):

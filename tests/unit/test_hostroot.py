@@ -141,8 +141,8 @@ def test_nothing_is_made_outside_of_a_layer(lib: Path) -> None:
         for attempt in (
             lambda: root.mount_point(f"{lib}/new", "file"),
             lambda: root.mount_point(f"{lib}/a/b", "dir"),
-            lambda: apply._link(root, Link(f"{lib}/link", "x", ""), -1),
-            lambda: apply._link(root, Link(f"{lib}/dangling", "libx.so.535", ""), -1),
+            lambda: Link(f"{lib}/link", "x", "").put(root, -1),
+            lambda: Link(f"{lib}/dangling", "libx.so.535", "").put(root, -1),
         ):
             try:
                 attempt()

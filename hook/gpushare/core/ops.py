@@ -1,11 +1,23 @@
-"""Operations: what a plan is made of. Plain data; `describe()` is what `explain` prints.
+"""Operations: the steps of a plan. Each class holds all that an operation is, in those of these methods that it needs:
 
-`NEEDS` says who can carry an op out. Executing them is apply.py's work, and specedit.py's.
+    describe()                   the line that `explain` prints
+    edit_spec(editor)            add it to config.json, or to the record there of what our hook does (specedit.Editor)
+    restore(*fields)             the operation that our hook carries out, from the fields of such a record
+    put(root, tree)              carry it out in the container's mount namespace (apply.ContainerRoot); `tree` is a
+                                 detached copy of its source, -1 if it has none on the host
+    grant(access)                allow the use of a device, after everything else (apply.Access)
+
+`NEEDS` tells whether config.json can hold an operation. The methods only call their argument, which has the effects, so
+this module imports no upper layer. Records are a format on disk: containers of older versions have them.
+
+To add an operation, add its class here, to `Op` and to NEEDS (and to RECORDED if config.json cannot hold it), and to
+ContainerRoot or Editor what it calls there.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from collections.abc import Callable
+from typing import Any, NamedTuple, Union
 
 from .model import LdEntry, Share
 from .quantity import human
@@ -72,6 +84,16 @@ class Mount(NamedTuple):
     def describe(self) -> str:
         return f"mount    {self.target} <- {self.source} ({self.kind} {' '.join(self.flags)}): {self.why}"
 
+    def edit_spec(self, editor: Any) -> None:
+        editor.add_mount(self)
+
+    @staticmethod
+    def restore(target: str, source: str, kind: str, flags: list[str]) -> Mount:
+        return Mount(source, target, kind, tuple(flags), "")
+
+    def put(self, root: Any, tree: int) -> None:
+        root.attach(tree, root.mount_point(self.target, self.kind), self.target)
+
 
 class InPlace(NamedTuple):
     """A Mount that config.json holds: for our hook it is there already."""
@@ -82,6 +104,10 @@ class InPlace(NamedTuple):
 
     def describe(self) -> str:
         return f"mount    {self.target} <- {self.source} ({self.kind}): in config.json"
+
+    @staticmethod
+    def restore(target: str, source: str, kind: str) -> InPlace:
+        return InPlace(source, target, kind)
 
 
 class ImageFile(NamedTuple):
@@ -100,6 +126,16 @@ class ImageFile(NamedTuple):
     def describe(self) -> str:
         return f"image    {self.target} <- {self.source} of the image ({' '.join(self.flags)}): {self.why}"
 
+    def edit_spec(self, editor: Any) -> None:
+        editor.leave("ImageFile", self.source, self.target, list(self.flags))
+
+    @staticmethod
+    def restore(source: str, target: str, flags: list[str]) -> ImageFile:
+        return ImageFile(source, target, tuple(flags), "")
+
+    def put(self, root: Any, tree: int) -> None:
+        root.show_image_file(self.source, self.target, self.flags)
+
 
 class Cover(NamedTuple):
     """Bind mount of a host file over a file of the image that an ImageFile shows elsewhere, so after that."""
@@ -116,6 +152,16 @@ class Cover(NamedTuple):
     def describe(self) -> str:
         return f"cover    {self.target} <- {self.source} ({' '.join(self.flags)}): {self.why}"
 
+    def edit_spec(self, editor: Any) -> None:
+        editor.leave("Cover", self.source, self.target, list(self.flags))
+
+    @staticmethod
+    def restore(source: str, target: str, flags: list[str]) -> Cover:
+        return Cover(source, target, tuple(flags), "")
+
+    def put(self, root: Any, tree: int) -> None:
+        root.attach(tree, root.mount_point(self.target, self.kind), self.target)
+
 
 class Link(NamedTuple):
     """A symbolic link in the container's root file system (links stay links)."""
@@ -126,6 +172,16 @@ class Link(NamedTuple):
 
     def describe(self) -> str:
         return f"link     {self.target} -> {self.text}: {self.why}"
+
+    def edit_spec(self, editor: Any) -> None:
+        editor.leave("Link", self.target, self.text)
+
+    @staticmethod
+    def restore(target: str, text: str) -> Link:
+        return Link(target, text, "")
+
+    def put(self, root: Any, tree: int) -> None:
+        root.link(self.target, self.text)
 
 
 class DeviceNode(NamedTuple):
@@ -141,6 +197,17 @@ class DeviceNode(NamedTuple):
         what = "simulated" if self.simulated else f"c {self.major}:{self.minor}"
         return f"device   {self.target} <- {self.source} ({what})"
 
+    def edit_spec(self, editor: Any) -> None:
+        editor.add_device(self)
+
+    @staticmethod
+    def restore(*fields: Any) -> DeviceNode:
+        return DeviceNode(*fields)
+
+    def put(self, root: Any, tree: int) -> None:
+        if self.simulated or not root.has_device(self.target, self.major, self.minor):
+            root.attach(tree, root.mount_point(self.target, "file"), self.target)
+
 
 class DeviceRule(NamedTuple):
     """Device-cgroup access: rw, never m. Always after WriteLimits in a plan."""
@@ -150,6 +217,12 @@ class DeviceRule(NamedTuple):
 
     def describe(self) -> str:
         return f"allow    c {self.major}:{self.minor} rw"
+
+    def edit_spec(self, editor: Any) -> None:
+        editor.add_rule(self.major, self.minor)
+
+    def grant(self, access: Any) -> None:
+        access.rules.append((self.major, self.minor))
 
 
 class KernelLimit(NamedTuple):
@@ -167,6 +240,18 @@ class KernelLimit(NamedTuple):
             return f"driver   memory limit of {self.uuid} for the container's cgroup, through NVML: {self.limit_bytes}"
         return f"kernel   dmem.max and dmem.min {self.region} {self.limit_bytes}"
 
+    def edit_spec(self, editor: Any) -> None:
+        editor.leave("KernelLimit", *self)
+        if not self.tree and not self.library:
+            editor.add_kernel_limit(self.region, self.limit_bytes)
+
+    @staticmethod
+    def restore(*fields: Any) -> KernelLimit:
+        return KernelLimit(*fields)
+
+    def grant(self, access: Any) -> None:
+        access.limits.append(self)
+
 
 class LdCache(NamedTuple):
     """Entries to add to or replace in /etc/ld.so.cache, in place and atomically."""
@@ -175,6 +260,16 @@ class LdCache(NamedTuple):
 
     def describe(self) -> str:
         return "ldcache  " + ", ".join(f"{entry.soname} => {entry.path}" for entry in self.entries)
+
+    def edit_spec(self, editor: Any) -> None:
+        editor.leave("LdCache", [list(entry) for entry in self.entries])
+
+    @staticmethod
+    def restore(entries: list[list[Any]]) -> LdCache:
+        return LdCache(tuple(LdEntry(*entry) for entry in entries))
+
+    def put(self, root: Any, tree: int) -> None:
+        root.extend_ld_cache(self.entries)
 
 
 class ProcMask(NamedTuple):
@@ -186,6 +281,16 @@ class ProcMask(NamedTuple):
     def describe(self) -> str:
         kept = f", capabilities {' '.join(self.capabilities)}" if self.capabilities else ""
         return f"mask     /proc/driver/nvidia: {' '.join(self.bus_ids) or 'no GPU'}{kept}, ModifyDeviceFiles 0"
+
+    def edit_spec(self, editor: Any) -> None:
+        editor.leave("ProcMask", list(self.bus_ids), list(self.capabilities))
+
+    @staticmethod
+    def restore(bus_ids: list[str], capabilities: list[str]) -> ProcMask:
+        return ProcMask(tuple(bus_ids), tuple(capabilities))
+
+    def put(self, root: Any, tree: int) -> None:
+        root.mask_proc(self.bus_ids, self.capabilities)
 
 
 Op = Union[
@@ -209,6 +314,27 @@ NEEDS = {
     "namespace": (WriteLimits, TenantTmpfs, ImageFile, Cover, LdCache, ProcMask),
     "either": (Mount, Link, DeviceNode, DeviceRule, KernelLimit),
 }
+
+# Kind of a record in config.json -> the operation of it that is left for our hook
+RECORDED: dict[str, Callable[..., Op]] = {
+    "Mount": InPlace.restore,  # config.json mounts it
+    "Bind": Mount.restore,
+    "Device": DeviceNode.restore,
+    "Link": Link.restore,
+    "LdCache": LdCache.restore,
+    "ProcMask": ProcMask.restore,
+    "KernelLimit": KernelLimit.restore,
+    "ImageFile": ImageFile.restore,
+    "Cover": Cover.restore,
+}
+
+
+def call(ops: tuple[Op, ...], method: str, argument: Any) -> None:
+    """Call `method` of each operation that has it, in order."""
+    for op in ops:
+        step = getattr(op, method, None)
+        if step is not None:
+            step(argument)
 
 
 def needs(op: Op) -> str:

@@ -11,25 +11,22 @@ import errno
 import os
 import stat
 from collections.abc import Callable
-from typing import Any, Union
+from typing import Union
 
 from ..core.errors import DeviceError, GpushareError, KernelError
-from ..core.model import Bundle
+from ..core.model import Bundle, LdEntry
 from ..core.ops import (
     DEVICE_FLAGS,
     Cover,
     DeviceNode,
-    DeviceRule,
     ImageFile,
     InPlace,
     KernelLimit,
     LdCache,
-    Link,
     Mount,
     Plan,
     ProcMask,
-    TenantTmpfs,
-    WriteLimits,
+    call,
 )
 from ..core.quoting import shown
 from ..system import cgroup, idmap, inroot, mountns, rootless, syscalls
@@ -118,9 +115,7 @@ def store(plan: Plan) -> None:
     nothing to take back here."""
     from ..state import storage
 
-    for op in plan.ops:
-        if isinstance(op, (WriteLimits, TenantTmpfs)):
-            storage.execute(op)
+    storage.store(plan.ops)
 
 
 def copies(plan: Plan, kept: list[int], hider: Union[idmap.Hider, None] = None) -> dict[int, int]:
@@ -141,23 +136,23 @@ def copies(plan: Plan, kept: list[int], hider: Union[idmap.Hider, None] = None) 
 def put(root: mountpoint.Root, plan: Plan, trees: dict[int, int]) -> None:
     """All that happens in the mount namespace of `root`, which this process is in."""
     for index, op in enumerate(plan.ops):
-        executor = root.executors.get(type(op)) or _EXECUTORS.get(type(op))
-        if executor is not None:
-            executor(root, op, trees.get(index, -1))
+        put_one = getattr(op, "put", None)
+        if put_one is not None:
+            put_one(root, trees.get(index, -1))
 
 
 def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     store(plan)
     trees = copies(plan, applied._trees, applied.hider)
     mounts = mountns.read_mounts(containing=mountns.CGROUPS)
-    rules = [(op.major, op.minor) for op in plan.ops if isinstance(op, DeviceRule)]
+    rules = Access(plan).rules
     simulated = any(isinstance(op, DeviceNode) and op.simulated for op in plan.ops)  # which has none, and the promise
     if (rules or simulated) and not rootless.is_rootless():  # a rootless container has no device cgroup
         cgroup.own_cgroups(pid, mounts)
     root_fd = rootfs.open_root(bundle, pid)
-    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner)
+    root = applied._root = ContainerRoot(root_fd, applied._namespace.owner)
     root.keep(root_fd)
-    _load_executors(plan)
+    _load_modules(plan)
     applied._namespace.require_alive()
     with applied._namespace:
         put(root, plan, trees)
@@ -169,7 +164,7 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
 
 
 def _hold(plan: Plan, pid: int, applied: Applied) -> None:
-    limits = [op for op in plan.ops if isinstance(op, KernelLimit)]
+    limits = Access(plan).limits
     if limits:
         from ..allocation.backends.dmem import regions as dmem
 
@@ -181,9 +176,9 @@ def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     sources = {op.target: os.stat(op.source) for op in plan.ops if isinstance(op, InPlace)}
     trees = copies(plan, applied._trees, applied.hider)
     root_fd = rootfs.open_root(bundle, pid)
-    root = applied._root = mountpoint.Root(root_fd, applied._namespace.owner)
+    root = applied._root = ContainerRoot(root_fd, applied._namespace.owner)
     root.keep(root_fd)
-    _load_executors(plan)
+    _load_modules(plan)
     applied._namespace.require_alive()
     with applied._namespace:
         for target, source in sources.items():
@@ -257,71 +252,122 @@ def _check_source(op: Union[Mount, Cover, DeviceNode], status: os.stat_result) -
         )
 
 
-def _mount(root: mountpoint.Root, op: Union[Mount, Cover], tree: int) -> None:
-    root.attach(tree, root.mount_point(op.target, op.kind), op.target)
+class ContainerRoot(mountpoint.Root):
+    """A container's root, with what operations do in it (`put` of core/ops.py)."""
 
+    def show_image_file(self, source: str, target: str, flags: tuple[str, ...]) -> None:
+        """Mount a file of the image at a second place. The plan was made from the file at `source`; a process that can
+        write to the image may have replaced it since."""
+        fd = self.lookup(source, os.O_PATH | os.O_NOFOLLOW)
+        mode = os.fstat(fd).st_mode if fd >= 0 else 0
+        if fd < 0 or not stat.S_ISREG(mode) or inroot.path_of(self.fd, fd) != source:
+            what = mountrules.type_name(mode) if fd >= 0 and not stat.S_ISREG(mode) else "not where it was"
+            raise KernelError(
+                f"{shown(source)} of the image is {what}: it was changed while the container was being started",
+                "stop what is writing to the container's file system",
+            )
+        if self.is_own(fd):
+            raise KernelError(f"{shown(source)} of the image is covered already", "start the container again")
+        tree = self.keep(syscalls.open_tree("", dir_fd=fd))
+        attributes = sum(syscalls.ATTRIBUTES[name] for name in flags)
+        syscalls.mount_setattr(tree, attributes, syscalls.MS_PRIVATE, source)
+        self.attach(tree, self.mount_point(target, "file"), target)
 
-def _image_file(root: mountpoint.Root, op: ImageFile, _: int) -> None:
-    """The source was looked at before; whoever can write to the image can have put something else there since."""
-    source = root.lookup(op.source, os.O_PATH | os.O_NOFOLLOW)
-    mode = os.fstat(source).st_mode if source >= 0 else 0
-    if source < 0 or not stat.S_ISREG(mode) or inroot.path_of(root.fd, source) != op.source:
-        what = mountrules.type_name(mode) if source >= 0 and not stat.S_ISREG(mode) else "not where it was"
-        raise KernelError(
-            f"{shown(op.source)} of the image is {what}: it was changed while the container was being started",
-            "stop what is writing to the container's file system",
-        )
-    if root.is_own(source):
-        raise KernelError(f"{shown(op.source)} of the image is covered already", "start the container again")
-    tree = root.keep(syscalls.open_tree("", dir_fd=source))
-    attributes = sum(syscalls.ATTRIBUTES[name] for name in op.flags)
-    syscalls.mount_setattr(tree, attributes, syscalls.MS_PRIVATE, op.source)
-    root.attach(tree, root.mount_point(op.target, op.kind), op.target)
+    def has_device(self, target: str, major: int, minor: int) -> bool:
+        """Whether the image or the engine has this device there already; then note it."""
+        fd = self.lookup(target, os.O_PATH | os.O_NOFOLLOW)
+        status = os.fstat(fd) if fd >= 0 else None
+        if status is None or not stat.S_ISCHR(status.st_mode) or status.st_rdev != os.makedev(major, minor):
+            return False
+        self.notes.append(f"{shown(target)} is there already")
+        return True
 
-
-def _device(root: mountpoint.Root, op: DeviceNode, tree: int) -> None:
-    fd = root.lookup(op.target, os.O_PATH | os.O_NOFOLLOW)
-    if fd >= 0:
-        status = os.fstat(fd)
-        if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.makedev(op.major, op.minor) and not op.simulated:
-            root.notes.append(f"{shown(op.target)} is there already")
+    def link(self, target: str, text: str) -> None:
+        """Make the symbolic link `target`, or replace one that leads nowhere, or cover the library that is there."""
+        dir_fd, name = self.parent(target)
+        if self.may_make(target) and self._make_link(target, text, dir_fd, name):  # most are not there yet
             return
-    root.attach(tree, root.mount_point(op.target, "file"), op.target)
-
-
-def _link(root: mountpoint.Root, op: Link, _: int) -> None:
-    dir_fd, name = root.parent(op.target)
-    if root.may_make(op.target) and _make_link(root, op, dir_fd, name):  # most are not there yet
-        return
-    there = root.lookup(op.target, os.O_PATH | os.O_NOFOLLOW)
-    if there < 0:
-        root.require_writable(dir_fd, op.target)
-        if not _make_link(root, op, dir_fd, name):
-            raise syscalls.SyscallError("symlinkat", op.target, errno.EEXIST)
-        return
-    if stat.S_ISLNK(os.fstat(there).st_mode):
-        old = os.readlink("", dir_fd=there)
-        if old == op.text:
+        there = self.lookup(target, os.O_PATH | os.O_NOFOLLOW)
+        if there < 0:
+            self.require_writable(dir_fd, target)
+            if not self._make_link(target, text, dir_fd, name):
+                raise syscalls.SyscallError("symlinkat", target, errno.EEXIST)
             return
-        if root.lookup(op.target) < 0:  # it leads nowhere, so nobody can be using what it names
-            root.require_writable(dir_fd, op.target)
-            _replace_link(root, op, dir_fd, name, old)
+        if stat.S_ISLNK(os.fstat(there).st_mode):
+            old = os.readlink("", dir_fd=there)
+            if old == text:
+                return
+            if self.lookup(target) < 0:  # it leads nowhere, so no process can be using what it names
+                self.require_writable(dir_fd, target)
+                self._replace_link(target, text, dir_fd, name, old)
+                return
+        self._cover_library(target, text)
+
+    def _make_link(self, target: str, text: str, dir_fd: int, name: str) -> bool:
+        """Return False if something is there."""
+        try:
+            os.symlink(text, name, dir_fd=dir_fd)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise syscalls.from_os_error(error, "symlinkat", target) from None
+        self.undo.append(lambda: _unlink_link(dir_fd, name, text))
+        if self.owner != (0, 0):
+            os.chown(name, *self.owner, dir_fd=dir_fd, follow_symlinks=False)
+        return True
+
+    def _replace_link(self, target: str, text: str, dir_fd: int, name: str, old: str) -> None:
+        def put(text: str) -> None:
+            temporary = f".{name}.gpushare"
+            try:
+                os.unlink(temporary, dir_fd=dir_fd)  # of a run that was killed
+            except FileNotFoundError:
+                pass
+            os.symlink(text, temporary, dir_fd=dir_fd)
+            os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+        try:
+            put(text)
+        except OSError as error:
+            raise syscalls.from_os_error(error, "symlinkat", target) from None
+        self.undo.append(lambda: put(old))
+
+    def _cover_library(self, target: str, text: str) -> None:
+        """Mount what the link would lead to over the library that the image has under its name (an own libcuda.so.1,
+        say), so that the name means the same."""
+        existing = self.library_behind(target)
+        if not stat.S_ISREG(os.fstat(existing).st_mode):
+            kind = mountrules.type_name(os.fstat(existing).st_mode)
+            raise KernelError(f"{shown(target)} is {kind} where a link must be", "remove it from the image")
+        meant_path = os.path.join(os.path.dirname(target), text)
+        meant = self.lookup(meant_path)
+        if meant < 0 or not self.is_own(meant):
+            raise KernelError(f"{shown(target)} is in the way of a link to {shown(text)}", "remove it from the image")
+        if os.path.samestat(os.fstat(existing), os.fstat(meant)):
             return
-    _cover(root, op)
+        tree = self.keep(syscalls.open_tree("", dir_fd=meant))
+        syscalls.mount_setattr(tree, 0, syscalls.MS_PRIVATE, meant_path)
+        self.attach(tree, existing, target)
+        self.notes.append(f"{shown(target)} of the image is covered ({shown(inroot.path_of(self.fd, existing))})")
+
+    def extend_ld_cache(self, entries: tuple[LdEntry, ...]) -> None:
+        from . import cachefile
+
+        cachefile.extend(self, entries)
+
+    def mask_proc(self, bus_ids: tuple[str, ...], capabilities: tuple[str, ...]) -> None:
+        from . import proc_nvidia_mask
+
+        proc_nvidia_mask.cover(self, bus_ids, capabilities)
 
 
-def _make_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str) -> bool:
-    """False where something is there."""
-    try:
-        os.symlink(op.text, name, dir_fd=dir_fd)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise syscalls.from_os_error(error, "symlinkat", op.target) from None
-    root.undo.append(lambda: _unlink_link(dir_fd, name, op.text))
-    if root.owner != (0, 0):
-        os.chown(name, *root.owner, dir_fd=dir_fd, follow_symlinks=False)
-    return True
+class Access:
+    """What a plan grants at its end: device rules, and limits that the container's cgroup holds."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.rules: list[tuple[int, int]] = []
+        self.limits: list[KernelLimit] = []
+        call(plan.ops, "grant", self)
 
 
 def _unlink_link(dir_fd: int, name: str, text: str) -> None:
@@ -332,70 +378,11 @@ def _unlink_link(dir_fd: int, name: str, text: str) -> None:
         pass
 
 
-def _replace_link(root: mountpoint.Root, op: Link, dir_fd: int, name: str, old: str) -> None:
-    def put(text: str) -> None:
-        temporary = f".{name}.gpushare"
-        try:
-            os.unlink(temporary, dir_fd=dir_fd)  # of a run that was killed
-        except FileNotFoundError:
-            pass
-        os.symlink(text, temporary, dir_fd=dir_fd)
-        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-
-    try:
-        put(op.text)
-    except OSError as error:
-        raise syscalls.from_os_error(error, "symlinkat", op.target) from None
-    root.undo.append(lambda: put(old))
-
-
-def _cover(root: mountpoint.Root, op: Link) -> None:
-    """The image has something else where our link goes (an own libcuda.so.1, say): the file that it leads to is
-    covered by what our link would have led to, so that the name means the same."""
-    existing = root.library_behind(op.target)
-    if not stat.S_ISREG(os.fstat(existing).st_mode):
-        kind = mountrules.type_name(os.fstat(existing).st_mode)
-        raise KernelError(f"{shown(op.target)} is {kind} where a link must be", "remove it from the image")
-    meant_path = os.path.join(os.path.dirname(op.target), op.text)
-    meant = root.lookup(meant_path)
-    if meant < 0 or not root.is_own(meant):
-        raise KernelError(f"{shown(op.target)} is in the way of a link to {shown(op.text)}", "remove it from the image")
-    if os.path.samestat(os.fstat(existing), os.fstat(meant)):
-        return
-    tree = root.keep(syscalls.open_tree("", dir_fd=meant))
-    syscalls.mount_setattr(tree, 0, syscalls.MS_PRIVATE, meant_path)
-    root.attach(tree, existing, op.target)
-    root.notes.append(f"{shown(op.target)} of the image is covered ({shown(inroot.path_of(root.fd, existing))})")
-
-
-def _load_executors(plan: Plan) -> None:
-    """What the executors of this plan import. In the container's mount namespace paths are not ours to choose: nothing
-    may be loaded there."""
+def _load_modules(plan: Plan) -> None:
+    """Import what the operations of this plan import. Nothing may be loaded in the container's mount namespace, where
+    the image chooses what is at a path."""
     kinds = {type(op) for op in plan.ops}
     if LdCache in kinds:
         from . import cachefile  # noqa: F401
     if ProcMask in kinds:
         from . import proc_nvidia_mask  # noqa: F401
-
-
-def _ld_cache(root: mountpoint.Root, op: LdCache, _: int) -> None:
-    from . import cachefile
-
-    cachefile.extend(root, op.entries)
-
-
-def _proc_mask(root: mountpoint.Root, op: ProcMask, _: int) -> None:
-    from . import proc_nvidia_mask
-
-    proc_nvidia_mask.cover(root, op.bus_ids, op.capabilities)
-
-
-_EXECUTORS: dict[type, Callable[[mountpoint.Root, Any, int], None]] = {
-    Mount: _mount,
-    ImageFile: _image_file,
-    Cover: _mount,
-    DeviceNode: _device,
-    Link: _link,
-    LdCache: _ld_cache,
-    ProcMask: _proc_mask,
-}

@@ -33,11 +33,7 @@ def _create(dir_fd: int, name: str, kind: str) -> int:
 
 
 class Root:
-    """A container's root while a plan is applied to it: where things go, and how to take each one back.
-
-    `executors`: kinds of ops that another sort of root carries out in its own way; see hostroot.py."""
-
-    executors: dict[type, Callable[..., None]] = {}
+    """A container's root while a plan is applied to it: where things go, and how to take each one back."""
 
     def __init__(self, fd: int, owner: tuple[int, int]) -> None:
         self.fd = fd

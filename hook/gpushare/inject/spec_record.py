@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 from ..core import constants
-from ..core.model import LdEntry
-from ..core.ops import Cover, DeviceNode, ImageFile, InPlace, KernelLimit, LdCache, Link, Mount, Op, ProcMask
+from ..core.ops import RECORDED, Op
 from ..request import oci
 
 Spec = dict[str, Any]
@@ -98,30 +97,9 @@ def record_of(spec: Spec) -> Optional[Record]:
         return None
 
 
-_IMAGE_OPS: dict[str, Union[type[ImageFile], type[Cover]]] = {"ImageFile": ImageFile, "Cover": Cover}
-
-
 def remaining(record: Record) -> tuple[Op, ...]:
-    """The ops of the plan as the hook needs them: mounts that are there or not yet, links, cache, mask."""
-    ops: list[Op] = []
-    for kind, *fields in record.ops:
-        if kind == "Mount":
-            ops.append(InPlace(fields[1], fields[0], fields[2]))
-        elif kind == "Bind":
-            ops.append(Mount(fields[1], fields[0], fields[2], tuple(fields[3]), ""))
-        elif kind == "Device":
-            ops.append(DeviceNode(*fields))
-        elif kind == "Link":
-            ops.append(Link(fields[0], fields[1], ""))
-        elif kind == "LdCache":
-            ops.append(LdCache(tuple(LdEntry(*entry) for entry in fields[0])))
-        elif kind == "ProcMask":
-            ops.append(ProcMask(tuple(fields[0]), tuple(fields[1])))
-        elif kind == "KernelLimit":
-            ops.append(KernelLimit(*fields))
-        elif kind in _IMAGE_OPS:
-            ops.append(_IMAGE_OPS[kind](fields[0], fields[1], tuple(fields[2]), ""))
-    return tuple(ops)
+    """The operations of the plan that are left for our hook, and the mounts that config.json makes."""
+    return tuple(RECORDED[kind](*fields) for kind, *fields in record.ops if kind in RECORDED)
 
 
 def stripped(spec: Spec) -> Spec:

@@ -24,16 +24,10 @@ from ..core import constants
 from ..core.errors import KernelError, what_to_do
 from ..core.ops import (
     DEVICE_FLAGS,
-    Cover,
     DeviceNode,
-    DeviceRule,
-    ImageFile,
-    KernelLimit,
-    LdCache,
-    Link,
     Mount,
     Plan,
-    ProcMask,
+    call,
 )
 from ..core.quoting import shown
 from ..request import oci
@@ -111,24 +105,8 @@ class Editor:
         `shim_dir`: the hook makes the mounts that hold no limit (see `stays`); `shown`: where the source of a read-only
         mount is taken from (idmap.py). Raises KernelError when a target is not safe.
         """
-        for op in plan.ops:
-            if isinstance(op, Mount):
-                self._put_mount(op, tree, not shim_dir or stays(op, shim_dir), shown)
-            elif isinstance(op, DeviceNode):
-                self._put_device(op, tree, not shim_dir)
-            elif isinstance(op, DeviceRule):
-                self.spec["linux"]["resources"]["devices"].append(rule(op.major, op.minor))
-                self.record.rules.append([op.major, op.minor])
-            elif isinstance(op, KernelLimit):
-                self._put_kernel_limit(op)
-            elif isinstance(op, Link):
-                self.record.ops.append(["Link", op.target, op.text])
-            elif isinstance(op, LdCache):
-                self.record.ops.append(["LdCache", [list(entry) for entry in op.entries]])
-            elif isinstance(op, ProcMask):
-                self.record.ops.append(["ProcMask", list(op.bus_ids), list(op.capabilities)])
-            elif isinstance(op, (ImageFile, Cover)):
-                self.record.ops.append([type(op).__name__, op.source, op.target, list(op.flags)])
+        self._tree, self._shim_dir, self._shown = tree, shim_dir, shown
+        call(plan.ops, "edit_spec", self)
         key = constants.HOOK_OUTPUT_ANNOTATIONS[1]
         if stderr_path and key not in self.spec["annotations"]:
             self.spec["annotations"][key] = stderr_path
@@ -150,37 +128,44 @@ class Editor:
         self.spec["mounts"].append({"destination": target, "type": "bind", "source": source, "options": options})
         self.record.mounts.append([target, source])
 
-    def _put_mount(self, op: Mount, tree: SpecTree, stays: bool, shown: Callable[[Mount], str]) -> None:
-        target = tree.place(op.target, op.kind)
-        tree.add(target, op.source)
-        if stays:
-            self._mount(shown(op), target, op.flags)
-            self.record.ops.append(["Mount", target, op.source, op.kind])
-        else:
-            self.record.ops.append(["Bind", target, op.source, op.kind, list(op.flags)])
+    def leave(self, kind: str, *fields: Any) -> None:
+        """Leave an operation for our hook. `kind`: see ops.RECORDED."""
+        self.record.ops.append([kind, *fields])
 
-    def _put_device(self, op: DeviceNode, tree: SpecTree, stays: bool) -> None:
-        """A real device at its own path is a device of the spec; any other is a file to be mounted."""
+    def add_mount(self, op: Mount) -> None:
+        target = self._tree.place(op.target, op.kind)
+        self._tree.add(target, op.source)
+        if not self._shim_dir or stays(op, self._shim_dir):
+            self._mount(self._shown(op), target, op.flags)
+            self.leave("Mount", target, op.source, op.kind)
+        else:
+            self.leave("Bind", target, op.source, op.kind, list(op.flags))
+
+    def add_rule(self, major: int, minor: int) -> None:
+        self.spec["linux"]["resources"]["devices"].append(rule(major, minor))
+        self.record.rules.append([major, minor])
+
+    def add_device(self, op: DeviceNode) -> None:
+        """Add a real device at its own path as a device of the spec, and any other as a mount of a file."""
         if op.simulated or op.source != op.target:
-            target = tree.place(op.target, "file" if op.simulated else "device")
-            tree.add(target, op.source)
-            if stays:
-                self._mount(op.source, target, DEVICE_FLAGS[op.simulated])
+            target = self._tree.place(op.target, "file" if op.simulated else "device")
+            self._tree.add(target, op.source)
+            if self._shim_dir:
+                self.leave("Device", *op._replace(target=target))
             else:
-                self.record.ops.append(["Device", *op._replace(target=target)])
+                self._mount(op.source, target, DEVICE_FLAGS[op.simulated])
             return
-        tree.require_place(op.target)
+        self._tree.require_place(op.target)
         mode = stat.S_IMODE(os.stat(op.source).st_mode)
         numbers = {"type": "c", "major": op.major, "minor": op.minor}
         owner = {"fileMode": mode, "uid": 0, "gid": 0}
         self.spec["linux"]["devices"].append({"path": op.target, **numbers, **owner})
         self.record.devices.append(op.target)
 
-    def _put_kernel_limit(self, op: KernelLimit) -> None:
-        """The runtime writes the first one while it makes the cgroup; our hook sees to it that all are there. Not all
-        of them in the spec: newer kernels take one region for each write, and a runtime writes a file once."""
-        self.record.ops.append(["KernelLimit", *op])
-        if op.tree or op.library or self.record.unified:
+    def add_kernel_limit(self, region: str, limit_bytes: int) -> None:
+        """Let the runtime write the first limit when it makes the cgroup; our hook writes and checks all. Newer kernels
+        take one region a write, and a runtime writes a file once, so the spec cannot hold them all."""
+        if self.record.unified:
             return
         unified = self.spec["linux"]["resources"]
         if unified.get("unified") is None:
@@ -189,7 +174,7 @@ class Editor:
         for name in KERNEL_LIMITS:
             there = oci.section(self.spec, *UNIFIED)
             self.record.unified.append([name, name in there, there.get(name)])
-            self.spec["linux"]["resources"]["unified"][name] = f"{op.region} {op.limit_bytes}"
+            self.spec["linux"]["resources"]["unified"][name] = f"{region} {limit_bytes}"
 
     def finish(self, hook_words: Sequence[str]) -> Spec:
         """The spec with our hooks and the record."""

@@ -7,20 +7,21 @@ lost, so it is told. On a host whose driver lies in the usual places no layer is
 
     needed(plan)          what of a plan this host does not have already
     layers_of(ops)        directories that need a layer; "/dev" among them
-    HostRoot              a mountpoint.Root that creates in layers only
+    HostRoot              an apply.ContainerRoot that creates in layers only
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from typing import Any, Union
+from typing import Union
 
 from ..core import constants
 from ..core.errors import KernelError
-from ..core.ops import DeviceNode, LdCache, Link, Mount, Op, Plan
+from ..core.model import LdEntry
+from ..core.ops import DeviceNode, Link, Mount, Op, Plan
 from ..core.quoting import shown
-from ..inject import mountpoint, rootfs
+from ..inject import apply, rootfs
 from ..system import ldcache, mountns, syscalls
 
 _DEV = "/dev"
@@ -113,7 +114,7 @@ def _listing(directory: str) -> list[str]:
         return []
 
 
-class HostRoot(mountpoint.Root):
+class HostRoot(apply.ContainerRoot):
     """The root of this process's own mount namespace. `scratch`: an existing directory that a tmpfs
     covers meanwhile."""
 
@@ -121,7 +122,6 @@ class HostRoot(mountpoint.Root):
         fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         super().__init__(fd, (0, 0))
         self.keep(fd)
-        self.executors = {LdCache: _ld_cache}
         self.scratch = scratch
         self._layers: list[tuple[int, str]] = []
         # A mount of the host still reaches us (a disk that is plugged in), none of ours reaches the host
@@ -195,6 +195,24 @@ class HostRoot(mountpoint.Root):
         syscalls.mount_setattr(tree, syscalls.ATTRIBUTES["nodev"], syscalls.MS_PRIVATE, path)
         self.attach(tree, fd, path)
 
+    def extend_ld_cache(self, entries: tuple[LdEntry, ...]) -> None:
+        """Mount a file of our own over the host's, so that `ldconfig` cannot replace it."""
+        cache, note = rootfs.read_cache(self.fd)
+        try:
+            content = ldcache.render(ldcache.extended(cache, entries)) if cache is not None and not note else b""
+        except ldcache.MalformedCache as error:
+            content, note = b"", str(error)
+        if not content:
+            self.notes.append(f"loader cache not extended: {note}")
+            return
+        path = f"{self.scratch}/ld.so.cache"
+        with open(path, "wb") as file:
+            file.write(content)
+        os.chmod(path, 0o644)
+        tree = self.keep(syscalls.open_tree(path))
+        syscalls.mount_setattr(tree, syscalls.ATTRIBUTES["ro"], syscalls.MS_PRIVATE, path)
+        self.attach(tree, self.mount_point(rootfs.LD_CACHE, "file"), rootfs.LD_CACHE)
+
     def finish(self) -> None:
         """Layers become read-only; the tmpfs that holds them is out of reach."""
         for fd, directory in self._layers:
@@ -217,22 +235,3 @@ def _mounts_below(directory: str) -> list[str]:
         return []
     points = sorted({mount.point for mount in mountns.read_mounts() if mount.point.startswith(directory + "/")})
     return [point for point in points if not any(point.startswith(other + "/") for other in points)]
-
-
-def _ld_cache(root: Any, op: LdCache, _: int) -> None:
-    """A file of our own mounted over the host's. `ldconfig` cannot replace it there, which is as it should be."""
-    cache, note = rootfs.read_cache(root.fd)
-    try:
-        content = ldcache.render(ldcache.extended(cache, op.entries)) if cache is not None and not note else b""
-    except ldcache.MalformedCache as error:
-        content, note = b"", str(error)
-    if not content:
-        root.notes.append(f"loader cache not extended: {note}")
-        return
-    path = f"{root.scratch}/ld.so.cache"
-    with open(path, "wb") as file:
-        file.write(content)
-    os.chmod(path, 0o644)
-    tree = root.keep(syscalls.open_tree(path))
-    syscalls.mount_setattr(tree, syscalls.ATTRIBUTES["ro"], syscalls.MS_PRIVATE, path)
-    root.attach(tree, root.mount_point(rootfs.LD_CACHE, "file"), rootfs.LD_CACHE)

@@ -239,7 +239,6 @@ class IntoSpec(session.Way):
                 self._tree.place(op.target, op.kind)
 
     def carry_out(self, start: session.Start, placed: session.Placed) -> bool:
-        from ..core.ops import TenantTmpfs, WriteLimits
         from ..inject import specedit
         from ..request.dialects import cdi_devices
         from ..state import storage
@@ -247,9 +246,7 @@ class IntoSpec(session.Way):
 
         config, steps = start.host.config, placed.plan
         self._leased = placed.lease is not None
-        for op in steps.ops:
-            if isinstance(op, (WriteLimits, TenantTmpfs)):
-                storage.execute(op)
+        storage.store(steps.ops)
         if cdi_devices.allows_everything(self._editor.spec):
             self._editor.deny(_denied(steps, start.host))
         shim_dir = config.shim_dir if self._leased and _hook_mounts(start.bundle) else ""

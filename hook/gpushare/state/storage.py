@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Union
 from ..core import constants
 from ..core.errors import KernelError, of_file, what_to_do
 from ..core.model import Share
-from ..core.ops import TenantTmpfs, WriteLimits
+from ..core.ops import Op, TenantTmpfs, WriteLimits
 from ..core.quoting import shown
 from ..system import filelock, idmap, rootless, syscalls
 from . import shm_abi
@@ -189,8 +189,15 @@ def _make_points(share: str, uuids: Sequence[str]) -> None:
         os.chmod(path, 0o444)
 
 
+def store(ops: tuple[Op, ...]) -> None:
+    """Carry out the operations of a plan that are files of ours on the host. Raises KernelError."""
+    for op in ops:
+        if isinstance(op, (WriteLimits, TenantTmpfs)):
+            execute(op)
+
+
 def execute(op: Union[WriteLimits, TenantTmpfs]) -> None:
-    """Carries out an op of this module. Raises KernelError; what it made is below containers/<id>."""
+    """Write the limits file, or mount the tenant's tmpfs, below containers/<id>. Raise KernelError."""
     try:
         if isinstance(op, WriteLimits):
             _write_limits(op)
