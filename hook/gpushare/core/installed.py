@@ -1,4 +1,4 @@
-"""Where this installation has its shim (start path): for the snapshot and for the ordinary program alike."""
+"""Find the shim of this installation (start path), for the snapshot and the ordinary program alike."""
 
 from __future__ import annotations
 
