@@ -108,7 +108,7 @@ def load_config(path: str) -> Config:
     except FileNotFoundError:
         if path == constants.CONFIG_PATH:
             return Config()
-        raise ConfigError(f"{path}: no such file", "write it, or leave --config out") from None
+        raise ConfigError(f"{path}: no such file", "create it, or leave out --config") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", what_to_do(error)) from None
     if len(data) > MAX_CONFIG_BYTES:

@@ -37,7 +37,7 @@ TYPES = {
     "boolean": "true or false",
     "integer": "a whole number",
     "number": "a number",
-    "object": "keys below it, one a line",
+    "object": "indented keys, one per line",
     "string": "text, in quotes",
 }
 

@@ -51,7 +51,7 @@ _HEADS = {
 def text(profile: str) -> str:
     """The commented configuration file of a profile. Raises ConfigError for an unknown profile."""
     if profile not in PROFILES:
-        raise ConfigError(f"no profile {shown(profile)}", f"one of {', '.join(NAMES)}")
+        raise ConfigError(f"no profile {shown(profile)}", f"use {' or '.join(NAMES)}")
     check = "# `gpushare config check` checks the file and reports every error."
     return rendered(PROFILES[profile], (*_HEADS[profile], check))
 

@@ -3,8 +3,8 @@
 # On the host
 CONFIG_PATH = "/etc/gpushare/config.yaml"
 STATE_DIR = "/run/gpushare"
-SHIM_DIR = "/usr/lib/gpushare"  # of the bundle: its own directory, see installed.py
-SIM_MARKER = ".gpushare-sim"  # a file in the driver root: its device nodes are regular files
+SHIM_DIR = "/usr/lib/gpushare"  # the bundle has another one, see installed.py
+SIM_MARKER = ".gpushare-sim"  # marks a simulated driver root, whose device nodes are regular files
 
 # In the container
 PRIVATE_DIR = "/usr/lib/gpushare"

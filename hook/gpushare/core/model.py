@@ -58,7 +58,7 @@ class Policy(NamedTuple):
     over_maximum: str = "refuse"  # refuse | clamp
     accept_widening: str = "always"  # variables that let a container use more than its limit
     accept_switches: str = "never"  # other schedulers' variables that switch their limits off
-    enabled_dialects: tuple[str, ...] = ("*",)  # names of dialects.table.SCHEDULERS; * = all
+    enabled_dialects: tuple[str, ...] = ("*",)  # names of dialects.registry.SCHEDULERS; * = all
     disabled_dialects: tuple[str, ...] = ()
 
 
@@ -78,12 +78,12 @@ class Config(NamedTuple):
 
     driver_root: str = "/"
     state_dir: str = "/run/gpushare"  # from --state: node.json itself is in it, so no key of that file can set it
-    shim_dir: str = constants.SHIM_DIR  # holds libcuda.so and libnvidia-ml.so (our shim)
+    shim_dir: str = constants.SHIM_DIR  # directory of libcuda.so and libnvidia-ml.so (the shim)
     memory_overcommit: float = 1.0
     placement: str = "binpack"  # binpack | spread
     policy: Policy = Policy()
-    log: str = "syslog"  # where decisions are written: syslog, none, or the path of a file or socket
-    runtime: str = ""  # absolute path of the low-level runtime; "" = found by lowlevel.find
+    log: str = "syslog"  # destination of decisions: syslog, none, or the path of a file or socket
+    runtime: str = ""  # absolute path of the low-level runtime; "" = found by oci_runtime.find
     compute_overcommit: float = 1.0
     slice_us: int = 0  # the devices' time slice, microseconds; 0 = the shim's default
     switch_us: int = 0
@@ -129,14 +129,14 @@ class Condition(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Which devices: kind is all | none | any | list. `none` means driver files, no GPU.
+    """The requested devices: kind is all | none | any | list. `none` means driver files, no GPU.
     (dialects/gpushare_env.py also uses `void`, and `any` with count 0 if no device is named; request.resolve replaces
     both.)"""
 
     kind: str
     count: int = 0  # type: ignore[assignment]  # for any; shadows tuple.count
     names: tuple[str, ...] = ()  # for list: as written (index, uuid)
-    conditions: tuple[Condition, ...] = ()  # for any: what the device must be
+    conditions: tuple[Condition, ...] = ()  # for any: conditions that the device must meet
 
 
 class Amount(NamedTuple):

@@ -50,7 +50,7 @@ class WriteLimits(NamedTuple):
 
 
 class TenantTmpfs(NamedTuple):
-    """The container's own writable tmpfs: exact size and inodes, holding an empty usage file."""
+    """Make the container's own writable tmpfs: exact size and inodes, with an empty usage file in it."""
 
     path: str  # host path of the mount
     size_bytes: int
@@ -118,7 +118,7 @@ class Cover(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A symbolic link in the container's root file system (links stay links)."""
+    """Make a symbolic link in the container's root file system."""
 
     target: str  # container path of the link
     text: str  # the path that it contains
@@ -143,7 +143,7 @@ class DeviceNode(NamedTuple):
 
 
 class DeviceRule(NamedTuple):
-    """Device-cgroup access: rw, never m. Always after WriteLimits in a plan."""
+    """Allow a device in the cgroup: rw, never m. Always after WriteLimits in a plan."""
 
     major: int
     minor: int
@@ -169,7 +169,7 @@ class KernelLimit(NamedTuple):
 
 
 class LdCache(NamedTuple):
-    """Entries to add to or replace in /etc/ld.so.cache, in place and atomically."""
+    """Add or replace entries of /etc/ld.so.cache, in place and atomically."""
 
     entries: tuple[LdEntry, ...]
 
@@ -178,7 +178,7 @@ class LdCache(NamedTuple):
 
 
 class ProcMask(NamedTuple):
-    """/proc/driver/nvidia with the granted GPUs only and ModifyDeviceFiles: 0."""
+    """Cover /proc/driver/nvidia by a copy with only the granted GPUs and ModifyDeviceFiles: 0."""
 
     bus_ids: tuple[str, ...]
     capabilities: tuple[str, ...] = ()  # files kept below capabilities/: "gpu0/mig/gi1/access"

@@ -72,7 +72,7 @@ def size_bytes(name: str, value: str) -> int:
         raise wrong(name, value, f"unknown unit {shown(text[end:].strip())}", f"use {', '.join(u for u in UNITS if u)}")
     size = number[0] * UNITS[unit] // number[1]
     if size == 0:
-        raise wrong(name, value, "zero is not a limit", "leave the name out for no limit, or " + _SIZE_HINT)
+        raise wrong(name, value, "zero is not a limit", "leave it out for no limit, or " + _SIZE_HINT)
     if size > MAX_BYTES:
         raise wrong(name, value, "larger than any device", _SIZE_HINT)
     return size

@@ -222,7 +222,7 @@ def foreign_owners(paths: Sequence[str]) -> list[str]:
     for path in paths:
         owner = os.stat(path).st_uid
         if owner not in (0, os.geteuid()):
-            found.append(f"{path} belongs to uid {owner}, who can change what root runs")
+            found.append(f"{path} belongs to uid {owner}: that user can replace a program that root runs")
     return found
 
 

@@ -92,7 +92,7 @@ def _device(
     uuid, minor = facts.get("GPU UUID", ""), facts.get("Device Minor", "")
     if not uuid.startswith("GPU-") or "?" in uuid or not minor.isdigit():
         raise DeviceError(
-            f"the driver does not know the GPU at {bus_id} yet (uuid {shown(uuid)})", "run nvidia-smi once as root"
+            f"the driver has not initialised the GPU at {bus_id} (uuid {shown(uuid)})", "run nvidia-smi once as root"
         )
     model = facts.get("Model", "unknown")
     gpu = answer.gpus[uuid]

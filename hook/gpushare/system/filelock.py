@@ -4,7 +4,7 @@
     take(fd, path)    take an exclusive flock; raises KernelError after WAIT_S, or `wait_s`
 
 Only the owner can open a lock file: any process that can open a file, even for reading, can lock it for ever.
-A container start waits in the kernel without a limit here, since the start has its own deadline (hook.watch).
+A container start waits in the kernel without a limit here, since the start has its own deadline (deadline.watch).
 """
 
 from __future__ import annotations

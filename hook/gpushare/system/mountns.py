@@ -126,7 +126,10 @@ class Namespace:
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         if poll.poll(0):
-            raise KernelError(f"the container's process {self.pid} has exited", "see why the runtime's create failed")
+            raise KernelError(
+                f"the container's process {self.pid} has exited",
+                "see the engine's log: why did the runtime's create fail?",
+            )
 
     def is_ours(self) -> bool:
         """Whether its user namespace is ours, so that only users who may mount on this host made its mounts. In its own
