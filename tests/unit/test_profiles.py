@@ -45,5 +45,5 @@ def test_a_cluster_gives_nothing_by_accident() -> None:
 
 
 def test_there_is_no_other_profile() -> None:
-    with pytest.raises(ConfigError, match='no profile "cloud"; one of workstation, cluster'):
+    with pytest.raises(ConfigError, match='no profile "cloud"; use workstation or cluster'):
         profiles.text("cloud")

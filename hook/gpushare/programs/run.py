@@ -5,7 +5,7 @@
 
 The plan is the same as a container's. It is carried out on "/" in a mount namespace of this process (hostroot.py),
 which then becomes the command by execve, so no process has to forward signals. The lease belongs to this process and is
-dead when the process is gone. The process must have one thread, because it changes namespaces. """
+dead when the process is gone. The process must have one thread, because it changes namespaces."""
 
 from __future__ import annotations
 
