@@ -1,4 +1,4 @@
-/* shim/core/region.c, quota.c and share.c: both files with anything in them, changed further while
+/* shim/core/region.c, quota.c and exports.c: both files with anything in them, changed further while
  * they are in use. As long as nobody lied in the usage file, all figures are right. */
 #include "../../../shim/core/region.c"
 
