@@ -9,7 +9,7 @@
 A container gets its own activity file (struct gs_pages) writable, and the whole directory read-only. So it sees
 containers that start later without a mount for each pair. Only the host creates files there. A tenant can extend its
 own file up to the size of the directory's tmpfs, and cannot shorten another file; the host truncates it when another
-container needs the space. """
+container needs the space."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@
 A line has the names of the variables that made the request, and parsed amounts. It has no other value of the
 container's environment, not even in a refusal; `gpushare inspect` has the full text. Values from outside are quoted, so
 none can end the line or add a field. Nothing here raises or waits: a line that the receiver does not accept at once is
-lost, because a start must not hang on a log. """
+lost, because a start must not hang on a log."""
 
 from __future__ import annotations
 

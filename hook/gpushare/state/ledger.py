@@ -1,10 +1,12 @@
 """Sum leases: what is granted on each device, and what can be granted. Pure, on the start path.
 
-ledger_of(leases, policy, blocked)         -> Ledger capacity_bytes(device, config)             -> int     total memory
-that may be granted turn_bytes(device, config)                 -> int     memory that is reserved for migration slices
-(docs/oversubscription.md) rule_of(device, config)                    -> SharingRule | None     equal shares, for
-requests without a limit capacity_percent(device, config)           -> int     maximum sum of hard compute limits
-counts(percent, soft)                      -> bool    whether a compute limit reserves device time """
+ledger_of(leases, policy, blocked)   -> Ledger
+capacity_bytes(device, config)       -> int      total memory that may be granted
+turn_bytes(device, config)           -> int      memory reserved for migration slices (docs/oversubscription.md)
+rule_of(device, config)              -> SharingRule | None     equal shares, for requests without a limit
+capacity_percent(device, config)     -> int      maximum sum of hard compute limits
+counts(percent, soft)                -> bool     whether a compute limit reserves device time
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ can map the host's uid 0 and pass its mount to a namespace that does not. So a m
 own user namespace, or if it is of the state directory's present file system. Elsewhere (containers with user
 namespaces) it counts if the directory has `storage.SHARE_MARK`, an attribute that only the host's root can set. Other
 mounts are ignored. The search misses a container whose processes have all left the share, by pivot_root or to a user
-namespace of another uid. """
+namespace of another uid."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def look(state_dir: str, node: Node) -> Optional[Looked]:
 def run(state_dir: str, node: Node, looked: Looked) -> Optional[tuple[str, ...]]:
     """Write a lease for every container with a share and no lease; return their ids. None: the directory was lost
     again, so search again. The caller holds the lock: nothing else creates leases until the marker is gone. Raise
-    KernelError. """
+    KernelError."""
     marker = _marker(state_dir)
     if marker is None:
         return ()

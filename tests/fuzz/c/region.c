@@ -1,5 +1,5 @@
-/* shim/core/region.c, quota.c and exports.c: both files with anything in them, changed further while
- * they are in use. As long as nobody lied in the usage file, all figures are right. */
+/* shim/core/region.c, quota.c and exports.c: both files with anything in them, changed further
+ * while they are in use. As long as nobody lied in the usage file, all figures are right. */
 #include "../../../shim/core/region.c"
 
 #include "fuzz.h"
