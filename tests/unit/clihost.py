@@ -1,4 +1,4 @@
-"""A state directory with known content, for tests of the command line; devices are values, everything else is real."""
+"""A state directory with known content, for tests of the command line. Devices are values; everything else is real."""
 
 from __future__ import annotations
 
