@@ -85,9 +85,7 @@ def test_engine_default_rules_do_not_reach_nvidia() -> None:
     assert of(major=-1) and of(major=None) and of(major="195") and of(major=True) and of(major=195.0)
     assert of(type="a") and of(type=None) and of(type="") and of(type="u") and of(type="C")
     assert of(major=-1, access="") and of(major=-1, access=None) and of(major=1 << 32 | 195)
-    assert cdi_devices.reaches(
-        {"allow": True, "major": 1, "minor": 3}
-    )  # a rule without a type covers all types, whatever its numbers
+    assert cdi_devices.reaches({"allow": True, "major": 1, "minor": 3})  # without a type, a rule covers all types
     assert not cdi_devices.reaches("rule") and not cdi_devices.reaches({"type": "c", "major": 195})
 
 
