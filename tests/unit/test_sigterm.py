@@ -1,5 +1,5 @@
-"""A signal that another thread takes ends what waits in the main thread all the same; one for a child goes to nobody
-after it."""
+"""A signal that another thread receives still ends the main thread's wait; a signal for an ended child is not
+forwarded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ except KeyboardInterrupt:
     print("interrupted")
 """
 
-# The lease is given back between the end of the low-level runtime and ours.
+# The lease is released between the exit of the low-level runtime and that of gpushare-runtime.
 DELETES = """
 import os, signal
 from gpushare.programs import runtime
@@ -57,13 +57,13 @@ def said(text: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_what_serves_hears_of_it() -> None:
+def test_sigterm_ends_server() -> None:
     assert said(SERVES) == ["ended", "True -1"]
 
 
-def test_a_soak_hears_of_it() -> None:
+def test_sigterm_ends_soak() -> None:
     assert said(SOAKS)[0] == "ended"
 
 
-def test_a_delete_forwards_nothing_to_what_has_ended() -> None:
+def test_delete_forwards_no_signal_to_ended_runtime() -> None:
     assert said(DELETES) == ["3", "True"]
