@@ -1,4 +1,4 @@
-"""One target for some time: what it did, and what it found."""
+"""Run one target for some time, and report its coverage and findings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fuzz.targets import CORPUS, PROGRAMS, Target
 from tests.support.host import TREE
 
 FOUND = PROGRAMS / "found"
-HANGS_S = 25  # one input
+HANGS_S = 25  # for one input
 _COVERAGE = re.compile(r"^#\d+\s+(\S+)\s+cov: (\d+)", re.MULTILINE)
 _COUNT = re.compile(r"^#(\d+)\s", re.MULTILINE)
 _LOUD = re.compile(
@@ -26,29 +26,29 @@ _LOUD = re.compile(
 
 
 class Outcome(NamedTuple):
-    """`before`: edges that the corpus reaches; `after`: with what was found since."""
+    """`before`: edges that the corpus reaches; `after`: edges including the new inputs."""
 
     target: Target
     executions: int
     before: int
     after: int
-    findings: tuple[Path, ...]  # inputs, each with what was said in a file beside it
+    findings: tuple[Path, ...]  # inputs, each with a file of its output beside it
     problem: str  # "" when nothing is wrong
 
     def reproduce(self) -> list[str]:
-        """A command line for each finding."""
+        """A command line that reproduces each finding."""
         return [shlex.join([*self.target.command(), os.path.relpath(path, TREE)]) for path in self.findings]
 
 
 def environment() -> dict[str, str]:
-    """What the targets need; -m finds this tree's modules."""
+    """The targets' environment; -m imports this tree's modules."""
     paths = os.pathsep.join((str(TREE), str(TREE / "hook")))
     return {**os.environ, "PYTHONPATH": paths, "ASAN_OPTIONS": "allow_addr2line=1", "PYTHONHASHSEED": "0"}
 
 
 def run(target: Target, seconds: float, work: Path, corpus: Path = CORPUS) -> Outcome:
-    """The corpus, then new inputs until `seconds` are over; those that reach something new stay in `work`, which also
-    counts as corpus. Ends at the first finding."""
+    """Run the corpus, then new inputs until `seconds` are over. Inputs with new coverage stay in `work`, which also
+    counts as corpus. The run ends at the first finding."""
     FOUND.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     known = set(FOUND.iterdir())

@@ -1,4 +1,4 @@
-"""The table of targets. Each is a program that speaks libFuzzer's command line."""
+"""The table of targets. Each is a program with libFuzzer's command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Target(NamedTuple):
     function: str = ""
     json: bool = False
     longest: int = 4096  # bytes of an input
-    words: bool = False  # it knows those of words.py
+    words: bool = False  # it uses the dictionary of words.py
 
     def command(self) -> list[str]:
         if not self.function:

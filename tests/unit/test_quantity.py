@@ -141,7 +141,7 @@ def test_percentages_are_exact(micro: int, total: int) -> None:
 
 @given(st.text())
 def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
-    """Never another exception, never an amount of nothing, and every error is one printable line."""
+    """No other exception, no empty amount, and every error is one printable line."""
     for parse in (quantity.amounts, quantity.percents):
         try:
             found = parse("N", text)
@@ -170,7 +170,7 @@ def test_sizes_match_rational_arithmetic(text: str) -> None:
     ("size", "text"),
     [(4 * GI, "4 GiB"), (3 * GI // 2, "1.50 GiB"), (512 << 20, "512 MiB"), (7, "7 B"), (0, "0 B"), (1 << 41, "2 TiB")],
 )
-def test_human_text_uses_largest_exact_unit(size: int, text: str) -> None:
+def test_size_is_shown_in_binary_units(size: int, text: str) -> None:
     assert quantity.human(size) == text
 
 
