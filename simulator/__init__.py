@@ -1,1 +1,1 @@
-"""The simulated NVIDIA driver: see HACKING.md."""
+"""The simulated NVIDIA driver: see README.md."""

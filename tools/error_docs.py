@@ -55,7 +55,7 @@ OF_KIND = {
     "Interrupted": "GpushareError",
 }
 
-_FULL = "make room there, or run as root, as the reason says"
+_FULL = "free space there, or run as root, depending on the reason"
 _CONFIG_JSON = "the engine, or who edited the bundle, wrote it: mend config.json, `gpushare explain BUNDLE` reads it"
 _RUNTIME = "the runtime gives the hook that state: use runc or crun, unchanged"
 _REMOVE = "start the container anew; `gpushare prune` removes what is left"
@@ -104,7 +104,7 @@ ADVICE = {
     ): "use another device or backend, as it says ([backends](backends.md))",
     ("cli/export.py", ""): "another --port or --socket, or run as root",
     ("core/errors.py", ""): _FULL,
-    ("engines/host.py", ""): "run as root, or make room there",
+    ("engines/host.py", ""): "run as root, or free space there",
     ("inject/spectree.py", ""): _CONFIG_JSON,
 }
 # Hints that the program works out

@@ -1,6 +1,6 @@
-"""How a program of the bundle starts (start path): boot.c runs `main` in an interpreter with an empty environment.
+"""Start a program of the bundle (start path): boot.c runs `main` in an interpreter with an empty environment.
 
-argv: -c, descriptor of the environment that boot.c was given, path of the program, its words
+argv: -c, descriptor of boot.c's original environment, path of the program, its arguments
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
 
     os.set_inheritable(fd, False)
     constants.SHIM_DIR = installed.shim_dir(program)
-    if name == "gpushare-hook":  # takes nothing from the environment
+    if name == "gpushare-hook":  # uses no environment variables
         from .programs import hook
 
         os._exit(hook.main())

@@ -1,7 +1,7 @@
-"""The programs as a wheel installs them (see packaging/wheel.py).
+"""Entry points of the programs in a wheel (see packaging/wheel.py).
 
-The launchers in front of `hook` and `runtime` see to it that a hook's environment, which can be an image's, is not read
-by the interpreter.
+The launchers that start `hook` and `runtime` keep a hook's environment from the interpreter, because an image can set
+it.
 """
 
 from __future__ import annotations

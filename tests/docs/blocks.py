@@ -1,4 +1,4 @@
-"""The commands of a page: in blocks that are indented by four spaces.
+"""The commands of a page: in blocks that are indented by four spaces, or fenced with the language sh or console.
 
     $ gpushare list            a command whose output follows, up to the next "$ " or the end of the block
     make demo                  in a block without "$ " every line is a command if it begins with the name of a program
@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from tests.support.host import TREE
 
-PAGES = ("README.md", "README.zh-CN.md", "HACKING.md", "packaging/kubernetes/README.md")
+PAGES = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "packaging/kubernetes/README.md")
 PROGRAMS = (
     "gpushare", "gpushare-hook", "gpushare-runtime", "make", "docker", "podman", "kubectl", "systemctl", "journalctl",
     "dpkg", "tar", "ln", "source", "pip", "nvidia-smi", "nvidia-cuda-mps-control", "helm", "rpm",
 )  # fmt: skip
 INDENT = "    "
+FENCED = ("sh", "console")
 
 
 class Command(NamedTuple):
@@ -35,16 +36,25 @@ class Command(NamedTuple):
 
 
 def pages() -> list[str]:
-    return [*PAGES, *sorted(f"docs/{path.name}" for path in (TREE / "docs").glob("*.md"))]
+    return [*PAGES, *sorted(str(path.relative_to(TREE)) for path in (TREE / "docs").rglob("*.md"))]
 
 
 def blocks(text: str) -> Iterator[tuple[int, list[str]]]:
     """(number of the first line, the lines without indent) of each block. As in Markdown, empty lines do not end a
     block, and an indented continuation of a list item is none."""
     block: list[str] = []
-    first, before, in_list = 0, "", False
+    first, before, in_list, fence = 0, "", False, None
     for number, line in enumerate([*text.splitlines(), "end"], 1):
-        if line.startswith(INDENT) and (block or not before) and not in_list:
+        if fence is not None or line.startswith("```"):
+            if fence is None:
+                fence, first, block = line[3:], number + 1, []
+            elif line.startswith("```"):
+                if fence in FENCED:
+                    yield first, "\n".join(block).rstrip().splitlines()
+                fence, block = None, []
+            else:
+                block.append(line)
+        elif line.startswith(INDENT) and (block or not before) and not in_list:
             first = first if block else number
             block.append(line[len(INDENT) :])
         elif line or not block:
@@ -77,7 +87,7 @@ def _shown(page: str, first: int, block: list[str]) -> Iterator[Command]:
 
 
 def _typed(line: str) -> list[str]:
-    """A command without its comment behind two spaces or "#"; a line of HACKING has several `make` commands."""
+    """A command without its comment behind two spaces or "#"; a line may have several `make` commands."""
     parts = [part.strip() for part in re.split(r"\s+# |\s{2,}", line)]
     known = [part for part in parts if part.split(" ")[0] in PROGRAMS]
     return known if line.startswith("make ") else [part for part in parts[:1] if part in known]

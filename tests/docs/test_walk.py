@@ -1,4 +1,4 @@
-"""HACKING's walk from config.json to a refused allocation names existing files and functions."""
+"""The walk of docs/internals/start.md from config.json to a refused allocation names existing files and functions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ HOOK, SHIM = TREE / "hook" / "gpushare", TREE / "shim"
 
 
 def walk() -> str:
-    text = (TREE / "HACKING.md").read_text()
-    return text[text.index("    runc create, a container") : text.index("By the other way in")]
+    text = (TREE / "docs/internals/start.md").read_text()
+    return text[text.index("runc create\n") : text.index("`tests/docs/test_walk.py`")]
 
 
 def test_named_files_and_functions_exist() -> None:

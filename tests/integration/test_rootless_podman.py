@@ -76,7 +76,7 @@ def test_limit_is_seen_reached_and_kept(podman: RootlessPodman) -> None:
 def test_he_is_told_what_that_is_worth(podman: RootlessPodman) -> None:
     """By the first line of the container's log, where its runtime's words go (a hook's go nowhere), and by doctor.
     Nobody is told who asks for nothing."""
-    told = "rootless, so cooperative only: no device cgroup, and what other users hold is not counted"
+    told = "rootless, so cooperative only: no device cgroup, and shares of other users are not counted"
     for env, expected in ((TWO_GIB, f"gpushare: {told}\n" if podman.way == "runtime" else ""), ({}, "")):
         with podman.start(Want(SLEEP, env)) as one:
             one.stop()  # then all of it has been written

@@ -59,7 +59,7 @@ def user(*command: str, node: Node, runtime: str = "") -> subprocess.CompletedPr
 
 
 def test_a_user_without_rights_gets_a_cooperative_share(users_node: Node) -> None:
-    told = "gpushare: rootless, so cooperative only: no device cgroup, and what other users hold is not counted\n"
+    told = "gpushare: rootless, so cooperative only: no device cgroup, and shares of other users are not counted\n"
     script = 'id -u; id -g; grep CapEff /proc/self/status; cat /dev/null && exec "$@"'
     done = as_user(users_node, "run", "--memory", "4Gi", "--name", "mine", "--", "sh", "-c", script, "sh", *GRAB)
     assert (done.returncode, done.stderr) == (0, told)

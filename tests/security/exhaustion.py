@@ -84,7 +84,7 @@ def full_state(scene: Scene) -> None:
                     assert scene.way == "hook", refused
                 elif refused is not None:
                     assert "internal error" not in refused.message and "Traceback" not in refused.message, refused
-                    assert "No space left on device" in refused.message and "make room" in refused.message, refused
+                    assert "No space left on device" in refused.message and "free space" in refused.message, refused
                 else:
                     assert late.wait() == 0
                     late.delete()

@@ -129,7 +129,7 @@ def test_effective_values_parse_to_same_config(text: str) -> None:
     ("text", "message"),
     [
         ("", "f.yaml: the file: "),
-        ("[]", 'f.yaml: the file: "[]" is wrong; expected keys below it, one a line'),
+        ("[]", 'f.yaml: the file: "[]" is wrong; expected indented keys, one per line'),
         ("driver: {}", "f.yaml: the file: no version"),
         ("version: 2", 'f.yaml:1: version: "2" is wrong; expected 1'),
         ("version: 1\nplacment: x", "f.yaml:2: placment: unknown key; did you mean placement?"),
@@ -173,7 +173,7 @@ def test_effective_values_parse_to_same_config(text: str) -> None:
         ("version: 1\nmemory_overcommit: " + "9" * 5000, "f.yaml:"),  # newer Pythons cannot read it
         ("version: 1\nshim_dir: 2024-13-01", "f.yaml: not valid YAML: month must be"),
         ("version: 1\0", "f.yaml: not valid YAML: special characters are not allowed"),
-        ("version: 1\npolicy:", 'f.yaml:2: policy: "null" is wrong; expected keys below it, one a line'),
+        ("version: 1\npolicy:", 'f.yaml:2: policy: "null" is wrong; expected indented keys, one per line'),
         ("version: 1\npolicy: {require_limits: 1}", 'policy.require_limits: "1" is wrong; expected true or false'),
         (
             "version: 1\npolicy: {allowed_devices: '0'}",

@@ -25,10 +25,10 @@ cli, daemon_json = configurehost.cli, configurehost.daemon_json
     ("text", "message"),
     [
         ("{", "/etc/docker/daemon.json:1:2: not valid JSON"),
-        ("[1]", "/etc/docker/daemon.json: must hold a JSON object, not list"),
+        ("[1]", "/etc/docker/daemon.json: must contain a JSON object, not list"),
         ('{"runtimes": []}', '/etc/docker/daemon.json: "runtimes" must be an object, not list'),
         ('{"default-runtime": 1}', '/etc/docker/daemon.json: "default-runtime" must be text, not int'),
-        ('{"runtimes": {}, "runtimes": {}}', '"runtimes" is there twice'),
+        ('{"runtimes": {}, "runtimes": {}}', '"runtimes" occurs twice'),
     ],
 )
 def test_broken_file_is_named_and_kept(
@@ -120,9 +120,9 @@ def test_concurrently_changed_file_is_not_overwritten(root: Path) -> None:
     [
         (lambda path: path.unlink(), "is not a program"),
         (lambda path: path.chmod(0o644), "is not a program"),
-        (lambda path: path.chmod(0o757), "(mode 757) is writable by others than root; chmod go-w"),
-        (lambda path: path.parent.chmod(0o777), "(mode 777) is writable by others than root"),
-        (lambda path: (os.chown(path, 0, 12), path.chmod(0o775)), "(mode 775) is writable by others than root"),
+        (lambda path: path.chmod(0o757), "(mode 757) is writable by users other than root; chmod go-w"),
+        (lambda path: path.parent.chmod(0o777), "(mode 777) is writable by users other than root"),
+        (lambda path: (os.chown(path, 0, 12), path.chmod(0o775)), "(mode 775) is writable by users other than root"),
     ],
 )
 @pytest.mark.parametrize("name", ["gpushare-runtime", "gpushare-hook"])

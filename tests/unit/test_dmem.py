@@ -231,8 +231,8 @@ def test_newer_driver_is_limited_through_nvml(nvml_dir: Path, tmp_path: Path, tr
     ("file", "text", "message"),
     [
         ("broken", "4", "nvmlDeviceSetMemoryLimits_v1 returned 4; use the backend shim"),
-        ("deaf", "", "says 18446744073709551615, not 4294967296"),
-        ("mute", "", "says 0, not 4294967296"),
+        ("deaf", "", "returned 18446744073709551615, not 4294967296"),
+        ("mute", "", "returned 0, not 4294967296"),
         ("hangs", "", "no answer in 0 s"),
     ],
 )

@@ -22,7 +22,7 @@ def test_rights_report_root_or_rootless(machine: Machine, monkeypatch: pytest.Mo
     assert ask("rights", machine) == Result(OK, "root")
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
     told = ask("rights", machine)
-    assert told.result == WARN and "cooperative only: no device cgroup, and what other users hold" in told.detail
+    assert told.result == WARN and "cooperative only: no device cgroup, and shares of other users" in told.detail
     assert ask("library loads", machine).result == SKIP
 
 

@@ -34,7 +34,7 @@ def test_crio_gets_runtime_handler() -> None:
     assert (table["runtime_path"], table["runtime_type"]) == ("/usr/bin/gpushare-runtime-cri", "oci")
     assert "allowed_annotations" not in table and set(after) == {crio.FILE}
     assert withdrawn(crio, after, {}) == {}
-    with pytest.raises(ConfigError, match="CRI-O cannot give a runtime arguments"):
+    with pytest.raises(ConfigError, match="CRI-O cannot pass arguments to a runtime"):
         crio.propose(SETTINGS._replace(config="/c"), Tree({}))
 
 
@@ -57,7 +57,7 @@ def test_hooks_keep_configured_directories(engine: Any, main: str) -> None:
     assert withdrawn(engine, after, files) == files
     later = f"{engine.FILE.rpartition('/')[0]}/zz.conf"
     notes = engine.propose(SETTINGS._replace(hook_only=True), Tree({**files, later: files[main]})).notes
-    assert later in notes[0] and "counts more than ours" in notes[0]
+    assert later in notes[0] and "overrides gpushare's" in notes[0]
 
 
 def test_podman_gets_runtime_and_hook() -> None:

@@ -108,19 +108,19 @@ def test_before_2_1_effective_imported_section_gets_entry() -> None:
     proposal = containerd.propose(OLD, Tree(files))
     after = applied(proposal, files)
     assert after[MAIN] == files[MAIN] and set(handler(after, other)) == {"other", "gpushare"}
-    said = f"before 2.1 imported files are not merged, so the entry goes into {other}"
-    assert proposal.notes == [f"{said}, which has the CRI section that counts"]
+    note = f"containerd before 2.1 does not merge imported files, so the entry goes into {other}"
+    assert proposal.notes == [f"{note}, whose CRI section is in force"]
     assert containerd.propose(OLD, Tree(after)).changes == []
 
 
 def test_unmerged_imports_are_noted() -> None:
     """Also for a file that imports others: a later edit of an imported file would remove the entry."""
-    said = f"before 2.1 imported files are not merged, so the entry goes into {MAIN}"
+    note = f"containerd before 2.1 does not merge imported files, so the entry goes into {MAIN}"
     for text in (DEBIAN, KUBEADM):
-        assert containerd.propose(SETTINGS._replace(engine_version="2.0"), Tree({MAIN: text})).notes == [said]
+        assert containerd.propose(SETTINGS._replace(engine_version="2.0"), Tree({MAIN: text})).notes == [note]
         assert containerd.propose(NEW, Tree({MAIN: text})).notes == []
     (unknown,) = containerd.propose(SETTINGS, Tree({MAIN: DEBIAN})).notes
-    assert unknown == f"the version of containerd is not known (--engine-version); {said}"
+    assert unknown == f"the version of containerd is unknown (--engine-version); {note}"
 
 
 def test_containerd_upgrade_moves_entry() -> None:
@@ -194,16 +194,19 @@ def test_default_base_spec_matches_containerd() -> None:
     ("text", "message"),
     [
         ("version = 2\n[x", f"{MAIN}:2: not valid TOML"),
-        ("version = 2\nversion = 2\n", f'{MAIN}:2: not valid TOML: Key "version" already exists; mend'),
-        ("[plugins.cri]\nx = 1\n", "version 1 of the configuration file (it names no other); write it as version 2"),
-        ("version = 1\n", "version 1 of the configuration file"),
-        ("version = 5\n", "version 5 is not known; known: 2, 3, 4; update gpushare"),
-        ('version = "2"\n', 'version "2" is not known'),
-        ('disabled_plugins = ["cri"]\n', "disabled_plugins switches CRI off; take it out of that list"),
-        (f'version = 3\ndisabled_plugins = ["{CRI3}"]\n', "disabled_plugins switches CRI off"),
+        ("version = 2\nversion = 2\n", f'{MAIN}:2: not valid TOML: Key "version" already exists; fix'),
+        ("[plugins.cri]\nx = 1\n", "the file has format version 1 (the default); convert it to version 2 with"),
+        ("version = 1\n", "the file has format version 1"),
+        ("version = 5\n", "unknown version 5; known: 2, 3, 4; update gpushare"),
+        ('version = "2"\n', 'unknown version "2"'),
+        ('disabled_plugins = ["cri"]\n', "disabled_plugins disables CRI; remove it from that list"),
+        (f'version = 3\ndisabled_plugins = ["{CRI3}"]\n', "disabled_plugins disables CRI"),
         ("version = 2\nimports = 1\n", "imports must be a list of texts"),
         ("version = 2\nplugins = 1\n", "plugins must be a table, not int"),
-        (f'version = 2\n[plugins]\n"{CRI2}" = {{containerd = {{}}}}\n', "cannot be added at its end; write"),
+        (
+            f'version = 2\n[plugins]\n"{CRI2}" = {{containerd = {{}}}}\n',
+            "cannot be added at the end of the file; write",
+        ),
         (f'version = 2\n[plugins."{CRI2}".containerd]\nruntimes = 3\n', "runtimes must be a table, not int"),
         (
             f'version = 2\n[plugins."{CRI2}".containerd.runtimes.runc]\n'
@@ -219,9 +222,9 @@ def test_invalid_containerd_file_is_refused(text: str, message: str) -> None:
 
 
 def test_impossible_containerd_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot give a runtime arguments .--gpushare-state /s."):
+    with pytest.raises(ConfigError, match="cannot pass arguments to a runtime .--gpushare-state /s."):
         containerd.propose(NEW._replace(state_dir="/s"), Tree({}))
-    with pytest.raises(ConfigError, match='"two" is no version; write it as 1.7 or 2.1'):
+    with pytest.raises(ConfigError, match='"two" is not a version; write it as 1.7 or 2.1'):
         containerd.propose(SETTINGS._replace(engine_version="two"), Tree({}))
 
 

@@ -154,7 +154,7 @@ def test_child_inherits_no_descriptors(tmp_path: Path) -> None:
 def test_uninitialized_gpu_is_refused(tmp_path: Path, text: str) -> None:
     root = host(tmp_path, devices=0)
     gpu(tmp_path, "0000:01:00.0", 0, text or "\n")
-    with pytest.raises(DeviceError, match=r"does not know the GPU at 0000:01:00.0 yet .*; run nvidia-smi once"):
+    with pytest.raises(DeviceError, match=r"not initialised the GPU at 0000:01:00.0 .*; run nvidia-smi once"):
         inventory.read_inventory(root)
 
 

@@ -70,9 +70,9 @@ def test_drop_removes_member_and_empty_parents(text: str, expected: str) -> None
     [
         ('{\n  "a": 1,\n}', "f.json:2:11: not valid JSON: Illegal trailing comma|f.json:3:1: not valid JSON"),
         ("", "f.json:1:1: not valid JSON"),
-        ("[]", "f.json: must hold a JSON object, not list"),
-        ('{"a": 1, "a": 2}', 'f.json: "a" is there twice; keep one'),
-        ('{"b": {"a": 1, "a": 2}}', '"a" is there twice'),
+        ("[]", "f.json: must contain a JSON object, not list"),
+        ('{"a": 1, "a": 2}', 'f.json: "a" occurs twice; keep one'),
+        ('{"b": {"a": 1, "a": 2}}', '"a" occurs twice'),
         ('{"a": 1} x', "f.json:1:10: not valid JSON"),
         ('{"a": ' + "[" * 100000, "f.json: nested too deeply"),
         ('{"a": ' + "9" * 5000, "f.json: not valid JSON: Exceeds the limit|f.json:1:"),  # depends on the Python version

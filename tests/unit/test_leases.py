@@ -229,7 +229,7 @@ def test_directory_that_fills_during_start_keeps_lease_whole(state: str, init: s
     with open(f"{state}/filler", "wb", buffering=0) as filler, pytest.raises(OSError):
         while True:
             filler.write(b"x" * 4096)
-    with pytest.raises(KernelError, match="lease.json.*No space left on device; make room there"):
+    with pytest.raises(KernelError, match="lease.json.*No space left on device; free space there"):
         leases.hold(state, lease, process(init.pid), "")
     assert leases.view(state).live == (lease,)
 

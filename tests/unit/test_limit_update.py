@@ -39,7 +39,7 @@ def test_changed_grant_is_published(state: str, held: Callable[..., Lease], monk
     limit_update.change(state, "c1", lambda *_: (share(GIB, 50, paused=True),))
     assert told(state) == 50 | shm_abi.DEVICE_PAUSED << 8
     with monkeypatch.context() as killed:
-        killed.setattr(limit_update, "_tell_others", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        killed.setattr(limit_update, "_publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         pid = os.fork()
         if pid == 0:
             limit_update.change(state, "c1", lambda *_: (share(GIB, 70),))

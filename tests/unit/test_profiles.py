@@ -45,5 +45,5 @@ def test_cluster_requires_limits() -> None:
 
 
 def test_unknown_profile_is_refused() -> None:
-    with pytest.raises(ConfigError, match='no profile "cloud"; one of workstation, cluster'):
+    with pytest.raises(ConfigError, match='no profile "cloud"; use workstation or cluster'):
         profiles.text("cloud")

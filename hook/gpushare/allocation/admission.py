@@ -1,10 +1,10 @@
-"""What one device can give to one slot of a request, or why not (start path). Pure.
+"""Decide what one device can give to one slot of a request, or why it cannot (start path). Pure.
 
-    offer(wanted, request, device, node, ledger) -> Offer
-    regrant(share, wanted, soft, node, ledger)   -> Share      one that changes while its container lives
+    admit(wanted, request, device, node, ledger) -> Allocation
+    regrant(share, wanted, soft, node, ledger)   -> Share      the share of a running container, changed
 
-They raise CapacityError (with the numbers and the holders), PolicyError, RequestError or DeviceError. `brief` of such
-an error is the same in a few words, for a line about several devices.
+Both raise CapacityError (with the numbers and the containers that use the device), PolicyError, RequestError or
+DeviceError. `brief` of such an error is a short form for a line about several devices.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _NOTHING = "the configuration keeps all of it: lower oversubscription.turn_memor
 
 
 class SlotRequest(NamedTuple):
-    """What one slot asks for."""
+    """The request of one slot."""
 
     memory: Optional[Amount]
     compute: Optional[int]
-    scaling: float = 1.0  # above that, `memory` is for device and host together: so many times its part on the device
+    scaling: float = 1.0  # above 1.0: `memory` covers device and host, and is this many times its device part
 
 
 class Allocation(NamedTuple):
-    """What a device would give. None = no limit."""
+    """What a device would give. None: no limit."""
 
     memory_limit_bytes: Optional[int]
     compute_percent: Optional[int]
-    clamped: str  # what was asked, where policy gives less
+    clamped: str  # the request, if policy gives less
     page: int
-    equal_share: str  # "1 of 10" where the configuration gives it, not the container's own words
+    equal_share: str  # "1 of 10" if the configuration sets it and not the container
     holders: backends.Holders = backends.Holders()
-    virtual_bytes: int = 0  # with what lies on the host; 0 = nothing does
+    virtual_bytes: int = 0  # including the part in host memory; 0: there is none
 
 
 def _held(holders: list[str]) -> str:
-    """`, held by a (4 GiB), b (all)`, or nothing."""
+    """Return `, held by a (4 GiB), b (all)`, or "" if no container holds any."""
     more = f" and {len(holders) - 4} more" if len(holders) > 4 else ""
     return ", held by " + ", ".join(holders[:4]) + more if holders else ""
 
@@ -56,20 +56,20 @@ def _held_by(device: Device, ledger: Ledger) -> str:
 
 
 def _whom(device: Device, ledger: Ledger) -> str:
-    """Whom to stop, for a hint."""
+    """The containers to stop, for a hint."""
     return "it" if len(ledger.holders.get(device.uuid, ())) == 1 else "one of them"
 
 
 def _most(device: Device, policy: Policy) -> int:
-    """policy.max_memory of this device, in bytes."""
+    """Return policy.max_memory of this device in bytes."""
     return bytes_of(amount("policy.max_memory", policy.max_memory), device.memory_bytes, device.granularity_bytes)
 
 
 def _within_policy(
     wanted: SlotRequest, device: Device, policy: Policy, largest_bytes: int = 0
 ) -> tuple[SlotRequest, str]:
-    """(what may be granted, what was asked where that was more). Maxima and required limits, per container and
-    device. `largest_bytes`: what is clamped is clamped to that, where policy allows more; 0: that is not known."""
+    """Apply required limits and maxima per container and device. Return what may be granted, and the request if
+    that was more. A clamped request gets `largest_bytes` at most; 0: not known."""
     clamps, over = policy.over_maximum == "clamp", []
     memory, compute = wanted.memory, wanted.compute
     if memory is None and (policy.require_limits or policy.unlimited == "deny" or (policy.max_memory and not clamps)):
@@ -103,7 +103,7 @@ def _within_policy(
 
 
 def _memory_of(wanted: SlotRequest, device: Device, ledger: Ledger, config: Config) -> Optional[int]:
-    """The bytes that this device can grant now; None = the whole device. Raises why not."""
+    """Return the bytes that this device can grant now; None: the whole device. Raise the reason if it cannot."""
     if device.uuid in ledger.blocked:
         raise CapacityError(
             f"device {device_name(device)} is in use by containers that gpushare does not know",
@@ -131,8 +131,8 @@ def _memory_of(wanted: SlotRequest, device: Device, ledger: Ledger, config: Conf
 
 
 def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Config) -> int:
-    """`memory` of the device if it is free. A device of unknown size serves one share: alone it cannot be
-    oversold, and the driver itself says when it is full."""
+    """Return `memory` in bytes if it is free. A device of unknown size serves one share, which cannot oversell it:
+    the driver reports when it is full."""
     total, used = capacity_bytes(device, config), ledger.used.get(device.uuid, 0)
     known = device.memory_bytes > 0
     if not known and (memory.percent is not None or used):
@@ -160,7 +160,7 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
             else _NOTHING,
             f"{free} of {human(total)} free",
         )
-    if known and size > device.memory_bytes:  # memory_overcommit makes no device larger for one container
+    if known and size > device.memory_bytes:  # memory_overcommit does not enlarge a device for one container
         has = human(device.memory_bytes)
         raise CapacityError(
             f"device {device_name(device)}: {asked} asked, and it has {has}", f"ask for at most {has}", f"has {has}"
@@ -169,7 +169,7 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
 
 
 def _require_compute(percent: Optional[int], soft: bool, device: Device, ledger: Ledger, config: Config) -> None:
-    """Hard limits of one device add up to all of its time at most."""
+    """Refuse a hard limit with which the limits of the device exceed all of its time."""
     if percent is None or not counts(percent, soft):
         return
     held = ledger.compute.get(device.uuid, ())
@@ -186,8 +186,8 @@ def _require_compute(percent: Optional[int], soft: bool, device: Device, ledger:
 
 
 def _page_of(device: Device, ledger: Ledger, config: Config) -> int:
-    """The lowest number that nobody has. As many containers as equal shares can be on the device, whatever they asked
-    for, so that each share that there is finds its place."""
+    """Return the lowest free number of an activity file. A device with equal shares takes as many containers as it
+    has shares, whatever they request, so that every share has a place."""
     taken = ledger.pages.get(device.uuid, frozenset())
     rule = rule_of(device, config)
     most = min(rule.split_count, MAX_PEERS) if rule else MAX_PEERS
@@ -203,7 +203,7 @@ def _page_of(device: Device, ledger: Ledger, config: Config) -> int:
 
 
 def _refuse_unnamed(device: Device) -> None:
-    """A MIG device is known to its limit by its uuid, which only NVML tells."""
+    """Refuse a MIG device without a uuid: its limit is stored under the uuid, which only NVML knows."""
     if device.uuid.startswith("MIG-GPU-"):
         raise DeviceError(
             f"the uuid of MIG device {device_name(device)} is not known (no answer from NVML)",
@@ -213,7 +213,7 @@ def _refuse_unnamed(device: Device) -> None:
 
 
 def _require(request: Request, device: Device, node: Node) -> None:
-    """What the image needs of driver and device, and what `any` asks of the device that it gets."""
+    """Refuse a device that does not meet the image's constraints or the conditions of `any`."""
     if request.requirements:
         from ..request import constraints
 
@@ -225,7 +225,7 @@ def _require(request: Request, device: Device, node: Node) -> None:
 
 
 def _require_free(request: Request, device: Device, ledger: Ledger, config: Config) -> None:
-    """`any,free>=20Gi`."""
+    """Check `any,free>=20Gi`."""
     if request.selection.conditions:
         from ..request.dialects import conditions
 
@@ -235,7 +235,7 @@ def _require_free(request: Request, device: Device, ledger: Ledger, config: Conf
 
 
 def admit(wanted: SlotRequest, request: Request, device: Device, node: Node, ledger: Ledger) -> Allocation:
-    """What `device` would give to a slot that asks for `wanted`, now."""
+    """Return what `device` would give now to a slot that requests `wanted`."""
     config, equal, scaling = node.config, "", 1.0
     _refuse_unnamed(device)
     _require(request, device, node)
@@ -268,16 +268,16 @@ def admit(wanted: SlotRequest, request: Request, device: Device, node: Node, led
         whole = oversubscribing.whole_bytes(
             size, max(scaling, config.oversubscribe_scaling * request.oversubscribe), device
         )
-        if part is not None and size == part.limit_bytes:  # not clamped: all that was asked, to the block
+        if part is not None and size == part.limit_bytes:  # not clamped
             whole = asked_bytes
     return Allocation(size, wanted.compute, over, page, equal, holders, whole)
 
 
-_LITTLE = SlotRequest(Amount(1, None, ""), 1)  # no maximum is below that
+_LITTLE = SlotRequest(Amount(1, None, ""), 1)  # below every maximum
 
 
 def _refuse_beyond(share: Share, size: Optional[int]) -> None:
-    """What an oversubscribed container holds on device and host together stays what it was promised."""
+    """Refuse more than was promised to an oversubscribed container on device and host together."""
     whole = share.virtual_bytes
     if whole and (size is None or size > whole):
         raise RequestError(
@@ -288,9 +288,9 @@ def _refuse_beyond(share: Share, size: Optional[int]) -> None:
 
 
 def regrant(share: Share, wanted: SlotRequest, soft: bool, node: Node, ledger: Ledger) -> Share:
-    """`share` with what is `wanted` of its device now, beside the others in `ledger`. What is not more than before is
-    given whatever policy and capacity say, so that there is always a way down; a maximum of policy refuses the rest,
-    also where it would clamp a start."""
+    """Return `share` changed to `wanted`, beside the shares in `ledger`. A value that does not grow is always
+    granted, so that a limit can always be lowered. A growing value above a maximum of policy is refused, even if policy
+    would clamp it at a start."""
     device, config = share.device, node.config
     size = share.memory_limit_bytes
     asked = None if wanted.memory is None else bytes_of(wanted.memory, device.memory_bytes, device.granularity_bytes)
@@ -303,7 +303,7 @@ def regrant(share: Share, wanted: SlotRequest, soft: bool, node: Node, ledger: L
     _within_policy(checked, device, policy)
     if more_memory:
         size = _memory_of(wanted, device, ledger, config)
-    elif wanted.memory is not None:  # of all of the device, for whatever nobody else has
+    elif wanted.memory is not None:  # the whole device
         size = _limited_bytes(wanted.memory, device, Ledger({}), config)
     _refuse_beyond(share, size)
     counted = (share.compute_percent or 0) if counts(share.compute_percent, share.soft) else 0

@@ -1,10 +1,10 @@
-"""What `gpushare limit set` asks for, as the shares that a container is to have. Pure; not on the start path.
+"""Turn the options of `gpushare limit set` into a container's new shares. Pure; not on the start path.
 
-    parse(memory, compute, mode, priority, device) -> LimitRequest     texts as a person writes them
-    shares(lease, wish, node, others, blocked)    -> tuple[Share, ...]
+    parse(memory, compute, mode, priority, device) -> LimitRequest     the options as text
+    shares(lease, request, node, others, blocked) -> tuple[Share, ...]
     paused(lease, paused)                         -> tuple[Share, ...]
 
-Both raise RequestError, and `shares` whatever `admission.regrant` raises.
+All raise RequestError; `shares` also raises the errors of `admission.regrant`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ NO_LIMIT = "unlimited"
 
 
 class LimitRequest(NamedTuple):
-    """None and "": as it is."""
+    """The changes that are requested. None and "": no change."""
 
     memory: str = ""
-    compute: Optional[int] = None  # percent; 100 = no limit
+    compute: Optional[int] = None  # percent; 100: no limit
     soft: Optional[bool] = None
     priority: Optional[int] = None
-    device: str = ""  # a slot or a uuid; "" = every device of the container
+    device: str = ""  # a slot or a uuid; "": every device of the container
 
 
 def parse(memory: str = "", compute: str = "", mode: str = "", priority: str = "", device: str = "") -> LimitRequest:
-    """Everything that can be said to be wrong without knowing the container is said here."""
+    """Parse the options. Raise RequestError for everything that is wrong whatever the container is."""
     text = memory.strip()
     if text and text != NO_LIMIT:
         quantity.amount(MEMORY, text[1:] if text[0] in "+-" else text)
@@ -54,14 +54,14 @@ def parse(memory: str = "", compute: str = "", mode: str = "", priority: str = "
 def shares(
     lease: Lease, wanted: LimitRequest, node: Node, others: Iterable[Lease], blocked: Iterable[str] = ()
 ) -> tuple[Share, ...]:
-    """The shares of `lease`, changed. `others`: all live leases; its own is left out."""
+    """Return the shares of `lease`, changed. `others`: all live leases; the one of `lease` is ignored."""
     ledger = books.ledger_of((one for one in others if one.id != lease.id), node.config.policy, blocked)
     chosen = _slots(lease, wanted.device)
     return tuple(_changed(share, wanted, node, ledger) if share.slot in chosen else share for share in lease.shares)
 
 
 def paused(lease: Lease, pause: bool) -> tuple[Share, ...]:
-    """All of its shares."""
+    """Return all shares of `lease`, paused or resumed."""
     return tuple(share._replace(paused=pause) for share in lease.shares)
 
 
@@ -77,7 +77,7 @@ def _changed(share: Share, wanted: LimitRequest, node: Node, ledger: books.Ledge
 
 
 def _memory(share: Share, text: str) -> Optional[Amount]:
-    """None = no limit."""
+    """Return the new memory limit; None: no limit."""
     now = share.memory_limit_bytes
     if text == NO_LIMIT or (not text and now is None):
         return None

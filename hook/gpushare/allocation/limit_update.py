@@ -1,14 +1,14 @@
-"""Limits that change while their container lives. Not on the start path, but for what a killed change has left.
+"""Change the limits of a running container. Not on the start path, except to complete a change that was killed.
 
-    change(state_dir, id, decide)  a new lease.json and limits file, as one change; the caller does not hold the lock
-    settled(state_dir, leases)     leases without what was given back by now
-    unfinished, finish             a change that was killed; the caller of `finish` holds the lock
-    store(fd, shares)              the limits file alone
+    change(state_dir, id, decide)  write lease.json and the limits file as one change; takes the lock
+    settled(state_dir, leases)     the leases without memory that their containers have freed since
+    unfinished, finish             find and complete a change that was killed; `finish` needs the lock
+    store(fd, shares)              write the limits file alone
 
-lease.json is what counts for others, so it is written first, with all that the container may still hold, and the
-limits file after it: it becomes what the lease says, by one store for all devices (gpushare_abi.h). Who is killed in
-between leaves the file `changing` with the container's id, and the next start, change or prune makes its limits file
-say what its lease says. Until then a lease names no less memory than what is in force.
+Other containers are admitted against lease.json. So it is written first, with all that the container may still hold.
+The limits file follows, by one store for all devices (gpushare_abi.h). A command that is killed in between leaves the
+file `changing` with the container's id; the next start, change or prune then writes the limits file. Until then a lease
+never has less memory than the limits in force.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from . import backends
 _GENERATION, _DEVICE = shm_abi.offset("gs_limits", "generation"), shm_abi.offset("gs_limits", "device")
 _DRAINING = shm_abi.offset("gs_device_limit", "draining_bytes")
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# (lease, all live leases, uuids of unknown use) -> its shares to be; raises a GpushareError when that cannot be
+# (lease, all live leases, uuids in unknown use) -> the new shares; raises GpushareError if they cannot be granted
 DecideFn = Callable[[Lease, tuple[Lease, ...], "leases.View"], tuple[Share, ...]]
 
 
 class Changed(NamedTuple):
-    """`used_bytes`, by slot: what the container says that it holds now; None where its page cannot be read."""
+    """The outcome of a change. `used_bytes`: by slot, the memory in use; None if the usage file cannot be read."""
 
     before: Lease
     after: Lease
@@ -42,9 +42,9 @@ class Changed(NamedTuple):
 
 
 def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = False) -> Changed:
-    """Gives `container_id` the shares that `decide` says, or with `dry_run` says what it would be given. Raises
-    RequestError when it has no lease, CapacityError when it is starting, and what `decide` raises; nothing has changed
-    then."""
+    """Give `container_id` the shares that `decide` returns, or with `dry_run` only report them. Raise RequestError
+    if it has no lease, CapacityError if it is starting, and the errors of `decide`. After an error nothing has
+    changed."""
     with leases.locked(state_dir):
         finish(state_dir)
         seen = leases.view(state_dir)
@@ -52,7 +52,7 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
         before = _running(container_id, live, seen)
         after = before._replace(shares=_kept(before.shares, decide(before, live, seen)))
         if after.shares != before.shares:
-            pid = _someone(before)
+            pid = _living_pid(before)
             _refuse_unheld(pid, before, after)
             fd = _open(state_dir, before.id)
             try:
@@ -60,7 +60,7 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
                     _mark(state_dir, after.id)
                     _elsewhere(state_dir, before, after)
                     leases.rewrite(state_dir, after)
-                    _tell_others(state_dir, after.shares)
+                    _publish(state_dir, after.shares)
                     store(fd, after.shares)
             finally:
                 os.close(fd)
@@ -72,7 +72,7 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
 
 
 def _elsewhere(state_dir: str, before: Lease, after: Lease) -> None:
-    """What other backends hold, first: where they refuse nothing has changed."""
+    """Change the limits that other backends enforce. This comes first: if they refuse, nothing has changed."""
     try:
         backends.change(before.shares, after.shares, storage.container_dir(state_dir, after.id))
     except GpushareError:
@@ -98,7 +98,7 @@ def _running(container_id: str, live: Sequence[Lease], seen: leases.View) -> Lea
 
 
 def _kept(before: Sequence[Share], after: Sequence[Share]) -> tuple[Share, ...]:
-    """`after`, with what may still be held by the limits of before: all of them, until its use is known."""
+    """Return `after` plus what may still be in use by the previous limits: all of them, until the use is known."""
     return tuple(
         new._replace(draining_bytes=_more(new, max(_most(old), old.draining_bytes))) for old, new in zip(before, after)
     )
@@ -109,18 +109,18 @@ def _most(share: Share) -> int:
 
 
 def _more(share: Share, held_bytes: int) -> int:
-    """`held_bytes` where that is more than the share's limit."""
+    """Return `held_bytes` if that is more than the share's limit."""
     limit = share.memory_limit_bytes
     return held_bytes if limit is not None and held_bytes > limit else 0
 
 
-# What was given back
+# Freed memory
 
 
 def settled(state_dir: str, live: Iterable[Lease], keep: bool = True) -> tuple[Lease, ...]:
-    """What was held above a lowered limit is free as far as the container says so: its shim would not have taken more
-    by the old limit either. What cannot be read is not free. With `keep` it is written down, and the caller holds the
-    lock; without it is only to show."""
+    """Free what was held above a lowered limit, as far as the usage file reports it freed. A usage file that cannot
+    be read frees nothing. With `keep` the leases are written, and the caller holds the lock; without it the result is
+    only for display."""
     return tuple(
         _settled(state_dir, lease, _used(state_dir, lease), keep) if _drains(lease) else lease for lease in live
     )
@@ -131,7 +131,7 @@ def _drains(lease: Lease) -> bool:
 
 
 def _settled(state_dir: str, lease: Lease, used: Optional[tuple[int, ...]], keep: bool = True) -> Lease:
-    """What is still held above the limits, and no more than was held before."""
+    """Return `share` with what is still held above its limit, at most as much as before."""
     if used is None:
         return lease
     shares = tuple(
@@ -144,7 +144,7 @@ def _settled(state_dir: str, lease: Lease, used: Optional[tuple[int, ...]], keep
         try:
             _store(state_dir, after)
         except GpushareError:
-            pass  # if the state directory is lost now, more will count as held than is
+            pass  # if the state directory is lost now, too much counts as held
     return after
 
 
@@ -156,11 +156,11 @@ def _used(state_dir: str, lease: Lease) -> Optional[tuple[int, ...]]:
     return tuple(usage.used_bytes(share.slot) for share in lease.shares)
 
 
-# What was killed
+# Changes that were killed
 
 
 def unfinished(state_dir: str) -> Optional[str]:
-    """The container whose change was killed, or is going on just now; "" when nothing of it was changed yet, None when
+    """Return the container whose change was killed or is in progress; "" if nothing of it has changed yet; None if
     there is no such change."""
     try:
         with open(os.path.join(state_dir, storage.CHANGING), encoding="utf-8", errors="surrogateescape") as marker:
@@ -172,15 +172,15 @@ def unfinished(state_dir: str) -> Optional[str]:
 
 
 def finish(state_dir: str) -> None:
-    """The limits file of a change that was killed says what its lease says. The caller holds the lock. Raises
-    KernelError and RegionError when it cannot be written; the marker stays then."""
+    """Write the limits file of a change that was killed from its lease. The caller holds the lock. Raise KernelError
+    or RegionError if it cannot be written; then the marker stays."""
     container_id = unfinished(state_dir)
     if container_id is None:
         return
     lease = next((lease for lease in leases.view(state_dir).live if lease.id == container_id), None)
     if lease is not None and lease.state == "held":
         backends.change((), lease.shares, storage.container_dir(state_dir, lease.id))
-        _tell_others(state_dir, lease.shares)
+        _publish(state_dir, lease.shares)
         _store(state_dir, lease)
     _unmark(state_dir)
 
@@ -216,26 +216,26 @@ def _store(state_dir: str, lease: Lease) -> None:
 
 
 def store(fd: int, shares: Sequence[Share]) -> None:
-    """Makes the limits file behind `fd` say what `shares` say, and wakes whoever waits for a change. Every reader sees
-    all of it or nothing. Raises RegionError, KernelError."""
+    """Write `shares` to the limits file `fd`, and wake all waiters. A reader sees the whole change or none of it.
+    Raise RegionError or KernelError."""
     known = shm_abi.read_limits(os.pread(fd, shm_abi.LIMITS_SIZE + 1, 0))
     if [limit.uuid for limit in known.devices] != [share.device.uuid for share in shares]:
         raise shm_abi.RegionError(f"limits file is damaged: it has {len(known.devices)} other devices")
     with mmap.mmap(fd, shm_abi.LIMITS_SIZE) as file, memoryview(file) as plain, plain.cast("Q") as words:
-        for index, share in enumerate(shares):  # which no program looks at
+        for index, share in enumerate(shares):  # the copy that no program reads
             words[(_DEVICE + index * shm_abi.DEVICE_SIZE + _DRAINING) // 8] = share.draining_bytes
         while words[_GENERATION // 8] % 2 == 0 or _is_other(words, shares, ""):
             first = words[_GENERATION // 8] % 2
             for at, word in shm_abi.stores(shares, "next_" if first else ""):
                 words[at // 8] = word
-            syscalls.futex_wake(file, 0)  # nobody waits there: a barrier between these stores and the next
+            syscalls.futex_wake(file, 0)  # no waiter is there: this is a barrier between the stores
             words[_GENERATION // 8] += 1
         syscalls.futex_wake(file, _GENERATION)
 
 
-def _tell_others(state_dir: str, shares: Sequence[Share]) -> None:
-    """What the others on each device are told that these shares may have: a word each, which they see change at once.
-    Raises KernelError."""
+def _publish(state_dir: str, shares: Sequence[Share]) -> None:
+    """Publish the new grants in the index of each device, one word each, which other containers see at once. Raise
+    KernelError."""
     size = shm_abi.packer("gs_peers").size
     for share in shares:
         path = f"{activity_files.directory(state_dir, share.device.uuid)}/{activity_files.INDEX}"
@@ -248,7 +248,7 @@ def _tell_others(state_dir: str, shares: Sequence[Share]) -> None:
             finally:
                 os.close(fd)
         except FileNotFoundError:
-            continue  # a lost state directory: the next start on the device tells them
+            continue  # a lost state directory: the next start on the device publishes it
         except (OSError, ValueError) as error:
             raise KernelError(f"{shown(path)}: {getattr(error, 'strerror', error)}", "run as root") from error
 
@@ -258,10 +258,10 @@ def _is_other(words: memoryview, shares: Sequence[Share], prefix: str) -> bool:
 
 
 def _writable(path: str) -> int:
-    """Raises OSError."""
+    """Open a limits file for writing. Raise OSError."""
     try:
         return os.open(path, _OPEN)
-    except PermissionError:  # a user's own, which is 0444
+    except PermissionError:  # of a rootless user: 0444
         os.chmod(path, 0o644)
         try:
             return os.open(path, _OPEN)
@@ -270,7 +270,7 @@ def _writable(path: str) -> int:
 
 
 def _open(state_dir: str, container_id: str) -> int:
-    """The limits file of a container, to be written. Raises DeviceError when it has none, KernelError."""
+    """Open the limits file of a container for writing. Raise DeviceError if it has none, or KernelError."""
     path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
     try:
         return _writable(path)
@@ -288,11 +288,11 @@ def _open(state_dir: str, container_id: str) -> int:
         raise of_file(error, path) from error
 
 
-# Whether a limit can be held
+# Whether a limit can be enforced
 
 
-def _someone(lease: Lease) -> int:
-    """A living process of the container; 0 when only its lease is left."""
+def _living_pid(lease: Lease) -> int:
+    """Return the pid of a living process of the container; 0 if only its lease is left."""
     if procs.alive(lease.init_pid, lease.init_start):
         return lease.init_pid
     from ..state import leftover
@@ -301,7 +301,7 @@ def _someone(lease: Lease) -> int:
 
 
 def _refuse_unheld(pid: int, before: Lease, after: Lease) -> None:
-    """A compute limit is held by what containers tell each other in pages, which are mounted at the start."""
+    """Refuse a compute limit if the container has no activity files, which are mounted only at its start."""
     for old, new in zip(before.shares, after.shares):
         unlimited = new.compute_percent in (None, shm_abi.NO_PERCENT) and not new.soft
         if (old.compute_percent, old.soft) == (new.compute_percent, new.soft) or unlimited:

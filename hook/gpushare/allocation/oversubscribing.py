@@ -1,12 +1,12 @@
-"""Shares that go on in host memory (docs/oversubscription.md). Pure; a start needs it only where one does.
+"""Shares with a part in host memory (docs/oversubscription.md). Pure; loaded only for such a share.
 
-    whole_bytes(size, scaling, device)      -> int     what a share may hold on device and host together
-    divided(memory, scaling, device)        -> Amount on the device, bytes in all    of an amount that is for both
+    whole_bytes(size, scaling, device)      -> int     bytes that a share may hold on device and host together
+    divided(memory, scaling, device)        -> (Amount on the device, bytes in all) of an amount for both
     require_budget(shares, node, ledger, sources)      raises CapacityError, PolicyError, RequestError
-    budget_bytes(config, inventory)         -> int     what of the host may be promised
+    budget_bytes(config, inventory)         -> int     host memory that may be promised
 
-The budget counts the whole of each such share, its device part too: where a device is full for others' doing, all of
-it lies on the host, and it must have a place there.
+The budget counts the whole of each such share, including its device part: when other containers fill the device, all
+of the share is in host memory, and there must be room for it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from ..state.shm_abi import MAX_DEVICES
 
 KEY = "oversubscription.host_memory"
 _OURS = (ENV_OVERSUBSCRIBE, constants.ANNOTATIONS[ENV_OVERSUBSCRIBE])
-_MOST_DEVICES = MAX_DEVICES // 2  # the host parts are counted as devices, too
+_MOST_DEVICES = MAX_DEVICES // 2  # host parts are counted as devices too
 
 
 def whole_bytes(size: int | None, scaling: float, device: Device) -> int:
-    """`size` times `scaling`, in whole blocks; 0 where that is nothing beyond it. RequestError without a limit."""
+    """Return `size` times `scaling` in whole blocks; 0 if that is not more than `size`. RequestError without a
+    limit."""
     if size is None:
         raise RequestError(
             f"{ENV_OVERSUBSCRIBE}: no memory limit was asked for device {device_name(device)}, so there is nothing to "
@@ -42,8 +43,8 @@ def whole_bytes(size: int | None, scaling: float, device: Device) -> int:
 
 
 def divided(memory: Amount, scaling: float, device: Device) -> tuple[Amount, int]:
-    """What `memory` of device and host together, `scaling` times its part on the device, takes of the device; and all
-    of it. Whole blocks, rounded down: where limits add up to `scaling` times the device, their parts fit into it."""
+    """Divide `memory`, which covers device and host and is `scaling` times its device part. Return the device part
+    and the whole, in whole blocks rounded down: limits that add up to `scaling` times the device then fit into it."""
     block = max(1, device.granularity_bytes)
     whole = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
     whole -= whole % block
@@ -53,15 +54,15 @@ def divided(memory: Amount, scaling: float, device: Device) -> tuple[Amount, int
 
 
 def budget_bytes(config: Config, inventory: Inventory) -> int:
-    """0: none, or the host's size is not known."""
+    """Return the budget; 0: none, or the size of host memory is not known."""
     if not config.host_memory:
         return 0
     return bytes_of(amount(KEY, config.host_memory), inventory.host_memory_bytes, 1)
 
 
 def _without(sources: Sequence[tuple[str, str]]) -> str:
-    """What to do where there is no budget, by the words of the request."""
-    from ..request.dialects import registry  # of a refusal
+    """Return a hint for a host without a budget, by the variable of the request."""
+    from ..request.dialects import registry  # only for a refusal
 
     others = tuple(word.name for row in registry.SCHEDULERS for word in row.variables if word.about == registry.BEYOND)
     said = next((name for name, _ in sources if name.startswith(others) or name.endswith(_OURS)), "")
@@ -71,7 +72,7 @@ def _without(sources: Sequence[tuple[str, str]]) -> str:
 def require_budget(
     shares: Sequence[Share], node: Node, ledger: Ledger, sources: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """All shares of one container, beside what is promised. `sources`: what asked for them."""
+    """Refuse the shares of a container if they exceed the free budget. `sources`: the variables that request them."""
     asked = sum(share.virtual_bytes for share in shares)
     if not asked:
         return
@@ -86,7 +87,7 @@ def require_budget(
             f"{len(shares)} devices with memory beyond them were asked for, at most {_MOST_DEVICES} are possible",
             "ask for fewer devices",
         )
-    if ledger.blocked:  # by leases that cannot be read: nobody knows what was promised to them
+    if ledger.blocked:  # by unreadable leases: what was promised to them is unknown
         raise CapacityError(
             "host memory of oversubscribed shares is in use by containers that gpushare does not know",
             "stop them and run `gpushare prune --assume-free`",

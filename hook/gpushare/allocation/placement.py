@@ -1,13 +1,13 @@
-"""Which devices a request gets, and how much of each: a pure function of what is granted already.
+"""Choose the devices of a request, and how much of each: a pure function of what is granted already.
 
     ledger_of(leases, policy, blocked)  -> Ledger                  ledger.py
     grant(request, node, ledger)        -> tuple[Share, ...]      () for `none`: driver files, no GPU
-    named_devices.named(request, node)                -> tuple[Device, ...]     those of which it is one; for `any` all
-    survey(request, node, ledger)       -> tuple[Verdict, ...]    of each device, what speaks for it or against it
+    named_devices.named(request, node)                -> tuple[Device, ...]     the devices that the request may get
+    survey(request, node, ledger)       -> tuple[Verdict, ...]    for each device: what it offers, or why it cannot
 
 The caller holds the lease lock around both, so that two requests never see the same free bytes. `grant` raises
-CapacityError (with the numbers and the holders), PolicyError, RequestError or DeviceError. The same leases give the
-same answer: nothing is left to chance, nor to the order in which leases are found. Start path.
+CapacityError (with the numbers and the containers that use the device), PolicyError, RequestError or DeviceError. The
+result depends on the leases only, not on their order. Start path.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from . import admission
 from .admission import Allocation, SlotRequest
 
 __all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "survey"]
-_ALL = 1_000_000  # parts of a device, for comparing how full they are
-_MANY = 1_000  # more than the containers of a device
-_SHOWN = 8  # devices that a refusal tells of
+_ALL = 1_000_000  # resolution at which fullness is compared
+_MANY = 1_000  # more than the containers that a device can have
+_SHOWN = 8  # devices that a refusal lists
 
 
 class Verdict(NamedTuple):
-    """One device for one slot: an offer, or why not. `fullness`: how much of it would be granted, for comparing."""
+    """One device for one slot: an allocation, or why not. `fullness`: how full the device would be, for comparing."""
 
     device: Device
     allocation: Optional[Allocation]
@@ -43,20 +43,20 @@ def _devices(count: int) -> str:
     return f"{count} device" if count == 1 else f"{count} devices"
 
 
-def _said(request: Request, variable: str, otherwise: str) -> str:
-    """`NAME="VALUE"` as the container says it, be it a variable or an annotation; `otherwise` when it does not."""
+def _setting_of(request: Request, variable: str, otherwise: str) -> str:
+    """Return `NAME="VALUE"` of the variable or annotation that requests this; `otherwise` if there is none."""
     suffix = constants.ANNOTATIONS[variable]
     found = next((pair for pair in request.sources if pair[0] == variable or pair[0].endswith(suffix)), None)
     return setting(*found) if found else otherwise
 
 
 def _wanted(request: Request, slots: int) -> tuple[SlotRequest, ...]:
-    """What each slot asks for. Every slot must be covered: one without a limit would be unlimited by accident."""
+    """Return the request of each slot. Raise if a slot has none: it would be unlimited by accident."""
     memory, compute = dict(request.memory), dict(request.compute)
     for name, by_slot in ((constants.ENV_MEMORY, memory), (constants.ENV_COMPUTE, compute)):
         if not by_slot or None in by_slot:
             continue
-        said = _said(request, name, name)
+        said = _setting_of(request, name, name)
         beyond = [slot for slot in by_slot if slot is not None and slot >= slots]
         missing = [slot for slot in range(slots) if slot not in by_slot]
         if beyond:
@@ -81,7 +81,7 @@ def _wanted(request: Request, slots: int) -> tuple[SlotRequest, ...]:
 
 
 def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
-    """The shares of a request, slot by slot in PCI order; no device twice."""
+    """Return the shares of a request, slot by slot in PCI order; no device twice."""
     if request.selection.kind == "none":
         return ()
     devices = named_devices.named(request, node)
@@ -114,8 +114,8 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
 
 
 def _fullness(allocation: Allocation, device: Device, soft: bool, ledger: Ledger, config: Config) -> int:
-    """How much of the device is granted once it gives this: memory and compute each for a half, then how many
-    containers it has, which tells apart those that are limited in neither."""
+    """Return how full the device is after this allocation: memory and compute count half each. The number of
+    containers decides between devices without limits."""
     total, used = capacity_bytes(device, config), ledger.used.get(device.uuid, 0)
     memory = _ALL
     if allocation.memory_limit_bytes is not None and total:
@@ -142,7 +142,7 @@ def _verdict(wanted: SlotRequest, request: Request, device: Device, node: Node, 
 
 
 def survey(request: Request, node: Node, ledger: Ledger) -> tuple[Verdict, ...]:
-    """All devices for the first slot of `any`, for people (`gpushare explain`)."""
+    """Judge all devices for the first slot of `any`, for `gpushare explain`."""
     wanted = _wanted(request, request.selection.count)[0]
     return tuple(_verdict(wanted, request, device, node, ledger) for device in named_devices.named(request, node))
 
@@ -150,14 +150,14 @@ def survey(request: Request, node: Node, ledger: Ledger) -> tuple[Verdict, ...]:
 def _choose(
     request: Request, node: Node, ledger: Ledger, devices: tuple[Device, ...]
 ) -> list[tuple[Device, Allocation]]:
-    """As many devices as slots, in PCI order, that are together the fullest (binpack) or the emptiest (spread); of
-    equals the first. Slots may ask for different amounts, so for each number of slots the best way to fill them with
-    the devices so far is kept."""
+    """Choose as many devices as slots, in PCI order, that are together the fullest (binpack) or emptiest (spread);
+    the first of equals. Slots may request different amounts, so this keeps the best way to fill each number of slots
+    with the devices so far."""
     slots = request.selection.count
     wanted = _wanted(request, slots)
     allowed = sum(not named_devices.denial(device, node.config.policy) for device in devices)
     if 0 < allowed < slots:
-        asked = _said(request, constants.ENV_DEVICES, f"any:{slots}")
+        asked = _setting_of(request, constants.ENV_DEVICES, f"any:{slots}")
         raise CapacityError(f"{asked}: this container may use {_devices(allowed)}", "ask for fewer")
     sign = 1 if node.config.placement == "spread" else -1
     best: dict[int, tuple[int, list[tuple[Device, Allocation]]]] = {0: (0, [])}  # slots filled -> (cost, how)
@@ -184,16 +184,18 @@ def _choose(
 
 
 def short_name(device: Device) -> str:
-    """`GPU 0`, or `MIG 0:1`."""
+    """Return `GPU 0` or `MIG 0:1`."""
     return f"{'MIG' if device.parent else 'GPU'} {device_name(device)}"
 
 
 def _too_few(request: Request, fit: int, refused: list[Verdict]) -> GpushareError:
-    """Why `any` found too few. The only reason is told as it is, several are put into one line, for each device."""
+    """Return why `any` found too few devices: a single reason as it is, several reasons in one line by device."""
     errors = [verdict.refusal for verdict in refused if verdict.refusal]
     if not fit and len({error.message for error in errors}) == 1:
         return errors[0]
-    asked = [_said(request, name, "") for name in (constants.ENV_DEVICES, constants.ENV_MEMORY, constants.ENV_COMPUTE)]
+    asked = [
+        _setting_of(request, name, "") for name in (constants.ENV_DEVICES, constants.ENV_MEMORY, constants.ENV_COMPUTE)
+    ]
     reasons = [f"{short_name(one.device)}: {one.refusal.brief}" for one in refused[:_SHOWN] if one.refusal]
     reasons += [f"{len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else []
     full = any(isinstance(error, CapacityError) for error in errors)

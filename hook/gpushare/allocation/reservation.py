@@ -1,7 +1,7 @@
-"""Reserve devices for a container that starts: placed and written as one step, under the lock (start path).
+"""Reserve devices for a starting container: placement and lease are one step under the lock (start path).
 
-reserve(...)             -> "reserved", owned by the start's process
-recover(state_dir, node) -> the leases of a state directory that was lost
+reserve(...)             -> a lease in state "reserved", owned by the process of the start
+recover(state_dir, node) -> the leases that were restored after the state directory was lost
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def reserve(
     node: Node,
     ended: Optional[leases.Ended] = None,
 ) -> Lease:
-    """A "reserved" lease owned by this process, placed against all live leases, under the lock. `ended` is told of the
-    dead ones that made room.
+    """Write a lease in state "reserved", owned by this process and placed against all live leases. Call `ended` with
+    each dead lease that made room.
 
-    Raises CapacityError when the id has a live lease, KernelError, and what `placement.grant` raises, leaving nothing.
-    Returns with containers/<id> made and holding the lease. The caller calls `storage.empty_trash` afterwards.
+    Raise CapacityError if the id has a live lease, KernelError, and the errors of `placement.grant`; then nothing is
+    left. containers/<id> exists on return. The caller calls `storage.empty_trash` afterwards.
     """
     dead: list[Lease] = []
     try:
@@ -73,7 +73,7 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
                 )
                 _make(state_dir, lease, live)
                 return lease
-        for uuid in new:  # the first share of a device: what it needs is mounted, so without the lock
+        for uuid in new:  # first share of a device: mounting takes long, so without the lock
             activity_files.prepare(state_dir, uuid)
 
 
@@ -95,7 +95,7 @@ def _refuse_taken(container_id: str, seen: leases.View) -> None:
 
 
 def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
-    """Writes a new lease, and takes its pages. Raises KernelError and CapacityError, leaving nothing."""
+    """Write a new lease and take its activity files. Raise KernelError or CapacityError, and leave nothing then."""
     try:
         os.mkdir(storage.container_dir(state_dir, lease.id), 0o700)
         idmap.give(storage.container_dir(state_dir, lease.id))
@@ -118,19 +118,19 @@ def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
 
 
 def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
-    """`live` after changes of limits that go on without us: one that was killed, memory that was given back."""
+    """Return `live` after limit changes in progress: a change that was killed, memory that was freed."""
     unfinished = os.path.lexists(os.path.join(state_dir, storage.CHANGING))
     if not unfinished and not any(share.draining_bytes for lease in live for share in lease.shares):
         return live
     try:
         limit_update.finish(state_dir)
-    except GpushareError:  # for `prune` to say
-        return live  # which name no less than what their containers can hold by the limits of before
+    except GpushareError:  # `prune` reports it
+        return live  # they still cover the previous limits
     return limit_update.settled(state_dir, live)
 
 
 def recover(state_dir: str, node: Node) -> tuple[str, ...]:
-    """The leases of a state directory that was lost, now rather than at the next start; the ids that got one."""
+    """Restore the leases of a lost state directory now, not at the next start. Return the ids that got one."""
     while True:
         looked = _look(state_dir, node)
         with leases.locked(state_dir):
@@ -146,7 +146,7 @@ def _look(state_dir: str, node: Node) -> Optional[rebuild.Looked]:
 
 
 def _rebuild(state_dir: str, node: Node, looked: Optional[rebuild.Looked]) -> Optional[tuple[str, ...]]:
-    """The ids that got a lease; None when the state directory was lost since the look."""
+    """Return the ids that got a lease; None if the state directory was lost again meanwhile."""
     if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
         return ()
     if looked is None:

@@ -1,1 +1,1 @@
-"""The configuration file, node.json, which is compiled from it and the inventory, and the low-level runtime."""
+"""The configuration file, node.json (compiled from it and the inventory), and the low-level runtime."""

@@ -1,13 +1,13 @@
-"""The configuration file: schema, sample and checks, as they follow from the table of keys in keys.py.
+"""Parse and check the configuration file; make its schema and sample from the table of keys in keys.py.
 
-    load_config(path)     -> Config     raises ConfigError naming file, line, key and value; no usual file = defaults
+    load_config(path)     -> Config     raises ConfigError naming file, line, key and value; no default file = defaults
     parse_config(text, path) -> Config  the same from text
-    SCHEMA, schema()      -> dict       JSON Schema (config/config.schema.json is this, written out)
+    schema()              -> dict       JSON Schema (config/config.schema.json)
     sample()              -> str        config/config.yaml, commented
     rendered(values, head) -> str       such a file with other values (profiles.py)
     WrongConfig.problems  -> tuple      every problem of a file
 
-Not on the start path: yaml and jsonschema are imported when a file is read, that is when node.json is compiled.
+Not on the start path: yaml and jsonschema are imported when node.json is compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of the file: unknown keys are refused at every level."""
+    """The JSON Schema of the file. It refuses unknown keys at every level."""
     top: dict[str, Any] = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "gpushare configuration",
@@ -52,9 +52,9 @@ def _yaml_value(value: Any) -> str:
     import json
 
     try:
-        return json.dumps(value, default=str)  # JSON scalars and lists are YAML, which also has dates, sets and bytes
+        return json.dumps(value, default=str)  # JSON is valid YAML; `default` is for YAML's dates, sets and bytes
     except ValueError:
-        return "..."  # a list that is in itself
+        return "..."  # a list that contains itself
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
@@ -64,21 +64,22 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def sample() -> str:
-    """A file with every key at its default and what it means."""
+    """A file with every key at its default and its description."""
     head = (
         "# gpushare: configuration of one host, /etc/gpushare/config.yaml",
-        "# Every key but version may be left out. Containers started after a change use the changed file;",
-        "# `gpushare config check` reads it and says what is wrong.",
+        "# Every key except version is optional. A change applies to containers that start after it.",
+        "# `gpushare config check` checks the file and reports every error.",
     )
     return rendered({}, head)
 
 
-# Written down, it would be that of this version's directory, also when a newer version has taken its place.
+# Keys whose default depends on the installation. A file with this default would keep the directory of this version
+# even after an upgrade.
 _OF_THE_INSTALLATION = ("shim_dir",)
 
 
 def rendered(values: Mapping[str, Any], head: Sequence[str]) -> str:
-    """A file with every key, what it means, and its value in `values` (dotted key -> value), else its default."""
+    """A file with every key, its description, and its value in `values` (dotted key -> value), else its default."""
     lines = list(head)
     open_parents: list[str] = []
     for key in KEYS:
@@ -91,7 +92,7 @@ def rendered(values: Mapping[str, Any], head: Sequence[str]) -> str:
         indent = "  " * len(parents)
         lines += _wrapped(key.description, indent)
         if key.path in _OF_THE_INSTALLATION and key.path not in values:
-            lines.append(f"{indent}# {leaf}: /DIR    when it is not that of the installed programs")
+            lines.append(f"{indent}# {leaf}: /DIR    only if it is not the directory of the installed programs")
         else:
             lines.append(f"{indent}{leaf}: {_yaml_value(values.get(key.path, key.default))}")
     return "\n".join(lines) + "\n"
@@ -99,15 +100,15 @@ def rendered(values: Mapping[str, Any], head: Sequence[str]) -> str:
 
 def load_config(path: str) -> Config:
     """Read and check the file at `path`. Return the defaults if the default file does not exist; any other path must
-    exist, because a misspelled path would silently remove every policy. Raise ConfigError, of which
-    `WrongConfig.problems` lists all that is wrong."""
+    exist, because a misspelled path would silently remove every policy. Raises ConfigError; `WrongConfig.problems`
+    lists all errors."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
     except FileNotFoundError:
         if path == constants.CONFIG_PATH:
             return Config()
-        raise ConfigError(f"{path}: no such file", "write it, or leave --config out") from None
+        raise ConfigError(f"{path}: no such file", "create it, or leave out --config") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", what_to_do(error)) from None
     if len(data) > MAX_CONFIG_BYTES:
@@ -119,7 +120,7 @@ def load_config(path: str) -> Config:
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong in a file. `line` counts from 1; 0: of no line. `key`: dotted, "" for the whole file."""
+    """One error in a file. `line` counts from 1; 0: no line. `key`: dotted, "" for the whole file."""
 
     line: int
     key: str
@@ -142,7 +143,7 @@ class WrongConfig(ConfigError):
 
 
 def parse_config(text: str, path: str) -> Config:
-    """Check `text` and return it as a Config. `path` is for messages. Raise WrongConfig, or ConfigError if the text is
+    """Check `text` and return it as a Config. `path` is for messages. Raises WrongConfig, or ConfigError if the text is
     not YAML at all."""
     import yaml
 
@@ -201,7 +202,7 @@ def _dotted(parts: Iterable[Any]) -> str:
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    """The one of `known` that `name` probably means; "" if none is similar."""
+    """The most similar item of `known`; "" if none is similar."""
     import difflib
 
     lowered = {item.lower().replace("-", "_"): item for item in known}
@@ -210,7 +211,7 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def _key_hint(at: str, name: str, known: Sequence[str]) -> str:
-    """What to do about the unknown key `name` below `at`, where `known` are keys."""
+    """The hint for the unknown key `name` below `at`, where the keys `known` exist."""
     near = _near(name, known)
     if near:
         return f"did you mean {_below(at, near)}?"
@@ -223,7 +224,7 @@ def _key_hint(at: str, name: str, known: Sequence[str]) -> str:
 
 
 def _expected(error: Any) -> str:
-    """What a value that fails `error.validator` should be."""
+    """Text for the values that `error.validator` accepts."""
     wanted = error.validator_value
     return {
         "pattern": PATTERNS.get(wanted, "") if isinstance(wanted, str) else "",
@@ -262,7 +263,7 @@ def _schema_problems(value: Any, lines: Mapping[str, int]) -> Iterator[Problem]:
 
 
 def _given(value: Any) -> dict[str, Any]:
-    """Dotted key -> value, of the keys that the file sets."""
+    """{dotted key: value} of the keys that the file sets."""
     given: dict[str, Any] = {}
     for key in KEYS:
         here = value
@@ -276,8 +277,8 @@ def _given(value: Any) -> dict[str, Any]:
 
 
 def _config(value: Any, lines: Mapping[str, int], problems: list[Problem]) -> Config:
-    """The file as a Config, with the defaults for keys that it does not set. Skip values that have one of `problems`
-    already, and add to these what else is wrong."""
+    """The file as a Config, with the defaults for keys that it does not set. Skip values that `problems` already
+    covers, and append further errors to it."""
     refused = tuple(problem.key for problem in problems)
     given = {
         path: item

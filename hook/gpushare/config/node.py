@@ -1,16 +1,16 @@
-"""node.json: configuration and inventory, compiled into one file that the start path reads and nothing else.
+"""Compile configuration and inventory into node.json, the only file that the start path reads for both.
 
     load_node(config_path, state_dir)           -> Node     fast; compiles when missing or stale
-    compile_node(config_path, state_dir, write) -> Node     always anew: yaml, jsonschema, NVML
+    compile_node(config_path, state_dir, write) -> Node     always compiles: yaml, jsonschema, NVML
     read_node(config_path, state_dir)           -> Node | None   only if fresh
-    last(state_dir)                             -> Node | None   what was compiled last, fresh or not
+    last(state_dir)                             -> Node | None   the last compiled node, fresh or not
     load_config_only(config_path, state_dir)    -> Config   also on a host without a driver
-    log_target(config_path, state_dir)          -> str      where audit lines go
+    log_target(config_path, state_dir)          -> str      destination of audit lines
     node_json(node, inputs), node_of(value)     -> to and from plain JSON values
 
 Fresh means: same schema, same configuration file (path, mtime, size, inode), same driver version, same GPUs on the
-bus: one stat, one short read, one directory listing. The file is a cache and never required: what cannot be written is
-compiled again next time. Raises ConfigError and DeviceError.
+bus. Checking costs one stat, one short read, one directory listing. The file is a cache: if it cannot be written, the
+next start compiles again. Raises ConfigError and DeviceError.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ..state import audit_log
 from ..system import filelock
 from . import oci_runtime
 
-SCHEMA = 4  # grows when the meaning of node.json changes
+SCHEMA = 4  # increment when the meaning of node.json changes
 FILE = "node.json"
-_TURN = "compile"  # beside it; who holds its lock compiles
+_LOCK = "compile"  # a file next to it; the process that holds its lock compiles
 _DEVICES = ("devices", "mig")  # fields of Inventory that hold devices
 MAX_NODE_BYTES = 4 << 20
-PARTIAL_S = 60  # how long an inventory without memory sizes is good: NVML may answer by then
+PARTIAL_S = 60  # how long an inventory without memory sizes stays fresh: NVML may answer by then
 
 
 def _config_identity(config_path: str) -> list[Any]:
-    """What changes when somebody edits the file; only the path while there is none. The first is what changes with an
+    """Values that change when the file is edited; only the path if there is no file. The first one changes with an
     upgrade: the default of shim_dir, which is compiled too."""
     try:
         status = os.stat(config_path)
@@ -48,7 +48,7 @@ def _config_identity(config_path: str) -> list[Any]:
 
 
 def _driver_identity(root: str) -> list[Any]:
-    """What changes with the driver or the GPUs; None for the version while no driver is loaded."""
+    """Values that change with the driver or the GPUs; the version is None while no driver is loaded."""
     try:
         version: Optional[str] = inventory.driver_version(root)
     except DeviceError:
@@ -69,7 +69,7 @@ def node_json(node: Node, config_identity: list[Any], driver_identity: list[Any]
 
 
 def node_of(value: dict[str, Any]) -> Node:
-    """The Node in a file's content. Raises KeyError or TypeError when it is something else."""
+    """The Node in a file's content. Raises KeyError or TypeError for any other content."""
     config, host = value["config"], value["inventory"]
     policy: dict[str, Any] = {
         key: tuple(item) if isinstance(item, list) else item for key, item in config["policy"].items()
@@ -82,15 +82,15 @@ def node_of(value: dict[str, Any]) -> Node:
 
 
 def _read(path: str) -> Optional[dict[str, Any]]:
-    """The file's content if nobody but us could have written it."""
+    """The file's content if only root or this user could have written it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         status = os.fstat(fd)
-        ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if not ours or not stat.S_ISREG(status.st_mode) or status.st_size > MAX_NODE_BYTES:
+        trusted = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not trusted or not stat.S_ISREG(status.st_mode) or status.st_size > MAX_NODE_BYTES:
             return None
         value = json.loads(os.read(fd, MAX_NODE_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -110,7 +110,7 @@ def read_node(config_path: str, state_dir: str) -> Optional[Node]:
         host = node.inventory
         partial = not all(device.memory_bytes for device in (*host.devices, *host.mig))
         if partial and not 0 <= time.time() - os.stat(os.path.join(state_dir, FILE)).st_mtime <= PARTIAL_S:
-            return None  # also one of the future: the clock was set back
+            return None  # too old, or from the future: the clock was set back
     except (KeyError, TypeError, AttributeError, OSError):
         return None
     if value.get("driver_identity") != _driver_identity(node.config.driver_root):
@@ -119,7 +119,7 @@ def read_node(config_path: str, state_dir: str) -> Optional[Node]:
 
 
 def last(state_dir: str) -> Optional[Node]:
-    """For telling what has changed."""
+    """The last compiled node, fresh or not, to report changes."""
     value = _read(os.path.join(state_dir, FILE))
     try:
         return None if value is None or value.get("schema") != SCHEMA else node_of(value)
@@ -128,26 +128,26 @@ def last(state_dir: str) -> Optional[Node]:
 
 
 def load_node(config_path: str, state_dir: str) -> Node:
-    """The node, compiled anew only when something changed, and then by one of the starts that notice it: the others
-    wait for its file, since all of them compiling at once takes each of them several times as long."""
+    """The node, compiled only after a change. One start compiles and concurrent starts wait for its file: compiling in
+    all of them at once would take each of them several times as long."""
     return read_node(config_path, state_dir) or _compiled_once(config_path, state_dir)
 
 
 def _compiled_once(config_path: str, state_dir: str) -> Node:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:  # not the directory itself: any user of the host can open that, and then hold its lock for ever
-        turn = os.open(os.path.join(state_dir, _TURN), flags, 0o600)
+        lock = os.open(os.path.join(state_dir, _LOCK), flags, 0o600)
     except OSError:
         return compile_node(config_path, state_dir)
     try:
-        filelock.take(turn, os.path.join(state_dir, _TURN))  # given back when its holder dies
+        filelock.take(lock, os.path.join(state_dir, _LOCK))  # the kernel releases it when the process dies
         return read_node(config_path, state_dir) or compile_node(config_path, state_dir)
     finally:
-        os.close(turn)
+        os.close(lock)
 
 
 def load_config_only(config_path: str, state_dir: str) -> Config:
-    """The configuration, from node.json when that is fresh."""
+    """The configuration, from node.json if that is fresh."""
     fresh = read_node(config_path, state_dir)
     if fresh is not None:
         return fresh.config
@@ -157,7 +157,7 @@ def load_config_only(config_path: str, state_dir: str) -> Config:
 
 
 def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
-    """Reads the configuration and asks the driver. `write=False` leaves no trace (explain)."""
+    """Read the configuration and query the driver. `write=False` writes no file (explain)."""
     from ..state import rebuild
     from .config import load_config
 
@@ -167,7 +167,7 @@ def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
     except ImportError as error:
         raise GpushareError(f"cannot read {config_path}: {error}", "install PyYAML and jsonschema") from None
     if write:
-        oci_runtime.remember(config_path, state_dir, config)  # before the driver is asked: a host without one has runc
+        oci_runtime.remember(config_path, state_dir, config)  # before querying the driver: a host may have no driver
     driver_identity = _driver_identity(config.driver_root)
     node = Node(config, inventory.read_inventory(config.driver_root))
     if write:
@@ -177,7 +177,7 @@ def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
 
 
 def _write(state_dir: str, value: dict[str, Any]) -> None:
-    """Atomically; a directory that cannot be written only costs time."""
+    """Write node.json atomically. Ignores errors: without the file the next start only takes longer."""
     temporary = os.path.join(state_dir, f".{FILE}.{os.getpid()}")
     try:
         os.makedirs(state_dir, mode=0o700, exist_ok=True)
@@ -196,7 +196,8 @@ def _write(state_dir: str, value: dict[str, Any]) -> None:
 
 
 def log_target(config_path: str, state_dir: str) -> str:
-    """`log.decisions`, for a program that has read nothing yet; the journal while the configuration is wrong."""
+    """`log.decisions`, for a program that has not loaded the configuration; the journal if the configuration is
+    wrong."""
     try:
         return load_config_only(config_path, state_dir).log
     except (GpushareError, ImportError, OSError):

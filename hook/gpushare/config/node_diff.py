@@ -1,4 +1,4 @@
-"""What is different on this host between two compiled nodes, and which containers are left behind by it. Pure."""
+"""Compare two compiled nodes of this host, and find running containers that the change makes outdated. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..core.quantity import human
 from ..gpu.selectors import device_name
 from .keys import effective
 
-# fields of a device, as people know them; its uuid is what it is known by
+# fields of a device to compare; the uuid identifies it
 _FIELDS = ("index", "minor", "bus_id", "model", "memory_bytes", "context_bytes")
 
 
 class Change(NamedTuple):
-    """`before` None: it is new, `after` None: it is gone."""
+    """One difference. `before` None: added; `after` None: removed."""
 
     what: str
     before: Any
@@ -35,7 +35,7 @@ def _shown(value: Any) -> str:
 
 
 def between(before: Node, after: Node) -> list[Change]:
-    """Driver first, then devices, then configuration."""
+    """All differences: driver first, then devices, then configuration."""
     was, now = before.inventory, after.inventory
     pairs: list[tuple[str, Any, Any]] = [
         ("driver", was.driver_version, now.driver_version),
@@ -65,8 +65,8 @@ def _device(device: Device) -> str:
 
 
 def outdated(leases: Sequence[Lease], node: Node) -> list[tuple[str, str]]:
-    """(id, why) of containers that run and do not fit this node any more: their driver's libraries are those of their
-    start, and another kernel module refuses these."""
+    """(id, reason) of running containers that no longer match this node. A container keeps the driver's libraries from
+    its start, and a kernel module of another version refuses them."""
     now = node.inventory
     known = {device.uuid for device in (*now.devices, *now.mig)}
     found: list[tuple[str, str]] = []

@@ -1,13 +1,12 @@
-"""The low-level runtime (runc or crun) behind gpushare-runtime: found once, remembered, executed (start path).
+"""Find, remember and execute the low-level runtime (runc or crun) behind gpushare-runtime (start path).
 
     runtime_of(config_path, state_dir) -> str    absolute path; raises ConfigError
-    remember(config_path, state_dir, config)     writes STATE_DIR/launcher, which the launcher reads
-    remember_if_stale(config_path, state_dir)    the same for hosts with the hook only
-    execute(program, words)                      never returns; signals, mask and environment as we were given them
+    remember(config_path, state_dir, config)     write STATE_DIR/launcher, which the launcher reads
+    remember_if_stale(config_path, state_dir)    the same for hosts that use only the hook
+    execute(program, arguments)                  never returns; restores the original signals, mask and environment
 
-STATE_DIR/launcher has a few lines of `key value`: the runtime, whether Python must see containers that ask for nothing,
-and what the configuration file was when that was found out, so that an edited file counts at once. It is a cache:
-without it the next start costs more, nothing else.
+STATE_DIR/launcher has a few lines of `key value`: the runtime, and the identity of the configuration file at that time,
+so that an edited file takes effect at once. It is a cache: without it the next start only takes longer.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from ..core.model import Config
 from ..core.quoting import shown
 
 FILE = "launcher"
-VERSION = "2"  # grows when the meaning of the file changes
+VERSION = "2"  # increment when the meaning of the file changes
 _MAX_BYTES = 16 << 10
 _NAMES = ("runc", "crun")
 _DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-# Python ignores these in every process of its own; a container must not inherit that
+# Python ignores these signals in its own process; a container must not inherit that
 PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
-ENVIRONMENT = "/proc/self/environ"  # of the bundle: a file of its own, see bundled.py
+ENVIRONMENT = "/proc/self/environ"  # the bundle replaces it by another file, see bundled.py
 
 
 def identity(config_path: str) -> str:
-    """The configuration file at this moment, in one word."""
+    """A string without spaces that changes with every edit of the configuration file."""
     try:
         status = os.stat(config_path)
     except OSError:
@@ -44,7 +43,7 @@ def identity(config_path: str) -> str:
 
 
 def _known(config_path: str, state_dir: str) -> dict[str, str]:
-    """The file's lines, if nobody but us could have written it and it is about this configuration file."""
+    """The file's lines, if only root or this user could have written it and it is for this configuration file."""
     path = os.path.join(state_dir, FILE)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -52,10 +51,9 @@ def _known(config_path: str, state_dir: str) -> dict[str, str]:
         return {}
     try:
         status = os.fstat(fd)
-        ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        text = (
-            os.read(fd, _MAX_BYTES).decode("utf-8", "surrogateescape") if ours and stat.S_ISREG(status.st_mode) else ""
-        )
+        trusted = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        readable = trusted and stat.S_ISREG(status.st_mode)
+        text = os.read(fd, _MAX_BYTES).decode("utf-8", "surrogateescape") if readable else ""
     except OSError:
         return {}
     finally:
@@ -65,8 +63,8 @@ def _known(config_path: str, state_dir: str) -> dict[str, str]:
 
 
 def runtime_of(config_path: str, state_dir: str) -> str:
-    """The configured runtime, or the first of runc and crun that this host has. While the configuration file is wrong,
-    the one that was found last: containers that run must stay manageable."""
+    """The configured runtime, or the first of runc and crun that this host has. If the configuration file is wrong, the
+    remembered runtime, so that running containers stay manageable."""
     known = _known(config_path, state_dir)
     if known.get("identity") == identity(config_path) and os.access(known.get("runtime", ""), os.X_OK):
         return known["runtime"]
@@ -83,8 +81,8 @@ def runtime_of(config_path: str, state_dir: str) -> str:
     return found
 
 
-def _is_us(path: str) -> bool:
-    """Whether a program is gpushare-runtime under another name: it would execute itself for ever."""
+def _is_gpushare(path: str) -> bool:
+    """Whether a program is gpushare-runtime under another name, which would execute itself for ever."""
     return os.path.basename(os.path.realpath(path)).startswith("gpushare")
 
 
@@ -97,13 +95,13 @@ def find(config: Config) -> str:
     for name in _NAMES:
         for directory in _DIRECTORIES:
             path = f"{directory}/{name}"
-            if os.path.isfile(path) and os.access(path, os.X_OK) and not _is_us(path):
+            if os.path.isfile(path) and os.access(path, os.X_OK) and not _is_gpushare(path):
                 return path
     raise ConfigError(f"no {' or '.join(_NAMES)} in {':'.join(_DIRECTORIES)}", "install runc, or set runtime.path")
 
 
 def remember(config_path: str, state_dir: str, config: Config) -> None:
-    """Writes STATE_DIR/launcher atomically. What cannot be written, or found, only costs time."""
+    """Write STATE_DIR/launcher atomically. Ignores errors: without the file the next start only takes longer."""
     temporary = os.path.join(state_dir, f".{FILE}.{os.getpid()}")
     try:
         lines = {
@@ -130,8 +128,8 @@ def remember(config_path: str, state_dir: str, config: Config) -> None:
 
 
 def remember_if_stale(config_path: str, state_dir: str) -> None:
-    """For a container that asked for nothing on a host where nobody else does it. Leaves no trace where there is
-    neither a configuration file nor a state directory."""
+    """Update STATE_DIR/launcher if it is stale, for a container without a request on a host without gpushare-runtime.
+    Writes nothing unless both a configuration file and a state directory exist."""
     if os.path.exists(config_path) and os.path.isdir(state_dir):
         try:
             runtime_of(config_path, state_dir)
@@ -140,8 +138,8 @@ def remember_if_stale(config_path: str, state_dir: str) -> None:
 
 
 def environment() -> dict[bytes, bytes]:
-    """The environment that this process was given. Not os.environ: in the C locale Python adds LC_CTYPE to it, which
-    every hook of the container would then inherit. Source: PEP 538."""
+    """The original environment of this process. Not os.environ: in the C locale Python adds LC_CTYPE to it, and every
+    hook of the container would inherit that. Source: PEP 538."""
     try:
         fd = os.open(ENVIRONMENT, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -157,16 +155,17 @@ def environment() -> dict[bytes, bytes]:
 
 
 def give_back_signals() -> None:
+    """Restore the default action of the signals that Python ignores."""
     for number in PYTHON_IGNORES:
         signal.signal(number, signal.SIG_DFL)
 
 
-def execute(program: str, words: Sequence[str]) -> NoReturn:
-    """This process becomes the low-level runtime. Raises KernelError when it cannot."""
-    given = environment()
+def execute(program: str, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by the low-level runtime. Raises KernelError when that fails."""
+    original = environment()
     give_back_signals()
     try:
-        os.execve(program, [program, *words], given)
+        os.execve(program, [program, *arguments], original)
     except OSError as error:
         raise KernelError(
             f"{shown(program)}: {error.strerror}", f"set runtime.path in {constants.CONFIG_PATH}"

@@ -1,9 +1,9 @@
-"""Configurations to begin with: what a workstation and what a node of a cluster differ in from the defaults.
+"""Initial configurations for a workstation and for a node of a cluster, as differences from the defaults.
 
     WORKSTATION, CLUSTER -> dict     dotted key -> value, as in keys.KEYS
     PROFILES, NAMES                  by name
     text(profile)        -> str      a commented config.yaml with every key; raises ConfigError
-    says_nothing(text)   -> bool     a file as packages bring it, which a profile may replace
+    says_nothing(text)   -> bool     whether a file has no settings, as in the packages; a profile may replace it
 
 Not on the start path.
 """
@@ -17,14 +17,14 @@ from ..core.quoting import shown
 from .config import rendered
 from .keys import VERSION
 
-# Whoever starts containers owns the machine: every way of asking counts, and a container that names no limit gets the
-# whole device, for itself.
+# The user who starts containers owns the machine: every kind of request is accepted, and a container without a limit
+# gets the whole device for itself.
 WORKSTATION: dict[str, Any] = {
     "policy.unlimited": "exclusive",
 }
-# Many people start containers: nobody gets a GPU by accident (an image that sets NVIDIA_VISIBLE_DEVICES, an annotation
-# that reaches a sidecar, words of a scheduler that is not there, a privileged agent), nobody what no scheduler has
-# counted, and nobody more than the maximum.
+# Many users start containers. No container gets a GPU by accident (an image that sets NVIDIA_VISIBLE_DEVICES, an
+# annotation that reaches a sidecar, variables of a scheduler that is not installed, a privileged agent). No container
+# gets an amount that no scheduler has counted, or more than the maximum.
 CLUSTER: dict[str, Any] = {
     "policy.accept.widening": "never",
     "policy.annotations": "scoped",
@@ -38,21 +38,22 @@ CLUSTER: dict[str, Any] = {
 PROFILES = {"workstation": WORKSTATION, "cluster": CLUSTER}
 NAMES = tuple(PROFILES)
 _HEADS = {
-    "workstation": ("# gpushare: configuration of a workstation", "# Every way of asking for a share counts."),
+    "workstation": ("# gpushare: configuration of a workstation", "# Every kind of request for a share is accepted."),
     "cluster": (
         "# gpushare: configuration of a node of a cluster",
-        "# A container gets a share only if it asks for a memory limit, by name. Set max_memory, and the privileged",
-        "# containers that need a GPU, such as a monitoring agent, to what this cluster needs. Where another scheduler",
-        "# shares the GPUs, such as HAMi, name it in dialects.enabled.",
+        "# A container gets a share only if it explicitly requests a memory limit. Adapt max_memory to this cluster,",
+        "# and list the privileged containers that need a GPU, such as a monitoring agent. If another scheduler, such",
+        "# as HAMi, shares the GPUs, name it in dialects.enabled.",
     ),
 }
 
 
 def text(profile: str) -> str:
-    """Raises ConfigError when there is no such profile."""
+    """The commented configuration file of a profile. Raises ConfigError for an unknown profile."""
     if profile not in PROFILES:
-        raise ConfigError(f"no profile {shown(profile)}", f"one of {', '.join(NAMES)}")
-    return rendered(PROFILES[profile], (*_HEADS[profile], "# `gpushare config check` reads it and says what is wrong."))
+        raise ConfigError(f"no profile {shown(profile)}", f"use {' or '.join(NAMES)}")
+    check = "# `gpushare config check` checks the file and reports every error."
+    return rendered(PROFILES[profile], (*_HEADS[profile], check))
 
 
 def says_nothing(text: str) -> bool:

@@ -1,8 +1,8 @@
-"""The configuration's `sharing`: equal shares, in 4paradigm's words or as NVIDIA's device plugin spells time-slicing.
+"""Parse `sharing` in the configuration: equal shares, with 4paradigm's keys or NVIDIA's keys for time-slicing.
 
     overrides(device_pattern), RESOURCES   JSON Schemas of the lists
-    rules(at)   -> rules, [Wrong]          from dotted key -> value, checked against the schema
-    plain(rules) -> dict                   the same back, as the file would say it
+    rules(at)   -> rules, [Wrong]          from {dotted key: value} that matches the schema
+    plain(rules) -> dict                   back to {dotted key: value}
 
 Not on the start path.
 """
@@ -24,7 +24,7 @@ TIME_SLICING = "sharing.timeSlicing.resources"
 
 
 def overrides(device_pattern: str) -> dict[str, Any]:
-    """The schema of sharing.overrides."""
+    """The JSON Schema of sharing.overrides."""
     return {
         "type": "array",
         "items": {
@@ -42,7 +42,7 @@ def overrides(device_pattern: str) -> dict[str, Any]:
     }
 
 
-# As in NVIDIA's device plugin, "Shared Access to GPUs"; it accepts no other `devices` than all either
+# As in NVIDIA's device plugin, "Shared Access to GPUs", which also accepts only `devices: all`
 RESOURCES = {
     "type": "array",
     "items": {
@@ -60,7 +60,7 @@ RESOURCES = {
 
 
 class Wrong(NamedTuple):
-    """`key` of the file, what is wrong with it, and what to do."""
+    """An error of `key` in the file, and what to do."""
 
     key: str
     problem: str
@@ -97,7 +97,7 @@ def _wrong_override(rule: SharingRule, key: str) -> Iterator[Wrong]:
 
 
 def rules(at: Mapping[str, Any]) -> tuple[tuple[SharingRule, ...], list[Wrong]]:
-    """The rules, of which the first that names a device counts: overrides, then the one for all devices."""
+    """(rules, errors). The first rule that matches a device applies: overrides first, then the rule for all devices."""
     found = [_override(value) for value in at["sharing.overrides"]]
     wrong = [one for index, rule in enumerate(found) for one in _wrong_override(rule, f"sharing.overrides[{index}]")]
     resources: Sequence[Mapping[str, Any]] = at[TIME_SLICING]
@@ -117,7 +117,7 @@ def rules(at: Mapping[str, Any]) -> tuple[tuple[SharingRule, ...], list[Wrong]]:
 
 
 def plain(found: Sequence[SharingRule]) -> dict[str, Any]:
-    """Dotted key -> value; replicas are a split_count."""
+    """{dotted key: value} of the rules; replicas become a split_count."""
     every = next((rule for rule in found if not rule.model and not rule.devices), SharingRule(0))
     return {
         "sharing.split_count": every.split_count,

@@ -1,10 +1,10 @@
-"""Every path and name that two parts of gpushare agree on. No imports: this is on the start path."""
+"""Paths and names that several parts of gpushare share. No imports: this is on the start path."""
 
 # On the host
 CONFIG_PATH = "/etc/gpushare/config.yaml"
 STATE_DIR = "/run/gpushare"
-SHIM_DIR = "/usr/lib/gpushare"  # of the bundle: its own directory, see installed.py
-SIM_MARKER = ".gpushare-sim"  # a file in the driver root: its device nodes are regular files
+SHIM_DIR = "/usr/lib/gpushare"  # the bundle has another one, see installed.py
+SIM_MARKER = ".gpushare-sim"  # marks a simulated driver root, whose device nodes are regular files
 
 # In the container
 PRIVATE_DIR = "/usr/lib/gpushare"
@@ -18,10 +18,10 @@ PAGES_DIR = PRIVATE_DIR + "/pages"
 PEERS_DIR = PRIVATE_DIR + "/peers"
 MPS_DIR = PRIVATE_DIR + "/mps"
 
-# `gpushare run`: how leases of programs without a container are told from the others
+# `gpushare run`: marks the leases of programs that run without a container
 RUN_DIALECT = "run"
 
-# Our requests: environment variable -> annotation key of the same meaning
+# Requests in gpushare's own format: environment variable -> annotation key of the same meaning
 ENV_DEVICES = "GPUSHARE_DEVICES"
 ENV_MEMORY = "GPUSHARE_MEMORY"
 ENV_COMPUTE = "GPUSHARE_COMPUTE"
@@ -29,8 +29,8 @@ ENV_COMPUTE_MODE = "GPUSHARE_COMPUTE_MODE"
 ENV_PRIORITY = "GPUSHARE_PRIORITY"
 ENV_BACKEND = "GPUSHARE_BACKEND"
 ENV_OVERSUBSCRIBE = "GPUSHARE_OVERSUBSCRIBE"
-ENV_CDI_PREFIX = "GPUSHARE_CDI_"  # what devices of cdi.py set: one variable each, ENV_DEVICES in parts
-# What kubelet was given by our device plugin (kubelet/offers.py): UUID=AMOUNT, or UUID,UUID for equal shares
+ENV_CDI_PREFIX = "GPUSHARE_CDI_"  # each CDI device sets one such variable; together they replace ENV_DEVICES
+# Set by the device plugin through kubelet (integrations/kubelet/offers.py): UUID=AMOUNT, or UUID,UUID for equal shares
 ENV_ALLOCATED_MEMORY = "GPUSHARE_ALLOCATED_MEMORY"
 ENV_ALLOCATED_GPU = "GPUSHARE_ALLOCATED_GPU"
 ALLOCATED = (ENV_ALLOCATED_MEMORY, ENV_ALLOCATED_GPU)
@@ -47,17 +47,17 @@ ANNOTATIONS = {
 AUTO = "auto"
 NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
 BACKENDS = ("shim", "mps", "dmem")  # packages of allocation/backends
-APPLIED_ANNOTATION = "gpushare.io/applied"  # ours: what we put into config.json, see specedit.py
-HOOK_OUTPUT_ANNOTATIONS = ("run.oci.hooks.stdout", "run.oci.hooks.stderr")  # crun: files that get what hooks print
+APPLIED_ANNOTATION = "gpushare.io/applied"  # records what gpushare put into config.json, see specedit.py
+HOOK_OUTPUT_ANNOTATIONS = ("run.oci.hooks.stdout", "run.oci.hooks.stderr")  # crun: files that collect hook output
 
-# Annotations in which engines say what a container is
+# Annotations in which engines describe a container
 CONTAINER_TYPE_ANNOTATIONS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
 CONTAINER_NAME_ANNOTATIONS = ("io.kubernetes.cri.container-name", "io.kubernetes.container.name")
 POD_NAMESPACE_ANNOTATIONS = ("io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace")
 POD_NAME_ANNOTATIONS = ("io.kubernetes.cri.sandbox-name", "io.kubernetes.pod.name")
 SANDBOX_ID_ANNOTATIONS = ("io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID")
-# They count where the engine is configured as a CRI. Podman copies annotations from images.
-CRI_ANNOTATION_PAIRS = (  # of containerd and of CRI-O: they never differ unless one of them is somebody else's
+# Trusted only where the engine is configured as a CRI: podman copies annotations from images.
+CRI_ANNOTATION_PAIRS = (  # (containerd's, CRI-O's): if both are present and differ, a CRI did not write one of them
     CONTAINER_TYPE_ANNOTATIONS,
     CONTAINER_NAME_ANNOTATIONS,
     POD_NAMESPACE_ANNOTATIONS,
@@ -65,10 +65,10 @@ CRI_ANNOTATION_PAIRS = (  # of containerd and of CRI-O: they never differ unless
     SANDBOX_ID_ANNOTATIONS,
 )
 CRI_ANNOTATIONS = frozenset(key for pair in CRI_ANNOTATION_PAIRS for key in pair)
-CRI_FLAG = "--cri"  # of gpushare-hook, and with another beginning of gpushare-runtime: the engine is a CRI
+CRI_FLAG = "--cri"  # option of gpushare-hook (prefixed for gpushare-runtime): the engine is a CRI
 
 
 def short(container_id: str) -> str:
-    """As engines shorten it: 12 digits of a 64-digit id; a name that a person chose stays whole."""
+    """The id as engines shorten it: 12 digits of a 64-digit id; any other name stays whole."""
     is_hex = len(container_id) == 64 and set(container_id) <= set("0123456789abcdef")
     return container_id[:12] if is_hex else container_id

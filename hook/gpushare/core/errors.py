@@ -1,20 +1,19 @@
-"""What can go wrong, and the exit code that says so.
+"""Exception classes and their exit codes.
 
-GpushareError              1   anything else that a person must act on
+GpushareError              1   any other error that needs a person to act
 ├── ConfigError           78   a configuration file is wrong
-├── RequestError          64   the container asks for something that makes no sense
-├── PolicyError           77   ... for something that policy does not allow
-├── CapacityError         75   ... for more than is free now
-├── DeviceError           69   the driver or a device is not there
-└── KernelError           71   the kernel refused an operation (syscall and path are named)
+├── RequestError          64   the container's request is invalid
+├── PolicyError           77   policy does not allow the request
+├── CapacityError         75   the request exceeds what is free now
+├── DeviceError           69   the driver or a device is missing
+└── KernelError           71   the kernel refused an operation (the message names the system call and the path)
 """
 
 from .quoting import printable, shown
 
 
 class GpushareError(Exception):
-    """One line for the person who must act: what failed, and what to do (`hint`). `brief`: the reason in a few words,
-    where it stands beside others."""
+    """One line for the user: what failed, and what to do (`hint`). `brief` is a short reason for lists of several."""
 
     exit_code = 1
 
@@ -25,7 +24,7 @@ class GpushareError(Exception):
         self.brief = brief or message
 
     def __str__(self) -> str:
-        """The line as it is printed: control characters never reach a terminal or a log."""
+        """The line to print; control characters are escaped for terminals and logs."""
         return printable(f"{self.message}; {self.hint}" if self.hint else self.message)
 
 
@@ -53,37 +52,37 @@ class KernelError(GpushareError):
     exit_code = 71
 
 
-_NO_ROOM, _NO_RIGHT = "make room there", "run as root"
-# errno that says that something has run out, which is no bug of ours, whichever call meets it -> what to do
+_NO_SPACE, _NO_PERMISSION = "free space there", "run as root"
+# errno of an exhausted resource, which is never a bug of gpushare, whichever call fails -> what to do
 EXHAUSTED = {  # ENOSPC, EDQUOT, EMFILE, ENFILE, ENOMEM
-    28: _NO_ROOM,
-    122: _NO_ROOM,
-    24: "raise RLIMIT_NOFILE (ulimit -n) of whoever starts this",
+    28: _NO_SPACE,
+    122: _NO_SPACE,
+    24: "raise RLIMIT_NOFILE (ulimit -n) of the calling process",
     23: "raise fs.file-max, or find the process that has so many files open",
-    12: "see what takes the memory of this host, or of this cgroup",
+    12: "free memory on this host, or in this cgroup",
 }
 # errno of a file that could not be written or read -> what to do
 _WHAT_TO_DO = {  # EACCES, EPERM, EROFS, EAGAIN
     **EXHAUSTED,
-    13: _NO_RIGHT,
-    1: _NO_RIGHT,
+    13: _NO_PERMISSION,
+    1: _NO_PERMISSION,
     30: "make it writable: mount -o remount,rw",
-    11: "a process of a container holds a lease on it (F_SETLEASE): sysctl fs.leases-enable=0, and again in a minute",
+    11: "a process of a container holds a lease on it (F_SETLEASE): set sysctl fs.leases-enable=0, retry in a minute",
 }
 
 
 def what_to_do(error: OSError) -> str:
-    """The hint for an error of the kernel that is about a file; "" when its own words must do."""
+    """The hint for an OSError about a file; "" when there is none."""
     return _WHAT_TO_DO.get(error.errno or 0, "")
 
 
 def is_exhausted(error: Exception) -> bool:
-    """Whether this is one of EXHAUSTED: not even "nothing is there" may be concluded from it."""
+    """Whether the errno is one of EXHAUSTED. Such an error does not prove that a file is missing."""
     return getattr(error, "errno", None) in EXHAUSTED
 
 
 def reported(error: BaseException) -> BaseException:
-    """`error` as this program reports it: an OSError of EXHAUSTED is the host's, wherever it was raised."""
+    """Convert an OSError of EXHAUSTED, wherever it was raised, to a KernelError; return other errors unchanged."""
     if isinstance(error, OSError) and is_exhausted(error):
         if error.filename:
             return of_file(error, str(error.filename))
@@ -92,5 +91,5 @@ def reported(error: BaseException) -> BaseException:
 
 
 def of_file(error: OSError, path: str) -> KernelError:
-    """`error` as a person reads it."""
+    """Convert an OSError about `path` to a KernelError with a hint."""
     return KernelError(f"{shown(path)}: {error.strerror}", what_to_do(error))

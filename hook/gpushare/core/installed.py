@@ -1,4 +1,4 @@
-"""Where this installation has its shim (start path): for the snapshot and for the ordinary program alike."""
+"""Find the shim of this installation (start path), for the snapshot and the ordinary program alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import constants
 
 
 def shim_dir(program: str) -> str:
-    """The directory of the shim, for `names.SHIM_DIR`. `program` is the absolute path of the Python program."""
+    """The directory of the shim, for `constants.SHIM_DIR`. `program` is the absolute path of the Python program."""
     folder = os.path.dirname(os.path.normpath(program))
     above = os.path.dirname(folder)
     if os.access(f"{folder}/_internal", os.F_OK):  # the bundle: packaging/gpushare.spec

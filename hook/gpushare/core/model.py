@@ -1,4 +1,4 @@
-"""The values that travel between modules: plain, immutable, cheap to import (start path)."""
+"""Data types that modules exchange: plain, immutable, cheap to import (start path)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import constants
 
 
 class Device(NamedTuple):
-    """A GPU of the host, in PCI order, or a MIG device of one. `context_bytes` is what one process's context takes.
+    """A GPU of the host, in PCI order, or a MIG device of one. `context_bytes` is the memory of one process's context.
     A MIG device has its GPU's index, minor and bus id, and a uuid of its own ("MIG-...")."""
 
     index: int  # type: ignore[assignment]  # shadows tuple.index, which nothing here uses
@@ -16,11 +16,11 @@ class Device(NamedTuple):
     minor: int
     bus_id: str  # "0000:01:00.0"
     model: str
-    memory_bytes: int  # 0 when not known (no NVML answer yet)
+    memory_bytes: int  # 0 when not known (NVML has not answered yet)
     context_bytes: int
     granularity_bytes: int = 2 << 20
-    brand: str = ""  # as NVIDIA_REQUIRE_* writes it: tesla, geforce, ...; "" when NVML did not say
-    arch: str = ""  # compute capability, "8.6"; "" when NVML did not say
+    brand: str = ""  # as NVIDIA_REQUIRE_* writes it: tesla, geforce, ...; "" when not known
+    arch: str = ""  # compute capability, "8.6"; "" when not known
     parent: str = ""  # of a MIG device: the uuid of its GPU
     mig_index: int = -1  # the second number in <gpu>:<mig>
     gpu_instance: int = -1
@@ -28,7 +28,7 @@ class Device(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """What this host has. `root` is the driver root; device nodes are below `root`/dev."""
+    """Driver and devices of this host. `root` is the driver root; device nodes are below `root`/dev."""
 
     root: str
     driver_version: str
@@ -40,7 +40,7 @@ class Inventory(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Who may ask for what (NODE 4); the defaults are the workstation profile."""
+    """Which containers may request which resources (NODE 4); the defaults are the workstation profile."""
 
     accept_env: str = "always"  # always | privileged | never
     accept_annotations: str = "always"
@@ -48,7 +48,7 @@ class Policy(NamedTuple):
     max_memory: str = ""  # "" = no maximum; else a quantity or percentage
     max_compute_percent: int = 100
     allowed_devices: tuple[str, ...] = ()  # uuids or indices; empty = all
-    allowed_backends: tuple[str, ...] = ("shim",)  # for `auto` the first that can
+    allowed_backends: tuple[str, ...] = ("shim",)  # `auto` takes the first suitable one
     unlimited: str = "exclusive"  # exclusive | shared | deny
     accept_volume_mounts: str = "always"
     accept_cdi: str = "always"
@@ -56,19 +56,19 @@ class Policy(NamedTuple):
     nvidia_visible_devices: str = "alone"  # alone | with_limit
     privileged_containers: tuple[str, ...] = ("*",)  # <namespace>/<container> or an id; * = all, () = none
     over_maximum: str = "refuse"  # refuse | clamp
-    accept_widening: str = "always"  # variables that make more of a request than its limit
-    accept_switches: str = "never"  # words of other schedulers that switch their limits off
-    enabled_dialects: tuple[str, ...] = ("*",)  # names of dialects.table.SCHEDULERS; * = all
+    accept_widening: str = "always"  # variables that let a container use more than its limit
+    accept_switches: str = "never"  # other schedulers' variables that switch their limits off
+    enabled_dialects: tuple[str, ...] = ("*",)  # names of dialects.registry.SCHEDULERS; * = all
     disabled_dialects: tuple[str, ...] = ()
 
 
 class SharingRule(NamedTuple):
-    """Equal shares of the devices that `model` and `devices` name (empty: all): what a container gets that asks for a
-    device and for no limit. split_count 0: none there."""
+    """Split the devices that `model` and `devices` name (empty: all) into equal shares. A container that requests a
+    device without a limit gets one. split_count 0: no such shares there."""
 
     split_count: int
-    memory_scaling: float = 1.0  # all shares together, as a multiple of the device's memory
-    cores_scaling: float = 1.0  # ... of its time
+    memory_scaling: float = 1.0  # memory of all shares together, as a multiple of the device's memory
+    cores_scaling: float = 1.0  # compute of all shares together, as a multiple of the device's time
     model: str = ""
     devices: tuple[str, ...] = ()  # index, <gpu>:<mig> or uuid
 
@@ -77,47 +77,47 @@ class Config(NamedTuple):
     """The effective configuration, as compiled into node.json."""
 
     driver_root: str = "/"
-    state_dir: str = "/run/gpushare"  # from --state: it is where node.json is found, so it cannot be a key of the file
-    shim_dir: str = constants.SHIM_DIR  # holds libcuda.so and libnvidia-ml.so (our shim)
+    state_dir: str = "/run/gpushare"  # from --state: node.json itself is in it, so no key of that file can set it
+    shim_dir: str = constants.SHIM_DIR  # directory of libcuda.so and libnvidia-ml.so (the shim)
     memory_overcommit: float = 1.0
     placement: str = "binpack"  # binpack | spread
     policy: Policy = Policy()
-    log: str = "syslog"  # where decisions are written: syslog, none, or the path of a file or socket
-    runtime: str = ""  # absolute path of the low-level runtime; "" = found by lowlevel.find
+    log: str = "syslog"  # destination of decisions: syslog, none, or the path of a file or socket
+    runtime: str = ""  # absolute path of the low-level runtime; "" = found by oci_runtime.find
     compute_overcommit: float = 1.0
-    slice_us: int = 0  # of the devices, microseconds; 0 = what the shim takes as usual
+    slice_us: int = 0  # the devices' time slice, microseconds; 0 = the shim's default
     switch_us: int = 0
-    sharing: tuple[SharingRule, ...] = ()  # the first that names a device counts
-    host_memory: str = ""  # for the whole of oversubscribed shares, of the host's; "" = none
-    oversubscribe_scaling: float = 2.0  # the whole of such a share, as a multiple of its part on the device
-    turn_ms: int = 0  # how long one of them has what it has on the host on the device; 0 = none ever has
-    turn_memory: str = "25%"  # of each device, kept free for that
-    reconcile: str = "report"  # report | stop: a container that uses more than its limit, as the driver says
+    sharing: tuple[SharingRule, ...] = ()  # the first rule that names a device applies
+    host_memory: str = ""  # host memory for all oversubscribed shares together; "" = none
+    oversubscribe_scaling: float = 2.0  # total memory of such a share, as a multiple of its part on the device
+    turn_ms: int = 0  # migration slice: how long one such share has its host memory on the device; 0 = never
+    turn_memory: str = "25%"  # part of each device that is kept free for migration slices
+    reconcile: str = "report"  # report | stop: for a container that uses more than its limit according to the driver
 
 
 class Node(NamedTuple):
-    """All that the start path knows of the host: one read of node.json."""
+    """Configuration and devices of the host, as the start path reads them from node.json."""
 
     config: Config
     inventory: Inventory
 
 
 class Bundle(NamedTuple):
-    """One container as its runtime described it. `spec` stays inside oci.py's callers at the edge."""
+    """One container as its runtime described it. Only direct callers of oci.py use `spec`."""
 
     id: str
     pid: int  # 0 when there is none (explain, poststop)
     path: str  # the bundle directory
     rootfs: str  # absolute path in the container's mount namespace, before pivot_root
     env: tuple[tuple[str, str], ...]  # in order, duplicates kept
-    annotations: dict[str, str]  # those in which a CRI says what a container is only where a CRI runs it
+    annotations: dict[str, str]  # CRI_ANNOTATIONS only where the engine is configured as a CRI
     cgroups_path: str
     container_type: str  # "sandbox" | "container" | ""
     container_name: str
     privileged: bool
     spec: dict[str, Any]
-    claims: tuple[str, str] = ("", "")  # what a CRI would say of it, (name, value), where no CRI is configured
-    claimed_entry: str = ""  # and its <namespace>/<container>
+    claims: tuple[str, str] = ("", "")  # an untrusted CRI annotation, (name, value), where no CRI is configured
+    claimed_entry: str = ""  # <namespace>/<container> according to untrusted annotations
 
 
 class Condition(NamedTuple):
@@ -125,22 +125,22 @@ class Condition(NamedTuple):
 
     name: str  # model | memory | free | mig
     text: str  # as written, for messages
-    value: Any  # what dialects/conditions.py made of it
+    value: Any  # as dialects/conditions.py parsed it
 
 
 class Selection(NamedTuple):
-    """Which devices: kind is all | none | any | list. `none` means driver files, no GPU.
+    """The requested devices: kind is all | none | any | list. `none` means driver files, no GPU.
     (dialects/gpushare_env.py also uses `void`, and `any` with count 0 if no device is named; request.resolve replaces
     both.)"""
 
     kind: str
     count: int = 0  # type: ignore[assignment]  # for any; shadows tuple.count
     names: tuple[str, ...] = ()  # for list: as written (index, uuid)
-    conditions: tuple[Condition, ...] = ()  # for any: what the device must be
+    conditions: tuple[Condition, ...] = ()  # for any: conditions that the device must meet
 
 
 class Amount(NamedTuple):
-    """A memory amount as asked for: exactly one of the two is set."""
+    """A memory amount as requested: either `limit_bytes` or `percent` is set."""
 
     limit_bytes: Optional[int]
     percent: Optional[float]
@@ -148,9 +148,9 @@ class Amount(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the container asked for. `memory` and `compute`: per slot; key None = every device."""
+    """A container's request. `memory` and `compute` are per slot; key None = every device."""
 
-    dialect: str  # "own", "nvidia", "injected", "own+nvidia", ...: what was used
+    dialect: str  # "own", "nvidia", "injected", "own+nvidia", ...: the dialects that were used
     selection: Selection
     capabilities: tuple[str, ...]  # sorted, expanded: "compute", "utility", ...
     memory: tuple[tuple[Optional[int], Amount], ...] = ()
@@ -159,7 +159,7 @@ class Request(NamedTuple):
     priority: int = 0
     backend: str = "auto"  # or rows of backends.BACKENDS, separated by commas
     oversubscribe: bool = False
-    # per slot: its memory is meant for device and host together, so many times its part on the device
+    # per slot: its memory covers device and host together, as this multiple of its part on the device
     scalings: tuple[tuple[Optional[int], float], ...] = ()
     sources: tuple[tuple[str, str], ...] = ()  # (variable or annotation, value) that were used
     ignored: tuple[str, ...] = ()  # one line each, for explain
@@ -167,8 +167,8 @@ class Request(NamedTuple):
     imex_channels: tuple[str, ...] = ()  # numbers, or "all"
     mig_access: tuple[str, ...] = ()  # "config", "monitor": rights over MIG that only a privileged container gets
     requirements: tuple[tuple[str, str], ...] = ()  # (NVIDIA_REQUIRE_..., constraint)
-    uid: int = 0  # of the first process, as the host counts
-    shm: str = ""  # what of the host is its /dev/shm; "": a file system of its own
+    uid: int = 0  # of the first process, on the host
+    shm: str = ""  # host path of its /dev/shm; "": a file system of its own
 
 
 class Share(NamedTuple):
@@ -181,17 +181,17 @@ class Share(NamedTuple):
     soft: bool = False
     priority: int = 0
     oversubscribe: bool = False
-    clamped: str = ""  # what was asked, where policy gave less
-    page: int = 0  # its number in devices/<uuid>, see activity_files.py
-    paused: bool = False  # launches are held
-    draining_bytes: int = 0  # what it may still hold from before its limit was lowered; 0 = nothing above the limit
-    memory_backend: str = "shim"  # who holds the limit: a row of backends.BACKENDS
+    clamped: str = ""  # the requested amount, where policy granted less
+    page: int = 0  # number of its activity file in devices/<uuid>, see activity_files.py
+    paused: bool = False  # launches are held back
+    draining_bytes: int = 0  # use that is tolerated after its limit was lowered; 0 = nothing above the limit
+    memory_backend: str = "shim"  # enforces the limit: a row of backends.BACKENDS
     compute_backend: str = "shim"
-    virtual_bytes: int = 0  # oversubscribed: what it may hold on device and host together; 0 = nothing on the host
+    virtual_bytes: int = 0  # oversubscribed: its limit on device and host together; 0 = no host memory
 
 
 class Lease(NamedTuple):
-    """A container's hold on its shares (lease.json). Start times are /proc/<pid>/stat field 22."""
+    """The record of a container's shares (lease.json). Start times are /proc/<pid>/stat field 22."""
 
     id: str
     state: str  # "reserved" | "held"
@@ -203,14 +203,14 @@ class Lease(NamedTuple):
     init_pid: int = 0
     init_start: int = 0
     cgroup: str = ""
-    first: bool = False  # init is the first process of a pid namespace: nothing of the container outlives it
-    cgroup_dir: str = ""  # of a cgroup of the container's own, which is known by its inode number: leftover.py
-    cgroup_id: int = -1  # 0: it has none; -1: not recorded
+    first: bool = False  # init is the first process of a pid namespace: no process of the container outlives it
+    cgroup_dir: str = ""  # of the container's own cgroup; leftover.py identifies it by its inode number
+    cgroup_id: int = -1  # that inode number; 0: no own cgroup; -1: not recorded
     created: float = 0.0  # unix seconds
     dialect: str = ""
     driver_version: str = ""
-    sandbox: str = ""  # of the pod, where the share was asked by an annotation that every container of it has
-    cri: bool = False  # annotations of the container say which pod it is in: a CRI has written them
+    sandbox: str = ""  # of the pod, where an annotation that all its containers have requested the share
+    cri: bool = False  # a CRI wrote annotations that name the container's pod
 
 
 class LdEntry(NamedTuple):
@@ -222,18 +222,18 @@ class LdEntry(NamedTuple):
 
 
 class Image(NamedTuple):
-    """What rootfs.probe found in a container's root, before anything was changed. All paths are
-    as seen inside the container."""
+    """State of a container's root before any change, as rootfs.probe found it. All paths are as seen inside the
+    container."""
 
-    libdir: str  # where the image keeps its libc.so.6; "" when it has no glibc
+    libdir: str  # the directory of the image's libc.so.6; "" when it has no glibc
     machine: str  # "x86_64", "aarch64", "" when unknown
     has_ldcache: bool
     ldcache_note: str  # why the cache is left alone; "" when it is rewritten
-    # (path, soname) of every libcuda/libnvidia-ml already there that a loader could prefer:
+    # (path, soname) of every libcuda/libnvidia-ml of the image that a loader could prefer:
     # cache entries, glibc-hwcaps, /usr/local/cuda*/compat, the spec's LD_LIBRARY_PATH
     other_drivers: tuple[tuple[str, str], ...] = ()
     existing_links: tuple[tuple[str, str], ...] = ()  # (path in libdir, link text)
-    libdir32: str = ""  # where it keeps a 32-bit glibc beside the other; "" when it has none
-    # a newer driver that the image brings in /usr/local/cuda*/compat: its version and (stem, path) of each library
+    libdir32: str = ""  # the directory of its additional 32-bit glibc; "" when it has none
+    # the newer driver in the image's /usr/local/cuda*/compat: its version and (stem, path) of each library
     compat_version: str = ""
     compat_files: tuple[tuple[str, str], ...] = ()

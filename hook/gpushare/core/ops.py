@@ -25,11 +25,11 @@ from .quantity import human
 DEVICE_FLAGS = {
     False: ("nosuid", "noexec"),
     True: ("nosuid", "noexec", "nodev"),
-}  # of its mount; by DeviceNode.simulated
+}  # mount flags of a device node, by DeviceNode.simulated
 
 
 def _share_text(share: Share) -> str:
-    """One share in words, for WriteLimits.describe()."""
+    """Text of one share, for WriteLimits.describe()."""
     if share.memory_limit_bytes is None:
         memory = "all memory"
     else:
@@ -37,12 +37,12 @@ def _share_text(share: Share) -> str:
     if share.virtual_bytes:
         memory += f", {human(share.virtual_bytes)} with host memory"
     compute = "" if share.compute_percent is None else f", {share.compute_percent}% compute"
-    words = [word for word, on in (("soft", share.soft), ("high priority", share.priority > 0)) if on]
-    return f"slot {share.slot} {share.device.uuid} {memory}{compute}" + "".join(f", {word}" for word in words)
+    options = [option for option, on in (("soft", share.soft), ("high priority", share.priority > 0)) if on]
+    return f"slot {share.slot} {share.device.uuid} {memory}{compute}" + "".join(f", {option}" for option in options)
 
 
 class WriteLimits(NamedTuple):
-    """The limits file, on host-only storage, complete before any other op makes a device usable."""
+    """Write the limits file, on host-only storage; complete before any other op makes a device usable."""
 
     shares: tuple[Share, ...]
     path: str  # host path
@@ -50,19 +50,19 @@ class WriteLimits(NamedTuple):
     switch_us: int = 0
     mps: tuple[int, int, int] = (0, 0, 0)  # a mps.Grant
     turn_ms: int = 0
-    turn_bytes: tuple[int, ...] = ()  # of each device; () = no turns
+    turn_bytes: tuple[int, ...] = ()  # of each device; () = no migration slices
 
     def describe(self) -> str:
         times = (("slice", self.slice_us), ("switch", self.switch_us))
-        words = [_share_text(share) for share in self.shares] + [f"{name} {us} us" for name, us in times if us]
-        words += [f"MPS on slot {self.mps[0] - 1}"] if self.mps[0] else []
+        parts = [_share_text(share) for share in self.shares] + [f"{name} {us} us" for name, us in times if us]
+        parts += [f"MPS on slot {self.mps[0] - 1}"] if self.mps[0] else []
         if self.turn_bytes:
-            words.append(f"turns of {self.turn_ms} ms on {', '.join(map(human, self.turn_bytes))}")
-        return f"limits   {self.path}: " + "; ".join(words)
+            parts.append(f"migration slices of {self.turn_ms} ms on {', '.join(map(human, self.turn_bytes))}")
+        return f"limits   {self.path}: " + "; ".join(parts)
 
 
 class TenantTmpfs(NamedTuple):
-    """The container's own writable tmpfs: exact size and inodes, holding an empty usage file."""
+    """Make the container's own writable tmpfs: exact size and inodes, with an empty usage file in it."""
 
     path: str  # host path of the mount
     size_bytes: int
@@ -73,7 +73,7 @@ class TenantTmpfs(NamedTuple):
 
 
 class Mount(NamedTuple):
-    """Bind mount of a host file, directory or socket."""
+    """Bind-mount a host file, directory or socket."""
 
     source: str  # host path
     target: str  # container path
@@ -96,7 +96,7 @@ class Mount(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """A Mount that config.json holds: for our hook it is there already."""
+    """A Mount that config.json holds; the runtime makes it before the hook runs."""
 
     source: str  # host path
     target: str  # container path
@@ -111,8 +111,8 @@ class InPlace(NamedTuple):
 
 
 class ImageFile(NamedTuple):
-    """A regular file of the image itself, shown at a second place in it; a runtime would look for it on the host.
-    `source` is where it really is: when a link is found there instead, somebody has swapped it, and the start fails."""
+    """Bind-mount a regular file of the image at a second path in it; a runtime would search for it on the host.
+    `source` is its real path. If that is a link by then, the file was swapped and the start fails."""
 
     source: str  # container path, without links
     target: str  # container path
@@ -138,7 +138,7 @@ class ImageFile(NamedTuple):
 
 
 class Cover(NamedTuple):
-    """Bind mount of a host file over a file of the image that an ImageFile shows elsewhere, so after that."""
+    """Bind-mount a host file over a file of the image. Applied after the ImageFile that keeps the covered file."""
 
     source: str  # host path
     target: str  # container path
@@ -164,10 +164,10 @@ class Cover(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A symbolic link in the container's root file system (links stay links)."""
+    """Make a symbolic link in the container's root file system."""
 
     target: str  # container path of the link
-    text: str  # what it holds
+    text: str  # the path that it contains
     why: str
 
     def describe(self) -> str:
@@ -210,7 +210,7 @@ class DeviceNode(NamedTuple):
 
 
 class DeviceRule(NamedTuple):
-    """Device-cgroup access: rw, never m. Always after WriteLimits in a plan."""
+    """Allow a device in the cgroup: rw, never m. Always after WriteLimits in a plan."""
 
     major: int
     minor: int
@@ -226,14 +226,14 @@ class DeviceRule(NamedTuple):
 
 
 class KernelLimit(NamedTuple):
-    """Memory of one device that the container's cgroup may have in all: see dmem.py. Before any DeviceRule."""
+    """Limit the device memory of the container's whole cgroup, see dmem.py. Applied before any DeviceRule."""
 
     uuid: str
-    region: str  # as dmem.capacity names the device's memory
+    region: str  # name of the device's memory in dmem.capacity
     limit_bytes: int
-    record: str  # host path of the file that says what was done
-    tree: str = ""  # where a simulated driver root has its cgroups; "": the kernel's own
-    library: str = ""  # NVML, where the driver holds the limit and not the kernel; then there is no region
+    record: str  # host path of the file that records the change
+    tree: str = ""  # cgroup directory of a simulated driver root; "": the kernel's own
+    library: str = ""  # NVML, where the driver enforces the limit instead of the kernel; then there is no region
 
     def describe(self) -> str:
         if self.library:
@@ -254,7 +254,7 @@ class KernelLimit(NamedTuple):
 
 
 class LdCache(NamedTuple):
-    """Entries to add to or replace in /etc/ld.so.cache, in place and atomically."""
+    """Add or replace entries of /etc/ld.so.cache, in place and atomically."""
 
     entries: tuple[LdEntry, ...]
 
@@ -273,7 +273,7 @@ class LdCache(NamedTuple):
 
 
 class ProcMask(NamedTuple):
-    """/proc/driver/nvidia with the granted GPUs only and ModifyDeviceFiles: 0."""
+    """Cover /proc/driver/nvidia by a copy with only the granted GPUs and ModifyDeviceFiles: 0."""
 
     bus_ids: tuple[str, ...]
     capabilities: tuple[str, ...] = ()  # files kept below capabilities/: "gpu0/mig/gi1/access"
@@ -308,7 +308,7 @@ Op = Union[
     ProcMask,
 ]
 
-# Only config.json can do it, only a hook in the container's namespace can, or either
+# What can execute an op: only config.json, only a hook in the container's namespace, or either
 NEEDS = {
     "spec": (InPlace,),
     "namespace": (WriteLimits, TenantTmpfs, ImageFile, Cover, LdCache, ProcMask),
@@ -347,4 +347,4 @@ class Plan(NamedTuple):
 
     container_id: str
     ops: tuple[Op, ...]
-    notes: tuple[str, ...] = ()  # what was skipped and why, for explain
+    notes: tuple[str, ...] = ()  # skipped parts and reasons, for explain

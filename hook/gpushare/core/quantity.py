@@ -1,4 +1,4 @@
-"""Amounts as people write them: `4Gi`, `1.5GiB`, `512M`, `25%`, and per slot `0=4Gi,1=8Gi`.
+"""Parse and format amounts: `4Gi`, `1.5GiB`, `512M`, `25%`, and per slot `0=4Gi,1=8Gi`.
 
     size_bytes(name, value)    -> int                                  "4Gi" -> 4294967296
     percent(name, value)       -> float                                "12.5%" -> 12.5
@@ -9,7 +9,7 @@
     bytes_of(amount, total_bytes, granularity_bytes) -> int            percentages round down to whole blocks
     human(size_bytes)          -> str                                  "4 GiB", exact or with two digits
 
-Every parser raises RequestError with `name`, `value` and what would be right. Powers follow the International
+Every parser raises RequestError with `name`, `value` and a valid example. Powers follow the International
 System and IEC 80000-13, as Kubernetes quantities do: `G` is 10^9, `Gi` is 2^30; a final `B` changes nothing.
 Start path: standard library only.
 """
@@ -43,12 +43,12 @@ T = TypeVar("T")
 
 
 def wrong(name: str, value: str, reason: str, hint: str) -> RequestError:
-    """The error for a variable or annotation `name` whose value makes no sense."""
+    """The error for a variable or annotation `name` with an invalid value."""
     return RequestError(f"{setting(name, value)}: {reason}", hint)
 
 
 def _decimal(text: str) -> Optional[tuple[int, int]]:
-    """`12.5` as (125, 10): exact, ASCII digits only, no sign and no exponent. None when it is no such number."""
+    """`12.5` as (125, 10): exact, ASCII digits only, no sign and no exponent. None for any other text."""
     whole, dot, part = text.partition(".")
     digits = whole + part
     if not digits.isascii() or not whole.isdigit() or len(digits) > _MAX_DIGITS or (dot and not part.isdigit()):
@@ -57,8 +57,7 @@ def _decimal(text: str) -> Optional[tuple[int, int]]:
 
 
 def size_bytes(name: str, value: str) -> int:
-    """Bytes of a size. Fractions of a byte are dropped. Zero is refused: it would mean "none" to one reader
-    and "no limit" to the next."""
+    """Bytes of a size. Fractions of a byte are dropped. Zero is refused: it could mean "none" or "no limit"."""
     text = value.strip()
     end = len(text)
     while end and not (text[end - 1].isdigit() or text[end - 1] == "."):
@@ -73,7 +72,7 @@ def size_bytes(name: str, value: str) -> int:
         raise wrong(name, value, f"unknown unit {shown(text[end:].strip())}", f"use {', '.join(u for u in UNITS if u)}")
     size = number[0] * UNITS[unit] // number[1]
     if size == 0:
-        raise wrong(name, value, "zero is not a limit", "leave the name out for no limit, or " + _SIZE_HINT)
+        raise wrong(name, value, "zero is not a limit", "leave it out for no limit, or " + _SIZE_HINT)
     if size > MAX_BYTES:
         raise wrong(name, value, "larger than any device", _SIZE_HINT)
     return size
@@ -91,7 +90,7 @@ def percent(name: str, value: str) -> float:
 
 
 def whole_percent(name: str, value: str) -> int:
-    """A whole percentage from 1 to 100; the `%` may be missing, as nothing else could be meant."""
+    """A whole percentage from 1 to 100; the `%` is optional because no other unit is possible."""
     text = value.strip()
     number = _decimal(text[:-1].strip() if text.endswith("%") else text)
     if number is None or number[0] % number[1]:
@@ -134,22 +133,22 @@ def _by_slot(name: str, value: str, parse: Callable[[str, str], T]) -> tuple[tup
 
 
 def amounts(name: str, value: str) -> tuple[tuple[Optional[int], Amount], ...]:
-    """Memory, for every device or for each slot."""
+    """Parse memory amounts, for every device or for each slot."""
     return _by_slot(name, value, amount)
 
 
 def percents(name: str, value: str) -> tuple[tuple[Optional[int], int], ...]:
-    """Compute, for every device or for each slot."""
+    """Parse compute percentages, for every device or for each slot."""
     return _by_slot(name, value, whole_percent)
 
 
 def bytes_of(wanted: Amount, total_bytes: int, granularity_bytes: int) -> int:
-    """Bytes of an amount on a device of `total_bytes`; percentages round down to whole blocks, so that four
+    """Bytes of an amount on a device of `total_bytes`. Percentages round down to whole blocks, so that four
     quarters always fit. Zero when the device is too small or its size is not known."""
     if wanted.limit_bytes is not None:
         return wanted.limit_bytes
     assert wanted.percent is not None
-    scaled = round(wanted.percent * _PERCENT_SCALE)  # exact again: the parser allowed six decimals
+    scaled = round(wanted.percent * _PERCENT_SCALE)  # exact: the parser allows six decimals at most
     size = total_bytes * scaled // (100 * _PERCENT_SCALE)
     return size - size % granularity_bytes
 

@@ -1,12 +1,12 @@
-"""What `gpushare runtime configure` writes for each container engine, and how it is taken out again.
+"""Configure container engines to use gpushare, and undo it (`gpushare runtime configure`).
 
-    base.py                    Settings, Change, Proposal, and what an engine module is
-    docker.py, containerd.py, crio.py, podman.py   pure: text of the files now -> text of the files then
-    jsontext.py, tomltext.py   changing one entry of a text and leaving all others as they are written
+    base.py                    Settings, Change, Proposal, and the interface of an engine module
+    docker.py, containerd.py, crio.py, podman.py   pure: present text of the files -> new text
+    jsontext.py, tomltext.py   change one entry of a text and keep the rest as it is written
     hookfiles.py               hooks.d files and containerd's base spec
-    host.py                    the files of this host: reading, checking, writing all or nothing
-    record.py                  what was there before: /var/lib/gpushare/configured/<engine>.json
-    configure.py               these together: configure, undo, status
+    host.py                    files of this host: read, check, write all or none
+    record.py                  previous content of the files: /var/lib/gpushare/configured/<engine>.json
+    configure.py               the commands: configure, undo, status
 
 Not on the start path.
 """

@@ -1,4 +1,4 @@
-"""What the parts of configuration hand to each other: plain data, and the shape of an engine module. Pure."""
+"""Data types for configuring engines, and the interface of an engine module. Pure."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from ..core import constants
 from ..core.errors import ConfigError
 from ..core.quoting import shown
 
-RUNTIME = "gpushare"  # the name that `docker run --runtime` and a RuntimeClass's handler give
+RUNTIME = "gpushare"  # the runtime's name for `docker run --runtime` and for a RuntimeClass's handler
 RUNTIME_PROGRAM = "gpushare-runtime"
-CRI_PROGRAM = "gpushare-runtime-cri"  # the same program; under this name annotations say which pod a container is of
+CRI_PROGRAM = "gpushare-runtime-cri"  # the same program; under this name it trusts annotations that name the pod
 HOOK_PROGRAM = "gpushare-hook"
-UNKNOWN = ""  # `before` of a file of which nobody wrote down what was in it
+UNKNOWN = ""  # `before` of a file whose previous content is not recorded
 
 
 class Settings(NamedTuple):
-    """What the person asked for. Paths are those that the engine will see, absolute."""
+    """Options of the command. Paths are absolute, as the engine will see them."""
 
     program: str  # gpushare-runtime
     hook: str  # gpushare-hook
     config: str = constants.CONFIG_PATH
     state_dir: str = constants.STATE_DIR
-    config_file: str = ""  # the engine's own file; empty: where it usually is
-    default: bool = False  # for containers that name no runtime, too
-    hook_only: bool = False  # stock runtime, our hook
-    engine_version: str = ""  # empty: ask the engine's program
-    dump: str = ""  # text of `containerd config dump`; empty: ask the program
-    cri: bool = False  # for an engine that is a CRI
+    config_file: str = ""  # the engine's own file; empty: its default path
+    default: bool = False  # make gpushare the default runtime
+    hook_only: bool = False  # the engine's own runtime with gpushare's hook
+    engine_version: str = ""  # empty: query the engine's program
+    dump: str = ""  # text of `containerd config dump`; empty: query the program
+    cri: bool = False  # the engine is a CRI
 
     @property
     def cri_program(self) -> str:
-        """gpushare-runtime under its other name, beside it."""
+        """Path of gpushare-runtime under its CRI name, in the same directory."""
         return os.path.join(os.path.dirname(self.program), CRI_PROGRAM)
 
     def runtime_args(self) -> list[str]:
-        """Arguments of gpushare-runtime that are not what it takes anyway."""
+        """Arguments of gpushare-runtime that differ from its defaults."""
         return self._args("--gpushare-config", "--gpushare-state")
 
     def hook_args(self) -> list[str]:
-        """The same of gpushare-hook."""
+        """Arguments of gpushare-hook that differ from its defaults."""
         return self._args("--config", "--state") + ([constants.CRI_FLAG] if self.cri else [])
 
     def _args(self, config_flag: str, state_flag: str) -> list[str]:
@@ -51,7 +51,8 @@ class Settings(NamedTuple):
 
 
 class Change(NamedTuple):
-    """One file: its text now (None: no such file) and then (None: removed). `mode` is that of a file which is new."""
+    """A change of one file: its present text (None: no such file) and its new text (None: remove it). `mode` is for a
+    new file."""
 
     path: str
     before: Optional[str]
@@ -63,18 +64,18 @@ class Change(NamedTuple):
         return "create" if self.before is None else "remove" if self.after is None else "change"
 
     def describe(self) -> str:
-        """As in `create /etc/docker/daemon.json`."""
+        """The change in one line, as in `create /etc/docker/daemon.json`."""
         return f"{self.action} {self.path}"
 
     def refuse_foreign(self, sign: str) -> None:
-        """Raises ConfigError where the file is there and somebody else's: ours have `sign` in them."""
+        """Raise ConfigError if the present file is not gpushare's: gpushare's files contain `sign`."""
         if self.before and self.before.strip() and sign not in self.before:
             raise ConfigError(
-                f"{shown(self.path)} is there, and was not written by gpushare", "move it away, or name another file"
+                f"{shown(self.path)} exists and was not written by gpushare", "move it away, or name another file"
             )
 
     def diff(self) -> str:
-        """Unified, as patch(1) takes it."""
+        """A unified diff for patch(1)."""
 
         def lines(text: Optional[str]) -> list[str]:
             return [] if text is None else text.splitlines(keepends=True)
@@ -89,17 +90,17 @@ class Change(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What would be done; nothing has been."""
+    """Changes that are not made yet."""
 
     changes: Sequence[Change] = ()
-    notes: Sequence[str] = ()  # what the person should know, one line each
+    notes: Sequence[str] = ()  # for the user, one line each
 
 
 class Files(Protocol):
-    """What an engine module may look at."""
+    """Read access of an engine module to the host."""
 
     def read(self, path: str) -> Optional[str]:
-        """None: no such file. Raises ConfigError when it is no usual file, or not text."""
+        """The text of a file; None: no such file. Raises ConfigError if it is no regular file, or not text."""
 
     def glob(self, pattern: str) -> list[str]:
         """Paths that match, sorted."""
@@ -109,25 +110,25 @@ class Files(Protocol):
 
 
 class Engine(Protocol):
-    """A module of this package. All of it is pure: `files` is the only thing that it sees."""
+    """Interface of an engine module of this package. The modules are pure and use the host only through `files`."""
 
     NAME: str
-    PROGRAMS: tuple[str, ...]  # one of them is there when the engine is
-    RELOAD: str  # the command after which the engine knows; empty: it reads its files each time
-    FORGET: str  # the same after our entries were taken out
+    PROGRAMS: tuple[str, ...]  # if one of them is installed, the engine is
+    RELOAD: str  # the command that makes the engine read its files; empty: it always reads them
+    FORGET: str  # the same after removing gpushare's entries
 
     def propose(self, settings: Settings, files: Files) -> Proposal:
-        """Raises ConfigError."""
+        """The changes that add gpushare's entries. Raises ConfigError."""
 
     def paths(self, settings: Settings) -> tuple[str, ...]:
-        """Files in which our entries can be."""
+        """Files that can contain gpushare's entries."""
 
     def withdraw(self, path: str, text: str, before: Optional[str]) -> Optional[str]:
-        """`text` without our entries and nothing else changed; None: the file should go. `before` is what was there
-        before us (None: no file, UNKNOWN: nobody knows)."""
+        """`text` without gpushare's entries and otherwise unchanged; None: remove the file. `before` is the content
+        before the first change (None: no file, UNKNOWN: not recorded)."""
 
     def lacks_cri(self, path: str, text: str) -> bool:
-        """Whether our entry in `text` is of a version that did not say that the engine is a CRI."""
+        """Whether gpushare's entry in `text` is of a version that did not mark the engine as a CRI."""
 
     def entry(self, path: str, text: str) -> str:
-        """The program that our entry in `text` names; empty when there is none."""
+        """The program in gpushare's entry in `text`; empty when there is no entry."""

@@ -1,6 +1,6 @@
-"""What containerd begins a container's config.json with, for hosts on which `ctr oci spec` cannot be asked. Pure.
+"""containerd's default config.json, for hosts without `ctr oci spec`. Pure.
 
-As containerd 1.6 to 2.x have it; masked and read-only are all paths that any of them masks.
+As in containerd 1.6 to 2.x; it masks or makes read-only every path that any of these versions does.
 """
 
 from __future__ import annotations

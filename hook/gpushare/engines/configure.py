@@ -1,4 +1,4 @@
-"""configure, undo and status of one engine: proposal, record and files together.
+"""Configure one engine, undo that, and report its state.
 
 configure(engine, settings, host, dry_run)  -> Outcome    idempotent
 undo(engine, settings, host, dry_run)       -> Outcome    idempotent
@@ -23,7 +23,7 @@ CRI_ENGINES = (containerd.NAME, crio.NAME)
 
 
 class Outcome(NamedTuple):
-    """What was done, or would be. `next` is a command, empty when there is nothing to do."""
+    """Changes that were made, or would be. `next` is the command to run afterwards; empty: none."""
 
     engine: str
     changes: tuple[Change, ...]
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 
 class State(NamedTuple):
-    """`program` is what our entry names, `problem` why it will not work."""
+    """State of an engine. `program` is the one in gpushare's entry, `problem` the reason why it cannot work."""
 
     engine: str
     found: str  # the engine's program; empty: not installed
@@ -45,7 +45,8 @@ class State(NamedTuple):
 def configure(
     engine: Engine, settings: Settings, host: Host, dry_run: bool = False, more: Sequence[Change] = ()
 ) -> Outcome:
-    """`more`: changes that belong to the same command but not to the engine. Raises ConfigError, KernelError."""
+    """Add gpushare's entries. `more`: changes of the same command that do not belong to the engine. Raises ConfigError,
+    KernelError."""
     proposal = engine.propose(settings, host)
     changes = tuple(proposal.changes)
     outcome = Outcome(engine.NAME, (*more, *changes), engine.RELOAD if changes else "", tuple(proposal.notes))
@@ -56,20 +57,20 @@ def configure(
         old = _present(record.load(host, engine.NAME), host)
         folders = host.missing_folders([change.path for change in changes] + [record.path_of(engine.NAME)])
         records = [record.change(host, engine.NAME, _kept(engine, old, changes, folders))]
-    host.write([*records, *outcome.changes])  # the record first: killed in between, nothing is forgotten
+    host.write([*records, *outcome.changes])  # the record first, so that nothing is lost if the command is killed
     return outcome
 
 
 def _present(kept: Optional[Record], host: Host) -> Optional[Record]:
-    """Without files that somebody has removed since."""
+    """The record without files that were removed since."""
     if kept is None:
         return None
     return kept._replace(files=tuple(one for one in kept.files if one.after is None or host.has(one.path)))
 
 
 def _kept(engine: Engine, old: Optional[Record], changes: Sequence[Change], folders: tuple[str, ...]) -> Record:
-    """The record after `changes`. Where somebody has edited a file since we last wrote it, what was there before us is
-    what they made of it, without our entries."""
+    """The record after `changes`. If a file was edited after gpushare's last change, its previous content is the edited
+    text without gpushare's entries."""
     files = {kept.path: kept for kept in old.files} if old else {}
     for change in changes:
         kept, before = files.get(change.path), change.before
@@ -78,14 +79,14 @@ def _kept(engine: Engine, old: Optional[Record], changes: Sequence[Change], fold
         elif kept is not None and change.before is not None:
             before = engine.withdraw(change.path, change.before, kept.before)
         elif before is not None and engine.entry(change.path, before):
-            before = engine.withdraw(change.path, before, UNKNOWN)  # ours, but the record was lost
+            before = engine.withdraw(change.path, before, UNKNOWN)  # configured before, but the record was lost
         files[change.path] = Kept(change.path, before, change.after)
     return Record(tuple(files.values()), (*(old.folders if old else ()), *folders))
 
 
 def undo(engine: Engine, settings: Settings, host: Host, dry_run: bool = False) -> Outcome:
-    """The exact bytes of before where nobody has touched the file since, else without our entries. Raises ConfigError,
-    KernelError."""
+    """Restore the previous bytes of each file that has not been edited since; from an edited file remove gpushare's
+    entries. Raises ConfigError, KernelError."""
     kept = record.load(host, engine.NAME)
     paths = _paths(engine, settings, kept)
     changes = []
@@ -101,14 +102,14 @@ def undo(engine: Engine, settings: Settings, host: Host, dry_run: bool = False) 
         host.write(changes)
         host.sweep([*paths, record.path_of(engine.NAME)])
         host.remove_folders(kept.folders if kept and not left else ())
-        host.write([record.change(host, engine.NAME, rest)] if kept else [])  # last: killed before, a second undo knows
+        host.write([record.change(host, engine.NAME, rest)] if kept else [])  # last, so that a killed undo can resume
         host.remove_folders([os.path.dirname(record.FOLDER), record.FOLDER])
     return Outcome(engine.NAME, tuple(changes), engine.FORGET if changes else "", ())
 
 
 def _paths(engine: Engine, settings: Settings, kept: Optional[Record]) -> list[str]:
-    """All files in which our entries can be, those that we wrote first. Where the engine's file was named, that one and
-    what belongs to it: there can be several daemons."""
+    """All files that can contain gpushare's entries, recorded ones first. If the command names the engine's file, only
+    the files of that daemon: there can be several daemons."""
     usual = engine.paths(settings)
     written = [one.path for one in kept.files] if kept else []
     return list(dict.fromkeys([*(path for path in written if not settings.config_file or path in usual), *usual]))
@@ -119,7 +120,7 @@ def _withdrawn(engine: Engine, path: str, now: Optional[str], kept: Optional[Kep
 
 
 def state(engine: Engine, settings: Settings, host: Host) -> State:
-    """Never raises for what is wrong with the engine's files: that is in `problem`."""
+    """The state of an engine. Errors in its files do not raise: `problem` has them."""
     found = next((path for path in map(host.program, engine.PROGRAMS) if path), "")
     try:
         kept = record.load(host, engine.NAME)

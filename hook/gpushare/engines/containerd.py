@@ -1,13 +1,13 @@
-"""containerd: a runtime handler of the CRI plugin, for the handler of a RuntimeClass. Pure.
+"""Configure containerd: a runtime handler of the CRI plugin, for a RuntimeClass. Pure.
 
-Sources: containerd's docs/cri/config.md and docs/PLUGINS.md; tried with 1.6. What one has to know:
+Sources: containerd's docs/cri/config.md and docs/PLUGINS.md; tried with 1.6.
 
 * The plugin is called io.containerd.grpc.v1.cri in files of version 2, io.containerd.cri.v1.runtime from version 3 on
   (version 4 moved other sections only). An imported file must have the version of the file that imports it.
-* From 2.1 on imported files are merged, so we write a drop-in. Before, a plugin's section in an imported file replaces
-  the whole section, so we add to the last file that has the section.
-* Before 2.0 a section with any runtimes has only these: without a runtime of its own in the file, runc is added.
-* Handlers should agree on SystemdCgroup, so ours begins with what the default handler has.
+* containerd 2.1 and later merge imported files, so gpushare writes a drop-in. In earlier versions a plugin's section in
+  an imported file replaces the whole section, so gpushare adds its entry to the last file that has the section.
+* Before 2.0 a section with any runtimes has no default runtimes: if the file has none, gpushare adds runc too.
+* Handlers should agree on SystemdCgroup, so gpushare's handler starts as a copy of the default handler.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FILE = "/etc/containerd/config.toml"
 DROP_IN = "/etc/containerd/conf.d/gpushare.toml"
 BASE_SPEC = "/etc/gpushare/containerd-base-spec.json"
 _ALL_DROP_INS = "/etc/containerd/conf.d/*.toml"
-_OUR_DROP_INS = "/etc/containerd/conf.d/gpushare*.toml"  # only ours: other files there were not asked for
+_OUR_DROP_INS = "/etc/containerd/conf.d/gpushare*.toml"  # only gpushare's: the user did not import other files there
 _MERGES = (2, 1)
 _PLUGINS = {2: "io.containerd.grpc.v1.cri", 3: "io.containerd.cri.v1.runtime", 4: "io.containerd.cri.v1.runtime"}
 _RUNC = "io.containerd.runc.v2"
 _CRI = {"cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"}
-# Ours, and other schedulers'; as path.Match reads them: * matches no slash
+# Annotations of gpushare and of other schedulers, as patterns for Go's path.Match: * matches no slash
 ANNOTATIONS = ("gpushare.io/*", "*.gpushare.io/*", *sorted(triggers.KEYS))
 _MAX_FILES = 64
 
@@ -47,7 +47,7 @@ def paths(settings: Settings) -> tuple[str, ...]:
 
 
 class Source(NamedTuple):
-    """One of the files that containerd reads, in this order. `value` is what it says without us."""
+    """A file that containerd reads. `value` is its content without gpushare's block."""
 
     path: str
     text: Optional[str]
@@ -59,12 +59,12 @@ def _tables(version: int) -> Keys:
 
 
 def engine_version(settings: Settings, files: Files) -> tuple[int, int]:
-    """(major, minor); (0, 0) when nobody knows. Raises ConfigError for a --engine-version that is none."""
+    """(major, minor); (0, 0) when unknown. Raises ConfigError for an invalid --engine-version."""
     if settings.engine_version:
         match = re.fullmatch(r"v?(\d+)\.(\d+)(?:[.~+-].*)?", settings.engine_version)
         if match is None:
             raise ConfigError(
-                f"--engine-version {shown(settings.engine_version)} is no version", "write it as 1.7 or 2.1"
+                f"--engine-version {shown(settings.engine_version)} is not a version", "write it as 1.7 or 2.1"
             )
         return int(match[1]), int(match[2])
     match = re.search(r" v?(\d+)\.(\d+)\.", files.ask("containerd", "--version") or "")
@@ -75,21 +75,21 @@ def engine_version(settings: Settings, files: Files) -> tuple[int, int]:
 
 
 def _config_version(source: Source, engine: tuple[int, int]) -> int:
-    """Raises ConfigError."""
+    """The version of the configuration file's format. Raises ConfigError."""
     version = source.value.get("version")
     if version is None and not source.value:
         return 3 if engine[0] >= 2 else 2  # 2.x still reads version 2
     if version in _PLUGINS:
         return int(version)
     if version in (None, 1):
-        hint = "write it as version 2: `containerd config migrate` does"
-        raise ConfigError(f"{source.path}: version 1 of the configuration file (it names no other)", hint)
+        hint = "convert it to version 2 with `containerd config migrate`"
+        raise ConfigError(f"{source.path}: the file has format version 1 (the default)", hint)
     known = ", ".join(map(str, _PLUGINS))
-    raise ConfigError(f"{source.path}: version {shown(version)} is not known", f"known: {known}; update gpushare")
+    raise ConfigError(f"{source.path}: unknown version {shown(version)}", f"known: {known}; update gpushare")
 
 
 def _sources(main: str, files: Files) -> list[Source]:
-    """The main file and all that it imports, in containerd's order. Raises ConfigError."""
+    """The main file and all files that it imports, in containerd's order. Raises ConfigError."""
     found: list[Source] = []
     pending = [main]
     while pending and len(found) < _MAX_FILES:
@@ -124,48 +124,48 @@ def propose(settings: Settings, files: Files) -> Proposal:
     for source in sources:
         disabled = source.value.get("disabled_plugins")
         if isinstance(disabled, list) and _CRI & {str(one) for one in disabled}:
-            raise ConfigError(f"{source.path}: disabled_plugins switches CRI off", "take it out of that list")
+            raise ConfigError(f"{source.path}: disabled_plugins disables CRI", "remove it from that list")
     version = _config_version(sources[0], engine)
     keys = _tables(version)
     plugin = keys[:2]
     others = [source for source in sources if source.path != DROP_IN]
-    holder = next((one for one in reversed(others) if tomltext.table_at(one.value, plugin, one.path)), others[0])
+    target = next((one for one in reversed(others) if tomltext.table_at(one.value, plugin, one.path)), others[0])
     if merges:
         value: Mapping[str, Any] = {}
         for source in others:
             value = _merged(value, source.value)
     else:
-        value = holder.value
-    section = tomltext.table_at(value, keys, holder.path)
+        value = target.value
+    section = tomltext.table_at(value, keys, target.path)
     runtimes = {
         name: table
-        for name, table in tomltext.table_at(section, ("runtimes",), holder.path).items()
+        for name, table in tomltext.table_at(section, ("runtimes",), target.path).items()
         if name != RUNTIME and isinstance(table, dict)
     }
-    table, changes, notes = _table(settings, section, runtimes, files, holder.path)
+    table, changes, notes = _table(settings, section, runtimes, files, target.path)
     tables: dict[Keys, Mapping[str, Any]] = {(*keys, "runtimes", RUNTIME): table}
     if not runtimes and not merges:
         tables[(*keys, "runtimes", "runc")] = {"runtime_type": _RUNC}
     if merges:
         changes += _drop_in(main, sources, tables, version, files)
     else:
-        notes.append(_why_no_drop_in(engine, holder.path, main))
-        changes += _in_place(holder, tables, version)
+        notes.append(_why_no_drop_in(engine, target.path, main))
+        changes += _in_place(target, tables, version)
         changes += _former_drop_in(files)
     return Proposal(changes, notes)
 
 
 def _why_no_drop_in(engine: tuple[int, int], path: str, main: str) -> str:
-    """What somebody has to know who looks for a drop-in, or adds one of his own."""
-    unknown = "" if any(engine) else "the version of containerd is not known (--engine-version); "
-    where = "" if path == main else ", which has the CRI section that counts"
-    return f"{unknown}before 2.1 imported files are not merged, so the entry goes into {path}{where}"
+    """A note for users who expect a drop-in, or who add their own."""
+    unknown = "" if any(engine) else "the version of containerd is unknown (--engine-version); "
+    where = "" if path == main else ", whose CRI section is in force"
+    return f"{unknown}containerd before 2.1 does not merge imported files, so the entry goes into {path}{where}"
 
 
 def _table(
     settings: Settings, section: Mapping[str, Any], runtimes: Mapping[str, Any], files: Files, path: str
 ) -> tuple[dict[str, Any], list[Change], list[str]]:
-    """(our handler, changes of the base spec, notes)."""
+    """(gpushare's handler, changes of the base spec, notes)."""
     base = runtimes.get(str(section.get("default_runtime_name", "runc")), {})
     table: dict[str, Any] = dict(base) if base.get("runtime_type") == _RUNC else {}
     options = dict(tomltext.table_at(table, ("options",), path))
@@ -183,7 +183,7 @@ def _table(
         before = options.get("BinaryName")
         if before and before.rpartition("/")[2] != "runc":
             notes.append(
-                f"the default handler runs {shown(before)}; below gpushare it is what runtime.path says, or runc"
+                f"the default handler runs {shown(before)}; gpushare's handler runs runtime.path, or runc by default"
             )
         options["BinaryName"] = settings.cri_program
     if options:
@@ -192,26 +192,27 @@ def _table(
 
 
 def _base_spec(settings: Settings, former: str, files: Files) -> list[Change]:
-    """The default handler's base spec, or containerd's own, with our hooks."""
+    """The default handler's base spec, or containerd's own, with gpushare's hooks added."""
     text = files.read(former) if former and former != BASE_SPEC else files.ask("ctr", "oci", "spec")
     spec = jsontext.check(text, former or "ctr oci spec") if text else basespec.default()
     hooks = {name: list(spec.get("hooks", {}).get(name, [])) for name in spec.get("hooks", {})}
     for stage in hookfiles.STAGES:
         hooks[stage] = [*hooks.get(stage, []), hookfiles.entry_of(settings, stage)]
-    spec.get("linux", {}).pop("cgroupsPath", None)  # of nobody's container; CRI sets its own
+    spec.get("linux", {}).pop("cgroupsPath", None)  # a placeholder of `ctr oci spec`; CRI sets the real one
     after = json.dumps({**spec, "hooks": hooks}, indent=2, ensure_ascii=False) + "\n"
     before = files.read(BASE_SPEC)
     return [Change(BASE_SPEC, before, after)] if before != after else []
 
 
-def _in_place(holder: Source, tables: Mapping[Keys, Mapping[str, Any]], version: int) -> list[Change]:
-    head = f"version = {version}\n" if not holder.value else ""
-    after = tomltext.put(head + (holder.text or ""), tables, holder.path)
-    return [Change(holder.path, holder.text, after)] if after != holder.text else []
+def _in_place(target: Source, tables: Mapping[Keys, Mapping[str, Any]], version: int) -> list[Change]:
+    head = f"version = {version}\n" if not target.value else ""
+    after = tomltext.put(head + (target.text or ""), tables, target.path)
+    return [Change(target.path, target.text, after)] if after != target.text else []
 
 
 def _former_drop_in(files: Files) -> list[Change]:
-    """Of a containerd that was newer, or of another profile: it would replace the whole section here."""
+    """Remove the drop-in of a newer containerd, or of another profile: in this version it would replace the whole
+    section."""
     text = files.read(DROP_IN)
     then = None if text is None else withdraw(DROP_IN, text, UNKNOWN)
     return [Change(DROP_IN, text, then)] if then != text else []
@@ -220,15 +221,15 @@ def _former_drop_in(files: Files) -> list[Change]:
 def _drop_in(
     main: str, sources: list[Source], tables: Mapping[Keys, Mapping[str, Any]], version: int, files: Files
 ) -> list[Change]:
-    """The drop-in, and the import in the main file when nothing there imports it yet."""
+    """Write the drop-in, and import it in the main file unless a file imports it already."""
     before = files.read(DROP_IN)
     head = f"# For containerd, which merges it into {main}.\nversion = {version}\n"
     own = before if before is not None and _only_of(before, version) else ""
     changes = [Change(DROP_IN, before, tomltext.put(own or head, tables, DROP_IN))]
     first = sources[0]
-    text = tomltext.drop(first.text or "", list(tables), main)  # of a containerd that was older
+    text = tomltext.drop(first.text or "", list(tables), main)  # written for an older containerd
     if not any(_covers(one) for source in sources for one in tomltext.imports(source.value, source.path)):
-        # A new main file must go on importing what containerd imports without one.
+        # Without a main file containerd imports all drop-ins; a new main file must import them too.
         glob = _OUR_DROP_INS if first.value else _ALL_DROP_INS
         text = tomltext.add_import(text if first.value else f"version = {version}\n", glob, main)
     if text != (first.text or ""):
@@ -241,7 +242,7 @@ def _only_of(text: str, version: int) -> bool:
 
 
 def _covers(pattern: str) -> bool:
-    """Whether an entry of `imports` matches our drop-in."""
+    """Whether an entry of `imports` matches gpushare's drop-in."""
     regex = "".join("[^/]*" if c == "*" else re.escape(c) for c in pattern)
     return re.fullmatch(regex, DROP_IN) is not None
 

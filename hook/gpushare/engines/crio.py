@@ -1,8 +1,8 @@
-"""CRI-O: a runtime handler in a drop-in, or hooks.d files for the handler that is there. Pure.
+"""Configure CRI-O: a runtime handler in a drop-in, or hooks.d files for the present handler. Pure.
 
-Source: crio.conf(5). Drop-ins are read in the order of their names, and a handler is one table. CRI-O gives the
-runtime all annotations of a pod, so none need be allowed; `allowed_annotations` knows only CRI-O's own, and with any
-other CRI-O does not start.
+Source: crio.conf(5). CRI-O reads drop-ins in the order of their names, and a handler is one table. CRI-O passes all
+annotations of a pod to the runtime, so no entry needs to allow them. `allowed_annotations` accepts only CRI-O's own
+annotations; with any other CRI-O does not start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Docker 20.10 and newer: one entry below "runtimes" in /etc/docker/daemon.json. Pure.
+"""Configure Docker 20.10 and newer: one entry below "runtimes" in /etc/docker/daemon.json. Pure.
 
-Source: dockerd's documentation of the configuration file; `runtimes` and `default-runtime` are among the keys that
-the daemon reads again on SIGHUP.
+Source: dockerd's documentation of the configuration file. On SIGHUP the daemon reads `runtimes` and
+`default-runtime` again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .base import RUNTIME, Change, Files, Proposal, Settings
 NAME = "docker"
 PROGRAMS: tuple[str, ...] = ("dockerd",)
 RELOAD = "systemctl reload docker"
-FORGET = "systemctl restart docker"  # a reload keeps what the file no longer says, the default runtime too (tried)
+FORGET = "systemctl restart docker"  # a reload keeps removed entries, also the default runtime (tried)
 FILE = "/etc/docker/daemon.json"
 _DEFAULT = "default-runtime"
 
@@ -25,22 +25,22 @@ def paths(settings: Settings) -> tuple[str, ...]:
 
 
 def _checked(text: str, path: str) -> dict[str, Any]:
-    """The configuration, and all that we touch in it has the type that dockerd expects. Raises ConfigError."""
+    """Parse the configuration. Raises ConfigError if a key that gpushare changes has a type that dockerd rejects."""
     value = jsontext.check(text, path)
     runtimes = value.get("runtimes")
     if runtimes is not None and not isinstance(runtimes, dict):
-        raise ConfigError(f'{path}: "runtimes" must be an object, not {type(runtimes).__name__}', "mend the file")
+        raise ConfigError(f'{path}: "runtimes" must be an object, not {type(runtimes).__name__}', "fix the file")
     if not isinstance(value.get(_DEFAULT, ""), str):
-        raise ConfigError(f'{path}: "{_DEFAULT}" must be text, not {type(value[_DEFAULT]).__name__}', "mend the file")
+        raise ConfigError(f'{path}: "{_DEFAULT}" must be text, not {type(value[_DEFAULT]).__name__}', "fix the file")
     return value
 
 
 def propose(settings: Settings, files: Files) -> Proposal:
     if settings.hook_only:
-        raise ConfigError("docker has no directory for hooks", "leave out --hook-only")
+        raise ConfigError("docker has no hooks directory", "leave out --hook-only")
     path = paths(settings)[0]
     before = files.read(path)
-    text = before if before and before.strip() else "{}\n"  # dockerd takes an empty file, too
+    text = before if before and before.strip() else "{}\n"  # dockerd accepts an empty file, too
     value = _checked(text, path)
     entry = {"path": settings.program, "runtimeArgs": settings.runtime_args()}
     if (value.get("runtimes") or {}).get(RUNTIME) != entry:
@@ -50,7 +50,7 @@ def propose(settings: Settings, files: Files) -> Proposal:
     _checked(text, path)
     notes = []
     if not settings.default and value.get(_DEFAULT) == RUNTIME:
-        notes.append(f"{path}: gpushare is the default runtime and stays so")
+        notes.append(f"{path}: gpushare already is the default runtime and remains it")
     return Proposal([Change(path, before, text)] if text != before else [], notes)
 
 
@@ -78,4 +78,4 @@ def entry(path: str, text: str) -> str:
 
 
 def lacks_cri(path: str, text: str) -> bool:
-    return False  # it is none
+    return False  # docker is no CRI

@@ -1,7 +1,7 @@
-"""The files of a host, below `root`: read with care, written all or nothing.
+"""Read and write files of a host below `root`; write all changes or none.
 
-A file is replaced by rename, so an engine that reads it meanwhile sees the old text or the new one; its mode and
-owner stay. What is no plain file (a link, a directory, a FIFO) is refused: somebody else manages it.
+A file is replaced by rename, so an engine that reads it meanwhile gets the old text or the new text. Mode and owner
+stay. A file that is not regular (a link, a directory, a FIFO) is refused: another program manages it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _HINTS = {errno.EACCES: "run as root", errno.EPERM: "run as root", errno.ENOSPC:
 
 
 class Host:
-    """Paths in all arguments and results are those that the engine sees; `root` is put in front of them here."""
+    """Files of one host. All path arguments and results are as the engine sees them, without `root`."""
 
     def __init__(self, root: str = "/") -> None:
         self.root = os.path.realpath(root)
 
     def at(self, path: str) -> str:
-        """Where `path` is; a link out of `root` is refused. Raises ConfigError."""
+        """The real path of `path` below `root`. Raises ConfigError for a link out of `root`."""
         if not path.startswith("/"):
             raise ConfigError(f"{shown(path)} is not an absolute path", "write the whole path")
         full = os.path.join(self.root, os.path.normpath(path).lstrip("/"))
@@ -54,14 +54,14 @@ class Host:
         if stat.S_ISLNK(status.st_mode):
             target = os.readlink(full)
             raise ConfigError(
-                f"{shown(path)} is a link to {shown(target)}", "change that file yourself, or replace the link"
+                f"{shown(path)} is a link to {shown(target)}", "change the target by hand, or replace the link"
             )
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{shown(path)} is not a regular file", "move it away")
         return status
 
     def read(self, path: str) -> Optional[str]:
-        """Raises ConfigError; OSError from the file system."""
+        """The text of a file; None: no such file. Raises ConfigError, OSError."""
         if self._status(path) is None:
             return None
         fd = os.open(self.at(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -72,14 +72,14 @@ class Host:
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{shown(path)}: not UTF-8 text (byte {error.start})", "mend the file") from None
+            raise ConfigError(f"{shown(path)}: not UTF-8 text (byte {error.start})", "fix the file") from None
 
     def glob(self, pattern: str) -> list[str]:
         prefix = self.root.rstrip("/")
         return sorted(path[len(prefix) :] for path in glob.glob(glob.escape(prefix) + pattern))
 
     def ask(self, *command: str) -> Optional[str]:
-        """Programs below another root are not of this machine, and never run."""
+        """Standard output of a program; None if it fails, or if `root` is another host's: never run its programs."""
         if self.root != "/" or shutil.which(command[0]) is None:
             return None
         try:
@@ -101,7 +101,7 @@ class Host:
         return next((f"{folder}/{name}" for folder in folders if self.has(f"{folder}/{name}")), "")
 
     def missing_folders(self, paths: Sequence[str]) -> tuple[str, ...]:
-        """Those that `write` would make for these files, each after what it is in."""
+        """Directories that `write` would make for these files, parents first."""
         missing: list[str] = []
         for path in paths:
             above, folder = [], os.path.dirname(path)
@@ -112,7 +112,7 @@ class Host:
         return tuple(missing)
 
     def write(self, changes: Sequence[Change]) -> None:
-        """All changes, or none. Raises KernelError, ConfigError when a file is not as it was when it was read."""
+        """Make all changes, or none. Raises KernelError; ConfigError if a file changed after it was read."""
         for change in changes:
             if self.read(change.path) != change.before:
                 raise ConfigError(f"{shown(change.path)} was changed meanwhile", "run the command again")
@@ -122,7 +122,7 @@ class Host:
         try:
             for change in changes:
                 for path in self.missing_folders([change.path] if change.after is not None else []):
-                    os.makedirs(self.at(path), exist_ok=True)  # another command of ours can be making it, too
+                    os.makedirs(self.at(path), exist_ok=True)  # another gpushare command may be making it, too
                     folders.append(path)
                     os.chmod(self.at(path), 0o755)
                 path = change.path
@@ -137,7 +137,7 @@ class Host:
             ) from error
 
     def remove_folders(self, folders: Sequence[str]) -> None:
-        """Those of them that are empty."""
+        """Remove the directories that are empty."""
         for folder in sorted(folders, key=len, reverse=True):
             try:
                 os.rmdir(self.at(folder))
@@ -145,7 +145,7 @@ class Host:
                 pass
 
     def _replace(self, change: Change) -> None:
-        """Raises OSError."""
+        """Make one change atomically. Raises OSError."""
         full = self.at(change.path)
         if change.after is None:
             os.unlink(full)
@@ -166,7 +166,7 @@ class Host:
                 raise
 
     def sweep(self, paths: Sequence[str]) -> None:
-        """What a command that was killed left beside these files."""
+        """Remove temporary files of killed commands next to these files."""
         for path in paths:
             left = _temporary_name(self.at(path))
             if os.path.lexists(left):
@@ -178,8 +178,8 @@ def _temporary_name(full: str) -> str:
 
 
 def _temporary(full: str) -> tuple[str, int]:
-    """(path, descriptor) of an empty file that is this process's alone: one that another command writes is waited
-    for, and one of a command that was killed is used again."""
+    """(path, descriptor) of an empty temporary file that only this process uses. Waits while another command writes it;
+    reuses the file of a killed command."""
     path = _temporary_name(full)
     while True:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -193,12 +193,12 @@ def _temporary(full: str) -> tuple[str, int]:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # it has become the file by now
+        os.close(fd)  # another command has renamed it to the file
 
 
 def check_program(path: str) -> str:
-    """The resolved path of a program that root will run for every container. Raises ConfigError when somebody else
-    could change what it is."""
+    """The resolved path of a program that root will run for every container. Raises ConfigError if users other than
+    root could replace it."""
     resolved = os.path.realpath(path)
     if not os.path.isfile(resolved) or not os.access(resolved, os.X_OK):
         raise ConfigError(f"{shown(path)} is not a program", "install gpushare, or name it with --program")
@@ -209,28 +209,28 @@ def check_program(path: str) -> str:
         sticky = here != resolved and status.st_mode & stat.S_ISVTX
         if (group or status.st_mode & stat.S_IWOTH) and not sticky:
             mode = oct(stat.S_IMODE(status.st_mode))[2:]
-            raise ConfigError(f"{shown(here)} (mode {mode}) is writable by others than root", f"chmod go-w {here}")
+            raise ConfigError(f"{shown(here)} (mode {mode}) is writable by users other than root", f"chmod go-w {here}")
         if here == "/":
             return resolved
         here = os.path.dirname(here)
 
 
 def foreign_owners(paths: Sequence[str]) -> list[str]:
-    """One line for each program whose owner, neither root nor the caller, could change it. Usual for a source tree, so
-    it is no error."""
+    """One warning for each program whose owner is neither root nor the caller. No error, because a source tree is
+    usually like that."""
     found = []
     for path in paths:
         owner = os.stat(path).st_uid
         if owner not in (0, os.geteuid()):
-            found.append(f"{path} belongs to uid {owner}, who can change what root runs")
+            found.append(f"{path} belongs to uid {owner}: that user can replace a program that root runs")
     return found
 
 
 def broken_snapshot(program: str) -> str:
-    """Path of the snapshot that starts of `program` take, if Python does not start from it; else empty. Source:
+    """Path of the snapshot that starts of `program` use, if Python cannot start from it; else empty. Source:
     docs/internals/snapshot.md."""
     program = os.path.realpath(program)
-    folder = "libexec/gpushare" if os.path.exists(f"{program}.py") else "libexec"  # of a wheel; of the bundle
+    folder = "libexec/gpushare" if os.path.exists(f"{program}.py") else "libexec"  # of a wheel, else of the bundle
     path = os.path.join(os.path.dirname(os.path.dirname(program)), folder, "snapshot")
     if not os.path.exists(path):
         return ""

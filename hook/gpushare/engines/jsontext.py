@@ -1,8 +1,8 @@
-"""Changing one member of a JSON object in its text: whatever else is in the file stays as somebody wrote it. Pure.
+"""Change one member of a JSON object in its text and keep the rest of the text unchanged. Pure.
 
 check(text, path)                 -> dict     raises ConfigError naming file, line and column
-put(text, ("a", "b"), value)      -> str      objects on the way are made
-drop(text, ("a", "b"))            -> str      and "a", if nothing is left in it
+put(text, ("a", "b"), value)      -> str      makes "a" if it is missing
+drop(text, ("a", "b"))            -> str      also drops "a" if it is empty then
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..core.quoting import shown
 
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"
-_INDENT = "    "  # where the text has none to go by
+_INDENT = "    "  # for a text without indentation
 
 
 class Member(NamedTuple):
-    """Where a member is in the text: its key begins at `start`, its value at `value` and ends before `end`."""
+    """Position of a member: its key begins at `start`; its value begins at `value` and ends before `end`."""
 
     key: str
     start: int
@@ -36,20 +36,20 @@ def check(text: str, path: str) -> dict[str, Any]:
         if len(value) != len(found):
             keys = [key for key, _ in found]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise ConfigError(f"{path}: {shown(twice)} is there twice", "keep one")
+            raise ConfigError(f"{path}: {shown(twice)} occurs twice", "keep one")
         return value
 
     try:
         value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply", "mend the file") from None
+        raise ConfigError(f"{path}: nested too deeply", "fix the file") from None
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
-        raise ConfigError(f"{where}: not valid JSON: {error.msg}", "mend the file, nothing was changed") from None
+        raise ConfigError(f"{where}: not valid JSON: {error.msg}", "fix the file; nothing was changed") from None
     except ValueError as error:  # a number of thousands of digits
-        raise ConfigError(f"{path}: not valid JSON: {str(error).partition(';')[0]}", "mend the file") from None
+        raise ConfigError(f"{path}: not valid JSON: {str(error).partition(';')[0]}", "fix the file") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object, not {type(value).__name__}", "mend the file")
+        raise ConfigError(f"{path}: must contain a JSON object, not {type(value).__name__}", "fix the file")
     return value
 
 
@@ -60,7 +60,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _members(text: str, at: int) -> list[Member]:
-    """The members of the object whose brace is at `at`; the text is known to be valid."""
+    """The members of the object whose brace is at `at`, in a valid text."""
     found = []
     here = _skip(text, at + 1)
     while text[here] != "}":
@@ -79,13 +79,13 @@ def _find(members: Sequence[Member], key: str) -> Optional[int]:
 
 
 def _margin(text: str, at: int) -> str:
-    """The white space with which the line of `at` begins."""
+    """The white space at the beginning of the line of `at`."""
     line = text.rfind("\n", 0, at) + 1
     return text[line : _skip(text, line)] if _skip(text, line) <= at else ""
 
 
 def _unit(text: str) -> str:
-    """What one level is indented by in this text."""
+    """The indentation of one level in this text."""
     at = text.index("{")
     members = _members(text, at)
     if not members or "\n" not in text[at : members[0].start]:
@@ -98,7 +98,7 @@ def _written(value: Any, margin: str, unit: str) -> str:
 
 
 def put(text: str, keys: Sequence[str], value: Any) -> str:
-    """Sets a member. `text` has been checked, and what is on the way to it is an object, null or absent."""
+    """Set a member. `text` must have passed `check`; each parent must be an object, null or absent."""
     return _put(text, text.index("{"), keys, value, _unit(text))
 
 
@@ -125,7 +125,7 @@ def _put(text: str, at: int, keys: Sequence[str], value: Any, unit: str) -> str:
 
 
 def drop(text: str, keys: Sequence[str]) -> str:
-    """Removes a member, and the objects above it that are empty then. Nothing to remove: the same text."""
+    """Remove a member, and its parents that are empty then. Without that member, return the text unchanged."""
     return _drop(text, text.index("{"), keys)
 
 

@@ -1,9 +1,9 @@
-"""Podman: hooks.d files, so that every container is looked at, and a runtime for `podman run --runtime gpushare`. Pure.
+"""Configure podman: hooks.d files for every container, and a runtime for `podman run --runtime gpushare`. Pure.
 
 Source: containers.conf(5) ([engine.runtimes], hooks_dir, drop-ins in containers.conf.d), oci-hooks(5). Without
-hooks_dir podman looks only where packages put hooks, which is not ours to write to.
-With `--runtime gpushare` the hook finds that the container has its share already. With other paths of ours only the
-hook can be told of them.
+hooks_dir podman searches only the directory for hooks of packages, which gpushare must not change.
+With `--runtime gpushare` the hook finds that the container already has its share. Only the hook can get arguments for
+other paths of gpushare.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def propose(settings: Settings, files: Files) -> Proposal:
     folders, notes = hookfiles.folders(HOOKS, files, [*_MAIN, *files.glob(_DROP_INS)], path, _TABLE)
     table: dict[str, Any] = {"hooks_dir": folders}
     if settings.runtime_args() and not settings.hook_only:
-        notes.append("podman cannot give a runtime arguments, so only the hook was added")
+        notes.append("podman cannot pass arguments to a runtime, so only the hook was added")
     elif not settings.hook_only:
         table["runtimes"] = {RUNTIME: [settings.program]}
     before = files.read(path)
@@ -55,4 +55,4 @@ def entry(path: str, text: str) -> str:
 
 
 def lacks_cri(path: str, text: str) -> bool:
-    return False  # it is none
+    return False  # podman is no CRI

@@ -1,7 +1,7 @@
-"""What was in an engine's files before us: /var/lib/gpushare/configured/<engine>.json, for an exact way back.
+"""Record the previous content of an engine's files, for an exact undo: /var/lib/gpushare/configured/<engine>.json.
 
 load(host, engine) -> Record | None     raises ConfigError when it is damaged
-change(host, engine, record) -> Change  what writes it (None: removes it)
+change(host, engine, record) -> Change  the change that writes it (None: removes it)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VERSION = 1
 
 
 class Kept(NamedTuple):
-    """One file: what was there before us (None: no file) and what we wrote."""
+    """One file: its content before gpushare's first change (None: no file) and after the last one."""
 
     path: str
     before: Optional[str]
@@ -28,7 +28,7 @@ class Kept(NamedTuple):
 
 class Record(NamedTuple):
     files: tuple[Kept, ...]
-    folders: tuple[str, ...] = ()  # that we made, the innermost last
+    folders: tuple[str, ...] = ()  # directories that gpushare made, the innermost last
 
     def kept(self, path: str) -> Optional[Kept]:
         return next((kept for kept in self.files if kept.path == path), None)
@@ -67,12 +67,12 @@ def load(host: Host, engine: str) -> Optional[Record]:
         if not all(_is(kept.after, str, type(None)) for kept in files) or not all(_is(one, str) for one in folders):
             raise ValueError("wrong types")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        hint = "move it away; --undo then removes our entries only"
+        hint = "move it away; --undo then only removes gpushare's entries"
         raise ConfigError(f"{shown(path)} is damaged: {error}", hint) from None
     return Record(files, folders)
 
 
 def change(host: Host, engine: str, record: Optional[Record]) -> Change:
-    """Mode 0600: an engine's configuration can hold passwords."""
+    """The change that writes the record. Mode 0600: an engine's configuration can contain passwords."""
     path = path_of(engine)
     return Change(path, host.read(path), None if record is None else _text(record), 0o600)

@@ -1,9 +1,9 @@
-"""Our tables in a TOML text: one block between two comments at its end, so that nothing else in the file moves. Pure.
+"""Add gpushare's tables to a TOML text: one block between two comments at its end; the rest stays unchanged. Pure.
 
-check(text, path)                   -> dict    raises ConfigError naming file, line and column
-put(text, tables, path)             -> str     the block, in place of an earlier one and of these tables elsewhere
+check(text, path)                   -> dict    raises ConfigError naming file and line
+put(text, tables, path)             -> str     adds the block; removes an earlier block and these tables elsewhere
 drop(text, tables, path)            -> str     the text without them, also when a program has rewritten the file
-                                               and the comments are gone
+                                               and removed the comments
 add_import(text, glob, path)        -> str
 """
 
@@ -28,22 +28,22 @@ def _document(text: str, path: str) -> tomlkit.TOMLDocument:
     except ParseError as error:
         problem = str(error).partition(" at line ")[0].rstrip(".")
         where = f"{path}:{error.line}"
-        raise ConfigError(f"{where}: not valid TOML: {problem}", "mend the file, nothing was changed") from None
+        raise ConfigError(f"{where}: not valid TOML: {problem}", "fix the file; nothing was changed") from None
     except (TOMLKitError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}", "mend the file, nothing was changed") from None
+        raise ConfigError(f"{path}: not valid TOML: {error}", "fix the file; nothing was changed") from None
 
 
 def check(text: str, path: str) -> dict[str, Any]:
-    """All that is in it. Raises ConfigError."""
+    """The parsed content. Raises ConfigError."""
     value: dict[str, Any] = _document(text, path).unwrap()
     return value
 
 
 def at(value: Any, keys: Sequence[str]) -> Any:
-    """What is there, None for nothing (TOML has no null). Raises ConfigError where a table should be and is not."""
+    """The value at `keys`; None if there is none (TOML has no null). Raises ConfigError if a parent is no table."""
     for n, key in enumerate(keys):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{_name(keys[:n])} must be a table, not {type(value).__name__}", "mend the file")
+            raise ConfigError(f"{_name(keys[:n])} must be a table, not {type(value).__name__}", "fix the file")
         value = value.get(key)
         if value is None:
             return None
@@ -51,13 +51,13 @@ def at(value: Any, keys: Sequence[str]) -> Any:
 
 
 def table_at(value: Any, keys: Sequence[str], path: str) -> dict[str, Any]:
-    """The table there, empty when there is none. Raises ConfigError."""
+    """The table at `keys`; empty when there is none. Raises ConfigError."""
     try:
         found = at(value, keys)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", error.hint) from None
     if found is not None and not isinstance(found, dict):
-        raise ConfigError(f"{path}: {_name(keys)} must be a table, not {type(found).__name__}", "mend the file")
+        raise ConfigError(f"{path}: {_name(keys)} must be a table, not {type(found).__name__}", "fix the file")
     return found or {}
 
 
@@ -75,17 +75,15 @@ def _written(keys: Sequence[str], table: Mapping[str, Any]) -> str:
 
 
 def without_block(text: str) -> str:
-    """The text without our block. A line break that the block needed in front of it stays: it hurts nobody."""
+    """The text without gpushare's block. A line break that was added before the block stays: it is harmless."""
     end = text.find(END)
-    start = text.rfind(
-        BEGIN, 0, max(end, 0)
-    )  # the nearest: a lone comment above it does not make all between them ours
+    start = text.rfind(BEGIN, 0, max(end, 0))  # the nearest: text after an earlier lone comment is not gpushare's
     return text if start < 0 or end < 0 else text[:start] + text[end + len(END) :]
 
 
 def put(text: str, tables: Mapping[Keys, Mapping[str, Any]], path: str, ours: Sequence[Keys] = ()) -> str:
-    """`ours` is what is taken out first, the tables themselves unless it is given. Raises ConfigError when the file is
-    written so that tables cannot be added at its end."""
+    """Remove the tables `ours` (default: `tables`), then add `tables` in a block at the end. Raises ConfigError if
+    tables cannot be added at the end of this file."""
     rest = drop(text, ours or list(tables), path)
     block = BEGIN + "".join(_written(keys, table) for keys, table in tables.items()) + END
     result = rest + ("" if not rest or rest.endswith("\n") else "\n") + block
@@ -95,13 +93,13 @@ def put(text: str, tables: Mapping[Keys, Mapping[str, Any]], path: str, ours: Se
         value = {}
     for keys, table in tables.items():
         if not value or at(value, keys) != table:
-            hint = f"write what is below {_name(keys[:1])} as [tables], and not inline"
-            raise ConfigError(f"{path}: [{_name(keys)}] cannot be added at its end", hint)
+            hint = f"write everything below {_name(keys[:1])} as [tables], not as inline tables"
+            raise ConfigError(f"{path}: [{_name(keys)}] cannot be added at the end of the file", hint)
     return result
 
 
 def drop(text: str, tables: Sequence[Keys], path: str) -> str:
-    """Raises ConfigError."""
+    """The text without gpushare's block and without `tables`. Raises ConfigError."""
     text = without_block(text)
     for keys in tables:
         document = _document(text, path)
@@ -111,7 +109,7 @@ def drop(text: str, tables: Sequence[Keys], path: str) -> str:
 
 
 def _delete(value: Any, keys: Sequence[str]) -> bool:
-    """Removes keys[-1], and the tables above it that hold nothing then. False: it is not there."""
+    """Remove keys[-1], and its parent tables that are empty then. False: it does not exist."""
     if not isinstance(value, Mapping) or keys[0] not in value:
         return False
     if len(keys) > 1:
@@ -125,15 +123,15 @@ def _delete(value: Any, keys: Sequence[str]) -> bool:
 
 
 def imports(value: Mapping[str, Any], path: str) -> list[str]:
-    """Raises ConfigError."""
+    """The list `imports`; empty when there is none. Raises ConfigError."""
     found = value.get("imports", [])
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise ConfigError(f"{path}: imports must be a list of texts", "mend the file")
+        raise ConfigError(f"{path}: imports must be a list of texts", "fix the file")
     return found
 
 
 def add_import(text: str, glob: str, path: str) -> str:
-    """The same text with one more entry in `imports`, which is made where there is none."""
+    """Add an entry to `imports`, which is made if it is missing."""
     document = _document(text, path)
     if "imports" in document:
         document["imports"].append(glob)
@@ -143,7 +141,7 @@ def add_import(text: str, glob: str, path: str) -> str:
 
 
 def drop_import(text: str, glob: str, path: str) -> str:
-    """Raises ConfigError."""
+    """Remove an entry of `imports`. Raises ConfigError."""
     document = _document(text, path)
     found = imports(document.unwrap(), path)
     if glob not in found:

@@ -1,4 +1,4 @@
-"""The driver libraries that CUDA images bring for forward compatibility, in /usr/local/cuda*/compat (start path).
+"""Find forward-compatibility driver libraries of CUDA images, in /usr/local/cuda*/compat (start path).
 
     directories(root)                   -> tuple[str, ...]   every such directory, and lib* below it (NGC: lib.real)
     newest(root, machine, directories)  -> (version, ((stem, path), ...))   ("", ()) when there is none
@@ -15,7 +15,7 @@ _MAX_DIRECTORIES = 64
 
 
 def directories(root: inroot.Root) -> tuple[str, ...]:
-    """In the order of their names. NVIDIA's own images make `compat/lib`, a link to `lib.real`, only when they run."""
+    """All compat directories, by name. NVIDIA's own images make `compat/lib`, a link to `lib.real`, when they run."""
     found: list[str] = []
     for name in imagefiles.names_in(root, "/usr/local"):
         if name.startswith("cuda"):
@@ -35,7 +35,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _is_library(root: inroot.Root, path: str, machine: str) -> bool:
-    """Whether a shared object for this machine is at exactly this path."""
+    """Whether a shared object for this machine is at exactly this path, not behind a link."""
     real, library = imagefiles.library_at(root, path)
     return real == path and library is not None and library.machine == machine
 

@@ -1,10 +1,10 @@
-"""The driver's user-space files for a set of capabilities, found by version below the driver root.
+"""Find the driver's user-space files for a set of capabilities, by version below the driver root.
 
-    for_request(inventory, request, shares)        -> DriverFiles  all that a container's request brings
-    find(root, version, capabilities, simulated)   -> DriverFiles  the files alone
+    for_request(inventory, request, shares)        -> DriverFiles  all files and nodes for a container's request
+    find(root, version, capabilities, simulated)   -> DriverFiles  only those of the capabilities
     nvml_library(root, version), cuda_library(...) -> str          host path, "" when missing
 
-drivertable.py says which names belong to a capability. Raises DeviceError.
+drivertable.py lists the names of each capability. Raises DeviceError.
 Effects: reads directories and stats files of the driver root, which the host's administrator owns.
 Start path: standard library only.
 """
@@ -32,11 +32,11 @@ from .drivertable import (
     SUBDIRECTORIES,
 )
 
-_Listed = list[tuple[str, frozenset[str]]]  # (library directory, what it holds)
+_Listed = list[tuple[str, frozenset[str]]]  # (library directory, names in it)
 
 
 class Library(NamedTuple):
-    """One library. `links` are the names that must lead to it, each with what the link holds."""
+    """One library. `links` are the links that must lead to it: (name, text)."""
 
     stem: str  # "libnvidia-nvvm"
     name: str  # "libnvidia-nvvm.so.535.261.03"
@@ -59,15 +59,15 @@ class DriverFiles(NamedTuple):
     version: str
     cuda: Library
     nvml: Library
-    asked_cuda: bool  # compute was asked for, so libcuda belongs in the library directory
-    asked_nvml: bool
+    asked_cuda: bool  # compute was requested, so libcuda belongs in the library directory
+    asked_nvml: bool  # the same for utility and libnvidia-ml
     libraries: tuple[Library, ...] = ()  # without cuda and nvml
     programs: tuple[tuple[str, str], ...] = ()  # (name, host path)
     firmware: tuple[str, ...] = ()  # host paths
     sockets: tuple[tuple[str, str], ...] = ()  # (container path, host path)
     nodes: tuple[HostNode, ...] = ()
     missing_nodes: tuple[str, ...] = ()
-    libraries32: tuple[Library, ...] = ()  # all that were asked for, cuda and nvml among them
+    libraries32: tuple[Library, ...] = ()  # all requested ones, including cuda and nvml
     data: tuple[DataFile, ...] = ()
     proc_capabilities: tuple[str, ...] = ()  # below /proc/driver/nvidia/capabilities
 
@@ -83,7 +83,7 @@ def _listed(root: str, directories: tuple[str, ...]) -> _Listed:
 
 
 def _directories(root: str, version: str) -> _Listed:
-    """Library directories with this version's files, libcuda's own first, with what they hold."""
+    """Library directories for this version and the names in them; the directory of libcuda is first."""
     listed = _listed(root, LIBRARY_DIRS)
     found = [item for item in listed if f"libcuda.so.{version}" in item[1]]
     if not found:
@@ -104,7 +104,7 @@ def _with_subdirectories(dirs: _Listed) -> _Listed:
 
 
 def _real(root: str, path: str) -> str:
-    """Where a file really is: a bind mount would follow a link out of the root."""
+    """The real path of a file: a bind mount would follow a link out of the root."""
     return (in_root(root, os.path.relpath(path, root)) or path) if os.path.islink(path) else path
 
 
@@ -119,7 +119,7 @@ def _library(root: str, stem: str, endings: tuple[str, ...], version: str, dirs:
 
 
 def _plugin(root: str, name: str, dirs: _Listed) -> Optional[Library]:
-    """A library with a version of its own, by the link that names it."""
+    """A library with its own version number, found by the link that names it."""
     directory = next((path for path, names in dirs if name in names), None)
     source = in_root(root, os.path.relpath(os.path.join(directory, name), root)) if directory else None
     if source is None:
@@ -129,11 +129,11 @@ def _plugin(root: str, name: str, dirs: _Listed) -> Optional[Library]:
 
 
 def _libraries(root: str, version: str, capabilities: tuple[str, ...], dirs: _Listed) -> list[Library]:
-    """What the capabilities bring, each library once, with its further links."""
-    asked = {stem: links for word in capabilities for stem, links in CAPABILITIES[word].libraries.items()}
-    found = [_library(root, stem, links, version, dirs) for stem, links in asked.items()]
-    found += [_plugin(root, name, dirs) for word in capabilities for name in CAPABILITIES[word].plugins]
-    extra = {stem: links for word in capabilities for stem, links in EXTRA_LINKS.get(word, {}).items()}
+    """The libraries of the capabilities, each once, with its extra links."""
+    stems = {stem: links for key in capabilities for stem, links in CAPABILITIES[key].libraries.items()}
+    found = [_library(root, stem, links, version, dirs) for stem, links in stems.items()]
+    found += [_plugin(root, name, dirs) for key in capabilities for name in CAPABILITIES[key].plugins]
+    extra = {stem: links for key in capabilities for stem, links in EXTRA_LINKS.get(key, {}).items()}
     return [
         library._replace(
             links=library.links
@@ -153,7 +153,7 @@ def _required(root: str, stem: str, version: str, dirs: _Listed) -> Library:
 
 
 def _libraries32(root: str, version: str, capabilities: tuple[str, ...], dirs: _Listed) -> tuple[Library, ...]:
-    """The 32-bit set; on some distributions its directory is where others have the 64-bit one, so a look decides."""
+    """The 32-bit libraries. Some distributions use the same directory name for 64-bit ones, so check the machine."""
     taken = {path for path, _ in dirs}
     others = [item for item in _listed(root, LIBRARY_DIRS_32) if item[0] not in taken]
     found = _libraries(root, version, capabilities, _with_subdirectories(others))
@@ -175,11 +175,12 @@ def _machine(path: str) -> str:
 
 
 def _programs(root: str, capabilities: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Each where the first directory has it. Most are in none, so the directories are resolved once."""
+    """Each program's path in the first directory that has it. Most programs are missing, so the directories are
+    resolved once."""
     directories = [(directory, in_root(root, directory)) for directory in PROGRAM_DIRS]
     present = [(directory, path) for directory, path in directories if path]
     found = []
-    for name in (name for word in capabilities for name in CAPABILITIES[word].programs):
+    for name in (name for key in capabilities for name in CAPABILITIES[key].programs):
         sources = (_program(root, directory, path, name) for directory, path in present)
         source = next((source for source in sources if source), None)
         if source:
@@ -188,7 +189,7 @@ def _programs(root: str, capabilities: tuple[str, ...]) -> tuple[tuple[str, str]
 
 
 def _program(root: str, directory: str, path: str, name: str) -> Optional[str]:
-    """The regular file `name` of a directory of programs, which is really at `path`."""
+    """The regular file `name` of the program directory `directory`, whose real path is `path`."""
     try:
         mode = os.lstat(f"{path}/{name}").st_mode
     except OSError:
@@ -200,7 +201,7 @@ def _program(root: str, directory: str, path: str, name: str) -> Optional[str]:
 
 
 def _firmware(root: str, version: str) -> tuple[str, ...]:
-    """GSP firmware: tools read its version. One copy, the first directory that has it; the kernel's own first."""
+    """GSP firmware, whose version tools read, from the first directory that has it; the kernel's own one is first."""
     configured = short_read(os.path.join(root, "sys/module/firmware_class/parameters/path")) or ""
     directories = (f"{configured.strip().strip('/')}/nvidia", *FIRMWARE_DIRS)
     for directory in directories[0 if configured.strip() else 1 :]:
@@ -213,7 +214,7 @@ def _firmware(root: str, version: str) -> tuple[str, ...]:
 
 def _sockets(root: str, capabilities: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     found = []
-    for name in (name for word in capabilities for name in CAPABILITIES[word].sockets):
+    for name in (name for key in capabilities for name in CAPABILITIES[key].sockets):
         path = os.path.join(root, name)
         try:
             if stat.S_ISSOCK(os.lstat(path).st_mode):
@@ -224,10 +225,10 @@ def _sockets(root: str, capabilities: tuple[str, ...]) -> tuple[tuple[str, str],
 
 
 def _data(root: str, version: str, capabilities: tuple[str, ...]) -> tuple[DataFile, ...]:
-    """Vendor files wherever the host has them: the same file in two places is wanted in both."""
+    """Vendor files in all directories where the host has them; a file in two directories is needed in both."""
     found: dict[str, DataFile] = {}
     places = [(source, target or source) for source, target in DATA_DIRS if os.path.isdir(os.path.join(root, source))]
-    for name in (name.format(version=version) for word in capabilities for name in CAPABILITIES[word].data):
+    for name in (name.format(version=version) for key in capabilities for name in CAPABILITIES[key].data):
         for source, target in places:
             path = in_root(root, f"{source}/{name}")
             if path and os.path.isfile(path):
@@ -236,25 +237,25 @@ def _data(root: str, version: str, capabilities: tuple[str, ...]) -> tuple[DataF
 
 
 def _feature_data(root: str, features: tuple[str, ...]) -> tuple[DataFile, ...]:
-    is_there = {"file": os.path.isfile, "dir": os.path.isdir}
+    exists = {"file": os.path.isfile, "dir": os.path.isdir}
     wanted = [item for feature in features for item in FEATURES[feature].data]
     found = [(f"/{path}", in_root(root, path), kind) for path, kind in wanted]
-    return tuple(DataFile(target, path, kind) for target, path, kind in found if path and is_there[kind](path))
+    return tuple(DataFile(target, path, kind) for target, path, kind in found if path and exists[kind](path))
 
 
 def find(root: str, version: str, capabilities: tuple[str, ...], simulated: bool = False) -> DriverFiles:
     """The files for `capabilities`. Libraries that a driver version does not have are left out; libcuda and
-    libnvidia-ml must be there."""
+    libnvidia-ml are required."""
     dirs = _directories(root, version)
     libraries = _libraries(root, version, capabilities, dirs)
-    asked = {stem for word in capabilities for stem in CAPABILITIES[word].libraries}
+    requested = {stem for key in capabilities for stem in CAPABILITIES[key].libraries}
     nodes, missing = drivernodes.of_capabilities(root, capabilities, simulated)
     return DriverFiles(
         version=version,
         cuda=_required(root, "libcuda", version, dirs),
         nvml=_required(root, "libnvidia-ml", version, dirs),
-        asked_cuda="libcuda" in asked,
-        asked_nvml="libnvidia-ml" in asked,
+        asked_cuda="libcuda" in requested,
+        asked_nvml="libnvidia-ml" in requested,
         libraries=tuple(library for library in libraries if library.stem not in ALWAYS),
         programs=_programs(root, capabilities),
         firmware=_firmware(root, version),
@@ -267,7 +268,7 @@ def find(root: str, version: str, capabilities: tuple[str, ...], simulated: bool
 
 
 def for_request(inventory: Inventory, request: Request, shares: tuple[Share, ...]) -> DriverFiles:
-    """All that `request` brings besides the GPUs of `shares`: files, control and feature nodes, IMEX, MIG."""
+    """Everything for `request` besides the GPUs of `shares`: files, control and feature nodes, IMEX, MIG."""
     root, simulated = inventory.root, inventory.simulated
     files = find(root, inventory.driver_version, request.capabilities, simulated)
     nodes, missing = drivernodes.of_features(root, request.features, simulated)

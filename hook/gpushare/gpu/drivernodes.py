@@ -1,4 +1,4 @@
-"""Device nodes that come with a request besides the granted GPUs' own (start path).
+"""Find device nodes for a request, besides the nodes of the granted GPUs (start path).
 
 of_capabilities(root, capabilities, simulated) -> (nodes, missing names)
 of_features(root, features, simulated)         -> (nodes, missing names)
@@ -17,30 +17,30 @@ from .driverroot import HostNode, listing, node, numbered
 from .drivertable import CAPABILITIES, FEATURES, IMEX_DIR
 
 Found = tuple[tuple[HostNode, ...], tuple[str, ...]]
-# capability -> beginnings of the names of DRM nodes: rendering needs no rights over the screen
+# capability -> prefixes of DRM nodes: rendering needs no access to the screen
 _DRM = {"graphics": ("renderD",), "display": ("renderD", "card")}
 
 
 def _found(root: str, names: Iterable[str], simulated: bool) -> Found:
-    """The nodes that are there, and the names of those that are not."""
+    """(nodes that exist, names of missing nodes)."""
     nodes = [(name, node(root, name, simulated)) for name in names]
     return tuple(one for _, one in nodes if one is not None), tuple(name for name, one in nodes if one is None)
 
 
 def of_capabilities(root: str, capabilities: tuple[str, ...], simulated: bool) -> Found:
-    """Control nodes."""
-    return _found(root, (name for word in ("", *capabilities) for name in CAPABILITIES[word].nodes), simulated)
+    """Control nodes of the capabilities."""
+    return _found(root, (name for key in ("", *capabilities) for name in CAPABILITIES[key].nodes), simulated)
 
 
 def of_features(root: str, features: tuple[str, ...], simulated: bool) -> Found:
-    """Nodes that were switched on by name; a pattern that fits nothing counts as missing."""
+    """Nodes of requested features; a pattern without a match counts as missing."""
     patterns = [pattern for feature in features for pattern in FEATURES[feature].nodes]
     names = [name for pattern in patterns for name in numbered(root, pattern) or (pattern.replace("#", "0"),)]
     return _found(root, names, simulated)
 
 
 def of_imex(root: str, channels: tuple[str, ...], simulated: bool) -> tuple[HostNode, ...]:
-    """IMEX channels, by number or all that there are. One that was named and is missing is an error."""
+    """IMEX channels, by number or all of the host. A requested channel that is missing raises DeviceError."""
     if "all" in channels:
         names = numbered(root, f"{IMEX_DIR}/channel#")
     else:
@@ -54,8 +54,8 @@ def of_imex(root: str, channels: tuple[str, ...], simulated: bool) -> tuple[Host
 
 
 def of_display(root: str, shares: tuple[Share, ...], capabilities: tuple[str, ...]) -> tuple[HostNode, ...]:
-    """DRM nodes of the granted GPUs, where the driver has made any (nvidia-drm is optional)."""
-    wanted = tuple(prefix for word in capabilities for prefix in _DRM.get(word, ()))
+    """DRM nodes of the granted GPUs, if the driver has made any (nvidia-drm is optional)."""
+    wanted = tuple(prefix for key in capabilities for prefix in _DRM.get(key, ()))
     found = []
     for bus_id in dict.fromkeys(share.device.bus_id for share in shares):
         names = listing(os.path.join(root, "sys/bus/pci/devices", bus_id.lower(), "drm"))

@@ -1,10 +1,10 @@
-"""Looking into the driver root, which the host's administrator owns: listings, links, short files, device nodes.
+"""Read the driver root, which the host's administrator owns: listings, links, short files, device nodes.
 
-    listing(path)                     -> frozenset[str]        {} when there is none
+    listing(path)                     -> frozenset[str]        empty when the directory is missing
     in_root(root, path)               -> str | None            `path` with its links followed as if `root` were "/"
     short_read(path, max_bytes)       -> str | None
-    node(root, name, simulated)       -> HostNode | None       what <root>/dev/<name> is
-    numbered(root, pattern)           -> tuple[str, ...]       names below <root>/dev, `#` standing for a number
+    node(root, name, simulated)       -> HostNode | None       the device node <root>/dev/<name>
+    numbered(root, pattern)           -> tuple[str, ...]       names below <root>/dev; `#` stands for a number
 
 Start path: standard library only.
 """
@@ -26,7 +26,7 @@ class HostNode(NamedTuple):
 
 
 def listing(path: str) -> frozenset[str]:
-    """The names in a directory, none when it cannot be read."""
+    """The names in a directory; empty when it cannot be read."""
     try:
         return frozenset(os.listdir(path))
     except OSError:
@@ -35,7 +35,7 @@ def listing(path: str) -> frozenset[str]:
 
 def in_root(root: str, path: str) -> Optional[str]:
     """`path` (relative to `root`) with its links followed as if `root` were "/"; None when it does not exist.
-    Debian's /usr/bin/nvidia-smi is a chain of absolute links, which lead elsewhere when root is not "/"."""
+    Needed because Debian's /usr/bin/nvidia-smi is a chain of absolute links, which would lead out of `root`."""
     parts, here, hops = path.strip("/").split("/"), "", 0
     while parts:
         part = parts.pop(0)
@@ -62,7 +62,7 @@ def in_root(root: str, path: str) -> Optional[str]:
 
 
 def short_read(path: str, max_bytes: int = 4096) -> Optional[str]:
-    """A small text file, None when it cannot be read."""
+    """The text of a small file; None when it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -76,7 +76,7 @@ def short_read(path: str, max_bytes: int = 4096) -> Optional[str]:
 
 
 def node(root: str, name: str, simulated: bool) -> Optional[HostNode]:
-    """The node `name`: a character device, or a regular file where the root is simulated."""
+    """The node `name`: a character device, or a regular file if the root is simulated."""
     path = os.path.join(root, "dev", name)
     try:
         status = os.lstat(path)
@@ -90,7 +90,7 @@ def node(root: str, name: str, simulated: bool) -> Optional[HostNode]:
 
 
 def numbered(root: str, pattern: str) -> tuple[str, ...]:
-    """The names that fit `pattern`, by their numbers; one without `#` is itself, whether it is there or not."""
+    """The names that match `pattern`, sorted by number. A pattern without `#` is returned as it is, also if missing."""
     if "#" not in pattern:
         return (pattern,)
     directory, _, name = pattern.rpartition("/")

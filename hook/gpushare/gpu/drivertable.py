@@ -1,7 +1,7 @@
-"""Which files of NVIDIA's driver belong to which capability and feature: the one table that everything else reads.
+"""Table of the files of NVIDIA's driver for each capability and feature.
 
-A row's libraries are matched as `<stem>.so.<driver version>`; the endings are the names by which a loader asks for
-them. Names as of driver branches 470 to 590; what a branch does not have is simply not found. Pure (start path).
+A row's libraries are matched as `<stem>.so.<driver version>`; the endings are the names that a loader requests.
+Names are of driver branches 470 to 590; a file that a branch lacks is left out. Pure (start path).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ Links = tuple[str, ...]
 
 
 class Row(NamedTuple):
-    """What one capability brings."""
+    """The files and nodes of one capability."""
 
-    libraries: dict[str, Links] = {}  # stem -> endings of its links, each leading to the one before
-    plugins: tuple[str, ...] = ()  # libraries with a version of their own, by the name that is asked for
+    libraries: dict[str, Links] = {}  # stem -> endings of its links, each leading to the previous name
+    plugins: tuple[str, ...] = ()  # libraries with their own version number, by the name that a loader requests
     programs: tuple[str, ...] = ()
     sockets: tuple[str, ...] = ()  # below the driver root, at the same path in the container
     nodes: tuple[str, ...] = ()  # below /dev
@@ -117,7 +117,7 @@ CAPABILITIES: dict[str, Row] = {
     "compat32": Row(),  # the 32-bit libraries of the other capabilities
 }
 
-# capability -> stem -> further links: (name, what it holds), below the library directory
+# capability -> stem -> extra links: (name, link text), below the library directory
 EXTRA_LINKS: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
     "graphics": {
         "libGLX_nvidia": (("libGLX_indirect.so.0", "{name}"),),
@@ -128,7 +128,7 @@ EXTRA_LINKS: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
 
 
 class Feature(NamedTuple):
-    """Devices and files that are given only when a variable says `enabled`."""
+    """Devices and files that a container gets only when a variable has the value `enabled`."""
 
     variable: str
     nodes: tuple[str, ...]  # below /dev; # stands for a number
@@ -142,13 +142,13 @@ FEATURES: dict[str, Feature] = {
     "nvswitch": Feature("NVIDIA_NVSWITCH", ("nvidia-nvswitchctl", "nvidia-nvswitch#")),
 }
 
-ALWAYS = ("libcuda", "libnvidia-ml")  # the shim needs both, whatever was asked for
-# Libraries that libcuda loads, or that look into it, and that must be of its version
+ALWAYS = ("libcuda", "libnvidia-ml")  # the shim needs both for every request
+# libcuda, the libraries that it loads, and the debugger that inspects it: they must have the same version
 COMPAT = ("libcuda", "libnvidia-ptxjitcompiler", "libnvidia-nvvm", "libcudadebugger")
 CAPS_DIR = "nvidia-caps"
 IMEX_DIR = "nvidia-caps-imex-channels"
 
-# Where distributions put 64-bit libraries: multiarch (Debian and its alternatives), lib64, Arch, NixOS, COS
+# Directories of 64-bit libraries by distribution: multiarch (Debian and its alternatives), lib64, Arch, NixOS, COS
 LIBRARY_DIRS = (
     "usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/nvidia/current",
     "usr/lib/aarch64-linux-gnu", "usr/lib/aarch64-linux-gnu/nvidia/current",
@@ -159,10 +159,10 @@ LIBRARY_DIRS_32 = (
     "usr/lib/i386-linux-gnu", "usr/lib/i386-linux-gnu/nvidia/current",
     "usr/lib32", "run/opengl-driver-32/lib", "usr/local/nvidia/lib", "usr/lib",
 )  # fmt: skip
-SUBDIRECTORIES = ("vdpau",)  # of a library directory, where some of the libraries can be
+SUBDIRECTORIES = ("vdpau",)  # of a library directory; some libraries can be there instead
 PROGRAM_DIRS = ("usr/lib/nvidia/current", "usr/bin", "usr/sbin", "usr/local/nvidia/bin", "run/opengl-driver/bin")
 FIRMWARE_DIRS = ("lib/firmware/nvidia", "usr/lib/firmware/nvidia", "run/current-system/firmware/nvidia")
-# where data is, and where a container looks for it: "" is the same path
+# (directory on the host, directory in the container); "" is the same path
 DATA_DIRS = (
     ("etc", ""), ("usr/share", ""), ("usr/lib", ""), ("usr/lib64", ""), ("run/opengl-driver/share", "usr/share"),
 )  # fmt: skip

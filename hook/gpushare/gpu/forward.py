@@ -1,9 +1,9 @@
-"""Forward compatibility: an image that brings a libcuda newer than the host's driver gets its own. Pure (start path).
+"""Forward compatibility: use the image's libcuda where it is newer than the host's driver. Pure (start path).
 
     newest(files, image, shares, notes) -> DriverFiles
 
-Then everything that must fit libcuda comes from the image, in one version, or is left out: libcuda (behind the shim),
-ptxjitcompiler, nvvm and debugger. NVML and the rest stay the host's: they must fit the kernel module.
+Every library that must match libcuda then comes from the image, in one version, or is left out: libcuda (behind the
+shim), ptxjitcompiler, nvvm and debugger. NVML and the rest stay the host's: they must match the kernel module.
 Source: CUDA compatibility guide, "Forward compatibility": a newer major branch, on data centre GPUs.
 """
 
@@ -13,7 +13,7 @@ from ..core.model import Image, Share
 from .driverfiles import DriverFiles, Library
 from .drivertable import CAPABILITIES, COMPAT
 
-_NOT_SUPPORTED = ("geforce", "geforcertx", "titan", "titanrtx")  # the driver refuses there, cuInit returns 804
+_NOT_SUPPORTED = ("geforce", "geforcertx", "titan", "titanrtx")  # brands on which cuInit would return 804
 
 
 def _major(version: str) -> int:
@@ -28,7 +28,7 @@ def _library(stem: str, version: str, path: str) -> Library:
 
 
 def newest(files: DriverFiles, image: Image, shares: tuple[Share, ...], notes: list[str]) -> DriverFiles:
-    """`files`, with the image's own libraries in the place of older ones; a note says what was decided."""
+    """Replace older libraries of `files` by the image's own; append a note about the decision."""
     found = dict(image.compat_files)
     if "libcuda" not in found or _major(image.compat_version) <= _major(files.version):
         return files
@@ -41,8 +41,8 @@ def newest(files: DriverFiles, image: Image, shares: tuple[Share, ...], notes: l
     notes.append(f"forward compatibility: libcuda {image.compat_version} of the image over driver {files.version}")
     new = {stem: _library(stem, image.compat_version, path) for stem, path in found.items()}
     kept = tuple(library for library in files.libraries if library.stem not in COMPAT)
-    brought = tuple(new[stem] for stem in COMPAT if stem in new and stem != "libcuda" and files.asked_cuda)
+    added = tuple(new[stem] for stem in COMPAT if stem in new and stem != "libcuda" and files.asked_cuda)
     dropped = [library.stem for library in files.libraries if library.stem in COMPAT and library.stem not in new]
     if dropped:
-        notes.append(f"{', '.join(dropped)}: not in the image's compat directory, the host's are of another version")
-    return files._replace(cuda=new["libcuda"], libraries=brought + kept)
+        notes.append(f"{', '.join(dropped)}: not in the image's compat directory, the host has another version")
+    return files._replace(cuda=new["libcuda"], libraries=added + kept)

@@ -1,12 +1,12 @@
-"""What the host has: devices from <root>/proc/driver/nvidia; sizes, brands and MIG uuids from NVML.
+"""Read the host's inventory: devices from <root>/proc/driver/nvidia; sizes, brands and MIG uuids from NVML.
 
     driver_version(root)               -> str                 short read; raises DeviceError
-    bus_ids(root)                      -> tuple[str, ...]     directory names only; for staleness
-    read_inventory(root, deadline_s)   -> Inventory           at refresh: with NVML in a child process
-    mig_instances(root)                -> tuple[str, ...]     the same for MIG
+    bus_ids(root)                      -> tuple[str, ...]     directory names only; to detect a stale inventory
+    read_inventory(root, deadline_s)   -> Inventory           for `refresh`: with NVML in a child process
+    mig_instances(root)                -> tuple[str, ...]     MIG instances; to detect a stale inventory
 
-NVML is asked only when the inventory is compiled (nvml.py). A simulated root (a file `.gpushare-sim` in it) may hold
-JSON in that file, in the place of what its NVML does not know: {"context_bytes": N, "brand": "tesla", "arch": "8.6",
+NVML is queried only when the inventory is compiled (nvml.py). The marker file `.gpushare-sim` of a simulated root may
+contain JSON with values that its NVML lacks: {"context_bytes": N, "brand": "tesla", "arch": "8.6",
 "mig": [[gpu minor, uuid, index, gpu instance, compute instance, memory bytes], ...]}.
 """
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:  # not on the start path
     from . import nvml
 
 DEFAULT_CONTEXT_BYTES = 512 << 20
-# (beginning of the model's name, major driver version) -> bytes that a process's context takes, as measured on that
-# hardware with one context and nothing allocated. Unknown hardware gets the default, which is on the safe side of
-# what drivers of the 535 to 580 series are known to take.
+# (prefix of the model's name, major driver version) -> bytes of a process's context, measured on that hardware with one
+# context and nothing allocated. Unknown hardware gets the default, which is more than drivers of the 535 to 580 series
+# are known to need.
 CONTEXT_BYTES: dict[tuple[str, str], int] = {
-    ("NVIDIA Simulated", "535"): 300 << 20,  # simulator, unless its marker says otherwise
+    ("NVIDIA Simulated", "535"): 300 << 20,  # simulator, unless its marker file overrides it
 }
-NVML_DEADLINE_S = 10.0  # well below the time that a hook has
+NVML_DEADLINE_S = 10.0  # well below the time limit of a hook
 _PROC = "proc/driver/nvidia"
-# driver branch -> the CUDA version that it supports, for hosts whose libcuda does not say (release notes of CUDA)
+# driver branch -> supported CUDA version, for hosts whose libcuda does not report it (release notes of CUDA)
 CUDA_VERSIONS = {
     "390": "9.1", "396": "9.2", "410": "10.0", "418": "10.1", "440": "10.2", "450": "11.0", "455": "11.1",
     "460": "11.2", "465": "11.3", "470": "11.4", "495": "11.5", "510": "11.6", "515": "11.7", "520": "11.8",
@@ -51,9 +51,9 @@ def driver_version(root: str) -> str:
         return text.strip()
     text = short_read(os.path.join(root, _PROC, "version"))
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Wed ...
-    for word in (text or "").partition("\n")[0].split():
-        if word[0].isdigit() and "." in word and word.replace(".", "").isdigit():
-            return word
+    for field in (text or "").partition("\n")[0].split():
+        if field[0].isdigit() and "." in field and field.replace(".", "").isdigit():
+            return field
     proc = os.path.join(root, _PROC)
     raise DeviceError(
         f"no NVIDIA driver is loaded (no version in {proc})", "load it, or set driver.root in the configuration file"
@@ -77,7 +77,7 @@ def _pci_key(bus_id: str) -> tuple[tuple[int, ...], str]:
 
 
 def _information(root: str, bus_id: str) -> dict[str, str]:
-    """`Key: value` lines of one GPU."""
+    """The `Key: value` lines of one GPU's information file."""
     path = os.path.join(root, _PROC, "gpus", bus_id, "information")
     text = short_read(path, 16384)
     if text is None:
@@ -92,30 +92,30 @@ def _device(
     uuid, minor = facts.get("GPU UUID", ""), facts.get("Device Minor", "")
     if not uuid.startswith("GPU-") or "?" in uuid or not minor.isdigit():
         raise DeviceError(
-            f"the driver does not know the GPU at {bus_id} yet (uuid {shown(uuid)})", "run nvidia-smi once as root"
+            f"the driver has not initialised the GPU at {bus_id} (uuid {shown(uuid)})", "run nvidia-smi once as root"
         )
     model = facts.get("Model", "unknown")
-    told = answer.gpus[uuid]
+    gpu = answer.gpus[uuid]
     return Device(
-        *(index, uuid, int(minor), bus_id, model, told.memory_bytes),
+        *(index, uuid, int(minor), bus_id, model, gpu.memory_bytes),
         context_bytes=context_bytes or context_bytes_of(model, version),
-        brand=told.brand,
-        arch=told.arch,
+        brand=gpu.brand,
+        arch=gpu.arch,
     )
 
 
 def mig_instances(root: str) -> tuple[str, ...]:
-    """Every MIG instance that the kernel shows; for staleness."""
+    """Every MIG instance that the kernel lists; to detect a stale inventory."""
     return tuple(f"gpu{one.gpu_minor}/gi{one.gpu_instance}/ci{one.compute_instance}" for one in mig.instances(root))
 
 
 def _mig_devices(root: str, devices: tuple[Device, ...], answer: nvml.Answer) -> tuple[Device, ...]:
-    """The MIG devices of all GPUs: those that the kernel shows, with the names that NVML gives them. One that NVML has
-    not named keeps the name of before driver 470, and cannot be granted."""
+    """The MIG devices of all GPUs: listed by the kernel, named by NVML. A device that NVML does not name gets a name in
+    the format of drivers before 470, and cannot be granted."""
     found = []
     for device in devices:
-        told = answer.gpus[device.uuid].mig
-        names_of = {(one.gpu_instance, one.compute_instance): one for one in told}
+        reported = answer.gpus[device.uuid].mig
+        names_of = {(one.gpu_instance, one.compute_instance): one for one in reported}
         instances = [one[1:] for one in mig.instances(root) if one.gpu_minor == device.minor]
         for number, (gi, ci) in enumerate(instances):
             mine = device._replace(parent=device.uuid, gpu_instance=gi, compute_instance=ci)
@@ -129,14 +129,14 @@ def _mig_devices(root: str, devices: tuple[Device, ...], answer: nvml.Answer) ->
 
 
 def context_bytes_of(model: str, version: str) -> int:
-    """What one process's context takes on this hardware and driver."""
+    """Device memory of one process's context on this hardware and driver."""
     major = version.partition(".")[0]
     known = (size for (name, row), size in CONTEXT_BYTES.items() if model.startswith(name) and row == major)
     return next(known, DEFAULT_CONTEXT_BYTES)
 
 
 def _marker(root: str) -> Optional[dict[str, Any]]:
-    """The simulated root's own facts; None when the root is a real one."""
+    """The marker file of a simulated root; None for a real root."""
     text = short_read(os.path.join(root, constants.SIM_MARKER), 65536)
     if text is None:
         return None
@@ -153,7 +153,7 @@ def is_simulated(root: str) -> bool:
 
 
 def _with_marker(answer: nvml.Answer, marker: dict[str, Any], minors: dict[int, str]) -> nvml.Answer:
-    """A simulated host's own facts, where its NVML has none. `minors`: uuid of the GPU with that minor."""
+    """Add the values of the marker file to NVML's answer. `minors`: uuid of the GPU with that minor."""
     from . import nvml
 
     gpus = dict(answer.gpus)
@@ -166,7 +166,7 @@ def _with_marker(answer: nvml.Answer, marker: dict[str, Any], minors: dict[int, 
 
 
 def _ask(root: str, version: str, facts: list[dict[str, str]], deadline_s: float) -> nvml.Answer:
-    """NVML's answer with an entry for each GPU, empty where it said nothing."""
+    """NVML's answer with an entry for each GPU; the entry is empty for a GPU that NVML did not report."""
     from . import driverfiles, nvml
 
     answer = nvml.Answer({})
@@ -178,7 +178,7 @@ def _ask(root: str, version: str, facts: list[dict[str, str]], deadline_s: float
 
 
 def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
-    """Everything, in PCI order. Without an answer from NVML the sizes are 0: percentages are refused then."""
+    """The whole inventory, in PCI order. Without an answer from NVML the sizes are 0 and percentages are refused."""
     version = driver_version(root)
     marker = _marker(root)
     buses = bus_ids(root)
@@ -198,6 +198,6 @@ def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
 
 
 def host_memory_bytes() -> int:
-    """MemTotal of this host; 0 when it cannot be told."""
+    """MemTotal of this host; 0 when unknown."""
     found = (line.split() for line in (short_read("/proc/meminfo", 4096) or "").splitlines())
-    return next((1024 * int(words[1]) for words in found if words[:1] == ["MemTotal:"] and words[1].isdigit()), 0)
+    return next((1024 * int(fields[1]) for fields in found if fields[:1] == ["MemTotal:"] and fields[1].isdigit()), 0)

@@ -1,12 +1,12 @@
-"""MIG devices as the kernel shows them: which there are, and which capability nodes open them (start path).
+"""List the kernel's MIG devices, and the capability nodes that open them (start path).
 
-    instances(root)                     -> tuple[Instance, ...]   what /proc/driver/nvidia/capabilities holds
+    instances(root)                     -> tuple[Instance, ...]   as listed in /proc/driver/nvidia/capabilities
     capability_paths(shares, access)    -> tuple[str, ...]        files below capabilities/ that a container keeps
-    nodes(root, paths, simulated)       -> tuple[HostNode, ...]   raises DeviceError naming what is missing
-    opened_by(root, minors, devices)    -> tuple[Device, ...]     those that these capability nodes open
+    nodes(root, paths, simulated)       -> tuple[HostNode, ...]   raises DeviceError for a missing node
+    opened_by(root, minors, devices)    -> tuple[Device, ...]     devices that these capability nodes open
 
-A MIG device is opened with two nodes besides its GPU's: one of its GPU instance, one of its compute instance. Their
-minors are in the `access` files and, for every possible instance, in /proc/driver/nvidia-caps/mig-minors.
+Opening a MIG device takes two nodes besides its GPU's: of its GPU instance and of its compute instance. Their minors
+are in the `access` files and, for every possible instance, in /proc/driver/nvidia-caps/mig-minors.
 Source: NVIDIA MIG user guide, "Device nodes and capabilities".
 """
 
@@ -51,7 +51,7 @@ def instances(root: str) -> tuple[Instance, ...]:
 
 
 def capability_paths(shares: tuple[Share, ...], access: tuple[str, ...]) -> tuple[str, ...]:
-    """The `access` files of granted MIG devices, and of rights over MIG as a whole."""
+    """The `access` files of granted MIG devices, and of rights to configure or monitor MIG."""
     paths = [f"mig/{right}" for right in access]
     for device in (share.device for share in shares):
         if device.parent:
@@ -65,7 +65,7 @@ def _paths_of(device: Device) -> list[str]:
 
 
 def _minor(root: str, path: str) -> Optional[int]:
-    """The minor of one capability: what its own file says, else what the table of all says."""
+    """The minor of one capability, from its own file, else from the table of all minors."""
     for line in (short_read(os.path.join(root, CAPABILITIES, path)) or "").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "DeviceFileMinor" and value.strip().isdigit():
@@ -79,7 +79,7 @@ def _minor(root: str, path: str) -> Optional[int]:
 
 
 def nodes(root: str, paths: tuple[str, ...], simulated: bool) -> tuple[HostNode, ...]:
-    """The nodes of these capabilities, each of which must be there: without one the device cannot be opened."""
+    """The nodes of these capabilities. Every node is required: without one the device cannot be opened."""
     found = []
     for path in paths:
         minor = _minor(root, path)
@@ -96,8 +96,8 @@ def nodes(root: str, paths: tuple[str, ...], simulated: bool) -> tuple[HostNode,
 
 
 def opened_by(root: str, minors: frozenset[int], devices: tuple[Device, ...]) -> Optional[tuple[Device, ...]]:
-    """Of these MIG devices those whose nodes are all among /dev/nvidia-caps/nvidia-cap<minors>. None: no node of these
-    is for a MIG device, so it says nothing about which."""
+    """The MIG devices among `devices` whose nodes are all in /dev/nvidia-caps/nvidia-cap<minors>. None: no node is of a
+    MIG device, so the nodes do not select any."""
     rights = {_minor(root, f"mig/{right}") for right in RIGHTS}
     if all(minor in rights for minor in minors):
         return None

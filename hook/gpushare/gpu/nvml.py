@@ -1,9 +1,9 @@
-"""What only NVIDIA's libraries know of the devices, asked when the inventory is compiled and never at a start.
+"""Query NVIDIA's libraries about the devices when the inventory is compiled, never at a container's start.
 
     ask(nvml_library, cuda_library, deadline_s) -> Answer      empty when they do not answer in time
 
-In a forked child with a deadline: initialising a driver without persistence mode takes seconds, and a broken one can
-hang for good. What a driver does not support is left out of the answer.
+Runs in a forked child with a deadline: initialising a driver without persistence mode takes seconds, and a broken
+driver can hang for ever. Values that a driver does not support are left out of the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import time
 from typing import Any, Callable, NamedTuple
 
-# nvmlBrandType_t -> the words of NVIDIA_REQUIRE_*
+# nvmlBrandType_t -> brand in NVIDIA_REQUIRE_*
 BRANDS = (
     "unknown", "quadro", "tesla", "nvs", "grid", "geforce", "titan", "vapps", "vpc", "vcs", "vws", "cloudgaming",
     "quadrortx", "nvidiartx", "nvidia", "geforcertx", "titanrtx",
@@ -33,7 +33,7 @@ class Mig(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """One GPU; what was not told is 0 or ""."""
+    """One GPU; unknown values are 0 or ""."""
 
     memory_bytes: int = 0
     brand: str = ""
@@ -42,14 +42,14 @@ class Gpu(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """`gpus` by uuid."""
+    """Result of `ask`; `gpus` by uuid."""
 
     gpus: dict[str, Gpu]
     cuda_version: str = ""
 
 
 def ask(nvml_library: str, cuda_library: str, deadline_s: float) -> Answer:
-    """All facts, from exactly these libraries."""
+    """Query these two libraries."""
     if not nvml_library:
         return Answer({})
     reader, writer = os.pipe()
@@ -64,7 +64,7 @@ def ask(nvml_library: str, cuda_library: str, deadline_s: float) -> Answer:
         end(pid)
     try:
         value = json.loads(text)
-    except ValueError:  # cut short, or nothing at all
+    except ValueError:  # empty or cut short
         return Answer({})
     gpus = {
         uuid: Gpu(memory, brand, arch, tuple(Mig(*one) for one in mig))
@@ -74,7 +74,7 @@ def ask(nvml_library: str, cuda_library: str, deadline_s: float) -> Answer:
 
 
 def read_until(fd: int, deadline: float) -> bytes:
-    """Everything up to the end of the pipe, or up to the deadline."""
+    """Read up to the end of the pipe; b"" when that does not come before the deadline."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -89,7 +89,7 @@ def read_until(fd: int, deadline: float) -> bytes:
 
 
 def end(pid: int) -> None:
-    """Kills and reaps the child. One that is stuck inside the kernel is left to init, after a second."""
+    """Kill and reap the child. A child that is stuck in the kernel for a second is left to init."""
     pidfd = os.pidfd_open(pid)
     try:
         os.kill(pid, signal.SIGKILL)
@@ -102,7 +102,7 @@ def end(pid: int) -> None:
 
 
 def detach(writer: int) -> None:
-    """In the child: `writer` is descriptor 3, and all that is open."""
+    """In the child: make `writer` descriptor 3, 0 to 2 /dev/null, and close all other descriptors."""
     os.dup2(writer, 3)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
@@ -111,21 +111,21 @@ def detach(writer: int) -> None:
 
 
 def _answer(nvml_library: str, cuda_library: str, writer: int) -> None:
-    """In the child: only the pipe stays open, so that a hang holds neither a lock nor the runtime's pipes."""
+    """Run the child. Only the pipe stays open, so that a hang keeps neither a lock nor the runtime's pipes."""
     try:
         detach(writer)
         gpus = _gpus(nvml_library)
         text = json.dumps({"gpus": gpus, "cuda": _cuda_version(cuda_library)}).encode()
         while text:
             text = text[os.write(3, text) :]
-    except BaseException:  # whatever it was, the answer is empty, and nothing of the parent may run here
+    except BaseException:  # any error makes the answer empty; no code of the parent may run in the child
         os._exit(1)
     os._exit(0)
 
 
 def _gpus(library: str) -> dict[str, Gpu]:
-    """Facts of each GPU through pynvml, over exactly this library: loaded first by its path, it satisfies pynvml's own
-    look-up by soname."""
+    """Query each GPU through pynvml and this very library: it is loaded by its path first, and pynvml's own look-up by
+    soname then finds it."""
     import ctypes
 
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
@@ -135,8 +135,8 @@ def _gpus(library: str) -> dict[str, Gpu]:
     found = {}
     for index in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-        brand = told(pynvml.nvmlDeviceGetBrand, gpu)
-        major_minor = told(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
+        brand = supported(pynvml.nvmlDeviceGetBrand, gpu)
+        major_minor = supported(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
         found[text_of(pynvml.nvmlDeviceGetUUID(gpu))] = Gpu(
             int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total),
             BRANDS[brand] if brand is not None and 0 <= brand < len(BRANDS) else "",
@@ -147,30 +147,30 @@ def _gpus(library: str) -> dict[str, Gpu]:
 
 
 def _migs(pynvml: Any, gpu: Any) -> tuple[Mig, ...]:
-    """MIG devices of one GPU; none where NVML knows no MIG, or it is off. Their numbers may have gaps."""
+    """MIG devices of one GPU; empty if NVML does not support MIG, or MIG is off. Their numbers may have gaps."""
     found = []
-    for index in range(told(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu) or 0):
-        mig = told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, index)
+    for index in range(supported(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu) or 0):
+        mig = supported(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, index)
         if mig is not None:
             gi, ci = pynvml.nvmlDeviceGetGpuInstanceId(mig), pynvml.nvmlDeviceGetComputeInstanceId(mig)
-            memory = told(pynvml.nvmlDeviceGetMemoryInfo, mig)
+            memory = supported(pynvml.nvmlDeviceGetMemoryInfo, mig)
             uuid = text_of(pynvml.nvmlDeviceGetUUID(mig))
             found.append(Mig(uuid, index, int(gi), int(ci), int(memory.total) if memory else 0))
     return tuple(found)
 
 
-def told(ask: Callable[..., Any], *arguments: Any) -> Any:
-    """What NVML says; None where this driver or this GPU does not support the question."""
+def supported(query: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of an NVML query; None if this driver or this GPU does not support it."""
     import pynvml
 
     try:
-        return ask(*arguments)
+        return query(*arguments)
     except pynvml.NVMLError:
         return None
 
 
 def _cuda_version(library: str) -> str:
-    """12020 from cuDriverGetVersion, which needs no device, as "12.2"."""
+    """The CUDA version, such as "12.2", from cuDriverGetVersion (12020), which needs no device; "" when it fails."""
     import ctypes
 
     number = ctypes.c_int()

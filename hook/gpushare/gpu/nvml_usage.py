@@ -1,10 +1,11 @@
-"""What the driver itself says that is used: of each device, and by which process of this host. Not on the start path.
+"""Read the driver's own usage of each device, by process of this host. Not on the start path.
 
     read(library, deadline_s) -> {uuid: Gpu} | None     None: NVML did not answer in time
     Asker()                   -> the same from a process with threads
 
-In a forked child, as in nvml.py: a broken driver can hang for good. A program with threads must not fork (a lock that
-another thread holds stays locked in the child), so the exporter makes a child without threads first, which forks.
+Runs in a forked child, as nvml.py does: a broken driver can hang for ever. A program with threads must not fork (a
+lock that another thread holds stays locked in the child), so the exporter makes a child without threads first, which
+forks.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ DEADLINE_S = 10.0
 
 
 class Process(NamedTuple):
-    """`used_bytes` None: the driver does not say."""
+    """A process that uses the device. `used_bytes` None: the driver does not report it."""
 
     pid: int  # on this host
     used_bytes: Optional[int]
 
 
 class Gpu(NamedTuple):
-    """A GPU or MIG device; None: it does not say. Where a GPU is divided its MIG devices have the processes."""
+    """A GPU or MIG device; None: the driver does not report it. A divided GPU's processes are in its MIG devices."""
 
     memory_bytes: Optional[int]
     used_bytes: Optional[int]
@@ -40,12 +41,12 @@ class Gpu(NamedTuple):
 
 
 def read(library: str, deadline_s: float = DEADLINE_S) -> Optional[dict[str, Gpu]]:
-    """By uuid, from exactly this libnvidia-ml ("": there is none)."""
-    return _parsed(_asked(library, deadline_s)) if library else None
+    """Usage by uuid, from this libnvidia-ml ("": there is none)."""
+    return _parsed(_queried(library, deadline_s)) if library else None
 
 
 class Asker:
-    """A child that asks for us. Make it before there are threads; close() ends it."""
+    """A child process that queries NVML. Create it before any thread; close() ends it."""
 
     def __init__(self) -> None:
         question, self._ask = os.pipe()
@@ -53,7 +54,7 @@ class Asker:
         self._pid = os.fork()
         if self._pid == 0:
             try:
-                low, high = sorted((question, answer))  # not the place where the parent listens
+                low, high = sorted((question, answer))  # close all other descriptors, also the parent's ends
                 for first, end in ((3, low), (low + 1, high), (high + 1, 1 << 16)):
                     os.closerange(first, end)
                 _serve(question, answer)
@@ -64,7 +65,7 @@ class Asker:
         self._reader = os.fdopen(self._answers, "rb")
 
     def read(self, library: str) -> Optional[dict[str, Gpu]]:
-        """As `read`. Raises DeviceError when the child is gone."""
+        """As the function `read`. Raises DeviceError when the child has ended."""
         if not library:
             return None
         try:
@@ -73,7 +74,7 @@ class Asker:
             pass
         line = self._reader.readline()
         if not line.endswith(b"\n"):
-            raise DeviceError("the process that asks the driver has ended", "start `gpushare export` again")
+            raise DeviceError("the child process that queries NVML has ended", "start `gpushare export` again")
         return _parsed(line)
 
     def close(self) -> None:
@@ -83,12 +84,12 @@ class Asker:
 
 
 def _serve(question: int, answer: int) -> None:
-    """A path in a line, a line of JSON back, until the other end is closed. Signals are for the parent."""
+    """Answer each line (a library path) with a line of JSON, until the pipe closes. The parent handles signals."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with os.fdopen(question, "rb") as lines:
         for line in lines:
-            text = _asked(os.fsdecode(line.rstrip(b"\n")), DEADLINE_S) + b"\n"
+            text = _queried(os.fsdecode(line.rstrip(b"\n")), DEADLINE_S) + b"\n"
             while text:
                 text = text[os.write(answer, text) :]
 
@@ -96,13 +97,13 @@ def _serve(question: int, answer: int) -> None:
 def _parsed(text: bytes) -> Optional[dict[str, Gpu]]:
     try:
         value = json.loads(text)
-    except ValueError:  # nothing, or cut short
+    except ValueError:  # empty or cut short
         return None
     found = {uuid: Gpu(*fields) for uuid, fields in value.items()}
     return {uuid: one._replace(processes=tuple(Process(*p) for p in one.processes)) for uuid, one in found.items()}
 
 
-def _asked(library: str, deadline_s: float) -> bytes:
+def _queried(library: str, deadline_s: float) -> bytes:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -111,7 +112,7 @@ def _asked(library: str, deadline_s: float) -> bytes:
             text = json.dumps(_all(library)).encode()
             while text:
                 text = text[os.write(3, text) :]
-        except BaseException:  # whatever it was, the answer is empty, and nothing of the parent may run here
+        except BaseException:  # any error makes the answer empty; no code of the parent may run in the child
             os._exit(1)
         os._exit(0)
     os.close(writer)
@@ -133,8 +134,8 @@ def _all(library: str) -> dict[str, Gpu]:
     for index in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
         parts = [
-            nvml.told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, number)
-            for number in range(nvml.told(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu) or 0)
+            nvml.supported(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, number)
+            for number in range(nvml.supported(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu) or 0)
         ]
         parts = [part for part in parts if part is not None]
         for one in (gpu, *parts):
@@ -144,12 +145,12 @@ def _all(library: str) -> dict[str, Gpu]:
 
 
 def _one(pynvml: Any, device: Any, is_divided: bool) -> Gpu:
-    told = nvml.told
-    memory, rates = told(pynvml.nvmlDeviceGetMemoryInfo, device), told(pynvml.nvmlDeviceGetUtilizationRates, device)
+    get = nvml.supported
+    memory, rates = get(pynvml.nvmlDeviceGetMemoryInfo, device), get(pynvml.nvmlDeviceGetUtilizationRates, device)
     used: dict[int, Optional[int]] = {}
     for kind in ("Compute", "Graphics", "MPSCompute") if not is_divided else ():
-        ask = getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")
-        for one in told(ask, device) or ():  # a process may be in two of them, with all that it has in each
+        query = getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")
+        for one in get(query, device) or ():  # two lists may contain a process, each with its whole memory
             before = used.get(int(one.pid))
             now = None if one.usedGpuMemory is None else int(one.usedGpuMemory)
             used[int(one.pid)] = now if before is None else max(before, now or 0)
@@ -157,7 +158,7 @@ def _one(pynvml: Any, device: Any, is_divided: bool) -> Gpu:
         int(memory.total) if memory else None,
         int(memory.used) if memory else None,
         int(rates.gpu) if rates else None,
-        told(pynvml.nvmlDeviceGetTemperature, device, pynvml.NVML_TEMPERATURE_GPU),
-        told(pynvml.nvmlDeviceGetPowerUsage, device),
+        get(pynvml.nvmlDeviceGetTemperature, device, pynvml.NVML_TEMPERATURE_GPU),
+        get(pynvml.nvmlDeviceGetPowerUsage, device),
         tuple(Process(*one) for one in sorted(used.items())),
     )

@@ -1,9 +1,9 @@
-"""Memory limits that the driver holds for a cgroup by itself, set through NVML: for kernels without dmem controller.
+"""Set memory limits of a cgroup through NVML, which the driver enforces: for kernels without dmem controller.
 
     put(library, uuid, directory, limit_bytes)     in a child with a deadline; None: no limit
 
-Only then is NVML asked while a container starts. Soft and hard limit are the same figure, as dmem.min and dmem.max are
-in dmem.py. Source: nvml.h of CUDA 13.4, nvmlSetMemoryLimits_v1_t {nameSpace, softLimit, hardLimit}, and Get with
+A container's start queries NVML only in this case. Soft and hard limit are equal, as dmem.min and dmem.max are in
+dmem.py. Source: nvml.h of CUDA 13.4, nvmlSetMemoryLimits_v1_t {nameSpace, softLimit, hardLimit}, and Get with
 currentUsed behind these; NVML_DEVICE_MEMORY_LIMIT_MAX is all ones. Raises DeviceError.
 """
 
@@ -32,32 +32,33 @@ class Get(ctypes.Structure):
 
 
 def put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) -> None:
-    """The cgroup `directory` has this limit on device `uuid`: written and read back."""
+    """Set the limit of cgroup `directory` on device `uuid`, and read it back."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         nvml.detach(writer)
         try:
-            said = _put(library, uuid, directory, limit_bytes)
-        except BaseException as error:  # nothing of the parent may run here
-            said = f"{type(error).__name__}: {error}"
-        os.write(3, (said or "done").encode("utf-8", "replace"))
+            reason = _put(library, uuid, directory, limit_bytes)
+        except BaseException as error:  # no code of the parent may run in the child
+            reason = f"{type(error).__name__}: {error}"
+        os.write(3, (reason or "done").encode("utf-8", "replace"))
         os._exit(0)
     os.close(writer)
     try:
-        said = nvml.read_until(reader, time.monotonic() + DEADLINE_S).decode("utf-8", "replace")
+        answer = nvml.read_until(reader, time.monotonic() + DEADLINE_S).decode("utf-8", "replace")
     finally:
         os.close(reader)
         nvml.end(pid)
-    if said != "done":
+    if answer != "done":
         raise DeviceError(
-            f"NVML sets no memory limit of {uuid} for {shown(directory)}: {said or f'no answer in {DEADLINE_S:.0f} s'}",
+            f"NVML cannot limit the memory of {uuid} for {shown(directory)}: "
+            f"{answer or f'no answer in {DEADLINE_S:.0f} s'}",
             "use the backend shim",
         )
 
 
 def _put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) -> str:
-    """What is wrong, "" when nothing is."""
+    """Set and verify the limit; return the reason of a failure, "" on success."""
     calls = ctypes.CDLL(library)
     if not hasattr(calls, _SET):
         return f"{library} has no {_SET}"
@@ -74,5 +75,5 @@ def _put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) ->
         or failed("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device))
         or failed(_SET, device, ctypes.byref(wanted))
         or failed(_GET, device, ctypes.byref(found))
-        or ("" if 0 < found.hardLimit <= hard else f"{_GET} says {found.hardLimit}, not {hard}")
+        or ("" if 0 < found.hardLimit <= hard else f"{_GET} returned {found.hardLimit}, not {hard}")
     )

@@ -1,8 +1,8 @@
-"""Names of devices, as requests and configurations write them: index, uuid, or <gpu>:<mig>. Pure (start path).
+"""Device selectors of requests and configurations: index, uuid, or <gpu>:<mig>. Pure (start path).
 
 find_devices(name, value, token, inventory) -> tuple[Device, ...]   several: MIG devices of one GPU
 device_name(device)                         -> str                  0, or 0:1
-usable_devices(inventory)                   -> tuple[Device, ...]   what can be granted
+usable_devices(inventory)                   -> tuple[Device, ...]   devices that can be granted
 is_among(device, listed)                    -> bool
 """
 
@@ -16,7 +16,7 @@ from ..core.quantity import wrong
 from ..core.quoting import setting, shown
 
 _MIN_UUID_PREFIX = len("GPU-") + 8  # as in the examples of NVIDIA's own documentation
-SELECTORS = "all, none, an index, a GPU-<uuid>, a MIG-<uuid>, <gpu>:<mig>, or several of them with commas"
+SELECTORS = "all, none, an index, a GPU-<uuid>, a MIG-<uuid>, <gpu>:<mig>, or several of them separated by commas"
 HINT = f"write {SELECTORS}"
 
 
@@ -25,26 +25,26 @@ def is_number(text: str) -> bool:
 
 
 def device_name(device: Device) -> str:
-    """Its short name, as a request can write it: 0, or 0:1 for a MIG device."""
+    """The short selector of a device: 0, or 0:1 for a MIG device."""
     return f"{device.index}:{device.mig_index}" if device.parent else str(device.index)
 
 
 def is_among(device: Device, listed: Iterable[str]) -> bool:
-    """Whether one of `listed` is this device: index, `<gpu>:<mig>`, uuid in any case, or the uuid of its GPU."""
+    """Whether one of `listed` selects this device: index, `<gpu>:<mig>`, uuid in any case, or the uuid of its GPU."""
     own = {name.lower() for name in (device.uuid, str(device.index), device.parent, device_name(device)) if name}
     return not own.isdisjoint(name.lower() for name in listed)
 
 
 def usable_devices(inventory: Inventory) -> tuple[Device, ...]:
-    """What can be granted, in the order in which a container counts it: GPUs, or in the place of a GPU with MIG devices
-    those. CUDA sees nothing of such a GPU but them."""
+    """Devices that can be granted, in the order of a container's slots. MIG devices replace their GPU, because CUDA
+    shows only the MIG devices of such a GPU."""
     divided = {device.parent for device in inventory.mig}
     whole = [device for device in inventory.devices if device.uuid not in divided]
     return tuple(sorted((*whole, *inventory.mig), key=lambda device: (device.index, device.mig_index)))
 
 
-def _there(inventory: Inventory) -> str:
-    """What the host has, for an error."""
+def _present(inventory: Inventory) -> str:
+    """The host's devices, for an error."""
     if not inventory.devices:
         return "this host has no device"
     some = (*inventory.devices[:8], *inventory.mig[:8])
@@ -52,7 +52,7 @@ def _there(inventory: Inventory) -> str:
 
 
 def _named_gpu(token: str, inventory: Inventory) -> list[Device]:
-    """GPUs by index, or by uuid (any case, or its beginning)."""
+    """GPUs by index, or by uuid (any case, or a prefix)."""
     if is_number(token):
         index = int(token) if len(token) <= 6 else -1
         return [device for device in inventory.devices if device.index == index]
@@ -60,7 +60,7 @@ def _named_gpu(token: str, inventory: Inventory) -> list[Device]:
 
 
 def _named_mig(token: str, inventory: Inventory) -> list[Device]:
-    """MIG devices by `<gpu>:<mig>`, by uuid, or as drivers before 470 named them: MIG-GPU-<uuid>/<gi>/<ci>."""
+    """MIG devices by `<gpu>:<mig>`, by uuid, or by the name of drivers before 470: MIG-GPU-<uuid>/<gi>/<ci>."""
     gpu, colon, instance = token.partition(":")
     if colon and is_number(gpu) and is_number(instance):
         numbers = (int(gpu), int(instance)) if len(token) <= 12 else (-1, -1)
@@ -75,8 +75,8 @@ def _named_mig(token: str, inventory: Inventory) -> list[Device]:
 
 
 def find_devices(name: str, value: str, token: str, inventory: Inventory, hint: str = HINT) -> tuple[Device, ...]:
-    """What `token` names: one device, or all MIG devices of one GPU. Raises when it names nothing, or two things;
-    `hint`: what may be written there."""
+    """The device that `token` selects, or all MIG devices of that GPU. Raises if it selects no device or several.
+    `hint`: the allowed values."""
     gpu, colon, instance = token.partition(":")
     is_mig = len(token) >= _MIN_UUID_PREFIX and token[:4].upper() == "MIG-"
     if is_number(token) or (token[:4].upper() == "GPU-" and len(token) >= _MIN_UUID_PREFIX):
@@ -88,5 +88,5 @@ def find_devices(name: str, value: str, token: str, inventory: Inventory, hint: 
     if len(found) > 1:
         raise wrong(name, value, f"{shown(token)} names more than one device", "write the whole uuid")
     if not found:
-        raise DeviceError(f"{setting(name, value)}: no {what} {shown(token)}", _there(inventory))
+        raise DeviceError(f"{setting(name, value)}: no {what} {shown(token)}", _present(inventory))
     return tuple(device for device in inventory.mig if device.parent == found[0].uuid) or (found[0],)

@@ -1,8 +1,9 @@
-"""Carries a plan out in a container, from outside, before its first instruction; or takes all of it back.
+"""Carry out a plan in a container, from outside and before its first instruction, or undo all of it.
 
-Three steps. On the host: limits and storage, then a detached copy of every source (nothing can be swapped later, and a
-copy vanishes with this process). In the container's mount namespace: mounts, links, the loader's cache, the /proc
-mask. On the host again: device access, last, so that no device is usable before its limits are in place.
+There are three phases. On the host: limits and storage, then a detached copy of every mount source, so that no source
+can be swapped later; a copy vanishes with this process. In the container's mount namespace: mounts, links, the loader's
+cache, the /proc mask. On the host again: device access, last, so that no device is usable before its limits are in
+place.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from ..core.quoting import shown
 from ..system import cgroup, idmap, inroot, mountns, rootless, syscalls
 from . import mountpoint, mountrules, rootfs
 
-_SHIM = ("libcuda.so", "libnvidia-ml.so")  # in shim_dir; files of the driver have its version in their names
+_SHIM = ("libcuda.so", "libnvidia-ml.so")  # in shim_dir; driver files have the version in their names
 
 
 class Applied:
-    """What `apply` did. `undo` takes it back, last first; `close` keeps it and lets go. `notes`: what was skipped."""
+    """The effects of `apply`. `undo` reverts them, last first; `close` keeps them. `notes`: skipped operations."""
 
     def __init__(self, namespace: mountns.Namespace) -> None:
         self._namespace = namespace
@@ -47,7 +48,7 @@ class Applied:
         self.notes: list[str] = []
 
     def undo(self) -> None:
-        """Takes everything back, as far as the kernel lets us; raises the first failure at the end."""
+        """Revert everything that the kernel allows; raise the first failure at the end."""
         failures: list[Exception] = []
         _run_all(self._access, failures)
         if self._root is not None and self._root.undo:
@@ -80,14 +81,14 @@ def _run_all(steps: list[Callable[[], None]], failures: list[Exception]) -> None
 
 
 def apply(plan: Plan, bundle: Bundle, pid: int, state_dir: str = "") -> Applied:
-    """Applies `plan` to the container whose init is `pid`. Raises GpushareError, with nothing of the plan left.
-    `state_dir`: mounts hide the owner of what they show (idmap.py)."""
+    """Apply `plan` to the container whose init is `pid`. Raise GpushareError; then nothing of the plan is left. With
+    `state_dir`, mounts hide the owner of their files (idmap.py)."""
     return _carry_out(_apply, plan, bundle, pid, state_dir)
 
 
 def adopt(plan: Plan, bundle: Bundle, pid: int, state_dir: str = "") -> Applied:
-    """Applies what config.json does not hold to a container that got the rest from there: each InPlace of `plan` must
-    be there already, as its runtime was told. Raises as `apply` does."""
+    """Apply the operations that config.json does not hold. Each InPlace of `plan` must exist already, as its runtime
+    should have mounted it. Raise as `apply` does."""
     return _carry_out(_adopt, plan, bundle, pid, state_dir)
 
 
@@ -111,15 +112,15 @@ def _carry_out(
 
 
 def store(plan: Plan) -> None:
-    """Limits and the tenant's page. Both live in the container's state directory, which goes with its lease: there is
-    nothing to take back here."""
+    """Write the limits file and the tenant's tmpfs. Both are in the container's state directory, which is removed with
+    its lease, so nothing has to be undone here."""
     from ..state import storage
 
     storage.store(plan.ops)
 
 
 def copies(plan: Plan, kept: list[int], hider: Union[idmap.Hider, None] = None) -> dict[int, int]:
-    """{index of an op: a detached copy of its source}. Each is added to `kept` too, for whoever closes them."""
+    """Return {index of an operation: a detached copy of its source}. Add each copy to `kept`, for closing."""
     trees: dict[int, int] = {}
     directories: list[Union[Mount, InPlace]] = []
     for index, op in enumerate(plan.ops):
@@ -134,7 +135,7 @@ def copies(plan: Plan, kept: list[int], hider: Union[idmap.Hider, None] = None) 
 
 
 def put(root: mountpoint.Root, plan: Plan, trees: dict[int, int]) -> None:
-    """All that happens in the mount namespace of `root`, which this process is in."""
+    """Run the steps in the mount namespace of `root`, which this process has entered."""
     for index, op in enumerate(plan.ops):
         put_one = getattr(op, "put", None)
         if put_one is not None:
@@ -146,7 +147,7 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     trees = copies(plan, applied._trees, applied.hider)
     mounts = mountns.read_mounts(containing=mountns.CGROUPS)
     rules = Access(plan).rules
-    simulated = any(isinstance(op, DeviceNode) and op.simulated for op in plan.ops)  # which has none, and the promise
+    simulated = any(isinstance(op, DeviceNode) and op.simulated for op in plan.ops)  # a simulated device has no rule
     if (rules or simulated) and not rootless.is_rootless():  # a rootless container has no device cgroup
         cgroup.own_cgroups(pid, mounts)
     root_fd = rootfs.open_root(bundle, pid)
@@ -189,8 +190,8 @@ def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
 
 
 def _make_point_in_source(op: Union[Mount, ImageFile], directories: list[Union[Mount, InPlace]]) -> None:
-    """A mount point below a directory that this plan itself mounts is made in that directory's source, which is ours
-    on the host: in the container it is read-only by then."""
+    """Create a mount point below a directory that this plan mounts. It is created in the directory's source on the
+    host, since the mount in the container is read-only."""
     for below in directories:
         if op.target.startswith(below.target + "/"):
             path = below.source + op.target[len(below.target) :]
@@ -201,7 +202,7 @@ def _make_point_in_source(op: Union[Mount, ImageFile], directories: list[Union[M
 
 
 def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider, None]) -> int:
-    """The source as a mount of its own that is attached nowhere, private, with the op's attributes."""
+    """Return the source as a private, detached mount with the attributes of the operation."""
     try:
         tree = syscalls.open_tree(op.source)
     except syscalls.SyscallError as error:
@@ -227,7 +228,7 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider
 def _hide(
     hider: idmap.Hider, op: Union[Mount, Cover, DeviceNode], tree: int, attributes: int, status: os.stat_result
 ) -> bool:
-    """Sets the attributes, and those that hide the owner, where the file system can."""
+    """Set the attributes and hide the owner. Return False if the file system cannot hide it."""
     more = 0 if isinstance(op, DeviceNode) else hider.attributes(op.target, op.kind, op.flags, status)
     try:
         if more:
@@ -320,7 +321,7 @@ class ContainerRoot(mountpoint.Root):
         def put(text: str) -> None:
             temporary = f".{name}.gpushare"
             try:
-                os.unlink(temporary, dir_fd=dir_fd)  # of a run that was killed
+                os.unlink(temporary, dir_fd=dir_fd)  # left by a killed start
             except FileNotFoundError:
                 pass
             os.symlink(text, temporary, dir_fd=dir_fd)

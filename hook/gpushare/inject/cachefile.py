@@ -1,5 +1,5 @@
-"""Writes the loader's cache of a container: a new file beside the old one, then one rename. Never a bind mount:
-`ldconfig`, and so every package manager, replaces the file by rename in the container and would fail on one."""
+"""Write the loader's cache of a container: a new file beside the old one, then a rename. A bind mount would break
+`ldconfig` and every package manager in the container, which replace the file by rename."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..core.model import LdEntry
 from ..system import ldcache, syscalls
 from . import mountpoint, rootfs
 
-TEMPORARY = ".ld.so.cache.gpushare"  # a fixed name, so that the next start removes what a killed one left
+TEMPORARY = ".ld.so.cache.gpushare"  # a fixed name, so that the next start removes one left by a killed start
 
 
 def extend(root: mountpoint.Root, entries: tuple[LdEntry, ...]) -> None:
-    """Adds `entries` to the container's cache; leaves it alone, with a note, when it is not plainly the image's own."""
+    """Add `entries` to the container's cache. If the file is not clearly the image's own, leave it and add a note."""
     old = root.lookup(rootfs.LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
     if old < 0:
         root.notes.append(f"loader cache not extended: no {rootfs.LD_CACHE} in the image")

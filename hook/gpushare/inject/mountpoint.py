@@ -1,11 +1,10 @@
-"""Mount points and links inside a container's root: found or made, by descriptor, refused when a tenant laid something
-there.
+"""Find or create mount points inside a container's root, by descriptor, and refuse what a tenant may have placed there.
 
-    nothing there          made (an empty file or directory), except inside a user's volume: that is the host's
-    an empty file          a mount point of an earlier run (`docker commit` keeps them): used again
-    a file, a directory    used when it is of the right kind
-    a link                 followed in-root; accepted when it ends in a library directory
-    anything else          refused, by name
+nothing                created (an empty file or directory), except inside a user's volume, which is the host's
+an empty file          used: a mount point of an earlier run (`docker commit` keeps them)
+a file, a directory    used if it is of the right kind
+a link                 followed inside the root; accepted if it ends in a library directory
+anything else          refused
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from ..core.quoting import shown
 from ..system import inroot, mountns, syscalls
 from .mountrules import accepts, in_volume, is_library_path, not_a_library, wrong_type
 
-_RACES = 16  # how often something may change under us before we give up
+_RACES = 16  # concurrent changes before this gives up
 
 
 def _create(dir_fd: int, name: str, kind: str) -> int:
-    """A descriptor of a new empty file or directory. Raises OSError."""
+    """Create an empty file or directory and return its descriptor. Raise OSError."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     if kind == "dir":
         os.mkdir(name, 0o755, dir_fd=dir_fd)
         return os.open(name, flags | os.O_PATH, dir_fd=dir_fd)
-    return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=dir_fd)  # nobody writes to it
+    return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=dir_fd)  # it stays empty
 
 
 class Root:
-    """A container's root while a plan is applied to it: where things go, and how to take each one back."""
+    """A container's root while a plan is applied to it, with the steps that undo what was done."""
 
     def __init__(self, fd: int, owner: tuple[int, int]) -> None:
         self.fd = fd
@@ -46,12 +45,12 @@ class Root:
         self._directories: dict[str, int] = {}
         self._own_mounts: set[int] = set()
         self._quiet: set[int] = set()  # mounts that do not propagate
-        self._the_containers = {self.mount_id}  # mounts that the host has not
+        self._the_containers = {self.mount_id}  # mounts that the host does not have
 
     # descriptors
 
     def keep(self, fd: int) -> int:
-        """`fd`, closed at the end: undo needs the descriptors of what was made."""
+        """Return `fd` and close it at the end: undo needs the descriptors of created files."""
         self._fds.append(fd)
         return fd
 
@@ -60,7 +59,7 @@ class Root:
             os.close(self._fds.pop())
 
     def lookup(self, path: str, flags: int = os.O_PATH) -> int:
-        """What is at `path`, or -1 when nothing is. Magic links and loops are refused, not "nothing"."""
+        """Return a descriptor of `path`, or -1 if nothing is there. Magic links and loops are refused."""
         try:
             return self.keep(inroot.open_in(self.fd, path, flags))
         except syscalls.SyscallError as error:
@@ -75,14 +74,14 @@ class Root:
     # mounts
 
     def attach(self, tree: int, target: int, path: str) -> None:
-        """Mounts the detached `tree` on `target`, so that it never shows anywhere but in this container."""
+        """Mount the detached `tree` on `target`, so that it appears in this container only."""
         self._silence(target, path)
         syscalls.move_mount(tree, target, path)
         self._own_mounts.add(syscalls.mount_id(tree))
         self.undo.append(lambda: syscalls.umount(f"/proc/self/fd/{tree}"))
 
     def claim(self, path: str, source: os.stat_result) -> None:
-        """Counts the mount at `path` as this plan's own: the runtime was told to make it. Raises when it did not."""
+        """Count the mount at `path` as this plan's own. Raise if the runtime has not mounted it."""
         fd = self.lookup(path, os.O_PATH | os.O_NOFOLLOW)
         if fd < 0 or not os.path.samestat(os.fstat(fd), source):
             raise KernelError(
@@ -96,8 +95,8 @@ class Root:
         return syscalls.mount_id(fd) in self._own_mounts
 
     def _silence(self, target: int, path: str) -> None:
-        """Stops propagation out of the mount that `target` is on: a mount below a shared one appears at every peer, so
-        on the host. It becomes a slave (it still receives), in this namespace only."""
+        """Stop propagation out of the mount of `target`: a mount below a shared mount appears at every peer, also on
+        the host. The mount becomes a slave (it still receives), in this namespace only."""
         mount_id = syscalls.mount_id(target)
         if mount_id in self._quiet or mount_id in self._own_mounts:
             return
@@ -105,7 +104,7 @@ class Root:
         self._quiet.add(mount_id)
 
     def _mount_root(self, fd: int, mount_id: int, path: str) -> int:
-        """The root of the mount that `fd` is on: up by ".." until the mount would change."""
+        """Return the root of the mount of `fd`: go up by ".." until the mount would change."""
         if not stat.S_ISDIR(os.fstat(fd).st_mode):
             parent = self.lookup(path.rpartition("/")[0] or "/")
             if parent < 0 or syscalls.mount_id(parent) != mount_id:
@@ -120,9 +119,10 @@ class Root:
     # mount points
 
     def mount_point(self, path: str, kind: str) -> int:
-        """O_PATH descriptor of a place for a mount of `kind` ("file", "dir", "socket") at `path`; made if need be."""
+        """Return an O_PATH descriptor of a mount point for `kind` ("file", "dir", "socket") at `path`; create it if
+        needed."""
         if kind == "dir":
-            self._directories.clear()  # what is mounted here hides those below
+            self._directories.clear()  # the mount hides directories below it
         for made_first in (self.may_make(path), *[False] * _RACES):  # most are not there yet
             fd = -1 if made_first else self.lookup(path, os.O_PATH | os.O_NOFOLLOW)
             if fd < 0:
@@ -140,7 +140,7 @@ class Root:
         raise KernelError(f"{shown(path)} keeps changing", "stop what is writing to the container's file system")
 
     def library_behind(self, path: str) -> int:
-        """What the link `path` leads to, if that is in a library directory; else it is refused."""
+        """Return the target of the link `path`. Raise if it is not in a library directory."""
         fd = self.lookup(path)
         if fd < 0:
             raise KernelError(f"{shown(path)} is a link to nothing", "remove it from the image")
@@ -150,15 +150,15 @@ class Root:
         return fd
 
     def parent(self, path: str) -> tuple[int, str]:
-        """(descriptor of the directory that holds `path`, made if need be; the last name)."""
+        """Return (descriptor of the parent directory of `path`, created if needed; the last name)."""
         above, _, name = path.rstrip("/").rpartition("/")
         if not name or name in (".", ".."):
             raise KernelError(f"{shown(path)} cannot be a mount point", "name a file below the container's root")
         return self.directory(above or "/"), name
 
     def directory(self, path: str) -> int:
-        """Descriptor of the directory `path`, made with its parents if need be, and looked up once for all that a plan
-        puts there."""
+        """Return a descriptor of the directory `path`, created with its parents if needed. It is looked up once for all
+        operations of a plan."""
         if path in self._directories:
             return self._directories[path]
         for _ in range(_RACES):
@@ -171,7 +171,7 @@ class Root:
         raise KernelError(f"{shown(path)} is a link to nothing, or keeps changing", "remove it from the image")
 
     def _make(self, path: str, kind: str) -> int:
-        """Creates an empty file or directory at `path`; -1 when something is there by now."""
+        """Create an empty file or directory at `path`; return -1 if something appeared there meanwhile."""
         dir_fd, name = self.parent(path)
         self.require_writable(dir_fd, path)
         try:
@@ -181,7 +181,7 @@ class Root:
                 if error.errno != errno.EOVERFLOW or self.owner == (0, 0):
                     raise
                 fd = self.keep(self._create_as_owner(dir_fd, name, kind))
-        except (FileExistsError, FileNotFoundError):  # the name of a directory that we made, gone again
+        except (FileExistsError, FileNotFoundError):  # a directory that we created was removed again
             return -1
         except OSError as error:
             raise self._cannot_make(error, path) from None
@@ -191,7 +191,7 @@ class Root:
         return fd
 
     def _create_as_owner(self, dir_fd: int, name: str, kind: str) -> int:
-        """On a file system that was mounted in the container's user namespace (its /dev) our own uid has no name."""
+        """Create as the container's root: our uid has no mapping on a file system of its user namespace (its /dev)."""
         try:
             os.setegid(self.owner[1])
             os.seteuid(self.owner[0])
@@ -208,7 +208,7 @@ class Root:
 
     @staticmethod
     def _remove(dir_fd: int, name: str, fd: int) -> None:
-        """Takes back an empty file or directory that we made, if it is still the same one and still empty."""
+        """Remove an empty file or directory that we created, if it is still the same one and still empty."""
         made = os.fstat(fd)
         try:
             there = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
@@ -223,7 +223,7 @@ class Root:
                 raise
 
     def may_make(self, path: str) -> bool:
-        """Whether something may be made at `path`, if nothing is there."""
+        """Return whether a file may be created at `path`."""
         try:
             self.require_writable(self.parent(path)[0], path)
         except KernelError:
@@ -231,9 +231,8 @@ class Root:
         return True
 
     def require_writable(self, dir_fd: int, path: str) -> None:
-        """Refuses to create in a volume: a mount other than the root whose superblock the host has mounted as well.
-        What we made there would appear on the host. File systems that the runtime made (/dev, /run) are the
-        container's."""
+        """Refuse to create a file in a volume, where it would appear on the host. A volume is a mount other than the
+        root whose superblock the host has mounted too. File systems of the runtime (/dev, /run) are the container's."""
         mount_id = syscalls.mount_id(dir_fd)
         if mount_id in self._the_containers or mount_id in self._own_mounts:
             return

@@ -1,4 +1,4 @@
-"""What a mount of ours may cover, and what is said when it may not (start path). Pure."""
+"""Rules for what a mount may cover, and the errors for what it may not (start path). Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..core.errors import KernelError
 from ..core.quoting import shown
 
-# Below which directories a link may lead us to cover something: the prefix, and how its first component may go on
+# Directories below which the target of a link may be covered: prefix, and the rest of its first component
 _LIBRARY_DIRS = (
     ("/lib", ("", "32", "64", "x32")),
     ("/usr/lib", ("", "32", "64", "x32")),
@@ -17,9 +17,9 @@ _LIBRARY_DIRS = (
     ("/opt/cuda", None),
 )
 
-# kind of mount -> what its source is
+# kind of mount -> test of its source
 SOURCES: dict[str, Callable[[int], bool]] = {"file": stat.S_ISREG, "dir": stat.S_ISDIR, "socket": stat.S_ISSOCK}
-# kind of mount -> the file types that it can be mounted over
+# kind of mount -> file types that it can cover
 _ACCEPTED: dict[str, tuple[Callable[[int], bool], ...]] = {
     "file": (stat.S_ISREG,),
     "dir": (stat.S_ISDIR,),
@@ -42,7 +42,7 @@ def type_name(mode: int) -> str:
 
 
 def is_library_path(path: str) -> bool:
-    """Whether a resolved `path` is below a directory of shared libraries: what a link may lead us to cover."""
+    """Return whether a resolved `path` is below a library directory, where the target of a link may be covered."""
     for directory, suffixes in _LIBRARY_DIRS:
         if path.startswith(directory):
             rest, slash, _ = path[len(directory) :].partition("/")
@@ -52,7 +52,7 @@ def is_library_path(path: str) -> bool:
 
 
 def accepts(kind: str, mode: int) -> bool:
-    """Whether a mount of `kind` can cover a file of this type."""
+    """Return whether a mount of `kind` can cover a file of this type."""
     return any(test(mode) for test in _ACCEPTED[kind])
 
 

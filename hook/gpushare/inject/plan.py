@@ -1,11 +1,11 @@
-"""The plan: every change to one container, as plain data, in the order in which it is applied. Pure.
+"""Make the plan: every change to one container as plain data, in the order in which it is applied. Pure.
 
     make_plan(bundle, request, node, lease, image, driver_files) -> Plan
 
-`lease` is None (or has no shares) for a request of `none`: driver files, no GPU. Limits and the tenant's tmpfs exist
-before anything of them is mounted; files come before links and the loader's cache; device nodes are next to last and
-device rules last, so that limits are in place before a device is usable.
-Raises RequestError when the image cannot hold a limit. Start path.
+`lease` is None (or has no shares) for a request of `none`: driver files, no GPU. The plan creates limits and the
+tenant's tmpfs before it mounts them, files before links and the loader's cache, and device nodes and then device rules
+at the end, so that limits are in place before a device is usable.
+Raises RequestError if no limit can be enforced in the image. Start path.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from ..state.ledger import turn_bytes
 from ..system import ldcache
 
 _FILE = ("ro", "nosuid", "nodev")
-_DATA = ("nosuid", "nodev", "noexec")  # written by the container, or a socket of a daemon
+_DATA = ("nosuid", "nodev", "noexec")  # the container writes to it, or it is a socket of a daemon
 
 
 class _Shown(NamedTuple):
-    """A library as the container gets it: the driver's names, from a source that may be the shim."""
+    """A library in the container: the driver's names, and a source that may be the shim."""
 
     library: Library
     source: str
     why: str
 
     def at(self, target: str, why: str = "") -> Op:
-        """The op that shows it at `target`."""
+        """Return the operation that mounts it at `target`."""
         if self.library.in_image and self.source == self.library.source:
             return ImageFile(self.source, target, _FILE, why or self.why)
         return Mount(self.source, target, "file", _FILE, why or self.why)
@@ -62,7 +62,7 @@ def _limited(shares: tuple[Share, ...]) -> bool:
 
 
 def _pages(state_dir: str, shares: tuple[Share, ...]) -> list[Op]:
-    """What the containers on a device tell each other: our own page, and all of them."""
+    """Mount the activity files: this container's own, and those of all containers on a device."""
     ops: list[Op] = []
     for share in shares:
         uuid = share.device.uuid
@@ -73,7 +73,7 @@ def _pages(state_dir: str, shares: tuple[Share, ...]) -> list[Op]:
 
 
 def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
-    """Limits, the tenant's own tmpfs, and the private directory with the real libraries."""
+    """Write the limits file, mount the tenant's tmpfs and the private directory with the real libraries."""
     state = storage.container_dir(config.state_dir, bundle.id)
     mps = backends.in_limits(shares, config.state_dir, oci.first_uid(bundle.spec))
     limits = WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us, mps)
@@ -92,7 +92,7 @@ def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: Dr
 
 
 def _libraries(files: DriverFiles, shim_dir: str, shimmed: bool) -> list[_Shown]:
-    """What stands in the library directory: the shim (or, without a GPU, the driver itself), then the others."""
+    """Return the libraries of the library directory: the shim (without a GPU, the driver's own), then the rest."""
     visible = []
     for library, asked in ((files.cuda, files.asked_cuda), (files.nvml, files.asked_nvml)):
         if asked and shimmed:
@@ -107,7 +107,7 @@ def _driver_library(library: Library) -> _Shown:
 
 
 def _libraries32(files: DriverFiles, shares: tuple[Share, ...], image: Image, notes: list[str]) -> list[_Shown]:
-    """The 32-bit set. The shim has no 32-bit form, so a share with a limit gets no 32-bit libcuda."""
+    """Return the 32-bit libraries. There is no 32-bit shim, so a share with a limit gets no 32-bit libcuda."""
     if not files.libraries32:
         return []
     if not image.libdir32:
@@ -121,8 +121,8 @@ def _libraries32(files: DriverFiles, shares: tuple[Share, ...], image: Image, no
 
 
 def _place(visible: list[_Shown], image: Image, libdir: str) -> tuple[list[Op], list[Op]]:
-    """Mounts and links in a library directory. Where the image has a real file at a link's path, a link cannot be:
-    the library is mounted over the file, which a loader reads the same way."""
+    """Return mounts and links in a library directory. If the image has a file at the path of a link, mount the library
+    over the file instead; a loader reads it the same way."""
     links_there = {path for path, _ in image.existing_links}
     files_there = {path for path, _ in image.other_drivers} - links_there
     mounts: list[Op] = []
@@ -140,9 +140,9 @@ def _place(visible: list[_Shown], image: Image, libdir: str) -> tuple[list[Op], 
 
 
 def _covers(files: DriverFiles, image: Image, shim_dir: str, taken: set[str]) -> list[Op]:
-    """The shim over every other copy of the driver that a loader could prefer; `taken` lead to it already."""
+    """Mount the shim over every other copy of the driver that a loader could prefer, except at paths in `taken`."""
     sources = {library.stem: f"{shim_dir}/{library.stem}.so" for library in (files.cuda, files.nvml)}
-    sources.update((library.stem, library.source) for library in files.libraries)  # one version, also of these
+    sources.update((library.stem, library.source) for library in files.libraries)  # one version for these too
     shown_elsewhere = {library.source for library in (files.cuda, *files.libraries) if library.in_image}
     covers: list[Op] = []
     for path, soname in image.other_drivers:
@@ -158,7 +158,7 @@ def _covers(files: DriverFiles, image: Image, shim_dir: str, taken: set[str]) ->
 
 
 def _extras(files: DriverFiles) -> list[Op]:
-    """Programs, firmware, vendor files and sockets."""
+    """Mount programs, firmware, vendor files and sockets."""
     ops: list[Op] = [Mount(path, f"/usr/bin/{name}", "file", _FILE, "driver program") for name, path in files.programs]
     for path in files.firmware:
         name = path.rpartition("/")[2]
@@ -169,7 +169,7 @@ def _extras(files: DriverFiles) -> list[Op]:
 
 
 def _cache(visible: list[_Shown], visible32: list[_Shown], image: Image, notes: list[str]) -> list[Op]:
-    """Entries for the loader's cache, which is also what `ldconfig -p` shows to programs that look there."""
+    """Add the libraries to the loader's cache, which `ldconfig -p` prints too."""
     if image.ldcache_note or not image.has_ldcache:
         notes.append(f"ld.so.cache is left alone: {image.ldcache_note or 'the image has none'}")
         return []
@@ -182,13 +182,13 @@ def _cache(visible: list[_Shown], visible32: list[_Shown], image: Image, notes: 
 
 
 def _entries(visible: list[_Shown], libdir: str, flags: int) -> list[LdEntry]:
-    """Each name by which a loader asks for a library; links below the directory are for others."""
+    """Return each name by which a loader looks up a library. Links below the directory are for other programs."""
     names_of = ([name for name, _ in library.links if "/" not in name] or [library.name] for library, _, _ in visible)
     return [LdEntry(name, f"{libdir}/{name}", flags) for some in names_of for name in some]
 
 
 def _devices(node: Node, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
-    """Nodes of the granted devices and the driver's control nodes, then the rules for all of them."""
+    """Return the nodes of the granted devices and the driver's control nodes, then the rules for all of them."""
     root, simulated = node.inventory.root.rstrip("/"), node.inventory.simulated
     minors = dict.fromkeys(share.device.minor for share in shares)  # MIG devices of one GPU share its node
     nodes = [
@@ -201,7 +201,7 @@ def _devices(node: Node, shares: tuple[Share, ...], files: DriverFiles) -> list[
 
 
 def _no_glibc(shares: tuple[Share, ...]) -> str:
-    """The note for an image without glibc; refused when a limit was asked for, since nothing could hold it."""
+    """Return the note for an image without glibc. Raise if a limit was requested: nothing could enforce it."""
     if _limited(shares):
         raise RequestError(
             "this image has no glibc (libc.so.6), which NVIDIA's driver needs, so the limit could not be held",
@@ -211,7 +211,7 @@ def _no_glibc(shares: tuple[Share, ...]) -> str:
 
 
 def request_notes(request: Request, shares: tuple[Share, ...]) -> tuple[str, ...]:
-    """The first notes of a plan: what of the container's own words does not count. They quote its values."""
+    """Return the first notes of a plan: variables and annotations that are ignored, with their values quoted."""
     clamped = (f"slot {one.slot}: {one.clamped} was asked, policy allows less" for one in shares if one.clamped)
     return (*request.ignored, *clamped)
 
@@ -219,7 +219,7 @@ def request_notes(request: Request, shares: tuple[Share, ...]) -> tuple[str, ...
 def make_plan(
     bundle: Bundle, request: Request, node: Node, lease: Optional[Lease], image: Image, driver_files: DriverFiles
 ) -> Plan:
-    """Everything that this container gets, and nothing else."""
+    """Return all operations for this container."""
     shares = lease.shares if lease is not None else ()
     notes = list(request_notes(request, shares))
     ops: list[Op] = []
@@ -241,7 +241,7 @@ def make_plan(
 def _files(
     bundle: Bundle, node: Node, shares: tuple[Share, ...], image: Image, files: DriverFiles, notes: list[str]
 ) -> list[Op]:
-    """All ops that put files into an image with glibc."""
+    """Return the operations that add files to an image with glibc."""
     shim_dir = node.config.shim_dir.rstrip("/")
     if shares:
         files = forward.newest(files, image, shares, notes)

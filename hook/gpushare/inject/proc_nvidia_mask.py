@@ -1,6 +1,6 @@
-"""/proc/driver/nvidia of a container: the granted GPUs and MIG capabilities only, and `ModifyDeviceFiles: 0`, so that
-no driver program in the container tries to make or to change device nodes. Copies in a small tmpfs are mounted
-read-only over the real directory (start path).
+"""Mask /proc/driver/nvidia in a container: only the granted GPUs and MIG capabilities, and `ModifyDeviceFiles: 0`, so
+that no driver program in the container creates or changes device nodes. Copies in a small tmpfs are mounted read-only
+over the real directory (start path).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from . import mountpoint
 
 PROC_DIR = "/proc/driver/nvidia"
-_FILES = ("version", "registry", "params")  # not the switches for the host's power states
-_MAX_BYTES = 64 << 10  # of one file; the real ones have some hundred bytes
+_FILES = ("version", "registry", "params")  # not the controls of the host's power states
+_MAX_BYTES = 64 << 10  # of one file; real files have some hundred bytes
 _MAX_GPU_FILES = 32
 _TMPFS = {"size": "4m", "nr_inodes": "4096", "mode": "0555"}
 
 
 def cover(root: mountpoint.Root, bus_ids: tuple[str, ...], capabilities: tuple[str, ...] = ()) -> None:
-    """Mounts the reduced directory; does nothing where the kernel has no NVIDIA driver (no such directory)."""
+    """Mount the reduced directory. Do nothing if the kernel has no NVIDIA driver (no such directory)."""
     real = root.lookup(PROC_DIR, os.O_PATH | os.O_DIRECTORY)
     if real < 0:
         return
@@ -64,8 +64,8 @@ def _copy_directory(parent: int, name: str, tree: int, target: str) -> None:
 
 
 def _copy_capabilities(tree: int, real: int, paths: tuple[str, ...]) -> None:
-    """The `access` files below capabilities/, each with its directories: the driver's libraries read which node opens
-    a MIG device there."""
+    """Copy the `access` files below capabilities/ with their directories. The driver's libraries read there which node
+    opens a MIG device."""
     if not paths:
         return
     source = os.open("capabilities", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=real)
@@ -85,14 +85,13 @@ def _copy_capabilities(tree: int, real: int, paths: tuple[str, ...]) -> None:
 
 
 def _parents(directory: str) -> Iterator[str]:
-    """a/b/c: a, a/b, a/b/c."""
+    """Return the path and its parents: a, a/b, a/b/c for a/b/c."""
     parts = directory.split("/")
     return ("/".join(parts[: end + 1]) for end in range(len(parts)))
 
 
 def _regular_files(directory: int, names: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of those that are regular files; in procfs a size says nothing, so content is read up to a
-    bound."""
+    """Yield (name, content) of regular files. Sizes in procfs are 0, so content is read up to a bound."""
     for name in names:
         try:
             fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
@@ -106,13 +105,13 @@ def _regular_files(directory: int, names: tuple[str, ...]) -> Iterator[tuple[str
 
 
 def masked_params(content: bytes) -> bytes:
-    """The driver's parameter list with ModifyDeviceFiles set to 0."""
+    """Return the driver's parameter list with ModifyDeviceFiles set to 0."""
     lines = [line for line in content.splitlines() if not line.startswith(b"ModifyDeviceFiles:")]
     return b"\n".join([*lines, b"ModifyDeviceFiles: 0", b""])
 
 
 def masked_capability(content: bytes) -> bytes:
-    """An `access` file that does not ask anybody to make or to change its node."""
+    """Return an `access` file that does not make a library create or change its node."""
     lines = [line for line in content.splitlines() if not line.startswith(b"DeviceFileModify:")]
     return b"\n".join([*lines, b"DeviceFileModify: 0", b""])
 

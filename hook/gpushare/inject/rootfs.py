@@ -1,6 +1,6 @@
-"""What is in a container's root file system that the plan must know: where its glibc is, and which other copies of the
-driver its loader could prefer. Reads only, by descriptor and in-root (inroot.py); all that is found is the tenant's
-and is bounded.
+"""Probe a container's root file system: where its glibc is, and which other copies of the driver its loader could
+prefer. Reads only, by descriptor and inside the root (inroot.py). All content is the tenant's, so every read is
+bounded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..gpu import compatdir
 from ..system import imagefiles, inroot, ldcache, syscalls
 
 LD_CACHE = "/etc/ld.so.cache"
-SONAMES = {  # what a program asks the loader for -> the library that it means
+SONAMES = {  # name that a program passes to the loader -> library
     "libcuda.so.1": "libcuda.so.1",
     "libcuda.so": "libcuda.so.1",
     "libnvidia-ml.so.1": "libnvidia-ml.so.1",
@@ -28,8 +28,8 @@ _PREFIXES = ("libcuda.so", "libnvidia-ml.so")
 
 
 class _Platform(NamedTuple):
-    cache_flags: int  # of a cache entry for this machine's glibc
-    libdirs: tuple[str, ...]  # where a distribution can have libc.so.6, multiarch first
+    cache_flags: int  # flags of a cache entry for this machine's glibc
+    libdirs: tuple[str, ...]  # possible directories of libc.so.6, multiarch first
 
 
 _PLATFORMS = {
@@ -38,29 +38,29 @@ _PLATFORMS = {
 }
 _COMMON_LIBDIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 _LIBDIRS_32 = ("/lib/i386-linux-gnu", "/usr/lib/i386-linux-gnu", "/lib32", "/usr/lib32", "/lib", "/usr/lib")
-# Nix and Guix keep each glibc in a directory of its own, and their programs look for the driver in one fixed place, or
-# where the image's LD_LIBRARY_PATH says that other runtimes put it
+# Nix and Guix keep each glibc in its own directory. Their programs search the driver in one fixed place, or in
+# the directory of LD_LIBRARY_PATH where other runtimes mount it
 _STORES = ("/nix/store", "/gnu/store")
 _STORE_LIBDIR = "/run/opengl-driver/lib"
 _STORE_OTHER_LIBDIRS = ("/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/local/nvidia/lib64", "/usr/local/nvidia/lib")
 _MAX_STORE_NAMES = 1 << 16
 _LEGACY_HWCAPS = ("tls", "x86_64", "haswell", "tls/x86_64", "tls/haswell", "haswell/x86_64", "haswell/avx512_1")
 
-_MAX_ENV_BYTES = 64 << 10  # of LD_LIBRARY_PATH that are looked at
+_MAX_ENV_BYTES = 64 << 10  # of LD_LIBRARY_PATH that are parsed
 _MAX_DIRS = 128
-_MAX_PATH = 4096  # PATH_MAX; all entries of a cache may share one path, as long as its file
+_MAX_PATH = 4096  # PATH_MAX; a forged cache may have one path as long as the file
 
 
 def open_root(bundle: Bundle, pid: int = 0) -> int:
-    """O_PATH descriptor of the container's root: in the mount namespace of `pid` (its init, not yet pivoted), or,
-    without a pid, as the host sees it. The path up to the root is the runtime's and is trusted; everything below is
+    """Return an O_PATH descriptor of the container's root: in the mount namespace of `pid` (its init, before
+    pivot_root), or on the host without a pid. The path to the root is the runtime's and is trusted; everything below is
     not."""
     flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
     try:
         if not pid:
             return os.open(bundle.rootfs, flags)
         theirs = os.open(f"/proc/{pid}/root", flags)
-        try:  # in their root: an absolute link in the path would lead back into our own namespace
+        try:  # relative to its root: an absolute link would lead back into our own namespace
             return inroot.open_in(theirs, bundle.rootfs, flags)
         finally:
             os.close(theirs)
@@ -74,7 +74,7 @@ def open_root(bundle: Bundle, pid: int = 0) -> int:
 
 
 class Opened:
-    """`open_root` for a `with`."""
+    """`open_root` as a context manager."""
 
     def __init__(self, bundle: Bundle, pid: int = 0) -> None:
         self.fd = open_root(bundle, pid)
@@ -87,8 +87,8 @@ class Opened:
 
 
 def probe(root: Union[inroot.Root, str], env: Iterable[tuple[str, str]]) -> Image:
-    """The `Image` below `root` (a descriptor, a view or a host path) for a process environment `env` (the last of a
-    name counts)."""
+    """Return the `Image` below `root` (a descriptor, a view or a host path) for a process with environment `env`, where
+    the last value of a name counts."""
     if not isinstance(root, str):
         return _probe(root, dict(env))
     root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -121,7 +121,7 @@ def _probe(root: inroot.Root, env: dict[str, str]) -> Image:
 
 
 def shows(root: inroot.Root, files: Iterable[tuple[str, str]]) -> bool:
-    """Whether each (host path, container path) is one and the same file already."""
+    """Return whether each (host path, container path) is the same file already."""
     for source, target in files:
         try:
             there = os.stat(source)
@@ -137,7 +137,7 @@ def shows(root: inroot.Root, files: Iterable[tuple[str, str]]) -> bool:
 
 
 def read_cache(root: inroot.Root) -> tuple[Union[ldcache.Cache, None], str]:
-    """(the parsed ld.so.cache, "") or (None or the cache, why it must be left alone)."""
+    """Return (the parsed ld.so.cache, "") or (None or the cache, why it must not be changed)."""
     fd = inroot.exists(root, LD_CACHE, os.O_PATH | os.O_NOFOLLOW)
     if fd < 0:
         return None, f"no {LD_CACHE} in the image"
@@ -148,7 +148,7 @@ def read_cache(root: inroot.Root) -> tuple[Union[ldcache.Cache, None], str]:
 
 
 def parsed_cache(root: inroot.Root, fd: int) -> tuple[bytes, Union[ldcache.Cache, None], str]:
-    """What is in the file, then as `read_cache`; `fd` has O_PATH."""
+    """Return (content, cache, reason) of the file `fd` (O_PATH); the last two as `read_cache`."""
     data = b""
     try:
         status = os.fstat(fd)
@@ -170,12 +170,12 @@ def parsed_cache(root: inroot.Root, fd: int) -> tuple[bytes, Union[ldcache.Cache
 
 
 def _cached_paths(cache: ldcache.Cache) -> dict[str, list[tuple[str, int]]]:
-    """Name -> its (path, flags) in the cache, for the few names that matter."""
+    """Return name -> [(path, flags)] in the cache, for the names in SONAMES and libc."""
     wanted = {name.encode(): name for name in (*SONAMES, "libc.so.6")}
     interesting = [k for name in wanted for k in _offsets_of(cache.strings, name)]
     keys = set(interesting)
     result: dict[str, list[tuple[str, int]]] = {}
-    # ldconfig shares string tails ("libc.so.6" is the end of its path), so a key is any offset that reads as the name.
+    # ldconfig shares string tails ("libc.so.6" ends its path), so a key is any offset at which the name begins
     for entry in cache.named(keys):
         paths = result.setdefault(cache.text(entry.key).decode(), [])
         end = cache.strings.find(b"\0", entry.value, entry.value + _MAX_PATH)
@@ -192,7 +192,7 @@ def _offsets_of(strings: bytes, name: bytes) -> Iterator[int]:
 
 
 def _find_libc(root: inroot.Root, cached: dict[str, list[tuple[str, int]]]) -> tuple[str, str]:
-    """(libdir, machine) of the image's glibc; the host's own machine first, then any other that we can name."""
+    """Return (libdir, machine) of the image's glibc: for the host's machine first, then for any known machine."""
     host = os.uname().machine
     platform = _PLATFORMS.get(host, _Platform(0, ()))
     places = [path for path, flags in cached.get("libc.so.6", ()) if flags == platform.cache_flags]
@@ -210,7 +210,7 @@ def _find_libc(root: inroot.Root, cached: dict[str, list[tuple[str, int]]]) -> t
 
 
 def _find_libc32(root: inroot.Root) -> str:
-    """Where the image keeps a 32-bit glibc; "" when it has none."""
+    """Return the directory of a 32-bit glibc; "" if the image has none."""
     for directory in _LIBDIRS_32:
         _, library = imagefiles.library_at(root, f"{directory}/libc.so.6")
         if library is not None and library.machine == "i386":
@@ -219,7 +219,7 @@ def _find_libc32(root: inroot.Root) -> str:
 
 
 def _find_in_store(root: inroot.Root, env: dict[str, str]) -> tuple[str, str]:
-    """(where this image's programs look for a driver, machine) when its glibc is in a store of packages."""
+    """Return (directory where the programs search a driver, machine) if the glibc is in a Nix or Guix store."""
     host = os.uname().machine
     for store in _STORES:
         for name in imagefiles.names_in(root, store, _MAX_STORE_NAMES):
@@ -234,9 +234,9 @@ def _find_in_store(root: inroot.Root, env: dict[str, str]) -> tuple[str, str]:
 
 
 def _preferred_directories(root: inroot.Root, libdir: str, names: list[str], env: dict[str, str]) -> Iterator[str]:
-    """Further directories that a loader can look in before, or instead of, the cache's entry for the libdir."""
+    """Return directories that a loader can search before, or instead of, the cache's entry for the libdir."""
     for directory in _library_path(env.get("LD_LIBRARY_PATH", ""), libdir):
-        if imagefiles.directory(root, directory):  # NVIDIA's images name two that they do not have
+        if imagefiles.directory(root, directory):  # NVIDIA's images name two directories that do not exist
             yield directory
             yield from _variants(root, directory, imagefiles.names_in(root, directory))
     if libdir:
@@ -244,8 +244,8 @@ def _preferred_directories(root: inroot.Root, libdir: str, names: list[str], env
 
 
 def _variants(root: inroot.Root, directory: str, names: list[str]) -> Iterator[str]:
-    """The directories of variants for certain processors below `directory`, whose names are `names`: all that there
-    may be when nobody could list them."""
+    """Return the directories for processor variants (glibc-hwcaps) below `directory`. `names`: its entries, or all
+    known variants if it could not be listed."""
     listed = 0 < len(names) < imagefiles.MAX_NAMES
     yield from (f"{directory}/{sub}" for sub in _LEGACY_HWCAPS if not listed or sub.partition("/")[0] in names)
     if not listed or "glibc-hwcaps" in names:
@@ -253,8 +253,8 @@ def _variants(root: inroot.Root, directory: str, names: list[str]) -> Iterator[s
 
 
 def _library_path(value: str, libdir: str) -> list[str]:
-    """The absolute directories of an LD_LIBRARY_PATH; the loader expands $LIB and $PLATFORM. A relative one and $ORIGIN
-    depend on the program and cannot be known here."""
+    """Return the absolute directories of an LD_LIBRARY_PATH with $LIB and $PLATFORM expanded. Relative ones and
+    $ORIGIN depend on the program and are skipped."""
     lib = libdir.removeprefix("/usr").lstrip("/") if libdir else "lib"
     tokens = {"LIB": lib, "PLATFORM": os.uname().machine}
     directories: list[str] = []
@@ -267,7 +267,7 @@ def _library_path(value: str, libdir: str) -> list[str]:
 
 
 def _is_file_name(text: str) -> bool:
-    """Whether a string out of JSON can be a path at all: no NUL, and no surrogate that stands for no byte."""
+    """Return whether a string from JSON can be a path: no NUL, and no surrogate that encodes no byte."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -277,7 +277,7 @@ def _is_file_name(text: str) -> bool:
 def _candidates(
     libdir: str, drivers: list[str], directories: list[str], cached: dict[str, list[tuple[str, int]]]
 ) -> Iterator[tuple[str, str]]:
-    """(path, soname) of every place where a driver library may be."""
+    """Yield (path, soname) of every place where a driver library may be."""
     for name, soname in SONAMES.items():
         yield from ((path, soname) for path, _ in cached.get(name, ()))
     for directory in directories:
@@ -287,8 +287,8 @@ def _candidates(
 
 
 def _add_driver(root: inroot.Root, path: str, soname: str, found: dict[str, str]) -> None:
-    """Adds what `path` resolves to, if that is a driver library: a shared object with its name or its DT_SONAME.
-    Anything else that a link of that name leads to (another library, /etc/passwd) is not ours to cover."""
+    """Add the file that `path` resolves to, if it is a driver library: a shared object with its name or its DT_SONAME.
+    A link of that name may lead to another file (a library, /etc/passwd), which must not be covered."""
     real, library = imagefiles.library_at(root, path)
     if not real or library is None:
         return
@@ -297,7 +297,7 @@ def _add_driver(root: inroot.Root, path: str, soname: str, found: dict[str, str]
 
 
 def _links(root: inroot.Root, libdir: str, drivers: list[str]) -> Iterator[tuple[str, str]]:
-    """(path, text) of the libdir's own links with a driver library's name."""
+    """Return (path, text) of the links in the libdir that have a driver library's name."""
     for name in drivers:
         path = f"{libdir}/{name}"
         try:

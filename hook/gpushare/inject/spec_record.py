@@ -1,13 +1,12 @@
-"""What an earlier start put into a config.json, and taking it out again (start path).
+"""The record in config.json of an earlier edit, and its removal (start path).
 
-    record_of(spec)   -> Record   None when nothing is in it
-    stripped(spec)    -> Spec     as it was before; a new value, or `spec` itself when there is nothing to take out
-    remaining(record) -> ops      what is left for our hook: most mounts, links, the loader's cache, the mask over /proc
+    record_of(spec)   -> Record   None if there is no valid record
+    stripped(spec)    -> Spec     the spec before the edit: a new value, or `spec` itself if there was no edit
+    remaining(record) -> ops      operations left for our hook: most mounts, links, the loader's cache, the /proc mask
 
-The annotation gpushare.io/applied says what was added and what was taken out. An annotation can come from an image or a
-pod, so it is believed only when our own hook is in the spec as well with the same random number in its environment:
-nobody but the engine's administrator can put a hook there.
-"""
+The annotation gpushare.io/applied lists what was added and removed. An image or a pod can set annotations, so the
+record is valid only if the spec also has our own hook with the same nonce in its environment: only the engine's
+administrator can add a hook."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from ..request import oci
 Spec = dict[str, Any]
 VERSION = 1
 NONCE_ENV = "GPUSHARE_APPLIED="
-STAGES = {"createRuntime": "adopt", "poststop": "poststop"}  # of the hook that we add -> what it is told to do
-# places in the spec that we may have to make: path -> the empty value
+STAGES = {"createRuntime": "adopt", "poststop": "poststop"}  # stage of a hook that we add -> its argument
+# objects of the spec that may have to be created: path -> empty value
 PLACES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("annotations",), {}),
     (("mounts",), []),
@@ -36,25 +35,25 @@ PLACES: tuple[tuple[tuple[str, ...], Any], ...] = (
 )
 
 
-UNIFIED = ("linux", "resources", "unified")  # made only where something goes into it
+UNIFIED = ("linux", "resources", "unified")  # created only if something is put into it
 KERNEL_LIMITS = ("dmem.max", "dmem.min")
 
 
 class Record(NamedTuple):
-    """What gpushare.io/applied holds, as plain JSON values."""
+    """The content of gpushare.io/applied, as plain JSON values."""
 
     nonce: str
     mounts: list[list[str]]  # [destination, source]
     devices: list[str]  # paths
     rules: list[list[int]]  # [major, minor]
-    annotations: list[str]  # keys, the record's own among them
-    made: dict[str, bool]  # places that were absent (false) or null (true)
-    leased: bool  # the container holds a part of a device
-    removed: list[list[Any]]  # [place, index, value], in the order in which they were taken out
-    ops: list[list[Any]]  # what is left for the hook, see `remaining`
-    denied: list[list[int]] = []  # [major, minor]; this and those below are absent in earlier records
-    narrowed: list[list[Any]] = []  # [index, number of rules there now, the rule that was there]; in this order
-    unified: list[list[Any]] = []  # [key of linux.resources.unified, whether it was there, its value]
+    annotations: list[str]  # keys, including the record's own
+    made: dict[str, bool]  # objects that were absent (false) or null (true)
+    leased: bool  # the container has a share of a device
+    removed: list[list[Any]]  # [place, index, value], in the order of removal
+    ops: list[list[Any]]  # operations for the hook, see `remaining`
+    denied: list[list[int]] = []  # [major, minor]; this and the fields below are absent in older records
+    narrowed: list[list[Any]] = []  # [index, number of rules there now, the original rule]; in this order
+    unified: list[list[Any]] = []  # [key of linux.resources.unified, whether it existed, its value]
 
 
 def place(spec: Spec, path: Sequence[str]) -> Any:
@@ -65,7 +64,7 @@ def place(spec: Spec, path: Sequence[str]) -> Any:
 
 
 def _nonces(spec: Spec) -> set[str]:
-    """The random numbers of our own hooks in this spec."""
+    """Return the nonces of our own hooks in this spec."""
     found = set()
     for stage in STAGES:
         for hook in oci.items(spec, "hooks", stage):
@@ -80,7 +79,7 @@ def _nonce_of(hook: Any) -> str:
 
 
 def record_of(spec: Spec) -> Optional[Record]:
-    """The record of an earlier start, if it is truly ours."""
+    """Return the record of an earlier edit; None if it is missing or not valid."""
     text = oci.section(spec, "annotations").get(constants.APPLIED_ANNOTATION)
     if not isinstance(text, str):
         return None
@@ -103,7 +102,7 @@ def remaining(record: Record) -> tuple[Op, ...]:
 
 
 def stripped(spec: Spec) -> Spec:
-    """`spec` as it was before we came; a record that is not ours goes too. Never changes its argument."""
+    """Return `spec` as it was before the edit. An invalid record is removed too. `spec` itself never changes."""
     annotations = oci.section(spec, "annotations")
     if constants.APPLIED_ANNOTATION not in annotations:
         return spec
@@ -120,7 +119,7 @@ def stripped(spec: Spec) -> Spec:
         _drop_last(place(spec, ("linux", "resources", "devices")), rule(major, minor))
     for major, minor in record.denied:
         _drop_last(place(spec, ("linux", "resources", "devices")), denial(major, minor))
-    rules = place(spec, ("linux", "resources", "devices"))  # an empty list too: it was the only rule
+    rules = place(spec, ("linux", "resources", "devices"))  # may be an empty list: it was the only rule
     for index, count, value in reversed(record.narrowed if rules is not None else []):
         rules[index : index + count] = [value]
     for key, was_there, value in reversed(record.unified):
@@ -160,6 +159,6 @@ def rule(major: int, minor: int) -> dict[str, Any]:
 
 
 def denial(major: int, minor: int) -> dict[str, Any]:
-    """A negative minor stands for all."""
+    """Return a deny rule; a negative minor means all minors."""
     what = {"major": major, "minor": minor} if minor >= 0 else {"major": major}
     return {"allow": False, "type": "c", **what, "access": "rwm"}

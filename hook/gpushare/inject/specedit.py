@@ -1,15 +1,15 @@
-"""Writes a plan into config.json: the second applier of the same plan (start path).
+"""Write a plan into config.json: the second way to carry out a plan (start path).
 
-    Editor(spec, leased)                          one edit: what others put there is taken out, then the plan is put in
+    Editor(spec, leased)                          one edit: remove the work of other tools, then add the plan
         .take_out_foreign()                       -> lines
-        .narrow(root)                             rules for other devices and NVIDIA's lose those
-        .deny(numbers)                            rules against devices that --privileged would allow
+        .narrow(root)                             remove NVIDIA's devices from rules that also cover other devices
+        .deny(numbers)                            deny devices that --privileged would allow
         .put_in(plan, tree, hook_words, stderr, shim_dir) -> Spec   a new value; unknown fields are kept
-    write(path, spec)                             temporary file and rename, same owner and mode
+    write(path, spec)                             temporary file and rename; owner and mode stay
 
-What a spec cannot hold is left in the record for our hook; spec_record.py reads the record and takes it all out again.
-So are most mounts: a runtime takes ten times as long for each. But what holds the limits stays in the spec: a runtime
-that ran no hooks would give a container its devices and no way round the shim.
+Operations that a spec cannot hold are recorded for our hook; spec_record.py reads the record and reverts the edit. Most
+mounts are recorded too, because a runtime takes ten times as long for each. The mounts that enforce limits stay in the
+spec: a runtime that runs no hooks then gives no device without the shim.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ HOOK_TIMEOUT_S = 30
 
 
 class Editor:
-    """One edit of one copy of a spec, and the record of it. `leased`: the container holds a part of a device."""
+    """One edit of one copy of a spec, and the record of it. `leased`: the container has a share of a device."""
 
     def __init__(self, spec: Spec, leased: bool) -> None:
         self.spec: Spec = json.loads(json.dumps(spec))
         self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [], [], [])
         for path, empty in PLACES:
             above = place(self.spec, path[:-1])
-            (oci.items if isinstance(empty, list) else oci.section)(self.spec, *path)  # refuses any other type
+            (oci.items if isinstance(empty, list) else oci.section)(self.spec, *path)  # raises for any other type
             if above.get(path[-1]) is None:
                 self.record.made[".".join(path)] = path[-1] in above
                 above[path[-1]] = type(empty)()
@@ -58,11 +58,11 @@ class Editor:
             oci.items(self.spec, "hooks", stage)
 
     def take_out_foreign(self) -> list[str]:
-        """Takes out what others did for the same purpose: NVIDIA's hooks, driver libraries, nodes and rules, and our
-        own hook, which would do all this again. The plan brings everything back that the container was granted.
-        Returns one line for each."""
+        """Remove what other tools added for the same purpose: NVIDIA's hooks, driver libraries, nodes and rules. Also
+        remove our own hook, which would do all this again. The plan adds everything that the container was granted.
+        Return one line for each."""
         devices = self._take_out("linux.devices", nvidia.is_device)
-        numbers = [(device.get("major"), device.get("minor")) for device in devices]  # of any type
+        numbers = [(device.get("major"), device.get("minor")) for device in devices]  # of both types
         taken = [f"device {device['path']}" for device in devices]
         self._take_out("linux.resources.devices", lambda rule: _is_rule_for(rule, numbers))
         for stage in list(self.spec["hooks"]):
@@ -72,7 +72,7 @@ class Editor:
         return taken + [f"mount at {mount['destination']}" for mount in mounts]
 
     def narrow(self, root: str) -> None:
-        """Rules of others lose NVIDIA's devices, behind `take_out_foreign` and before `deny`; see deny_devices.py."""
+        """Remove NVIDIA's devices from wider rules, after `take_out_foreign` and before `deny`; see deny_devices.py."""
         if not cdi_devices.rules_reach(self.spec):
             return
         from ..request import deny_devices
@@ -85,7 +85,7 @@ class Editor:
                 rules[index : index + 1] = others
 
     def deny(self, numbers: Sequence[tuple[int, int]]) -> None:
-        """Rules behind those that are there already, and before those of the plan; see deny_devices.py."""
+        """Add deny rules after the existing rules and before those of the plan; see deny_devices.py."""
         for major, minor in numbers:
             self.spec["linux"]["resources"]["devices"].append(spec_record.denial(major, minor))
             self.record.denied.append([major, minor])
@@ -99,11 +99,11 @@ class Editor:
         shim_dir: str = "",
         shown: Callable[[Mount], str] = lambda op: op.source,
     ) -> Spec:
-        """The spec with everything of `plan` that a spec can carry, and our hook for the rest.
+        """Return the spec with all of `plan` that a spec can hold, and our hook for the rest.
 
-        `hook_words` is the hook's absolute path and its options; `stderr_path` is where crun sends what hooks print;
-        `shim_dir`: the hook makes the mounts that hold no limit (see `stays`); `shown`: where the source of a read-only
-        mount is taken from (idmap.py). Raises KernelError when a target is not safe.
+        `hook_words`: the hook's absolute path and options. `stderr_path`: where crun sends the output of hooks.
+        `shim_dir`: if set, the hook makes the mounts that enforce no limit (see `stays`). `shown`: the source to use
+        for a read-only mount (idmap.py). Raise KernelError if a target is not safe.
         """
         self._tree, self._shim_dir, self._shown = tree, shim_dir, shown
         call(plan.ops, "edit_spec", self)
@@ -114,7 +114,7 @@ class Editor:
         return self.finish(hook_words)
 
     def _take_out(self, where: str, unwanted: Callable[[Any], bool]) -> list[Any]:
-        """Removes every item of a list for which `unwanted(item)`; they come back with `stripped`."""
+        """Remove and record every item of a list for which `unwanted(item)`; `stripped` restores them."""
         items = place(self.spec, where.split(".")) or []
         taken = []
         for index in range(len(items) - 1, -1, -1):
@@ -177,7 +177,7 @@ class Editor:
             self.spec["linux"]["resources"]["unified"][name] = f"{region} {limit_bytes}"
 
     def finish(self, hook_words: Sequence[str]) -> Spec:
-        """The spec with our hooks and the record."""
+        """Add our hooks and the record, and return the spec."""
         for stage, action in STAGES.items():
             path, *words = hook_words
             args = [os.path.basename(path), *words, action]
@@ -190,12 +190,12 @@ class Editor:
 
 
 def stays(op: Mount, shim_dir: str) -> bool:
-    """Whether the mount is one that holds a limit: the limits file, or the shim over a library."""
+    """Return whether the mount enforces a limit: the limits file, or the shim over a library."""
     return op.target == constants.PRIVATE_DIR or op.source.startswith(shim_dir.rstrip("/") + "/")
 
 
 def _is_rule_for(rule: Any, numbers: list[tuple[Any, Any]]) -> bool:
-    """Whether a device rule allows one of these devices, or all of NVIDIA's."""
+    """Return whether a device rule allows one of these devices, or all of NVIDIA's."""
     if not isinstance(rule, dict) or rule.get("allow") is not True:
         return False
     return (rule.get("major"), rule.get("minor")) in numbers or rule.get("major") == constants.NVIDIA_MAJOR
@@ -210,7 +210,7 @@ def _is_our_hook(hook: Any) -> bool:
 
 
 def write(path: str, spec: Spec) -> None:
-    """Replaces config.json atomically; owner and mode stay. Raises KernelError."""
+    """Replace config.json atomically; owner and mode stay. Raise KernelError."""
     temporary = f"{path}.gpushare-{os.getpid()}"
     try:
         status = os.stat(path)
@@ -234,10 +234,10 @@ def write(path: str, spec: Spec) -> None:
 
 
 def _replace(path: str, new: str) -> None:
-    """As os.rename(new, path), which on ext4 waits until the new file has its place on the disk."""
+    """Do os.rename(new, path) without the wait of ext4 until the new file is allocated on disk."""
     try:
         syscalls.exchange(new, path)
     except syscalls.SyscallError:
         os.rename(new, path)
     else:
-        os.unlink(new)  # what was at `path`
+        os.unlink(new)  # the previous file

@@ -1,14 +1,14 @@
-"""What a container's root will look like, before anything is mounted: its root file system with config.json's mounts
-over it. Reads only (start path).
+"""A container's root as it will be: its root file system with config.json's mounts over it, before anything is mounted.
+Reads only (start path).
 
     with SpecTree(bundle) as tree:
-        rootfs.probe(tree, bundle.env)      -> Image      as the hook finds it in the container itself
-        tree.place(target, kind)            -> str        where a mount for `target` has to go; refuses what is unsafe
-        tree.add(target, source)                          a mount of ours, which those after it may be below
+        rootfs.probe(tree, bundle.env)      -> Image      the same that the hook finds in the container
+        tree.place(target, kind)            -> str        the path for a mount at `target`; raises if unsafe
+        tree.add(target, source)                          add a mount of ours; later mounts may be below it
 
-A look-up first asks the kernel for the whole path, which holds when no link and no mount is on the way; otherwise it
-goes component by component, crossing into a mount's source where config.json mounts one. Links lead from the
-container's root, as they will in the container, also those in volumes.
+A look-up first opens the whole path in the kernel, which is right if no link and no mount is on the way. Otherwise it
+goes component by component and enters the source of each mount of config.json. Links resolve from the container's
+root, as they will in the container, also links in volumes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _Parts = list[str]
 
 
 class Covering(NamedTuple):
-    """One mount of config.json. `source` is "" for file systems that the runtime makes (tmpfs, proc, ...), which are
-    empty as far as we are concerned."""
+    """One mount of config.json. `source` is "" for file systems that the runtime creates (tmpfs, proc, ...), which
+    count as empty."""
 
     target: str  # resolved, as seen in the container
     source: str  # host path
-    below: str  # how paths below `target` begin
+    below: str  # prefix of paths below `target`
     ours: bool
-    shared: bool = False  # what is mounted below it, and over it, appears on the host as well
+    shared: bool = False  # mounts below and over it appear on the host too
 
 
 def _error(path: str, number: int) -> syscalls.SyscallError:
@@ -66,10 +66,10 @@ class SpecTree(inroot.View):
         self._root_fd = rootfs.open_root(bundle)
         self._mounts: list[Covering] = []
         self._last: dict[str, int] = {}  # target -> number of the last mount at it
-        self._parents: dict[str, str] = {}  # a directory on the way to what was asked for -> the text of its link
-        self._directories: set[str] = set()  # where a mount point can be made
-        self._fds: dict[str, int] = {}  # of sources
-        self._found: dict[int, tuple[str, Optional[Covering]]] = {}  # open descriptor -> (path, mount that it is on)
+        self._parents: dict[str, str] = {}  # a directory on the way to a path -> the text of its link
+        self._directories: set[str] = set()  # directories where a mount point can be created
+        self._fds: dict[str, int] = {}  # of mount sources
+        self._found: dict[int, tuple[str, Optional[Covering]]] = {}  # open descriptor -> (path, its mount)
         for mount in oci.items(bundle.spec, "mounts"):
             if isinstance(mount, dict) and isinstance(mount.get("destination"), str):
                 source = mount.get("source")
@@ -94,7 +94,7 @@ class SpecTree(inroot.View):
         self._mount(Covering(resolved, source, _below(resolved), False, shared))
 
     def add(self, target: str, source: str) -> None:
-        """A mount of ours at `target`, which `place` returned."""
+        """Add a mount of ours at `target`, which `place` returned."""
         self._mount(Covering(target, source, _below(target), True))
 
     def _mount(self, mount: Covering) -> None:
@@ -106,10 +106,10 @@ class SpecTree(inroot.View):
             path for path in self._directories if path == mount.target or path.startswith(mount.below)
         }
 
-    # What is at a path
+    # Look-up
 
     def _covering(self, path: str) -> Optional[Covering]:
-        """The mount that a resolved path is on: the last one that covers it."""
+        """Return the mount of a resolved path: the last one that covers it."""
         last, number = self._last, -1
         while path:
             number = max(number, last.get(path, -1))
@@ -118,7 +118,7 @@ class SpecTree(inroot.View):
         return self._mounts[number] if number >= 0 else None
 
     def _source_fd(self, mount: Optional[Covering]) -> int:
-        """O_PATH descriptor of what is mounted; -1 when there is nothing to look at."""
+        """Return an O_PATH descriptor of the mount's source; -1 if it has none."""
         if mount is None:
             return self._root_fd
         if not mount.source:
@@ -133,7 +133,7 @@ class SpecTree(inroot.View):
         return self._fds[mount.source]
 
     def _open_plain(self, path: str, flags: int) -> int:
-        """Opens a path on which there is no link, in the file system that it is on. ELOOP: there is a link."""
+        """Open a path without links in its own file system. ELOOP: the path has a link."""
         mount = self._covering(path)
         base = self._source_fd(mount)
         below = path[len(mount.below) - 1 :] if mount else path
@@ -149,7 +149,7 @@ class SpecTree(inroot.View):
         else:
             fd = inroot.open_below(
                 base, below, flags, 0, syscalls.RESOLVE_NO_SYMLINKS
-            )  # with O_PATH | O_NOFOLLOW: the link
+            )  # O_PATH | O_NOFOLLOW opens the link itself
         self._found[fd] = (path, mount)
         return fd
 
@@ -167,7 +167,7 @@ class SpecTree(inroot.View):
         return self._open_plain(resolved, flags)
 
     def _link_at(self, path: str) -> tuple[bool, str]:
-        """(whether anything is at a path whose parents are resolved, the text of the link that it is)."""
+        """Return (whether a path with resolved parents exists, its text if it is a link)."""
         try:
             fd = self._open_plain(path, os.O_PATH | os.O_NOFOLLOW)
         except syscalls.SyscallError as error:
@@ -182,12 +182,12 @@ class SpecTree(inroot.View):
             os.close(fd)
 
     def _leads_to_mount(self, path: str) -> bool:
-        """A directory that is not there yet, but that the runtime makes for a mount."""
+        """Return whether the path is a directory that the runtime will create for a mount."""
         below = _below(path)
         return path in self._last or any(target.startswith(below) for target in self._last)
 
     def _resolve(self, path: str, follow_last: bool) -> tuple[str, bool]:
-        """(`path` with its links followed, whether it is there). What is not there is appended as it is written."""
+        """Return (`path` with links resolved, whether it exists). Missing components are appended as they are."""
         todo: _Parts = [part for part in reversed(path.split("/")) if part not in ("", ".")]
         here, links, there = "", 0, True
         while todo:
@@ -228,11 +228,11 @@ class SpecTree(inroot.View):
         """See inroot.is_mounted_over."""
         return self._found[fd][1] is not None
 
-    # Where our mounts go
+    # Places for our mounts
 
     def place(self, path: str, kind: str) -> str:
-        """The path at which config.json has to mount something of `kind` for it to be at `path`. The rules of
-        mountrules.py; nothing is made here, the runtime makes missing mount points. Raises KernelError."""
+        """Return the path at which config.json must mount a `kind` so that it appears at `path`, by the rules of
+        mountrules.py. Nothing is created here: the runtime creates missing mount points. Raise KernelError."""
         try:
             resolved, there = self._resolve(path, follow_last=False)
             mode = self._mode(resolved) if there else 0
@@ -252,13 +252,13 @@ class SpecTree(inroot.View):
         return resolved
 
     def require_place(self, path: str) -> None:
-        """Refuses a device of config.json that the runtime would have to make in a user's volume."""
+        """Refuse a device that the runtime would have to create in a user's volume."""
         resolved, there = self._resolve(path, follow_last=True)
         if not there or not self._mode(resolved):
             self._require_creatable(path, resolved)
 
     def _mode(self, resolved: str) -> int:
-        """File type and mode of what is there; 0 when nothing is yet."""
+        """Return the file type and mode of a path; 0 if it does not exist yet."""
         try:
             fd = self._open_plain(resolved, os.O_PATH | os.O_NOFOLLOW)
         except syscalls.SyscallError as error:
@@ -280,7 +280,7 @@ class SpecTree(inroot.View):
         return resolved, mode
 
     def _require_creatable(self, path: str, resolved: str) -> None:
-        """The runtime would make our mount point inside a user's volume, that is on the host."""
+        """Refuse a mount point that the runtime would create inside a user's volume, and so on the host."""
         mount = self._covering(resolved)
         parent = resolved.rpartition("/")[0]
         mode = 0

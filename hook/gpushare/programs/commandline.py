@@ -1,10 +1,10 @@
-"""The command line of an OCI runtime, as runc and crun read it: which command, which bundle, which container. Pure.
+"""Parse the command line of an OCI runtime as runc and crun do: command, bundle, container. Pure.
 
     parse(words) -> Call
 
-gpushare-runtime stands in front of both, so a flag of either is known here. What is not known is never guessed at: of
-an unknown flag nobody can say whether the next word is its value, and a container may well be called `create`. Then
-`Call.unknown` names the flag, and the caller refuses unless no reading of the line could start a container.
+gpushare-runtime runs in front of both, so this module knows the flags of both. It never guesses: the next word may be
+the value of an unknown flag, and a container may be called `create`. For an unknown flag `Call.unknown` has its name,
+and the caller refuses the line unless no reading of it could start a container.
 The launcher's tables are generated from these (hook/launcher/tables.py). Start path: no imports but typing.
 
 Sources: runc 1.1 and 1.2 (urfave/cli: `-root X`, `--root=X`, flags also after the arguments), crun 1.8 to 1.20 (argp).
@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Our own flags: first in the line, and not passed on
+# Our own flags: at the front, and not passed on
 OWN = ("gpushare-config", "gpushare-state")
-OWN_CRI = "gpushare-cri"  # without a value; the launcher adds it where it was called by the name gpushare-runtime-cri
+OWN_CRI = "gpushare-cri"  # without a value; the launcher adds it if it is called gpushare-runtime-cri
 # Global flags: with a value, and without
 GLOBAL_VALUE = ("cgroup-manager", "criu", "log", "log-format", "root", "rootless")
 GLOBAL_BARE = ("?", "V", "debug", "h", "help", "systemd-cgroup", "usage", "v", "version")
-# Flags of create, run, restore and delete, of all four together: one that a command lacks is its own error
+# Flags of create, run, restore and delete together: the low-level runtime refuses one that its command lacks
 COMMAND_VALUE = (
     "b", "bundle", "config", "console-socket", "empty-ns", "f", "image-path", "lsm-mount-context", "lsm-profile",
     "manage-cgroups-mode", "pid-file", "preserve-fds", "work-path",
@@ -30,38 +30,38 @@ COMMAND_BARE = (
     "?", "auto-dedup", "d", "detach", "ext-unix-sk", "file-locks", "h", "help", "keep", "lazy-pages", "no-new-keyring",
     "no-pivot", "no-subreaper", "shell-job", "tcp-close", "tcp-established", "usage",
 )  # fmt: skip
-# Other names of a flag. The last of them counts, whatever it is called (crun; runc refuses two names in one line)
+# Other names of a flag. The last value counts (crun; runc refuses two names in one line)
 OTHER_NAMES = {"b": "bundle", "f": "config"}
 DELETE_BARE = ("?", "f", "force", "h", "help", "r", "regex", "usage")
-STARTING = ("create", "run", "restore")  # what can bring a container to life
+STARTING = ("create", "run", "restore")  # commands that can start a container
 HANDLED = (*STARTING, "delete")
 CONFIG_NAME = "config.json"
 
 
 class Call(NamedTuple):
-    """What a command line means. `rest` is what the low-level runtime is given, word for word."""
+    """A parsed command line. `rest`: the unchanged words for the low-level runtime."""
 
     rest: tuple[str, ...]
-    config: str = ""  # ours; "" = not given
+    config: str = ""  # our flag; "": not given
     state_dir: str = ""
     cri: bool = False  # the engine is configured as a CRI
-    command: str = ""  # "" = none: `--version`, or nothing at all
+    command: str = ""  # "": none, such as `--version`
     container_id: str = ""
     bundle: str = "."
     config_name: str = CONFIG_NAME  # crun's --config
     log: str = ""
     log_format: str = ""
-    unknown: str = ""  # a flag that is in no table, or lacks its value; then nothing after it is believed
+    unknown: str = ""  # a flag that is in no table or lacks its value; the fields do not count then
 
 
 def _flag(word: str) -> tuple[str, str, bool]:
-    """`--root=/x` -> ("root", "/x", True). One dash or two are the same to runc."""
+    """Split `--root=/x` into ("root", "/x", True). runc accepts one dash and two."""
     name, equals, value = word.lstrip("-").partition("=") if word.startswith("--") else word[1:].partition("=")
     return name, value, bool(equals)
 
 
 def _own(words: list[str]) -> dict[str, str]:
-    """Takes our own flags off the front of `words`."""
+    """Take our own flags off the front of `words`."""
     found: dict[str, str] = {}
     while words and words[0].startswith("--"):
         name, value, given = _flag(words[0])
@@ -76,7 +76,7 @@ def _own(words: list[str]) -> dict[str, str]:
 
 
 class _Scan:
-    """One pass over flags: values by name, other words, and the first flag that is not known."""
+    """One pass over the words: values by flag, other words, and the first unknown flag."""
 
     def __init__(self, words: Sequence[str], with_value: Sequence[str], bare: Sequence[str], stop: bool) -> None:
         self.values: dict[str, str] = {}
@@ -110,7 +110,7 @@ class _Scan:
 
 
 def parse(words: Sequence[str]) -> Call:
-    """`words` without the program's name."""
+    """Parse `words`, which do not have the program's name."""
     rest = list(words)
     own = _own(rest)
     call = Call(tuple(rest), own.get(OWN[0], ""), own.get(OWN[1], ""), OWN_CRI in own)
@@ -123,7 +123,7 @@ def parse(words: Sequence[str]) -> Call:
     )
     if top.unknown or call.command not in HANDLED:
         return call
-    if top.end == len(rest) and len(top.others) > 1:  # `-- create x`: what runc and crun make of it differs
+    if top.end == len(rest) and len(top.others) > 1:  # `-- create x`: runc and crun differ
         return call._replace(unknown="--")
     is_delete = call.command == "delete"
     scan = _Scan(
@@ -139,5 +139,5 @@ def parse(words: Sequence[str]) -> Call:
 
 
 def could_start(call: Call) -> bool:
-    """Whether some reading of a line with an unknown flag could start a container."""
+    """Return whether some reading of a line with an unknown flag could start a container."""
     return any(word in STARTING for word in call.rest)

@@ -1,8 +1,8 @@
-"""The createRuntime hook that gpushare-runtime puts into config.json: what a spec cannot hold, and whose lease it is
-(start path).
+"""The createRuntime hook that gpushare-runtime adds to config.json: it carries out what a spec cannot hold, and passes
+the lease to the container (start path).
 
-Links, the loader's cache and the mask over /proc are in the record that specedit.py wrote; the mounts in it must be in
-place by now. Then the lease becomes the container's own: from here on it lives as long as its init.
+The record of specedit.py lists links, the loader's cache and the /proc mask, and mounts that must exist by now. After
+this hook the lease lives as long as the container's init.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from . import deadline
 
 
 def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
-    """Raises GpushareError; the runtime then ends the container, and nothing of this is left in its root."""
+    """Run the hook. Raise GpushareError; then the runtime ends the container, and nothing is left in its root."""
     bundle = oci.load_bundle(state, path=spec)
     record = spec_record.record_of(bundle.spec)
     if record is None:
         raise RequestError(
             "config.json does not say what gpushare-runtime put into it", "start the container through gpushare-runtime"
         )
-    _refuse_another_s(record, state_dir, bundle.id)
+    _refuse_foreign_record(record, state_dir, bundle.id)
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(f"the state's pid {bundle.pid} is no process", "adopt is a createRuntime hook")
     if record.leased and not rootless.is_rootless():
         from ..system import cgroup
 
-        cgroup.own_cgroups(init.pid)  # else the rules of config.json are nowhere, and every device opens
+        cgroup.own_cgroups(
+            init.pid
+        )  # raises if there is none: without a cgroup the rules of config.json have no effect
     with inroot.budget():
         done = apply.adopt(Plan(bundle.id, spec_record.remaining(record)), bundle, init.pid, state_dir)
     try:
@@ -41,7 +43,7 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
             leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
         elif record.leased:
             raise RequestError(f"the lease of {shown(bundle.id)} is gone", "start the container again")
-        deadline.ignore_signals()  # the container has its share: a refusal from here on would leave it behind
+        deadline.ignore_signals()  # the container has its share: an error after this point would leave it behind
     except BaseException:
         deadline.ignore_signals()
         deadline.undo(state_dir, bundle.id, done.undo)
@@ -51,8 +53,8 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
     return 0
 
 
-def _refuse_another_s(record: spec_record.Record, state_dir: str, container_id: str) -> None:
-    """Another start of this bundle wrote config.json before the runtime read it: this container has its share."""
+def _refuse_foreign_record(record: spec_record.Record, state_dir: str, container_id: str) -> None:
+    """Refuse a record of another start of this bundle, which wrote config.json before the runtime read it."""
     mine = storage.container_dir(state_dir, container_id)
     ours = mine[: -len(container_id)]
     sources = [source for _, source in record.mounts] + [word for op in record.ops for word in op]

@@ -1,4 +1,4 @@
-"""The time that a start has, the signals that end it, and what is undone then (start path)."""
+"""The deadline of a start, the signals that end it, and the undo after them (start path)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Optional
 
 from ..core.errors import GpushareError
 
-DEADLINE_S = 20  # runc has no timeout of its own: a hook that hangs would hang the engine
-UNDO_DEADLINE_S = 2  # for each step; all of it within the 30 s that hooks have from an engine's configuration
+DEADLINE_S = 20  # runc has no timeout: a hanging hook would hang the engine
+UNDO_DEADLINE_S = 2  # of each step; the sum is below the 30 s timeout of hooks
 WATCHED = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(GpushareError):
-    """A signal or the deadline; what was done is undone."""
+    """A signal or the deadline ended the start; its effects are undone."""
 
 
 def _interrupt(number: int, _: object) -> None:
-    """Ends the start once; a second signal must not end the undoing."""
+    """End the start once: a second signal must not end the undo."""
     ignore_signals()
     if number == signal.SIGALRM:
         raise Interrupted(f"the start took longer than {DEADLINE_S} s", "see whether the driver or the disk hangs")
@@ -35,7 +35,8 @@ def give_up_later() -> None:
 
 
 def watch() -> None:
-    """crun starts a hook with all signals blocked, and then the deadline would never come."""
+    """Set the deadline and the signal handlers. crun starts hooks with all signals blocked; SIGALRM needs
+    unblocking."""
     for number in WATCHED:
         signal.signal(number, _interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
@@ -49,8 +50,8 @@ def ignore_signals() -> None:
 
 
 def undo(state_dir: str, container_id: str, undo_applied: Optional[Callable[[], None]]) -> None:
-    """Takes everything back. What fails here, or hangs, is left for the next start, poststop or prune: our lease dies
-    with us. The error that led here is the one that counts."""
+    """Undo a start. A step that fails or hangs is left for the next start, poststop or prune, because the lease dies
+    with this process. The original error is the one that is reported."""
     from ..state import leases, storage
 
     for step in (
@@ -59,7 +60,7 @@ def undo(state_dir: str, container_id: str, undo_applied: Optional[Callable[[], 
         lambda: storage.empty_trash(state_dir),
     ):
         try:
-            give_up_later()  # one that hangs must not leave the others without a deadline
+            give_up_later()  # a hanging step must not leave the next one without a deadline
             step()
         except (OSError, GpushareError):
             pass

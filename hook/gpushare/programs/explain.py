@@ -1,9 +1,9 @@
-"""What `gpushare explain` prints: the request, the plan and the notes. Stable text, compared by golden tests.
+"""The output of `gpushare explain`: the request, the plan and the notes. Stable text, compared by golden tests.
 
 explain_text(request, plan, placed, held) -> str     lines, each ended by a newline
 explain_json(request, plan, placed, held) -> dict    the same as plain JSON values
 
-`placed` is of why.placed, `held` of why.held.
+`placed` is the result of why.placed, `held` of why.held.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOTHING = "nothing asked: this container is left alone\n"
 
 
 def selection_text(selection: Selection) -> str:
-    """`any:2`, also with its conditions, `all`, `none`, or the list as written."""
+    """Return `any:2` with its conditions, `all`, `none`, or the list as written."""
     if selection.kind == "any":
         return ",".join([f"any:{selection.count}", *(condition.text for condition in selection.conditions)])
     return ",".join(selection.names) if selection.kind == "list" else selection.kind
@@ -33,7 +33,7 @@ def _by_slot(pairs: tuple[tuple[Optional[int], str], ...]) -> str:
 
 
 def _beyond(request: Request) -> str:
-    """Of memory that is asked for device and host together."""
+    """Describe a request of memory on device and host together."""
     if not request.scalings:
         return ""
     times = _by_slot(tuple((slot, f"{scaling:g}") for slot, scaling in request.scalings))
@@ -41,7 +41,7 @@ def _beyond(request: Request) -> str:
 
 
 def _facts(request: Request) -> list[tuple[str, str]]:
-    """What was understood, as (label, text)."""
+    """Return the parsed request as (label, text)."""
     soft = f", {request.compute_mode}" if request.compute and request.compute_mode != "hard" else ""
     facts = [
         ("dialect", request.dialect),
@@ -62,7 +62,7 @@ def _facts(request: Request) -> list[tuple[str, str]]:
 
 
 def _gets(plan: Plan) -> list[str]:
-    """One line for each device: the answer, before the steps that lead there."""
+    """Return one line for each device that the container gets, and how much of it."""
     shares = [share for op in plan.ops if isinstance(op, WriteLimits) for share in op.shares]
     lines = []
     for share in shares:
@@ -76,7 +76,7 @@ def _gets(plan: Plan) -> list[str]:
             much += f", {share.compute_percent}% of compute{' (soft)' if share.soft else ''}"
         much += ", high priority" if share.priority else ""
         lines.append(f"device {device_name(device)}, {much}, {device.model}, {device.uuid}" + over)
-    nodes = [op.target for op in plan.ops if isinstance(op, DeviceNode)]  # without limits where there is no glibc
+    nodes = [op.target for op in plan.ops if isinstance(op, DeviceNode)]  # an image without glibc has no limits
     return (
         lines or [f"{node}, without limit" for node in nodes if node[len("/dev/nvidia") :].isdigit()] or ["no device"]
     )
@@ -85,7 +85,7 @@ def _gets(plan: Plan) -> list[str]:
 def explain_text(
     request: Optional[Request], plan: Optional[Plan], placed: Sequence[Reason] = (), held: Sequence[str] = ()
 ) -> str:
-    """The whole explanation; control characters of the container's words never reach a terminal."""
+    """Return the whole explanation. Control characters in the container's values are escaped."""
     if request is None or plan is None:
         return NOTHING
     lines = [f"{label:<12} {text}" for label, text in _facts(request)]
@@ -104,7 +104,7 @@ def explain_text(
 
 
 def _plain(value: Any) -> Any:
-    """NamedTuples as objects, tuples as lists."""
+    """Return NamedTuples as objects, tuples as lists."""
     if hasattr(value, "_asdict"):
         return {key: _plain(item) for key, item in value._asdict().items()}
     if isinstance(value, (tuple, list)):
@@ -119,7 +119,7 @@ def _op(op: Op) -> dict[str, Any]:
 def explain_json(
     request: Optional[Request], plan: Optional[Plan], placed: Sequence[Reason] = (), held: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The same, for programs: {"request": null} when nothing was asked."""
+    """Return the same as JSON values; {"request": null} if the container requests nothing."""
     if request is None or plan is None:
         return {"request": None, "placed": [], "held": [], "plan": None}
     return {

@@ -1,15 +1,15 @@
-"""gpushare-hook: the OCI hook, one container from its state on stdin to its share (start path).
+"""gpushare-hook: the OCI hook. It takes one container from its state on stdin to its share (start path).
 
     gpushare-hook [--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt
 
---spec FILE               of adopt, where crun was told of another file than the bundle's config.json
---cri                     the engine is a CRI: its annotations say which container of which pod this is
+--spec FILE               for adopt, if crun was given another file than the bundle's config.json
+--cri                     the engine is a CRI: its annotations identify the container and its pod
 
-prestart, createRuntime   give the container what it asks for, or fail with one line and undo everything
-adopt                     a createRuntime hook that gpushare-runtime puts into config.json: see create_runtime_hook.py
-poststop                  releases it; idempotent, needs no pid, always exits 0
+prestart, createRuntime   give the container its share, or fail with one line and undo everything
+adopt                     the createRuntime hook that gpushare-runtime adds to config.json: create_runtime_hook.py
+poststop                  release the share; idempotent, needs no pid, always exits 0
 
-Nothing is taken from this process's own environment or working directory: both can come from an image.
+The hook reads neither its environment nor its working directory: an image can set both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _USAGE = f"use {_SYNOPSIS}"
 
 
 class Options(NamedTuple):
-    """The command line."""
+    """The parsed command line."""
 
     stage: str
     config: str
@@ -48,7 +48,7 @@ class Options(NamedTuple):
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """The command line, without argparse (10 ms). Raises RequestError."""
+    """Parse the command line, without argparse (10 ms). Raise RequestError."""
     values = {"--config": constants.CONFIG_PATH, "--state": "", "--spec": ""}
     words = list(argv)
     cri = constants.CRI_FLAG in words[:-1]
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
-    """Returns the exit code. `stdin` is a descriptor."""
+    """Run the hook and return the exit code. `stdin` is a descriptor."""
     container_id = ""
     options = Options("", "", "")
     words = list(sys.argv[1:] if argv is None else argv)
@@ -84,7 +84,7 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
         data = _read_stdin(stdin)
         state = hookoutput.read_state(data)
         container_id = state.id
-        state = state._replace(bundle=os.path.realpath(state.bundle))  # runc says it as PWD does
+        state = state._replace(bundle=os.path.realpath(state.bundle))  # runc gives it as in PWD
         return _STAGES[options.stage](options, state)
     except BaseException as raised:
         deadline.ignore_signals()
@@ -94,7 +94,7 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
             way = "" if options.stage == "poststop" else "runtime" if options.stage == "adopt" else "hook"
             session.keep_refusal(options.config, options.state_dir, container_id, way, line, error)
         log.to_stderr(line)
-        # A poststop hook that fails helps nobody: its container is gone, and its line is on stderr.
+        # A failing poststop hook has no use: the container is gone, and the line is on stderr
         return 0 if words[-1:] == ["poststop"] else code
 
 
@@ -115,7 +115,7 @@ def _read_stdin(fd: int) -> bytes:
 
 
 def _start(options: Options, state: oci.State) -> int:
-    """prestart and createRuntime: the same work, whichever the engine offers."""
+    """Run prestart or createRuntime, which do the same."""
     spec = oci.read_json(os.path.join(state.bundle, "config.json"), oci.MAX_CONFIG_BYTES, "config.json")
     hookoutput.silence_for(spec.get("annotations"))
     bundle = oci.bundle_of(state, spec, options.cri)
@@ -135,7 +135,7 @@ def _start(options: Options, state: oci.State) -> int:
     if init is None:
         raise RequestError(f"the state's pid {bundle.pid} is no process", "call the hook as prestart or createRuntime")
     if leases.is_held_by(options.state_dir, bundle.id, init):
-        return 0  # the same hook in two stages
+        return 0  # the same hook ran in an earlier stage
     rootless.require_mounts()
     way = IntoNamespace(init)
     session.give(start, way, way.close)
@@ -144,7 +144,7 @@ def _start(options: Options, state: oci.State) -> int:
 
 
 def _refuse_rules(bundle: Bundle, options: Options) -> None:
-    """Of a container that asks for nothing: device rules that open GPUs. Raises PolicyError."""
+    """Raise PolicyError if a container without a request has device rules that open GPUs."""
     from ..request.dialects import cdi_devices
 
     if cdi_devices.rules_reach(bundle.spec):
@@ -155,7 +155,7 @@ def _refuse_rules(bundle: Bundle, options: Options) -> None:
 
 
 class IntoNamespace(session.Way):
-    """By mounts in the mount namespace of the container's init, which a preview does not have."""
+    """Carry out a plan in the mount namespace of the container's init. A preview has none."""
 
     name = "hook"
 
@@ -176,7 +176,7 @@ class IntoNamespace(session.Way):
         assert self._init is not None
         mounts = [(op.source, op.target) for op in placed.plan.ops if isinstance(op, Mount)]
         if placed.lease is None and mounts and rootfs.shows(self._root.fd, mounts):
-            return False  # no lease says so where no device was asked for
+            return False  # a request without devices has no lease
         self._applied = apply.apply(placed.plan, start.bundle, self._init.pid, start.host.config.state_dir)
         return True
 
@@ -188,14 +188,14 @@ class IntoNamespace(session.Way):
             self._applied.undo()
 
     def close(self) -> None:
-        """The container has its share: a refusal from here on would leave it behind."""
+        """End the deadline: the container has its share, and an error after this point would leave it behind."""
         deadline.ignore_signals()
         if self._applied is not None:
             self._applied.close()
 
 
 def _poststop(options: Options, state: oci.State) -> int:
-    """Releases the container's lease and its files."""
+    """Release the container's lease and its files."""
     from ..config import node
     from ..state import leaseend, leases, storage
 
@@ -214,7 +214,7 @@ def _poststop(options: Options, state: oci.State) -> int:
 
 
 def _wait_gone(pid: int, start: int) -> None:
-    """Gives the init that the runtime has just killed a moment to be gone."""
+    """Wait a moment for the init that the runtime has just killed."""
     import select
 
     from ..system import procs, syscalls

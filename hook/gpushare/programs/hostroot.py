@@ -1,13 +1,13 @@
-"""The host's own root as the place where a plan is put: for `gpushare run`, in a mount namespace of its own.
+"""Carry out a plan on the host's own root, in a private mount namespace: for `gpushare run`.
 
-Nothing of the host is ever written. What exists is mounted over; where a mount point is missing, its directory first
-gets a *layer*: an overlay whose upper half is a private tmpfs (for /dev, a tmpfs with every entry bound into it, since
-an overlay made by a user opens no devices). Layers are read-only for the program: what it would write there would be
-lost, so it is told. On a host whose driver lies in the usual places no layer is needed at all.
+Nothing on the host is written. Existing files are mounted over. If a mount point is missing, its directory first gets
+a *layer*: an overlay with a private tmpfs as its upper directory (for /dev, a tmpfs with every entry bind-mounted,
+since an overlay of a user opens no devices). Layers are read-only for the program, because its writes would be lost. A
+host with the driver in the usual places needs no layer.
 
-    needed(plan)          what of a plan this host does not have already
-    layers_of(ops)        directories that need a layer; "/dev" among them
-    HostRoot              an apply.ContainerRoot that creates in layers only
+    needed(plan)          the plan without what the host has already
+    layers_of(ops)        directories that need a layer, such as "/dev"
+    HostRoot              an apply.ContainerRoot that creates files in layers only
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TMPFS = {"size": "16m", "mode": "0755"}
 
 
 def needed(plan: Plan) -> Plan:
-    """Without mounts of a file over itself, and without links that lead where they should: the host's own driver."""
+    """Remove mounts of a file over itself, and links that exist: the host has its own driver."""
     ops, notes = [], list(plan.notes)
     for op in plan.ops:
         if isinstance(op, Mount) and (_same(op.source, op.target) or _missing_socket(op, notes)):
@@ -48,7 +48,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _missing_socket(op: Mount, notes: list[str]) -> bool:
-    """A daemon's socket of another driver root: /run is alive, so it gets no layer."""
+    """Return whether a daemon's socket of another driver root has no mount point. /run changes, so it gets no layer."""
     missing = op.kind == "socket" and not os.path.exists(op.target)
     if missing:
         notes.append(f"{op.target} is left out: it is not on this host")
@@ -56,7 +56,7 @@ def _missing_socket(op: Mount, notes: list[str]) -> bool:
 
 
 def layers_of(ops: tuple[Op, ...]) -> list[str]:
-    """The directories, without links, in which something of `ops` must be made; parents before what is below them."""
+    """Return the resolved directories in which `ops` create something; parents first."""
     found = set()
     for op in ops:
         if isinstance(op, DeviceNode):
@@ -68,8 +68,8 @@ def layers_of(ops: tuple[Op, ...]) -> list[str]:
 
 
 def _is_covered(op: Union[Mount, Link]) -> bool:
-    """Whether `op` is put over something that exists. (A link that leads nowhere is replaced; below our own directory
-    everything is in its source.)"""
+    """Return whether `op` covers something that exists. (A dangling link is replaced; everything below our own
+    directory is in its source.)"""
     if op.target.startswith(constants.PRIVATE_DIR + "/"):
         return True
     return os.path.lexists(op.target) if isinstance(op, Mount) else os.path.exists(op.target)
@@ -94,7 +94,7 @@ def _existing_directory(path: str) -> str:
 
 
 def hidden_nodes(ops: tuple[Op, ...]) -> dict[str, tuple[int, int]]:
-    """{path: (major, minor)} of NVIDIA's nodes for single GPUs and MIG devices in /dev that the plan does not grant."""
+    """Return {path: (major, minor)} of nodes of GPUs and MIG devices in /dev that the plan does not grant."""
     granted = {op.target for op in ops if isinstance(op, DeviceNode)}
     found = {}
     for directory, prefix in ((_DEV, "nvidia"), (f"{_DEV}/nvidia-caps", "nvidia-cap")):
@@ -115,8 +115,7 @@ def _listing(directory: str) -> list[str]:
 
 
 class HostRoot(apply.ContainerRoot):
-    """The root of this process's own mount namespace. `scratch`: an existing directory that a tmpfs
-    covers meanwhile."""
+    """The root of this process's mount namespace. `scratch`: an existing directory, covered by a tmpfs meanwhile."""
 
     def __init__(self, scratch: str) -> None:
         fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -124,18 +123,18 @@ class HostRoot(apply.ContainerRoot):
         self.keep(fd)
         self.scratch = scratch
         self._layers: list[tuple[int, str]] = []
-        # A mount of the host still reaches us (a disk that is plugged in), none of ours reaches the host
+        # New mounts of the host propagate here, ours do not propagate to the host
         syscalls.mount_setattr(fd, 0, syscalls.MS_SLAVE, "/", recursive=True)
         tree = self.keep(syscalls.detached_tmpfs(_TMPFS, syscalls.ATTRIBUTES["nosuid"], scratch))
         self.attach(tree, self.keep(os.open(scratch, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)), scratch)
 
     def require_writable(self, dir_fd: int, path: str) -> None:
-        """In our own layers only: everything else is the host's."""
+        """Allow writes in our own layers only: everything else is the host's."""
         if not self.is_own(dir_fd):
             raise KernelError(f"{shown(path)} would have to be made on the host", "create it there, empty")
 
     def add_layers(self, directories: list[str]) -> None:
-        """All are prepared before one is attached: overlays are then one deep, however their directories nest."""
+        """Add a layer over each directory. All are prepared before one is attached, so overlays never stack."""
         below = {point for directory in directories for point in _mounts_below(directory)}
         trees = [(point, syscalls.open_tree(point, recursive=True)) for point in sorted(below)]
         try:
@@ -164,8 +163,8 @@ class HostRoot(apply.ContainerRoot):
             ) from None
 
     def _dev(self, scratch: str) -> int:
-        """A tmpfs with everything of /dev but NVIDIA's nodes: those of the plan are mounted into it afterwards. Put
-        together where nobody looks, one entry at a time: a process may have few descriptors left."""
+        """Return a tmpfs with everything of /dev except NVIDIA's nodes; the plan mounts its nodes later. It is filled
+        in a hidden place, one entry at a time, since the process may have few descriptors left."""
         os.mkdir(scratch)
         layer = syscalls.detached_tmpfs(_TMPFS, syscalls.ATTRIBUTES["nosuid"], _DEV)
         try:
@@ -189,7 +188,7 @@ class HostRoot(apply.ContainerRoot):
         return syscalls.open_tree(scratch, recursive=True)
 
     def hide(self, path: str) -> None:
-        """A node that cannot be opened, not even by root: mounted over itself, with nodev."""
+        """Mount a node over itself with nodev, so that not even root can open it."""
         fd = self.lookup(path, os.O_PATH | os.O_NOFOLLOW)
         tree = self.keep(syscalls.open_tree("", dir_fd=fd))
         syscalls.mount_setattr(tree, syscalls.ATTRIBUTES["nodev"], syscalls.MS_PRIVATE, path)
@@ -214,7 +213,7 @@ class HostRoot(apply.ContainerRoot):
         self.attach(tree, self.mount_point(rootfs.LD_CACHE, "file"), rootfs.LD_CACHE)
 
     def finish(self) -> None:
-        """Layers become read-only; the tmpfs that holds them is out of reach."""
+        """Make the layers read-only, and unmount the tmpfs that holds them."""
         for fd, directory in self._layers:
             syscalls.mount_setattr(fd, syscalls.ATTRIBUTES["ro"], syscalls.MS_PRIVATE, directory)
         syscalls.umount(self.scratch)
@@ -230,7 +229,7 @@ def _attach(tree: int, path: str) -> None:
 
 
 def _mounts_below(directory: str) -> list[str]:
-    """Mount points below `directory` that are below no other one there. (The layer of /dev has its own.)"""
+    """Return the topmost mount points below `directory`. (The layer of /dev handles its own.)"""
     if directory == _DEV:
         return []
     points = sorted({mount.point for mount in mountns.read_mounts() if mount.point.startswith(directory + "/")})

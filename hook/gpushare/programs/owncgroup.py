@@ -1,11 +1,11 @@
-"""A cgroup for one program that this host starts without an engine: what it may not open, and nothing else.
+"""A cgroup for a program that `gpushare run` starts. It only denies devices.
 
-    place(name)              -> Place    where it will be, so that this is written down before it is made
-    enter(place, denied)                 this process is in it, and so is whatever it becomes
-    leave(directory)                     back to the cgroup above, and it is gone
+    place(name)              -> Place    its future path, so that the lease has it before it exists
+    enter(place, denied)                 create it and move this process into it
+    leave(directory)                     return to the parent cgroup and remove it
 
-Nothing is limited but devices: on v1 it is a child in the devices hierarchy only, on v2 a child of the cgroup that the
-process is in, without controllers. Raises KernelError, with nothing changed.
+On v1 it is a child in the devices hierarchy only, on v2 a child of the process's cgroup, without controllers. Raises
+KernelError; then nothing has changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..system.cgroup import Rule
 
 
 class Place(NamedTuple):
-    """A directory of the devices hierarchy of v1, or of v2."""
+    """A directory of the devices hierarchy (v1), or of v2."""
 
     directory: str
     v1: bool
@@ -52,7 +52,7 @@ def enter(place: Place, denied: Sequence[Rule]) -> None:
 
 
 def _make(directory: str) -> None:
-    """A new one: an empty one of this name is of a program whose lease was lost, with rules of its own."""
+    """Create the directory. Remove an empty one of this name first: it is left from a lost lease and has rules."""
     try:
         os.mkdir(directory)
     except FileExistsError:

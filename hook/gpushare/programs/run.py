@@ -1,12 +1,11 @@
-"""`gpushare run`: a share of a GPU for a program of this host, without any container engine.
+"""`gpushare run`: a share of a GPU for a program on the host, without a container engine.
 
-    Job(name, command, asked, user)     what was asked for
-    start(job, paths)                   this process becomes the command; returns never
+    Job(name, command, asked, user)     one request
+    start(job, paths)                   this process becomes the command; never returns
 
-The plan is a container's, put on "/" in a mount namespace of this process (hostroot.py), which then becomes the
-command by execve: no process is left over that would have to pass on signals. The lease is held by this very process,
-and counts for nothing when it is gone, however it ended. One thread only: namespaces are changed.
-"""
+The plan is the same as a container's. It is carried out on "/" in a mount namespace of this process (hostroot.py),
+which then becomes the command by execve, so no process has to forward signals. The lease belongs to this process and is
+dead when the process is gone. The process must have one thread, because it changes namespaces."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ from . import hostroot, owncgroup, session
 from .runtime import Paths, Watch
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as env(1)
-_MAX_COMMAND = 256  # characters of the command line that a lease shows
-_WORDS = ("LD_LIBRARY_PATH", "NVIDIA_DRIVER_CAPABILITIES")  # of the environment, beside our own
+_MAX_COMMAND = 256  # characters of the command line in a lease
+_WORDS = ("LD_LIBRARY_PATH", "NVIDIA_DRIVER_CAPABILITIES")  # variables that count beside our own
 
 
 class User(NamedTuple):
-    """Who the command runs as. `groups` None: keep none but `gid`."""
+    """The user of the command. `groups` None: `gid` only."""
 
     uid: int
     gid: int
@@ -46,7 +45,7 @@ class User(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One command line. `asked`: our own variables, as flags gave them."""
+    """One command line. `asked`: our variables from its flags."""
 
     name: str
     command: tuple[str, ...]
@@ -55,11 +54,11 @@ class Job(NamedTuple):
 
 
 class CannotExecute(GpushareError):
-    """The command itself; `exit_code` is of the instance."""
+    """The command cannot be executed; the instance has the `exit_code`."""
 
 
 def start(job: Job, paths: Paths) -> NoReturn:
-    """Raises GpushareError; nothing is left of a start that failed."""
+    """Start the command. Raise GpushareError; then nothing is left."""
     if os.path.lexists(constants.LIMITS):
         raise RequestError(
             f"{constants.LIMITS} is there already: this runs in a share of a GPU",
@@ -88,7 +87,7 @@ def start(job: Job, paths: Paths) -> NoReturn:
 
 
 def resolve(bundle: Bundle, host: Node) -> session.Start:
-    """Raises RequestError for a command that asks for nothing, too."""
+    """Return the Start of a job. Also raise RequestError for a job that requests nothing."""
     found = session.resolve(bundle, lambda: host, on_host=True)
     if found is None or found.asked.selection.kind == "none":
         raise RequestError(
@@ -99,8 +98,8 @@ def resolve(bundle: Bundle, host: Node) -> session.Start:
 
 
 def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
-    """The command as a container would be described. Flags replace variables of the same name; of all the others only
-    those count that are about us, also misspelt, or about the driver."""
+    """Return the command as a container's bundle. Flags replace variables of the same name. Other variables count only
+    if they are gpushare's (misspelled ones too) or the driver's."""
     words = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
     env = {
         name: value for name, value in words.items() if name.upper().startswith(gpushare_env.PREFIXES) or name in _WORDS
@@ -117,7 +116,7 @@ def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
 
 
 def find(program: str) -> str:
-    """Where the command is. Raises CannotExecute: an error before anything is reserved."""
+    """Return the path of the command. Raise CannotExecute before anything is reserved."""
     candidates = [program] if "/" in program else [os.path.join(d or ".", program) for d in _search_path()]
     there = [path for path in candidates if program and os.path.exists(path)]
     for path in there:
@@ -149,8 +148,8 @@ def _cannot(program: str, number: int) -> CannotExecute:
 
 
 def _enter_user_namespace() -> str:
-    """Mounts of an ordinary user: in a user namespace in which he is himself, and nobody else is there. Returns what he
-    must be told."""
+    """Enter a user namespace that maps only this user, where an ordinary user may mount. Return notes for the
+    user."""
     uid, gid = os.geteuid(), os.getegid()
     try:
         syscalls.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS, "user and mount namespace")
@@ -166,13 +165,13 @@ def _enter_user_namespace() -> str:
 
 
 class OntoRoot(session.Way):
-    """By mounts on "/" in a mount namespace and a cgroup of this process's own. `say`: what the user must be told."""
+    """Carry out a plan on "/" in a mount namespace and a cgroup of this process. `say`: prints notes for the user."""
 
     name = "run"
     say = ""
 
     def __init__(self, alone: bool = True) -> None:
-        """`alone` False: for a share that only this process looks at (`gpushare doctor`)."""
+        """`alone` False: a trial share of `gpushare doctor`."""
         self._alone = alone
         self._cgroup: list[str] = []
         self._home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
@@ -185,7 +184,7 @@ class OntoRoot(session.Way):
 
     def carry_out(self, start: session.Start, placed: session.Placed) -> bool:
         steps, state_dir, name = placed.plan, start.host.config.state_dir, start.bundle.id
-        assert placed.lease is not None  # a device is asked for
+        assert placed.lease is not None  # the request has a device
         apply.store(steps)
         if not rootless.is_rootless():
             syscalls.unshare(syscalls.CLONE_NEWNS, "mount namespace")
@@ -201,7 +200,7 @@ class OntoRoot(session.Way):
         return procs.myself()
 
     def undo(self) -> None:
-        """Back to where this process came from, so that what it had on the host can be taken back there."""
+        """Return to the original namespaces and cgroup, so that effects on the host can be undone there."""
         try:
             for directory in self._cgroup:
                 owncgroup.leave(directory)
@@ -228,13 +227,13 @@ def _put(steps: Plan, scratch: str, hidden: dict[str, tuple[int, int]]) -> None:
 
 
 def _others(host: Node, lease: Lease) -> list[tuple[int, int]]:
-    """The nodes of GPUs that were not granted, whether anything has made them or not."""
+    """Return the nodes of GPUs that were not granted, existing or not."""
     granted = {share.device.minor for share in lease.shares}
     return [(constants.NVIDIA_MAJOR, device.minor) for device in host.inventory.devices if device.minor not in granted]
 
 
 def _let_go_of_others(state_dir: str) -> None:
-    """Our copies of other containers' pages: they would be kept alive until this program ends."""
+    """Unmount our copies of other containers' activity files, which would stay alive until this program ends."""
     for mount in mountns.read_mounts():
         if mount.point.startswith(state_dir + "/"):
             syscalls.umount(mount.point)
@@ -255,7 +254,7 @@ def _enter_cgroup(state_dir: str, name: str, denied: Sequence[tuple[int, int]], 
 
 
 def _become(job: Job, given: dict[bytes, bytes]) -> NoReturn:
-    """As execvp(3): a file without a header is a script of the shell."""
+    """Execute like execvp(3): a file without a header is a shell script."""
     program = find(job.command[0])
     if job.user is not None:
         _change_user(job.user)

@@ -1,14 +1,14 @@
-"""gpushare-runtime: an OCI runtime that puts a container's share into its config.json and becomes runc or crun (start
+"""gpushare-runtime: an OCI runtime that adds a container's share to its config.json and becomes runc or crun (start
 path).
 
     gpushare-runtime [--gpushare-config FILE] [--gpushare-state DIR] [--gpushare-cri] <any command line of runc or crun>
 
-create, run   request -> lease -> plan, as in the hook; the plan goes into config.json, and a hook for what cannot
-delete        of a container that we know: the low-level runtime as a child, its exit code, then the lease goes
-restore       of a container with a request is refused: a checkpoint holds addresses of the device that it ran on
-all others    the low-level runtime, untouched
+create, run   request -> lease -> plan, as in the hook; the plan goes into config.json, the rest into a hook
+delete        for a container with a lease: run the low-level runtime as a child, then release the lease
+restore       refused for a container with a request: a checkpoint has addresses of its old device
+all others    execute the low-level runtime unchanged
 
-The lease is reserved for this very process: execve keeps pid and start time, so it lives as long as the create.
+The lease is reserved for this process. execve keeps pid and start time, so the lease lives as long as the create.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MIN_DESCRIPTORS = 64
 
 
 class Paths(NamedTuple):
-    """Where things are."""
+    """The paths of configuration, state and low-level runtime."""
 
     config: str
     state_dir: str
 
 
 def paths_of(call: Call) -> Paths:
-    """Raises RequestError."""
+    """Return the paths of a call. Raise RequestError."""
     paths = Paths(call.config or constants.CONFIG_PATH, call.state_dir or rootless.state_dir())
     for flag, value in zip(commandline.OWN, paths):
         if not value.startswith("/"):
@@ -54,7 +54,7 @@ def paths_of(call: Call) -> Paths:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Returns only when something is refused, or after `delete`."""
+    """Run the call. Return the exit code after an error or `delete`; else become the low-level runtime."""
     call = commandline.parse(sys.argv[1:] if argv is None else argv)
     try:
         return _main(call, paths_of(call))
@@ -70,15 +70,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _keep(call: Call, line: str, error: BaseException) -> None:
-    """For `gpushare inspect`."""
+    """Keep the refusal for `gpushare inspect`."""
     try:
         paths = paths_of(call)
-    except RequestError:  # not known where to keep it, nor what is configured
+    except RequestError:  # the state directory is unknown
         audit_log.refused(audit_log.SYSLOG, call.container_id, "runtime", error)
         return
     try:
         session.keep_refusal(*paths, oci.check_id(call.container_id), "runtime", line, error)
-    except RequestError:  # no name to keep it under
+    except RequestError:  # the id is not valid
         from ..config import node
 
         audit_log.refused(node.log_target(*paths), call.container_id, "runtime", error)
@@ -103,7 +103,7 @@ def _become(call: Call, paths: Paths) -> NoReturn:
 
 
 class Watch:
-    """Signals and the deadline end a start, and are as before when the low-level runtime takes over."""
+    """Let signals and the deadline end a start. Restore both before the low-level runtime takes over."""
 
     def __init__(self) -> None:
         self._before = [(number, signal.getsignal(number)) for number in deadline.WATCHED]
@@ -120,8 +120,8 @@ class Watch:
 
 
 def _read(call: Call) -> tuple[str, str, dict[str, object]]:
-    """(bundle, path of config.json, what is in it). One of another name is looked for where crun is called (create.c
-    there)."""
+    """Return (bundle, path of config.json, its content). crun resolves a file of another name from its working
+    directory (create.c there)."""
     directory = os.path.realpath(call.bundle)
     where = directory if call.config_name == commandline.CONFIG_NAME else os.getcwd()
     path = os.path.join(where, call.config_name)
@@ -166,8 +166,8 @@ def _create(call: Call, paths: Paths) -> int:
 
 
 def _require_descriptors() -> None:
-    """runc waits for ever for a container whose start ran out of descriptors (1.1 does at 12 for `create`, at 18 for
-    `run`), and its lease would live as long. Raises KernelError."""
+    """Raise KernelError if RLIMIT_NOFILE is too low. runc 1.1 waits forever for a container whose start ran out of
+    descriptors (at 12 for `create`, at 18 for `run`), and the lease would live as long."""
     limit = os.sysconf("SC_OPEN_MAX")
     if 0 <= limit < MIN_DESCRIPTORS:
         raise KernelError(
@@ -177,8 +177,8 @@ def _require_descriptors() -> None:
 
 
 def _withheld(bundle: Bundle, path: str, paths: Paths) -> Optional[dict[str, object]]:
-    """The spec of a container that asks for nothing, without NVIDIA's devices: its rules reach those, or it is
-    privileged and has their nodes, and policy has no entry for it. None: it stays as it is."""
+    """Return the spec of a container without a request, less NVIDIA's devices. This applies if its rules reach them, or
+    if it is privileged, has their nodes, and policy has no entry for it. None: the spec stays as it is."""
     from ..request.dialects import cdi_devices
 
     if not oci.has_sys_admin(bundle.spec) and not cdi_devices.rules_reach(bundle.spec):
@@ -202,14 +202,14 @@ def _withheld(bundle: Bundle, path: str, paths: Paths) -> Optional[dict[str, obj
 
 
 def _hook_words(paths: Paths, bundle: Bundle, path: str) -> tuple[str, ...]:
-    """`path`: of config.json, which crun may have been told of."""
+    """Return the hook's command line. `path`: of config.json, which crun may have been given."""
     other = () if path == os.path.join(bundle.path, commandline.CONFIG_NAME) else ("--spec", os.path.abspath(path))
     return (_hook_program(), "--config", paths.config, "--state", paths.state_dir, *other)
 
 
 class IntoSpec(session.Way):
-    """By config.json: mounts, devices and limits, and our hook for the rest. `path`: of config.json; `clean`: what it
-    was before us; `words`: our hook's command line."""
+    """Carry out a plan in config.json, and by our hook. `path`: of config.json; `clean`: its content before the edit;
+    `words`: our hook's command line."""
 
     name = "runtime"
 
@@ -219,7 +219,8 @@ class IntoSpec(session.Way):
         self._nonce = ""  # of our edit, once there is one
 
     def image(self, start: session.Start, lease: Optional[Lease]) -> SpecTree:
-        """The one that the edited config.json will mount: without what others put there, which is `taken`."""
+        """Return the root that the edited config.json will mount: without the mounts of other tools, which are
+        `taken`."""
         from ..inject import specedit
         from ..inject.spectree import SpecTree
 
@@ -231,7 +232,7 @@ class IntoSpec(session.Way):
         return self._tree
 
     def look(self, steps: Plan) -> None:
-        """Targets, but not those in our own directory, which exists only then."""
+        """Check the targets, except those in our own directory, which does not exist yet."""
         from ..core.ops import Mount
 
         for op in steps.ops:
@@ -250,13 +251,13 @@ class IntoSpec(session.Way):
         if cdi_devices.allows_everything(self._editor.spec):
             self._editor.deny(_denied(steps, start.host))
         shim_dir = config.shim_dir if self._leased and _hook_mounts(start.bundle) else ""
-        hider = idmap.Hider(config.state_dir)  # its descriptor ends with this program
+        hider = idmap.Hider(config.state_dir)  # its descriptor is closed with this program
         spec = self._editor.put_in(steps, self._tree, self._words, _hook_stderr(), shim_dir, idmap.shown(hider))
         specedit.write(self._path, spec)
         return True
 
     def leave_waiting(self, state_dir: str, container_id: str) -> None:
-        """A process for the hook, so that Python starts once."""
+        """Leave a process waiting for the hook, so that Python starts once."""
         from . import waiting
 
         if self._leased and rootless.is_rootless():  # to the container's log
@@ -265,8 +266,8 @@ class IntoSpec(session.Way):
             waiting.leave(state_dir, container_id, self._words[1:])
 
     def undo(self) -> None:
-        """config.json as it was before us, when what is in it is our edit. Another start of this bundle may have
-        written it meanwhile, and without that edit its container would have what the engine gave it, unlimited."""
+        """Restore config.json if it has our edit. Another start of this bundle may have written it meanwhile; without
+        that edit its container would have the engine's devices without a limit."""
         from ..inject import spec_record, specedit
 
         record = spec_record.record_of(oci.read_json(self._path, oci.MAX_CONFIG_BYTES, "config.json"))
@@ -275,7 +276,7 @@ class IntoSpec(session.Way):
 
 
 def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
-    """NVIDIA's devices that the plan does not grant."""
+    """Return NVIDIA's devices that the plan does not grant."""
     from ..core.ops import DeviceRule
     from ..request import deny_devices
 
@@ -284,15 +285,15 @@ def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
 
 
 def _hook_mounts(bundle: Bundle) -> bool:
-    """Whether our hook makes the mounts that hold no limit. With a user namespace they stay in config.json: the
-    low-level runtime makes the mount points as their owner."""
+    """Return whether our hook makes the mounts that enforce no limit. With a user namespace they stay in config.json:
+    the low-level runtime creates the mount points as their owner."""
     namespaces = oci.items(bundle.spec, "linux", "namespaces")
     users = any(isinstance(one, dict) and one.get("type") == "user" for one in namespaces)
     return not users and not rootless.is_rootless()
 
 
 def _hook_program() -> str:
-    """gpushare-hook: the launcher, where this program is in the libexec beside its bin, or else what is beside us."""
+    """Return the path of gpushare-hook: the launcher if this program is in libexec, else the program beside it."""
     from ..inject.specedit import HOOK_PROGRAM
 
     here = os.path.dirname(os.path.abspath(sys.argv[0]))
@@ -303,7 +304,7 @@ def _hook_program() -> str:
 
 
 def _hook_stderr() -> str:
-    """What crun opens to give hooks an error output: its own, unless that cannot be opened by name."""
+    """Return the file that crun should open as error output of hooks: its own, unless that cannot be opened by name."""
     try:
         os.close(os.open(hookoutput.OWN_STDERR, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError:
@@ -336,7 +337,7 @@ def _restore(call: Call, paths: Paths) -> int:
 
 
 def _delete(call: Call, paths: Paths) -> int:
-    """The lease of a container that is gone is released even where the low-level runtime calls no poststop."""
+    """Run `delete`, and release the lease even if the low-level runtime calls no poststop."""
     from ..config import node
     from ..state import leaseend, leases, storage
 
@@ -347,20 +348,20 @@ def _delete(call: Call, paths: Paths) -> int:
     if known is None:
         _become(call, paths)
     code = _child(oci_runtime.runtime_of(paths.config, paths.state_dir), call.rest)
-    try:  # whatever ended the child
+    try:  # however the child ended
         ended = audit_log.ending(node.log_target(*paths), "delete")
         leaseend.release(paths.state_dir, call.container_id, ended)
         storage.empty_trash(paths.state_dir)
     except GpushareError as error:
-        log.to_stderr(f"gpushare: {error}")  # the next start finishes it; the container is gone
+        log.to_stderr(f"gpushare: {error}")  # the next start completes it; the container is gone
     if code < 0:
         _end_by(-code)
     return code
 
 
 def _child(program: str, words: Sequence[str]) -> int:
-    """The exit code of a child, or -signal. Signals that we get go to the child, and wait when there is none any more:
-    its number may be another's by then."""
+    """Run a child and return its exit code, or -signal. Forward signals to the child, but not after its end: its pid
+    may belong to another process then."""
     forwarded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     given = oci_runtime.environment()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)

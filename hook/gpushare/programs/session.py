@@ -1,10 +1,10 @@
-"""The one pipeline of a start (start path): resolve, reserve, probe the image, plan, carry out, hold; or nothing of it.
+"""The pipeline of a start (start path): resolve, reserve, probe the image, plan, carry out, hold; or undo all of it.
 
-    resolve(bundle, load)         -> Start     None: the container asks for nothing
-    give(start, way, then)                     with its effects; what fails, `then` included, undoes all of it
-    place(start, way)             -> Placed    the same up to what is carried out, for a caller that keeps nothing
+    resolve(bundle, load)         -> Start     None: the container requests nothing
+    give(start, way, then)                     run the whole pipeline; any failure, of `then` too, undoes it
+    place(start, way)             -> Placed    the pipeline for a caller that undoes it itself
     preview(start, way)           -> Preview   without effects
-    keep_refusal(...)                          what is left of a start that was refused
+    keep_refusal(...)                          store why a start was refused
 
 The programs hook, runtime and run differ in the bundle that they bring and in their Way, which carries the plan out.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Start(NamedTuple):
-    """A container that asks for something."""
+    """A container with a request."""
 
     bundle: Bundle
     asked: Request
@@ -36,14 +36,14 @@ class Start(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """`lease` None: driver files alone, which hold no part of a device."""
+    """`lease` None: driver files only, without a device."""
 
     lease: Optional[Lease]
     plan: Plan
 
 
 class Preview(NamedTuple):
-    """What a start would get now; `placed` and `held`: why these devices, and who holds limits."""
+    """What a start would get now. `placed`: why these devices; `held`: which backends enforce the limits."""
 
     plan: Plan
     placed: tuple[Reason, ...]
@@ -51,35 +51,35 @@ class Preview(NamedTuple):
 
 
 class Way:
-    """How a plan reaches a container: one object for one start. `taken`: what it took out of config.json."""
+    """How a plan is carried out: one object for each start. `taken`: what was removed from config.json."""
 
     name = ""  # in the audit log
     taken: Sequence[str] = ()
 
     def image(self, start: Start, lease: Optional[Lease]) -> AbstractContextManager[Union[inroot.Root, str]]:
-        """The container's root, to be looked at."""
+        """Return the container's root, for probing."""
         raise NotImplementedError
 
     def needed(self, steps: Plan) -> Plan:
         return steps
 
     def look(self, steps: Plan) -> None:
-        """Raises what carrying out would, where that can be known without effects. The image is open."""
+        """Raise the errors of `carry_out` that can be known without effects. The image is open."""
 
     def carry_out(self, start: Start, placed: Placed) -> bool:
-        """False: it was carried out before, by the same hook in another stage. The image is open."""
+        """Carry out the plan. Return False if the same hook did so in an earlier stage. The image is open."""
         raise NotImplementedError
 
     def holder(self) -> Optional[procs.Process]:
-        """The process that the lease is for; None: it is not there yet, and the adopt hook will say."""
+        """Return the process that gets the lease; None: it does not exist yet, and the adopt hook sets it."""
         return None
 
     def undo(self) -> None:
-        """Takes back what was carried out, as far as it went."""
+        """Undo what was carried out so far."""
 
 
 def load(config: str, state_dir: str) -> Node:
-    """The node, where a start may write: the state directory is there afterwards."""
+    """Return the node for a start that may write, and create the state directory."""
     from ..config import node
     from ..state import storage
 
@@ -90,8 +90,8 @@ def load(config: str, state_dir: str) -> Node:
 def resolve(
     bundle: Bundle, load: Callable[[], Node], with_injected: bool = False, on_host: bool = False
 ) -> Optional[Start]:
-    """`load` is called for a container that has words of ours; see request.resolve for the others. Raises
-    RequestError, PolicyError, DeviceError, KernelError."""
+    """Return the Start of a container; `load` is called only if it has a variable or annotation of gpushare's. Raise
+    RequestError, PolicyError, DeviceError or KernelError."""
     from ..request import request
 
     if not on_host and not request.mentions(bundle):
@@ -102,12 +102,12 @@ def resolve(
 
 
 def give(start: Start, way: Way, then: Callable[[], object]) -> None:
-    """Raises GpushareError, leaving nothing. `then` is the last that can fail; it may become another program."""
+    """Run the pipeline. Raise GpushareError; then nothing is left. `then` runs last and may become another program."""
     from ..state import leases
     from ..system import procs
 
     state_dir = start.host.config.state_dir
-    sink = audit_log.open_sink(start.host.config.log)  # while the host's files are there
+    sink = audit_log.open_sink(start.host.config.log)  # before the host's files are out of reach
     try:
         placed = place(start, way)
         if placed is None:
@@ -124,7 +124,7 @@ def give(start: Start, way: Way, then: Callable[[], object]) -> None:
 
 
 def place(start: Start, way: Way) -> Optional[Placed]:
-    """None: it was carried out before. The caller undoes what fails here."""
+    """Place and carry out; None: an earlier stage did so. The caller undoes a failure."""
     from ..allocation import reservation
     from ..state import storage
 
@@ -141,7 +141,7 @@ def place(start: Start, way: Way) -> Optional[Placed]:
 def _planned(
     start: Start, way: Way, lease: Optional[Lease], use: Callable[[Placed], Optional[bool]]
 ) -> Optional[Placed]:
-    """The plan, used while the image is open; None when `use` gives False."""
+    """Make the plan and `use` it while the image is open; None if `use` returns False."""
     from ..gpu import driverfiles
     from ..inject import plan, rootfs
     from ..system import inroot
@@ -155,7 +155,7 @@ def _planned(
 
 
 def preview(start: Start, way: Way) -> Preview:
-    """A lease of this bundle that runs does not stand in its way. Raises what a start would."""
+    """Return what a start would get, without effects. A live lease of this bundle is ignored. Raise like a start."""
     import time
 
     from ..allocation import limit_update, placement
@@ -183,11 +183,11 @@ def preview(start: Start, way: Way) -> Preview:
     return Preview(placed.plan._replace(notes=(*placed.plan.notes, *taken)), *reasons)
 
 
-# What is left of it for people
+# What people see of it
 
 
 def _tell(sink: audit_log.Sink, way: Way, asked: Request, placed: Placed) -> None:
-    """What the container got, and each thing that is not as its words say."""
+    """Log what the container got, and everything that differs from its request."""
     from ..inject import plan
 
     lease, steps = placed
@@ -207,7 +207,7 @@ def _tell(sink: audit_log.Sink, way: Way, asked: Request, placed: Placed) -> Non
 
 
 def keep_refusal(config: str, state_dir: str, container_id: str, way: str, line: str, error: BaseException) -> None:
-    """The line for `inspect`, unless the state directory is what hangs; and one that says that it was refused."""
+    """Store the line for `inspect`, unless the state directory hangs, and log the refusal."""
     from ..state import storage
 
     try:

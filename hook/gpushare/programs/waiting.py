@@ -1,11 +1,10 @@
-"""The createRuntime hook of a start, left waiting by its runtime, which has in memory all that it needs (start path).
+"""A waiting createRuntime hook: a fork of the runtime, which has all modules in memory (start path).
 
-    leave(state_dir, container_id, words)   before the runtime becomes the low-level one; `words` are the hook's options
+    leave(state_dir, container_id, words)   called before the runtime becomes runc or crun; `words`: the hook's options
 
-The launcher, called as the hook, hands over the state and passes on what is said (hook/launcher/waiting.c). So Python
-starts once for a container, not twice. Whoever waits ends with the low-level runtime. Where nobody waits (it was
-killed, there was no memory for it) the launcher starts the hook like any other. A snapshot leaves nobody: it starts
-in less time than this takes.
+The launcher, called as the hook, sends the state and forwards the output (hook/launcher/waiting.c), so that Python
+starts once for a container and not twice. The waiting process ends with the low-level runtime. If there is none
+(killed, out of memory), the launcher starts an ordinary hook. A snapshot leaves no process waiting: it starts faster.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from ..state import audit_log, storage
 from ..system import syscalls
 from . import hook
 
-SOCKET = "hook"  # in containers/<id>, which is root's alone
-BEGUN = b"\n"  # said first: until then whoever asks may start the hook instead
+SOCKET = "hook"  # in containers/<id>, which only root can enter
+BEGUN = b"\n"  # sent first: until then the launcher may start the hook itself
 WAIT_S = 60  # a low-level runtime calls it after some 20 ms
 
 
 def leave(state_dir: str, container_id: str, words: Sequence[str]) -> None:
-    """Never raises for what only costs time."""
+    """Leave a process waiting. Never raise: without it the start only takes longer."""
     directory = storage.container_dir(state_dir, container_id)
     fds: list[int] = []
     try:
@@ -38,7 +37,7 @@ def leave(state_dir: str, container_id: str, words: Sequence[str]) -> None:
         fds.append(syscalls.pidfd_open(os.getpid()))
         child = os.fork()
         if child == 0:
-            _as_nobody_s_child(fds[1], fds[2], words, f"{directory}/{SOCKET}")
+            _detached(fds[1], fds[2], words, f"{directory}/{SOCKET}")
         os.waitpid(child, 0)
     except (OSError, syscalls.SyscallError):
         pass
@@ -46,8 +45,8 @@ def leave(state_dir: str, container_id: str, words: Sequence[str]) -> None:
         os.close(fd)
 
 
-def _as_nobody_s_child(listener: int, runtime: int, words: Sequence[str], path: str) -> None:
-    """A low-level runtime that stays, as for `run`, would have a zombie."""
+def _detached(listener: int, runtime: int, words: Sequence[str], path: str) -> None:
+    """Fork twice: a low-level runtime that stays, as for `run`, would keep a zombie."""
     try:
         if os.fork() == 0:
             _wait(listener, runtime, words, path)
@@ -76,7 +75,7 @@ def _wait(listener: int, runtime: int, words: Sequence[str], path: str) -> None:
 
 
 def _close_all_but(kept: Sequence[int]) -> None:
-    """Nothing may be held of which an engine waits for the end."""
+    """Close all other descriptors: an engine waits for the end of its pipes."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for number in range(3):
         os.dup2(null, number)
@@ -88,5 +87,5 @@ def _close_all_but(kept: Sequence[int]) -> None:
 def _close(number: int) -> None:
     try:
         os.close(number)
-    except OSError:  # that of the list itself
+    except OSError:  # the descriptor of the listing itself
         pass

@@ -1,7 +1,7 @@
-"""Why a container gets the devices that it gets, for `gpushare explain`.
+"""The reasons for a container's devices and backends, for `gpushare explain`.
 
-placed(request, node, ledger, shares) -> tuple[Reason, ...]     () where the container names them, with a limit
-held(request, node, ledger, shares)   -> tuple[str, ...]        who holds the limits of each device, and why they
+placed(request, node, ledger, shares) -> tuple[Reason, ...]     () if the container names them, with a limit
+held(request, node, ledger, shares)   -> tuple[str, ...]        the backends of each device, and why
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, rul
 
 
 class Reason(NamedTuple):
-    """What is said about one device."""
+    """The verdict on one device."""
 
     device: str  # "GPU 0", "MIG 0:1"
     uuid: str
@@ -25,7 +25,7 @@ class Reason(NamedTuple):
 
 
 def _left(verdict: placement.Verdict, request: Request, node: Node, ledger: Ledger) -> str:
-    """How full the device would be: what the strategy compares."""
+    """Describe how full the device would be, which the strategy compares."""
     device, offer, config = verdict.device, verdict.allocation, node.config
     assert offer is not None
     total, used = capacity_bytes(device, config), ledger.used.get(device.uuid, 0)
@@ -40,14 +40,14 @@ def _left(verdict: placement.Verdict, request: Request, node: Node, ledger: Ledg
 
 
 def _equal(device: Device, slot: int, request: Request, node: Node) -> str:
-    """ ", an equal share (1 of 10)" where the container did not say how much."""
+    """Return ", an equal share (1 of 10)" if the container did not request an amount."""
     rule = rule_of(device, node.config)
     said = dict(request.memory)
     return f", an equal share (1 of {rule.split_count})" if rule and not {slot, None} & said.keys() else ""
 
 
 def placed(request: Request, node: Node, ledger: Ledger, shares: Sequence[Share]) -> tuple[Reason, ...]:
-    """The devices that were chosen, each with what speaks for it, then the others, each with what speaks against it."""
+    """Return the chosen devices with the reason for each, then the others with the reason against each."""
     got = {share.device.uuid: share.slot for share in shares}
     if request.selection.kind != "any":
         equal = [(share.device, _equal(share.device, share.slot, request, node)) for share in shares]
@@ -66,9 +66,9 @@ def placed(request: Request, node: Node, ledger: Ledger, shares: Sequence[Share]
 
 
 def held(request: Request, node: Node, ledger: Ledger, shares: Sequence[Share]) -> tuple[str, ...]:
-    """One line, or one for each device where they differ."""
+    """Return one line, or one for each device if they differ."""
     found = {}
-    for share in shares:  # equal shares can go beyond the device where the container did not ask for that
+    for share in shares:  # equal shares can exceed the device without a request for that
         asked = request._replace(oversubscribe=request.oversubscribe or share.virtual_bytes > 0)
         site = Site(share.device, asked, node, ledger)
         found[placement.short_name(share.device)] = backends.reasons(share, site)

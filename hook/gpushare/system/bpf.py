@@ -1,11 +1,11 @@
-"""Device access on cgroup v2: the kernel asks every BPF_CGROUP_DEVICE program of a cgroup, and each must allow.
+"""Allow and deny devices on cgroup v2, through its BPF_CGROUP_DEVICE programs.
 
-So a program cannot be added, only exchanged: each attached one is read back from the kernel and replaced, atomically,
-by itself behind a prefix of ours that answers "yes" for our devices and otherwise falls through. Reusing the very
-instructions, rather than regenerating them from the spec, keeps what runtimes add on their own (default devices,
-mknod, /dev/net/tun, `systemd` properties) and cannot differ for any device but ours. That works because the verifier
-leaves programs of this type as they were loaded (their context is not translated); what it may have changed after all
-(`reusable`) is refused.
+Every program of a cgroup must allow an access, so adding a program cannot allow a device. Instead, each attached
+program is read back from the kernel and replaced atomically by a copy behind a prefix. The prefix allows the granted
+devices and falls through for all others. Copying the instructions, rather than regenerating them from the spec, keeps
+what runtimes add on their own (default devices, mknod, /dev/net/tun, `systemd` properties) and changes no other
+device. This works because the verifier does not translate programs of this type (nor their context). `reusable`
+refuses every instruction that it may have changed after all.
 
 Context of such a program (linux/bpf.h, struct bpf_cgroup_dev_ctx): u32 access_type (low half: 1 block, 2 character;
 high half: 1 mknod, 2 read, 4 write), u32 major, u32 minor. It returns 1 to allow.
@@ -34,7 +34,7 @@ _MAX_RULES = 512
 _RACES = 8
 
 _NAME = b"gpushare_dev"
-_MARK = 0x67730000  # in the prefix's first instruction, with the prefix's length in the low half
+_MARK = 0x67730000  # immediate of the prefix's first instruction, with the prefix's length in the low half
 _INSTRUCTION = struct.Struct("<BBhi")  # opcode, dst | src << 4, offset, immediate
 
 
@@ -51,7 +51,7 @@ _HEAD = 8  # instructions of the prefix before its rules
 _PER_RULE = 4
 
 
-# Programs as values
+# Building and parsing programs
 
 
 def with_rules(program: Program, rules: Sequence[Rule]) -> Program:
@@ -59,15 +59,15 @@ def with_rules(program: Program, rules: Sequence[Rule]) -> Program:
     if not rules:
         return program
     if len(rules) > _MAX_RULES:
-        raise KernelError(f"{len(rules)} device rules; at most {_MAX_RULES} fit into one program")
+        raise KernelError(f"{len(rules)} device rules are too many for one program (maximum {_MAX_RULES})")
     length = _HEAD + _PER_RULE * len(rules)
     prefix = [
-        Instruction(0xB7, 0, 0, _MARK | length),  # r0 = mark: only so that the prefix is recognised
+        Instruction(0xB7, 0, 0, _MARK | length),  # r0 = mark: identifies the prefix for `split`
         Instruction(0x61, 0x12, 0, 0),  # r2 = access_type
         Instruction(0xBF, 0x23, 0, 0),  # r3 = r2
         Instruction(0x57, 3, 0, 0xFFFF),  # r3 &= 0xffff
-        Instruction(0x55, 3, length - 5, 2),  # not a character device: on to the program
-        Instruction(0x45, 2, length - 6, 0x10000),  # mknod: on to the program
+        Instruction(0x55, 3, length - 5, 2),  # not a character device: continue with the program
+        Instruction(0x45, 2, length - 6, 0x10000),  # mknod: continue with the program
         Instruction(0x61, 0x13, 4, 0),  # r3 = major
         Instruction(0x61, 0x14, 8, 0),  # r4 = minor
     ]
@@ -84,9 +84,9 @@ def with_rules(program: Program, rules: Sequence[Rule]) -> Program:
 
 
 def denying(rules: Sequence[Rule]) -> Program:
-    """A program that refuses every access to the character devices `rules`, mknod too, and allows all others."""
+    """A program that refuses all access to the character devices `rules`, also mknod, and allows all other devices."""
     if len(rules) > _MAX_RULES:
-        raise KernelError(f"{len(rules)} device rules; at most {_MAX_RULES} fit into one program")
+        raise KernelError(f"{len(rules)} device rules are too many for one program (maximum {_MAX_RULES})")
     program = [
         Instruction(0x61, 0x12, 0, 0),  # r2 = access_type
         Instruction(0x57, 2, 0, 0xFFFF),  # r2 &= 0xffff
@@ -105,7 +105,7 @@ def denying(rules: Sequence[Rule]) -> Program:
 
 
 def split(program: Program) -> tuple[tuple[Rule, ...], Program]:
-    """(the rules of our prefix, the program behind it); no rules when there is no such prefix."""
+    """(rules of gpushare's prefix, program behind it); no rules when there is no such prefix."""
     first = program[0] if program else Instruction(0, 0, 0, 0)
     length = first.immediate & 0xFFFF
     if first != Instruction(0xB7, 0, 0, _MARK | length) or not _HEAD < length < len(program):
@@ -119,8 +119,8 @@ def split(program: Program) -> tuple[tuple[Rule, ...], Program]:
 
 
 def reusable(program: Program, what: str) -> Program:
-    """`program`, read from the kernel, as it can be loaded again. Raises KernelError for an instruction that the
-    verifier has translated, or may have: calls, map references, atomics, and registers of its own."""
+    """Convert a program that was read from the kernel so that it can be loaded again. Raises KernelError for an
+    instruction that the verifier may have translated: calls, map references, atomics, and its own registers."""
     result = []
     wide = False  # in the second half of a 16-byte load of a constant
     for instruction in program:
@@ -131,7 +131,7 @@ def reusable(program: Program, what: str) -> Program:
             good, wide = code == 0 and registers == 0, False
         elif code == 0x18:
             good, wide = registers >> 4 == 0, True  # a plain constant, no map or address
-        elif kind == 0 or code in (0x85, 0x8D):  # other loads of the old kind; calls
+        elif kind == 0 or code in (0x85, 0x8D):  # other legacy loads; calls
             good = False
         elif kind in (1, 2, 3):
             good = good and code & 0xE0 == 0x60  # plain memory access
@@ -141,21 +141,21 @@ def reusable(program: Program, what: str) -> Program:
                 "start the container with gpushare-runtime, which puts device rules into the spec",
             )
         if code == 0xBC and instruction.offset == 0 and instruction.immediate == 1:
-            instruction = instruction._replace(immediate=0)  # "zero-extend", which the verifier added on some machines
+            instruction = instruction._replace(immediate=0)  # "zero-extend", which the verifier adds on some machines
         result.append(instruction)
     return tuple(result)
 
 
-# Programs in the kernel
+# Reading and replacing programs in the kernel
 
 
 def _attr(layout: str, *values: int) -> syscalls.Memory:
-    """An `union bpf_attr` (linux/bpf.h), padded with zeros as the kernel requires."""
+    """A `union bpf_attr` (linux/bpf.h), padded with zeros as the kernel requires."""
     return syscalls.buffer(struct.pack("<" + layout, *values).ljust(128, b"\0"))
 
 
 def _attached(directory: int, path: str) -> tuple[list[int], int]:
-    """(ids of the device programs attached to this cgroup itself, its attach flags)."""
+    """(ids of the device programs attached to this cgroup itself, attach flags)."""
     ids = syscalls.buffer(4 * _MAX_PROGRAMS)
     attr = _attr("IIIIQI", directory, _ATTACH_CGROUP_DEVICE, 0, 0, syscalls.address(ids), _MAX_PROGRAMS)
     syscalls.bpf(_PROG_QUERY, attr, f"query {path}")
@@ -169,8 +169,8 @@ def _program(identity: int, path: str) -> int:
 
 
 def _read(program: int, what: str) -> Program:
-    """The instructions of a loaded program, as the kernel has them."""
-    info = syscalls.buffer(128)  # struct bpf_prog_info up to what we need; the kernel accepts any length
+    """Read the instructions of a loaded program from the kernel."""
+    info = syscalls.buffer(128)  # the beginning of struct bpf_prog_info; the kernel accepts any length
     attr = _attr("IIQ", program, 128, syscalls.address(info))
     syscalls.bpf(_GET_INFO, attr, what)
     size = struct.unpack_from("<I", info.raw, 20)[0]  # xlated_prog_len
@@ -184,16 +184,16 @@ def _read(program: int, what: str) -> Program:
 
 
 def load(program: Program, what: str) -> int:
-    """A descriptor of a newly loaded BPF_PROG_TYPE_CGROUP_DEVICE."""
+    """Load a BPF_PROG_TYPE_CGROUP_DEVICE program; return its descriptor."""
     code = syscalls.buffer(b"".join(_INSTRUCTION.pack(*instruction) for instruction in program))
-    license_ = syscalls.buffer(b"none\0")  # no helper is called that would ask for another
+    license_ = syscalls.buffer(b"none\0")  # the program calls no helper that requires another
     numbers = (_TYPE_CGROUP_DEVICE, len(program), syscalls.address(code), syscalls.address(license_))
     head = struct.pack("<IIQQ24x16s", *numbers, _NAME)  # no log, no flags
     return syscalls.bpf(_PROG_LOAD, syscalls.buffer(head.ljust(128, b"\0")), f"load {what}")
 
 
 def attach(path: str, program: Program) -> None:
-    """Adds `program` to the cgroup directory `path`: the ones of the cgroups above are asked as well."""
+    """Add `program` to the cgroup directory `path`. The programs of its parent cgroups stay in force."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         loaded = load(program, f"a device program for {shown(path)}")
@@ -207,7 +207,7 @@ def attach(path: str, program: Program) -> None:
 
 
 def _exchange(directory: int, old: int, new: int, flags: int, path: str) -> None:
-    """Attaches `new` in place of `old`, in one step for every process of the cgroup."""
+    """Attach `new` in place of `old`, atomically for every process of the cgroup."""
     replace = flags & _F_ALLOW_MULTI
     attr = _attr(
         "IIIII", directory, new, _ATTACH_CGROUP_DEVICE, flags | (_F_REPLACE if replace else 0), old if replace else 0
@@ -221,7 +221,7 @@ class _Exchanged(NamedTuple):
 
 
 def _change(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) -> Callable[[], None]:
-    """Gives the rules of each program of the cgroup `path` to `change`, attaches what comes back; returns the undo."""
+    """Replace the rules of each program of the cgroup `path` by `change(rules)`; return a function that undoes it."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     done: list[_Exchanged] = []
     ids, flags = _attached(directory, path)
@@ -231,7 +231,7 @@ def _change(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) -
             try:
                 _exchange(directory, new, old, flags, path)
             except syscalls.SyscallError as error:
-                if error.errno != errno.ENOENT:  # the runtime has attached another since: ours is gone
+                if error.errno != errno.ENOENT:  # ENOENT: the runtime has replaced our program since
                     raise
             finally:
                 os.close(old)
@@ -260,7 +260,7 @@ def _change(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) -
 def _change_one(
     directory: int, old: int, flags: int, path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]
 ) -> int:
-    """The descriptor of the program that replaced `old`, or -1 when there was nothing to change."""
+    """Change the rules of one program; return the descriptor of its replacement, or -1 when nothing changed."""
     what = f"the device program of {shown(path)}"
     rules, original = split(_read(old, what))
     wanted = change(rules)
@@ -276,7 +276,7 @@ def _change_one(
 
 
 def _retried(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) -> Callable[[], None]:
-    """`_change`, again when the runtime exchanged a program between our reading and our replacing it (ENOENT)."""
+    """`_change`, repeated when the runtime replaces a program between reading and replacing it (ENOENT)."""
     for _ in range(_RACES - 1):
         try:
             return _change(path, change)
@@ -287,11 +287,11 @@ def _retried(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) 
 
 
 def allow(path: str, rules: Sequence[Rule]) -> Callable[[], None]:
-    """Allows `rules` in the cgroup directory `path`; returns the undo. A cgroup without programs allows everything as
-    it is."""
+    """Allow `rules` in the cgroup directory `path`; return a function that undoes it. A cgroup without programs needs
+    no change: it allows everything."""
     return _retried(path, lambda present: present + tuple(dict.fromkeys(r for r in rules if r not in present)))
 
 
 def revoke(path: str, rules: Sequence[Rule]) -> None:
-    """Takes `rules` out of our prefix; the prefix goes with its last rule."""
+    """Remove `rules` from gpushare's prefix, and the prefix with its last rule."""
     _retried(path, lambda present: tuple(r for r in present if r not in rules))

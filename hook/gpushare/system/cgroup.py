@@ -1,4 +1,4 @@
-"""Device access of a container that exists already, by its cgroup: v1 (devices.allow), v2 (eBPF, see bpf.py) or both.
+"""Allow devices in the cgroup of an existing container: v1 (devices.allow), v2 (eBPF, see bpf.py) or both.
 
 Rules are (major, minor) of character devices, for reading and writing; never mknod.
 """
@@ -18,8 +18,8 @@ Mounts = Optional[list[mountns.MountEntry]]
 
 
 def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None) -> Callable[[], None]:
-    """Lets the cgroup of `pid` open the devices; returns the undo. Raises KernelError, with nothing changed, also when
-    the container has no cgroup of its own. `mounts`: of this process, where they are known."""
+    """Let the cgroup of `pid` open the devices; return a function that undoes it. Raises KernelError, with nothing
+    changed, also when the container has no cgroup of its own. `mounts`: this process's mounts, if already read."""
     undos: list[Callable[[], None]] = []
 
     def undo() -> None:
@@ -43,7 +43,7 @@ def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None) -> Cal
 
 
 def revoke(pid: int, rules: Sequence[Rule]) -> None:
-    """Takes back what `allow_devices` gave, from another process or later."""
+    """Deny the devices that `allow_devices` allowed, also from another process or later."""
     v1, v2 = find_cgroups(pid)
     if v1:
         _write_rules(v1, "devices.deny", rules)
@@ -54,11 +54,11 @@ def revoke(pid: int, rules: Sequence[Rule]) -> None:
 
 
 def own_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
-    """`find_cgroups` of a container's process, only those that hold nothing but the container. Raises KernelError where
-    the one that decides about devices (v1's, where both are there) is shared with whoever starts the container: a rule
-    written there would be the caller's, and would stay (`podman run --cgroups=disabled`)."""
-    theirs, (v1, v2) = apart(pid, mounts)
-    deciding, own = (theirs[0], v1) if theirs[0] else (theirs[1], v2)
+    """`find_cgroups` of a container's process, limited to cgroups that hold only the container. Raises KernelError if
+    the container shares the cgroup that decides about devices (v1's, where both exist) with the process that starts
+    it: a rule there would apply to that process too, and would stay (`podman run --cgroups=disabled`)."""
+    found, (v1, v2) = apart(pid, mounts)
+    deciding, own = (found[0], v1) if found[0] else (found[1], v2)
     if deciding and not own:
         raise KernelError(
             f"the container has no cgroup of its own: its first process is in {shown(deciding)}, as is the process "
@@ -69,20 +69,20 @@ def own_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
 
 
 def apart(pid: int, mounts: Mounts = None) -> tuple[tuple[str, str], tuple[str, str]]:
-    """(`find_cgroups` of a process, the same with "" where this process is in that cgroup, or below it)."""
+    """(`find_cgroups` of a process, the same with "" for each cgroup that contains the calling process)."""
     mounts = mountns.read_mounts(containing=mountns.CGROUPS) if mounts is None else mounts
-    v1, v2 = theirs = find_cgroups(pid, mounts)
+    v1, v2 = found = find_cgroups(pid, mounts)
     my_v1, my_v2 = find_cgroups(os.getpid(), mounts)
-    return theirs, ("" if holds(v1, my_v1) else v1, "" if holds(v2, my_v2) else v2)
+    return found, ("" if holds(v1, my_v1) else v1, "" if holds(v2, my_v2) else v2)
 
 
 def holds(directory: str, other: str) -> bool:
-    """Whether cgroup `other` is this one, or below it."""
+    """Whether cgroup `other` is `directory` or below it."""
     return bool(directory) and f"{other}/".startswith(directory.rstrip("/") + "/")
 
 
 def find_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
-    """(directory in the v1 devices hierarchy, directory in the v2 hierarchy) of a process; "" where not mounted."""
+    """(directory in the v1 devices hierarchy, directory in the v2 hierarchy) of a process; "" if not mounted."""
     v1_path = v2_path = ""
     for line in syscalls.lines_of(f"/proc/{pid}/cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -94,7 +94,7 @@ def find_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
 
 
 def directories(v1_path: str, v2_path: str, mounts: Mounts = None) -> tuple[str, str]:
-    """Where these paths of the v1 devices hierarchy and of the v2 hierarchy are; "" where not mounted."""
+    """Directories of these paths of the v1 devices hierarchy and of the v2 hierarchy; "" if not mounted."""
     v1 = v2 = ""
     for mount in mountns.read_mounts(containing=mountns.CGROUPS) if mounts is None else mounts:
         if mount.fstype == "cgroup" and v1_path and not v1 and "devices" in mount.super_options.split(","):
@@ -105,8 +105,8 @@ def directories(v1_path: str, v2_path: str, mounts: Mounts = None) -> tuple[str,
 
 
 def _below(mount: mountns.MountEntry, path: str) -> str:
-    """Where cgroup `path` is below a mount that may show only a part of its hierarchy; "" when it does not show it."""
-    if "/.." in path:  # another cgroup namespace, outside ours
+    """Directory of cgroup `path` below `mount`; "" when it is not in the part of the hierarchy that is mounted."""
+    if "/.." in path:  # outside our cgroup namespace
         return ""
     root = mount.root.rstrip("/")
     if path != root and not path.startswith(root + "/"):
@@ -132,7 +132,7 @@ def _allow_v1(directory: str, rules: Sequence[Rule]) -> Callable[[], None]:
 
 
 def _is_allowed_v1(directory: str, rule: Rule) -> bool:
-    """Whether devices.list has it already: a rule that we did not add must survive our undo."""
+    """Whether devices.list already has the rule. Such a rule is not ours, so undoing must not remove it."""
     with open(f"{directory}/devices.list", encoding="ascii") as rules:
         for line in rules:
             kind, _, rest = line.partition(" ")

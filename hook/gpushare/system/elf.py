@@ -1,5 +1,5 @@
-"""The two facts that we need of an ELF file: its machine and its DT_SONAME. The file is a tenant's: every read is
-bounded and a malformed file is simply "not a library" (None), never an error. Layout: System V gABI, elf(5)."""
+"""Read the machine and the DT_SONAME of an ELF file. The file is untrusted: every read is bounded, and a malformed
+file counts as "not a library" (None), never as an error. Layout: System V gABI, elf(5)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DT_NULL, _DT_STRTAB, _DT_SONAME = 0, 5, 14
 class Library(NamedTuple):
     """A shared object (ET_DYN): `soname` is "" when it has none."""
 
-    machine: str  # "" when it is none of MACHINES
+    machine: str  # "" when it is not in MACHINES
     soname: str
 
 
@@ -32,11 +32,11 @@ class _Layout(NamedTuple):
 
 _CLASS32 = _Layout(struct.Struct("<HHIIIIIHHH"), struct.Struct("<8I"), (0, 1, 2, 4), struct.Struct("<iI"))
 _CLASS64 = _Layout(struct.Struct("<HHIQQQIHHH"), struct.Struct("<IIQQQQQQ"), (0, 2, 3, 5), struct.Struct("<qQ"))
-_LAYOUTS = {b"\x7fELF\x01\x01": _CLASS32, b"\x7fELF\x02\x01": _CLASS64}  # little-endian only: no GPU driver is not
+_LAYOUTS = {b"\x7fELF\x01\x01": _CLASS32, b"\x7fELF\x02\x01": _CLASS64}  # little-endian, as every GPU driver is
 
 
 def read_library(fd: int) -> Optional[Library]:
-    """What the shared object open at `fd` says of itself; None when it is not a (little-endian) shared object."""
+    """Machine and soname of the shared object open at `fd`; None when it is not a (little-endian) shared object."""
     try:
         return _read(fd)
     except (OSError, struct.error, OverflowError, ValueError):

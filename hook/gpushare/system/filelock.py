@@ -1,10 +1,10 @@
-"""Waiting for a lock that another process may never give back (start path).
+"""Take file locks with a time limit (start path).
 
-    open_own(path)    a file for it that no other user can open
-    take(fd, path)    an exclusive flock; raises KernelError after WAIT_S, or `wait_s`
+    open_own(path)    open a lock file that no other user can open
+    take(fd, path)    take an exclusive flock; raises KernelError after WAIT_S, or `wait_s`
 
-A lock stands on a file that only its owner can open: anyone who can open a file, for reading too, can lock it for ever.
-A start waits in the kernel, since it has a deadline of its own (hook.watch); a command would wait without end.
+Only the owner can open a lock file: any process that can open a file, even for reading, can lock it for ever.
+A container start waits in the kernel without a limit here, since the start has its own deadline (deadline.watch).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAIT_S = 20.0
 
 
 def require_own(directory: str) -> None:
-    """Raises KernelError for a directory of another user, OSError."""
+    """Raise KernelError if another user owns the directory. Raises OSError."""
     uid, owner = os.geteuid(), os.stat(directory).st_uid
     if owner != uid:
         what = f"state directory {shown(directory)} belongs to uid {owner}, not {uid}"
@@ -30,7 +30,7 @@ def require_own(directory: str) -> None:
 
 
 def open_own(path: str) -> int:
-    """Makes it if need be. Raises KernelError where another user has made it or can open it, OSError."""
+    """Open the lock file, creating it if needed. Raises KernelError if another user made it or can open it, OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     status, uid = os.fstat(fd), os.geteuid()
     if not stat.S_ISREG(status.st_mode) or status.st_uid != uid or status.st_mode & 0o077 or status.st_nlink > 1:
@@ -40,7 +40,7 @@ def open_own(path: str) -> int:
 
 
 def take(fd: int, path: str, wait_s: float = 0.0) -> None:
-    """Raises KernelError when another process keeps it, OSError."""
+    """Take an exclusive lock. Raises KernelError if another process keeps it, OSError."""
     wait_s = wait_s or WAIT_S
     if signal.getitimer(signal.ITIMER_REAL)[0]:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,21 +1,21 @@
-"""Mounts in which the owner of every file is unmapped (start path).
+"""Make mounts in which the owner of every file is unmapped (start path).
 
     Hider(state_dir)                 decides which mounts of a container hide the owner; `attributes`, `fd`, `refused`
-    shown(hider)                     where a mount of config.json comes from: the same file with its owner hidden
-    new_namespace(), hides(tree, ...)    whether a file system can show its files so (doctor)
+    shown(hider)                     source of a mount of config.json: the same file with its owner hidden
+    new_namespace(), hides(tree, ...)    test whether a file system supports such mounts (doctor)
 
-The owner of a file may take a lease on it (fcntl, F_SETLEASE), and every open of the file on this host waits then, or
-fails. Which owner does not matter: a container's root takes any uid. In a mount whose id map has nothing for the owner
-no process of a container is the owner, and the kernel refuses leases, writes, truncation and chmod, also to a
-process that has made the mount writable again (kernel: filesystems/idmappings.rst, HAS_UNMAPPED_ID).
+The owner of a file may take a lease on it (fcntl, F_SETLEASE). Every open of the file on this host then waits or
+fails. Another owner would not help, because a container's root can take any uid. In a mount whose id map does not
+map the owner, no process of a container is the owner. The kernel then refuses leases, writes, truncation and chmod,
+even if a process has made the mount writable again (kernel: filesystems/idmappings.rst, HAS_UNMAPPED_ID).
 
-One user namespace serves all such mounts. It is made once, with no process in it, and kept by a mount of its file on
-STATE_DIR/idmap/ns; a start opens that. It maps KEEPER alone, to uid 0 of the host: KEEPER owns the two directories
-above a share, so the low-level runtime gets through them and no other user does. Beside it are the clones that mounts
-of config.json name, each called by the number of its directory: the leases' directory, the shim's. A file system that
-refuses (overlayfs, tmpfs before Linux 6.3) is remembered as the file `refused-<device>`, and its files are shown as
-they are. Such a file counts for RETRY_S: a device number can become that of another file system, and what failed for
-want of memory or descriptors must not leave all containers after it unprotected.
+One user namespace serves all such mounts. The first start makes it, without a process, and mounts its file on
+STATE_DIR/idmap/ns to keep it; later starts open that file. It maps only KEEPER, to uid 0 of the host. KEEPER owns the
+two directories above a share, so the low-level runtime can traverse them and no other user can. Next to it are clones
+of the directories that mounts of config.json use (the leases' and the shim's), named after device and inode number.
+If a file system refuses (overlayfs, tmpfs before Linux 6.3), a file `refused-<device>` records it, and its files keep
+their owner. The record expires after RETRY_S: another file system can get the same device number, and a failure for
+lack of memory or descriptors must not leave all later containers unprotected.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 FOLDER = "idmap"
 NAMESPACE = "ns"
-KEEPER = 4294967279  # owns no file but the directories above a share
+KEEPER = 4294967279  # uid that owns only the directories above a share
 IDMAP = syscalls.MOUNT_ATTR_IDMAP
-_NONE = "none"  # no user namespace could be made on this host
+_NONE = "none"  # file that records: no user namespace could be made on this host
 RETRY_S = 60
 _REFUSALS = (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -45,12 +45,12 @@ _CLONE = syscalls.ATTRIBUTES["ro"] | syscalls.ATTRIBUTES["nosuid"] | syscalls.AT
 
 
 def give(path: str) -> None:
-    """Makes KEEPER the owner of a directory above a share. Raises OSError."""
+    """Make KEEPER the owner of a directory above a share. Raises OSError."""
     rootless.give_away(path, KEEPER)
 
 
 class Hider:
-    """For one start. `fd` is the user namespace, -1 where none can be had: then nothing is hidden."""
+    """Hides owners for one start. `fd` is the user namespace; -1 if there is none, and then no owner is hidden."""
 
     def __init__(self, state_dir: str) -> None:
         self.folder = f"{state_dir}/{FOLDER}"
@@ -58,7 +58,7 @@ class Hider:
         self.fd = -1 if rootless.is_rootless() else _namespace(state_dir)
 
     def attributes(self, target: str, kind: str, flags: Sequence[str], status: os.stat_result) -> int:
-        """IDMAP, or 0, for the mount of a source with this `status`. A file that a container writes keeps its
+        """IDMAP or 0, for the mount of a source with this `status`. A file that a container writes keeps its
         owner. So does a file that only its owner may read: with the owner hidden no process could read it."""
         mode = status.st_mode
         if (
@@ -71,7 +71,7 @@ class Hider:
         return IDMAP if self.can(status.st_dev) else 0
 
     def can(self, device: int) -> bool:
-        """Whether files of this file system can be shown so, as far as is known."""
+        """Whether this file system supports hiding owners, as far as known."""
         if self.fd < 0:
             return False
         if device not in self._refused:
@@ -82,7 +82,7 @@ class Hider:
         return f"{self.folder}/refused-{os.major(device)}:{os.minor(device)}"
 
     def refused(self, error: syscalls.SyscallError, device: int) -> bool:
-        """Whether `error` says that the file system cannot; it is not asked again for RETRY_S."""
+        """Whether `error` means that the file system does not support it; then skip that file system for RETRY_S."""
         if error.errno not in _REFUSALS:
             return False
         self._refused[device] = True
@@ -96,7 +96,7 @@ class Hider:
 
 
 def shown(hider: Hider) -> Callable[[Mount], str]:
-    """A function of a mount: where its source is seen with the owner hidden, or the source itself."""
+    """Return a function from a mount to its source path with the owner hidden, or to the unchanged source."""
     containers = f"{os.path.dirname(hider.folder)}/containers"
 
     def place(op: Mount) -> str:
@@ -106,7 +106,7 @@ def shown(hider: Hider) -> Callable[[Mount], str]:
         within = op.source.startswith(containers + "/")
         directory = containers if within else op.source if op.kind == "dir" else os.path.dirname(op.source)
         path = _clone(hider, directory) + op.source[len(directory) :]
-        # Not so where something is mounted on the source alone
+        # The clone shows another file where something is mounted on the source itself
         return path if os.path.samestat(os.stat(path), status) else op.source
 
     return place
@@ -114,21 +114,21 @@ def shown(hider: Hider) -> Callable[[Mount], str]:
 
 def _clone(hider: Hider, directory: str) -> str:
     """A read-only clone of `directory` with owners hidden, made by the first start that needs it; `directory` itself
-    where that cannot be. A directory that replaces another has another number, and a clone of its own."""
+    if cloning is not supported. A directory that replaces another has another inode number, so another clone."""
     status = os.stat(directory)
-    there = f"{hider.folder}/{status.st_dev}-{status.st_ino}"
+    clone = f"{hider.folder}/{status.st_dev}-{status.st_ino}"
     try:
-        if os.path.samestat(os.stat(there), status):
-            return there
+        if os.path.samestat(os.stat(clone), status):
+            return clone
     except FileNotFoundError:
         pass
     tree = target = -1
     try:
-        os.makedirs(there, 0o755, exist_ok=True)
+        os.makedirs(clone, 0o755, exist_ok=True)
         tree = syscalls.open_tree(directory)
         syscalls.mount_setattr(tree, _CLONE | IDMAP, syscalls.MS_PRIVATE, directory, userns=hider.fd)
-        target = os.open(there, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        syscalls.move_mount(tree, target, there)
+        target = os.open(clone, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        syscalls.move_mount(tree, target, clone)
     except syscalls.SyscallError as error:
         if not hider.refused(error, status.st_dev):
             raise
@@ -137,11 +137,11 @@ def _clone(hider: Hider, directory: str) -> str:
         for fd in (tree, target):
             if fd >= 0:
                 os.close(fd)
-    return there
+    return clone
 
 
 def _namespace(state_dir: str) -> int:
-    """The user namespace, made by the first start that looks for it; -1 where none can be."""
+    """A descriptor of the user namespace, which the first start makes; -1 if that is impossible."""
     path = f"{state_dir}/{FOLDER}/{NAMESPACE}"
     for made in (False, True):
         try:
@@ -149,7 +149,7 @@ def _namespace(state_dir: str) -> int:
         except FileNotFoundError:
             fd = -1
         if fd >= 0:
-            if os.fstat(fd).st_dev != os.stat(state_dir).st_dev:  # not the mount point alone
+            if os.fstat(fd).st_dev != os.stat(state_dir).st_dev:  # the namespace's file is mounted there
                 return fd
             os.close(fd)
         if made or _failed_lately(f"{state_dir}/{FOLDER}/{_NONE}"):
@@ -166,7 +166,7 @@ def _make_namespace(state_dir: str, path: str) -> None:
     except OSError:
         return  # the next start tries again
     try:
-        filelock.take(lock, folder)  # of root alone, by the directory's mode
+        filelock.take(lock, folder)  # only root can open it, by the directory's mode
         if os.path.lexists(path) and os.stat(path).st_dev != os.fstat(lock).st_dev:
             return  # another start was first
         give(f"{state_dir}/containers")
@@ -179,7 +179,7 @@ def _make_namespace(state_dir: str, path: str) -> None:
 
 
 def _keep_namespace(path: str) -> None:
-    """The mount of a new namespace's file on `path` keeps it. Raises OSError, KernelError."""
+    """Make a namespace and mount its file on `path`, which keeps it alive. Raises OSError, KernelError."""
     fds = [new_namespace()]
     try:
         fds.append(syscalls.open_tree("", dir_fd=fds[0]))
@@ -192,19 +192,20 @@ def _keep_namespace(path: str) -> None:
 
 
 def new_namespace() -> int:
-    """A user namespace with the map of this module, which ends with the descriptor. Raises OSError, KernelError."""
-    ready, told = os.pipe()
-    held, go = os.pipe()
+    """Make a user namespace with this module's map; it ends with the returned descriptor. Raises OSError,
+    KernelError."""
+    ready, signal_ready = os.pipe()
+    held, release = os.pipe()
     child = os.fork()
     if not child:
         try:
-            os.close(go)
+            os.close(release)
             syscalls.unshare(syscalls.CLONE_NEWUSER, "user namespace")
-            os.write(told, b"x")
+            os.write(signal_ready, b"x")
             os.read(held, 1)
         finally:
             os._exit(0)
-    os.close(told)
+    os.close(signal_ready)
     try:
         if not os.read(ready, 1):
             raise KernelError("a user namespace cannot be made", "sysctl user.max_user_namespaces=1000")
@@ -216,7 +217,7 @@ def new_namespace() -> int:
                 os.close(fd)
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        for fd in (ready, held, go):
+        for fd in (ready, held, release):
             os.close(fd)
         try:
             os.waitpid(child, 0)
@@ -229,11 +230,11 @@ def _touch(path: str) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         os.utime(path)
     except OSError:
-        pass  # it is asked again
+        pass  # the next start tries again
 
 
 def _failed_lately(mark: str) -> bool:
-    """Not by a mark of the future: the clock was set back."""
+    """Whether the file `mark` is younger than RETRY_S. A time in the future does not count: the clock was set back."""
     try:
         return 0 <= time.time() - os.stat(mark).st_mtime <= RETRY_S
     except OSError:
@@ -241,7 +242,7 @@ def _failed_lately(mark: str) -> bool:
 
 
 def hides(tree: int, namespace: int, what: str) -> bool:
-    """Whether the file system of a detached mount can hide owners; tried. Raises KernelError."""
+    """Try whether the file system of a detached mount can hide owners. Raises KernelError."""
     try:
         syscalls.mount_setattr(tree, IDMAP, syscalls.MS_PRIVATE, what, userns=namespace)
     except syscalls.SyscallError as error:

@@ -1,8 +1,8 @@
-"""Looking at single files and directories of an image: by descriptor, in-root, bounded (start path).
+"""Read single files and directories of an image: by descriptor, in-root, bounded (start path).
 
-read_all(path_fd, limit)          -> bytes
-library_at(root, path)         -> (where it ends, what it is)     ("", None) when there is no regular file
-directory(root, path)          -> str                             where it ends; "" when it is none
+read_all(path_fd, limit)       -> bytes
+library_at(root, path)         -> (real path, Library)            ("", None) when there is no regular file
+directory(root, path)          -> str                             real path; "" when it is no directory
 names_in(root, path)           -> list[str]                       sorted, [] when it is no directory
 """
 
@@ -18,8 +18,8 @@ MAX_NAMES = 4096  # of one directory
 
 
 def read_all(path_fd: int, limit: int) -> bytes:
-    """At most `limit` bytes of the regular file that an O_PATH descriptor names, by pread (a truncation only shortens
-    it)."""
+    """Read at most `limit` bytes of the regular file that an O_PATH descriptor names. By pread: if the file is
+    truncated meanwhile, the result is only shorter."""
     fd = inroot.reopen(path_fd)
     try:
         parts = []
@@ -36,7 +36,7 @@ def read_all(path_fd: int, limit: int) -> bytes:
 
 
 def library_at(root: inroot.Root, path: str) -> tuple[str, Union[elf.Library, None]]:
-    """(where `path` ends, in-root; what is there): ("", None) when there is no regular file."""
+    """(real path in-root, library there or None); ("", None) when there is no regular file."""
     fd = inroot.open_regular(root, path)
     if fd < 0:
         return "", None
@@ -47,7 +47,7 @@ def library_at(root: inroot.Root, path: str) -> tuple[str, Union[elf.Library, No
 
 
 def directory(root: inroot.Root, path: str) -> str:
-    """The directory that `path` is in-root, through links (/lib -> /usr/lib); "" when it is none."""
+    """The real in-root path of a directory, through links (/lib -> /usr/lib); "" when it is no directory."""
     fd = inroot.exists(root, path, os.O_PATH | os.O_DIRECTORY)
     if fd < 0:
         return ""
@@ -58,7 +58,7 @@ def directory(root: inroot.Root, path: str) -> str:
 
 
 def names_in(root: inroot.Root, path: str, limit: int = MAX_NAMES) -> list[str]:
-    """Names in a directory, sorted; bounded, [] when it is none."""
+    """At most `limit` names in a directory, sorted; [] when it is no directory."""
     fd = inroot.exists(root, path, os.O_PATH | os.O_DIRECTORY)
     if fd < 0:
         return []

@@ -1,7 +1,7 @@
-"""Paths inside a container's root, which its tenant controls: by descriptor, never outside, never through magic links.
+"""Open paths inside a container's untrusted root: by descriptor, never outside, never through magic links.
 
 `openat2(RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)` does it in the kernel; before Linux 5.6 `_walk` does the same one
-component at a time. A path is always "as seen inside the container", absolute.
+component at a time. Every path is absolute, as seen inside the container.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _PLAIN_PROC_LINKS = ("self", "thread-self", "mounts", "net")  # links in procfs 
 _kernel_has_openat2 = True
 
 
-# One look-up follows up to 40 links of 4 KiB each, which takes the kernel milliseconds, and an image chooses how many
-# look-ups there are. How many steps each takes is not told, so what they take of the processor is bounded.
-BUDGET_S = 0.5  # of an ordinary start they take 5 ms
-_CHECKED = 8  # look-ups between two questions for the time
+# One look-up follows up to 40 links of 4 KiB each, which takes the kernel milliseconds, and an image chooses the number
+# of look-ups. The kernel does not report the steps of each, so their CPU time is bounded.
+BUDGET_S = 0.5  # an ordinary start needs 5 ms
+_CHECKED = 8  # look-ups between two checks of the time
 _SHOWN = 200  # characters of a path
 _until = 0.0  # of time.process_time(); 0: no bound
-_looked = 0
+_lookups = 0
 
 
 class budget:
-    """Within it, look-ups end with a KernelError when this process has worked for BUDGET_S."""
+    """Context manager: look-ups in it raise KernelError once this process has used BUDGET_S of CPU time."""
 
     def __enter__(self) -> None:
         global _until
@@ -46,20 +46,19 @@ class budget:
 
 
 def spend(path: str) -> None:
-    """Before each look-up, and for each link that we follow ourselves. Raises KernelError, which is not "nothing is
-    there"; undoing needs no look-up."""
-    global _looked
-    _looked += 1
-    if _until and _looked % _CHECKED == 0 and time.process_time() > _until:
+    """Check the budget. Called before each look-up, and for each link that gpushare follows itself. Raises KernelError,
+    which callers must not take for a missing file; undoing needs no look-up."""
+    global _lookups
+    _lookups += 1
+    if _until and _lookups % _CHECKED == 0 and time.process_time() > _until:
         raise KernelError(
-            f"following the links of the image takes more than {BUDGET_S} s of processor (at {shown(path[:_SHOWN])})",
-            "use an image without mazes of links",
+            f"following links in the image takes more than {BUDGET_S} s of CPU time (at {shown(path[:_SHOWN])})",
+            "use an image with fewer chained symbolic links",
         )
 
 
 class View:
-    """A root that is not one directory of this host: rootfs.probe reads through it as it reads through a descriptor.
-    See spectree.py."""
+    """A root that is not a single directory of this host; rootfs.probe reads it like a descriptor. See spectree.py."""
 
     def open_in(self, path: str, flags: int) -> int:
         """As `inroot.open_in`, for reading."""
@@ -74,7 +73,7 @@ class View:
         raise NotImplementedError
 
     def reopened(self, old: int, new: int) -> int:
-        """`new`, which is the same file as `old`."""
+        """Return `new`, another descriptor of the same file as `old`."""
         raise NotImplementedError
 
 
@@ -82,9 +81,9 @@ Root = Union[int, View]  # a descriptor of the directory, or a view
 
 
 def open_in(root: Root, path: str, flags: int = os.O_PATH, mode: int = 0) -> int:
-    """Opens `path` with `root` as its "/". With O_NOFOLLOW a link at the end is opened itself.
+    """Open `path` with `root` as its "/". With O_NOFOLLOW a link at the end is opened itself.
 
-    Raises SyscallError; ELOOP is also how a magic link (/proc/self/root, ...) is refused.
+    Raises SyscallError; a magic link (/proc/self/root, ...) gives ELOOP too.
     """
     if isinstance(root, View):
         return root.open_in(path, flags)
@@ -92,7 +91,7 @@ def open_in(root: Root, path: str, flags: int = os.O_PATH, mode: int = 0) -> int
 
 
 def open_below(root_fd: int, path: str, flags: int, mode: int, resolve: int) -> int:
-    """`open_in` for a descriptor, with further RESOLVE_ flags; those are only for kernels that have openat2."""
+    """`open_in` for a descriptor, with further RESOLVE_ flags, which need a kernel with openat2."""
     global _kernel_has_openat2
     for _ in range(_RETRIES):
         spend(path)
@@ -100,19 +99,19 @@ def open_below(root_fd: int, path: str, flags: int, mode: int, resolve: int) -> 
             if _kernel_has_openat2:
                 return syscalls.openat2(root_fd, path, flags, mode, _RESOLVE | resolve)
             if resolve:
-                raise syscalls.SyscallError("openat2", path, errno.ELOOP)  # as if there were a link: look closely
+                raise syscalls.SyscallError("openat2", path, errno.ELOOP)  # as for a link: callers then check closely
             return _walk(root_fd, path, flags | os.O_CLOEXEC, mode)
         except syscalls.SyscallError as error:
             if error.errno == errno.ENOSYS and _kernel_has_openat2:
                 _kernel_has_openat2 = False
             elif error.errno != errno.EAGAIN:
                 raise
-    hint = "use an image without mazes of links, or stop what renames directories all the time"
+    hint = "use an image with fewer chained symbolic links, or stop the process that keeps renaming directories"
     raise syscalls.SyscallError("openat2", path[:_SHOWN], errno.EAGAIN, hint)
 
 
 def exists(root: Root, path: str, flags: int = os.O_PATH) -> int:
-    """Like `open_in`, but -1 when nothing is there (or a parent is missing, or is not a directory, or loops)."""
+    """Like `open_in`, but -1 when the file is missing (or a parent is missing, or is not a directory, or loops)."""
     try:
         return open_in(root, path, flags)
     except syscalls.SyscallError as error:
@@ -122,7 +121,7 @@ def exists(root: Root, path: str, flags: int = os.O_PATH) -> int:
 
 
 def path_of(root: Root, fd: int) -> str:
-    """Where `fd` is, as seen inside the root; "" when it is not below it (deleted, or moved away)."""
+    """The path of `fd` as seen inside the root; "" when it is not below it (deleted, or moved away)."""
     if isinstance(root, View):
         return root.path_of(fd)
     above = os.readlink(f"/proc/self/fd/{root}").rstrip("/")
@@ -135,15 +134,15 @@ def path_of(root: Root, fd: int) -> str:
 
 
 def is_mounted_over(root: Root, fd: int) -> bool:
-    """Whether `fd` is on another mount than the root itself: a volume, or a file system that the runtime makes."""
+    """Whether `fd` is on another mount than the root: a volume, or a file system that the runtime makes."""
     if isinstance(root, View):
         return root.is_mounted_over(fd)
     return syscalls.mount_id(fd) != syscalls.mount_id(root)
 
 
 def open_regular(root: Root, path: str) -> int:
-    """A readable descriptor of a regular file, or -1. Nothing else is ever opened: opening a FIFO can block for ever
-    and opening a device has effects, so the type is known (O_PATH) before the file is opened for reading."""
+    """A readable descriptor of a regular file, or -1. O_PATH finds the type before the file is opened for reading,
+    because opening a FIFO can block for ever and opening a device has effects."""
     probe = exists(root, path)
     if probe < 0:
         return -1
@@ -156,7 +155,7 @@ def open_regular(root: Root, path: str) -> int:
 
 
 def reopen(path_fd: int, flags: int = os.O_RDONLY) -> int:
-    """Opens for use what an O_PATH descriptor names; O_NONBLOCK, because a lease on the file would block an open."""
+    """Open the file of an O_PATH descriptor for use; O_NONBLOCK, because a lease on the file would block the open."""
     return os.open(f"/proc/self/fd/{path_fd}", flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -168,15 +167,15 @@ def _open_at(dir_fd: int, name: str, flags: int, mode: int, path: str) -> int:
 
 
 def link_text(link_fd: int, name: str, path: str) -> str:
-    """What an already opened link holds. In procfs only the few plain links are followed: the others are magic."""
+    """The text of an opened link. Raises ELOOP for links in procfs that are not plain: they are magic links."""
     if name not in _PLAIN_PROC_LINKS and syscalls.filesystem_magic(link_fd) == syscalls.PROC_SUPER_MAGIC:
         raise syscalls.SyscallError("openat", path, errno.ELOOP)
     return os.readlink("", dir_fd=link_fd)
 
 
 def _walk(root_fd: int, path: str, flags: int, mode: int) -> int:
-    """The look-up of `open_in` without openat2. ".." pops a descriptor that was opened on the way down, so a directory
-    that is moved meanwhile cannot lead above the root."""
+    """The look-up of `open_in` without openat2. ".." pops a descriptor that was opened on the way down, so moving a
+    directory meanwhile cannot lead above the root."""
     follow_last = not flags & os.O_NOFOLLOW
     trail = [os.dup(root_fd)]
     todo = [c for c in reversed(path.split("/")) if c not in ("", ".")]
@@ -218,7 +217,7 @@ def _walk(root_fd: int, path: str, flags: int, mode: int) -> int:
 
 
 def _open_found(fd: int, flags: int, path: str) -> int:
-    """A new descriptor with the asked flags for the inode that the walk ended at."""
+    """A new descriptor with `flags` for the inode that `_walk` ended at."""
     kind = os.fstat(fd).st_mode
     if flags & os.O_DIRECTORY and not stat.S_ISDIR(kind):
         raise syscalls.SyscallError("openat", path, errno.ENOTDIR)

@@ -1,13 +1,12 @@
-"""The dynamic loader's cache, /etc/ld.so.cache: read, extended in memory, written back in the order that the loader
-needs.
+"""Parse, extend and render the dynamic loader's cache, /etc/ld.so.cache, in the order that the loader needs.
 
 The format is glibc's "glibc-ld.so.cache1.1", alone (since 2.32) or behind the older "ld.so-1.7.0" table. All numbers
 are 32 bits wide, little-endian; string offsets count from the new header. An optional extension directory holds the
-generator's name and the names of glibc-hwcaps subdirectories. The file belongs to a tenant: every offset is checked,
-sizes are bounded, and whatever is wrong raises `MalformedCache`.
+generator's name and the names of glibc-hwcaps subdirectories. The file is untrusted: every offset is checked, sizes
+are bounded, and every error raises `MalformedCache`.
 
-The loader finds a name by binary search (descending `compare_names`), then looks at all neighbours of the same name;
-of those for its own machine the glibc-hwcaps ones come first, then the first regular one wins.
+The loader finds a name by binary search (descending `compare_names`), then checks all neighbours of the same name.
+Among entries for its own machine it prefers glibc-hwcaps entries, then the first regular entry.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ _OLD_HEADER = struct.Struct("<11sxI")  # magic, nlibs; then 12 bytes per entry
 FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03, "i386": 0x0003}
 _HEADER = struct.Struct("<20sIIB3xI12x")  # magic, nlibs, len_strings, flags, extension_offset
 _ENTRY = struct.Struct("<iIIIQ")  # flags, key, value, osversion or isa level, hwcap
-_OFFSETS = struct.pack("<iIIIQ", 0, 1, 1, 0, 0)  # where they are
+_OFFSETS = struct.pack("<iIIIQ", 0, 1, 1, 0, 0)  # 1 in each field of an entry that is an offset
 _SECTION = struct.Struct("<IIII")  # tag, flags, offset, size
 _EXTENSION_MAGIC = 0xEAA42174
 _MAX_SECTIONS = 64
-_TAG_HWCAPS = 1  # its data are string offsets; those of other tags (0 is the generator's name) are plain bytes
+_TAG_HWCAPS = 1  # its data are string offsets; the data of other tags (0 is the generator's name) are plain bytes
 _BIG_ENDIAN = 3  # the header's flags: 0 unset, 2 little
 HWCAP_EXTENSION = 1 << 62  # in an entry's hwcap: a glibc-hwcaps subdirectory, its index in the low half
 
 
 class MalformedCache(ValueError):
-    """Not a cache that we understand; the text says why."""
+    """The file is no cache in a known format; the text is the reason."""
 
 
 class Entry(NamedTuple):
-    """One library as the cache has it; `key` and `value` are offsets of its name and its path in `Cache.strings`."""
+    """One library of the cache; `key` and `value` are offsets of its name and its path in `Cache.strings`."""
 
     flags: int
     key: int
@@ -53,7 +52,7 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """All of a cache, kept as the bytes of the file: a start needs few of the hundreds that there are."""
+    """All entries of a cache, kept as the bytes of the file: a start needs few of the hundreds."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -81,7 +80,7 @@ class Entries:
         return memoryview(self.raw).cast("I")[2 :: _ENTRY.size // 4]
 
     def moved(self, by: int) -> Entries:
-        """With all offsets higher `by`, none of which may get a carry: numbers as long as the table are added."""
+        """All entries with `by` added to their offsets. The table is added as one number, so no offset may carry."""
         offsets = int.from_bytes(_OFFSETS * len(self), "little")
         return Entries((int.from_bytes(self.raw, "little") + by * offsets).to_bytes(len(self.raw), "little"))
 
@@ -94,7 +93,7 @@ class Cache(NamedTuple):
     sections: tuple[tuple[int, int, bytes], ...]
 
     def named(self, keys: Container[int]) -> Iterator[Entry]:
-        """Those whose name is at one of these offsets."""
+        """Entries whose name is at one of these offsets."""
         return (self.entries[at] for at, key in enumerate(self.entries.keys()) if key in keys)
 
     def text(self, offset: int) -> bytes:
@@ -113,18 +112,18 @@ def _require(condition: bool, what: str) -> None:
 
 
 def _new_header_at(data: bytes) -> int:
-    """Where the new format starts: 0, or behind the old table (aligned to 8, as ldconfig does)."""
+    """Offset of the new format: 0, or behind the old table (aligned to 8, as ldconfig does)."""
     if data.startswith(_NEW_MAGIC):
         return 0
     _require(len(data) >= _OLD_HEADER.size and data.startswith(_OLD_MAGIC), "it is not an ld.so.cache")
     count = _OLD_HEADER.unpack_from(data)[1]
     _require(count <= MAX_LIBS, f"its old table has {count} entries")
     base = (_OLD_HEADER.size + 12 * count + 7) & ~7
-    _require(data[base : base + len(_NEW_MAGIC)] == _NEW_MAGIC, "it has only the format of before glibc 2.2")
+    _require(data[base : base + len(_NEW_MAGIC)] == _NEW_MAGIC, "it has only the old format, of before glibc 2.2")
     return int(base)
 
 
-_last: list[tuple[bytes, Cache]] = []  # a start looks at the image's cache, and then makes the new one from it
+_last: list[tuple[bytes, Cache]] = []  # a start parses the image's cache twice: to inspect it and to extend it
 
 
 def parse(data: bytes) -> Cache:
@@ -154,7 +153,7 @@ def _parsed(data: bytes) -> Cache:
 
 
 def _sections(data: bytes, at: int, shift: int, last: int) -> tuple[tuple[int, int, bytes], ...]:
-    """The extension's sections; offsets in it count from the start of the file. Those of hwcaps names are re-based."""
+    """The extension's sections. Its offsets count from the start of the file; those of hwcaps names are re-based."""
     _require(at % 4 == 0 and at + 8 <= len(data), "its extension directory is cut off")
     magic, count = struct.unpack_from("<II", data, at)
     _require(magic == _EXTENSION_MAGIC, "its extension directory has a wrong magic number")
@@ -176,7 +175,7 @@ def _sections(data: bytes, at: int, shift: int, last: int) -> tuple[tuple[int, i
 
 
 def render(cache: Cache) -> bytes:
-    """The file of `cache`, in the new format alone, which every glibc since 2.2 reads."""
+    """The file content of `cache`, only in the new format, which every glibc since 2.2 reads."""
     shift = _HEADER.size + len(cache.entries) * _ENTRY.size
     parts = [b"", cache.entries.moved(shift).raw, cache.strings]
     extension = 0
@@ -193,8 +192,8 @@ def _rendered_sections(sections: Sequence[tuple[int, int, bytes]], at: int, shif
     directory = [struct.pack("<II", _EXTENSION_MAGIC, len(sections))]
     contents: list[bytes] = []
     offset = at + 8 + len(sections) * _SECTION.size
-    # The loader requires 4-byte alignment of the hwcaps array only, so arrays go first. What is parsed again comes out
-    # the same, also where a tag is there twice.
+    # The loader requires 4-byte alignment of the hwcaps array only, so arrays go first. Parsing and rendering a cache
+    # again gives the same bytes, also where a tag occurs twice.
     for tag, flags, content in sorted(sections, key=lambda s: (s[0] != _TAG_HWCAPS, s[0], s[1])):
         if tag == _TAG_HWCAPS:
             content = b"".join(struct.pack("<I", v[0] + shift) for v in struct.iter_unpack("<I", content))
@@ -206,7 +205,7 @@ def _rendered_sections(sections: Sequence[tuple[int, int, bytes]], at: int, shif
 
 
 def _number(text: bytes, at: int) -> tuple[int, int]:
-    """The decimal number at `at` and the index behind it; it wraps as the loader's `int` does, so it cannot grow."""
+    """The decimal number at `at` and the index behind it; wraps as the loader's `int` does, which also bounds it."""
     value = 0
     while at < len(text) and 48 <= text[at] <= 57:
         value = (value * 10 + text[at] - 48) & 0xFFFFFFFF
@@ -215,22 +214,22 @@ def _number(text: bytes, at: int) -> tuple[int, int]:
 
 
 def _common(left: bytes, right: bytes) -> int:
-    """How many bytes two texts begin with in common."""
+    """Length of the common prefix of two texts."""
     size = min(len(left), len(right))
     differs = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")
     return size - (differs.bit_length() + 7) // 8
 
 
 def _digits_before(text: bytes, at: int) -> int:
-    """Where the digits begin that end at `at`; `at` where there are none."""
+    """Start of the run of digits that ends at `at`; `at` when there is none."""
     while at and 48 <= text[at - 1] <= 57:
         at -= 1
     return at
 
 
 def compare_names(left: bytes, right: bytes) -> int:
-    """<0, 0, >0: the order of glibc's `_dl_cache_libcmp`. Runs of digits compare as numbers; a digit is above any
-    other."""
+    """<0, 0, >0: the order of glibc's `_dl_cache_libcmp`. Runs of digits compare as numbers; a digit sorts above any
+    other character."""
     i = j = _digits_before(left, _common(left, right))
     while i < len(left):
         a, b = left[i], right[j] if j < len(right) else 0
@@ -251,15 +250,15 @@ def compare_names(left: bytes, right: bytes) -> int:
 
 
 def _position(cache: Cache, entries: Entries, name: bytes, flags: int) -> int:
-    """Where a regular entry goes: behind all with a higher name or higher flags, and behind its own hwcaps variants."""
+    """Index for a regular entry: behind entries with a higher name or higher flags, and behind its hwcaps variants."""
     low, high = 0, len(entries)
     while low < high:
         middle = (low + high) // 2
         entry = entries[middle]
-        there = cache.text(entry.key)
-        if len(there) > _MAX_NAME:
-            raise MalformedCache(f"it has a name of {len(there)} bytes; at most {_MAX_NAME} are read")
-        order = compare_names(there, name) or entry.flags - flags or int(entry.hwcap != 0)
+        present = cache.text(entry.key)
+        if len(present) > _MAX_NAME:
+            raise MalformedCache(f"it has a name of {len(present)} bytes; at most {_MAX_NAME} are read")
+        order = compare_names(present, name) or entry.flags - flags or int(entry.hwcap != 0)
         if order > 0:
             low = middle + 1
         else:
@@ -272,15 +271,15 @@ def _is_regular(cache: Cache, entry: Entry, name: bytes, flags: int) -> bool:
 
 
 def extended(cache: Cache, additions: Iterable[LdEntry]) -> Cache:
-    """`cache` with `additions` in place: each replaces the regular entries of the same name and flags. Variants in
-    glibc-hwcaps directories stay: they are other files."""
+    """`cache` with `additions`: each replaces the regular entries of the same name and flags. Variants in glibc-hwcaps
+    directories stay: they are other files."""
     entries = cache.entries
     for flags, name, path in ((a.flags, a.soname.encode(), a.path.encode()) for a in additions):
         at = end = _position(cache, entries, name, flags)
         while end < len(entries) and _is_regular(cache, entries[end], name, flags):
             end += 1
         if end - at == 1 and cache.text(entries[at].value) == path:
-            continue  # as it should be already: a second start must not make the file grow
+            continue  # already there: a second start must not make the file grow
         key = len(cache.strings)
         added = _ENTRY.pack(flags, key, key + len(name) + 1, 0, 0)
         entries = Entries(entries.raw[: at * _ENTRY.size] + added + entries.raw[end * _ENTRY.size :])

@@ -1,7 +1,7 @@
-"""Going into a container's mount namespace and back, and what mountinfo says there.
+"""Enter a container's mount namespace and return, and parse mountinfo.
 
-The process is pinned by a pidfd before anything of its pid is believed: the namespace was opened while the process
-lived, so it is the container's even if the pid was given to another process since.
+A pidfd pins the process before any data read through its pid is used. The namespace was opened while that process
+lived, so it is the container's even if another process gets the pid later.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CGROUPS = " - cgroup"  # in the lines of cgroup and cgroup2
 
 
 def read_mounts(process: Union[str, int] = "self", containing: str = "") -> list[MountEntry]:
-    """The mount table of a process, or that behind a descriptor of `open_mounts`: those lines that contain a text. See
+    """The mount table of a process, or behind a descriptor of `open_mounts`; only lines that contain `containing`. See
     proc(5)."""
     entries = []
     for line in syscalls.lines_of(process if isinstance(process, int) else f"/proc/{process}/mountinfo"):
@@ -56,13 +56,13 @@ def read_mounts(process: Union[str, int] = "self", containing: str = "") -> list
 
 
 def open_mounts() -> int:
-    """A descriptor of the mount table of the namespace that this process is in now, wherever it is read."""
+    """A descriptor of the mount table of the current namespace; it stays valid in another namespace."""
     return os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def host_path(entry: MountEntry, host: int) -> str:
-    """Where the host sees what `entry` (of a container) shows; "" when the host has not mounted that file system.
-    When it has mounted only other parts of it, the path is one inside the file system, after its source. `host` is of
+    """Host path of the directory that `entry` (of a container) mounts; "" if the host has not mounted that file system.
+    If the host has mounted only other parts of it: "source:path inside the file system". `host` is a descriptor of
     `open_mounts`."""
     os.lseek(host, 0, os.SEEK_SET)
     lines = read_mounts(host, f" {entry.device} ")
@@ -75,8 +75,8 @@ def host_path(entry: MountEntry, host: int) -> str:
 
 
 def container_owner(pid: int) -> tuple[int, int]:
-    """(uid, gid) on the host of the container's root: what files that we create in its root must belong to. From within
-    the same user namespace (rootless podman's hooks) its root is ours; the map would name the user's ids outside."""
+    """(uid, gid) on the host of the container's root user, which must own files that gpushare creates in its root. In
+    the same user namespace (rootless podman's hooks) that is 0: the map has the ids outside the namespace."""
     ids = []
     if os.path.samestat(os.stat(f"/proc/{pid}/ns/user"), os.stat("/proc/self/ns/user")):
         return 0, 0
@@ -91,20 +91,20 @@ def container_owner(pid: int) -> tuple[int, int]:
 
 
 class Namespace:
-    """The mount namespace of process `pid`. `with` goes in and comes back; `close` lets go of all descriptors."""
+    """The mount namespace of process `pid`. `with` enters it and returns; `close` closes all descriptors."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._fds: list[int] = []
         try:
             self.pidfd = self._keep(syscalls.pidfd_open(pid))
-            self._theirs = self._open(f"/proc/{pid}/ns/mnt")
-            self._ours = self._open("/proc/self/ns/mnt")
+            self._container = self._open(f"/proc/{pid}/ns/mnt")
+            self._own = self._open("/proc/self/ns/mnt")
             self._root = self._open("/", os.O_PATH)
             self._cwd = self._open(".", os.O_PATH)
             self.owner = container_owner(pid)
             self.require_alive()
-            if os.path.samestat(os.fstat(self._theirs), os.fstat(self._ours)):
+            if os.path.samestat(os.fstat(self._container), os.fstat(self._own)):
                 raise KernelError(
                     f"process {pid} has no mount namespace of its own", 'add {"type": "mount"} to linux.namespaces'
                 )
@@ -122,29 +122,32 @@ class Namespace:
         return self._keep(os.open(path, flags | os.O_CLOEXEC))
 
     def require_alive(self) -> None:
-        """Raises when the pinned process is gone: what was read through its pid may then be another's."""
+        """Raise if the pinned process has exited: data read through its pid may then be another process's."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         if poll.poll(0):
-            raise KernelError(f"the container's process {self.pid} has exited", "see why the runtime's create failed")
+            raise KernelError(
+                f"the container's process {self.pid} has exited",
+                "see the engine's log: why did the runtime's create fail?",
+            )
 
     def is_ours(self) -> bool:
-        """Whether its mounts were made by those who may mount on this host: in a user namespace of his own everybody
-        may. Source: ioctl_ns(2), NS_GET_USERNS."""
+        """Whether its user namespace is ours, so that only users who may mount on this host made its mounts. In its own
+        user namespace every user may mount. Source: ioctl_ns(2), NS_GET_USERNS."""
         import fcntl
 
-        owner = fcntl.ioctl(self._theirs, 0xB701)
+        owner = fcntl.ioctl(self._container, 0xB701)
         try:
             return os.path.samestat(os.fstat(owner), os.stat("/proc/self/ns/user"))
         finally:
             os.close(owner)
 
     def __enter__(self) -> Namespace:
-        syscalls.setns(self._theirs, f"/proc/{self.pid}/ns/mnt")
+        syscalls.setns(self._container, f"/proc/{self.pid}/ns/mnt")
         return self
 
     def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
-        syscalls.setns(self._ours, "/proc/self/ns/mnt")  # this also moves root and cwd to the namespace's root
+        syscalls.setns(self._own, "/proc/self/ns/mnt")  # this also moves root and cwd to the namespace's root
         os.fchdir(self._root)
         os.chroot(".")
         os.fchdir(self._cwd)

@@ -1,7 +1,7 @@
-"""Who a process is: pid, start time and boot together (start path).
+"""Identify a process by pid, start time and boot (start path).
 
-A pid alone is reused. Field 22 of /proc/<pid>/stat (start time in clock ticks since boot) is kept over execve and never
-the same for two owners of one pid; the boot id tells one boot's numbers from another's. Source: proc(5).
+The kernel reuses pids. Field 22 of /proc/<pid>/stat (start time in clock ticks since boot) survives execve and differs
+between two processes that had the same pid in one boot. The boot id distinguishes boots. Source: proc(5).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..core.errors import KernelError
 from . import syscalls
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
-_DEAD_STATES = ("Z", "X", "x")  # a zombie holds no memory, no device and no mount, if it has no other threads
+_DEAD_STATES = ("Z", "X", "x")  # a zombie without other threads holds no memory, no device and no mount
 
 
 class Process(NamedTuple):
@@ -26,7 +26,7 @@ class Process(NamedTuple):
 
 
 def _read(path: str) -> bytes:
-    """A file of /proc; empty when its process is gone."""
+    """Read a file of /proc; empty when its process has exited."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -40,8 +40,8 @@ def _read(path: str) -> bytes:
 
 
 def parse_stat(line: bytes) -> Optional[Process]:
-    """A stat line. The name in parentheses is the process's own choice: it may hold spaces and `)`, so only the last
-    `)` ends it."""
+    """Parse a stat line. The process chooses the name in parentheses, and it may contain spaces and `)`, so only the
+    last `)` ends it."""
     head, found, tail = line.rpartition(b")")
     fields = tail.split()
     pid = head.partition(b" ")[0]
@@ -51,15 +51,15 @@ def parse_stat(line: bytes) -> Optional[Process]:
 
 
 def find(pid: int) -> Optional[Process]:
-    """The process with this pid now; None when there is none, or only a zombie of it. Where the first thread has ended
-    and others run on, the kernel shows a zombie too, but the process lives, and so does all that it holds."""
+    """The process with this pid now; None when there is none, or only a zombie. If only the first thread has ended, the
+    kernel also shows a zombie, but the process lives and keeps its resources."""
     process = parse_stat(_read(f"/proc/{pid}/stat")) if pid > 0 else None
     dead = process is not None and process.state in _DEAD_STATES and process.threads <= 1
     return None if dead else process
 
 
 def alive(pid: int, start: int) -> bool:
-    """True while the very process that had `pid` and `start` runs."""
+    """Whether the process with this `pid` and `start` still runs."""
     process = find(pid)
     return process is not None and process.start == start
 
@@ -73,12 +73,12 @@ def myself() -> Process:
 
 
 def boot_id() -> str:
-    """The kernel's name of this boot."""
+    """The id of this boot."""
     return _read(_BOOT_ID).decode("ascii", "replace").strip()
 
 
 def cgroup_of(pid: int) -> str:
-    """The cgroup path of a process, as the devices controller (v1) or the unified hierarchy sees it; "" when gone."""
+    """The process's cgroup path in the v1 devices hierarchy, else in the unified hierarchy; "" when it has exited."""
     paths = {}
     for line in _read(f"/proc/{pid}/cgroup").decode("utf-8", "surrogateescape").split("\n"):  # not at a \r in a name
         number, _, rest = line.partition(":")
@@ -89,7 +89,7 @@ def cgroup_of(pid: int) -> str:
 
 
 def is_first(pid: int) -> bool:
-    """Whether the process is the first of a pid namespace below ours. Source: NSpid in proc(5) status."""
+    """Whether the process is pid 1 of a pid namespace below ours. Source: NSpid in proc(5) status."""
     for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"NSpid:"):
             numbers = line.split()[1:]
@@ -98,9 +98,9 @@ def is_first(pid: int) -> bool:
 
 
 def pids_by_container_pid(cgroup: str) -> dict[int, int]:
-    """{pid as the process sees itself: pid on this host} of all processes in `cgroup` and below.
+    """{pid inside the container: pid on this host} of all processes in `cgroup` and below.
 
-    For people (inspect), not for decisions: a scan of /proc. Source: NSpid in proc(5) status, innermost namespace last.
+    A scan of /proc, only for display (inspect). Source: NSpid in proc(5) status, innermost namespace last.
     """
     found = {}
     for name in os.listdir("/proc"):

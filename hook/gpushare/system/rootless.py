@@ -1,12 +1,12 @@
-"""Who has no rights over this host, and where such a process keeps its state (start path).
+"""Detect rootless operation and find the state directory for it (start path).
 
-    is_rootless() -> bool     an ordinary user, also as "root" of a user namespace of his own (rootless podman)
-    give_away(file, owner)    makes a uid without processes the owner of a file
-    require_mounts()          raises when he is not root even of such a namespace: then nothing can be mounted
-    state_dir()   -> str      where state is when nobody names a directory
+    is_rootless() -> bool     an ordinary user, also as "root" of its own user namespace (rootless podman)
+    give_away(file, owner)    make a uid without processes the owner of a file
+    require_mounts()          raise unless the process may mount: root, or root of such a namespace
+    state_dir()   -> str      the default state directory
 
-Rootless is cooperative: the state is the user's own files, in a plain directory, so nobody counts what other users
-hold; there is no device cgroup; whoever started a program could also have started it without us.
+Rootless is cooperative. The state is the user's own files in a plain directory, so shares of other users are not
+counted. There is no device cgroup. The user could also have started the program without gpushare.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ from . import syscalls
 
 _RUN = os.path.dirname(constants.STATE_DIR)
 _WHOLE_MAP = ["0", "0", "4294967295"]  # uid_map of the initial user namespace; user_namespaces(7)
-COOPERATIVE = "rootless, so cooperative only: no device cgroup, and what other users hold is not counted"
+COOPERATIVE = "rootless, so cooperative only: no device cgroup, and shares of other users are not counted"
 
 
 def is_rootless() -> bool:
-    """One access(2) for root. Who may write to /run is root of this host or of a whole machine-like container; root
-    on a host with a read-only /run gets an error that says so."""
+    """Whether this process lacks root rights on this host. For root this costs one access(2): a process that may write
+    to /run is root of this host or of a whole machine-like container. Root on a host with a read-only /run gets an
+    error later that reports it."""
     if os.access(_RUN, os.W_OK):
         return False
     return os.geteuid() != 0 or _uid_map() != _WHOLE_MAP
 
 
 def give_away(file: Union[int, str], owner: int) -> None:
-    """Makes a uid that has no process the owner of a file or descriptor, where this process may. Raises OSError."""
+    """Make a uid that has no process the owner of a file or descriptor, unless rootless. Raises OSError."""
     if not is_rootless():
         try:
             os.chown(file, owner, owner)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a host in a user namespace, which does not have that uid
+            if error.errno != errno.EINVAL:  # EINVAL: the host is in a user namespace without that uid
                 raise
 
 
 def require_mounts() -> None:
-    """For a container: rootless podman calls hooks and runtimes in its user namespace, a bare runc calls them outside
-    of the container's. Raises KernelError."""
+    """Raise KernelError if this process may not change a container's mounts. Rootless podman calls hooks and runtimes
+    in its user namespace, but a bare runc calls them outside of the container's."""
     if os.geteuid() != 0 and is_rootless():
         raise KernelError(
-            f"user {os.geteuid()} has no rights over the mounts of containers that he starts this way",
-            "use rootless podman or `gpushare run`, or be root",
+            f"user {os.geteuid()} may not change the mounts of a container that is started this way",
+            "use rootless podman or `gpushare run`, or run as root",
         )
 
 
 def _uid_map() -> list[str]:
-    """The first line of this process's map: inside, outside, count. Rootless podman has its user there."""
+    """The first line of this process's map: inside, outside, count. Rootless podman maps its user there."""
     try:
         return syscalls.lines_of("/proc/self/uid_map")[0].split()
     except (OSError, IndexError):
@@ -61,11 +62,11 @@ def _uid_map() -> list[str]:
 
 
 def state_dir() -> str:
-    """/run/gpushare; for a user `gpushare` in the runtime directory of his session. Only looked up here: whether it can
-    be used is found out by `storage.prepare`, since a container that asks for nothing needs none."""
+    """/run/gpushare; for a user, `gpushare` in the runtime directory of the user's session. `storage.prepare` checks
+    later whether it is usable: a container without a request needs no state directory."""
     if not is_rootless():
         return constants.STATE_DIR
-    inside, outside, count = (int(word) for word in _uid_map())
+    inside, outside, count = (int(field) for field in _uid_map())
     uid = os.geteuid()
     real_uid = uid - inside + outside if inside <= uid < inside + count else uid
     named = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -74,7 +75,7 @@ def state_dir() -> str:
 
 
 def _is_own_directory(path: str) -> bool:
-    """Whether nobody else can write there."""
+    """Whether only this user can write there."""
     try:
         status = os.stat(path)
     except OSError:
@@ -83,5 +84,5 @@ def _is_own_directory(path: str) -> bool:
 
 
 def hint() -> str:
-    """What to do when the state directory cannot be used."""
+    """The hint for a state directory that cannot be used."""
     return "set XDG_RUNTIME_DIR to a directory of yours, or run as root" if is_rootless() else "run as root"

@@ -1,6 +1,6 @@
-"""Telling systemd that a unit of Type=notify has come up, sd_notify(3). Not on the start path.
+"""Report to systemd that a unit of Type=notify is up, sd_notify(3). Not on the start path.
 
-tell(pid, status)    to whoever started us that way; nothing otherwise
+tell(pid, status)    send the report; does nothing in a process that systemd did not start so
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _VARIABLE = "NOTIFY_SOCKET"
 
 
 def tell(pid: int, status: str) -> None:
-    """The unit is up, and its process is `pid`, which need not be a child of ours. Raises KernelError: a start that
-    systemd does not hear of is one that it ends."""
+    """Report that the unit is up with main process `pid`, which need not be our child. Raises KernelError, because
+    systemd ends a start that is not reported."""
     path = os.environ.get(_VARIABLE, "")
     if not path:
         return
     text = f"READY=1\nMAINPID={pid}\nSTATUS={status}"
     address = "\0" + path[1:] if path.startswith("@") else path
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told:
-            told.sendto(text.encode(), address)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
+            notify.sendto(text.encode(), address)
     except (OSError, ValueError) as error:
         raise KernelError(f"{_VARIABLE} {shown(path)}: {error}") from None

@@ -1,4 +1,4 @@
-"""The usual end of what serves: SIGTERM."""
+"""Wait for SIGTERM in a program that serves until it is stopped."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def readable() -> Iterator[int]:
-    """A descriptor to select on: there is something to read once SIGTERM came. For the main thread.
+    """A descriptor to select on, readable once SIGTERM has arrived. For the main thread.
 
-    Python's handlers run in the main thread, and a signal that another thread took does not wake that from a select:
-    so it is the interpreter that writes, in whichever thread it was (signal.set_wakeup_fd).
+    Python's handlers run in the main thread, but a signal that another thread receives does not interrupt its select.
+    Therefore the interpreter writes to the descriptor, in the thread that receives it (signal.set_wakeup_fd).
     """
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     before = signal.signal(signal.SIGTERM, lambda *_: None)

@@ -1,9 +1,8 @@
-"""Linux system calls that Python does not have, as thin functions. The only module that imports ctypes (start path),
-or rather the module in C behind it: the rest of ctypes takes 1 ms to load.
+"""Thin wrappers for Linux system calls that Python lacks (start path).
 
-Every function raises `SyscallError`, a `KernelError` that names the call, the path (or what the descriptor stands for)
-and the kernel's reason. Nothing here decides anything. Sources: the manual pages of each call; numbers from the
-kernel's tables.
+The only module that uses ctypes. It imports the C module behind it, because the rest of ctypes takes 1 ms to load.
+Every function raises `SyscallError`, a `KernelError` that names the call, the path (or the meaning of the descriptor)
+and the kernel's reason. No function makes decisions. Sources: the manual pages; numbers from the kernel's tables.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_IN_ROOT = 0x10
 MOUNT_ATTR_IDMAP = 0x100000  # set once, on a detached mount, with the user namespace that maps
-RESOLVE_CACHED = 0x20  # Linux 5.12: fails with EAGAIN where a file system would have to be asked
+RESOLVE_CACHED = 0x20  # Linux 5.12: fails with EAGAIN if the look-up is not in the kernel's cache
 
 OPEN_TREE_CLONE = 1
 OPEN_TREE_CLOEXEC = os.O_CLOEXEC
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     _syscall: Any
 
     def _function(name: str) -> Any:
-        """A function of the C library that returns an int, and errno apart."""
+        """A function of the C library that returns an int and saves errno separately."""
 else:
     Memory = Any
     try:
@@ -99,7 +98,7 @@ else:
 
         def _function(name):
             return _IntFunction(dlsym(_handle, name))
-    except (ImportError, AttributeError, TypeError):  # a Python that has it otherwise
+    except (ImportError, AttributeError, TypeError):  # a Python with another _ctypes
         from ctypes import CDLL
         from ctypes import addressof as _addressof
         from ctypes import c_char as _Char
@@ -115,7 +114,7 @@ Arg = Union[int, bytes, Memory, None]
 
 
 class SyscallError(KernelError):
-    """A system call failed. `errno` lets a caller accept one reason and pass on the others."""
+    """A system call failed. `errno` lets a caller handle one reason and raise the rest."""
 
     def __init__(self, call: str, path: str, errno: int, hint: str = "") -> None:
         super().__init__("", hint or EXHAUSTED.get(errno, ""))
@@ -125,7 +124,7 @@ class SyscallError(KernelError):
 
     @property
     def message(self) -> str:
-        """Put together when somebody wants to read it: most of these only say that a path is not there."""
+        """The message, built on first use: most of these errors only report a missing path and are never shown."""
         return self._message or f"{self.call} {shown(self.path)}: {os.strerror(self.errno)}"
 
     @message.setter
@@ -134,7 +133,7 @@ class SyscallError(KernelError):
 
 
 def from_os_error(error: OSError, call: str, path: str) -> SyscallError:
-    """An OSError of the `os` module as the error that this program reports."""
+    """Convert an OSError of the `os` module to a SyscallError."""
     return SyscallError(call, path, error.errno or 0)
 
 
@@ -156,18 +155,18 @@ def _libc_call(name: str, path: str, *arguments: Arg) -> int:
     return result
 
 
-_OPENAT2_LONG, _HOW_SIZE = _Long(_OPENAT2), _Long(24)  # the call of which a start makes a hundred
+_OPENAT2_LONG, _HOW_SIZE = _Long(_OPENAT2), _Long(24)  # made once: a start calls openat2 a hundred times
 
 
 def _u64s(*values: int) -> bytes:
     return b"".join(v.to_bytes(8, "little") for v in values)
 
 
-_hows: dict[tuple[int, int, int], bytes] = {}  # struct open_how of the few kinds of look-up that there are
+_hows: dict[tuple[int, int, int], bytes] = {}  # struct open_how of each kind of look-up; there are few
 
 
 def openat2(dir_fd: int, path: str, flags: int, mode: int = 0, resolve: int = 0) -> int:
-    """A new close-on-exec descriptor; raises with ENOSYS before Linux 5.6."""
+    """Open a file; return a close-on-exec descriptor. Raises with ENOSYS before Linux 5.6."""
     kind = flags, mode, resolve
     how = _hows.get(kind)
     if how is None:
@@ -179,13 +178,13 @@ def openat2(dir_fd: int, path: str, flags: int, mode: int = 0, resolve: int = 0)
 
 
 def open_tree(path: str, recursive: bool = False, dir_fd: int = AT_FDCWD) -> int:
-    """A detached copy of the mount that `path` (or, when it is "", `dir_fd`) is on; it vanishes with its descriptor."""
+    """A detached copy of the mount of `path` (of `dir_fd` if `path` is ""); it vanishes with its descriptor."""
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (AT_RECURSIVE if recursive else 0) | (0 if path else AT_EMPTY_PATH)
     return _call("open_tree", path or f"fd {dir_fd}", _OPEN_TREE, dir_fd, os.fsencode(path), flags)
 
 
 def open_tree_mapped(dir_fd: int, what: str) -> int:
-    """As `open_tree` of a descriptor, with every owner as the file system has it, whatever the id map of the mount.
+    """`open_tree` of a descriptor, without the mount's id map: files have the owners of the file system itself.
     Raises with ENOSYS before Linux 6.15."""
     attr = _u64s(0, MOUNT_ATTR_IDMAP, 0, 0)
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_EMPTY_PATH
@@ -195,14 +194,14 @@ def open_tree_mapped(dir_fd: int, what: str) -> int:
 def mount_setattr(
     fd: int, set_: int, propagation: int, what: str, clear: int = 0, recursive: bool = False, userns: int = 0
 ) -> None:
-    """Sets attributes and propagation of the mount whose root is `fd`. `userns`: the user namespace of an id map."""
+    """Set attributes and propagation of the mount whose root is `fd`. `userns`: the user namespace of an id map."""
     attr = _u64s(set_, clear, propagation, userns)
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
     _call("mount_setattr", what, _MOUNT_SETATTR, fd, b"", flags, attr, len(attr))
 
 
 def move_mount(mount_fd: int, target_fd: int, what: str) -> None:
-    """Attaches a detached mount on the very inode that `target_fd` (O_PATH) names; no path is looked up."""
+    """Attach a detached mount on the inode that `target_fd` (O_PATH) names; no path is looked up."""
     flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
     _call("move_mount", what, _MOVE_MOUNT, mount_fd, b"", target_fd, b"", flags)
 
@@ -222,7 +221,7 @@ def umount(path: str, flags: int = MNT_DETACH) -> None:
 
 
 def unshare(kinds: int, what: str) -> None:
-    """New namespaces for this process, which must have one thread."""
+    """Move this process, which must have one thread, into new namespaces."""
     _libc_call("unshare", what, kinds)
 
 
@@ -231,12 +230,12 @@ def setns(fd: int, what: str, kind: int = CLONE_NEWNS) -> None:
 
 
 def pidfd_open(pid: int) -> int:
-    """A descriptor that stands for this very process, whoever has the number later."""
+    """A descriptor of the process that has this pid now, even if the pid is reused later."""
     return _call("pidfd_open", f"pid {pid}", _PIDFD_OPEN, pid, 0)
 
 
 def connect_datagram(path: str) -> int:
-    """A close-on-exec descriptor for datagrams to the Unix socket at `path`; writing to it never waits."""
+    """A close-on-exec, non-blocking descriptor for datagrams to the Unix socket at `path`."""
     flags = 2 | os.O_CLOEXEC | os.O_NONBLOCK  # SOCK_DGRAM; SOCK_CLOEXEC and SOCK_NONBLOCK are these flags of open
     fd = _libc_call("socket", path, 1, flags, 0)  # 1: AF_UNIX
     address = (1).to_bytes(2, sys.byteorder) + os.fsencode(path) + b"\0"
@@ -251,12 +250,12 @@ def connect_datagram(path: str) -> int:
 
 
 def detached_tmpfs(options: dict[str, str], attributes: int, what: str) -> int:
-    """A new tmpfs that is mounted nowhere yet. `options` as in tmpfs(5): size, nr_inodes, mode."""
+    """A new, detached tmpfs. `options` as in tmpfs(5): size, nr_inodes, mode."""
     return _detached("tmpfs", options, attributes, what)
 
 
 def detached_overlay(lower: str, upper: str, work: str) -> int:
-    """An overlay over the directory `lower` that is mounted nowhere yet; see the kernel's filesystems/overlayfs.rst."""
+    """A new, detached overlay over the directory `lower`; see the kernel's filesystems/overlayfs.rst."""
     lower = lower.replace("\\", "\\\\").replace(":", "\\:")
     return _detached("overlay", {"lowerdir": lower, "upperdir": upper, "workdir": work}, 0, lower)
 
@@ -280,8 +279,8 @@ def filesystem_magic(fd: int) -> int:
 
 
 def lines_of(file: Union[str, int]) -> list[str]:
-    """Those of a file of /proc, by its path or a descriptor, without their ends. A carriage return is part of a line.
-    Raises OSError. open() would take as long as all that is done with them."""
+    """Lines of a file of /proc, by path or descriptor, without line ends. A carriage return is part of a line.
+    Raises OSError. Does not use open(), which takes as long as parsing the lines."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC) if isinstance(file, str) else file
     parts = []
     try:
@@ -307,14 +306,14 @@ def address(memory: Memory) -> int:
 
 
 def exchange(first: str, second: str) -> None:
-    """Each of the two files gets the other's name, in one step. Raises SyscallError; not every file system can."""
+    """Swap the names of two files atomically. Raises SyscallError; not every file system supports it."""
     names = os.fsencode(first), os.fsencode(second)
     _call("renameat2", second, _RENAMEAT2, AT_FDCWD, names[0], AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
 
 def futex_wake(mapping: Any, at: int) -> int:
-    """Wakes all processes that wait on the word at `at` of a file that `mapping` (mmap.mmap, writable, shared) maps,
-    wherever they have it mapped; how many. A full memory barrier, too."""
+    """Wake all processes that wait on the 32-bit word at `at` of a file, wherever they map it; return their number.
+    `mapping` is a writable, shared mmap.mmap of the file. Also a full memory barrier."""
     if _FUTEX < 0:
         raise KernelError(f"futex: no system call number for {shown(os.uname().machine)}")
     word = _Char.from_buffer(mapping, at)
@@ -327,7 +326,7 @@ def bpf(command: int, attr: Memory, what: str) -> int:
 
 
 def try_setxattr(path: str, name: str) -> None:
-    """Sets an extended attribute where that can be: not for users, nor on every file system."""
+    """Set an extended attribute if possible: ordinary users may not, and some file systems have none."""
     try:
         os.setxattr(path, name, b"1")
     except OSError:

@@ -1,5 +1,5 @@
-/* shim/core/region.c, quota.c and share.c: both files with anything in them, corrupted while
- * they are in use. Until the target corrupts the usage file, all figures must be right. */
+/* shim/core/region.c, quota.c and exports.c: both files with any content, corrupted while they are
+ * in use. Until the target corrupts the usage file, all figures must be right. */
 #include "../../../shim/core/region.c"
 
 #include "fuzz.h"

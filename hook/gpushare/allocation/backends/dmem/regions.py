@@ -2,24 +2,24 @@
 
     unsupported(device, inventory) -> reason | None
     ops(shares, inventory, folder) -> ops           one KernelLimit for each share
-    hold(pid, limits)              -> undo          the container's cgroup has them, written and read back
-    change(folder, before, after)                   the same for one that runs; needs no process
+    hold(pid, limits)              -> undo          write the limits of the container's cgroup and read them back
+    change(folder, before, after)                   the same for a running container; needs no process
 
 A region is a device's memory, named by its PCI address: `nvidia/0000:01:00.0/vidmem` in dmem.capacity of the root
-cgroup. dmem.max of a container's cgroup is what it may have in all, whatever makes the allocation; dmem.min, the same
-figure, says that all of it is promised, so that MPS does not pick the container when memory is short. One region for
-each write: newer kernels take no more.
+cgroup. dmem.max of a container's cgroup limits all of its allocations, however they are made. dmem.min has the same
+value: all of the memory is promised, so that MPS does not select the container when memory is short. Newer kernels
+accept one region a write.
 
-Where the kernel has no such controller, a driver of 615 and later counts by itself for each cgroup, and is told through
-NVML (nvmllimits.py): no regions then, and nothing in config.json.
+If the kernel has no such controller, a driver of 615 or later accounts for each cgroup itself and gets the limit
+through NVML (nvmllimits.py); then there are no regions, and config.json has nothing.
 
-containers/<id>/dmem says which cgroup and regions a container has. A simulated driver root has its cgroup tree below
-sys/fs/cgroup: plain files.
+containers/<id>/dmem records the cgroup and the regions of a container. A simulated driver root has a cgroup tree of
+plain files below sys/fs/cgroup.
 
 Source: Linux 6.14, Documentation/admin-guide/cgroup-v2.rst, "DMEM", and kernel/cgroup/dmem.c; NVIDIA, "MPS v3 Memory
 Partitioning" (driver 615, CUDA 13.4), which has no regions for MIG devices and counts no managed memory. There NVIDIA
-asks for limits to be set through NVML, since that also raises dmem.min of the cgroups above: a promise that the kernel
-keeps. We promise nothing there: the sum of what is granted is kept below what there is by the leases.
+recommends to set limits through NVML, since that also raises dmem.min of the parent cgroups, a promise that the kernel
+keeps. gpushare promises nothing there: leases keep the sum of all grants below the device's memory.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _require_own(directory: str, pid: int) -> None:
 
 
 def _put(held: Held, uuid: str, limit_bytes: Optional[int]) -> None:
-    """None: no limit. Raises KernelError, DeviceError, and CapacityError where more is in use now."""
+    """Set a limit; None: no limit. Raise KernelError, DeviceError, or CapacityError if more is in use now."""
     if held.library:
         from ....gpu import nvmllimits
 
@@ -216,7 +216,7 @@ def _write(directory: str, region: str, limit_bytes: Optional[int]) -> None:
                 "write +dmem to cgroup.subtree_control of the cgroups above, or set policy.allowed_backends to shim",
             ) from None
         except OSError as error:
-            if error.errno == errno.EBUSY:  #: newer kernels refuse a limit below what is in use
+            if error.errno == errno.EBUSY:  # newer kernels refuse a limit below the current use
                 raise CapacityError(f"{shown(path)}: more than {shown(text)} is in use", "free it first") from None
             raise syscalls.from_os_error(error, "write", path) from None
         if limit_bytes is not None and name == MAX:
@@ -224,7 +224,7 @@ def _write(directory: str, region: str, limit_bytes: Optional[int]) -> None:
 
 
 def _require(path: str, region: str, limit_bytes: int) -> None:
-    """The kernel rounds to pages, never up."""
+    """Check the limit as read back. The kernel rounds down to pages."""
     for line in (_read(path) or "").splitlines():
         name, _, value = line.partition(" ")
         if name == region and value.strip().isdigit() and int(value) <= limit_bytes:
@@ -233,8 +233,8 @@ def _require(path: str, region: str, limit_bytes: int) -> None:
 
 
 def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None:
-    """Other limits for a container that runs; `before` empty: all of them anew. Raises KernelError and CapacityError,
-    with nothing changed."""
+    """Change the limits of a running container; `before` empty: write all of them. Raise KernelError or
+    CapacityError; then nothing has changed."""
     record = f"{folder}/{RECORD}"
     pairs = zip(before or (new._replace(memory_limit_bytes=-1) for new in after), after)
     changed = [(old, new) for old, new in pairs if old.memory_limit_bytes != new.memory_limit_bytes]
@@ -255,5 +255,5 @@ def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None
             try:
                 _put(held, uuid, size)
             except GpushareError:
-                pass  # the first error is the one that counts; the shim has the limits of before
+                pass  # the first error counts; the shim keeps the previous limits
         raise

@@ -35,8 +35,8 @@ NAME, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
 DEADLINE_S = 10.0
 GIB, MIB = 1 << 30, 1 << 20
 _PEERCRED = struct.Struct("3i")
-_NAME_OF_OURS = "gpushare"  # of protocol 3: servers have names there, and ours serves whoever has its directory
-DEVICE = "0"  # as the daemon counts: it sees this device only
+_NAME_OF_OURS = "gpushare"  # protocol 3 gives servers names; this one serves all clients of its directory
+DEVICE = "0"  # as the daemon counts: it sees only this device
 PROTOCOL_VARIABLE = "CUDA_MPS_PROTOCOL_VERSION"
 _MULTIUSER = re.compile(r"(?<![\w-])(--?multiuser(?:-server)?)(?![\w-])")
 _PROTOCOL = re.compile(r"(?<![\w-])(--protocol)(?![\w-])")
@@ -51,7 +51,7 @@ class Commands(NamedTuple):
     get_percent: str
     set_memory: str
     get_memory: str
-    set_server_percent: str  # "": a server has none of its own
+    set_server_percent: str  # "": servers have no limit of their own
     get_server_percent: str
     set_server_memory: str
     servers: str
@@ -93,7 +93,7 @@ COMMANDS = {
 
 
 def protocol_in(words: Sequence[str], env: Mapping[str, str]) -> int:
-    """Of a daemon's command line and environment, of which the latter counts."""
+    """Return the protocol of a daemon with this command line and environment; the environment wins."""
     said = env.get(PROTOCOL_VARIABLE) or next(
         (value for option, value in zip(words, words[1:]) if option in ("-p", "--protocol")), ""
     )
@@ -101,7 +101,7 @@ def protocol_in(words: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def several_users(help_text: str) -> tuple[str, ...]:
-    """Protocol 3 where the program has that, as its several users are documented there."""
+    """Return the options for several users, with protocol 3 if the program has it, as documented there."""
     found = _MULTIUSER.search(help_text)
     if not found:
         return ()
@@ -109,7 +109,7 @@ def several_users(help_text: str) -> tuple[str, ...]:
 
 
 def percent_in(text: str) -> Optional[float]:
-    """A percentage as either protocol prints it; None for a message."""
+    """Parse a percentage as either protocol prints it; None for a message."""
     try:
         return float(text.removesuffix("%"))
     except ValueError:
@@ -117,7 +117,7 @@ def percent_in(text: str) -> Optional[float]:
 
 
 def pids_in(text: str) -> tuple[int, ...]:
-    """A pid at the beginning of each line; () where a message says that there is none."""
+    """Parse the pid at the beginning of each line; () for a message that there is none."""
     firsts = (re.split(r"[\s,]", line, maxsplit=1)[0] for line in text.splitlines())
     return tuple(int(word) for word in firsts if word.isascii() and word.isdigit())
 
@@ -130,7 +130,7 @@ class Daemon(NamedTuple):
 
 
 class Control(NamedTuple):
-    """One daemon: its program, its pipe directory, the environment that program needs, and how it is spoken to."""
+    """One daemon: its program, its pipe directory, the environment of the program, and the protocol."""
 
     program: str
     pipe: str
@@ -142,7 +142,7 @@ class Control(NamedTuple):
         return COMMANDS[self.protocol]
 
     def ask(self, command: str, deadline_s: float = DEADLINE_S) -> str:
-        """The answer, without white space around it. Raises DeviceError when the daemon is gone or does not answer."""
+        """Return the output, stripped. Raise DeviceError if the daemon is gone or does not answer."""
         try:
             done = subprocess.run(
                 [self.program, *(command.split() if self.protocol == 3 else ())],
@@ -166,12 +166,12 @@ class Control(NamedTuple):
         return done.stdout.strip()
 
     def numbers(self, command: str) -> tuple[int, ...]:
-        """Its answer when that is a list of pids; () where it says that there is none."""
+        """Return the pids in the output; () if there is none."""
         return pids_in(self.ask(command))
 
 
 def program(root: str) -> Optional[str]:
-    """The host path of the control program of the driver in `root`."""
+    """Return the host path of the control program of the driver in `root`; None if it has none."""
     for directory in PROGRAM_DIRS:
         found = driverroot.in_root(root, f"{directory}/{NAME}")
         if found is not None and os.access(found, os.X_OK):
@@ -180,8 +180,8 @@ def program(root: str) -> Optional[str]:
 
 
 def environment(host: Node, program: str) -> dict[str, str]:
-    """Nothing of ours. The server is found by PATH, and its libcuda by the loader, or where the driver is elsewhere by
-    LD_LIBRARY_PATH."""
+    """Return an environment with nothing of gpushare's. PATH leads to the server, and LD_LIBRARY_PATH to its libcuda
+    if the driver is not in the usual place."""
     root = host.inventory.root.rstrip("/")
     env = {"PATH": ":".join([os.path.dirname(program), *(f"{root}/{one}" for one in PROGRAM_DIRS)])}
     if root:
@@ -189,13 +189,13 @@ def environment(host: Node, program: str) -> dict[str, str]:
 
         library = driverfiles.cuda_library(host.inventory.root, host.inventory.driver_version)
         env["LD_LIBRARY_PATH"] = os.path.dirname(library)
-        env["PATH"] += ":/usr/sbin:/usr/bin:/sbin:/bin"  # of a program that is a script
+        env["PATH"] += ":/usr/sbin:/usr/bin:/sbin:/bin"  # the program may be a script
     return env
 
 
 def listening(pipe: str) -> Optional[Daemon]:
-    """Who accepts connections at `pipe`/control; None when nobody does. A path may be longer than a socket address has
-    room for, so it is reached by a descriptor."""
+    """Return the process that accepts connections at `pipe`/control, if any. The path may be longer than a socket
+    address, so connect through a descriptor."""
     try:
         fd = os.open(pipe, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -214,20 +214,21 @@ def listening(pipe: str) -> Optional[Daemon]:
 
 
 def memory_text(size_bytes: int) -> str:
-    """A limit that is not below `size_bytes`, as the daemon takes it and prints it again."""
+    """Return a limit of at least `size_bytes` in the form that the daemon accepts and prints."""
     if size_bytes >= GIB:
         return f"{-(-size_bytes // GIB)}G"
     return f"{max(1, -(-size_bytes // MIB))}M"
 
 
 def max_clients(driver_version: str) -> int:
-    """Processes that one server takes. Source: NVIDIA's documentation, 48 since Volta, 60 since driver 580."""
+    """Return how many processes one server accepts. Source: NVIDIA's documentation, 48 since Volta, 60 since driver
+    580."""
     major = driver_version.partition(".")[0]
     return 60 if major.isdigit() and int(major) >= 580 else 48
 
 
 def protocol_of(pid: int) -> int:
-    """The protocol of a daemon that runs; 2 where nobody can say."""
+    """Return the protocol of a running daemon; 2 if /proc does not tell."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as words, open(f"/proc/{pid}/environ", "rb") as environ:
             pairs = (entry.partition("=") for entry in os.fsdecode(environ.read()).split("\0"))
@@ -237,8 +238,8 @@ def protocol_of(pid: int) -> int:
 
 
 def put_limits(control: Control, percent: int, memory_bytes: int) -> None:
-    """Sets both, and reads them back with the daemon's own commands; `memory_bytes` 0: no limit. Also of servers that
-    an adopted daemon has, which keep what they began with. Raises DeviceError."""
+    """Set both limits and read them back with the daemon's own commands; `memory_bytes` 0: no limit. Also set those
+    of running servers of an adopted daemon, which keep their first values otherwise. Raise DeviceError."""
     words, memory = control.commands, memory_text(memory_bytes)
     if words.prepare and not _servers(control):
         for command in words.prepare:
@@ -255,16 +256,16 @@ def put_limits(control: Control, percent: int, memory_bytes: int) -> None:
         if memory_bytes:
             control.ask(words.set_server_memory.format(memory, server=server))
         said = control.ask(words.get_server_percent.format(server=server))
-        if server in _servers(control):  # it has not ended meanwhile
+        if server in _servers(control):  # it has not exited meanwhile
             _require_percent(percent, said)
 
 
 def _servers(control: Control) -> tuple[int, ...]:
-    """() where a message says that there is none."""
+    """Return the pids of the servers; () if there is none."""
     try:
         return control.numbers(control.commands.servers)
     except DeviceError:
-        if control.protocol == 2:  # which has no such message: nobody answers
+        if control.protocol == 2:  # protocol 2 has no such message: the daemon does not answer
             raise
         return ()
 

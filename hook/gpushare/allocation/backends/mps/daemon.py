@@ -1,12 +1,12 @@
-"""Starting and stopping MPS on a device. Not on the start path.
+"""Start and stop the MPS daemon of a device. Not on the start path.
 
-    start(host, device, wish)          -> Started     runs or adopts the daemon, sets its limits, then offers it
-    stop(host, uuid, force)            -> bool        False: there was none
+    start(host, device, settings)      -> Started     start or adopt the daemon, set its limits, then offer it
+    stop(host, uuid, force)            -> bool        end the daemon; False: there was none
 
-mps/<uuid>/ of the state directory: pipe/ and log/ are the daemon's, shm/ is its /dev/shm (a tmpfs of its own, which its
-containers share), share/ is what containers see, `pid` is for systemd, and `ready` says that all of it is true. A start
-makes them in this order and a stop takes them away in the other. Whatever of them is there while no daemon listens is
-of one that died, and goes. `lock` orders starts and stops of one device.
+In mps/<uuid>/ of the state directory, pipe/ and log/ belong to the daemon. shm/ is its /dev/shm, a tmpfs that its
+containers share. share/ is mounted into containers, `pid` is for systemd, and `ready` marks a complete daemon. A start
+creates them in this order, a stop removes them in reverse. If no daemon listens, they are left from one that died, and
+are removed. `lock` orders starts and stops of one device.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _SHARED = ("control", "log")  # of pipe/: see state.py
 
 
 class DaemonSettings(NamedTuple):
-    """What is asked of a daemon. None: as much as policy lets one container have."""
+    """The settings of a daemon. None: as much as policy allows one container."""
 
     thread_percent: int
     memory_bytes: int  # 0: no limit, where the device's size is not known
-    uid: int  # mps.ANY_UID: everybody
+    uid: int  # mps.ANY_UID: all users
     shm: str  # mps.SHM_*
 
 
 class Started(NamedTuple):
-    """`how`: started, adopted (it listened already), running (all was as asked)."""
+    """`how`: started, adopted (it listened already), running (it had these settings)."""
 
     how: str
     state: mps.MpsState
 
 
-def start(host: Node, device: Device, wish: DaemonSettings) -> Started:
-    """Raises GpushareError, with no daemon of ours left that nobody knows of."""
+def start(host: Node, device: Device, settings: DaemonSettings) -> Started:
+    """Start the daemon, or adopt one that listens already. Raise GpushareError; then no unknown daemon is left."""
     require_root()
     if device.parent:
         raise RequestError(f"{device.uuid} is a MIG device: MPS is started for whole GPUs here", "name the GPU")
@@ -68,28 +68,28 @@ def start(host: Node, device: Device, wish: DaemonSettings) -> Started:
     storage.prepare(host.config.state_dir)
     os.makedirs(os.path.dirname(folder), 0o755, exist_ok=True)
     with _locked(folder):
-        os.makedirs(folder, 0o700, exist_ok=True)  # a stop that we waited for has taken it away
-        return _start(host, device, wish, folder, program)
+        os.makedirs(folder, 0o700, exist_ok=True)  # a concurrent stop may have removed it
+        return _start(host, device, settings, folder, program)
 
 
 def require_root() -> None:
-    """Of others' daemons nothing can be said. Raises RequestError."""
+    """Raise RequestError for a rootless user, who cannot see daemons of other users."""
     if rootless.is_rootless():
         raise RequestError("MPS for containers needs root", "run as root")
 
 
-def _start(host: Node, device: Device, wish: DaemonSettings, folder: str, program: str) -> Started:
+def _start(host: Node, device: Device, settings: DaemonSettings, folder: str, program: str) -> Started:
     control = Control(program, f"{folder}/pipe", mps_control.environment(host, program))
-    extra = _options(control, wish)
+    extra = _options(control, settings)
     control = control._replace(protocol=mps_control.protocol_in(extra, {}))
     found = mps.state(device.uuid, host.config.state_dir)
     if not found.problem:
-        _require_same(found, host, wish, program, device.uuid)
+        _require_same(found, host, settings, program, device.uuid)
         if mps_control.listening(control.pipe) is None:
             stop_it = f"`gpushare mps stop --device {device.uuid}`, then start"
             raise DeviceError(f"the MPS daemon on {device.uuid} (pid {found.pid}) runs and listens no more", stop_it)
         mps_control.put_limits(
-            control, wish.thread_percent, wish.memory_bytes
+            control, settings.thread_percent, settings.memory_bytes
         )  # whoever connects can have changed them
         return Started("running", found)
     _forget(folder)
@@ -98,21 +98,21 @@ def _start(host: Node, device: Device, wish: DaemonSettings, folder: str, progra
     if daemon is None:
         _end_orphans(control.pipe)
         _clear(folder)
-        daemon = _launch(control, folder, device, wish, extra)
+        daemon = _launch(control, folder, device, settings, extra)
     else:
-        _require_adoptable(daemon, device, wish, folder, extra)
+        _require_adoptable(daemon, device, settings, folder, extra)
     try:
-        _open_to(folder, wish.uid)
-        mps_control.put_limits(control, wish.thread_percent, wish.memory_bytes)
-        return Started(how, _offer(host, device, wish, folder, control, daemon.pid))
+        _open_to(folder, settings.uid)
+        mps_control.put_limits(control, settings.thread_percent, settings.memory_bytes)
+        return Started(how, _offer(host, device, settings, folder, control, daemon.pid))
     except BaseException:
         end(control, daemon.pid)
         raise
 
 
-def _options(control: Control, wish: DaemonSettings) -> tuple[str, ...]:
-    """The flags for clients of several users, where they are wanted. Raises DeviceError where the driver has none."""
-    if wish.uid != mps.ANY_UID:
+def _options(control: Control, settings: DaemonSettings) -> tuple[str, ...]:
+    """Return the flags for clients of several users, if requested. Raise DeviceError if the driver has none."""
+    if settings.uid != mps.ANY_UID:
         return ()
     try:
         done = subprocess.run(
@@ -127,8 +127,8 @@ def _options(control: Control, wish: DaemonSettings) -> tuple[str, ...]:
 
 
 def _open_to(folder: str, uid: int) -> None:
-    """Containers have what they need as a mount. On the host a server that does not run as root has to get here, and
-    then every user can: whoever can connect can set the daemon's defaults. The one for all users runs as root."""
+    """Set who can reach the pipe on the host. Containers reach it by a mount. A server that does not run as root must
+    get here, and then every user can connect and set the daemon's defaults. A server for all users runs as root."""
     os.chmod(folder, 0o700 if uid in (0, mps.ANY_UID) else 0o755)
     os.chmod(os.path.dirname(folder), 0o755)
     os.makedirs(f"{folder}/share", exist_ok=True)
@@ -136,9 +136,9 @@ def _open_to(folder: str, uid: int) -> None:
 
 
 def _require_adoptable(
-    daemon: mps_control.Daemon, device: Device, wish: DaemonSettings, folder: str, extra: Sequence[str]
+    daemon: mps_control.Daemon, device: Device, settings: DaemonSettings, folder: str, extra: Sequence[str]
 ) -> None:
-    """A daemon that listens where ours would, and was not offered: of a start that was killed, or a person's own."""
+    """Refuse a daemon that listens here and cannot be adopted. It is left from a killed start, or a user's own."""
     who = f"the MPS daemon in {shown(folder + '/pipe')} (pid {daemon.pid})"
     if daemon.uid != os.geteuid():
         raise DeviceError(f"{who} is of uid {daemon.uid}", "stop it as that user")
@@ -156,39 +156,39 @@ def _require_adoptable(
         raise DeviceError(f"{who} serves one user at a time", "stop it, or name the user: --uid N")
     if mps_control.protocol_of(daemon.pid) != mps_control.protocol_in(extra, {}):
         raise DeviceError(f"{who} speaks another protocol of MPS", "stop it")
-    if (wish.shm == mps.SHM_OWN) != os.path.samestat(there, ours):
+    if (settings.shm == mps.SHM_OWN) != os.path.samestat(there, ours):
         raise DeviceError(f"{who} was started with another /dev/shm", "stop it, or use the other --shm")
 
 
-def _require_same(found: mps.MpsState, host: Node, wish: DaemonSettings, program: str, uuid: str) -> None:
-    """A second start changes nothing, so it must ask for nothing else."""
+def _require_same(found: mps.MpsState, host: Node, settings: DaemonSettings, program: str, uuid: str) -> None:
+    """Refuse a second start with other settings: it would change nothing."""
     again = f"`gpushare mps stop --device {uuid}` first"
     if (found.driver_version, found.build) != (host.inventory.driver_version, mps.build_of(program)):
         raise CapacityError(f"MPS runs on {uuid} already, started before the driver was changed", again)
     there = DaemonSettings(found.thread_percent, found.memory_bytes, found.uid, found.shm)
-    if there != wish:
+    if there != settings:
         differs = ", ".join(
             f"{name.replace('_', ' ')} {old}, not {new}"
-            for name, old, new in zip(DaemonSettings._fields, there, wish)
+            for name, old, new in zip(DaemonSettings._fields, there, settings)
             if old != new
         )
         raise CapacityError(f"MPS runs on {uuid} already, with {differs}", again)
 
 
 def _clear(folder: str) -> None:
-    """What a daemon that died has left."""
+    """Remove the files of a daemon that died."""
     shutil.rmtree(f"{folder}/pipe", ignore_errors=True)
     os.makedirs(f"{folder}/shm", exist_ok=True)
     for name in ("pipe", "log", "share"):
         os.makedirs(f"{folder}/{name}", exist_ok=True)
-        os.chmod(f"{folder}/{name}", 0o755)  # whatever our umask is
+        os.chmod(f"{folder}/{name}", 0o755)  # independent of the umask
 
 
 def _launch(
-    control: Control, folder: str, device: Device, wish: DaemonSettings, extra: Sequence[str]
+    control: Control, folder: str, device: Device, settings: DaemonSettings, extra: Sequence[str]
 ) -> mps_control.Daemon:
-    """Starts the daemon and waits until it listens. Its parent ends then."""
-    shm = f"{folder}/shm" if wish.shm == mps.SHM_OWN else ""
+    """Start the daemon and wait until it listens, which is when its parent exits."""
+    shm = f"{folder}/shm" if settings.shm == mps.SHM_OWN else ""
     if shm:
         _mount_shm(shm)
     env = {
@@ -227,8 +227,10 @@ def _launch(
     return daemon
 
 
-def _offer(host: Node, device: Device, wish: DaemonSettings, folder: str, control: Control, pid: int) -> mps.MpsState:
-    """From here on containers are given it."""
+def _offer(
+    host: Node, device: Device, settings: DaemonSettings, folder: str, control: Control, pid: int
+) -> mps.MpsState:
+    """Mark the daemon as ready: containers use it from now on."""
     process = procs.find(pid)
     if process is None:
         raise DeviceError(f"{mps_control.NAME} (pid {pid}) ended at once", f"see {folder}/log")
@@ -245,7 +247,7 @@ def _offer(host: Node, device: Device, wish: DaemonSettings, folder: str, contro
         "driver_version": host.inventory.driver_version,
         "build": mps.build_of(control.program),
         "clients": mps_control.max_clients(host.inventory.driver_version),
-        **wish._asdict(),
+        **settings._asdict(),
     }
     _write(f"{folder}/{mps.READY}", json.dumps(ready) + "\n")
     found = mps.state(device.uuid, host.config.state_dir)
@@ -265,14 +267,14 @@ def _link(source: str, target: str) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    """By rename: a reader sees all of it or nothing."""
+    """Write by rename, so that a reader sees the whole file or none."""
     with open(path + ".new", "w", encoding="ascii") as file:
         file.write(text)
     os.rename(path + ".new", path)
 
 
 def _forget(folder: str) -> None:
-    """Nobody is given the daemon from here on, and no program connects to it any more."""
+    """Withdraw the daemon: no container gets it and no program connects to it any more."""
     for name in (mps.READY, "pid", *(f"share/{name}" for name in _SHARED)):
         try:
             os.unlink(f"{folder}/{name}")
@@ -280,20 +282,20 @@ def _forget(folder: str) -> None:
             pass
 
 
-# The end
+# Stop
 
 
 def stop(host: Node, uuid: str, force: bool) -> bool:
-    """Ends the daemon and removes what it left. False when there was nothing. Raises CapacityError while containers
-    have it, unless `force`."""
+    """End the daemon and remove its files. Return False if there was none. Raise CapacityError while containers use
+    it, unless `force`."""
     folder = mps.directory(host.config.state_dir, uuid)
     if not os.path.isdir(folder):
         return False
     with _locked(folder):
         found = mps.state(uuid, host.config.state_dir)
         daemon = mps_control.listening(f"{folder}/pipe")  # whatever the ready file says
-        pid = daemon.pid if daemon else 0 if found.problem else found.pid  # one that nobody can reach any more
-        with leases.locked(host.config.state_dir):  # so nobody is given it between these two
+        pid = daemon.pid if daemon else 0 if found.problem else found.pid  # a daemon that no client can reach any more
+        with leases.locked(host.config.state_dir):  # so no container gets it in between
             holders = backends.having(mps.NAME, leases.view(host.config.state_dir).live, uuid)
             if holders and pid and not force:
                 using = ", ".join(one.id for one in holders)
@@ -307,7 +309,7 @@ def stop(host: Node, uuid: str, force: bool) -> bool:
         was_there = bool(pid) or os.path.lexists(f"{folder}/pipe") or found.was_running
         for name in ("pipe", "log"):
             shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
-        if not holders:  # who still has these mounted is to find the next daemon there
+        if not holders:  # containers that still have these mounted must find the next daemon there
             _unmount_shm(f"{folder}/shm")
             shutil.rmtree(folder, ignore_errors=True)
         return was_there
@@ -330,8 +332,8 @@ _QUIT_S = 10
 
 
 def _end_orphans(pipe: str) -> None:
-    """Servers whose daemon has died hold the GPU and serve nobody new: they go. A daemon of ours whose directory is
-    gone, with the state directory, can still have clients, and nobody can talk to it. Raises DeviceError."""
+    """End servers whose daemon has died: they keep the GPU and accept no client. Raise DeviceError if a daemon of a
+    lost state directory still runs: it may have clients, and no control program can reach it."""
     folders = [commands.folder for commands in mps_control.COMMANDS.values() if commands.folder]
     servers, places = [], {pipe, *(os.path.join(pipe, folder) for folder in folders)}
     variables = {os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={place}") for place in places}
@@ -340,7 +342,7 @@ def _end_orphans(pipe: str) -> None:
             with open(f"/proc/{name}/environ", "rb") as environ, open(f"/proc/{name}/cmdline", "rb") as command:
                 mine = not variables.isdisjoint(environ.read().split(b"\0"))
                 kind = _kind(name, command.read().split(b"\0")) if mine else ""
-        except OSError:  # gone, or a kernel thread's
+        except OSError:  # exited, or a kernel thread
             continue
         process = procs.find(int(name)) if kind else None
         if process is not None and kind == mps_control.NAME:
@@ -354,11 +356,11 @@ def _end_orphans(pipe: str) -> None:
 
 
 def _kind(name: str, words: Sequence[bytes]) -> str:
-    """mps_control.SERVER, NAME for a control daemon, or "" for whoever has the variable besides: a person's shell, and
-    what it starts, or a program in a container, that of a tenant who wants no daemon to start. Raises OSError."""
+    """Return mps_control.SERVER for a server, NAME for a control daemon, "" for any other process with the variable: a
+    shell and its children, or a program in a container that tries to block a daemon. Raise OSError."""
     if not os.path.samestat(os.stat(f"/proc/{name}/ns/pid"), os.stat("/proc/self/ns/pid")):
         return ""
-    programs = [os.path.basename(os.fsdecode(word)) for word in words[:2]]  # the second one of a script
+    programs = [os.path.basename(os.fsdecode(word)) for word in words[:2]]  # the second one if it is a script
     if programs[0] == mps_control.SERVER:
         return mps_control.SERVER
     with open(f"/proc/{name}/status", encoding="utf-8", errors="replace") as file:
@@ -368,8 +370,8 @@ def _kind(name: str, words: Sequence[bytes]) -> str:
 
 
 def end(control: Control, pid: int) -> None:
-    """`quit`, and SIGKILL for whoever does not: servers that hang on a kernel that never ends keep their daemon. Only
-    processes that are known by pid and start time are killed."""
+    """Send `quit`, then SIGKILL to processes that remain: a server whose kernel never ends keeps its daemon alive. Kill
+    only processes that are known by pid and start time."""
     family = [found for found in (procs.find(one) for one in (*_children(pid), pid)) if found is not None]
     try:
         control.ask(control.commands.quit.format(_QUIT_S), 2.0 * _QUIT_S)
@@ -397,8 +399,8 @@ _OPTIONS = {"size": "64m", "nr_inodes": "4096", "mode": "1777"}  # a file of 4 K
 
 
 def _mount_shm(path: str) -> None:
-    """A tmpfs of its own, so that a tenant who fills it takes nothing from the state directory. One that is there
-    stays: containers of a daemon that died have it, and are to meet the next one there."""
+    """Mount a tmpfs, so that a tenant that fills it takes nothing from the state directory. Keep an existing one:
+    containers of a daemon that died have it mounted, and must meet the next daemon there."""
     if os.path.ismount(path):
         _empty_shm(path)
         return
@@ -414,14 +416,14 @@ def _mount_shm(path: str) -> None:
 
 
 def _empty_shm(path: str) -> None:
-    """Containers write here too, also just now, and also directories."""
+    """Remove all entries. Containers write here at the same time, directories too."""
     for entry in os.scandir(path):
         try:
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
             else:
                 os.unlink(entry.path)
-        except (OSError, RecursionError):  # gone, or another thing by now; what is left is its maker's
+        except (OSError, RecursionError):  # gone or replaced meanwhile; what is left is the container's
             pass
 
 
@@ -431,7 +433,7 @@ def _unmount_shm(path: str) -> None:
 
 
 def _use_shm(path: str) -> None:
-    """In the child that becomes the daemon: its own /dev/shm, seen by nobody else."""
+    """Give the child that becomes the daemon a /dev/shm that no other process sees."""
     syscalls.unshare(syscalls.CLONE_NEWNS, "mount namespace")
     root = os.open("/", os.O_PATH | os.O_CLOEXEC)
     syscalls.mount_setattr(root, 0, syscalls.MS_SLAVE, "/", recursive=True)

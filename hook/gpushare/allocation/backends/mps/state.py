@@ -1,17 +1,16 @@
-"""MPS on one device, as files say it: what `gpushare mps start` has left, and what a container is given of it.
+"""The MPS daemon of a device, from its files: its state, and what a container gets of it.
 
     directory(state_dir, uuid)       -> str       mps/<uuid>: pipe/ and log/ of the daemon, shm/, share/, ready
-    state(uuid, state_dir)           -> MpsState  running or why not; files and /proc only, no process is started
-    unsupported(site)                -> why not   what this daemon cannot do for a container; None: it can
-    ops(shares, config)              -> ops       what a container gets besides its limits file
-    require_offered(before, after, folder)          of a limit that changes
-    grant_of(shares, state_dir, uid) -> Grant     what of it the limits file says
+    state(uuid, state_dir)           -> MpsState  running, or why not; reads files and /proc only
+    unsupported(site)                -> why not   why this daemon cannot serve a container; None: it can
+    ops(shares, config)              -> ops       operations of a plan
+    require_offered(before, after, folder)          refuse a changed limit above the daemon's
+    grant_of(shares, state_dir, uid) -> Grant     its fields in the limits file
 
 `shares` are those whose compute MPS holds: __init__.py of the parent selects them.
-`ready` is written last and by rename, so a daemon is seen when its limits are set, never before. share/ has hard links
-to what clients need of pipe/: without control_privileged, by which the daemon would be stopped, and without the lock
-file, which would keep the next one from starting. It is what containers have mounted, so programs that start in them
-after the daemon was started again find the new one. Start path.
+`ready` is written last and by rename, so a daemon appears only after its limits are set. share/ has hard links to the
+files of pipe/ that clients need. It lacks control_privileged, which can stop the daemon, and the lock file, which could
+block the next daemon. Containers mount share/, so a program that starts later finds the new daemon. Start path.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _TEXTS = ("boot_id", "driver_version", "build", "shm")
 
 
 class MpsState(NamedTuple):
-    """A device's control daemon. `problem`: why no container can be its client now, with `hint`; "": they can."""
+    """The control daemon of a device. `problem`: why no container can use it now, with `hint`; "": containers can."""
 
     problem: str = ""
     hint: str = ""
@@ -51,22 +50,22 @@ class MpsState(NamedTuple):
     start: int = 0  # as in procs
     driver_version: str = ""  # loaded when it was started
     build: str = ""  # of its program, see build_of
-    thread_percent: int = 0  # no client gets more
-    memory_bytes: int = 0  # no client process can pin more
-    clients: int = 0  # processes that it can serve
-    uid: int = 0  # whose processes it serves, by the host's numbers; ANY_UID: everybody's
+    thread_percent: int = 0  # maximum of each client
+    memory_bytes: int = 0  # maximum that a client process can pin
+    clients: int = 0  # maximum number of client processes
+    uid: int = 0  # user that it serves, as the host numbers; ANY_UID: all users
     shm: str = ""  # SHM_OWN: /dev/shm of the daemon and its containers is shm/; SHM_HOST: the host's
-    was_running: bool = False  # it was ready, and died or was left behind by another boot
+    was_running: bool = False  # it was ready, and died or is from an earlier boot
 
     @property
     def token(self) -> int:
-        """Which daemon this is, in 64 bits, for the limits file. A pid has 22 bits at most."""
+        """An identity of the daemon in 64 bits, for the limits file. A pid has 22 bits at most."""
         return self.start << 22 | self.pid
 
 
 class Grant(NamedTuple):
-    """MPS in a limits file. `device`: the slot that it holds, plus one; 0: none. `uid`: whose processes it serves, as
-    the container counts."""
+    """The fields of MPS in a limits file. `device`: the slot that it enforces, plus one; 0: none. `uid`: the user that
+    it serves, as the container numbers."""
 
     device: int = 0
     token: int = 0
@@ -78,7 +77,7 @@ def directory(state_dir: str, uuid: str) -> str:
 
 
 def build_of(path: str) -> str:
-    """Which file a program is now: an upgrade under a running daemon gives another."""
+    """Return an identity of the program file, which an upgrade under a running daemon changes."""
     try:
         status = os.stat(path)
     except OSError:
@@ -87,7 +86,7 @@ def build_of(path: str) -> str:
 
 
 def parse(text: str) -> Optional[dict[str, Any]]:
-    """A ready file; None when it is none of ours."""
+    """Parse a ready file; None if it is invalid."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -99,7 +98,7 @@ def parse(text: str) -> Optional[dict[str, Any]]:
 
 
 def state(uuid: str, state_dir: str) -> MpsState:
-    """What `uuid` has. Never raises: what cannot be read grants nothing."""
+    """Return the daemon of `uuid`. Never raise: an unreadable file grants nothing."""
     start_it = f"`gpushare mps start --device {uuid}`"
     text = driverroot.short_read(f"{directory(state_dir, uuid)}/{READY}", 8192)
     if text is None:
@@ -115,7 +114,7 @@ def state(uuid: str, state_dir: str) -> MpsState:
 
 
 def unsupported(site: Site) -> Optional[str]:
-    """Why the daemon of this device cannot serve the container; None when it can."""
+    """Return why the daemon of this device cannot serve the container; None if it can."""
     uuid, request = site.device.uuid, site.request
     if _several(request, len(site.node.inventory.devices)):
         return "a program connects to the daemon of one GPU, and this container asks for several"
@@ -144,7 +143,7 @@ def _several(request: Request, gpus: int) -> bool:
 
 
 def _is_shm_of(pid: int, path: str) -> bool:
-    """Whether what is mounted at /dev/shm is what the daemon has there."""
+    """Whether the container's /dev/shm is the daemon's."""
     try:
         return bool(path) and os.path.samestat(os.stat(path), os.stat(f"/proc/{pid}/root/dev/shm"))
     except OSError:
@@ -152,8 +151,8 @@ def _is_shm_of(pid: int, path: str) -> bool:
 
 
 def ops(shares: tuple[Share, ...], config: Config) -> tuple[Op, ...]:
-    """The pipe directory, read-only: sockets are connected to through it all the same. And the daemon's /dev/shm over
-    the container's, since client and server open a file in it by name, and glibc knows no other place."""
+    """Mount the pipe directory read-only, which does not prevent connections, and the daemon's /dev/shm over the
+    container's: client and server open a file in it by name, and glibc has no other place for it."""
     found: list[Op] = []
     for share in shares:
         uuid, own = share.device.uuid, directory(config.state_dir, share.device.uuid)
@@ -164,8 +163,8 @@ def ops(shares: tuple[Share, ...], config: Config) -> tuple[Op, ...]:
 
 
 def require_offered(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
-    """A larger percentage is one that the daemon gives: it would stay at its own. `folder`: containers/<id>. Raises
-    CapacityError."""
+    """Raise CapacityError for a larger percentage than the daemon gives, since it would keep its own. `folder`:
+    containers/<id>."""
     state_dir = os.path.dirname(os.path.dirname(folder))
     for old, new in zip(before, after):
         most = state(new.device.uuid, state_dir).thread_percent
@@ -176,8 +175,8 @@ def require_offered(before: Sequence[Share], after: Sequence[Share], folder: str
 
 
 def grant_of(shares: Sequence[Share], state_dir: str, uid: int) -> Grant:
-    """For the limits file, which is written after the shares were granted: a daemon that died meanwhile refuses the
-    start. Raises DeviceError."""
+    """Return the fields for the limits file. It is written after admission, so raise DeviceError if the daemon died
+    meanwhile."""
     for share in shares:
         found = state(share.device.uuid, state_dir)
         if found.problem:

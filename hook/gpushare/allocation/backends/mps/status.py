@@ -1,10 +1,10 @@
-"""What became of an MPS daemon, its limits and its containers, for people. Not on the start path.
+"""The state of an MPS daemon, its limits and its containers, for people. Not on the start path.
 
-known(state_dir)                             -> uuids          of which a daemon has left something
-look(host, device, leases)                   -> Seen           all that `gpushare mps status` shows of one
-affected(found, uuid, leases, state_dir)     -> leases         that were granted a daemon that is no longer there
-limits_now(control), expected(found)         -> text           what it says, and what it was given
-deaths(folder, pid, leases)                  -> text           servers that have died, and whose they were
+known(state_dir)                             -> uuids          devices with files of a daemon
+look(host, device, leases)                   -> Seen           what `gpushare mps status` prints for one device
+affected(found, uuid, leases, state_dir)     -> leases         that use a daemon which is gone
+limits_now(control), expected(found)         -> text           the limits that it has, and should have
+deaths(folder, pid, leases)                  -> text           servers that died, and their containers
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .control import Control
 
 _LOG_BYTES = 1 << 18  # the end of a log is enough
 _DEATH = re.compile(r"^\[?(.{0,19}).* Control +(\d+)\] Server (\d+) exited with status (-?\d+)")
-_SECONDS = "%Y-%m-%d %H:%M:%S"  # by the host's clock, as people read it
+_SECONDS = "%Y-%m-%d %H:%M:%S"  # local time
 
 
 class Seen(NamedTuple):
@@ -43,7 +43,7 @@ class Seen(NamedTuple):
 
 
 def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
-    """Asks the daemon itself. Never raises: one that does not answer is dead."""
+    """Query the daemon. Never raise: a daemon that does not answer is dead."""
     found = mps.state(device.uuid, host.config.state_dir)
     containers = backends.having(mps.NAME, live, device.uuid)
     gone = affected(found, device.uuid, live, host.config.state_dir)
@@ -67,14 +67,14 @@ def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
 
 
 def control_of(host: Node, folder: str, pid: int) -> Control:
-    """Of the daemon whose files are in `folder`."""
+    """Return the Control of the daemon with files in `folder`."""
     program = mps_control.program(host.inventory.root) or mps_control.NAME
     env = mps_control.environment(host, program)
     return Control(program, f"{folder}/pipe", env, mps_control.protocol_of(pid))
 
 
 def known(state_dir: str) -> list[str]:
-    """Devices of which a daemon has left something."""
+    """Return the uuids of devices with files of a daemon."""
     try:
         left = os.listdir(os.path.join(state_dir, mps.FOLDER))
     except OSError:
@@ -83,13 +83,13 @@ def known(state_dir: str) -> list[str]:
 
 
 def affected(found: mps.MpsState, uuid: str, leases: Sequence[Lease], state_dir: str) -> tuple[Lease, ...]:
-    """Containers whose daemon is gone: programs that run in them get errors."""
+    """Return containers whose daemon is gone: their programs get errors."""
     theirs = backends.having(mps.NAME, leases, uuid)
     return tuple(lease for lease in theirs if found.problem or _token(state_dir, lease.id) != found.token)
 
 
 def _token(state_dir: str, container_id: str) -> int:
-    """Which daemon a container was given; 0 when its limits file does not say."""
+    """Return the token of a container's daemon; 0 if its limits file has none."""
     try:
         path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
         return storage.read_limits(path).mps_token
@@ -98,17 +98,17 @@ def _token(state_dir: str, container_id: str) -> int:
 
 
 def limits_now(control: Control) -> str:
-    """What the daemon says of its limits now, for people: anybody who can connect to it can set these defaults."""
+    """Return the current limits of the daemon as text. Any client can change these defaults."""
     percent, memory = control.ask(control.commands.get_percent), control.ask(control.commands.get_memory)
     number = mps_control.percent_in(percent)
     return f"{percent if number is None else f'{number:.1f}'}%, {memory or 'no memory limit'}"
 
 
 def servers_off(control: Control, servers: Sequence[int], percent: int) -> str:
-    """For people: a server that gives another percentage than its daemon was told, which anybody can set, too."""
+    """Return a warning for servers with another percentage than the daemon's, which any client can set too."""
     for server in servers if control.commands.get_server_percent else ():
         said = mps_control.percent_in(control.ask(control.commands.get_server_percent.format(server=server)))
-        if said not in (None, percent):  # None: it has ended meanwhile
+        if said not in (None, percent):  # None: it exited meanwhile
             return f"server {server} gives {said:.1f}%, not {percent:.1f}%"
     return ""
 
@@ -119,8 +119,8 @@ def expected(found: mps.MpsState) -> str:
 
 
 def deaths(folder: str, pid: int, containers: Sequence[Lease]) -> str:
-    """What the daemon's log says of servers that have died, for people, with those of `containers` that were there
-    then: all of a daemon's clients have one server. "" when none has."""
+    """Return a line about servers that died, from the daemon's log, with the containers that used it then: all clients
+    of a daemon have one server. "" if no server died."""
     try:
         with open(f"{folder}/log/control.log", "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
@@ -138,7 +138,7 @@ def deaths(folder: str, pid: int, containers: Sequence[Lease]) -> str:
 
 
 def _unix(text: str) -> float:
-    """When that second ended. What is no time was now: nobody is left out."""
+    """Return the end of that second as Unix time. Invalid text counts as now, so that no container is left out."""
     try:
         return time.mktime(time.strptime(text, _SECONDS)) + 1
     except (ValueError, OverflowError):
