@@ -68,17 +68,17 @@ def test_gpushare_command_parses(one: Command) -> None:
 @pytest.mark.parametrize("page", blocks.pages())
 def test_inline_gpushare_commands_exist(page: str) -> None:
     """`gpushare mps stop --device …`: its command and options exist, whatever the values."""
-    for said in re.findall(r"`gpushare ([^`]*)`", (TREE / page).read_text()):
+    for text in re.findall(r"`gpushare ([^`]*)`", (TREE / page).read_text()):
         command: click.Command = group
         context = click.Context(group)
-        for word in said.split(" -- ")[0].split():
+        for word in text.split(" -- ")[0].split():
             if word.startswith("-"):
                 known = [name for one in command.get_params(context) for name in one.opts]
                 known += [name for one in group.get_params(context) for name in one.opts]
-                assert word.split("=")[0].strip(",.") in known, f"{page}: gpushare {said}"
+                assert word.split("=")[0].strip(",.") in known, f"{page}: gpushare {text}"
             elif isinstance(command, click.Group) and not word.startswith("/"):
                 found = [command.get_command(context, name) for name in word.split("|")]
-                assert all(found) or word in ("...", "…", "COMMAND"), f"{page}: gpushare {said}"
+                assert all(found) or word in ("...", "…", "COMMAND"), f"{page}: gpushare {text}"
                 command = found[0] or command
 
 
@@ -92,16 +92,16 @@ SHOWS = ("describe pod",)
 
 def test_kubectl_arguments_exist() -> None:
     inline = [
-        (page, said) for page in blocks.pages() for said in re.findall(r"`(kubectl [^`]*)`", (TREE / page).read_text())
+        (page, text) for page in blocks.pages() for text in re.findall(r"`(kubectl [^`]*)`", (TREE / page).read_text())
     ]
     todo = [*((one.place, one.text) for one in of("kubectl")), *inline]
     assert len(todo) > 6
     for place, text in todo:
-        _, verb, *said = shlex.split(text)
+        _, verb, *arguments = shlex.split(text)
         if text.startswith(tuple(f"kubectl {show}" for show in SHOWS)):
             continue
-        assert said and len(said) % 2 == 0, f"{place}: {text}"
-        for option, name in zip(said[::2], said[1::2]):
+        assert arguments and len(arguments) % 2 == 0, f"{place}: {text}"
+        for option, name in zip(arguments[::2], arguments[1::2]):
             assert APPLIES[verb, option](TREE / "packaging/kubernetes" / name), f"{place}: {text}"
 
 
@@ -121,8 +121,8 @@ def test_container_commands_request_valid_shares(one: Command) -> None:
         return
     ours = ("--runtime gpushare", "--device gpushare.io/share=", "podman run", "docker ps", "docker inspect")
     assert any(way in one.text for way in ours), one.place
-    said = words(one)
-    env = [value for flag, value in zip(said, said[1:]) if flag == "-e"]
+    arguments = words(one)
+    env = [value for flag, value in zip(arguments, arguments[1:]) if flag == "-e"]
     if any(line.startswith("GPUSHARE_") for line in env):
         assert request.resolve(pure.bundle(*env), pure.node(allowed_backends=("shim", "mps"))), one.place
 

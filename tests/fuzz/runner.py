@@ -18,7 +18,7 @@ FOUND = PROGRAMS / "found"
 HANGS_S = 25  # for one input
 _COVERAGE = re.compile(r"^#\d+\s+(\S+)\s+cov: (\d+)", re.MULTILINE)
 _COUNT = re.compile(r"^#(\d+)\s", re.MULTILINE)
-_LOUD = re.compile(
+_FAILURE = re.compile(
     r"(?:does not hold: .*|runtime error: .*|(?:Address|Leak|Memory)Sanitizer: [a-zA-Z-]+.*|"
     r"libFuzzer: (?:timeout|out-of-memory)[^\n]*|^\w*(?:Error|Exception)(?:: .*)?$)",
     re.MULTILINE,
@@ -70,23 +70,23 @@ def run(target: Target, seconds: float, work: Path, corpus: Path = CORPUS) -> Ou
         stderr=subprocess.STDOUT,
         timeout=seconds + 4 * HANGS_S,
     )
-    said = done.stdout.decode("utf-8", "replace")
+    output = done.stdout.decode("utf-8", "replace")
     findings = tuple(sorted(set(FOUND.iterdir()) - known))
     findings = tuple(path for path in findings if path.name.startswith(f"{target.name}-"))
     for path in findings:
-        path.with_suffix(".log").write_text(said)
-    steps = {word: int(edges) for word, edges in _COVERAGE.findall(said)}
-    counts = [int(count) for count in _COUNT.findall(said)] or [0]
+        path.with_suffix(".log").write_text(output)
+    steps = {word: int(edges) for word, edges in _COVERAGE.findall(output)}
+    counts = [int(count) for count in _COUNT.findall(output)] or [0]
     return Outcome(
-        target, max(counts), steps.get("INITED", 0), max(steps.values(), default=0), findings, _problem(done, said)
+        target, max(counts), steps.get("INITED", 0), max(steps.values(), default=0), findings, _problem(done, output)
     )
 
 
-def _problem(done: subprocess.CompletedProcess[bytes], said: str) -> str:
+def _problem(done: subprocess.CompletedProcess[bytes], output: str) -> str:
     if done.returncode == 0:
-        return "" if "INITED" in said else f"it did not begin: {said[-300:].strip()}"
-    loud = _LOUD.search(said)
-    return loud.group(0).strip() if loud else f"exit code {done.returncode}: {said[-300:].strip()}"
+        return "" if "INITED" in output else f"it did not begin: {output[-300:].strip()}"
+    failure = _FAILURE.search(output)
+    return failure.group(0).strip() if failure else f"exit code {done.returncode}: {output[-300:].strip()}"
 
 
 def processors() -> int:

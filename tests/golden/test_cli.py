@@ -178,11 +178,11 @@ def world(
         words = [str(places.get(word, word)) for word in line.removeprefix("$ ").split()]
         code, text, error = cli("--config", str(tmp_path / "config.yaml"), *words)
         head = f"# gpushare {line.removeprefix('$ ')}{'  (terminal)' if terminal else ''}"
-        said = f"{head.rstrip()}\n{text}"
-        said += "".join(f"stderr: {part}\n" for part in error.splitlines()) + (f"exit code: {code}\n" if code else "")
+        shown = f"{head.rstrip()}\n{text}"
+        shown += "".join(f"stderr: {part}\n" for part in error.splitlines()) + (f"exit code: {code}\n" if code else "")
         for name, path in (("STATE", state), *places.items(), ("TMP", tmp_path), ("SHIM", "/usr/lib/gpushare")):
-            said = said.replace(str(path), name)
-        return said
+            shown = shown.replace(str(path), name)
+        return shown
 
     return run
 
@@ -241,10 +241,10 @@ def test_command_output_matches_golden_file(world: Callable[[str], str], name: s
 def test_every_command_has_golden_output() -> None:
     from tools.commands import walk
 
-    said = [line.removeprefix("$ ") for lines in CASES.values() for line in lines]
+    shown = [line.removeprefix("$ ") for lines in CASES.values() for line in lines]
     for command in walk():
         if command.words and not command.subcommands():
-            assert any(f"{line} ".startswith(f"{command.name} ") for line in said), command.name
+            assert any(f"{line} ".startswith(f"{command.name} ") for line in shown), command.name
 
 
 def test_empty_host_matches_golden_file(
@@ -255,7 +255,7 @@ def test_empty_host_matches_golden_file(
     def none(*_: Any, **__: Any) -> Any:
         raise DeviceError("no NVIDIA driver is loaded", "load it, or set driver.root in the configuration file")
 
-    said = []
+    shown = []
     (tmp_path / "config.yaml").write_text("version: 1\n")
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.setenv("TERM", "xterm-256color")  # the caller may have none
@@ -270,8 +270,8 @@ def test_empty_host_matches_golden_file(
                     continue
                 code, text, error = cli("--config", str(tmp_path / "config.yaml"), *line.split(), "--no-color")
                 where = f"{'terminal' if terminal else 'pipe'}, {'no container' if driver else 'no driver'}"
-                said.append(f"# gpushare {line}  ({where})\n{text}{error}exit code: {code}\n")
-    compare("nothing", "\n".join(said))
+                shown.append(f"# gpushare {line}  ({where})\n{text}{error}exit code: {code}\n")
+    compare("nothing", "\n".join(shown))
 
 
 @pytest.mark.parametrize(("width", "height"), [(200, 14), (130, 14), (100, 14), (80, 12), (60, 8)])

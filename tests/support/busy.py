@@ -43,10 +43,10 @@ class Busy:
             env={**os.environ, "LD_LIBRARY_PATH": str(simhost / LIBDIR)},
         )
         assert self.process.stdout is not None
-        said = self.process.stdout.readline()
-        if said != "ready\n":
+        line = self.process.stdout.readline()
+        if line != "ready\n":
             self.close()
-            raise RuntimeError(f"busy said {said!r}")
+            raise RuntimeError(f"busy printed {line!r}")
 
     def go(self) -> None:
         assert self.process.stdin is not None

@@ -132,7 +132,7 @@ class Kubelet:
         with self.changed:
             assert self.changed.wait_for(until, TIMEOUT_S), self.describe()
 
-    def told(self, *names: str) -> bool:
+    def has_listed(self, *names: str) -> bool:
         """Whether these resources have been listed since they were registered."""
         return all(name in self.endpoints and self.endpoints[name].lists for name in names)
 

@@ -120,10 +120,10 @@ class Container:
         """`runc create`: run the hooks, but not the program. Raises RuntimeFailed if a hook refuses."""
         code = self.begin_create().wait()
         if code:
-            raise RuntimeFailed("create", code, self.told(self.stderr))
+            raise RuntimeFailed("create", code, self.with_hook_line(self.stderr))
         self.pid = int((self.bundle / "pid").read_text())
 
-    def told(self, text: str) -> str:
+    def with_hook_line(self, text: str) -> str:
         """`text`, which the runtime printed, and the hook's line, which crun discards and `gpushare inspect` shows."""
         kept = self._hook.state / "errors" / self.id if self._hook else None
         if "gpushare: " in text or kept is None or not kept.exists():

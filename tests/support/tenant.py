@@ -77,7 +77,7 @@ class Tenant:
         finally:
             os.close(init)
         if not ready.get(self._events, 0) & select.POLLIN:
-            state = "ended" if ready else f"said nothing for {timeout_s} s"
+            state = "ended" if ready else f"sent nothing for {timeout_s} s"
             raise AssertionError(f"{self.name} {state} before {event!r}\n{self._output()}")
 
     def _output(self) -> str:

@@ -74,10 +74,10 @@ def limits(state: str, container_id: str = "c1") -> shm_abi.Limits:
 
 
 def change(
-    state: str, wish: limit_request.LimitRequest, dry_run: bool = False, node: Any = HOST
+    state: str, request: limit_request.LimitRequest, dry_run: bool = False, node: Any = HOST
 ) -> limit_update.Changed:
     def decide(lease: Lease, live: tuple[Lease, ...], seen: leases.View) -> tuple[Share, ...]:
-        return limit_request.shares(lease, wish, node, live, seen.blocked(node))
+        return limit_request.shares(lease, request, node, live, seen.blocked(node))
 
     return limit_update.change(state, "c1", decide, dry_run)
 

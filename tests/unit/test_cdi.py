@@ -87,8 +87,8 @@ def test_cdi_devices_become_selection(names: tuple[str, ...], selection: Any) ->
 
 
 def test_same_request_beside_cdi_device_is_accepted() -> None:
-    for env, said in ((("GPUSHARE_DEVICES=any",), None), ((), {"gpushare.io/devices": "any"})):
-        assert asked(pure.node(), "any", env=env, annotations=said) == asked(pure.node(), "any")
+    for env, extra in ((("GPUSHARE_DEVICES=any",), None), ((), {"gpushare.io/devices": "any"})):
+        assert asked(pure.node(), "any", env=env, annotations=extra) == asked(pure.node(), "any")
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def test_pod_annotation_without_cri_is_refused_with_remedy(claims: dict[str, str
 
 
 def test_podman_pod_container_annotation_counts() -> None:
-    said = {"io.kubernetes.cri-o.ContainerType": "container", "io.kubernetes.cri-o.SandboxID": "p"}
-    one = bundle(annotations={**said, "gpushare.io/memory": "1Gi"}, cri=False)
+    cri_annotations = {"io.kubernetes.cri-o.ContainerType": "container", "io.kubernetes.cri-o.SandboxID": "p"}
+    one = bundle(annotations={**cri_annotations, "gpushare.io/memory": "1Gi"}, cri=False)
     assert request.resolve(one, node()) is not None
 
 

@@ -52,7 +52,7 @@ def limits(tmp_path: Path, *shares: model.Share) -> list[KernelLimit]:
     return list(dmem.ops(found, inventory(tmp_path), str(tmp_path)))
 
 
-def says(leaf: Path) -> tuple[str, str]:
+def written(leaf: Path) -> tuple[str, str]:
     return (leaf / "dmem.max").read_text(), (leaf / "dmem.min").read_text()
 
 
@@ -96,28 +96,28 @@ def test_host_without_controller_is_unsupported() -> None:
 
 def test_limit_is_written_verified_changed_and_removed(tree: Path, tmp_path: Path) -> None:
     undo = dmem.hold(os.getpid(), limits(tmp_path))
-    assert says(tree) == (f"{REGION} {4 * GIB}",) * 2
+    assert written(tree) == (f"{REGION} {4 * GIB}",) * 2
     before = (model.Share(0, GPU, 4 * GIB, memory_backend="dmem"),)
     for size, text in ((5 * GIB, str(5 * GIB)), (GIB, str(GIB))):
         after = (before[0]._replace(memory_limit_bytes=size),)
         backends.change(before, after, str(tmp_path))
-        assert says(tree) == (f"{REGION} {text}",) * 2
+        assert written(tree) == (f"{REGION} {text}",) * 2
         before = after
     (tree / "dmem.max").write_text("untouched")
     backends.change(before, (before[0]._replace(compute_percent=5),), str(tmp_path))
-    assert says(tree)[0] == "untouched", "nothing of memory changed"
+    assert written(tree)[0] == "untouched", "nothing of memory changed"
     backends.change((), before, str(tmp_path))
-    assert says(tree)[0] == f"{REGION} {GIB}", "a change that was killed is finished whatever is there"
+    assert written(tree)[0] == f"{REGION} {GIB}", "a change that was killed is finished whatever is there"
     backends.change(before, (before[0]._replace(memory_limit_bytes=None),), str(tmp_path))
-    assert says(tree) == (f"{REGION} max", f"{REGION} 0")
+    assert written(tree) == (f"{REGION} max", f"{REGION} 0")
     undo()
-    assert says(tree) == (f"{REGION} max", f"{REGION} 0")
+    assert written(tree) == (f"{REGION} max", f"{REGION} 0")
 
 
 def test_shim_allocation_touches_no_cgroup(tree: Path, tmp_path: Path) -> None:
     shares = (model.Share(0, GPU, 4 * GIB),)
     backends.change(shares, (shares[0]._replace(memory_limit_bytes=1),), str(tmp_path))
-    assert says(tree) == ("", "") and not (tmp_path / dmem.RECORD).exists()
+    assert written(tree) == ("", "") and not (tmp_path / dmem.RECORD).exists()
 
 
 def test_missing_controller_in_container_cgroup_refuses_start(tree: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_cgroup_with_foreign_process_is_refused(tree: Path, tmp_path: Path) -> N
     (tree / "cgroup.procs").write_text(f"{os.getpid()}\n1\n")
     with pytest.raises(KernelError, match="not the container's own cgroup: process 1 is in it"):
         dmem.hold(os.getpid(), limits(tmp_path))
-    assert says(tree) == ("", "")
+    assert written(tree) == ("", "")
     (tree / "cgroup.procs").write_text(f"{os.getpid()}\n")
     dmem.hold(os.getpid(), limits(tmp_path))
 
@@ -176,7 +176,7 @@ def test_refused_change_changes_nothing(tree: Path, tmp_path: Path, failing: dic
     failing[f"other {GIB}".encode()] = errno.EBUSY
     with pytest.raises(CapacityError, match="in use; free it first"):
         backends.change(both, tuple(share._replace(memory_limit_bytes=GIB) for share in both), str(tmp_path))
-    assert says(tree)[0].split()[1] == str(4 * GIB), "the first device has its limit again"
+    assert written(tree)[0].split()[1] == str(4 * GIB), "the first device has its limit again"
     failing[f"other {GIB}".encode()] = errno.EINVAL
     with pytest.raises(syscalls.SyscallError, match="Invalid argument"):
         backends.change(both, tuple(share._replace(memory_limit_bytes=GIB) for share in both), str(tmp_path))
@@ -217,11 +217,11 @@ def test_newer_driver_is_limited_through_nvml(nvml_dir: Path, tmp_path: Path, tr
     backends.change(both, (both[0]._replace(memory_limit_bytes=GIB), both[1]), str(tmp_path))
     backends.change((), both, str(tmp_path))
     undo()
-    said = [line.split() for line in (nvml_dir / "limits").read_text().splitlines()]
-    assert {line[1] for line in said} == {str(tree)}
+    calls = [line.split() for line in (nvml_dir / "limits").read_text().splitlines()]
+    assert {line[1] for line in calls} == {str(tree)}
     most, none = [str(4 * GIB)] * 2, ["0", str((1 << 64) - 1)]
     first, second = GPU.uuid, device(1).uuid
-    assert [[line[0], *line[2:]] for line in said] == [
+    assert [[line[0], *line[2:]] for line in calls] == [
         *([first, *most], [second, *most], [first, str(GIB), str(GIB)]),
         *([first, *most], [second, *most], [first, *none], [second, *none]),
     ]

@@ -47,12 +47,12 @@ def test_troubleshooting_lists_printed_messages() -> None:
     """Messages of the golden tests, which do not come from the sources: each must match a row."""
     rows = re.findall(r"^\| `+ ?(.*?) ?`+ \| ", error_docs.text(), re.MULTILINE)
     shapes = [re.compile(_shape(row.replace("\\|", "|"))) for row in rows if row != "PATH: REASON"]
-    said = []
+    messages = []
     for path in sorted((TREE / "tests" / "golden").rglob("*.txt")):
-        said += re.findall(r"^refused \(\w+, exit \d+\): (.*)", path.read_text(), re.MULTILINE)
-        said += [text for text in re.findall(r"^gpushare: (.*)", path.read_text(), re.MULTILINE) if "; " in text]
-    assert len(said) > 20
-    assert [text for text in said if not any(shape.match(text) for shape in shapes)] == []
+        messages += re.findall(r"^refused \(\w+, exit \d+\): (.*)", path.read_text(), re.MULTILINE)
+        messages += [text for text in re.findall(r"^gpushare: (.*)", path.read_text(), re.MULTILINE) if "; " in text]
+    assert len(messages) > 20
+    assert [text for text in messages if not any(shape.match(text) for shape in shapes)] == []
 
 
 def _shape(row: str) -> str:

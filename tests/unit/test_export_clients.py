@@ -57,7 +57,7 @@ def client(server: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ADDRESSES], ids=["one address", "several addresses"])
 @pytest.mark.parametrize(
-    "sent", [b"", PART, PART + b"x\r\n\r\n"], ids=["silent", "an unfinished request", "an answer that nobody reads"]
+    "sent", [b"", PART, PART + b"x\r\n\r\n"], ids=["silent", "an unfinished request", "an unread answer"]
 )
 def test_scrape_is_answered_beside_slow_clients(server: Any, client: Any, sent: bytes, addresses: list[str]) -> None:
     for number in range(3 * export._CLIENTS):

@@ -199,7 +199,7 @@ def test_noise_is_reported(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "says"),
+    ("at", "value", "message"),
     [
         (20, 0xFFFFFFFF, "entries"),  # nlibs
         (24, 0xFFFFFFFF, "strings"),  # len_strings
@@ -210,10 +210,10 @@ def test_noise_is_reported(data: bytes) -> None:
         (56, 4, "outside"),  # its value, into the header
     ],
 )
-def test_invalid_field_is_named(at: int, value: int, says: str) -> None:
+def test_invalid_field_is_named(at: int, value: int, message: str) -> None:
     data = bytearray(SAMPLE)
     struct.pack_into("<I", data, at, value)
-    with pytest.raises(ldcache.MalformedCache, match=says):
+    with pytest.raises(ldcache.MalformedCache, match=message):
         ldcache.parse(bytes(data))
 
 

@@ -20,18 +20,18 @@ ONE_GPU = pure.node(1)
 
 def in_child(work: Callable[[], None]) -> tuple[int, int, int]:
     """(pid, descriptor that is readable once `work` is done, descriptor whose close ends the child)"""
-    done, says = os.pipe()
+    done, done_writer = os.pipe()
     waits, end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(end)
             work()
-            os.write(says, b".")
+            os.write(done_writer, b".")
             os.read(waits, 1)
         finally:
             os._exit(0)
-    os.close(says)
+    os.close(done_writer)
     os.close(waits)
     assert os.read(done, 1) == b"."
     return child, done, end

@@ -18,9 +18,9 @@ def share(memory_bytes: Any, percent: Any = None, **more: Any) -> Share:
     return pure.share(0, 0, memory_bytes)._replace(compute_percent=percent, **more)
 
 
-def regrant(before: Share, wish: limit_request.LimitRequest, *others: Lease, **policy: Any) -> Share:
+def regrant(before: Share, request: limit_request.LimitRequest, *others: Lease, **policy: Any) -> Share:
     lease = pure.lease(before, container_id="mine")
-    (after,) = limit_request.shares(lease, wish, pure.node(1, **policy), (lease, *others))
+    (after,) = limit_request.shares(lease, request, pure.node(1, **policy), (lease, *others))
     return after
 
 

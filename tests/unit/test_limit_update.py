@@ -26,7 +26,7 @@ state, init, held = limithost.state, limithost.init, limithost.held
 # The published grants
 
 
-def told(state: str) -> int:
+def published_grant(state: str) -> int:
     at = activity_files.granted_at(0)
     return int.from_bytes(Path(activity_files.directory(state, UUID), "index").read_bytes()[at : at + 8], "little")
 
@@ -37,17 +37,17 @@ def test_changed_grant_is_published(state: str, held: Callable[..., Lease], monk
     held(share(GIB, 30))
     activity_files.settle(state, UUID, {0: 30})
     limit_update.change(state, "c1", lambda *_: (share(GIB, 50, paused=True),))
-    assert told(state) == 50 | shm_abi.DEVICE_PAUSED << 8
+    assert published_grant(state) == 50 | shm_abi.DEVICE_PAUSED << 8
     with monkeypatch.context() as killed:
         killed.setattr(limit_update, "_publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         pid = os.fork()
         if pid == 0:
             limit_update.change(state, "c1", lambda *_: (share(GIB, 70),))
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    assert told(state) == 50 | shm_abi.DEVICE_PAUSED << 8
+    assert published_grant(state) == 50 | shm_abi.DEVICE_PAUSED << 8
     with leases.locked(state):
         limit_update.finish(state)
-    assert told(state) == 70
+    assert published_grant(state) == 70
 
 
 # The limits file

@@ -76,7 +76,7 @@ CHANGES = {
 def test_killed_change_is_whole_or_undone(held: Callable[..., Lease], state: str, what: str, then: str) -> None:
     """Killed before each line of gpushare. The lease never has less memory than the container may use or uses, and the
     next command makes both agree."""
-    before, wish, (memory_bytes, percent) = CHANGES[what]
+    before, request, (memory_bytes, percent) = CHANGES[what]
     used = 5 * GIB if "uses" in what else GIB
     first, number, seen = held(before), 0, set()
     use(state, used)
@@ -84,7 +84,7 @@ def test_killed_change_is_whole_or_undone(held: Callable[..., Lease], state: str
     whole = path.read_bytes()
     while True:
         number += 3 if then != "start" else 1
-        if not killed_at(number, lambda: change(state, wish)):
+        if not killed_at(number, lambda: change(state, request)):
             break
         lease = leases.find(state, "c1")
         assert lease is not None

@@ -113,10 +113,10 @@ def scraped(state: Path) -> Samples:
     return found
 
 
-def in_pod(state: Path, folder: Path, name: str, **said: Any) -> None:
+def in_pod(state: Path, folder: Path, name: str, **annotations: Any) -> None:
     """Write the container's bundle as an engine does."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"annotations": said}))
+    (folder / "config.json").write_text(json.dumps({"annotations": annotations}))
     path = state / "containers" / name / "lease.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "bundle": str(folder), "cri": name != "claims"}))
 
@@ -136,7 +136,7 @@ def test_metrics_equal_list(state: Path, start: Callable[..., Path], frozen: Non
     assert seen["gpushare_oom_total", "a", "0"][0] == 2
     assert seen["gpushare_device_memory_granted_bytes", "0", ""][0] == 4 * GIB
     assert seen["gpushare_build_info", "", ""] == (1, {"version": "1.2"})
-    assert seen["gpushare_driver_up", "", ""][0] == 0, "nobody has asked it"
+    assert seen["gpushare_driver_up", "", ""][0] == 0, "not queried yet"
 
 
 def test_kubernetes_names_are_labels_only_under_cri(state: Path, start: Callable[..., Path], tmp_path: Path) -> None:

@@ -206,14 +206,14 @@ def test_memory_text_is_never_below_request(size: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said, had",
+    "logged_at, had",
     [
         ("2026-01-31 12:00:00.123", " in c0, c1"),
         ("2026-01-31 12:00:20.0", " in c0, c1, c2"),
         ("?" * 23, " in c0, c1, c2"),
     ],
 )
-def test_dead_server_lists_its_containers(tmp_path: Path, said: str, had: str) -> None:
+def test_dead_server_lists_its_containers(tmp_path: Path, logged_at: str, had: str) -> None:
     """A container that started later uses another server. If the log has no time, no container is excluded."""
     noon = time.mktime((2026, 1, 31, 12, 0, 0, 0, 0, -1))
     made = [
@@ -221,7 +221,7 @@ def test_dead_server_lists_its_containers(tmp_path: Path, said: str, had: str) -
         for number, created in enumerate((0.0, noon - 5, noon + 5))
     ]
     (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "control.log").write_text(f"[{said} Control     7] Server 45 exited with status -9\n")
+    (tmp_path / "log" / "control.log").write_text(f"[{logged_at} Control     7] Server 45 exited with status -9\n")
     told = f"server 45 has died (status -9): programs that had it{had} must be started again"
     assert mps_status.deaths(str(tmp_path), 7, made) == told
     assert mps_status.deaths(str(tmp_path), 7, ()) == told.replace(had, "")
@@ -253,7 +253,7 @@ def test_protocol_comes_from_environment_then_options() -> None:
     assert mps_control.protocol_in(["mps", "-d", "-p", "3"], {}) == 3
     assert mps_control.protocol_in(["mps", "-d", "-p", "3"], {"CUDA_MPS_PROTOCOL_VERSION": "2"}) == 2
     assert mps_control.protocol_in(["mps", "-d"], {"CUDA_MPS_PROTOCOL_VERSION": "3"}) == 3
-    assert mps_control.protocol_of(1 << 22) == 2, "nobody"
+    assert mps_control.protocol_of(1 << 22) == 2, "no such process"
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_source_of_dev_shm_is_found(mounts: Any, source: str) -> None:
 def test_main_pid_is_sent_to_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     name = f"{tmp_path}/notify"
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    servicenotify.tell(7, "nobody is told")
+    servicenotify.tell(7, "not sent")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(name if kind == "path" else f"\0{name}")
         monkeypatch.setenv("NOTIFY_SOCKET", name if kind == "path" else f"@{name}")

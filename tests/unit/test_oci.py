@@ -167,10 +167,10 @@ def test_sandbox_is_recognized(key: str) -> None:
 def test_contradicting_cri_annotations_are_refused(keys: tuple[str, str], real: int, forged: int) -> None:
     """Otherwise a pod's owner could hide which container a limit applies to, keep all devices that a plugin gave a
     container, or pass a container off as one of an entry or of another pod."""
-    said = {keys[real]: "container", keys[forged]: "sandbox"}
+    contradicting = {keys[real]: "container", keys[forged]: "sandbox"}
     with pytest.raises(RequestError, match=f'{keys[0]}="[a-z]*" and {keys[1]}="[a-z]*" contradict'):
-        bundle(annotations=said)
-    assert bundle(annotations=said, cri=False).annotations == {}
+        bundle(annotations=contradicting)
+    assert bundle(annotations=contradicting, cri=False).annotations == {}
     assert bundle(annotations=dict.fromkeys(keys, "container")).annotations == dict.fromkeys(keys, "container")
 
 

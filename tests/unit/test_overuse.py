@@ -142,7 +142,7 @@ def test_owner_is_found_by_unshared_cgroup(monkeypatch: pytest.MonkeyPatch) -> N
     both = overuse.Owners([lease("x", "/k/a"), lease("y", "/k/a")])
     assert both(10) is None
     mine = overuse.Owners([lease("x", "/user", os.getpid())])
-    assert (mine(13), mine(14)) == (None, None), "everybody is in our own"
+    assert (mine(13), mine(14)) == (None, None), "our own cgroup contains every process"
 
 
 def test_child_answers_repeatedly_until_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,16 +164,16 @@ REQUEST_SOURCES: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("privileged", [False, True])
-@pytest.mark.parametrize("who", ["always", "privileged", "never"])
+@pytest.mark.parametrize("setting", ["always", "privileged", "never"])
 @pytest.mark.parametrize("key", REQUEST_SOURCES)
-def test_request_source_is_accepted_by_policy(key: str, who: str, privileged: bool) -> None:
+def test_request_source_is_accepted_by_policy(key: str, setting: str, privileged: bool) -> None:
     asked, refuses = REQUEST_SOURCES[key]
     env = asked.get("env", [])
     rest = {name: value for name, value in asked.items() if name != "env"}
-    rules = {f"accept_{key}": who, "privileged_containers": ("*",)}
-    heard = who == "always" or (who == "privileged" and privileged)
-    if heard or not refuses:
-        assert (resolve(*env, rules=rules, privileged=privileged, **rest) is not None) is heard
+    rules = {f"accept_{key}": setting, "privileged_containers": ("*",)}
+    is_accepted = setting == "always" or (setting == "privileged" and privileged)
+    if is_accepted or not refuses:
+        assert (resolve(*env, rules=rules, privileged=privileged, **rest) is not None) is is_accepted
         return
     with pytest.raises(PolicyError, match=rf"policy\.accept\.{key}"):
         resolve(*env, rules=rules, privileged=privileged, **rest)

@@ -86,10 +86,10 @@ def lines(bundle: Bundle) -> Iterator[str]:
 
 @pytest.mark.parametrize("text", NASTY)
 def test_image_text_is_always_quoted(text: str) -> None:
-    told = 0
+    quoted_lines = 0
     for bundle in containers(text):
         for line in lines(bundle):
             outside = re.sub(r'"[^"]*"', "", line)
             assert "made" not in outside and '"' not in outside and "$(" not in line and "`made" not in line, line
-            told += "made" in line
-    assert told > 300  # most are refusals that quote the text
+            quoted_lines += "made" in line
+    assert quoted_lines > 300  # most are refusals that quote the text

@@ -215,15 +215,15 @@ def test_large_directory_is_read_up_to_bound(debian: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "note"),
     [(b"", "not an ld.so.cache"), (b"x" * 100, "not an ld.so.cache"), (build()[:40], "cut off"),
      (b"glibc-ld.so.cache1.1" + b"\xff" * 60, "malformed")],
 )  # fmt: skip
-def test_malformed_cache_is_not_changed(debian: Tree, content: bytes, says: str) -> None:
+def test_malformed_cache_is_not_changed(debian: Tree, content: bytes, note: str) -> None:
     debian.write("/etc/ld.so.cache", content)
     image = debian.probe()
     assert not image.has_ldcache
-    assert says in image.ldcache_note
+    assert note in image.ldcache_note
     assert image.libdir == MULTIARCH
 
 

@@ -80,10 +80,10 @@ def test_program_is_found_like_execvp(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_errors_name_flags() -> None:
     """One variable's name is a prefix of another's."""
-    said = "GPUSHARE_COMPUTE_MODE=soft and GPUSHARE_COMPUTE, NO_GPUSHARE_MEMORY"
+    text = "GPUSHARE_COMPUTE_MODE=soft and GPUSHARE_COMPUTE, NO_GPUSHARE_MEMORY"
     given = [constants.ENV_COMPUTE, constants.ENV_MEMORY]
-    assert as_typed(said, given) == "GPUSHARE_COMPUTE_MODE=soft and --compute, NO_GPUSHARE_MEMORY"
-    assert as_typed(said, [*given, constants.ENV_COMPUTE_MODE]).startswith("--compute-mode=soft and --compute,")
+    assert as_typed(text, given) == "GPUSHARE_COMPUTE_MODE=soft and --compute, NO_GPUSHARE_MEMORY"
+    assert as_typed(text, [*given, constants.ENV_COMPUTE_MODE]).startswith("--compute-mode=soft and --compute,")
     options = {option for one in run_command.params for option in one.opts}
     for variable in gpushare_env.ROWS:
         assert as_typed(variable, [variable]) in options

@@ -17,7 +17,7 @@ with sigterm.readable() as end:
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
     threading.Timer(0.2, takes).start()
-    print("ended" if select.select([end], [], [], 30)[0] else "nobody said so")
+    print("ended" if select.select([end], [], [], 30)[0] else "timed out")
 print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.set_wakeup_fd(-1))
 """
 
@@ -30,7 +30,7 @@ end_once(stopped)
 
 def takes() -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-    print("ended" if stopped.wait(30) else "nobody said so", flush=True)
+    print("ended" if stopped.wait(30) else "timed out", flush=True)
     may_go.set()
 
 threading.Timer(0.2, takes).start()
@@ -51,19 +51,19 @@ print(signal.SIGTERM in signal.sigpending())
 """
 
 
-def said(text: str) -> list[str]:
+def output_of(text: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", text], cwd=TREE, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     return done.stdout.splitlines()
 
 
 def test_sigterm_ends_server() -> None:
-    assert said(SERVES) == ["ended", "True -1"]
+    assert output_of(SERVES) == ["ended", "True -1"]
 
 
 def test_sigterm_ends_soak() -> None:
-    assert said(SOAKS)[0] == "ended"
+    assert output_of(SOAKS)[0] == "ended"
 
 
 def test_delete_forwards_no_signal_to_ended_runtime() -> None:
-    assert said(DELETES) == ["3", "True"]
+    assert output_of(DELETES) == ["3", "True"]

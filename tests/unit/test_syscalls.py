@@ -213,15 +213,15 @@ builtins.__import__ = find
 CALLS = """
 import os, struct, sys
 from gpushare.system import syscalls
-def said(call, *arguments):
+def error_of(call, *arguments):
     try:
         return call(*arguments)
     except syscalls.SyscallError as error:
         return f"{error.call} {error.path} {error.errno}"
 fd = os.open("/proc", os.O_PATH)
-print(said(syscalls.openat2, fd, "nothing", os.O_PATH), said(syscalls.openat2, -1, "x", os.O_PATH))
-print(said(syscalls.umount, "/none"), said(syscalls.setns, fd, "ns"))
-print(said(syscalls.pidfd_open, -5), said(syscalls.move_mount, -1, fd, "m"))
+print(error_of(syscalls.openat2, fd, "nothing", os.O_PATH), error_of(syscalls.openat2, -1, "x", os.O_PATH))
+print(error_of(syscalls.umount, "/none"), error_of(syscalls.setns, fd, "ns"))
+print(error_of(syscalls.pidfd_open, -5), error_of(syscalls.move_mount, -1, fd, "m"))
 print(hex(syscalls.filesystem_magic(fd)), syscalls.buffer(3).raw, syscalls.buffer(b"").raw, syscalls.buffer(b"ab").raw)
 one = syscalls.buffer(struct.pack("<QQQ", os.O_PATH, 0, 0))
 other = syscalls._call("openat2", "self", 437, fd, b"self", syscalls.address(one), 24)
@@ -231,12 +231,12 @@ print(os.path.samestat(os.fstat(other), os.stat("/proc/self")), "ctypes" in sys.
 
 def test_calls_with_and_without_ctypes_are_equal() -> None:
     path = str(Path(syscalls.__file__).parents[2])
-    said = []
+    outputs = []
     for before in ("", WITHOUT):
         text = f"import sys; sys.path.insert(0, {path!r})\n{before}{CALLS}"
         done = subprocess.run([sys.executable, "-ISc", text], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
-    assert said[0].endswith("True False\n") and said[1].endswith("True True\n")
-    assert said[0].splitlines()[:-1] == said[1].splitlines()[:-1]
-    assert f"umount2 /none {errno.ENOENT}" in said[0] and "0x9fa0 b'\\x00\\x00\\x00' b'\\x00' b'ab'" in said[0]
+        outputs.append(done.stdout)
+    assert outputs[0].endswith("True False\n") and outputs[1].endswith("True True\n")
+    assert outputs[0].splitlines()[:-1] == outputs[1].splitlines()[:-1]
+    assert f"umount2 /none {errno.ENOENT}" in outputs[0] and "0x9fa0 b'\\x00\\x00\\x00' b'\\x00' b'ab'" in outputs[0]
