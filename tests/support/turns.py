@@ -2,7 +2,7 @@
 
     group_of(nodeid)    tests of one group run one after the other, in one worker
     scheduler(...)      which group a worker runs next: the longest come first, so that all workers end together
-    Turns().enter(...)  before each test: wait until it may run beside the running ones
+    Seats().enter(...)  before each test: wait until it may run beside the running ones
 
 Every worker has its own mount namespace, TMPDIR and process id, and uses them in names. The resources that are still
 shared decide the groups: nodes in /dev, and files of engines in /run and /etc.
@@ -100,11 +100,11 @@ FIRST = (
 
 
 # Which tests may run beside each other
-ONE, CALM, ANY = "one at a time", "side by side with others that a clock judges", "with any others but those"
+EXCLUSIVE, TIMED, ORDINARY = "one at a time", "beside other timed tests", "beside other ordinary tests"
 
 
-def company_of(nodeid: str) -> str:
-    return ONE if nodeid.startswith(ALONE) else CALM if nodeid.startswith(CLOCK) else ANY
+def kind_of(nodeid: str) -> str:
+    return EXCLUSIVE if nodeid.startswith(ALONE) else TIMED if nodeid.startswith(CLOCK) else ORDINARY
 
 
 def group_of(nodeid: str) -> str:
@@ -147,31 +147,31 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-SEATS = 8  # maximum number of workers with calm tests
+SEATS = 8  # maximum number of workers with timed tests
 
 
-class Turns:
-    """The seats of one worker; a single worker needs none. A calm test takes its worker's seat, an exclusive test takes
-    all seats, and any other test shares all seats with its kind. A worker that waits for a seat keeps the door lock:
-    later workers wait behind it even if they could join the running tests, so it enters when these have ended."""
+class Seats:
+    """The seats of one worker; a single worker needs none. A timed test takes its worker's seat, an exclusive test all
+    seats, and an ordinary test shares all seats with other ordinary tests. A worker that waits for a seat keeps the
+    door lock: later workers wait behind it even if they could join the running tests, so it enters when these end."""
 
     def __init__(self, folder: Path = BUILD) -> None:
         self._folder = folder
         self._fds: list[int] = []
 
-    def enter(self, company: str, worker: str | None) -> None:
+    def enter(self, kind: str, worker: str | None) -> None:
         """Before a test. `worker` is its name, None for a single worker. A worker with seats keeps them: see
         `leave`."""
         if worker is None or self._fds:
             return
-        waiting = [self._open(name) for name in (("alone", "door") if company == ONE else ("door",))]
+        waiting = [self._open(name) for name in (("alone", "door") if kind == EXCLUSIVE else ("door",))]
         for fd in waiting:
             fcntl.flock(fd, fcntl.LOCK_EX)
         try:
             mine = int(worker[2:]) % SEATS
-            for seat in (mine,) if company == CALM else range(SEATS):
+            for seat in (mine,) if kind == TIMED else range(SEATS):
                 self._fds.append(self._open(f"seat-{seat}"))
-                fcntl.flock(self._fds[-1], fcntl.LOCK_SH if company == ANY else fcntl.LOCK_EX)
+                fcntl.flock(self._fds[-1], fcntl.LOCK_SH if kind == ORDINARY else fcntl.LOCK_EX)
         finally:
             for fd in waiting:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
@@ -190,10 +190,10 @@ class Turns:
     def _open(self, name: str) -> int:
         return os.open(self._folder / f".tests-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def leave(self, company: str, next_one: str | None) -> None:
+    def leave(self, kind: str, next_one: str | None) -> None:
         """After a test. A timed test passes its seats on to the next timed test of its worker, unless an exclusive test
         waits; that one waits for one test only."""
-        if company != ANY and next_one == company and (company == ONE or not self._is_wanted_alone()):
+        if kind != ORDINARY and next_one == kind and (kind == EXCLUSIVE or not self._is_wanted_alone()):
             return
         for fd in self._fds:
             fcntl.flock(fd, fcntl.LOCK_UN)  # also for a process that a test has forked and left

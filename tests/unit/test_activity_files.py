@@ -20,10 +20,10 @@ from gpushare.core.errors import CapacityError, KernelError
 from gpushare.core.model import Amount, Request, Selection
 from gpushare.state import activity_files, leases, shm_abi
 
-from tests.unit import pagehost, pure
-from tests.unit.pagehost import GIB, INDEX_SIZE, NODE, UUID, files, granted, index, reserve
+from tests.unit import activityhost, pure
+from tests.unit.activityhost import GIB, INDEX_SIZE, NODE, UUID, files, granted, index, reserve
 
-state = pagehost.state
+state = activityhost.state
 
 
 def test_first_allocation_mounts_private_tmpfs_of_exact_size(state: str) -> None:

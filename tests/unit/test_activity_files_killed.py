@@ -14,11 +14,11 @@ from gpushare.state import activity_files, leaseend, leases
 from gpushare.system import procs
 
 from tests.support import rootfs
-from tests.unit import pagehost
-from tests.unit.pagehost import UUID, files, index, reserve
+from tests.unit import activityhost
+from tests.unit.activityhost import UUID, files, index, reserve
 from tests.unit.together import at_once
 
-state = pagehost.state
+state = activityhost.state
 
 
 # Killed starts, lost files, earlier versions

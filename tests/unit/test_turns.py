@@ -45,31 +45,35 @@ def test_every_row_matches_a_test() -> None:
     assert [name for name in turns.FIRST if name not in groups] == []
 
 
-def test_exclusive_tests_run_first_then_calm_tests() -> None:
+def test_exclusive_tests_run_first_then_timed_tests() -> None:
     """Otherwise all workers would wait for each other once more. A group has one kind of test."""
-    kinds = [company for _, company in sorted({(turns.rank(test), turns.company_of(test)) for test in FUNCTIONS})]
-    assert [kind for kind, before in zip(kinds, ["", *kinds]) if kind != before] == [turns.ONE, turns.CALM, turns.ANY]
-    groups = {(turns.group_of(test), turns.company_of(test)) for test in FUNCTIONS}
+    kinds = [kind for _, kind in sorted({(turns.rank(test), turns.kind_of(test)) for test in FUNCTIONS})]
+    assert [kind for kind, before in zip(kinds, ["", *kinds]) if kind != before] == [
+        turns.EXCLUSIVE,
+        turns.TIMED,
+        turns.ORDINARY,
+    ]
+    groups = {(turns.group_of(test), turns.kind_of(test)) for test in FUNCTIONS}
     assert len(groups) == len({group for group, _ in groups})
 
 
 class Worker:
     """A worker with several tests: `began` lists the tests that started, and each runs until `end`."""
 
-    def __init__(self, folder: Path, number: int, *companies: str) -> None:
+    def __init__(self, folder: Path, number: int, *kinds: str) -> None:
         self.began: list[str] = []
         self._in, self._out = threading.Semaphore(0), threading.Semaphore(0)
-        self._turns, self._worker = turns.Turns(folder), f"gw{number}"
-        self._thread = threading.Thread(target=self._run, args=(companies,))
+        self._seats, self._worker = turns.Seats(folder), f"gw{number}"
+        self._thread = threading.Thread(target=self._run, args=(kinds,))
         self._thread.start()
 
-    def _run(self, companies: tuple[str, ...]) -> None:
-        for company, after in zip(companies, (*companies[1:], None)):
-            self._turns.enter(company, self._worker)
-            self.began.append(company)
+    def _run(self, kinds: tuple[str, ...]) -> None:
+        for kind, after in zip(kinds, (*kinds[1:], None)):
+            self._seats.enter(kind, self._worker)
+            self.began.append(kind)
             self._in.release()
             self._out.acquire()
-            self._turns.leave(company, after)
+            self._seats.leave(kind, after)
 
     def is_in(self) -> bool:
         """Wait until another test has started."""
@@ -97,7 +101,12 @@ def wait_for_waiter(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("inside", "waits"),
-    [(turns.ANY, turns.ONE), (turns.ANY, turns.CALM), (turns.CALM, turns.ONE), (turns.CALM, turns.ANY)],
+    [
+        (turns.ORDINARY, turns.EXCLUSIVE),
+        (turns.ORDINARY, turns.TIMED),
+        (turns.TIMED, turns.EXCLUSIVE),
+        (turns.TIMED, turns.ORDINARY),
+    ],
 )
 def test_test_of_other_kind_waits_and_blocks_later_tests(tmp_path: Path, inside: str, waits: str) -> None:
     present = [Worker(tmp_path, number, inside) for number in (0, 1)]
@@ -117,14 +126,14 @@ def test_test_of_other_kind_waits_and_blocks_later_tests(tmp_path: Path, inside:
     later.gone()
 
 
-@pytest.mark.parametrize("company", [turns.ONE, turns.CALM])
-def test_timed_tests_of_worker_run_without_interruption(tmp_path: Path, company: str) -> None:
-    one = Worker(tmp_path, 0, company, company, turns.ANY)
+@pytest.mark.parametrize("kind", [turns.EXCLUSIVE, turns.TIMED])
+def test_timed_tests_of_worker_run_without_interruption(tmp_path: Path, kind: str) -> None:
+    one = Worker(tmp_path, 0, kind, kind, turns.ORDINARY)
     assert one.is_in()
-    other = Worker(tmp_path, 1, turns.ANY)
+    other = Worker(tmp_path, 1, turns.ORDINARY)
     wait_for_waiter(tmp_path)
     one.end()
-    assert one.is_in() and one.began == [company, company] and other.began == []
+    assert one.is_in() and one.began == [kind, kind] and other.began == []
     one.end()
     assert other.is_in() and one.is_in()
     other.gone()
@@ -133,20 +142,20 @@ def test_timed_tests_of_worker_run_without_interruption(tmp_path: Path, company:
 
 def test_exclusive_test_waits_for_one_test_only(tmp_path: Path) -> None:
     """The first worker may have a hundred more tests."""
-    one = Worker(tmp_path, 0, turns.CALM, turns.CALM)
+    one = Worker(tmp_path, 0, turns.TIMED, turns.TIMED)
     assert one.is_in()
-    other = Worker(tmp_path, 1, turns.ONE)
+    other = Worker(tmp_path, 1, turns.EXCLUSIVE)
     wait_for_waiter(tmp_path)
     one.end()
     assert other.is_in()
     wait_for_waiter(tmp_path)  # for the first worker
-    assert one.began == [turns.CALM]
+    assert one.began == [turns.TIMED]
     other.gone()
     assert one.is_in()
     one.gone()
 
 
 def test_single_worker_never_waits(tmp_path: Path) -> None:
-    for one in (turns.Turns(tmp_path), turns.Turns(tmp_path)):
-        one.enter(turns.ONE, None)
+    for one in (turns.Seats(tmp_path), turns.Seats(tmp_path)):
+        one.enter(turns.EXCLUSIVE, None)
     assert list(tmp_path.iterdir()) == []
