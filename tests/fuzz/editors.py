@@ -1,4 +1,4 @@
-"""What is put into somebody else's text and taken out again: nothing else changes, and nothing is left."""
+"""Edits of configuration files of other software: an undo leaves no entry and changes nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PLAN = Plan(
 
 
 def same(one: Any, other: Any) -> bool:
-    """As JSON: a NaN is one."""
+    """Compare as JSON, where NaN equals NaN."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
@@ -66,7 +66,7 @@ def _nonce(spec: dict[str, Any]) -> str:
 
 
 def spec(data: bytes) -> None:
-    """config.json: edit, strip gives back what was there; a second edit is like the first."""
+    """config.json: removing an edit restores the original, and a second edit equals the first."""
     fd = os.memfd_create("fuzz")
     try:
         os.write(fd, data)
@@ -90,7 +90,7 @@ def json_text(data: bytes) -> None:
         value = jsontext.check(text, "f.json")
         place = value.get(KEYS[0])
         if place is not None and not isinstance(place, dict):
-            return  # what the engine's module refuses
+            return  # the engine's module refuses it
         changed = jsontext.put(text, KEYS, VALUE)
         assert same(json.loads(changed), {**value, KEYS[0]: {**(place or {}), KEYS[1]: VALUE}})
         rest = {key: inner for key, inner in (place or {}).items() if key != KEYS[1]}

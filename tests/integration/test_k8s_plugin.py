@@ -129,7 +129,7 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
     first, second = uuids(node)
     with Kubelet(folder) as kubelet:
         one = plugin(node)
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         one.expect(f"registered {GPU}: 0")
         assert units(kubelet, MEMORY, first, second) == (EACH, EACH)
         assert [oct(path.stat().st_mode) for path in folder.glob("gpushare-*.sock")] == ["0o140600"] * 2
@@ -154,23 +154,23 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
         (folder / "kubelet.sock").unlink(missing_ok=True)
         one.expect("kubelet is gone; waiting for it")
         kubelet.start()
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert len(sockets(folder)) == 2 and not set(sockets(folder)) & set(before)
         assert kubelet.allocate(MEMORY, 39) == {name: f"{second}=39Mi"}
         # quicker than anybody looks, and somebody who removes sockets
         kubelet.stop()
         kubelet.start()
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         one.expect(f"registered {GPU}")
         removed = dict(kubelet.endpoints)
         (folder / Path(removed[MEMORY].path).name).unlink()
         kubelet.wait(lambda: all(kubelet.endpoints[name] is not one for name, one in removed.items()))
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         kubelet.stop()
         shutil.rmtree(folder)  # a node that is set up anew
         folder.mkdir()
         kubelet.start()
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
 
         # health
         kubelet.used.clear()
@@ -207,7 +207,7 @@ def test_equal_shares_and_whole_devices(two: Callable[..., Node], folder: Path, 
     first, second = uuids(node)
     with Kubelet(folder) as kubelet:
         plugin(node, "--whole", "1", "--interval", "3600")
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert kubelet.healthy(MEMORY) == set() and units(kubelet, GPU, first, second) == (4, 1)
         name = constants.ENV_ALLOCATED_GPU
         assert kubelet.allocate(GPU, 2) == {name: f"{first},{second}=64Mi"}
@@ -216,7 +216,7 @@ def test_equal_shares_and_whole_devices(two: Callable[..., Node], folder: Path, 
             kubelet.allocate(GPU, 2)
         kubelet.stop()  # nobody looks for an hour, but the directory tells
         kubelet.start()
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert len(kubelet.healthy(GPU)) == 5
 
 
@@ -226,7 +226,7 @@ def test_garbage(two: Callable[..., Node], folder: Path, plugin: Callable[..., P
     node = two()
     with Kubelet(folder) as kubelet:
         one = plugin(node)
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         endpoint = kubelet.endpoints[MEMORY]
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(endpoint.path)

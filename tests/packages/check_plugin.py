@@ -88,7 +88,7 @@ def test_the_daemon_set_s_container(
     assert [path.name for path in image.rootfs.iterdir()] == ["gpushare"]
     with Kubelet(kubelets) as kubelet:
         one = pod()
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert not kubelet.healthy(MEMORY) and not kubelet.healthy(GPU)
         assert node.cli("refresh").returncode == 0  # which mounts the state: what the pod sees of it is the node's
         kubelet.wait(lambda: kubelet.healthy(MEMORY))
