@@ -75,7 +75,7 @@ def spec(data: bytes) -> None:
             before = spec_record.stripped(found)
             text = json.dumps(before)
             edited = _edited(before)
-            assert json.dumps(before) == text, "the argument was changed"
+            assert json.dumps(before) == text, "the argument was modified"
             assert same(spec_record.stripped(edited), before)
             again = _edited(spec_record.stripped(edited))
             assert json.dumps(again).replace(_nonce(again), _nonce(edited)) == json.dumps(edited)

@@ -102,7 +102,7 @@ def words_in_config(data: bytes) -> None:
         except (ValueError, RecursionError, AttributeError, GpushareError):
             return  # the low-level runtime refuses it too
         assert cri or constants.CRI_ANNOTATIONS.isdisjoint(bundle.annotations)
-        assert not device or asks, "a device counts, whatever the container is"
+        assert not device or asks, "a device counts for every container"
         text = ctypes.create_string_buffer(data, len(data))  # the launcher modifies it
         assert not asks or _launcher.scan_text_may_ask(text, ctypes.c_size_t(len(data)), cri)
 

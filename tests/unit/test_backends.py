@@ -322,7 +322,7 @@ def test_limit_is_enforced_or_start_is_refused(
     try:
         share = given(asked(backend), node(*allowed))
     except GpushareError:
-        assert not (covered and named <= set(allowed) - set(down)), "refused, where all that it needs is there"
+        assert not (covered and named <= set(allowed) - set(down)), "refused although every requirement is met"
         return
     for limit, name in (("memory", share.memory_backend), ("compute", share.compute_backend)):
         assert limit in backends.BACKENDS[name].enforces and name in allowed and name not in down

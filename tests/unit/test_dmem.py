@@ -105,9 +105,9 @@ def test_limit_is_written_verified_changed_and_removed(tree: Path, tmp_path: Pat
         before = after
     (tree / "dmem.max").write_text("untouched")
     backends.change(before, (before[0]._replace(compute_percent=5),), str(tmp_path))
-    assert written(tree)[0] == "untouched", "nothing of memory changed"
+    assert written(tree)[0] == "untouched", "the memory limit is unchanged"
     backends.change((), before, str(tmp_path))
-    assert written(tree)[0] == f"{REGION} {GIB}", "a change that was killed is finished whatever is there"
+    assert written(tree)[0] == f"{REGION} {GIB}", "a killed change is completed from any state"
     backends.change(before, (before[0]._replace(memory_limit_bytes=None),), str(tmp_path))
     assert written(tree) == (f"{REGION} max", f"{REGION} 0")
     undo()

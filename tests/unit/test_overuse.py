@@ -88,7 +88,7 @@ def test_overuse_is_logged_once_per_occurrence(tmp_path: Path) -> None:
         str(GIB),
     )
     watch.follow([], overuse.Look((), {}), str(log), "report")
-    assert watch.exceeded == {}, "nothing is kept of who has ended"
+    assert watch.exceeded == {}, "an ended container leaves no record"
 
 
 def _sleep() -> Iterator[subprocess.Popen[bytes]]:
@@ -111,10 +111,10 @@ def test_stop_kills_only_init(sleeper: Any, bystander: Any) -> None:
     look, watch = judged(GIB, {1: 3 * GIB, 2: 0}), overuse.Watch()
     look = look._replace(findings=tuple(one._replace(pids=(bystander.pid,)) for one in look.findings))
     watch.follow([running(sleeper)], look, "none", "stop")
-    assert sleeper.poll() is None, "one look is not enough"
+    assert sleeper.poll() is None, "one sample is not enough"
     watch.follow([running(sleeper)], look, "none", "stop")
     assert sleeper.wait(10) == -signal.SIGKILL
-    assert bystander.poll() is None, "its pid was the container's when NVML was asked"
+    assert bystander.poll() is None, "its pid belonged to the container when NVML was queried"
 
 
 def test_reused_pid_is_not_killed(sleeper: Any) -> None:
