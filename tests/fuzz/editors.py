@@ -14,7 +14,7 @@ from gpushare.inject import spec_record, specedit
 from gpushare.inject.spectree import SpecTree
 from gpushare.request import oci
 
-from tests.fuzz.readers import refusing
+from tests.fuzz.readers import only_one_line_errors
 from tests.support.host import BUILD
 
 HOOK = ("/opt/bin/gpushare-hook", "--state", "/s")
@@ -70,7 +70,7 @@ def spec(data: bytes) -> None:
     fd = os.memfd_create("fuzz")
     try:
         os.write(fd, data)
-        with refusing():
+        with only_one_line_errors():
             found = oci.read_json(f"/proc/self/fd/{fd}", oci.MAX_CONFIG_BYTES, "config.json")
             before = spec_record.stripped(found)
             text = json.dumps(before)
@@ -86,7 +86,7 @@ def spec(data: bytes) -> None:
 def json_text(data: bytes) -> None:
     """daemon.json of an engine."""
     text = data.decode("utf-8", "surrogateescape")
-    with refusing():
+    with only_one_line_errors():
         value = jsontext.check(text, "f.json")
         place = value.get(KEYS[0])
         if place is not None and not isinstance(place, dict):
@@ -105,7 +105,7 @@ def json_text(data: bytes) -> None:
 def toml_text(data: bytes) -> None:
     """config.toml of an engine."""
     text = data.decode("utf-8", "surrogateescape")
-    with refusing():
+    with only_one_line_errors():
         before = tomltext.check(text, "f.toml")
         changed = tomltext.put(text, {TABLE: TABLE_VALUE}, "f.toml")
         assert tomltext.at(tomltext.check(changed, "f.toml"), TABLE) == TABLE_VALUE
