@@ -53,13 +53,15 @@ def use_low_level(name: str) -> None:
         run("umount", unified)
 
 
-def enter_private_mounts() -> None:
-    """Make the mounts of this process private, so that they disappear with it. Needs root."""
+def enter_private_mounts(for_other_users: bool = True) -> None:
+    """Make the mounts of this process private, so that they disappear with it. Needs root. `for_other_users`: make this
+    tree reachable for them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "unshare CLONE_NEWNS: " + os.strerror(ctypes.get_errno()))
     run("mount", "--make-rslave", "/")
-    _let_other_users_in()
+    if for_other_users:
+        _let_other_users_in()
 
 
 def _let_other_users_in() -> None:
