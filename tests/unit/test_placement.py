@@ -128,7 +128,7 @@ def test_refusal_of_any_gives_reason_for_each_device() -> None:
 def test_reason_common_to_all_devices_is_given_once() -> None:
     with pytest.raises(PolicyError) as caught:
         grant("GPUSHARE_DEVICES=any", host=node(require_limits=True))
-    assert str(caught.value).startswith("no memory limit was asked for, and policy.require_limits requires one")
+    assert str(caught.value).startswith("no memory limit is requested, and policy.require_limits requires one")
 
 
 def test_overcommit_grants_more_than_device() -> None:
@@ -147,7 +147,7 @@ def test_unlimited_request_takes_whole_device() -> None:
     for env in ("NVIDIA_VISIBLE_DEVICES=0", "GPUSHARE_DEVICES=0"):
         with pytest.raises(CapacityError, match=r"device 0 is taken as a whole, held by c1 \(all\)"):
             grant(env, "GPUSHARE_MEMORY=1Gi", held=held)
-    with pytest.raises(CapacityError, match=r"all of device 0, of which 1 GiB is granted, held by c1"):
+    with pytest.raises(CapacityError, match=r"all of device 0 was requested, but 1 GiB is granted, held by c1"):
         grant("NVIDIA_VISIBLE_DEVICES=0", held=ledger(lease(share(0, 0, GI))))
 
 

@@ -190,7 +190,7 @@ def test_switch_is_accepted_only_from_privileged_container(privileged: bool, mem
 def test_disabled_limit_does_not_satisfy_required_limit() -> None:
     words = (NVIDIA, "CUDA_DEVICE_MEMORY_LIMIT=1g", "CUDA_DISABLE_CONTROL=true")
     host = node(accept_switches="always", require_limits=True)
-    with pytest.raises(PolicyError, match="no memory limit was asked for"):
+    with pytest.raises(PolicyError, match="no memory limit is requested"):
         placement.grant(asked(*words, host=host), host, ledger())
 
 
