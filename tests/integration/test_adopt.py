@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Callable[[Container], None], Callable[[dict[str, Any]], N
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_lease_links_and_cache_are_the_containers(
+def test_adoption_writes_lease_links_and_cache(
     container: MakeContainer, simhost: Path, node: Node, tmp_path: Path, name: str
 ) -> None:
     prepare, edit = CASES[name]
@@ -110,7 +110,7 @@ def test_lease_links_and_cache_are_the_containers(
     assert left(node) == []
 
 
-def test_adoption_forgets_the_last_refusal_and_no_other(container: MakeContainer, node: Node) -> None:
+def test_adoption_removes_only_the_own_refusal(container: MakeContainer, node: Node) -> None:
     errors = node.state / "errors"
     one = container(["true"], env=ALL, runtime=node.runtime())
     with pytest.raises(RuntimeFailed, match="not an amount"):  # makes the directory
@@ -122,7 +122,7 @@ def test_adoption_forgets_the_last_refusal_and_no_other(container: MakeContainer
     assert {path.name for path in errors.iterdir()} == {other.name, f"{one.id}.trace"}
 
 
-def test_links_in_a_root_of_another_uid_are_his(container: MakeContainer, node: Node) -> None:
+def test_links_belong_to_the_owner_of_the_root(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env=ALL, runtime=node.runtime(), edit=shifted)
     for folder in one.rootfs.parents:  # runc goes there as that uid
         if folder.stat().st_mode & 0o001 == 0:
@@ -136,7 +136,7 @@ def test_links_in_a_root_of_another_uid_are_his(container: MakeContainer, node: 
     assert owners == {100000}
 
 
-def test_mount_that_is_not_ours_is_refused_by_name(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_replaced_mount_is_refused_by_name(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     """Something changed between config.json and the mounts: the container does not start."""
     swap = tmp_path / "swap"
     swap.write_text(f"""#!/bin/sh
@@ -158,7 +158,7 @@ exec {LAUNCHER} "$@"
     assert not [path for path in upper(one) if path.endswith("libcuda.so.1")]
 
 
-def test_damaged_lease_is_use_of_unknown_extent(container: MakeContainer, node: Node) -> None:
+def test_damaged_lease_counts_as_unknown_use(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, runtime=node.runtime()).start()
     lease = node.state / "containers" / one.id / "lease.json"
     whole = lease.read_bytes()
@@ -171,7 +171,7 @@ def test_damaged_lease_is_use_of_unknown_extent(container: MakeContainer, node: 
     assert other.run() == 0, other.stderr
 
 
-def test_volume_over_etc_is_left_alone(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_volume_over_etc_keeps_its_cache(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     """The loader's cache there is the host's."""
     folder = tmp_path / "etc"
     folder.mkdir()
@@ -241,7 +241,7 @@ def test_adoption_killed_at_any_call_leaves_nothing(
         one.close()
 
 
-def test_delete_killed_at_any_call_is_finished_by_the_next(
+def test_delete_killed_at_any_call_is_completed_by_the_next(
     container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
 ) -> None:
     """kill -9 of gpushare-runtime itself; runc, its child, may be at work or done. Also two deletes at once."""

@@ -76,7 +76,7 @@ def inside(one: Container, path: str = proc_nvidia_mask.PROC_DIR) -> str:
     return f"/proc/{one.pid}/root{path}"
 
 
-def test_mask_has_what_the_container_was_granted(make: Callable[..., Container], node: Node) -> None:
+def test_mask_shows_only_granted_gpus(make: Callable[..., Container], node: Node) -> None:
     one = make()
     one.create()
     assert files(inside(one)) == EXPECTED
@@ -96,7 +96,7 @@ def test_mask_has_what_the_container_was_granted(make: Callable[..., Container],
     assert left(node) == []
 
 
-def test_mask_shows_in_that_place_only(make: Callable[..., Container]) -> None:
+def test_mask_does_not_propagate_to_peers(make: Callable[..., Container]) -> None:
     """The container's /proc/driver is shared: without more ado the mask would be mounted at every peer."""
     one = make(before=SHARED)
     one.create()
@@ -112,7 +112,7 @@ def test_container_without_the_drivers_proc_gets_no_mask(make: Callable[..., Con
 
 
 @pytest.mark.parametrize("call", ["setns:when=1", "setns:when=2", "move_mount:when=4"])
-def test_hook_that_cannot_go_on_starts_nothing(make: Callable[..., Container], node: Node, call: str) -> None:
+def test_failing_system_call_refuses_the_container(make: Callable[..., Container], node: Node, call: str) -> None:
     """Into the container's mount namespace, out of it, or with a mount there."""
     one = make(inject=call.replace(":", ":error=EPERM:"))
     with pytest.raises(RuntimeFailed, match="Operation not permitted"):
@@ -121,7 +121,7 @@ def test_hook_that_cannot_go_on_starts_nothing(make: Callable[..., Container], n
     assert not [path for path in upper(one) if path.endswith(".so.1")]
 
 
-def test_nothing_is_left_in_an_image_when_the_last_mount_cannot_be_made(
+def test_failure_of_the_last_mount_leaves_the_image_unchanged(
     make: Callable[..., Container], simhost: Path, tmp_path: Path
 ) -> None:
     """The hook has made links, and directories for them, by then."""

@@ -57,7 +57,7 @@ def mounted(one: Container) -> list[str]:
     return [point[len(prefix) :] if point.startswith(prefix) else point for point in points]
 
 
-def test_hook_mounts_in_the_order_of_the_plan(make: Callable[..., Container], node: Node, tmp_path: Path) -> None:
+def test_hook_mounts_in_plan_order(make: Callable[..., Container], node: Node, tmp_path: Path) -> None:
     """config.json has what holds the limit, the hook makes the others; the device is the last of all."""
     one = make("")
     one.create()
@@ -94,7 +94,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_target_that_was_changed_is_refused_by_name(
+def test_changed_target_is_refused_by_name(
     make: Callable[..., Container], node: Node, simhost: Path, volume: Path, name: str
 ) -> None:
     before, message = REFUSED[name]
@@ -111,13 +111,13 @@ def test_target_that_was_changed_is_refused_by_name(
     assert left - of_test == of_runc
 
 
-def test_link_to_a_library_is_covered(make: Callable[..., Container], tmp_path: Path) -> None:
+def test_library_behind_a_link_is_covered(make: Callable[..., Container], tmp_path: Path) -> None:
     one = make(f"echo old >$root/usr/lib/libold.so; ln -s /usr/lib/libold.so $root{LIBRARY}")
     one.create()
     assert "/usr/lib/libold.so" in mounted(one) and LIBRARY not in mounted(one)
 
 
-def test_file_that_a_user_mounts_there_meanwhile_is_covered(make: Callable[..., Container], tmp_path: Path) -> None:
+def test_file_mounted_over_the_target_is_covered(make: Callable[..., Container], tmp_path: Path) -> None:
     """Not written to: it is the host's."""
     theirs = tmp_path / "theirs"
     theirs.write_text("theirs")
@@ -127,7 +127,7 @@ def test_file_that_a_user_mounts_there_meanwhile_is_covered(make: Callable[..., 
     assert "theirs" not in Path(f"/proc/{one.pid}/root{SMI}").read_text(errors="replace")
 
 
-def test_nothing_shows_at_a_peer(make: Callable[..., Container], tmp_path: Path) -> None:
+def test_mounts_do_not_propagate_to_peers(make: Callable[..., Container], tmp_path: Path) -> None:
     """The container's root and its /dev are shared: our mounts would appear wherever they are mounted as well."""
     one = make(f"""for place in "$root" "$root/dev"; do
     nsenter -t $pid -m mount --make-shared "$place" || exit 9
@@ -143,7 +143,9 @@ nsenter -t $pid -m mount --bind "$root/dev" "$root/{PEER}/dev" || exit 9""")
 # No hooks
 
 
-def test_without_our_hook_there_is_no_gpu(container: MakeContainer, node: Node, simhost: Path, tmp_path: Path) -> None:
+def test_runtime_without_hooks_gives_no_gpu(
+    container: MakeContainer, node: Node, simhost: Path, tmp_path: Path
+) -> None:
     """config.json alone, device and all, under a runtime that leaves hooks out: the only libcuda is the shim, and that
     finds no driver behind it."""
     for at in (0, 0, -1):  # the first start on a host has more to do

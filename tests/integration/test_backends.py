@@ -60,7 +60,7 @@ STAGES: dict[str, tuple[str, str, type[Kernel], str]] = {  # (row, way, what hol
 }
 
 
-def test_every_row_has_a_stage() -> None:
+def test_each_row_has_a_stage() -> None:
     assert {row for row, *_ in STAGES.values()} == set(ROWS)
 
 
@@ -200,7 +200,7 @@ KINDS: dict[str, Callable[[Stage], None]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_limit_holds_whoever_holds_it(stage: Stage, kind: str) -> None:
+def test_limit_holds_with_each_backend(stage: Stage, kind: str) -> None:
     KINDS[kind](stage)
 
 
@@ -234,7 +234,7 @@ def reason_of(stage: Stage, word: Word) -> str:
     return next(filter(None, (stage.row.supports(limit, site) for limit in stage.row.enforces)), "")
 
 
-def test_what_a_backend_cannot_is_refused_with_its_reason(stage: Stage) -> None:
+def test_unsupported_request_is_refused_with_the_backend_s_reason(stage: Stage) -> None:
     """And what it can, all at once, starts."""
     (share,) = (lease.shares[0] for lease in leases.view(str(stage.node.state)).live)
     env, held = {}, stage.node.leases()
@@ -315,7 +315,7 @@ LACKING: dict[str, tuple[tuple[Lack, str], ...]] = {
 }
 
 
-def test_a_host_that_has_not_what_was_asked_for_starts_nothing(stage: Stage) -> None:
+def test_missing_host_feature_refuses_the_container(stage: Stage) -> None:
     held = stage.node.leases()
     for lack, said in LACKING[stage.name.removesuffix(" under crun")]:
         with stage.one() as one, lack(stage, one), pytest.raises(RuntimeFailed, match=said):
@@ -323,7 +323,7 @@ def test_a_host_that_has_not_what_was_asked_for_starts_nothing(stage: Stage) -> 
         assert stage.node.leases() == held
 
 
-def test_a_backend_that_is_alone_drops_no_limit(stage: Stage) -> None:
+def test_only_allowed_backend_refuses_limits_it_cannot_enforce(stage: Stage) -> None:
     """Where it is all that policy allows, a limit that it is not for starts nothing."""
     alone = stage.row.name if stage.row.name in backends.BACKENDS else backends.SHIM
     missing = [limit for limit in backends.LIMITS if limit not in backends.BACKENDS[alone].enforces]
@@ -344,7 +344,7 @@ SHARES = {"shim": 30, "dmem": 50}
 RUN_S, POINTS, TRIES = 1.0, 5.0, 8
 
 
-def test_compute_is_reached_and_kept_whoever_holds_the_memory(tmp_path: Path, make_node: Callable[..., Node]) -> None:
+def test_compute_limit_holds_with_each_memory_backend(tmp_path: Path, make_node: Callable[..., Node]) -> None:
     """One container beside the other, each with its own holder of memory."""
     root = make_simhost(tmp_path / "host", gpus=1, memory_bytes=16 * GIB)
     node = make_node(root, policy={"allowed_backends": list(backends.BACKENDS)})

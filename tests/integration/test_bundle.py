@@ -86,7 +86,7 @@ def leases_in(root: Path, node: Node) -> list[str]:
     return [item["id"] for item in json.loads(done.stdout)]
 
 
-def test_host_with_nothing_at_all(
+def test_hook_runs_on_a_host_with_only_the_bundle(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, empty_root: Path
 ) -> None:
     """runc of this host, a hook that lives in a root with neither /bin nor /lib nor /etc."""
@@ -111,7 +111,7 @@ def test_host_with_nothing_at_all(
     assert leases_in(empty_root, node) == []
 
 
-def test_commands_with_a_screen_and_their_pages(
+def test_terminal_commands_and_manual_pages_work(
     make_node: Callable[..., Node], simhost: Path, bundle: Path, empty_root: Path
 ) -> None:
     """rich is in the bundle, and needs nothing that is not; the manual pages are, too."""
@@ -134,7 +134,7 @@ def test_commands_with_a_screen_and_their_pages(
     assert {"gpushare.1", "gpushare-top.1", "gpushare-runtime-configure.1"} <= pages
 
 
-def test_runtime_on_a_host_with_nothing_at_all(
+def test_runtime_runs_on_a_host_with_only_the_bundle(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, empty_root: Path, tmp_path: Path
 ) -> None:
     spy, written = static_spy(tmp_path)
@@ -174,7 +174,7 @@ def test_shim_is_found_beside_the_programs(
     assert node.leases() == []
 
 
-def test_nothing_of_the_environment_reaches_loader_or_interpreter(
+def test_hostile_environment_reaches_neither_loader_nor_interpreter(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, bundle: Path, tmp_path: Path
 ) -> None:
     """All that FACTS of the field name, at once; the low-level runtime still gets it as it was."""
@@ -248,7 +248,7 @@ def python(bundle: Path, text: str) -> str:
     return done.stdout
 
 
-def test_interpreter_is_alone(bundle: Path) -> None:
+def test_interpreter_maps_only_files_of_the_bundle(bundle: Path) -> None:
     """Every file that it maps is the bundle's, and its search path ends there."""
     text = "import gpushare.cli, pynvml, sys; print(open('/proc/self/maps').read()); print(*sys.path, sep='\\n')"
     words = {word for word in python(bundle, text).split() if word.startswith("/")}
@@ -259,7 +259,7 @@ def test_interpreter_is_alone(bundle: Path) -> None:
 OF_SNAPSHOT = ("licenses/libc6-dev", "licenses/libpython3.11-dev", "licenses/README")
 
 
-def test_archive_is_what_its_checksum_says_and_names_no_machine(bundle: Path) -> None:
+def test_archive_matches_its_checksum_and_names_no_build_machine(bundle: Path) -> None:
     (archive,) = bundle.parent.glob("gpushare-*.tar.gz")
     digest, name = archive.with_name(archive.name + ".sha256").read_text().split()
     assert (digest, name) == (hashlib.sha256(archive.read_bytes()).hexdigest(), archive.name)
@@ -278,7 +278,7 @@ def test_archive_is_what_its_checksum_says_and_names_no_machine(bundle: Path) ->
     assert not [path for path in bundle.rglob("*") if path.is_file() and here in path.read_bytes()]
 
 
-def test_an_engine_is_told_of_the_launchers(bundle: Path, tmp_path: Path) -> None:
+def test_engine_configuration_names_the_launchers(bundle: Path, tmp_path: Path) -> None:
     """Called by a link, as it is installed. Programs of libexec start Python for every container."""
     (tmp_path / "gpushare").symlink_to(bundle / "bin" / "gpushare")
     done = call(tmp_path / "gpushare", "runtime", "configure", "docker", "--root", tmp_path)
@@ -287,7 +287,7 @@ def test_an_engine_is_told_of_the_launchers(bundle: Path, tmp_path: Path) -> Non
     assert daemon["runtimes"]["gpushare"]["path"] == str(bundle / "bin" / "gpushare-runtime")
 
 
-def test_incomplete_bundle_says_so(bundle: Path, tmp_path: Path) -> None:
+def test_incomplete_bundle_is_reported(bundle: Path, tmp_path: Path) -> None:
     for place, words in {"half": "install gpushare again", "a:colon": "colon"}.items():
         (tmp_path / place).mkdir()
         shutil.copy(bundle / "libexec" / "gpushare", tmp_path / place)

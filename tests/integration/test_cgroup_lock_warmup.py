@@ -82,7 +82,7 @@ def children() -> list[int]:
 
 
 @pytest.mark.parametrize("ignored", [None, signal.SIGCHLD])
-def test_asks_while_the_start_lasts(scene: Scene, ignored: int | None) -> None:
+def test_warmup_writes_until_the_start_ends(scene: Scene, ignored: int | None) -> None:
     """For a process that has ended, again and again, and no longer than the start."""
     ask = f'exec <{scene.procs} && read a && read b && test "$a" = "$b" && grep "^State:.Z" /proc/$a/status && exit 42'
     scene.script("libexec/gpushare-runtime", ask)
@@ -93,7 +93,7 @@ def test_asks_while_the_start_lasts(scene: Scene, ignored: int | None) -> None:
         assert processes.wait_exit(pid, WAIT_S) is not None
 
 
-def test_holds_nothing_of_the_engine(scene: Scene) -> None:
+def test_warmup_keeps_no_descriptor_of_the_engine(scene: Scene) -> None:
     """An engine reads what its runtime prints until nobody can print any more."""
     scene.script("libexec/gpushare-runtime", "echo said")
     before = children()
@@ -108,7 +108,7 @@ def test_holds_nothing_of_the_engine(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["may not be written", "is not there"])
-def test_nothing_happens_without_a_cgroup(scene: Scene, there: bool) -> None:
+def test_warmup_does_nothing_without_a_cgroup(scene: Scene, there: bool) -> None:
     scene.procs.unlink()
     if there:
         scene.procs.mkdir()
@@ -119,13 +119,13 @@ def test_nothing_happens_without_a_cgroup(scene: Scene, there: bool) -> None:
         assert processes.wait_exit(pid, WAIT_S) is not None
 
 
-def test_not_for_a_container_that_asks_for_nothing(scene: Scene) -> None:
+def test_container_without_request_starts_no_warmup(scene: Scene) -> None:
     before = children()
     assert scene.start(DOES_NOT).wait(WAIT_S) == 43
     assert set(children()) == set(before)
 
 
-def test_one_asks_for_all_that_start_at_once(scene: Scene) -> None:
+def test_concurrent_starts_share_one_warmup(scene: Scene) -> None:
     """The lock that is asked for is also in the way of forks."""
     scene.script("libexec/gpushare-runtime", "exit 42")
     before = children()
@@ -141,7 +141,7 @@ def test_one_asks_for_all_that_start_at_once(scene: Scene) -> None:
         os.close(reader)
 
 
-def test_does_not_wait_for_a_fifo_in_the_state_directory(scene: Scene) -> None:
+def test_fifo_in_the_state_directory_does_not_block_the_warmup(scene: Scene) -> None:
     scene.procs.unlink()
     (scene.directory / "state" / oci_runtime.FILE).unlink()
     os.mkfifo(scene.directory / "state" / oci_runtime.FILE)
@@ -167,7 +167,7 @@ def own_group(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", unified], check=True)
 
 
-def test_stays_where_it_is_under_the_host_s_cgroups(scene: Scene, own_group: Path) -> None:
+def test_warmup_stays_in_its_own_cgroup(scene: Scene, own_group: Path) -> None:
     """In a cgroup namespace we are in "/", and what is mounted at /sys/fs/cgroup may have another root."""
     go = scene.directory / "go"
     os.mkfifo(go)
@@ -187,7 +187,7 @@ def test_stays_where_it_is_under_the_host_s_cgroups(scene: Scene, own_group: Pat
     assert [line for line in seen if line.startswith("0::")] == [f"0::/{own_group.name}"]
 
 
-def test_nobody_is_moved(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_warmup_moves_no_process(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     """A real start, on this machine's cgroups: who is to be moved is a process of this start, and has ended."""
     calls = tmp_path / "calls"
     strace = ("strace", "-D", "-ff", "-qq", "-e", "trace=write", "-y", "-o", str(calls))

@@ -15,7 +15,7 @@ POINTS = 5.0
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_containers_get_their_limits(scenario: Scenario, way: str, tmp_path: Path) -> None:
+def test_containers_reach_and_keep_their_compute_limits(scenario: Scenario, way: str, tmp_path: Path) -> None:
     """Nobody ever gets more than his limit; as much as it, as soon as the machine lets his program run."""
     runs = []
     for attempt in range(TRIES):

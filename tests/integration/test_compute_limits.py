@@ -67,7 +67,7 @@ def hold(simhost: Path, *wanted: tuple[Container, float]) -> None:
     raise AssertionError(f"{seen} instead of {[percent for _, percent in wanted]}")
 
 
-def test_list_shows_what_the_ledger_says(busy: Callable[..., Container], node: Node, simhost: Path) -> None:
+def test_list_agrees_with_the_device_s_ledger(busy: Callable[..., Container], node: Node, simhost: Path) -> None:
     one = busy("hook", "40%")
     hold(simhost, (one, 40))
     seen = []
@@ -83,7 +83,7 @@ def test_list_shows_what_the_ledger_says(busy: Callable[..., Container], node: N
     assert "% of 40%" in node.cli("list").stdout
 
 
-def test_soft_limit_borrows_what_nobody_wants(busy: Callable[..., Container], simhost: Path) -> None:
+def test_soft_limit_borrows_unused_time(busy: Callable[..., Container], simhost: Path) -> None:
     """And gives it back: who has a hard limit gets it beside a soft one."""
     soft = busy("hook", "30%", mode="soft")
     had = [share(simhost, soft)]
@@ -102,7 +102,7 @@ def test_processes_of_a_container_share_its_limit(busy: Callable[..., Container]
     hold(simhost, (one, 30))
 
 
-def test_program_without_a_container_keeps_its_limit(node: Node, simhost: Path) -> None:
+def test_gpushare_run_keeps_its_compute_limit(node: Node, simhost: Path) -> None:
     command = [str(build()), *words(seconds=4, kernel=200)]
     done = programs.run(node, "--memory", "2Gi", "--compute", "30%", "--", *command)
     assert done.returncode == 0, done.stderr

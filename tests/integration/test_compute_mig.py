@@ -45,7 +45,7 @@ def percents(watched: list[tuple[Container, Path]]) -> list[float]:
     return [100 * (now - was) / (end - begin) for was, now in zip(before, after)]
 
 
-def test_each_mig_device_has_time_of_its_own(container: Callable[..., Container], node: Node, simhost: Path) -> None:
+def test_mig_devices_have_separate_compute_time(container: Callable[..., Container], node: Node, simhost: Path) -> None:
     """70 % of one device of a GPU, and of another one 45 and 25: together more than the whole GPU has."""
     watched, limits = [], (70, 45, 25)
     parts = driverhost.divide(simhost)

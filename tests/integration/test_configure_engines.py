@@ -53,7 +53,7 @@ def short() -> Iterator[Path]:
 
 @pytest.mark.parametrize("hook_only", [False, True])
 @pytest.mark.parametrize(("text", "default"), [("version = 2\n", "runc"), (OWN_RUNTIME, "mine"), (None, "runc")])
-def test_containerd_has_our_handler_beside_its_own(tmp_path: Path, text: str, default: str, hook_only: bool) -> None:
+def test_containerd_reads_our_handler_beside_its_own(tmp_path: Path, text: str, default: str, hook_only: bool) -> None:
     main = tmp_path / containerd.FILE.lstrip("/")
     if text is not None:
         main.parent.mkdir(parents=True)
@@ -77,7 +77,7 @@ def test_containerd_has_our_handler_beside_its_own(tmp_path: Path, text: str, de
         assert main.read_text() == text
 
 
-def test_base_spec_has_what_containerd_itself_begins_with() -> None:
+def test_base_spec_equals_containerd_s_default() -> None:
     """The copy for hosts without ctr: nothing that containerd masks or denies is open."""
     spec = json.loads(subprocess.run(["ctr", "oci", "spec"], check=True, capture_output=True, timeout=60).stdout)
     written = TREE / "config/engines/containerd-hook-only" / containerd.BASE_SPEC.lstrip("/")
@@ -89,7 +89,7 @@ def test_base_spec_has_what_containerd_itself_begins_with() -> None:
         assert set(copy["linux"][name]) >= set(spec["linux"][name])
 
 
-def test_podman_looks_for_our_hooks_and_knows_the_runtime(tmp_path: Path, short: Path) -> None:
+def test_podman_reads_our_hooks_directory_and_runtime(tmp_path: Path, short: Path) -> None:
     configure(tmp_path, "podman")
     environment = {**os.environ, "CONTAINERS_CONF": str(tmp_path / podman.FILE.lstrip("/"))}
 

@@ -56,7 +56,7 @@ def device(root: Path, name: str) -> dict[str, str]:
     return {"container_path": f"/dev/{name}", "host_path": str(root / "dev" / name), "permissions": "rw"}
 
 
-def test_real_nodes_of_another_gpu_stay_out_of_reach(containerd: Containerd, real_nodes: Path) -> None:
+def test_nodes_of_other_gpus_cannot_be_opened(containerd: Containerd, real_nodes: Path) -> None:
     with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "0"}))
         assert (access(one, 0), access(one, 1), access(one, 255)) == (ALLOWED, DENIED, ALLOWED)
@@ -72,7 +72,7 @@ def test_access_survives_an_update(containerd: Containerd, real_nodes: Path) -> 
         assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
 
 
-def test_devices_of_the_request_name_what_is_granted(containerd: Containerd, real_nodes: Path) -> None:
+def test_injected_devices_are_reduced_to_the_granted_ones(containerd: Containerd, real_nodes: Path) -> None:
     """A device plugin put both GPUs there, and the container says that it wants one: the other goes."""
     devices = [device(real_nodes, name) for name in NODES]
     with containerd.pod() as pod:
@@ -92,7 +92,7 @@ def test_devices_of_the_request_name_what_is_granted(containerd: Containerd, rea
             pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "0"}), "late")
 
 
-def test_void_without_devices_is_left_alone(containerd: Containerd) -> None:
+def test_void_without_devices_gets_no_gpu(containerd: Containerd) -> None:
     with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, VOID))
         assert one.exec("ls", "-d", "/dev/nvidia0", "/usr/lib/gpushare").out == ""
@@ -125,7 +125,7 @@ def ctr_spec(containerd: Containerd, env: dict[str, str]) -> dict[str, Any]:
     return spec
 
 
-def test_ctr(containerd: Containerd) -> None:
+def test_ctr_container_gets_its_share(containerd: Containerd) -> None:
     """Without CRI: no pod, no annotations, one container."""
     if containerd.way == "runtime":
         words = ("--runc-binary", str(containerd.programs.runtime), "--env", "GPUSHARE_MEMORY=2Gi")
@@ -142,7 +142,7 @@ def test_ctr_shows_the_refusal(containerd: Containerd) -> None:
 
 
 @pytest.mark.parametrize("index", ["0", "1"])
-def test_cdi_specification(containerd: Containerd, index: str) -> None:
+def test_cdi_devices_get_a_share_or_are_refused(containerd: Containerd, index: str) -> None:
     root = containerd.node.driver_root
     spec = ctr_spec(containerd, {"GPUSHARE_MEMORY": "2Gi"})
     inject(spec, cdi(root), index, root)
@@ -155,7 +155,7 @@ def test_cdi_specification(containerd: Containerd, index: str) -> None:
     assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, 2 * GIB, 2 * GIB)
 
 
-def test_driver_in_the_mounts_of_a_pod(containerd: Containerd) -> None:
+def test_mounted_driver_files_are_covered(containerd: Containerd) -> None:
     """Older device plugins mount the driver's files; what remains of them must not stand before the limit."""
     root = containerd.node.driver_root
     library = f"{LIBDIR}/libcuda.so.{VERSION}"
@@ -170,7 +170,7 @@ def test_driver_in_the_mounts_of_a_pod(containerd: Containerd) -> None:
         assert one.exec("sh", "-c", "ls /dev/nvidia[0-9]*").out == "/dev/nvidia1\n"
 
 
-def test_containerds_own_device_rules_do_not_start_python(containerd: Containerd, tmp_path: Path) -> None:
+def test_containerd_s_default_device_rules_start_no_python(containerd: Containerd, tmp_path: Path) -> None:
     with containerd.pod() as pod:
         one = pod.run(Want(SLEEP))
         for place, spec in (("pod", pod.info()["runtimeSpec"]), ("one", one.info()["runtimeSpec"])):

@@ -50,15 +50,13 @@ def refusal(containerd: Containerd, env: dict[str, str]) -> str:
     ],
     ids=str,
 )
-def test_value_that_makes_no_sense_is_quoted(
-    containerd: Containerd, env: dict[str, str], words: tuple[str, ...]
-) -> None:
+def test_invalid_value_is_quoted(containerd: Containerd, env: dict[str, str], words: tuple[str, ...]) -> None:
     detail = refusal(containerd, env)
     for word in words:
         assert word in detail
 
 
-def test_no_room_names_who_has_it(containerd: Containerd) -> None:
+def test_refusal_for_lack_of_memory_names_the_holder(containerd: Containerd) -> None:
     ten = {"GPUSHARE_DEVICES": "0", "GPUSHARE_MEMORY": "10Gi"}
     with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, ten))
@@ -67,7 +65,7 @@ def test_no_room_names_who_has_it(containerd: Containerd) -> None:
         assert "10Gi" in detail
 
 
-def test_policy(containerd: Containerd) -> None:
+def test_policy_refusal_names_the_policy_key(containerd: Containerd) -> None:
     with configured(containerd, policy={"accept": {"env": "never"}}):
         detail = refusal(containerd, {"GPUSHARE_MEMORY": "1Gi"})
     assert 'GPUSHARE_MEMORY="1Gi": requests in env are not accepted on this node' in detail
@@ -77,7 +75,7 @@ def test_policy(containerd: Containerd) -> None:
 
 
 @pytest.mark.parametrize("text", ["version: [", "version: 1\nmemory_overcomit: 2\n"], ids=["syntax", "key"])
-def test_configuration_that_is_wrong(containerd: Containerd, text: str) -> None:
+def test_invalid_configuration_refuses_only_containers_with_a_request(containerd: Containerd, text: str) -> None:
     """Nothing is granted, the place is named, and containers that ask for nothing start as before."""
     with configured(containerd, text):
         assert str(containerd.node.config) in refusal(containerd, {"GPUSHARE_MEMORY": "1Gi"})
@@ -85,7 +83,7 @@ def test_configuration_that_is_wrong(containerd: Containerd, text: str) -> None:
             assert pod.run(Want(("id",))).wait().code == 0
 
 
-def test_low_level_runtime_that_is_not_there(containerd: Containerd) -> None:
+def test_missing_low_level_runtime_is_reported(containerd: Containerd) -> None:
     if containerd.way == "hook":  # it is containerd's own business then
         return
     with configured(containerd, runtime={"path": "/no/such/runc"}), pytest.raises(CriError) as failed:

@@ -14,7 +14,9 @@ from tests.support.kubelet import Kubelet
 __all__ = ["folder", "plugin"]  # fixtures
 
 
-def test_a_pod_has_what_kubelet_chose(containerd: Containerd, folder: Path, plugin: Callable[..., Plugin]) -> None:
+def test_pod_gets_the_device_that_kubelet_chose(
+    containerd: Containerd, folder: Path, plugin: Callable[..., Plugin]
+) -> None:
     """3 GiB of the second device, and not of the one that `any` would be; a neighbour in the pod has its own, and one
     that kubelet gave nothing has none."""
     node, unit = containerd.node, "gpushare.io/memory-64mib"

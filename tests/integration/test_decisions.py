@@ -35,9 +35,7 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_share_is_granted_and_released_and_nothing_is_said_of_others(
-    container: MakeContainer, node: Node, way: str
-) -> None:
+def test_only_shares_are_logged_as_granted_and_released(container: MakeContainer, node: Node, way: str) -> None:
     one = container(["true"], env=SHARE, **node.way(way))
     assert one.run() == 0
     assert container(["true"], env={"PASSWORD": "hunter2"}, **node.way(way)).run() == 0
@@ -53,7 +51,7 @@ def test_a_share_is_granted_and_released_and_nothing_is_said_of_others(
     assert "hunter2" not in (node.config.parent / "decisions").read_text()
 
 
-def test_released_by_delete_where_no_hook_ran(
+def test_delete_logs_one_release_when_no_hook_ran(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
 ) -> None:
     """A low-level runtime that calls no poststop hooks (crun after a failed create, `run --keep`): `delete` says
@@ -72,7 +70,7 @@ def test_released_by_delete_where_no_hook_ran(
 
 
 @pytest.mark.parametrize("name", ["GPUSHARE_MEMORY", "NVIDIA_VISIBLE_DEVICES"])
-def test_a_hostile_request_is_refused_in_one_line_without_its_value(
+def test_hostile_request_is_logged_in_one_line_without_its_value(
     container: MakeContainer, node: Node, way: str, name: str
 ) -> None:
     one = container(["true"], env={name: HOSTILE}, **node.way(way))
@@ -83,7 +81,7 @@ def test_a_hostile_request_is_refused_in_one_line_without_its_value(
     assert "forged" not in (node.config.parent / "decisions").read_text()
 
 
-def test_a_start_that_fails_after_the_grant_is_released(container: MakeContainer, node: Node) -> None:
+def test_failed_start_after_the_grant_logs_a_release(container: MakeContainer, node: Node) -> None:
     one = container(["/not/there"], env=SHARE, **node.way("runtime"))
     with pytest.raises(RuntimeFailed):
         one.create()
@@ -91,7 +89,7 @@ def test_a_start_that_fails_after_the_grant_is_released(container: MakeContainer
     assert [outcome for (outcome,) in told(node, "decision")] == ["granted", "released"]
 
 
-def test_what_is_taken_from_the_dead_is_said_by_whom(container: MakeContainer, node: Node, way: str) -> None:
+def test_release_of_a_dead_share_names_the_command(container: MakeContainer, node: Node, way: str) -> None:
     first, second = (node.cli("run", "--name", name, "--memory", "1Gi", "true") for name in ("first", "second"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert node.cli("prune").returncode == 0
@@ -103,13 +101,13 @@ def test_what_is_taken_from_the_dead_is_said_by_whom(container: MakeContainer, n
     ]
 
 
-def test_gpushare_run_is_refused_in_one_line(node: Node) -> None:
+def test_gpushare_run_logs_a_refusal_in_one_line(node: Node) -> None:
     assert node.cli("run", "--name", "web", "--memory", "1000Gi", "true").returncode == 75
     assert node.cli("run", "--name", "web", "/not/there").returncode == 127  # no decision about a share
     assert told(node, "decision", "id", "way", "reason") == [("refused", "web", "run", "capacity")]
 
 
-def test_a_wrong_configuration_is_said_in_the_journal(
+def test_invalid_configuration_is_logged_to_the_journal(
     container: MakeContainer, node: Node, way: str, tmp_path: Path
 ) -> None:
     """Nobody knows the file then. /dev/log is a link, as systemd makes it, in a mount namespace of its own here."""
@@ -128,7 +126,7 @@ def test_a_wrong_configuration_is_said_in_the_journal(
 
 
 @pytest.mark.parametrize("way", ["hook", "runtime", "run"])
-def test_the_journal_gets_the_whole_life_of_a_share(
+def test_journal_records_a_share_from_grant_to_release(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
 ) -> None:
     """Also of `gpushare run`, which speaks when it has left the host's mount namespace."""

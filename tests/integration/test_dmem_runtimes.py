@@ -48,13 +48,13 @@ def limited(tmp_path: Path) -> Iterator[Callable[..., Container]]:
 
 
 @pytest.mark.parametrize("low", ["runc", "crun"])
-def test_without_the_controller_or_the_region_nothing_starts(limited: Callable[..., Container], low: str) -> None:
+def test_missing_controller_or_region_refuses_the_container(limited: Callable[..., Container], low: str) -> None:
     one = limited(low)
     with pytest.raises(RuntimeFailed, match="dmem"):
         one.create()
 
 
-def test_a_hook_finds_out_that_a_real_cgroup_has_no_limit(limited: Callable[..., Container], tmp_path: Path) -> None:
+def test_hook_refuses_a_cgroup_without_the_limit(limited: Callable[..., Container], tmp_path: Path) -> None:
     """A runtime that does not write it, such as one of before `unified`."""
     one = limited("runc", told=False)
     one.start()
@@ -64,9 +64,7 @@ def test_a_hook_finds_out_that_a_real_cgroup_has_no_limit(limited: Callable[...,
     assert not record.exists()
 
 
-def test_a_runtime_writes_the_limit_and_it_is_changed_while_the_container_runs(
-    limited: Callable[..., Container], tmp_path: Path
-) -> None:
+def test_runtime_writes_the_limit_and_limit_set_changes_it(limited: Callable[..., Container], tmp_path: Path) -> None:
     """Both files, before the hook looks; then what the hook does, and what `gpushare limit set` does."""
     library, tree = tmp_path / "mirror.so", tmp_path / "tree"
     flags = ("-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")

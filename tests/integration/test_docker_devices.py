@@ -110,7 +110,7 @@ FIRST = (*TWO_GIB, "-e", "GPUSHARE_DEVICES=0")
 @pytest.mark.parametrize(
     "more", [(), ("--cap-add", "MKNOD"), ("--cap-add", "ALL"), ("--device-cgroup-rule", "c 10:* rw")]
 )
-def test_mknod_gives_no_other_device(hosts: Hosts, more: tuple[str, ...]) -> None:
+def test_nodes_of_other_gpus_cannot_be_made_and_opened(hosts: Hosts, more: tuple[str, ...]) -> None:
     more = tuple(word if word != "ALL" else "SYS_ADMIN" for word in more)
     with hosts.docker.start_with(*FIRST, *more, runtime="real", args=SLEEP) as one:
         assert_only_first_device(one)
@@ -120,7 +120,7 @@ def test_mknod_gives_no_other_device(hosts: Hosts, more: tuple[str, ...]) -> Non
         assert_only_first_device(one)
 
 
-def test_device_flag_names_the_device(hosts: Hosts) -> None:
+def test_device_flag_is_a_request(hosts: Hosts) -> None:
     """docker run --device: a request for that device, and all of it where no limit is set."""
     device = ("--device", f"{real(hosts)}/nvidia0:/dev/nvidia0", "--device", f"{real(hosts)}/nvidiactl:/dev/nvidiactl")
     for limit, expected in (((), None), (TWO_GIB, 2 * GIB)):
@@ -129,7 +129,7 @@ def test_device_flag_names_the_device(hosts: Hosts) -> None:
             assert limits_of(hosts.nodes["real"], one) == {0: expected}
 
 
-def test_device_flag_beside_a_request_for_another(hosts: Hosts) -> None:
+def test_device_flag_for_another_device_gives_no_access(hosts: Hosts) -> None:
     """The request in words counts; a device that was not granted does not stay."""
     device = ("--device", f"{real(hosts)}/nvidia1:/dev/nvidia1")
     with hosts.docker.start_with(*device, *FIRST, runtime="real", args=SLEEP) as one:
@@ -142,7 +142,7 @@ def limits_of(node: Node, one: DockerContainer) -> dict[int, int | None]:
     return {share["device"]["minor"]: share["memory_limit_bytes"] for share in lease["shares"]}
 
 
-def test_host_s_dev_as_a_volume(hosts: Hosts, tmp_path: Path) -> None:
+def test_host_s_dev_as_a_volume_opens_only_granted_gpus(hosts: Hosts, tmp_path: Path) -> None:
     """All nodes are in sight; the device cgroup knows the difference."""
     dev = make_nodes(tmp_path / "dev")
     for name, minor in (("null", 3), ("zero", 5)):
@@ -162,7 +162,7 @@ def test_host_s_dev_without_the_nodes_is_refused(hosts: Hosts, tmp_path: Path) -
     assert list((tmp_path / "dev").iterdir()) == []
 
 
-def test_privileged(hosts: Hosts) -> None:
+def test_privileged_container_keeps_its_limit(hosts: Hosts) -> None:
     """It may do anything to the host; its programs still see what was granted, and no more."""
     with hosts.docker.start_with("--privileged", *FIRST, runtime="privileged", args=SLEEP) as one:
         answer = one.exec(PROBE).answer()
@@ -172,7 +172,7 @@ def test_privileged(hosts: Hosts) -> None:
         assert docker_exec.answer()["total_bytes"] == 2 * GIB
 
 
-def test_privileged_that_asks_for_nothing_gets_nothing(hosts: Hosts) -> None:
+def test_privileged_container_without_request_gets_no_gpu(hosts: Hosts) -> None:
     done = hosts.docker.try_run("--privileged", runtime="privileged", args=("ls", "/usr/lib/gpushare"))
     assert done.code != 0 and done.out == ""
 
@@ -190,7 +190,7 @@ def test_device_rule_alone_opens_no_gpu(hosts: Hosts, rule: str) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "uuids"), [("all", [0, 1]), ("1", [0]), ("device=1", [1])])
-def test_gpus_flag(hosts: Hosts, gpus: str, uuids: list[int]) -> None:
+def test_gpus_flag_gets_a_share(hosts: Hosts, gpus: str, uuids: list[int]) -> None:
     """docker run --gpus adds NVIDIA's variable, and NVIDIA's hook, which would fail here: ours is what happens."""
     with hosts.docker.start_with("--gpus", gpus, *TWO_GIB, args=SLEEP) as one:
         answer = one.exec(PROBE).answer()
@@ -198,7 +198,7 @@ def test_gpus_flag(hosts: Hosts, gpus: str, uuids: list[int]) -> None:
         assert limits_of(hosts.nodes["gpushare"], one) == dict.fromkeys(uuids, 2 * GIB)
 
 
-def test_after_nvidia_s_runtime(hosts: Hosts) -> None:
+def test_injection_by_nvidia_s_runtime_is_replaced(hosts: Hosts) -> None:
     """Its hooks would fail here, its libcuda knows no limit, its node has no lease: all of it is replaced."""
     answer = hosts.docker.try_run(
         *TWO_GIB, "-e", "NVIDIA_VISIBLE_DEVICES=void", runtime="injected", args=(PROBE,)
@@ -222,7 +222,7 @@ def subordinate_ids(tmp_path: Path) -> Iterator[str]:
         run("umount", Path("/etc", name))
 
 
-def test_user_namespace(image_root: Path, subordinate_ids: str) -> None:
+def test_limit_holds_in_a_user_namespace(image_root: Path, subordinate_ids: str) -> None:
     with docker_host(image_root, f"--userns-remap={subordinate_ids}") as docker:
         for options in ((), ("--user", "1000"), ("--read-only",)):
             answer = docker.try_run(*TWO_GIB, *options, args=(PROBE,)).answer()
@@ -240,7 +240,7 @@ def test_user_namespace(image_root: Path, subordinate_ids: str) -> None:
         assert own["total_bytes"] == 2 * GIB
 
 
-def test_dockers_own_device_rules_do_not_start_python(hosts: Hosts, tmp_path: Path) -> None:
+def test_docker_s_default_device_rules_start_no_python(hosts: Hosts, tmp_path: Path) -> None:
     with hosts.docker.start_with(args=SLEEP) as one:
         (path,) = hosts.docker.daemon.directory.glob(f"exec/containerd/**/moby/{one.id}/config.json")
         require_no_python(tmp_path / "installed", json.loads(path.read_text()))

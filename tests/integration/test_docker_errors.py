@@ -59,7 +59,7 @@ REFUSALS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusal(hosts: Hosts, name: str) -> None:
+def test_refusal_is_one_line_with_exit_code_125(hosts: Hosts, name: str) -> None:
     """One line of ours, whole, below docker's own; 125 is the daemon's "could not start it"."""
     runtime, options, quoted = REFUSALS[name]
     done = hosts.docker.try_run(*options, args=("true",), runtime=runtime)
@@ -71,7 +71,7 @@ def test_refusal(hosts: Hosts, name: str) -> None:
     assert "Traceback" not in done.err and "internal error" not in done.err
 
 
-def test_no_room(hosts: Hosts) -> None:
+def test_refusal_for_lack_of_memory_quotes_the_request(hosts: Hosts) -> None:
     docker = hosts.docker
     first = ("-e", "GPUSHARE_DEVICES=0")
     with (
@@ -87,17 +87,17 @@ def test_no_room(hosts: Hosts) -> None:
 @pytest.mark.parametrize(
     ("program", "code"), [("/no/such/program", NOT_FOUND), ("/etc/passwd", NOT_EXECUTABLE), ("no-such", NOT_FOUND)]
 )
-def test_docker_s_own_codes_are_as_without_us(hosts: Hosts, program: str, code: int) -> None:
+def test_docker_s_exit_codes_are_unchanged(hosts: Hosts, program: str, code: int) -> None:
     for options in ((), TWO_GIB):
         assert hosts.docker.try_run(*options, args=(program,)).code == code
 
 
-def test_program_s_code_and_signal(hosts: Hosts) -> None:
+def test_program_s_exit_code_and_signal_are_passed_on(hosts: Hosts) -> None:
     assert hosts.docker.try_run(*TWO_GIB, args=("sh", "-c", "exit 42")).code == 42
     assert hosts.docker.try_run(*TWO_GIB, "--init", args=("sh", "-c", "kill -TERM $$")).code == 128 + 15
 
 
-def test_refusal_is_kept_for_inspect(hosts: Hosts) -> None:
+def test_inspect_shows_the_last_refusal(hosts: Hosts) -> None:
     docker = hosts.docker
     created = docker.daemon.must("create", "--runtime", "gpushare", "-e", "GPUSHARE_MEMORY=lots", IMAGE, "true")
     try:
@@ -109,7 +109,7 @@ def test_refusal_is_kept_for_inspect(hosts: Hosts) -> None:
         docker.daemon.must("rm", created)
 
 
-def test_refusal_in_the_container_s_own_root(hosts: Hosts, tmp_path: Path) -> None:
+def test_refusal_for_the_image_s_content_is_shown(hosts: Hosts, tmp_path: Path) -> None:
     """A name that must be a link is a directory in the image: our hook finds out, and runc shows what it said."""
     docker = hosts.docker
     (tmp_path / "d").mkdir()

@@ -20,7 +20,7 @@ LIBDIR = "/usr/lib/x86_64-linux-gnu"
 # Files
 
 
-def test_commit_and_run_again(docker: DockerHost) -> None:
+def test_committed_image_gets_a_new_share(docker: DockerHost) -> None:
     """An image of a container that had a share has our empty mount points, links and ld.so.cache in it."""
     daemon = docker.daemon
     with docker.start_with(*TWO_GIB, args=(PROBE,)) as one:
@@ -40,7 +40,7 @@ def test_commit_and_run_again(docker: DockerHost) -> None:
         daemon.docker("rmi", "-f", "committed")
 
 
-def test_copied_limits_do_not_count(docker: DockerHost, tmp_path: Path) -> None:
+def test_copied_limits_file_has_no_effect(docker: DockerHost, tmp_path: Path) -> None:
     """docker cp writes below our mounts, into the container's own root: nobody sees it there, not in its next life."""
     daemon = docker.daemon
     (tmp_path / "limits").write_text("everything")
@@ -55,9 +55,7 @@ def test_copied_limits_do_not_count(docker: DockerHost, tmp_path: Path) -> None:
         assert total(one) == 2 * GIB
 
 
-def test_host_directory_over_usr_is_refused_and_stays_as_it_is(
-    docker: DockerHost, image_root: Path, tmp_path: Path
-) -> None:
+def test_host_directory_over_usr_is_refused_and_unchanged(docker: DockerHost, image_root: Path, tmp_path: Path) -> None:
     for target in ("/usr", LIBDIR):
         host = tmp_path / target.rpartition("/")[2]
         run("cp", "-a", f"{image_root}{target}", host)
@@ -68,7 +66,7 @@ def test_host_directory_over_usr_is_refused_and_stays_as_it_is(
         assert sorted(path.relative_to(host) for path in host.rglob("*")) == before
 
 
-def test_host_directory_over_etc(docker: DockerHost, image_root: Path, tmp_path: Path) -> None:
+def test_host_directory_over_etc_is_unchanged(docker: DockerHost, image_root: Path, tmp_path: Path) -> None:
     """The loader's cache there is the host's: it stays as it is, and the share works without it."""
     host = tmp_path / "etc"
     run("cp", "-a", image_root / "etc", host)
@@ -78,13 +76,13 @@ def test_host_directory_over_etc(docker: DockerHost, image_root: Path, tmp_path:
     assert (host / "ld.so.cache").read_bytes() == before
 
 
-def test_named_volume_over_our_own_directory(docker: DockerHost) -> None:
+def test_named_volume_over_our_directory_is_covered(docker: DockerHost) -> None:
     with docker.start_with(*TWO_GIB, "-v", "ours:/usr/lib/gpushare", args=SLEEP) as one:
         assert total(one) == 2 * GIB
     docker.daemon.must("volume", "rm", "ours")
 
 
-def test_shared_volume_would_show_the_share_on_the_host(docker: DockerHost, tmp_path: Path) -> None:
+def test_target_in_a_shared_volume_is_refused(docker: DockerHost, tmp_path: Path) -> None:
     """A mount over a volume with propagation appears on the host, and stays there when the container is gone."""
     run("mount", "-t", "tmpfs", "gpushare-test", tmp_path)
     try:
@@ -108,12 +106,12 @@ def asking(_docker_host: DockerHost) -> str:
     return _docker_host.load("asking", "ENV GPUSHARE_MEMORY=1Gi", "USER 1000", f'CMD ["{PROBE}"]')
 
 
-def test_image_that_asks(docker: DockerHost, asking: str) -> None:
+def test_image_s_request_is_a_default(docker: DockerHost, asking: str) -> None:
     for options, expected in (((), GIB), (TWO_GIB, 2 * GIB)):
         assert docker.try_run(*options, image=asking, args=()).answer()["total_bytes"] == expected
 
 
-def test_image_that_asks_for_all(docker: DockerHost) -> None:
+def test_image_request_for_all_devices_is_granted(docker: DockerHost) -> None:
     image = docker.load("all", "ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility")
     answer = docker.try_run(image=image, args=(PROBE,)).answer()
     assert (answer["devices"], answer["total_bytes"]) == (2, 16 * GIB)
@@ -125,7 +123,7 @@ def test_image_that_asks_for_all(docker: DockerHost) -> None:
     assert nothing.code != 0
 
 
-def test_default_runtime(docker: DockerHost, tmp_path: Path) -> None:
+def test_default_runtime_serves_run_and_build(docker: DockerHost, tmp_path: Path) -> None:
     """Whoever names no runtime: docker run, and the steps of docker build."""
     answer = Result(0, docker.daemon.must("run", "--rm", "--network", "none", *TWO_GIB, IMAGE, PROBE), "").answer()
     assert answer["total_bytes"] == 2 * GIB
@@ -139,7 +137,7 @@ def test_default_runtime(docker: DockerHost, tmp_path: Path) -> None:
 # daemon.json
 
 
-def test_daemon_reads_our_entry_while_it_runs(image_root: Path) -> None:
+def test_daemon_reads_our_entry_on_reload(image_root: Path) -> None:
     """What `gpushare runtime configure` says to do next is enough: a reload. After --undo it takes a restart, since a
     reload keeps what is gone from the file."""
     with docker_host(image_root) as docker:

@@ -119,7 +119,7 @@ def exceeded(node: Node) -> list[dict[str, str]]:
     return [line for line in node.decisions() if line["decision"] == "exceeded"]
 
 
-def test_bypass_is_reported_once_and_the_honest_are_left_alone(
+def test_only_a_bypassing_container_is_reported_once(
     container: MakeContainer, node: Node, full: Tenant, exporter: Callable[..., Exporter]
 ) -> None:
     wrong = bypass(container, node).id
@@ -142,7 +142,7 @@ def test_bypass_is_reported_once_and_the_honest_are_left_alone(
     assert one.end() == (0, "")
 
 
-def test_bypass_is_stopped_where_that_is_configured(
+def test_bypassing_container_is_stopped_where_configured(
     container: MakeContainer, node: Node, full: Tenant, exporter: Callable[..., Exporter]
 ) -> None:
     host.write_config(node.config, node.driver_root, reconcile={"action": "stop"})
@@ -159,7 +159,9 @@ def test_bypass_is_stopped_where_that_is_configured(
     assert full.container.wait() == 0
 
 
-def test_place_that_is_taken_and_how_it_ends(node: Node, exporter: Callable[..., Exporter], tmp_path: Path) -> None:
+def test_address_in_use_is_refused_and_exit_is_clean(
+    node: Node, exporter: Callable[..., Exporter], tmp_path: Path
+) -> None:
     path = tmp_path / "metrics.sock"
     first = exporter("--port", "0")
     assert first.line == f"serving metrics at http://127.0.0.1:{first.port}/metrics\n"

@@ -76,7 +76,7 @@ def test_container_with_a_user_namespace_keeps_its_share(
 
 
 @pytest.mark.parametrize("forge", [f"unshare -Urm {PYTHON} /opt/{FORGE.name}", f"{PYTHON} /opt/{FORGE_FROM_TWO.name}"])
-def test_share_made_by_root_of_a_user_namespace_in_a_container_is_ignored(
+def test_share_forged_in_a_container_s_user_namespace_is_ignored(
     container: MakeContainer, node: Node, way: str, limits: bytes, forge: str
 ) -> None:
     mounts = python_mounts(FORGE, FORGE_FROM_TWO)

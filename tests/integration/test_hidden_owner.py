@@ -28,7 +28,7 @@ def leased(one: Container) -> list[str]:
     return found
 
 
-def test_driver_on_a_file_system_that_cannot_hide_owners(
+def test_driver_without_id_mapped_mounts_starts_and_doctor_warns(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str, tmp_path: Path
 ) -> None:
     """Containers start all the same, what can be protected is, and doctor says what cannot."""
@@ -56,7 +56,7 @@ def test_driver_on_a_file_system_that_cannot_hide_owners(
         subprocess.run(["umount", "-l", root], check=True)
 
 
-def test_state_directory_of_a_gpushare_without_it_is_completed(container: MakeContainer, node: Node, way: str) -> None:
+def test_state_directory_of_an_earlier_version_is_completed(container: MakeContainer, node: Node, way: str) -> None:
     """As an upgrade finds it: containers live, and their directories are root's."""
     old = container(["sleep", "inf"], env=ENV, mounts=python_mounts(), **node.way(way)).start()
     unmount_below(node.state / "idmap")

@@ -40,7 +40,7 @@ def made(annotations: dict[str, str]) -> list[Path]:
 
 @pytest.mark.parametrize("env", [HOSTILE, ONE_GIB, {}], ids=["a command", "a share", "nothing"])
 @pytest.mark.parametrize("more", [{}, SANDBOX], ids=["container", "sandbox"])
-def test_runtime_names_no_file_for_what_hooks_print(
+def test_runtime_drops_image_annotations_for_hook_output(
     container: MakeContainer,
     make_node: Callable[..., Node],
     simhost: Path,
@@ -64,7 +64,7 @@ def test_runtime_names_no_file_for_what_hooks_print(
     assert made(files) == []
 
 
-def test_runtime_removes_them_from_its_own_config_json(
+def test_restart_drops_annotations_from_the_edited_config_json(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
 ) -> None:
     """An engine starts a container again from the config.json that an earlier start changed."""
@@ -83,7 +83,7 @@ def test_runtime_removes_them_from_its_own_config_json(
 
 
 @pytest.mark.parametrize("way", ["hook", "runtime"])
-def test_link_of_an_image_is_quoted_and_printed_nowhere_else(
+def test_image_s_link_text_is_quoted_in_the_refusal_alone(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
 ) -> None:
     node, files = make_node(simhost, runtime={"path": "/usr/bin/crun"}), outputs(tmp_path)

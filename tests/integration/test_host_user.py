@@ -38,7 +38,7 @@ sys.stdin.read()
 """
 
 
-def test_lock_of_a_user_on_the_directory_below_the_mount_holds_up_no_first_start(
+def test_user_s_lock_below_the_mount_does_not_block_the_first_start(
     container: MakeContainer, node: Node, way: str
 ) -> None:
     """An administrator, or systemd, may have made it, open to all as /run is."""
@@ -68,7 +68,7 @@ def test_state_directory_of_another_user_is_refused(container: MakeContainer, no
     (node.state / ".lock").unlink()
 
 
-def test_another_user_sees_no_share_and_holds_up_no_start(container: MakeContainer, node: Node, way: str) -> None:
+def test_another_user_cannot_read_shares_or_block_starts(container: MakeContainer, node: Node, way: str) -> None:
     for directory in (node.state, *node.state.parents):  # in a place that everybody gets to, as /run/gpushare is
         if str(directory).startswith("/tmp/"):
             directory.chmod(directory.stat().st_mode | 0o055)

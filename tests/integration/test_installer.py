@@ -148,7 +148,7 @@ def tree(node: Path) -> set[str]:
     return {str(path.relative_to(node)) for place in places for path in place.rglob("*")}
 
 
-def test_installs_and_takes_away(node: Path, start: Callable[..., Pod]) -> None:
+def test_pod_installs_and_removes_gpushare(node: Path, start: Callable[..., Pod]) -> None:
     before = tree(node)
     early = start("run", "export")
     early.until("gpushare: gpushare is not on this node yet")
@@ -193,7 +193,7 @@ def test_installs_and_takes_away(node: Path, start: Callable[..., Pod]) -> None:
     assert not (node / FEATURES).exists()
 
 
-def test_stays_while_a_container_has_a_share(node: Path, start: Callable[..., Pod], tmp_path: Path) -> None:
+def test_removal_waits_for_containers_with_shares(node: Path, start: Callable[..., Pod], tmp_path: Path) -> None:
     """The pod of an older version ends, the next one finds its node as it was; its `remove` goes on nevertheless."""
     own = {"version": 1, "log": {"decisions": "/tmp/decisions"}}
     (node / "etc/gpushare").mkdir()

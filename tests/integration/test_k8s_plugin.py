@@ -123,7 +123,9 @@ def units(kubelet: Kubelet, name: str, *uuids: str) -> tuple[int, ...]:
     return tuple(sum(unit.startswith((uuid, uuid[4:12] + "-")) for unit in ids) for uuid in uuids)
 
 
-def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
+def test_plugin_registers_allocates_and_follows_kubelet(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
     """Registered, asked, kubelet restarts, devices go and come, and a clean end."""
     node = two()
     first, second = uuids(node)
@@ -202,7 +204,9 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
         assert sockets(folder) == []
 
 
-def test_equal_shares_and_whole_devices(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
+def test_equal_shares_and_whole_devices_are_advertised(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
     node = two(sharing={"split_count": 4})
     first, second = uuids(node)
     with Kubelet(folder) as kubelet:
@@ -220,7 +224,9 @@ def test_equal_shares_and_whole_devices(two: Callable[..., Node], folder: Path, 
         assert len(kubelet.healthy(GPU)) == 5
 
 
-def test_garbage(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
+def test_malformed_requests_do_not_end_the_plugin(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
     """Bytes that are no HTTP, methods that are not there, messages that are none, a second stream: none of it ends the
     plugin, and it says no more than a line about each."""
     node = two()
@@ -254,7 +260,7 @@ def test_garbage(two: Callable[..., Node], folder: Path, plugin: Callable[..., P
         assert all(len(line) < 500 and "Traceback" not in line for line in one.lines)
 
 
-def test_one_that_was_killed_and_two_at_once(
+def test_plugin_replaces_a_killed_or_older_plugin(
     two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
 ) -> None:
     node = two()
@@ -273,7 +279,9 @@ def test_one_that_was_killed_and_two_at_once(
         assert kubelet.allocate(MEMORY, 1) and len(sockets(folder)) == 2
 
 
-def test_a_kubelet_that_refuses(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
+def test_refusal_by_kubelet_ends_the_start_and_is_retried_later(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
     """At the start that is the end. Later it is said once, and tried again."""
     node = two()
     with Kubelet(folder, refuse="no such resource here") as kubelet:

@@ -27,7 +27,7 @@ HALF = {"GPUSHARE_MEMORY": "8Gi"}
 OURS = f"points{os.getpid()}-"
 
 
-def test_no_device_before_its_limits(container: MakeContainer, node: Node, way: str, tmp_path: Path) -> None:
+def test_device_appears_after_its_limits(container: MakeContainer, node: Node, way: str, tmp_path: Path) -> None:
     """At each point where a start can be killed: if the container had the device, it had all that limits it."""
     assert node.cli("refresh").returncode == 0  # makes the state directory
     if way == "hook":
@@ -44,7 +44,7 @@ def test_no_device_before_its_limits(container: MakeContainer, node: Node, way: 
     assert one.wait() == 0, one.stderr
 
 
-def test_bundle_of_a_killed_create_has_limits_whoever_starts_it(
+def test_bundle_of_a_killed_create_keeps_its_limits_under_plain_runc(
     container: MakeContainer, node: Node, tmp_path: Path
 ) -> None:
     """config.json is edited, gpushare-runtime is dead, and an engine goes on with plain runc: a container with its
@@ -114,7 +114,9 @@ def killed(one: Container) -> None:
     one.wait()
 
 
-def test_full_state_directory_lets_go_and_refuses(container: MakeContainer, node: Node, way: str) -> None:
+def test_full_state_directory_allows_releases_and_refuses_starts(
+    container: MakeContainer, node: Node, way: str
+) -> None:
     """The tmpfs has no room: what ends is released, what starts is refused in one line, and all is well afterwards."""
     gone, lives = (container(["sleep", "inf"], env=HALF, **node.way(way)).start() for _ in range(2))
     filler = node.state / "filler"
@@ -141,7 +143,7 @@ def test_full_state_directory_lets_go_and_refuses(container: MakeContainer, node
     assert again.run() == 0, again.stderr
 
 
-def test_lease_of_another_boot_holds_nothing(container: MakeContainer, node: Node, way: str) -> None:
+def test_lease_of_another_boot_is_ignored(container: MakeContainer, node: Node, way: str) -> None:
     """Its pids mean nothing now, also where they are somebody's."""
     old = container(["sleep", "inf"], env=ALL, **node.way(way)).start()
     lease = node.state / "containers" / old.id / "lease.json"

@@ -108,7 +108,7 @@ def hidden(path: str) -> Plan:
     return Plan("test", (LdCache((LdEntry("libgsprobe.so.1", path, FLAGS),)),))
 
 
-def test_the_images_ldconfig_and_loader_find_the_library(image: Path, programs: Path, libdir: str) -> None:
+def test_image_s_ldconfig_and_loader_find_the_library(image: Path, programs: Path, libdir: str) -> None:
     with ns_util.sandbox(image) as box:
         before = listed(box)
         assert "libc.so.6" in before
@@ -119,7 +119,7 @@ def test_the_images_ldconfig_and_loader_find_the_library(image: Path, programs: 
         assert run(box, "/bin/load", "libgsprobe.so.1") == f"{libdir}/libgsprobe.so.1 1\n"
 
 
-def test_ldconfig_in_the_container_works_and_keeps_it(image: Path, programs: Path, libdir: str) -> None:
+def test_ldconfig_in_the_container_keeps_the_library(image: Path, programs: Path, libdir: str) -> None:
     with ns_util.sandbox(image) as box:
         box.apply(plan(programs, libdir))
         assert box.enter(lambda: subprocess.run(["/sbin/ldconfig"]).returncode) == 0
@@ -127,7 +127,7 @@ def test_ldconfig_in_the_container_works_and_keeps_it(image: Path, programs: Pat
         assert run(box, "/bin/load", "libgsprobe.so.1").endswith("/libgsprobe.so.1 1\n")
 
 
-def test_the_entry_alone_leads_the_loader(image: Path, programs: Path) -> None:
+def test_cache_entry_alone_leads_the_loader(image: Path, programs: Path) -> None:
     (image / "opt/hidden").mkdir(parents=True)
     shutil.copy(programs / "libgsprobe2.so", image / "opt/hidden/any.so")
     with ns_util.sandbox(image) as box:
@@ -136,7 +136,7 @@ def test_the_entry_alone_leads_the_loader(image: Path, programs: Path) -> None:
         assert run(box, "/bin/load", "libgsprobe.so.1") == "/opt/hidden/any.so 2\n"
 
 
-def test_an_entry_replaces_the_images_own(image: Path, programs: Path) -> None:
+def test_added_entry_replaces_the_image_s_entry(image: Path, programs: Path) -> None:
     for directory, answer in (("opt/theirs", 3), ("opt/ours", 1)):
         (image / directory).mkdir(parents=True)
         shutil.copy(programs / f"libgsprobe{answer}.so", image / directory / "libgsprobe.so.1")
@@ -151,7 +151,7 @@ def test_an_entry_replaces_the_images_own(image: Path, programs: Path) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["new", "compat"])
-def test_hwcaps_and_the_generator_survive_in_both_formats(
+def test_hwcaps_and_generator_are_kept_in_both_formats(
     image: Path, programs: Path, libdir: str, file_format: str
 ) -> None:
     """Two libraries in glibc-hwcaps directories: their names are in the extension, which the loader reads."""
@@ -180,7 +180,7 @@ def test_hwcaps_and_the_generator_survive_in_both_formats(
         )
 
 
-def test_mode_and_owner_stay_and_it_is_a_file_of_the_image(image: Path) -> None:
+def test_cache_keeps_mode_and_owner(image: Path) -> None:
     path = image / "etc/ld.so.cache"
     os.chmod(path, 0o604)
     os.chown(path, 7, 8)
@@ -192,7 +192,7 @@ def test_mode_and_owner_stay_and_it_is_a_file_of_the_image(image: Path) -> None:
     assert sorted(os.listdir(image / "etc")) == ["ld.so.cache", "ld.so.conf", "passwd"]
 
 
-def test_what_a_killed_run_left_is_removed(image: Path) -> None:
+def test_leftover_of_a_killed_run_is_removed(image: Path) -> None:
     (image / "etc" / cachefile.TEMPORARY).write_text("half a cache")
     with ns_util.sandbox(image) as box:
         box.apply(hidden("/opt/x"))
@@ -212,7 +212,7 @@ def test_what_a_killed_run_left_is_removed(image: Path) -> None:
         ("printf 'glibc-ld.so.cache1.1\\377\\377\\377\\377\\377' >{0}/etc/ld.so.cache", "malformed"),
     ],
 )
-def test_a_cache_that_is_not_plainly_the_images_is_left_alone(image: Path, setup: str, note: str) -> None:
+def test_ambiguous_cache_is_not_changed(image: Path, setup: str, note: str) -> None:
     """The container starts all the same: which library wins never depends on the cache."""
     with ns_util.sandbox(image, setup.format(image)) as box:
         before = box.enter(lambda: sorted(os.listdir("/etc")))
@@ -223,7 +223,7 @@ def test_a_cache_that_is_not_plainly_the_images_is_left_alone(image: Path, setup
         assert box.enter(lambda: sorted(os.listdir("/etc"))) == before
 
 
-def test_the_hosts_whole_cache_with_many_additions(tmp_path: Path) -> None:
+def test_large_cache_with_many_additions_is_readable(tmp_path: Path) -> None:
     """A real cache of hundreds of libraries: ldconfig still reads every one."""
     with open("/etc/ld.so.cache", "rb") as file:
         cache = ldcache.parse(file.read())

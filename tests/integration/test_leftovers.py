@@ -74,7 +74,7 @@ def leftover(container: MakeContainer, node: Node, way: str) -> Iterator[tuple[C
     has_ended(pid)
 
 
-def test_context_of_a_process_that_pivoted_away_keeps_the_lease(
+def test_cuda_context_in_another_root_keeps_the_lease(
     leftover: tuple[Container, int], container: MakeContainer, node: Node, way: str
 ) -> None:
     one, pid = leftover
@@ -91,7 +91,7 @@ def test_context_of_a_process_that_pivoted_away_keeps_the_lease(
 
 
 @pytest.mark.parametrize("lock", ["read", "write", "lease"])
-def test_passed_descriptor_keeps_no_share(
+def test_passed_descriptor_does_not_keep_the_share(
     container: MakeContainer, node: Node, way: str, tmp_path: Path, lock: str
 ) -> None:
     """The kernel ends all processes of a pid namespace with its first: no lock on a usage file can mean anything."""
@@ -150,7 +150,7 @@ def as_of_0_1_0(node: Node, one: Container) -> None:
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["something is left", "nothing is left"])
-def test_container_of_0_1_0_keeps_its_share_as_long_as_its_cgroup_is_populated(
+def test_0_1_0_container_keeps_its_share_while_its_cgroup_is_populated(
     container: MakeContainer, node: Node, way: str, left: bool
 ) -> None:
     command = ["sh", "-c", "setsid sleep inf & read go </end"] if left else ["sh", "-c", "read go </end"]
@@ -171,7 +171,7 @@ def test_container_of_0_1_0_keeps_its_share_as_long_as_its_cgroup_is_populated(
     assert node.leases() == [] and node.left() == []
 
 
-def test_cgroup_made_again_under_its_path_keeps_no_lease(container: MakeContainer, node: Node, way: str) -> None:
+def test_recreated_cgroup_does_not_keep_the_lease(container: MakeContainer, node: Node, way: str) -> None:
     """A cgroup is known by its inode number."""
     one = container(["sleep", "inf"], env=ALL, edit=host_pids, **node.way(way)).start()
     lease = leases.find(str(node.state), one.id)
@@ -191,7 +191,7 @@ def test_cgroup_made_again_under_its_path_keeps_no_lease(container: MakeContaine
 
 
 @pytest.mark.parametrize("who", ["a user of the host", "a container's root"])
-def test_no_end_and_no_start_looks_at_mounts_or_processes_of_others(
+def test_start_and_end_read_no_foreign_mounts_or_processes(
     container: MakeContainer, node: Node, way: str, tmp_path: Path, who: str
 ) -> None:
     """However many there are: the calls are counted, not the time."""

@@ -58,7 +58,7 @@ def namespace(one: Container) -> int:
     return os.stat(f"/proc/{one.pid}/ns/pid").st_ino
 
 
-def look_at_everything(node: Node, simhost: Path, honest: Container, liar: Container) -> None:
+def run_all_commands(node: Node, simhost: Path, honest: Container, liar: Container) -> None:
     """As the host does; what it says of the honest one is true."""
     for command in (*COMMANDS, ["inspect", liar.id]):
         done = node.cli(*command, *([honest.id] if command == ["inspect"] else []), timeout_s=20)
@@ -71,14 +71,14 @@ def look_at_everything(node: Node, simhost: Path, honest: Container, liar: Conta
 
 
 @pytest.mark.parametrize("lie", ["garbage", "noise", "idle", "crowd"])
-def test_liar_hurts_nobody(
+def test_corrupt_activity_files_leave_peers_and_host_working(
     start: Callable[..., Container], container: MakeContainer, node: Node, simhost: Path, lie: str
 ) -> None:
     honest, liar = start(), start(lie)
     shares(simhost, (honest, liar))  # until both have a context
     seen: list[tuple[float, float]] = []
     for _ in range(TRIES):  # while others take the processors, the honest one does not keep the device busy
-        look_at_everything(node, simhost, honest, liar)
+        run_all_commands(node, simhost, honest, liar)
         got = shares(simhost, (honest, liar))
         seen.append((got.get(namespace(honest), 0.0), got.get(namespace(liar), 0.0)))
         if len(seen) >= LOOKS and sum(had for had, _ in seen[-LOOKS:]) / LOOKS > LEAST[lie] - POINTS:
@@ -101,7 +101,7 @@ def test_liar_hurts_nobody(
 
 
 @pytest.mark.parametrize("lie", ["crowd", "idle", "noise", "most"])
-def test_others_keep_their_shares_and_the_liar_its_own(
+def test_corrupt_activity_files_do_not_change_compute_shares(
     start: Callable[..., Container], simhost: Path, lie: str
 ) -> None:
     """Each is held to what the host granted, and what of the device the liar has is not theirs to pay."""

@@ -53,7 +53,7 @@ def sleeper(container: MakeContainer, node: Node) -> Callable[..., Container]:
 
 
 @pytest.mark.parametrize("lose", [unmounted, only_marker], ids=lambda lose: lose.__name__)
-def test_what_lives_keeps_its_share(
+def test_living_containers_keep_their_shares(
     sleeper: Callable[..., Container], node: Node, way: str, lose: Callable[[Node], None]
 ) -> None:
     first = sleeper("10Gi", way)
@@ -71,7 +71,7 @@ def test_what_lives_keeps_its_share(
     sleeper("10Gi", way)
 
 
-def test_what_lives_keeps_its_host_memory(
+def test_living_containers_keep_their_host_memory(
     make_node: Callable[..., Node], simhost: Path, container: MakeContainer
 ) -> None:
     """Two shares of 6 GiB on a device of 16, 9 GiB in all of each, in a budget of 20: both sums are those of before."""
@@ -110,7 +110,9 @@ def test_removed_limits_block_the_device(sleeper: Callable[..., Container], node
     sleeper("16Gi", way)
 
 
-def test_nothing_lived(sleeper: Callable[..., Container], node: Node, way: str) -> None:
+def test_lost_state_without_containers_frees_the_device(
+    sleeper: Callable[..., Container], node: Node, way: str
+) -> None:
     one = sleeper("16Gi", way)
     one.kill()
     one.wait()
@@ -118,7 +120,7 @@ def test_nothing_lived(sleeper: Callable[..., Container], node: Node, way: str) 
     sleeper("16Gi", way)
 
 
-def test_refresh_says_what_it_found(sleeper: Callable[..., Container], node: Node) -> None:
+def test_refresh_reports_the_recovered_shares(sleeper: Callable[..., Container], node: Node) -> None:
     one = sleeper("1Gi", "runtime")
     unmounted(node)
     said = node.cli("refresh")
@@ -145,7 +147,7 @@ def stranger(container: MakeContainer, node: Node, tmp_path: Path) -> Iterator[C
 
 
 @pytest.mark.parametrize("source", ["", "plain"])
-def test_tenant_cannot_make_his_share_look_smaller(
+def test_tenant_cannot_understate_its_share(
     container: MakeContainer, sleeper: Callable[..., Container], node: Node, source: str
 ) -> None:
     """With user namespaces even a container's init can mount over its share, in a mount namespace of its own."""

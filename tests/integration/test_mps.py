@@ -44,7 +44,7 @@ def container(tmp_path: Path, host: Node) -> Iterator[Callable[..., Container]]:
     yield from make_mps_containers(tmp_path, host)
 
 
-def test_unequal_shares_reach_clients_whatever_their_environment(
+def test_clients_get_their_shares_whatever_their_environment(
     host: Node, container: Callable[..., Container], way: str
 ) -> None:
     start(host)
@@ -62,7 +62,7 @@ def test_unequal_shares_reach_clients_whatever_their_environment(
     assert sorted(status(host)["containers"]) == sorted((one.id, two.id))
 
 
-def test_the_sum_over_processes_is_held(host: Node, container: Callable[..., Container]) -> None:
+def test_sum_over_processes_stays_within_the_limit(host: Node, container: Callable[..., Container]) -> None:
     """MPS limits each process; the container's total stays with the shim."""
     start(host)
     one = container("runtime", "4Gi").start()
@@ -76,7 +76,7 @@ def test_the_sum_over_processes_is_held(host: Node, container: Callable[..., Con
     assert client(one, str(2 * GIB))["allocations"] == [0]
 
 
-def test_death_is_an_error_and_never_a_client_without_a_limit(
+def test_daemon_death_is_an_error_and_gives_no_unlimited_client(
     host: Node, container: Callable[..., Container], way: str
 ) -> None:
     pid = start(host)
@@ -102,7 +102,7 @@ def test_death_is_an_error_and_never_a_client_without_a_limit(
     assert finding(host, "MPS").detail == "runs on GPU 0, at most 100%, for 0 containers"
 
 
-def test_a_driver_that_began_without_the_daemon_stays_refused(host: Node, container: Callable[..., Container]) -> None:
+def test_driver_initialised_without_the_daemon_stays_refused(host: Node, container: Callable[..., Container]) -> None:
     """It dies between the shim's look and the driver's, which goes on without and never looks again. A daemon that is
     there when the program tries once more changes nothing about that."""
     pid = start(host)
@@ -131,9 +131,7 @@ WORDLESS = ("0x1E", "1e1", " 12", "12 ", "12.", "nan", "inf", "-1", "0", "0.5", 
 SPELLINGS = {**dict.fromkeys(WORDLESS, "30"), "30.0": "30.0", "12.5": "12.5"}
 
 
-def test_a_percentage_that_can_be_read_in_two_ways_is_not_passed_on(
-    host: Node, container: Callable[..., Container]
-) -> None:
+def test_ambiguous_percentage_is_not_passed_on(host: Node, container: Callable[..., Container]) -> None:
     start(host)
     one = container("hook").start()
     script = 'for own in "$@"; do CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$own ' + " ".join(CLIENT) + "; done"
@@ -142,7 +140,7 @@ def test_a_percentage_that_can_be_read_in_two_ways_is_not_passed_on(
     assert dict(zip(SPELLINGS, said)) == SPELLINGS
 
 
-def test_tenants_cannot_keep_a_daemon_from_starting(
+def test_leftovers_of_tenants_do_not_block_the_daemon_s_start(
     host: Node, container: Callable[..., Container], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they left in the /dev/shm that stays, who they say they are; and a person's shell has the variable, too."""
@@ -167,7 +165,7 @@ def test_tenants_cannot_keep_a_daemon_from_starting(
     assert client(one)["multiprocessors"] == 15
 
 
-def test_other_users_of_the_host_do_not_reach_it(host: Node, container: Callable[..., Container]) -> None:
+def test_other_users_of_the_host_cannot_connect_to_the_daemon(host: Node, container: Callable[..., Container]) -> None:
     """Whoever connects can set the daemon's defaults. And a tight umask does not keep a container's user out."""
     folder = host.state / "mps" / UUID
     code = "import socket, sys; socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(sys.argv[1])"
@@ -188,7 +186,9 @@ def test_other_users_of_the_host_do_not_reach_it(host: Node, container: Callable
     assert client(container("hook", user=(1000, 1000)).start())["multiprocessors"] == 15
 
 
-def test_only_who_was_granted_it_sees_it(host: Node, container: Callable[..., Container], way: str) -> None:
+def test_only_granted_containers_see_the_pipe_directory(
+    host: Node, container: Callable[..., Container], way: str
+) -> None:
     """The pipe of GPU 0 is nothing to a container of GPU 1; to those that have it, root's socket is nothing either."""
     start(host)
     other = {"GPUSHARE_DEVICES": "1", "GPUSHARE_BACKEND": "shim", "CUDA_MPS_PIPE_DIRECTORY": PIPE}
@@ -202,7 +202,7 @@ def test_only_who_was_granted_it_sees_it(host: Node, container: Callable[..., Co
     assert len(files[0]) == 1 and files[0][0].startswith("cuda.shm.") and files[1] == []
 
 
-def test_one_user_at_a_time(host: Node, container: Callable[..., Container]) -> None:
+def test_containers_of_a_second_user_are_refused(host: Node, container: Callable[..., Container]) -> None:
     """Clients of others would wait for this one's to end: they are told so instead."""
     start(host, "--uid", "1000")
     with pytest.raises(RuntimeFailed, match="serves one user at a time, uid 1000, and this container runs as uid 0"):
@@ -221,7 +221,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_with_the_reason(host: Node, container: Callable[..., Container], case: str) -> None:
+def test_impossible_request_is_refused_with_its_reason(
+    host: Node, container: Callable[..., Container], case: str
+) -> None:
     words, env, reason = REFUSED[case]
     if words:
         start(host, *words)
@@ -230,7 +232,7 @@ def test_refused_with_the_reason(host: Node, container: Callable[..., Container]
     assert host.leases() == []
 
 
-def test_one_more_than_it_serves_does_not_start(host: Node, container: Callable[..., Container]) -> None:
+def test_container_beyond_the_client_limit_is_refused(host: Node, container: Callable[..., Container]) -> None:
     """48 or 60, by the driver (test_mps.py of unit): made 1 here."""
     start(host)
     ready = host.state / "mps" / UUID / "ready"
@@ -243,7 +245,7 @@ def test_one_more_than_it_serves_does_not_start(host: Node, container: Callable[
     assert list(host.leases()) == [one.id]
 
 
-def test_stop_waits_for_nobody_unless_told_to(host: Node, container: Callable[..., Container]) -> None:
+def test_stop_with_containers_is_refused_unless_forced(host: Node, container: Callable[..., Container]) -> None:
     start(host)
     one = container("runtime").start()
     ready = host.state / "mps" / UUID / "ready"
@@ -258,7 +260,7 @@ def test_stop_waits_for_nobody_unless_told_to(host: Node, container: Callable[..
     assert client(one)["cuInit"] == 0
 
 
-def test_limit_of_a_living_container(host: Node, container: Callable[..., Container]) -> None:
+def test_changed_limit_applies_to_new_programs(host: Node, container: Callable[..., Container]) -> None:
     """MPS reads a client's percentage once: programs that begin later have the new one."""
     start(host)
     one = container("hook").start()

@@ -95,7 +95,7 @@ def host(node: Node, userland: Userland) -> Iterator[Host]:
     reap_zombies()
 
 
-def test_limits_are_those_that_the_daemon_reads_back(host: Host) -> None:
+def test_daemon_reports_the_limits_that_were_set(host: Host) -> None:
     (started,) = host.mps("start", "--device", "0", "--compute", "40", "--memory", "6Gi")
     assert started["how"] == "started" and started["uuid"] == UUID
     assert host.ask("get_default_active_thread_percentage") == "40.0"
@@ -109,12 +109,12 @@ def test_limits_are_those_that_the_daemon_reads_back(host: Host) -> None:
 
 
 @pytest.mark.parametrize(("asked", "said"), [("1536Mi", "2G"), ("512Mi", "512M")])
-def test_no_process_can_have_more_memory(host: Host, asked: str, said: str) -> None:
+def test_memory_limit_is_set_in_the_daemon(host: Host, asked: str, said: str) -> None:
     host.mps("start", "--memory", asked)
     assert host.ask("get_default_device_pinned_mem_limit 0") == said
 
 
-def test_policy_says_what_no_container_exceeds(host: Host) -> None:
+def test_policy_sets_the_maximum_of_each_container(host: Host) -> None:
     write_config(host.node.config, host.node.driver_root, policy={"max_memory": "25%", "max_compute": "60%"})
     host.mps("start")
     assert host.ask("get_default_active_thread_percentage") == "60.0"
@@ -126,7 +126,7 @@ def test_policy_says_what_no_container_exceeds(host: Host) -> None:
     assert hint not in host.node.cli("mps", "start").stdout
 
 
-def test_second_start_is_the_first(host: Host) -> None:
+def test_second_start_keeps_the_running_daemon(host: Host) -> None:
     (first,) = host.mps("start", "--compute", "40")
     (second,) = host.mps("start", "--compute", "40")
     assert (second["how"], second["pid"]) == ("running", first["pid"])
@@ -143,7 +143,7 @@ def _waits(pid: int, lock: str, events: int) -> bool:
     return bool(select.select([events], [], [], 0.01)[0])
 
 
-def test_starts_at_the_same_moment_are_one(host: Host) -> None:
+def test_concurrent_starts_make_one_daemon(host: Host) -> None:
     """The daemon comes up when the others have come as far as they get. One stop was before all of them."""
     real = host.control.rename(host.control.with_name("real"))
     began, go = (host.folder.parent.parent / name for name in ("began", "go"))
@@ -187,7 +187,7 @@ def test_starts_at_the_same_moment_are_one(host: Host) -> None:
     assert third[1].count("\n") == 1 and host.ask("get_default_active_thread_percentage") == "40.0"
 
 
-def test_death_is_noticed_and_a_start_is_clean(host: Host) -> None:
+def test_start_after_a_daemon_s_death_is_clean(host: Host) -> None:
     host.mps("start", "--compute", "40")
     before = host.kill()
     (row,) = host.mps("status", code=1)
@@ -201,7 +201,7 @@ def test_death_is_noticed_and_a_start_is_clean(host: Host) -> None:
     assert host.mps("status")[0]["state"] == "running"
 
 
-def test_daemon_of_a_start_that_was_killed_is_adopted_with_its_limits_set(host: Host) -> None:
+def test_daemon_of_a_killed_start_is_adopted_and_its_limits_are_set(host: Host) -> None:
     """Killed before it was offered: it listens, and nobody has set anything."""
     host.mps("start", "--compute", "40")
     pid = host.pid()
@@ -215,7 +215,7 @@ def test_daemon_of_a_start_that_was_killed_is_adopted_with_its_limits_set(host: 
     assert host.ask("get_default_active_thread_percentage") == "30.0" and (host.folder / "share" / "control").exists()
 
 
-def test_daemon_of_somebody_else_is_not_adopted(host: Host) -> None:
+def test_foreign_daemon_of_root_is_not_adopted(host: Host) -> None:
     """Root's own, in our directory, for all devices and with the host's /dev/shm."""
     assert host.node.cli("refresh").returncode == 0
     for name in ("pipe", "log", "shm"):
@@ -227,7 +227,7 @@ def test_daemon_of_somebody_else_is_not_adopted(host: Host) -> None:
         host.quit()
 
 
-def test_nothing_is_offered_when_a_limit_is_not_taken(host: Host) -> None:
+def test_daemon_that_ignores_a_limit_is_not_used(host: Host) -> None:
     """A program that takes a percentage and says another: no ready file, no socket for containers, no daemon."""
     real = host.control.rename(host.control.with_name("real"))
     host.control.write_text(f"#!/bin/sh\nif [ $# = 0 ]; then sed 's/_percentage 40/_percentage 90/' | {real}; else exec {real} \"$@\"; fi\n")  # noqa: E501  # fmt: skip
@@ -239,7 +239,7 @@ def test_nothing_is_offered_when_a_limit_is_not_taken(host: Host) -> None:
     assert host.ask("get_server_list") == "" and host.mps("start")[0]["how"] == "started"
 
 
-def test_daemon_of_another_user_is_named_and_let_be(host: Host) -> None:
+def test_daemon_of_another_user_is_reported_and_kept(host: Host) -> None:
     """Somebody's own daemon in our directory: its limits are his."""
     assert host.node.cli("refresh").returncode == 0  # which makes the state directory
     pipe = host.folder / "pipe"
@@ -256,7 +256,7 @@ def test_daemon_of_another_user_is_named_and_let_be(host: Host) -> None:
     host.quit()
 
 
-def test_what_tenants_have_cannot_end_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
+def test_tenants_cannot_end_the_daemon_through_their_socket(host: Host, userland: Userland, tmp_path: Path) -> None:
     """share/ is what containers have. The driver's own library connects by it, and asks for a server."""
     host.mps("start")
     assert sorted(path.name for path in (host.folder / "share").iterdir()) == ["control", "log"]
@@ -278,7 +278,7 @@ def test_what_tenants_have_cannot_end_the_daemon(host: Host, userland: Userland,
     assert "Not enough privilege" in host.ask("quit", "share") and host.mps("status")[0]["state"] == "running"
 
 
-def test_shim_brings_the_drivers_own_library_to_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
+def test_shim_connects_the_real_driver_to_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
     """All but the GPU is real: the shim says where the daemon is, and the driver goes there, whatever else was said."""
     host.mps("start")
     box = RealBox(tmp_path / "box", userland)
@@ -297,7 +297,7 @@ def test_shim_brings_the_drivers_own_library_to_the_daemon(host: Host, userland:
     assert "NEW CLIENT" in log.read_text()
 
 
-def test_a_daemon_whose_directory_was_lost_is_named(host: Host) -> None:
+def test_daemon_without_its_directory_is_reported(host: Host) -> None:
     """Its clients live, and it cannot be reached: a second one on the same GPU would be a mistake."""
     host.mps("start")
     pid = host.pid()
@@ -312,7 +312,7 @@ def test_a_daemon_whose_directory_was_lost_is_named(host: Host) -> None:
     assert host.mps("start")[0]["how"] == "started"
 
 
-def test_a_daemon_that_nobody_can_reach_is_ended_by_a_stop(host: Host) -> None:
+def test_stop_ends_a_daemon_without_sockets(host: Host) -> None:
     """Somebody removed its sockets: it is known by its pid and start time."""
     host.mps("start")
     pid = host.pid()
@@ -323,7 +323,7 @@ def test_a_daemon_that_nobody_can_reach_is_ended_by_a_stop(host: Host) -> None:
     assert host.mps("start")[0]["how"] == "started"
 
 
-def test_status_says_when_somebody_changed_the_limits(host: Host) -> None:
+def test_status_reports_changed_limits(host: Host) -> None:
     host.mps("start", "--compute", "40")
     host.ask("set_default_active_thread_percentage 90")
     (row,) = host.mps("status", code=1)
@@ -332,13 +332,13 @@ def test_status_says_when_somebody_changed_the_limits(host: Host) -> None:
     assert host.mps("start", "--compute", "40")[0]["how"] == "running" and host.mps("status")[0]["state"] == "running"
 
 
-def test_several_users_need_a_driver_that_has_that(host: Host) -> None:
+def test_several_users_need_a_driver_that_supports_them(host: Host) -> None:
     assert "serves one user at a time" in host.refused("start", "--uid", "any")
     assert "no number of a user" in host.refused("start", "--uid", "me")
     assert not (host.folder / "ready").exists()
 
 
-def test_this_driver_has_nothing_of_the_other_protocol(host: Host, tmp_path: Path) -> None:
+def test_driver_535_lacks_the_new_protocol(host: Host, tmp_path: Path) -> None:
     """docs/mps.md says what of it 535 knows: no option, no variable, no named servers. So nothing of it is used."""
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
     for words in (["-p", "3"], ["--protocol", "3"], ["-m"], ["--multiuser"]):

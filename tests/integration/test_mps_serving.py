@@ -53,7 +53,7 @@ def host_shm() -> Iterator[Path]:
     run("umount", "--lazy", path)
 
 
-def test_several_users_where_the_driver_lets_them_in(host: Node, container: Callable[..., Container]) -> None:
+def test_several_users_are_served_where_the_driver_allows_it(host: Node, container: Callable[..., Container]) -> None:
     mpscontrol.install(host.driver_root, MULTIUSER=True)
     start(host)
     (host.state / "mps" / UUID / "ready").unlink()
@@ -65,9 +65,7 @@ def test_several_users_where_the_driver_lets_them_in(host: Node, container: Call
     assert [client(one)["cuInit"], client(two)["cuInit"], client(two, user="1001")["cuInit"]] == [0, 0, 0]
 
 
-def test_several_users_by_the_other_protocol_where_the_driver_has_it(
-    host: Node, container: Callable[..., Container]
-) -> None:
+def test_several_users_are_served_by_the_new_protocol(host: Node, container: Callable[..., Container]) -> None:
     """A server of that protocol, for all users; on the host nobody but root gets to it."""
     program = mpscontrol.install(host.driver_root, MULTIUSER=True, PROTOCOL_3=True)
     folder = host.state / "mps" / UUID
@@ -101,9 +99,7 @@ def test_several_users_by_the_other_protocol_where_the_driver_has_it(
     assert host.cli("mps", "stop", "--force").returncode == 0 and not Path(f"/proc/{pid}/exe").exists()
 
 
-def test_limits_of_an_adopted_daemon_are_those_of_its_server_too(
-    host: Node, container: Callable[..., Container]
-) -> None:
+def test_adopted_daemon_s_server_gets_the_limits(host: Node, container: Callable[..., Container]) -> None:
     """What it has by default counts for the next server only."""
     pid = start(host)
     one = container("hook").start()
@@ -119,7 +115,7 @@ def test_limits_of_an_adopted_daemon_are_those_of_its_server_too(
     assert start(host, "--compute", "20", "--memory", "1Gi") == pid and status(host)["state"] == "running"
 
 
-def test_what_a_container_has_at_dev_shm(
+def test_daemon_s_shm_is_mounted_at_dev_shm(
     host: Node, container: Callable[..., Container], way: str, host_shm: Path
 ) -> None:
     """The daemon's stands over its own. With --shm host nothing does, and who has another one is refused: its programs
@@ -148,7 +144,7 @@ def test_what_a_container_has_at_dev_shm(
 
 
 @pytest.mark.parametrize("most", [48, 60])
-def test_a_process_more_than_the_server_takes_is_told_so(
+def test_process_beyond_the_server_s_limit_gets_an_error(
     host: Node, container: Callable[..., Container], most: int
 ) -> None:
     """All of one container, one after the other; that it is 60 from driver 580 on, test_mps.py of unit."""
@@ -165,7 +161,7 @@ def test_a_process_more_than_the_server_takes_is_told_so(
 
 
 @pytest.mark.parametrize("shm", ["own", "host"])
-def test_program_without_a_container(host: Node, shm: str, host_shm: Path) -> None:
+def test_gpushare_run_is_served_with_either_shm(host: Node, shm: str, host_shm: Path) -> None:
     start(host, "--shm", shm)
     words = [str(BIN / "gpushare"), "--config", str(host.config), "--state", str(host.state), "run"]
     words += ["--devices", "0", "--memory", "2Gi", "--compute", "25%", "--", sys.executable, str(PROGRAM)]

@@ -71,7 +71,7 @@ def test_two_containers_hold_more_than_the_device(
         assert one.container.wait() == 0
 
 
-def test_the_budget_is_given_back_and_limits_change_within_it(two: tuple[Node, list[Tenant]], way: str) -> None:
+def test_budget_is_released_and_limits_change_within_it(two: tuple[Node, list[Tenant]], way: str) -> None:
     node, both = two
     for one in both:
         one.expect("seen")
@@ -94,7 +94,7 @@ def test_the_budget_is_given_back_and_limits_change_within_it(two: tuple[Node, l
         ("50%", {"GPUSHARE_MEMORY": ""}, "GPUSHARE_MEMORY"),
     ],
 )
-def test_what_cannot_be_promised_does_not_start(
+def test_request_beyond_the_budget_is_refused(
     make_node: Callable[..., Node],
     simhost: Path,
     container: Callable[..., Container],
@@ -118,7 +118,7 @@ def test_what_cannot_be_promised_does_not_start(
     ],
     ids=["equal shares", "hami"],
 )
-def test_words_that_name_both_parts_together(
+def test_request_for_the_total_is_split_into_device_and_host(
     make_node: Callable[..., Node],
     simhost: Path,
     tmp_path: Path,
@@ -139,7 +139,7 @@ def test_words_that_name_both_parts_together(
         one.close()
 
 
-def test_turns_are_in_the_limits_and_their_memory_is_no_share(
+def test_migration_slices_are_in_the_limits_and_their_reserve_is_no_share(
     make_node: Callable[..., Node], simhost: Path, container: Callable[..., Container], way: str
 ) -> None:
     node = make_node(simhost, oversubscription={"host_memory": "64Gi", "turn_ms": 500, "turn_memory": "25%"})

@@ -67,7 +67,7 @@ def libdirs(one: Container) -> list[Path]:
 
 
 @pytest.mark.parametrize("users", ["host", "own"])
-def test_containers_see_each_other_whoever_was_first(
+def test_containers_see_each_other_in_any_start_order(
     container: MakeContainer, node: Node, way: str, users: str, tmp_path: Path
 ) -> None:
     open_way(tmp_path)
@@ -100,7 +100,7 @@ def test_containers_see_each_other_whoever_was_first(
     assert hear(first, uuid, mine + 1) == "" and used(first, uuid) == 0b11  # nothing of the one before
 
 
-def test_not_even_root_writes_what_is_not_its_own(container: MakeContainer, node: Node, way: str) -> None:
+def test_root_cannot_write_foreign_activity_files(container: MakeContainer, node: Node, way: str) -> None:
     first, second = (container(["sleep", "inf"], env=ONE_GIB, **node.way(way)).start() for _ in range(2))
     uuid, number = own_page(node, first)
     say(first, uuid, "mine")
@@ -127,7 +127,7 @@ def test_not_even_root_writes_what_is_not_its_own(container: MakeContainer, node
     assert {path.name: path.stat().st_ino for path in Path(node.state, "devices", uuid).iterdir()} == before
 
 
-def test_mounts_are_few_and_have_no_more_rights_than_they_need(container: MakeContainer, node: Node, way: str) -> None:
+def test_mounts_are_few_and_have_minimal_rights(container: MakeContainer, node: Node, way: str) -> None:
     one = container(["sleep", "inf"], env=ONE_GIB, **node.way(way)).start()
     uuid, _ = own_page(node, one)
     lines = Path(f"/proc/{one.pid}/mountinfo").read_text().splitlines()
@@ -151,7 +151,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_on_its_own_page_hurts_no_start_and_no_release(container: MakeContainer, node: Node, name: str) -> None:
+def test_corrupt_activity_file_affects_no_start_or_release(container: MakeContainer, node: Node, name: str) -> None:
     """Also of those that come later: there is room for all of them, and the number of the attacker is good again."""
     attacker, other = (container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start() for _ in range(2))
     uuid, number = own_page(node, attacker)
@@ -172,7 +172,7 @@ def test_attack_on_its_own_page_hurts_no_start_and_no_release(container: MakeCon
     assert shell(again, f"stat -c '%a %s' {PAGES}/{uuid}").split() == ["666", str(activity_files.PAGE_SIZE)]
 
 
-def test_programs_without_a_container_have_pages_too(container: MakeContainer, node: Node) -> None:
+def test_gpushare_run_has_an_activity_file(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start()
     uuid, _ = own_page(node, one)
     say(one, uuid, "hello")
@@ -186,7 +186,7 @@ def test_programs_without_a_container_have_pages_too(container: MakeContainer, n
     assert used(one, uuid) == 1 and not (node.state / "devices" / uuid / "1").exists()
 
 
-def test_containers_before_and_after_a_lost_state_directory_see_each_other(
+def test_containers_see_each_other_across_a_lost_state_directory(
     container: MakeContainer, node: Node, way: str
 ) -> None:
     first, second = (container(["sleep", "inf"], env=ONE_GIB, **node.way(way)).start() for _ in range(2))
@@ -211,7 +211,7 @@ def test_containers_before_and_after_a_lost_state_directory_see_each_other(
     assert node.left() == []
 
 
-def test_pages_that_a_tenant_forged_are_not_taken_up(container: MakeContainer, node: Node) -> None:
+def test_forged_activity_files_are_ignored(container: MakeContainer, node: Node) -> None:
     """In a user namespace he can mount a tmpfs over his peers; the index in it would be his to truncate."""
     forge = "read uuid </go && mount -t tmpfs none /usr/lib/gpushare/peers && mkdir /usr/lib/gpushare/peers/$uuid && "
     forge += "mount -t tmpfs -o mode=755 none /usr/lib/gpushare/peers/$uuid && "

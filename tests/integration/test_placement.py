@@ -74,7 +74,7 @@ def make_many(node: Node, way: str, container: MakeContainer, count: int, share:
 
 
 @pytest.mark.parametrize(("way", "strategy"), [("hook", "binpack"), ("runtime", "spread")])
-def test_a_hundred_at_once_fill_four_devices_and_no_more(
+def test_hundred_concurrent_starts_fill_four_devices_exactly(
     make_host: Callable[..., Path], make_node: Callable[..., Node], container: MakeContainer, way: str, strategy: str
 ) -> None:
     node = make_node(make_host(gpus=DEVICES, memory_bytes=16 * GIB), placement={"strategy": strategy})
@@ -130,7 +130,7 @@ def wait_for_orphans(known: set[int]) -> None:
 
 
 @pytest.mark.parametrize("way", ["hook", "runtime"])
-def test_starts_that_are_killed_cost_no_room(
+def test_killed_starts_leave_no_memory_reserved(
     make_host: Callable[..., Path], make_node: Callable[..., Node], container: MakeContainer, way: str
 ) -> None:
     """Of 45 starts at once a third is killed somewhere; then the devices are filled, and all is given back."""
@@ -164,7 +164,7 @@ def test_starts_that_are_killed_cost_no_room(
 
 
 @pytest.mark.parametrize("way", ["hook", "runtime"])
-def test_equal_shares_spread_and_told(
+def test_equal_shares_are_spread_and_reported(
     make_host: Callable[..., Path], make_node: Callable[..., Node], container: MakeContainer, way: str
 ) -> None:
     """A container that names a device by its replica, as NVIDIA's device plugin does, and three that take any."""

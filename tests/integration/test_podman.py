@@ -63,7 +63,7 @@ def test_image_cannot_raise_its_own_limit(
         policy()
 
 
-def test_image_annotation_and_the_users_word(podman: Podman, build: Callable[..., str]) -> None:
+def test_user_s_annotation_overrides_the_image_s(podman: Podman, build: Callable[..., str]) -> None:
     image = build("", "--annotation", "gpushare.io/memory=3Gi")
     mine = Want(annotations={"gpushare.io/memory": "1Gi"})
     assert podman.run(mine, image=image).answer()["total_bytes"] == GIB  # podman lets the user's one win
@@ -72,12 +72,12 @@ def test_image_annotation_and_the_users_word(podman: Podman, build: Callable[...
     assert "3Gi" in said
 
 
-def test_annotation_is_not_listened_to(podman: Podman, policy: Callable[..., None]) -> None:
+def test_annotation_is_refused_where_policy_accepts_none(podman: Podman, policy: Callable[..., None]) -> None:
     policy(accept={"annotations": "never"})
     assert "annotation" in refusal(podman, Want(SLEEP, annotations={"gpushare.io/memory": "1Gi"}))
 
 
-def test_image_claims_what_we_put_in(podman: Podman, build: Callable[..., str]) -> None:
+def test_image_cannot_forge_our_record(podman: Podman, build: Callable[..., str]) -> None:
     """gpushare.io/applied would have mounts taken out, or a lease believed."""
     claim = {"version": 1, "nonce": "", "leased": True, "mounts": [["/etc/hosts", ""]]}
     image = build("", "--annotation", f"gpushare.io/applied={json.dumps(claim)}")
@@ -85,7 +85,7 @@ def test_image_claims_what_we_put_in(podman: Podman, build: Callable[..., str]) 
     assert podman.run(Want(("ls", OURS)), image=image).code != 0
 
 
-def test_committed_and_run_again(podman: Podman) -> None:
+def test_committed_image_gets_a_new_share(podman: Podman) -> None:
     """The image then has our mount points, our links and our entries in its cache of libraries."""
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         podman.command("commit", "--quiet", one.name, "localhost/again")
@@ -139,7 +139,9 @@ def play(
     podman.remove_pod("kube")
 
 
-def test_pod_of_two(podman: Podman, play: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_containers_of_a_pod_have_separate_shares(
+    podman: Podman, play: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     done = play({}, one="2Gi", two="3Gi")
     assert done.returncode == 0, done.stderr
     ids = [podman.inspect(f"kube-{name}")["Id"] for name in ("one", "two")]
@@ -148,7 +150,7 @@ def test_pod_of_two(podman: Podman, play: Callable[..., subprocess.CompletedProc
     assert totals == [2 * GIB, 3 * GIB]
 
 
-def test_pod_that_names_containers_in_annotations(
+def test_scoped_annotations_of_a_pod_are_refused(
     podman: Podman, play: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     """podman does not tell the runtime which container of the pod it starts: nobody's limit is guessed."""
@@ -162,7 +164,7 @@ def test_pod_that_names_containers_in_annotations(
 # Lives
 
 
-def test_restart(podman: Podman) -> None:
+def test_restarted_container_gets_its_share_again(podman: Podman) -> None:
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         before = one.pid
         podman.command("restart", "--time", "0", one.name)
@@ -172,7 +174,7 @@ def test_restart(podman: Podman) -> None:
         assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
 
 
-def test_stopped_container_leaves_its_share_to_others(podman: Podman) -> None:
+def test_stopped_container_releases_its_share(podman: Podman) -> None:
     with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})) as one:
         one.stop()
         assert podman.node.leases() == []
@@ -182,7 +184,7 @@ def test_stopped_container_leaves_its_share_to_others(podman: Podman) -> None:
         assert one.exec(PROBE).answer()["total_bytes"] == 10 * GIB
 
 
-def test_pause(podman: Podman) -> None:
+def test_paused_container_keeps_its_share(podman: Podman) -> None:
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         podman.command("pause", one.name)
         assert podman.node.leases() == [one.id]
@@ -190,7 +192,7 @@ def test_pause(podman: Podman) -> None:
         assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
 
 
-def test_podman_is_killed(podman: Podman) -> None:
+def test_share_survives_the_death_of_podman(podman: Podman) -> None:
     """conmon and the container live on with their share; when the program ends, conmon has podman clean up."""
     name = f"gpushare-{os.getpid()}-killed"
     words = podman.options(Want(env=TWO_GIB), name)
@@ -214,7 +216,7 @@ def test_podman_is_killed(podman: Podman) -> None:
         podman.remove(name)
 
 
-def test_conmon_is_killed_too(podman: Podman) -> None:
+def test_dead_container_without_conmon_releases_its_share(podman: Podman) -> None:
     """Nobody is left to clean up: a dead container's share goes to the next one."""
     with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"})) as one:
         for pid in podman.conmons(one.name):
@@ -231,7 +233,7 @@ def test_conmon_is_killed_too(podman: Podman) -> None:
     assert left == []
 
 
-def test_removed_by_force(podman: Podman) -> None:
+def test_forced_removal_releases_the_share(podman: Podman) -> None:
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         podman.command("rm", "--force", "--time", "0", one.name)
         podman.wait_conmon(one.name)
@@ -241,7 +243,7 @@ def test_removed_by_force(podman: Podman) -> None:
 # Words
 
 
-def test_program_that_is_not_there(podman: Podman) -> None:
+def test_missing_program_releases_the_share(podman: Podman) -> None:
     """Not our error: podman says it as ever. It runs no poststop hook of its directory then: the next start does that
     work, and does not count what is dead."""
     whole = {"GPUSHARE_MEMORY": "16Gi"}
@@ -258,7 +260,7 @@ def test_refusal_is_one_line(podman: Podman) -> None:
 
 
 @pytest.mark.parametrize("asks", ["ENV GPUSHARE_MEMORY='$(touch made)'", "ENV GPUSHARE_MEMORY=1Gi", ""])
-def test_image_names_files_of_the_host_for_what_hooks_print(
+def test_image_cannot_redirect_hook_output_to_host_files(
     podman: Podman, build: Callable[..., str], tmp_path: Path, asks: str
 ) -> None:
     """podman copies an image's annotations, and crun opens these files as root before any hook runs. With the hook
@@ -278,7 +280,7 @@ def test_image_names_files_of_the_host_for_what_hooks_print(
 
 
 @pytest.mark.parametrize("stages", [("createRuntime",), ("prestart", "createRuntime")], ids=" and ".join)
-def test_stages_of_the_hook(podman: Podman, stages: tuple[str, ...]) -> None:
+def test_each_hook_stage_makes_one_share(podman: Podman, stages: tuple[str, ...]) -> None:
     """Whatever stage the administrator chose, also both: one share."""
     if podman.way != "hook":
         return
@@ -299,7 +301,7 @@ def test_stages_of_the_hook(podman: Podman, stages: tuple[str, ...]) -> None:
             path.write_text(text)
 
 
-def test_hook_beside_the_runtime(podman: Podman) -> None:
+def test_hook_and_runtime_together_make_one_share(podman: Podman) -> None:
     """Both are installed, as `runtime configure podman` does it: one share, and poststop twice."""
     if podman.way != "runtime":
         return
@@ -314,7 +316,7 @@ def test_hook_beside_the_runtime(podman: Podman) -> None:
             path.unlink()
 
 
-def test_checkpoint_reaches_the_low_level_runtime(podman: Podman, tmp_path: Path) -> None:
+def test_checkpoint_is_passed_on_and_restore_is_refused(podman: Podman, tmp_path: Path) -> None:
     """podman itself gives up without criu, so the runtime is asked as podman would ask it."""
     if podman.way != "runtime":
         return

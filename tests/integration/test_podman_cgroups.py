@@ -47,7 +47,7 @@ def rules_of(v1: str, v2: str) -> Any:
 
 
 @pytest.mark.parametrize("above", [False, True], ids=["its caller's", "one above its caller's"])
-def test_cgroup_of_the_caller_gets_no_rule(view: View, above: bool) -> None:
+def test_caller_s_cgroup_gets_no_rule(view: View, above: bool) -> None:
     """The process is in the caller's cgroup, or the caller is in one below."""
 
     def body() -> list[Any]:
@@ -156,7 +156,7 @@ def only_v1() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", ["hook", "runtime"])
-def test_container_that_stays_in_the_callers_cgroup_is_refused(
+def test_container_in_the_caller_s_cgroup_is_refused(
     only_v1: None, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
 ) -> None:
     """crun makes none when it is told so, by either way in."""

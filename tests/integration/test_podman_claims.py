@@ -48,11 +48,11 @@ def device(podman: Podman, etc_cdi: Path) -> tuple[str, str]:
     return ("--device", "nvidia.com/gpu=0")
 
 
-def test_limit_of_the_user_holds(podman: Podman, image: str) -> None:
+def test_user_s_limit_holds(podman: Podman, image: str) -> None:
     assert podman.run(Want(env=TWO_GIB), image=image).answer()["total_bytes"] == 2 * GIB
 
 
-def test_injected_device_has_the_limit_of_the_user(podman: Podman, image: str, device: tuple[str, str]) -> None:
+def test_injected_device_has_the_user_s_limit(podman: Podman, image: str, device: tuple[str, str]) -> None:
     """Also a limit in an annotation, which a name in the image must not turn into one for another container."""
     if podman.way == "hook":
         assert "/usr/bin/nvidia-cdi-hook" in refusal(podman, Want(SLEEP, TWO_GIB), *device, image=image)
@@ -66,7 +66,9 @@ def test_injected_device_has_the_limit_of_the_user(podman: Podman, image: str, d
 @pytest.mark.parametrize(
     "rules", [{"require_limits": True}, {"accept": {"cdi": "never"}}, {"allowed_devices": ["7"]}], ids=str
 )
-def test_policy_holds(podman: Podman, image: str, device: tuple[str, str], policy: Policy, rules: object) -> None:
+def test_policy_applies_to_a_claimed_pod(
+    podman: Podman, image: str, device: tuple[str, str], policy: Policy, rules: object
+) -> None:
     policy(**rules)  # type: ignore[arg-type]
     if (podman.way, rules) == ("hook", {"allowed_devices": ["7"]}):  # the hook takes no device out, nor judges which
         return
@@ -75,7 +77,9 @@ def test_policy_holds(podman: Podman, image: str, device: tuple[str, str], polic
     assert podman.node.leases() == []
 
 
-def test_privileges_need_an_entry(podman: Podman, kind: str, image: str, gpus_in_dev: Path, policy: Policy) -> None:
+def test_privileged_container_of_a_claimed_pod_needs_a_policy_entry(
+    podman: Podman, kind: str, image: str, gpus_in_dev: Path, policy: Policy
+) -> None:
     """That of a container in a pod, by whose name the image calls itself, is none."""
     policy(privileged_containers=["ml/*"])
     remedy = "would make this a container of a pod"

@@ -21,7 +21,7 @@ def image(build: Build) -> str:
     return build("VOLUME /dev/nvidia0 /dev/nvidia-caps/nvidia-cap1")
 
 
-def test_volume_at_the_path_of_a_gpu_gives_no_gpu(podman: Podman, image: str, policy: Policy) -> None:
+def test_volume_at_a_gpu_s_path_gives_no_gpu(podman: Podman, image: str, policy: Policy) -> None:
     for rules in ({}, {"accept": {"env": "never", "annotations": "never"}}, {"require_limits": True}):
         policy(**rules)
         with podman.start(Want(SLEEP), image=image) as one:
@@ -29,7 +29,7 @@ def test_volume_at_the_path_of_a_gpu_gives_no_gpu(podman: Podman, image: str, po
             assert "nvidiactl" not in one.exec("ls", "/dev").out
 
 
-def test_volume_at_the_path_of_a_gpu_changes_no_limit(podman: Podman, image: str) -> None:
+def test_volume_at_a_gpu_s_path_changes_no_limit(podman: Podman, image: str) -> None:
     """The hook takes no mount out, so it refuses one where a GPU's node goes."""
     if podman.way == "hook":
         assert "mount at" in refusal(podman, Want(SLEEP, TWO_GIB), image=image)

@@ -47,7 +47,7 @@ def gpus_in_dev(tmp_path: Path) -> Iterator[Path]:
 # What a container may see
 
 
-def test_privileged(podman: Podman, gpus_in_dev: Path) -> None:
+def test_privileged_container_sees_only_granted_gpus(podman: Podman, gpus_in_dev: Path) -> None:
     """podman gives it every device of the host; a hook cannot take them away."""
     want = Want(("ls", "/dev"), TWO_GIB)
     if podman.way == "hook":
@@ -61,7 +61,7 @@ def test_privileged(podman: Podman, gpus_in_dev: Path) -> None:
     assert podman.run(Want(env=TWO_GIB), 60, "--privileged").answer()["total_bytes"] == 2 * GIB
 
 
-def test_device_of_the_host(podman: Podman, gpus_in_dev: Path) -> None:
+def test_device_flag_for_another_gpu_gives_no_access(podman: Podman, gpus_in_dev: Path) -> None:
     """A GPU beside the share, past us."""
     want = Want(("ls", "/dev"), {**TWO_GIB, "GPUSHARE_DEVICES": "0"})
     if podman.way == "hook":
@@ -73,7 +73,7 @@ def test_device_of_the_host(podman: Podman, gpus_in_dev: Path) -> None:
     assert podman.run(Want(env=TWO_GIB), 60, "--device", "/dev/null:/dev/other").answer()["total_bytes"] == 2 * GIB
 
 
-def test_dev_of_the_host_as_a_volume(podman: Podman, gpus_in_dev: Path) -> None:
+def test_host_s_dev_as_a_volume_opens_only_granted_gpus(podman: Podman, gpus_in_dev: Path) -> None:
     """The nodes are there, so ours stand over them; the other GPU is in sight, and cannot be opened."""
     granted = [node for node in gpus_in_dev.glob("nvidia*") if node.name != "nvidia1"]
     for node in granted:  # as the simulated driver's are
@@ -86,14 +86,14 @@ def test_dev_of_the_host_as_a_volume(podman: Podman, gpus_in_dev: Path) -> None:
     assert [node.stat().st_size for node in granted] == [0] * len(granted)
 
 
-def test_dev_of_the_host_without_gpus_stays_as_it_is(podman: Podman, gpus_in_dev: Path) -> None:
+def test_host_s_dev_without_gpus_is_unchanged(podman: Podman, gpus_in_dev: Path) -> None:
     for node in gpus_in_dev.glob("nvidia*"):
         node.unlink()
     assert "/dev/nvidia0" in refusal(podman, Want(SLEEP, TWO_GIB), "--volume", "/dev:/dev")
     assert list(gpus_in_dev.glob("nvidia*")) == []
 
 
-def test_user_namespaces(podman: Podman, tmp_path: Path) -> None:
+def test_limit_holds_in_user_namespaces(podman: Podman, tmp_path: Path) -> None:
     ranges = tmp_path / "subid"
     ranges.write_text("containers:300000:100000\n")
     for name in ("/etc/subuid", "/etc/subgid"):
@@ -111,7 +111,7 @@ def test_user_namespaces(podman: Podman, tmp_path: Path) -> None:
             run("umount", name)
 
 
-def test_two_containers_with_one_volume(podman: Podman) -> None:
+def test_containers_with_one_volume_have_separate_limits(podman: Podman) -> None:
     """Neither sees the other's limit."""
     three = Want(SLEEP, {"GPUSHARE_MEMORY": "3Gi"})
     with (
@@ -157,7 +157,7 @@ def cdi(podman: Podman, tmp_path: Path, etc_cdi: Path) -> Iterator[Path]:
             path.rename(podman.hooks_dir / path.name)
 
 
-def test_device_of_cdi(podman: Podman, cdi: Path) -> None:
+def test_cdi_device_gets_a_share(podman: Podman, cdi: Path) -> None:
     """With the file alone podman gives a share, which ends with the container; with our runtime, too, there is one."""
     (gpu,) = json.loads(podman.node.cli("devices", "--format", "json").stdout)
     for name in ("any", gpu["uuid"]):
@@ -175,7 +175,7 @@ def test_device_of_cdi(podman: Podman, cdi: Path) -> None:
     assert done.code != 0 and "unresolvable CDI devices" in done.err
 
 
-def test_device_of_nvidia_s_own_cdi(podman: Podman, etc_cdi: Path) -> None:
+def test_nvidia_s_cdi_device_is_limited_or_refused(podman: Podman, etc_cdi: Path) -> None:
     """Injected by podman itself, libcuda and hooks and all: enforced by the runtime, refused where only the hook is."""
     root = podman.node.driver_root
     described = with_simulated_nodes(nvidia_cdi(root), root)
@@ -194,7 +194,7 @@ def test_device_of_nvidia_s_own_cdi(podman: Podman, etc_cdi: Path) -> None:
         assert "held by" in refusal(podman, Want(SLEEP, TWO_GIB))
 
 
-def test_podmans_own_device_rules_do_not_start_python(podman: Podman, tmp_path: Path) -> None:
+def test_podman_s_default_device_rules_start_no_python(podman: Podman, tmp_path: Path) -> None:
     with podman.start(Want(SLEEP)) as one:
         path = Path(podman.inspect(one.name)["OCIConfigPath"])
         require_no_python(tmp_path / "installed", json.loads(path.read_text()))

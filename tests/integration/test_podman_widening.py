@@ -89,7 +89,7 @@ def require_reported(podman: Podman, one: PodmanContainer, ignored: bool) -> Non
 
 
 @pytest.mark.parametrize(("accept", "privileged", "counts"), ACCEPT)
-def test_image_adds_to_a_limit_where_policy_accepts_it(
+def test_image_s_options_are_added_only_where_policy_accepts_them(
     podman: Podman, image: str, configure: Callable[..., None], accept: str, privileged: bool, counts: bool
 ) -> None:
     configure({"accept": {"widening": accept}})
@@ -98,7 +98,7 @@ def test_image_adds_to_a_limit_where_policy_accepts_it(
         require_reported(podman, one, ignored=not counts)
 
 
-def test_image_adds_nothing_to_a_limit_in_a_cluster(podman: Podman, image: str, configure: Callable[..., None]) -> None:
+def test_image_s_options_are_ignored_in_a_cluster(podman: Podman, image: str, configure: Callable[..., None]) -> None:
     policy: dict[str, Any] = {}
     for key, value in profiles.CLUSTER.items():
         *parents, last = key.split(".")[1:]
@@ -113,7 +113,7 @@ def test_image_adds_nothing_to_a_limit_in_a_cluster(podman: Podman, image: str, 
         require_reported(podman, one, ignored=True)
 
 
-def test_image_replaces_another_schedulers_limit_where_policy_accepts_it(
+def test_image_replaces_a_scheduler_s_limit_only_where_policy_accepts_it(
     podman: Podman, build: Build, configure: Callable[..., None]
 ) -> None:
     image = build("ENV GPUSHARE_MEMORY=8Gi")

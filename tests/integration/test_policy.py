@@ -29,7 +29,7 @@ VIEWS = {
 # Requests
 
 
-def test_what_is_more_than_the_maximum(
+def test_request_above_the_maximum_is_refused(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
     env = {"GPUSHARE_MEMORY": "3Gi"}
@@ -39,7 +39,7 @@ def test_what_is_more_than_the_maximum(
     assert strict.leases() == []
 
 
-def test_clamped_and_said_in_explain_inspect_and_log(
+def test_clamped_request_is_reported_in_explain_inspect_and_log(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
 ) -> None:
     log = tmp_path / "log"
@@ -55,7 +55,7 @@ def test_clamped_and_said_in_explain_inspect_and_log(
     assert f"note: slot 0: {said}" in node.cli("explain", str(one.bundle)).stdout
 
 
-def test_injected_devices_that_are_not_accepted(
+def test_injected_devices_are_refused_where_policy_ignores_them(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
     node = make_node(simhost, policy={"accept": {"cdi": "never"}})
@@ -69,7 +69,7 @@ def test_injected_devices_that_are_not_accepted(
         container(["true"], edit=edit, **node.way(way)).create()
 
 
-def test_cluster_grants_nothing_to_an_image_that_only_names_devices(
+def test_cluster_refuses_an_image_that_only_names_devices(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
     from gpushare.config import profiles
@@ -98,7 +98,7 @@ def test_device_in_a_sandbox_is_refused(container: MakeContainer, node: Node, wa
             one.start()
 
 
-def test_one_annotation_for_two_containers_of_a_pod(container: MakeContainer, node: Node, way: str) -> None:
+def test_one_annotation_serves_one_container_of_a_pod(container: MakeContainer, node: Node, way: str) -> None:
     def pod(name: str) -> dict[str, str]:
         pods = {"container-type": "container", "container-name": name, "sandbox-id": "s1"}
         return {"gpushare.io/memory": "1Gi", **{f"io.kubernetes.cri.{key}": value for key, value in pods.items()}}
@@ -111,7 +111,7 @@ def test_one_annotation_for_two_containers_of_a_pod(container: MakeContainer, no
     assert container(["true"], env=env, annotations=pod("a"), **node.way(way, cri=True)).run() == 0
 
 
-def test_misspelt_limit_in_the_real_start(container: MakeContainer, node: Node, way: str) -> None:
+def test_misspelt_limit_is_refused_at_the_start(container: MakeContainer, node: Node, way: str) -> None:
     """The launcher has to find it in the text first."""
     for name in ("GPUSHAREMEMORY", "GPU_SHARE_MEMORY"):
         with pytest.raises(RuntimeFailed, match=rf"{name}=.*: unknown name; did you mean GPUSHARE_MEMORY\?"):
@@ -121,7 +121,7 @@ def test_misspelt_limit_in_the_real_start(container: MakeContainer, node: Node, 
 # explain
 
 
-def test_explain_as_the_runtime_sees_it(container: MakeContainer, node: Node) -> None:
+def test_explain_shows_the_runtime_s_view(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, edit=injected(node))
     before = (one.bundle / "config.json").read_bytes()
     done = node.cli("explain", str(one.bundle))
@@ -135,13 +135,13 @@ def test_explain_as_the_runtime_sees_it(container: MakeContainer, node: Node) ->
     assert node.leases() == []
 
 
-def test_explain_of_a_plain_bundle_is_the_same_both_ways(container: MakeContainer, node: Node) -> None:
+def test_explain_of_a_plain_bundle_is_the_same_for_hook_and_runtime(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"})
     texts = {node.cli("explain", "--way", way, str(one.bundle)).stdout for way in ("auto", "hook", "runtime")}
     assert len(texts) == 1 and "1 GiB" in texts.pop()
 
 
-def test_explain_of_what_the_runtime_started(container: MakeContainer, node: Node) -> None:
+def test_explain_of_a_running_container_is_unchanged(container: MakeContainer, node: Node) -> None:
     """Its config.json holds our own nodes and mounts by now; they are not what it asked for."""
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, runtime=node.runtime())
     before = node.cli("explain", "--way", "runtime", str(one.bundle)).stdout
@@ -226,7 +226,7 @@ WIDE = {
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("asks", [True, False], ids=["asks", "silent"])
 @pytest.mark.parametrize("is_privileged", [True, False], ids=["privileged", "ordinary"])
-def test_no_rule_for_devices_reaches_another_gpu(
+def test_device_rules_open_no_other_gpu(
     view: View,
     container: MakeContainer,
     make_node: Callable[..., Node],
@@ -256,7 +256,7 @@ def test_no_rule_for_devices_reaches_another_gpu(
     assert config_of(one) == one.spec
 
 
-def test_privileged_container_without_an_entry_gets_no_gpu(
+def test_privileged_container_without_policy_entry_gets_no_gpu(
     view: View, container: MakeContainer, make_node: Callable[..., Node], real_root: Path, image: Path
 ) -> None:
     """It asks for nothing, and its config.json need not even name a device of NVIDIA's."""
@@ -302,7 +302,7 @@ def test_hook_refuses_rules_that_open_gpus(
 
 @pytest.mark.parametrize("key", ["accept", "require_limits"])
 @pytest.mark.parametrize("way", ["hook", "runtime"])
-def test_rule_that_names_a_gpu_is_refused_where_policy_says_so(
+def test_rule_that_names_a_gpu_is_refused_by_policy(
     container: MakeContainer, make_node: Callable[..., Node], real_root: Path, key: str, way: str
 ) -> None:
     """One for all majors names none, and is narrowed: not every program that asks for /dev/kvm so means a GPU."""
@@ -317,7 +317,7 @@ def test_rule_that_names_a_gpu_is_refused_where_policy_says_so(
 
 
 @pytest.mark.usefixtures("no_hybrid_cgroups")
-def test_ordinary_container_with_rules_for_gpus_opens_none_under_crun(
+def test_container_without_request_opens_no_gpu_under_crun(
     container: MakeContainer, make_node: Callable[..., Node], real_root: Path
 ) -> None:
     node = make_node(real_root, runtime={"path": str(shutil.which("crun"))})

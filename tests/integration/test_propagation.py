@@ -63,7 +63,7 @@ def with_propagation(word: str) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.usefixtures("no_leaks", "no_hybrid_cgroups", "shared_host")
 @pytest.mark.parametrize("word", ["slave", "shared", "rshared"])
 @pytest.mark.parametrize("low", RUNTIMES)
-def test_nothing_of_a_share_shows_on_the_host(
+def test_mounts_of_a_share_do_not_propagate_to_the_host(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str, low: str, word: str
 ) -> None:
     """A second container of the same device looks on: what its neighbour covers stays as it is there."""

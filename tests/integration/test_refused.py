@@ -45,12 +45,12 @@ def assert_refused(one: Container, node: Node, quoted: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_request(container: Callable[..., Container], node: Node, name: str, way: str) -> None:
+def test_invalid_request_is_refused(container: Callable[..., Container], node: Node, name: str, way: str) -> None:
     env, quoted = BAD[name]
     assert_refused(container(["true"], env=env, **node.way(way)), node, quoted)
 
 
-def test_contradictory_duplicates(container: Callable[..., Container], node: Node, way: str) -> None:
+def test_contradictory_duplicates_are_refused(container: Callable[..., Container], node: Node, way: str) -> None:
     def twice(spec: dict[str, Any]) -> None:
         spec["process"]["env"] += ["GPUSHARE_MEMORY=1Gi", "GPUSHARE_MEMORY=2Gi"]
 
@@ -58,7 +58,7 @@ def test_contradictory_duplicates(container: Callable[..., Container], node: Nod
     assert_refused(one, node, ("GPUSHARE_MEMORY", "1Gi", "2Gi"))
 
 
-def test_container_that_nvidia_s_own_tools_serve_already(container: Callable[..., Container], node: Node) -> None:
+def test_container_with_nvidia_s_hook_is_refused(container: Callable[..., Container], node: Node) -> None:
     def served(spec: dict[str, Any]) -> None:
         spec["hooks"]["createContainer"] = [{"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook"]}]
 
@@ -71,7 +71,7 @@ RULES = ({"access": "rwm"}, {"type": "c", "access": "rwm"}, {"type": "c", "major
 
 
 @pytest.mark.parametrize("rule", [*RULES, None], ids=str)
-def test_hook_cannot_take_away_another_device(
+def test_hook_refuses_a_device_it_cannot_remove(
     container: Callable[..., Container], node: Node, rule: dict[str, Any] | None
 ) -> None:
     def wide(spec: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ def test_hook_cannot_take_away_another_device(
     assert_refused(one, node, (*said, "gpushare-runtime"))
 
 
-def test_second_container_over_capacity(
+def test_container_beyond_capacity_is_refused(
     tenant: Callable[..., Tenant], container: Callable[..., Container], node: Node, way: str
 ) -> None:
     first = tenant("first", {"GPUSHARE_MEMORY": "12Gi"}, way=way)

@@ -66,7 +66,9 @@ def of_a_start_by_an_earlier_version(node: Node, one: Container) -> None:
 @pytest.mark.parametrize(
     "change", [nothing, mounted_over, foreign_name, no_lease, leftover, of_a_start_by_an_earlier_version]
 )
-def test_poststop_releases(container: MakeContainer, node: Node, change: Callable[[Node, Container], None]) -> None:
+def test_poststop_releases_the_share(
+    container: MakeContainer, node: Node, change: Callable[[Node, Container], None]
+) -> None:
     """Nothing is left, and the page is free."""
     one = container(["true"], env=ALL, runtime=node.runtime())
     assert one.run() == 0, one.stderr
@@ -78,7 +80,7 @@ def test_poststop_releases(container: MakeContainer, node: Node, change: Callabl
         assert node.left() == [] and page_numbers(node) == []
 
 
-def test_words_and_exit_code_of_delete_are_the_runtimes(container: MakeContainer, node: Node) -> None:
+def test_delete_returns_the_runtime_s_output_and_exit_code(container: MakeContainer, node: Node) -> None:
     assert container(["true"], env=ALL, runtime=node.runtime()).run() == 0
     one = container(["sleep", "inf"], env=ALL, runtime=node.runtime()).start()
     command = [*node.runtime(), *one._runtime[-2:]]
@@ -108,7 +110,7 @@ def test_delete_without_poststop_hook_releases(container: MakeContainer, node: N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
-def test_signals_of_a_delete_reach_the_runtime(
+def test_delete_forwards_signals_to_the_runtime(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, number: int
 ) -> None:
     """And its end by one is ours."""
@@ -133,7 +135,7 @@ def test_signals_of_a_delete_reach_the_runtime(
     one._runtime = ("runc", *one._runtime[-2:])
 
 
-def test_poststop_killed_at_any_call_is_finished_by_the_next(
+def test_poststop_killed_at_any_call_is_completed_by_the_next_start(
     container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
 ) -> None:
     """kill -9 of the hook at each system call: the next start gets the whole device, and all goes in the end."""

@@ -86,7 +86,7 @@ def host() -> Iterator[Host]:
         made.node.close()
 
 
-def test_a_users_container_gets_its_share(host: Host, way: str) -> None:
+def test_rootless_container_gets_its_share(host: Host, way: str) -> None:
     done = host.run(way, "4Gi")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -97,14 +97,14 @@ def test_a_users_container_gets_its_share(host: Host, way: str) -> None:
     assert owners == {UID}  # also of what was made in the image
 
 
-def test_a_user_is_refused_what_is_not_free(host: Host, way: str) -> None:
+def test_rootless_container_is_refused_without_free_memory(host: Host, way: str) -> None:
     done = host.run(way, "17Gi")
     assert done.returncode == 1 or (way == "runtime" and done.returncode == 75)
     assert "17Gi asked, 16 GiB free of 16 GiB" in done.stderr and done.stdout == ""
     assert list((host.state / "containers").iterdir()) == []
 
 
-def test_without_a_user_namespace_of_his_own_he_is_told(host: Host, way: str) -> None:
+def test_missing_user_namespace_is_refused(host: Host, way: str) -> None:
     """A bare runc calls its hooks outside of the container's user namespace, where a user can mount nothing."""
     done = host.run(way, "4Gi", namespace=False)
     assert done.returncode != 0 and done.stdout == ""

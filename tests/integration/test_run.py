@@ -55,7 +55,7 @@ WAYS["shell"] = ("sh", "-c", 'env -u LD_LIBRARY_PATH LD_PRELOAD= "$@"', "sh", *G
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_limit_is_seen_reached_and_kept(node: Node, way: str) -> None:
+def test_limit_is_visible_reached_and_enforced(node: Node, way: str) -> None:
     done = run(node, "--memory", "4Gi", "--", *WAYS[way])
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -66,7 +66,7 @@ def test_the_limit_is_seen_reached_and_kept(node: Node, way: str) -> None:
     assert done.stderr == ""
 
 
-def test_two_programs_at_once_each_reach_their_own_limit(node: Node, tmp_path: Path) -> None:
+def test_two_programs_have_separate_limits(node: Node, tmp_path: Path) -> None:
     got = {}
     with contextlib.ExitStack() as stack:
         ends = {}
@@ -102,7 +102,7 @@ def test_two_programs_at_once_each_reach_their_own_limit(node: Node, tmp_path: P
 
 
 @pytest.mark.parametrize("directory", ["/", "/usr/lib", "/usr/lib/python3", "/dev/shm", "/etc"])
-def test_everything_that_a_program_inherits_is_as_given(node: Node, directory: str) -> None:
+def test_program_inherits_everything_unchanged(node: Node, directory: str) -> None:
     environment = {**ENVIRONMENT, "LC_ALL": "C", "ODD": "\udcff =x", "EMPTY": "", "GPUSHARE_MEMORY": "2Gi"}
     reader, writer = os.pipe()
     before = (
@@ -134,14 +134,14 @@ def test_everything_that_a_program_inherits_is_as_given(node: Node, directory: s
     assert dumps[0] == dumps[1]
 
 
-def test_default_sigpipe_is_default(node: Node) -> None:
+def test_default_sigpipe_is_kept(node: Node) -> None:
     done = run(node, "--", "sh", "-c", "yes | head -n1; grep SigIgn /proc/self/status", restore_signals=True)
     first, _, ignored = done.stdout.split()
     assert first == "y" and done.stderr == ""
     assert not int(ignored, 16) >> (signal.SIGPIPE - 1) & 1
 
 
-def test_a_terminal_stays_the_controlling_terminal(node: Node) -> None:
+def test_controlling_terminal_is_kept(node: Node) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execvpe(words(node)[0], words(node, "--", "sh", "-c", "tty; tty </dev/tty; test -t 2"), ENVIRONMENT)
@@ -166,7 +166,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_exit_codes_are_those_of_the_program(node: Node, end: str) -> None:
+def test_exit_code_is_the_program_s(node: Node, end: str) -> None:
     command, code, said = ENDS[end]
     done = run(node, "--", *command)
     assert (done.returncode, done.stdout) == (code, "") and done.stderr.startswith(said), done.stderr
@@ -175,7 +175,7 @@ def test_exit_codes_are_those_of_the_program(node: Node, end: str) -> None:
         assert node.leases() == []
 
 
-def test_scripts_without_a_header_run_in_the_shell(node: Node, tmp_path: Path) -> None:
+def test_script_without_shebang_runs_in_the_shell(node: Node, tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("echo $0 $*; exit 3\n")
     script.chmod(0o755)
@@ -208,7 +208,7 @@ def test_list_shows_the_command_and_inspect_the_process(node: Node) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_program_leaves_nothing_that_the_next_start_does_not_clean(node: Node, number: int) -> None:
+def test_next_start_cleans_up_after_a_killed_program(node: Node, number: int) -> None:
     with started(node, "--", "sh", "-c", "echo ready; exec sleep 100") as process:
         assert run(node, "--memory", "1Gi", "--", "true").returncode == 75  # no limit: the device is its own
         process.send_signal(number)
@@ -225,7 +225,7 @@ def test_a_killed_program_leaves_nothing_that_the_next_start_does_not_clean(node
     assert node.leases() == [] and list((node.state / "trash").iterdir()) == []
 
 
-def test_the_lease_lives_as_long_as_anything_that_the_program_left(node: Node, tmp_path: Path) -> None:
+def test_background_process_keeps_the_lease(node: Node, tmp_path: Path) -> None:
     """A program that goes into the background holds its memory on."""
     script = f"(exec sleep 100 <&- >&- 2>&-) & echo $! >{tmp_path}/pid; echo ready"
     with started(node, "--memory", "9Gi", "--", "sh", "-c", script) as process:
@@ -239,7 +239,7 @@ def test_the_lease_lives_as_long_as_anything_that_the_program_left(node: Node, t
     assert run(node, "--memory", "9Gi", "--", "true").returncode == 0
 
 
-def test_a_nested_start_is_refused(node: Node) -> None:
+def test_nested_start_is_refused(node: Node) -> None:
     done = run(node, "--memory", "2Gi", "--", *words(node, "--memory", "1Gi", "--", "true"))
     assert done.returncode == 64 and "this runs in a share of a GPU; start the command as it is" in done.stderr
     assert "Traceback" not in done.stderr
@@ -260,7 +260,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_one_line_and_no_start(node: Node, tmp_path: Path, case: str) -> None:
+def test_invalid_input_is_refused_in_one_line(node: Node, tmp_path: Path, case: str) -> None:
     arguments, code, said = REFUSED[case]
     done = run(node, *arguments, "--", "touch", str(tmp_path / "ran"))
     assert (done.returncode, done.stdout) == (code, "") and said in done.stderr
@@ -268,12 +268,12 @@ def test_bad_input_is_one_line_and_no_start(node: Node, tmp_path: Path, case: st
     assert not (tmp_path / "ran").exists() and node.leases() == []
 
 
-def test_no_command_is_a_usage_error(node: Node) -> None:
+def test_missing_command_is_a_usage_error(node: Node) -> None:
     done = run(node, "--memory", "1Gi")
     assert done.returncode == 2 and "COMMAND" in done.stderr
 
 
-def test_variables_ask_and_flags_win(node: Node) -> None:
+def test_options_override_variables(node: Node) -> None:
     environment = {**ENVIRONMENT, "GPUSHARE_MEMORY": "2Gi", "NVIDIA_VISIBLE_DEVICES": "none"}
     done = run(node, "--", *GRAB, env=environment)
     assert json.loads(done.stdout)["total_bytes"] == 2 * GIB
@@ -304,7 +304,7 @@ def _digest(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def test_the_host_is_untouched(node: Node) -> None:
+def test_host_is_unchanged(node: Node) -> None:
     cache = "/etc/ld.so.cache"
     before, digest, mounts = _host(), _digest(cache), ns_util.host_mounts()
     inside = f"ls {ns_util.LIBDIR}/libcuda.so.1 /dev/nvidia0 >&2 && echo ready; read x"
@@ -319,7 +319,7 @@ def test_the_host_is_untouched(node: Node) -> None:
     assert _host() == before and _digest(cache) == digest
 
 
-def test_the_loader_finds_the_shim_by_every_name(node: Node) -> None:
+def test_loader_finds_the_shim_by_each_name(node: Node) -> None:
     script = "import ctypes, json; " + "; ".join(
         f"ctypes.CDLL({name!r})" for name in ("libcuda.so.1", "libcuda.so", f"{ns_util.LIBDIR}/libnvidia-ml.so.1")
     )

@@ -34,7 +34,7 @@ def run(one: Container, *words: str, cwd: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("words", [["--bundle", "link"], ["--bundle", "disk/.."], []], ids=" ".join)
-def test_bundle_behind_a_link(
+def test_bundle_behind_a_link_is_found(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, runtime: str, words: list[str]
 ) -> None:
     """The runtime's hooks are told its real path, by runc also what PWD says."""
@@ -47,7 +47,7 @@ def test_bundle_behind_a_link(
 
 
 @pytest.mark.parametrize("first", ["--bundle", "-b"])
-def test_last_bundle_of_the_line_counts_for_crun(
+def test_last_bundle_option_counts_for_crun(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, first: str
 ) -> None:
     node = make_node(simhost, runtime={"path": RUNTIMES["crun"]})
@@ -57,7 +57,7 @@ def test_last_bundle_of_the_line_counts_for_crun(
 
 
 @pytest.mark.parametrize("absolute", [True, False])
-def test_config_of_another_name_is_not_of_the_bundle(
+def test_crun_s_config_option_is_followed(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, absolute: bool
 ) -> None:
     """crun's --config: a path from where crun is called, and what is in it from the bundle on."""
@@ -72,7 +72,7 @@ def test_config_of_another_name_is_not_of_the_bundle(
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_share_of_another_start_of_the_bundle_is_refused(
+def test_concurrent_edit_of_the_bundle_is_refused(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, runtime: str
 ) -> None:
     """Between its edit and the low-level runtime's look at config.json another start edits it."""

@@ -60,7 +60,7 @@ def call(node: Node, *words: str, **arguments: Any) -> subprocess.CompletedProce
 # The low-level runtime
 
 
-def test_other_commands_are_passed_on_word_for_word(spy: Callable[..., Node], tmp_path: Path) -> None:
+def test_other_commands_are_passed_on_unchanged(spy: Callable[..., Node], tmp_path: Path) -> None:
     node = spy()
     for words in (
         ["--root", "/x", "start", "create"],
@@ -76,7 +76,7 @@ def test_other_commands_are_passed_on_word_for_word(spy: Callable[..., Node], tm
 
 
 @pytest.mark.parametrize("command", ["state", "create", "asking", "delete"])
-def test_process_is_as_the_engine_made_it(
+def test_runtime_inherits_the_engine_s_process_state(
     spy: Callable[..., Node], container: MakeContainer, tmp_path: Path, command: str
 ) -> None:
     """Environment, ignored and blocked signals, umask, directory; pid too, as a create that becomes runc keeps it."""
@@ -115,7 +115,7 @@ def test_process_is_as_the_engine_made_it(
 
 @pytest.mark.parametrize(("end", "code"), [("exit 7", 7), ("kill -TERM $$", -15), ("kill -KILL $$", -9)])
 @pytest.mark.parametrize("command", ["state", "create", "delete"])
-def test_exit_codes_and_signals_are_the_low_level_runtime_s(
+def test_exit_code_or_signal_is_the_low_level_runtime_s(
     spy: Callable[..., Node], container: MakeContainer, end: str, code: int, command: str
 ) -> None:
     node = spy(end)
@@ -127,7 +127,7 @@ def test_exit_codes_and_signals_are_the_low_level_runtime_s(
     assert call(node, command, *bundle, one.id).returncode == code
 
 
-def test_create_that_fails_below_leaves_no_lease(container: MakeContainer, node: Node) -> None:
+def test_failed_create_of_the_low_level_runtime_leaves_no_lease(container: MakeContainer, node: Node) -> None:
     """runc calls poststop then, though its own process, which holds the reservation, is alive."""
     one = container(["/no/such/program"], env=ALL, runtime=node.runtime())
     with pytest.raises(RuntimeFailed, match="no such file"):
@@ -144,7 +144,7 @@ def test_create_that_fails_below_leaves_no_lease(container: MakeContainer, node:
     assert node.leases() == []
 
 
-def test_killed_before_it_became_runc_blocks_nothing(spy: Callable[..., Node], container: MakeContainer) -> None:
+def test_runtime_killed_before_exec_blocks_no_memory(spy: Callable[..., Node], container: MakeContainer) -> None:
     """crun calls no poststop after a failed create: the reservation died with its process."""
     node = spy("kill -KILL $$")
     for _ in range(2):
@@ -152,7 +152,9 @@ def test_killed_before_it_became_runc_blocks_nothing(spy: Callable[..., Node], c
         assert call(node, "create", "--bundle", str(one.bundle), one.id).returncode == -9
 
 
-def test_no_low_level_runtime(make_node: Callable[..., Node], simhost: Path, container: MakeContainer) -> None:
+def test_missing_low_level_runtime_is_reported(
+    make_node: Callable[..., Node], simhost: Path, container: MakeContainer
+) -> None:
     node = make_node(simhost, runtime={"path": "/nowhere/runc"})
     one = container(["true"], env=ALL)
     done = call(node, "create", "--bundle", str(one.bundle), one.id)
@@ -161,7 +163,7 @@ def test_no_low_level_runtime(make_node: Callable[..., Node], simhost: Path, con
     assert config_of(one) == one.spec and node.leases() == []
 
 
-def test_edited_configuration_counts_at_once(spy: Callable[..., Node], tmp_path: Path) -> None:
+def test_edited_configuration_applies_at_once(spy: Callable[..., Node], tmp_path: Path) -> None:
     node = spy()
     assert call(node, "state", "c").returncode == 0
     config = json.loads(node.config.read_text())
@@ -177,7 +179,7 @@ def test_edited_configuration_counts_at_once(spy: Callable[..., Node], tmp_path:
 # Command lines
 
 
-def test_container_may_be_called_create(container: MakeContainer, node: Node) -> None:
+def test_container_id_may_be_create(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env=ONE_GIB, runtime=node.runtime(), id="create")
     assert one.run() == 0, one.stderr
     assert node.leases() == ["create"]
@@ -186,7 +188,9 @@ def test_container_may_be_called_create(container: MakeContainer, node: Node) ->
 
 
 @pytest.mark.parametrize("flags", [["-b", "{}"], ["--bundle={}"], ["-bundle", "{}"], ["-b={}"], []], ids=" ".join)
-def test_every_spelling_of_the_bundle(spy: Callable[..., Node], container: MakeContainer, flags: list[str]) -> None:
+def test_each_spelling_of_the_bundle_option_is_found(
+    spy: Callable[..., Node], container: MakeContainer, flags: list[str]
+) -> None:
     node = spy()
     one = container(["true"], env=ONE_GIB)
     words = [flag.format(one.bundle) for flag in flags]
@@ -195,7 +199,7 @@ def test_every_spelling_of_the_bundle(spy: Callable[..., Node], container: MakeC
 
 
 @pytest.mark.parametrize("words", [["--new-flag", "create"], ["create", "--new-flag", "x"], ["create", "--bundle"]])
-def test_unknown_flag_never_starts_a_container_without_its_limit(
+def test_unknown_option_starts_no_unlimited_container(
     spy: Callable[..., Node], container: MakeContainer, tmp_path: Path, words: list[str]
 ) -> None:
     node = spy()
@@ -218,7 +222,9 @@ def test_restore_of_a_share_is_refused(spy: Callable[..., Node], container: Make
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
-def test_refusal_is_in_the_engine_s_log(container: MakeContainer, node: Node, tmp_path: Path, log_format: str) -> None:
+def test_refusal_is_written_to_the_engine_s_log(
+    container: MakeContainer, node: Node, tmp_path: Path, log_format: str
+) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": 'ba"nana'})
     log = tmp_path / "log"
     log.write_text("before\n")
@@ -236,7 +242,7 @@ def test_refusal_is_in_the_engine_s_log(container: MakeContainer, node: Node, tm
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"mounts": {}, "process": {"env": ["GPUSHARE_MEMORY=1Gi"]}}'])
-def test_config_that_makes_no_sense(container: MakeContainer, node: Node, content: bytes) -> None:
+def test_malformed_config_is_not_changed(container: MakeContainer, node: Node, content: bytes) -> None:
     one = container(["true"], env=ALL)
     (one.bundle / "config.json").write_bytes(content)
     done = call(node, "create", "--bundle", str(one.bundle), one.id)
@@ -245,7 +251,7 @@ def test_config_that_makes_no_sense(container: MakeContainer, node: Node, conten
     assert node.leases() == []
 
 
-def test_config_that_is_missing_or_huge(container: MakeContainer, node: Node) -> None:
+def test_missing_or_huge_config_is_refused(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env=ALL)
     path = one.bundle / "config.json"
     with path.open("ab") as file:
@@ -258,7 +264,7 @@ def test_config_that_is_missing_or_huge(container: MakeContainer, node: Node) ->
 
 
 @pytest.mark.usefixtures("no_hybrid_cgroups")
-def test_crun_shows_what_our_hook_says(container: MakeContainer, make_node: Callable[..., Node], simhost: Path) -> None:
+def test_crun_shows_our_hook_s_output(container: MakeContainer, make_node: Callable[..., Node], simhost: Path) -> None:
     """Stock crun prints nothing of a hook; our runtime tells it where to."""
     node = make_node(simhost, runtime={"path": "/usr/bin/crun"})
     one = container(["true"], env=ALL, runtime=node.runtime())

@@ -66,7 +66,7 @@ def waiting(program: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def test_launchers_start_it_and_a_start_needs_no_other_program(node: Node, tmp_path: Path) -> None:
+def test_start_runs_only_launcher_and_snapshot(node: Node, tmp_path: Path) -> None:
     assert node.cli("refresh").returncode == 0
     trace, hook = tmp_path / "trace", node.hook()
     words = ["--config", hook.config, "--state", hook.state, "prestart"]
@@ -81,7 +81,7 @@ def test_launchers_start_it_and_a_start_needs_no_other_program(node: Node, tmp_p
     assert not re.findall(r'"[^"]*\.(?:pyc?|so[.0-9]*|pack)"', lines)
 
 
-def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
+def test_builds_are_reproducible(tmp_path: Path) -> None:
     """In another directory, at another time, by a process with another environment."""
     there = copied(tmp_path / "elsewhere")
     environment = {"HOME": "/nowhere", "LANG": "de_DE.UTF-8", "PYTHONHASHSEED": "7", "PYTHONPATH": "/tmp"}
@@ -90,7 +90,7 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
     assert other.read_bytes() == SNAPSHOT.read_bytes()
 
 
-def test_training_finds_the_same_objects_again() -> None:
+def test_training_is_repeatable() -> None:
     """All but a few: the ids of the host's mounts are keys, and where a key is looked up depends on its value."""
     command = [sys.executable, "-m", "tools.train", BUILD / "snapshot" / "sparse.snapshot"]
     again = subprocess.run(command, cwd=TREE, stdout=subprocess.PIPE, check=True).stdout
@@ -98,7 +98,7 @@ def test_training_finds_the_same_objects_again() -> None:
     assert len(before ^ after) < len(before) / 100
 
 
-def test_pages_that_a_start_copies_are_fewer_with_the_order(
+def test_object_order_reduces_page_faults(
     container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Faults of the process that becomes the low-level runtime, which is `true` here."""
@@ -119,20 +119,20 @@ def test_pages_that_a_start_copies_are_fewer_with_the_order(
     assert faults[1] < 0.75 * faults[0], faults
 
 
-def test_nothing_of_the_build_is_in_it() -> None:
+def test_snapshot_contains_no_build_paths() -> None:
     data = SNAPSHOT.read_bytes()
     for text in (str(TREE), os.environ.get("HOME", ""), os.uname().nodename):
         assert len(text) < 6 or os.fsencode(text) not in data, text
 
 
-def test_nothing_can_be_written_and_executed() -> None:
+def test_no_segment_is_writable_and_executable() -> None:
     lines = subprocess.run(["readelf", "-lW", SNAPSHOT], capture_output=True, text=True, check=True).stdout.splitlines()
     segments = [line.split() for line in lines if line.split()[:1] in (["LOAD"], ["GNU_STACK"])]
     assert [words[0] for words in segments].count("GNU_STACK") == 1
     assert not [words for words in segments if "".join(words[6:-1]) in ("RWE", "WE")]
 
 
-def test_each_process_has_its_own_canary_and_places() -> None:
+def test_each_process_has_its_own_canary_and_addresses() -> None:
     """Stack canary and pointer guard are at fixed places of the thread's block; glibc takes them from AT_RANDOM."""
     seen: list[tuple[str, ...]] = []
     for _ in range(3):
@@ -157,7 +157,7 @@ def test_each_process_has_its_own_canary_and_places() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x7fELF", b"#!/nowhere\n"])
-def test_without_it_the_ordinary_program_starts(
+def test_unusable_snapshot_starts_the_ordinary_program(
     container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path, content: bytes | None
 ) -> None:
     snapshot = None
@@ -172,7 +172,7 @@ def test_without_it_the_ordinary_program_starts(
     assert node.leases() == [one.id]
 
 
-def test_module_that_is_missing_late_begins_the_start_again(
+def test_module_missing_from_the_snapshot_restarts_the_start(
     container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path
 ) -> None:
     """What the first try did is undone, so the second one finds no lease of its own."""
@@ -188,7 +188,7 @@ def test_module_that_is_missing_late_begins_the_start_again(
     assert decisions[-3:] == ["refused", "granted", "released"]  # the module was missing, and then it was not
 
 
-def test_keys_that_begin_one_search_in_a_dictionary(container: MakeContainer, node: Node) -> None:
+def test_colliding_keys_do_not_delay_the_start(container: MakeContainer, node: Node) -> None:
     """Whoever knows the seed of hashes can choose such keys. The start takes no 20 s, which is its limit."""
     code = "print(*(key for key in map(str, range(8_000_000)) if not hash(key) & 4095))"
     environment = {**os.environ, "PYTHONHASHSEED": "0"}  # as snapshot.c has it
@@ -204,7 +204,7 @@ def test_keys_that_begin_one_search_in_a_dictionary(container: MakeContainer, no
     assert node.leases() == [one.id]
 
 
-def test_standard_descriptors_may_be_closed() -> None:
+def test_closed_standard_descriptors_are_accepted() -> None:
     for closed in ((0,), (1,), (2,), (0, 1, 2)):
 
         def close(numbers: tuple[int, ...] = closed) -> None:

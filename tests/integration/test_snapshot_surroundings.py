@@ -67,7 +67,7 @@ def least_mib(works: Callable[[int], bool], most: int = 128) -> int:
     return low
 
 
-def test_address_space_is_little_more_than_for_the_ordinary_program(create: Create) -> None:
+def test_address_space_is_close_to_the_ordinary_program_s(create: Create) -> None:
     """The snapshot maps all its modules. The ordinary program maps the C library's locales and shared libraries."""
     needed = [
         least_mib(lambda mib, one=one: create(one, "prlimit", f"--as={mib * MIB}").returncode == 0)  # type: ignore[misc]
@@ -93,7 +93,7 @@ def limited() -> Iterator[Callable[[int], tuple[str, ...]]]:
     group.rmdir()
 
 
-def test_memory_cgroup_may_be_as_small_as_for_the_ordinary_program(
+def test_memory_cgroup_of_the_ordinary_program_suffices(
     create: Create, limited: Callable[[int], tuple[str, ...]]
 ) -> None:
     needed = [
@@ -108,14 +108,14 @@ def used_calls(create: Create, snapshot: Path | None, trace: Path) -> set[str]:
     return set(re.findall(r"^\d+ +(\w+)\(", trace.read_text(), re.M))
 
 
-def test_it_makes_no_system_call_that_the_ordinary_program_does_not(create: Create, tmp_path: Path) -> None:
+def test_system_calls_are_a_subset_of_the_ordinary_program_s(create: Create, tmp_path: Path) -> None:
     """So a seccomp filter that was made for that one fits."""
     create(SNAPSHOT)  # the first mounts the state directory
     ours, theirs = (used_calls(create, one, tmp_path / "trace") for one in (SNAPSHOT, None))
     assert "mmap" in ours and ours - theirs == set()
 
 
-def test_seccomp_filter_may_refuse_what_it_does_not_call(create: Create) -> None:
+def test_seccomp_filter_may_deny_unused_calls(create: Create) -> None:
     """The ordinary program calls these, which shows that the filter is in force."""
 
     def install() -> None:
@@ -145,7 +145,7 @@ def test_seccomp_filter_may_refuse_what_it_does_not_call(create: Create) -> None
     ],
     ids=lambda front: " ".join(front),
 )
-def test_it_starts_with_another_layout_of_addresses(create: Create, front: tuple[str, ...]) -> None:
+def test_snapshot_starts_with_each_address_layout(create: Create, front: tuple[str, ...]) -> None:
     for _ in range(3):
         done = create(SNAPSHOT, *front)
         assert (done.returncode, done.stderr) == (0, "")
@@ -154,7 +154,7 @@ def test_it_starts_with_another_layout_of_addresses(create: Create, front: tuple
 @pytest.mark.parametrize(
     "front", [("--map-root-user",), ("--map-root-user", "--mount", "--pid", "--fork"), ()], ids=str
 )
-def test_it_does_in_a_user_namespace_what_the_ordinary_program_does(node: Node, front: tuple[str, ...]) -> None:
+def test_snapshot_behaves_like_the_ordinary_program_in_a_user_namespace(node: Node, front: tuple[str, ...]) -> None:
     ordinary = BUILD / "libexec" / "gpushare-hook"
     seen = []
     for program in (SNAPSHOT, ordinary):
@@ -168,7 +168,7 @@ def test_it_does_in_a_user_namespace_what_the_ordinary_program_does(node: Node, 
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["with vDSO", "without vDSO"])
-def test_it_starts_on_a_kernel_without_vdso(hidden: bool) -> None:
+def test_snapshot_starts_without_vdso(hidden: bool) -> None:
     """gdb takes AT_SYSINFO_EHDR out of what the kernel gives the process, as vdso=0 does on the kernel's command line.
     The clock is a system call then."""
     script = """

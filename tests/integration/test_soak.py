@@ -26,7 +26,7 @@ def soak(minutes: str, report: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def test_soak_for_half_a_minute(tmp_path: Path) -> None:
+def test_short_soak_passes(tmp_path: Path) -> None:
     running = soak(MINUTES, tmp_path / "soak.json")
     said, _ = running.communicate(timeout=220)
     assert running.returncode == 0, said
@@ -38,13 +38,13 @@ def test_soak_for_half_a_minute(tmp_path: Path) -> None:
     assert f"p50_ms': {report['starts']['hook']['p50_ms']}" in said
 
 
-def test_the_whole_form_has_all_its_starts_however_slow_the_machine_is() -> None:
+def test_full_soak_runs_all_starts_on_a_slow_machine() -> None:
     whole = __main__.FULL_MINUTES
     assert (whole, __main__.scaled(__main__.STARTS, whole), __main__.scaled(__main__.AT_ONCE, whole)) == (10, 1000, 100)
     assert __main__.patience_s(whole) == float("inf")
 
 
-def test_soak_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_soak_leaves_nothing(tmp_path: Path) -> None:
     running = soak("10", tmp_path / "soak.json", "--only", "churn")
     assert running.stdout is not None
     assert any("to go" in line for line in running.stdout)  # it is in the middle of it
@@ -57,7 +57,7 @@ def test_soak_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     assert list((TREE / "build").glob(f"soak-{running.pid}-*")) == []
 
 
-def test_every_kind_of_leak_is_seen(container: Callable[..., Container], node: Node, tmp_path: Path) -> None:
+def test_each_kind_of_leak_is_detected(container: Callable[..., Container], node: Node, tmp_path: Path) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook())
     assert one.run() == 0
     one.delete()

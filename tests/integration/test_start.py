@@ -29,14 +29,14 @@ def check(log: Path) -> None:
     assert not [path for path in opened if path.endswith((".py", ".pyc"))]
 
 
-def test_runtime_reads_no_code_but_its_own(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_runtime_reads_only_its_own_code(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     assert container(["true"], env=SHARE, runtime=node.runtime()).run() == 0  # compiles node.json
     strace = ("strace", "-qq", "-e", "trace=openat", "-o", str(tmp_path / "calls"))  # also after it has become runc
     container(["true"], env=SHARE, prefix=strace, runtime=node.runtime()).create()
     check(tmp_path / "calls")
 
 
-def test_hook_reads_no_code_but_its_own(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_hook_reads_only_its_own_code(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     hook = node.hook()._replace(program=write_adopt(tmp_path, stage="prestart"))
     assert container(["true"], env=SHARE, hook=hook).run() == 0
     container(["true"], env=SHARE, hook=hook).create()

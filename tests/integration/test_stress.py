@@ -67,7 +67,7 @@ def stress(tmp_path: Path, node: Node, container: Callable[..., Container]) -> I
         run.close()
 
 
-def test_a_million_attempts(stress: Callable[[str], Run], node: Node, simhost: Path) -> None:
+def test_million_allocations_stay_within_the_limit(stress: Callable[[str], Run], node: Node, simhost: Path) -> None:
     run = stress(f"8 125000 1 {FAMILIES}")
     report = run.report(timeout_s=220)
     seen = books(simhost / "dev" / "nvidia0")
@@ -79,7 +79,7 @@ def test_a_million_attempts(stress: Callable[[str], Run], node: Node, simhost: P
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_half_of_them_killed(stress: Callable[[str], Run], simhost: Path, seed: int) -> None:
+def test_killed_processes_release_their_memory(stress: Callable[[str], Run], simhost: Path, seed: int) -> None:
     run = stress(f"8 1 {seed} {FAMILIES} kill")
     report = run.report(timeout_s=60)
     judge(report, books(simhost / "dev" / "nvidia0"), LIMIT_BYTES, survivors=4)

@@ -31,7 +31,7 @@ def admin_apart(spec: dict[str, Any]) -> None:
     with_user_namespace(spec)
 
 
-def test_sys_admin_over_the_host_needs_an_entry(
+def test_sys_admin_over_the_host_needs_a_policy_entry(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
     node = make_node(simhost, policy={"privileged_containers": ["allowed"]})
@@ -44,7 +44,7 @@ def test_sys_admin_over_the_host_needs_an_entry(
     assert allowed.run() == 0, allowed.stderr
 
 
-def test_sys_admin_in_a_user_namespace_of_its_own_needs_none(
+def test_sys_admin_in_a_user_namespace_needs_no_policy_entry(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str, tmp_path: Path
 ) -> None:
     open_way(tmp_path)
@@ -54,7 +54,7 @@ def test_sys_admin_in_a_user_namespace_of_its_own_needs_none(
     assert one.run() == 0, one.stderr
 
 
-def test_sys_admin_in_a_user_namespace_of_its_own_writes_no_file_that_it_is_shown(
+def test_sys_admin_in_a_user_namespace_cannot_write_mounted_files(
     container: MakeContainer, node: Node, way: str, tmp_path: Path
 ) -> None:
     """It made a neighbour's page shorter, and the neighbour's processes died by SIGBUS."""

@@ -57,7 +57,7 @@ def machine(tmp_path: Path, simhost: Path, userland: Userland) -> Iterator[Machi
     reap_zombies()
 
 
-def test_a_daemon_is_watched_from_its_start_to_its_end(machine: Machine) -> None:
+def test_unit_follows_the_daemon_from_start_to_stop(machine: Machine) -> None:
     unit = BY_UUID
     machine.unit("docker.service", f"[Service]\nType=oneshot\nExecStart=/bin/cp {FOLDER}/ready /run/seen\n")
     both = f"docker.service {unit}"
@@ -83,7 +83,7 @@ def test_a_daemon_is_watched_from_its_start_to_its_end(machine: Machine) -> None
     assert "gpushare/mps" not in machine.run("cat", "/proc/1/mountinfo")
 
 
-def test_one_that_a_person_started_is_watched_too(machine: Machine) -> None:
+def test_unit_follows_a_daemon_that_is_already_running(machine: Machine) -> None:
     """It is in no cgroup of the unit, which names the GPU by its index here."""
     machine.run("gpushare", "mps", "start")
     _, pid = machine.status()
@@ -96,7 +96,7 @@ def test_one_that_a_person_started_is_watched_too(machine: Machine) -> None:
     machine.until(lambda: machine.show(BY_INDEX, "ActiveState", "Result") == ("inactive", "success"))
 
 
-def test_a_start_that_fails_says_why_and_is_tried_again_where_that_may_help(machine: Machine) -> None:
+def test_failed_start_is_reported_and_retried_only_where_useful(machine: Machine) -> None:
     missing = "gpushare-mps@7.service"
     assert machine.call("systemctl", "start", missing).returncode == 1
 
@@ -115,7 +115,7 @@ def test_a_start_that_fails_says_why_and_is_tried_again_where_that_may_help(mach
     )
 
 
-def test_the_configuration_is_read_whenever_it_is_written(machine: Machine) -> None:
+def test_changed_configuration_is_read(machine: Machine) -> None:
     """Also more often than systemd starts a service by itself. Not before somebody has used gpushare."""
     machine.run("systemctl", "start", "gpushare-refresh.path", "gpushare-refresh.service")
     assert machine.show("gpushare-refresh.service", "ConditionResult") == ("no",)

@@ -52,7 +52,9 @@ def ordinary(node: Node, tmp_path: Path) -> MakeOrdinary:
     return make
 
 
-def test_python_starts_once(container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path) -> None:
+def test_one_start_runs_python_once(
+    container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path
+) -> None:
     one = container(["true"], env=SHARE, runtime=ordinary("ls -l /proc/$waiting/fd >$place/held"))
     one.create()
     assert node.leases() == [one.id] and not (tmp_path / "ordinary" / "python").exists()
@@ -67,7 +69,9 @@ def test_python_starts_once(container: MakeContainer, node: Node, ordinary: Make
     assert left(node) == []
 
 
-def test_what_it_refuses_is_said(container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path) -> None:
+def test_refusal_of_the_waiting_process_is_shown(
+    container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path
+) -> None:
     mounted = "awk '$5 ~ /libcuda.so.535.261.03$/ {print $5; exit}' /proc/$pid/mountinfo"
     runtime = ordinary(f'nsenter -t $pid -m mount --bind /etc/hostname "$({mounted})"')
     one = container(["true"], env=SHARE, runtime=runtime)
@@ -77,7 +81,7 @@ def test_what_it_refuses_is_said(container: MakeContainer, node: Node, ordinary:
     assert left(node) == []
 
 
-def test_hook_starts_where_nobody_waits(
+def test_hook_adopts_without_a_waiting_process(
     container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path
 ) -> None:
     one = container(["true"], env=SHARE, runtime=ordinary("kill -9 $waiting"))
@@ -87,7 +91,7 @@ def test_hook_starts_where_nobody_waits(
     assert left(node) == []
 
 
-def test_one_that_ends_at_work_refuses_the_container(
+def test_death_of_the_waiting_process_refuses_the_container(
     container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path
 ) -> None:
     """Nobody knows what it did: what runs on would have half a share."""
@@ -113,7 +117,7 @@ if os.fork() == 0:
     assert again.run() == 0, again.stderr
 
 
-def test_nobody_waits_longer_than_the_low_level_runtime(
+def test_waiting_process_ends_with_the_low_level_runtime(
     container: MakeContainer, node: Node, ordinary: MakeOrdinary
 ) -> None:
     """It fails before our hook."""
@@ -128,7 +132,7 @@ def test_nobody_waits_longer_than_the_low_level_runtime(
     assert left(node) == []
 
 
-def test_adoption_by_one_that_waited_killed_at_any_point_leaves_nothing(
+def test_waiting_process_killed_at_any_point_leaves_nothing(
     container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
 ) -> None:
     probe = container(["true"], env=SHARE, runtime=node.runtime(write_runtime(tmp_path, waits=True)))

@@ -16,7 +16,7 @@ EMULATED = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
 LIMIT_BYTES, PROCESSES = 4 * GIB, 4
 
 
-def test_limit_holds() -> None:
+def test_memory_limit_holds_on_aarch64() -> None:
     """As tests/shim does it here: four processes take and give all kinds of memory at one limit; the device's own
     books say what they had. How a slot is free when its process dies is not seen: robust.c."""
     program, driver = BUILD / "aarch64" / "stress", BUILD / "aarch64" / "sim" / "libcuda.so.1"
@@ -38,7 +38,7 @@ def test_limit_holds() -> None:
 
 
 @pytest.mark.parametrize("variable", ["PATH=/bin", "GPUSHARE_MEMORY=4Gi"])
-def test_launcher_tells_containers_apart(variable: str, tmp_path: Path) -> None:
+def test_launcher_distinguishes_containers_with_a_request(variable: str, tmp_path: Path) -> None:
     """One that asks for nothing is done with at once; for another the launcher wants Python, which is not there."""
     (tmp_path / "config.json").write_text(json.dumps({"process": {"env": [variable]}}))
     program = tmp_path / "gpushare-hook"

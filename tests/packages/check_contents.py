@@ -24,7 +24,7 @@ VERSION = version()
 MACHINES = {"x86_64": elf.X86_64, "aarch64": elf.AARCH64}
 
 
-def test_what_there_is() -> None:
+def test_all_packages_exist() -> None:
     sums = dict(line.split()[::-1] for line in (PACKAGES / "SHA256SUMS").read_text().splitlines())
     assert sums == {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
@@ -42,7 +42,7 @@ def test_what_there_is() -> None:
     ]
 
 
-def test_rpm_and_deb_hold_the_same(tmp_path: Path) -> None:
+def test_rpm_and_deb_have_the_same_files(tmp_path: Path) -> None:
     """What an rpm is unpacked to by rpm2cpio, and its header."""
     (rpm,), (deb,) = PACKAGES.glob("*.rpm"), PACKAGES.glob("*.deb")
     folders = {"rpm": f"rpm2cpio {rpm} | cpio -idm --quiet", "deb": f"dpkg-deb -x {deb} ."}
@@ -84,7 +84,7 @@ def tree(top: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_shim_of_each_machine_needs_an_old_c_library_only(machine: str, tmp_path: Path) -> None:
+def test_shim_needs_only_an_old_glibc(machine: str, tmp_path: Path) -> None:
     (wheel,) = PACKAGES.glob(f"*_{machine}.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -99,7 +99,7 @@ def test_shim_of_each_machine_needs_an_old_c_library_only(machine: str, tmp_path
 
 
 @pytest.mark.parametrize("package", ["archive", "wheel"])
-def test_notices_of_what_the_static_programs_contain(package: str, tmp_path: Path) -> None:
+def test_notices_cover_the_static_programs(package: str, tmp_path: Path) -> None:
     """The linker named the files that it took, and the distribution knows their packages. .deb and .rpm hold the same
     as the archive."""
     if package == "wheel":
@@ -118,7 +118,7 @@ def test_notices_of_what_the_static_programs_contain(package: str, tmp_path: Pat
         assert part == "musl" or f" {part}-dev " in explained
 
 
-def test_installer_image_is_the_bundle_and_one_program() -> None:
+def test_installer_image_has_the_bundle_and_one_program() -> None:
     (context,) = PACKAGES.glob("gpushare-installer-*.tar.gz")
     (bundle,) = PACKAGES.glob(f"gpushare-{VERSION}-linux-*.tar.gz")
     with tarfile.open(context) as archive, tarfile.open(bundle) as other:
@@ -130,7 +130,7 @@ def test_installer_image_is_the_bundle_and_one_program() -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_another_build_is_the_same_bytes(tmp_path: Path) -> None:
+def test_packages_are_reproducible(tmp_path: Path) -> None:
     """In another directory, with another umask, time zone and locale, from nothing, and then once more for another
     commit, of which only the date is another. Dated as what was made: there may have been a commit since, of what is
     not in it."""

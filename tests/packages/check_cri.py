@@ -87,7 +87,7 @@ def test_upgrade_reports_the_entry_of_an_earlier_version(
     assert not list(root.path.glob("usr/bin/gpushare*")) and not (root.path / HOME[1:]).exists()
 
 
-def test_archive_has_the_name_beside_the_runtime(clean_root: CleanRoot, held: Callable[..., Held]) -> None:
+def test_archive_has_gpushare_runtime_cri(clean_root: CleanRoot, held: Callable[..., Held]) -> None:
     root = clean_root
     (archive,) = PACKAGES.glob("gpushare-*-linux-x86_64.tar.gz")
     home = "/opt/" + archive.name.removesuffix(".tar.gz")

@@ -89,7 +89,7 @@ def told(root: CleanRoot) -> list[str]:
     return lines
 
 
-def test_installed_used_upgraded_and_removed(
+def test_package_is_installed_used_upgraded_and_removed(
     kind: Kind, clean_root: CleanRoot, held: Callable[..., Held], tmp_path: Path
 ) -> None:
     root = clean_root
@@ -172,7 +172,7 @@ def test_installed_used_upgraded_and_removed(
         assert not (root.path / "etc/gpushare").exists() and not (root.path / "var/lib/gpushare").exists()
 
 
-def test_archive_unpacked_used_upgraded_and_removed(
+def test_archive_is_unpacked_used_upgraded_and_removed(
     clean_root: CleanRoot, held: Callable[..., Held], tmp_path: Path
 ) -> None:
     """By the commands of README: a newer one is unpacked beside the old one, which goes after its containers."""

@@ -60,7 +60,7 @@ def end(one: Container) -> int:
     return one.wait()
 
 
-def test_installer_exporter_and_removal(pod: Callable[..., Container], node: Path, tmp_path: Path) -> None:
+def test_images_install_export_and_remove(pod: Callable[..., Container], node: Path, tmp_path: Path) -> None:
     before = tree(node)
     early = pod(EXPORTER)
     assert early.wait() == 1 and early.stderr == "gpushare: gpushare is not on this node yet\n"

@@ -80,7 +80,7 @@ def expected(alert: str, at: str, labels: dict[str, str] | None) -> dict[str, An
     return {"alertname": alert, "eval_time": at, "exp_alerts": [found]}
 
 
-def test_each_alert_comes_when_it_should_and_no_other(tmp_path: Path) -> None:
+def test_each_condition_fires_only_its_alert(tmp_path: Path) -> None:
     """On a host where one thing is amiss there is the one alert for it; on one where nothing is there is none."""
     assert {alert for alert, _, _ in CASES.values()} == rules().keys()
     tests = []
@@ -102,7 +102,7 @@ def test_each_alert_comes_when_it_should_and_no_other(tmp_path: Path) -> None:
     assert promtool("test", "rules", file) == (0, f"Unit Testing:  {file}\n  SUCCESS\n\n")
 
 
-def test_the_dashboard_s_expressions_are_promql(tmp_path: Path) -> None:
+def test_dashboard_expressions_are_valid_promql(tmp_path: Path) -> None:
     dashboard = json.loads((METRICS / "dashboard.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     variables = {"__rate_interval": "5m", **{one["name"]: "x" for one in dashboard["templating"]["list"]}}
@@ -120,7 +120,7 @@ def test_the_dashboard_s_expressions_are_promql(tmp_path: Path) -> None:
     assert (code, f"SUCCESS: {len(asked)} rules found" in said) == (0, True), said
 
 
-def test_what_is_served(simhost: Path, make_node: Callable[..., Node]) -> None:
+def test_served_metrics_pass_promtool(simhost: Path, make_node: Callable[..., Node]) -> None:
     """Every metric there is, of a hundred shares, by promtool's rules."""
     node = make_node(simhost)
     scrape.fill(node)

@@ -81,7 +81,7 @@ def pod(tmp_path: Path, image: daemonset.Image, node: Node, kubelets: Path) -> I
         one.close()
 
 
-def test_the_daemon_set_s_container(
+def test_daemon_set_s_container_serves_kubelet(
     pod: Callable[[], Container], node: Node, kubelets: Path, image: daemonset.Image, tmp_path: Path
 ) -> None:
     """From a node where gpushare has not been started yet to a container with what kubelet chose, and to the end."""

@@ -41,7 +41,7 @@ def would(action: str, device: Path) -> str:
     return said.partition("Reading rules file")[2]
 
 
-def test_module_and_devices(folder: Path) -> None:
+def test_rule_matches_the_driver_s_module_and_devices(folder: Path) -> None:
     module = sorted(Path("/sys/module").iterdir())[0]
     device = sorted(Path("/sys/bus/pci/devices").iterdir())[0]
     seen = {name: (device / name).read_text().strip() for name in ("vendor", "class")}

@@ -18,7 +18,7 @@ BEFORE = BUILD / "before" / "build" / "packages"  # made by packages.mk
 FORCE = {"rpm": ("--force",)}  # rpm: both versions are called 0.1.0
 
 
-def test_container_of_0_1_0_lives_through_the_upgrade(
+def test_container_of_0_1_0_survives_the_upgrade(
     kind: Kind,  # noqa: F811
     clean_root: CleanRoot,
     held: Callable[..., Held],  # noqa: F811

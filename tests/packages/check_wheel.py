@@ -77,7 +77,7 @@ def start_both_ways(root: CleanRoot) -> None:
             one.kill()
 
 
-def test_start_from_the_snapshot_and_without(root: CleanRoot) -> None:
+def test_start_works_with_and_without_the_snapshot(root: CleanRoot) -> None:
     """It needs no Python. Where it does not start, the Python of the virtual environment does."""
     root.run(*PIP, "install", "--no-index", "--find-links", "/srv", "gpushare")
     root.run("ln", "-s", CLI, "/usr/local/bin/gpushare")
@@ -97,7 +97,7 @@ def test_start_from_the_snapshot_and_without(root: CleanRoot) -> None:
     root.run("gpushare", "uninstall", "--yes", "--purge")
 
 
-def test_wheel_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Path) -> None:
+def test_wheel_is_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Path) -> None:
     """Its programs know where they are; an upgrade, and the removal, leave a container that runs as it is."""
     root.run(*PIP, "install", "--no-index", "--find-links", "/srv", "gpushare")
     root.run("ln", "-s", CLI, "/usr/local/bin/gpushare")
