@@ -1,4 +1,4 @@
-"""The snapshot for aarch64, which tools/aarch64 cross-compiles, run by qemu-user: make test-aarch64."""
+"""The aarch64 snapshot that tools/aarch64 cross-compiles, run by qemu-user: make test-aarch64."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def _made() -> None:
 
 
 def segments(path: Path) -> list[tuple[int, ...]]:
-    """(type, flags, offset, address, physical address, bytes in the file, bytes in memory, alignment) of each."""
+    """(type, flags, offset, address, physical address, bytes in the file, bytes in memory, alignment) of each
+    segment."""
     data = path.read_bytes()
     first, count = struct.unpack_from("<32xQ16xH", data)
     return [struct.unpack_from("<IIQQQQQQ", data, at) for at in range(first, first + 56 * count, 56)]
 
 
 def outcome(program: str, node: Node, stage: str, text: str) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of "snapshot" or "ordinary"; the state comes in a file, as from the
+    """(exit code, standard output, standard error) of "snapshot" or "ordinary". The state is a file, as from the
     launcher."""
     words = [THERE / "bin" / program, "--config", node.config, "--state", node.state, stage]
     with tempfile.TemporaryFile("w+") as state:
@@ -91,7 +92,7 @@ def test_poststop_releases_the_share(container: MakeContainer, node: Node) -> No
 
 
 def test_stale_configuration_starts_the_ordinary_program(container: MakeContainer, node: Node) -> None:
-    """That needs modules in C, so the snapshot becomes the program beside it, which starts in this machine's Python."""
+    """Reading it needs modules in C: the snapshot executes the ordinary program beside it, in this machine's Python."""
     one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"})
     ended = subprocess.Popen(["true"])
     ended.wait()

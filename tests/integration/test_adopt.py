@@ -1,4 +1,4 @@
-"""Our createRuntime hook, over real containers: whose lease it is then, and what is left when it is killed."""
+"""The createRuntime hook with real containers: the owner of the lease, and what a killed hook leaves."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def calls(directory: Path) -> list[str]:
 
 
 def upper(one: Container) -> set[str]:
-    """Everything that was written into the container's root."""
+    """All files written into the container's root."""
     below = one.bundle / "disk" / "upper"
     return {str(path.relative_to(below)) for path in below.rglob("*")}
 
 
-# What an image may have
+# What an image may contain
 
 
 def without_cache(one: Container) -> None:
@@ -58,7 +58,7 @@ def same_link(one: Container) -> None:
 
 
 def shifted(spec: dict[str, Any]) -> None:
-    """A user namespace whose root is nobody's here."""
+    """A user namespace whose root is an unmapped uid here."""
     spec["linux"]["namespaces"].append({"type": "user"})
     spec["linux"]["uidMappings"] = spec["linux"]["gidMappings"] = [{"containerID": 0, "hostID": 100000, "size": 65536}]
 
@@ -68,7 +68,7 @@ def read_only(spec: dict[str, Any]) -> None:
 
 
 def graphics(one: Container) -> None:
-    """Links go into a directory that the image does not have, and into one that it has; none is in the way."""
+    """Links go into an existing directory of the image and into a missing one; no file is in the way."""
     for libdir in (one.rootfs / "usr/lib").glob("*-linux-gnu"):
         (libdir / "vdpau").mkdir(exist_ok=True)
         (libdir / "libGLX_indirect.so.0").unlink(missing_ok=True)
@@ -113,10 +113,10 @@ def test_adoption_writes_lease_links_and_cache(
 def test_adoption_removes_only_the_own_refusal(container: MakeContainer, node: Node) -> None:
     errors = node.state / "errors"
     one = container(["true"], env=ALL, runtime=node.runtime())
-    with pytest.raises(RuntimeFailed, match="not an amount"):  # makes the directory
+    with pytest.raises(RuntimeFailed, match="not an amount"):  # creates the directory
         container(["true"], env={"GPUSHARE_MEMORY": "no"}, runtime=node.runtime()).run()
     (other,) = errors.iterdir()
-    for name in (one.id, f"{one.id}~trace", f"{one.id}.trace"):  # the last is another container's
+    for name in (one.id, f"{one.id}~trace", f"{one.id}.trace"):  # the last one belongs to another container
         (errors / name).write_text("refused\n")
     assert one.run() == 0, one.stderr
     assert {path.name for path in errors.iterdir()} == {other.name, f"{one.id}.trace"}
@@ -124,7 +124,7 @@ def test_adoption_removes_only_the_own_refusal(container: MakeContainer, node: N
 
 def test_links_belong_to_the_owner_of_the_root(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env=ALL, runtime=node.runtime(), edit=shifted)
-    for folder in one.rootfs.parents:  # runc goes there as that uid
+    for folder in one.rootfs.parents:  # runc traverses them as that uid
         if folder.stat().st_mode & 0o001 == 0:
             folder.chmod(folder.stat().st_mode | 0o111)
     for pattern in ("", "*", "usr/lib", "usr/bin", "usr/lib/*-linux-gnu", "usr/lib/firmware"):
@@ -137,7 +137,7 @@ def test_links_belong_to_the_owner_of_the_root(container: MakeContainer, node: N
 
 
 def test_replaced_mount_is_refused_by_name(container: MakeContainer, node: Node, tmp_path: Path) -> None:
-    """Something changed between config.json and the mounts: the container does not start."""
+    """The mounts changed after config.json was written: the container does not start."""
     swap = tmp_path / "swap"
     swap.write_text(f"""#!/bin/sh
 for last; do :; done
@@ -183,16 +183,16 @@ def test_volume_over_etc_keeps_its_cache(container: MakeContainer, node: Node, t
     assert os.listdir(folder) == ["ld.so.cache"]
 
 
-# Killed
+# Kills
 
 
 def test_create_killed_at_any_point_leaves_nothing(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
 ) -> None:
-    """kill -9 between any two system calls of gpushare-runtime, before it becomes runc: no poststop, and the next
-    create of the same bundle gets the whole device."""
+    """kill -9 between any two system calls of gpushare-runtime before it executes runc: poststop does not run, and the
+    next create of the same bundle gets the whole device."""
     node = make_node(simhost)
-    for _ in range(2):  # the first start on a host has more to do
+    for _ in range(2):  # the first start on a host does more work
         probe = container(["true"], env=ALL, runtime=node.runtime(write_runtime(tmp_path)))
         assert probe.run() == 0, probe.stderr
         probe.delete()
@@ -244,7 +244,7 @@ def test_adoption_killed_at_any_call_leaves_nothing(
 def test_delete_killed_at_any_call_is_completed_by_the_next(
     container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
 ) -> None:
-    """kill -9 of gpushare-runtime itself; runc, its child, may be at work or done. Also two deletes at once."""
+    """kill -9 of gpushare-runtime itself; its child runc may be running or done. Also two deletes at once."""
 
     def delete(one: Container, *prefix: str) -> subprocess.Popen[bytes]:
         command = [*prefix, *node.runtime(), *one._runtime[-2:], "delete", "--force", one.id]
@@ -261,7 +261,7 @@ def test_delete_killed_at_any_call_is_completed_by_the_next(
     for at in kills.some(2, total, 13):
         one = started(f"at{at}")
         killer = ("strace", "-qq", "-o", str(log), f"--inject=all:signal=KILL:when={at}")
-        delete(one, *killer).communicate(timeout=60)  # a run may be some calls shorter than the first
+        delete(one, *killer).communicate(timeout=60)  # a run may have some calls fewer than the first
         kills.left += node.leases() == [one.id]
         both = delete(one), delete(one)
         for each in both:

@@ -1,5 +1,4 @@
-"""apply.py on a container-like process: what it sees afterwards, what the host sees (nothing), and that all of it can
-be undone."""
+"""apply.py on a container-like process: its view afterwards, the host's unchanged view, and a complete undo."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def read(path: str) -> str:
 
 
 def options(box: ns_util.Sandbox, point: str) -> set[str]:
-    """Per-mount options, and "shared" if it is."""
+    """Per-mount options, with "shared" for a shared mount."""
     with open(f"/proc/{box.pid}/mountinfo") as table:
         for line in table:
             fields = line.split(" ")
@@ -63,7 +62,7 @@ def errno_of(call: Any) -> int:
     return 0
 
 
-# What the container sees
+# The container's view
 
 
 def test_plan_is_visible_only_in_the_container(image: Path, source: Path) -> None:
@@ -187,7 +186,7 @@ def test_apply_closes_its_descriptors_and_restores_the_directory(image: Path, so
         assert ns_util.in_child(body) == [True] * 4
 
 
-# The process
+# Invalid processes
 
 
 def test_process_without_own_mount_namespace_is_refused(image: Path) -> None:
@@ -271,7 +270,7 @@ def test_new_files_belong_to_the_root_of_the_user_namespace(image: Path, source:
 
 
 def test_dev_of_a_user_namespace_is_written_as_its_root(image: Path, source: Path) -> None:
-    """As runc and crun mount it: there host root has no name, and may create nothing."""
+    """As runc and crun mount it: host root has no id there and may create nothing."""
     for directory in (image, *image.parents):
         if str(directory).startswith("/tmp/"):
             os.chmod(directory, 0o755)
@@ -295,7 +294,7 @@ def test_read_only_root_needs_mount_points(image: Path, source: Path) -> None:
         assert box.enter(lambda: read(shim.target)) == "the shim"
 
 
-# Links where the image has something else
+# Links over files of the image
 
 
 def shim_and_link(source: Path) -> tuple[Op, ...]:
@@ -331,7 +330,7 @@ def test_library_name_leads_to_the_shim_whatever_the_image_has(image: Path, sour
     assert ns_util.snapshot(image) == before
 
 
-# The message
+# Messages
 
 
 def test_message_has_the_kernel_s_reason(image: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

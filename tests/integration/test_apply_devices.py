@@ -1,4 +1,4 @@
-"""apply.py: nodes of devices, sockets, and the kernel's reason when something cannot be had."""
+"""apply.py: device nodes, sockets, and the kernel's reason for a failure."""
 
 from __future__ import annotations
 
