@@ -92,7 +92,7 @@ def test_undo_keeps_what_was_allowed_before(view: View, container: Container) ->
 
 
 def test_refused_rule_names_file_and_reason(view: View, container: Container) -> None:
-    """The parent does not have the device, so the kernel refuses it to the child."""
+    """The kernel refuses a child the device that its parent lacks."""
     runc, _, pid = container
 
     def body() -> str:

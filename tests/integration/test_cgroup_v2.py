@@ -1,4 +1,4 @@
-"""Device access on a pure cgroup v2 view: the attached eBPF program is replaced, under real runc, with real nodes."""
+"""Device access on a pure cgroup v2 view: the attached eBPF program is replaced, with real runc and real nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def view() -> Iterator[View]:
 
 
 def programs(view: View, pid: int) -> tuple[list[int], list[bpf.Program]]:
-    """(ids, instructions) of what is attached to the cgroup of `pid`."""
+    """(ids, instructions) of the programs attached to the cgroup of `pid`."""
 
     def body() -> Any:
         path = cgroup.find_cgroups(pid)[1]
@@ -95,7 +95,8 @@ def test_repeated_rules_change_nothing_and_new_rules_are_added(view: View, conta
 
 
 def test_each_program_of_a_cgroup_is_extended(view: View, container: Container) -> None:
-    """They are ANDed: a second program (another manager's) would otherwise still deny."""
+    """The kernel requires all programs to allow an access: an unextended program of another manager would still deny
+    it."""
     runc, rootfs, pid = container
     _, (original,) = programs(view, pid)
 
@@ -175,7 +176,7 @@ def test_cgroup_without_rules_is_not_changed(view: View, tmp_path: Path) -> None
 
 
 def test_mknod_is_never_granted(view: View, tmp_path: Path) -> None:
-    """Runtimes allow mknod of anything by default, so this is shown under a program that denies all."""
+    """Runtimes allow mknod of any device by default, so this test uses a program that denies all."""
     deny = (bpf.Instruction(0xB7, 0, 0, 0), bpf.Instruction(0x95, 0, 0, 0))
     node, other = str(tmp_path / "node"), str(tmp_path / "other")
     os.mknod(node, 0o020666, os.makedev(195, 0))

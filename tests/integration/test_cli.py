@@ -30,7 +30,7 @@ def snapshot(directory: Path) -> list[tuple[str, int, int]]:
 
 
 def test_list_shows_a_container_s_use_from_start_to_end(tenant: Callable[..., Tenant], node: Node) -> None:
-    """Two processes' worth of truth: what the tenant says it took, and what the host shows."""
+    """The tenant's own report and the host's view agree."""
     one = tenant("a", {"GPUSHARE_MEMORY": "4Gi"})
     one.container.start()
     one.expect("seen")
@@ -73,7 +73,7 @@ def test_killed_process_is_not_counted(tenant: Callable[..., Tenant], node: Node
 
 
 def test_devices_work_before_the_first_container(node: Node) -> None:
-    """Needs no state directory, and makes none."""
+    """The command works without a state directory and creates none."""
     (device,) = json.loads(node.cli("devices", "--format", "json").stdout)
     assert (device["memory_bytes"], device["free_bytes"], device["state"]) == (16 * GIB, 16 * GIB, "open")
     assert os.listdir(node.state) == [] and str(node.state) not in rootfs.mount_points()
@@ -129,7 +129,7 @@ def test_start_after_refresh_reads_one_file(container: MakeContainer, node: Node
 def test_refresh_after_a_driver_update_names_the_running_container(
     container: MakeContainer, node: Node, simhost: Path
 ) -> None:
-    """The container keeps what it has; the next one gets the new driver, and refresh says who is left behind."""
+    """The container keeps the old driver, the next one gets the new driver, and refresh names the old container."""
     newer = "535.300.01"
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).start()
     for path in list(simhost.rglob("*.so.535.261.03")):

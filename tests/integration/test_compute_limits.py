@@ -1,5 +1,5 @@
-"""Compute limits of real containers beside test_compute.py: soft ones, several processes, no container, what people
-see. Judged by the simulated device's own ledger of its time."""
+"""Compute limits of real containers beyond test_compute.py: soft limits, several processes, programs without a
+container, and the CLI's output. Judged by the simulated device's own ledger of its time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.runc import Container
 from tests.support.spec import Mount
 
 MakeContainer = Callable[..., Container]
-POINTS = 5  # a loaded machine with two cores; make bench has the exact figures
+POINTS = 5  # tolerance for a loaded machine with two cores; make bench has the exact figures
 TRIES = 8
 
 
@@ -50,12 +50,13 @@ def shares(simhost: Path, watched: Iterable[Container]) -> dict[int, float]:
 
 
 def share(simhost: Path, one: Container, *others: Container) -> float:
-    """What `one` has."""
+    """Return the percentage of `one`."""
     return shares(simhost, (one, *others)).get(os.stat(f"/proc/{one.pid}/ns/pid").st_ino, 0.0)
 
 
 def hold(simhost: Path, *wanted: tuple[Container, float]) -> None:
-    """Nobody ever has more than his share, and all have theirs together as soon as the machine lets them."""
+    """Assert that no container ever exceeds its percentage, and that all reach theirs at once as soon as the machine
+    allows."""
     seen = []
     for _ in range(TRIES):
         got = shares(simhost, [one for one, _ in wanted])
@@ -84,7 +85,7 @@ def test_list_agrees_with_the_device_s_ledger(busy: Callable[..., Container], no
 
 
 def test_soft_limit_borrows_unused_time(busy: Callable[..., Container], simhost: Path) -> None:
-    """And gives it back: who has a hard limit gets it beside a soft one."""
+    """A container with a hard limit still gets its time beside a soft one."""
     soft = busy("hook", "30%", mode="soft")
     had = [share(simhost, soft)]
     while had[-1] < 80 and len(had) < TRIES:

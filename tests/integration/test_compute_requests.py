@@ -1,4 +1,4 @@
-"""Compute as it is asked for: what reaches the container's limits file, what does not fit, what people see of it."""
+"""Compute requests: the container's limits file, refusals of requests that do not fit, and the CLI's output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(container: MakeContainer, node: Node) -> Callable[..., Container]:
 
 
 def limit_of(node: Node, one: Container) -> shm_abi.Limit:
-    """As the container itself reads it."""
+    """The limit as the container itself reads it."""
     data = (node.state / "containers" / one.id / "share" / "limits").read_bytes()
     assert one.exec("sha256sum", "/usr/lib/gpushare/limits").stdout.split()[0] == hashlib.sha256(data).hexdigest()
     (limit,) = shm_abi.read_limits(data).devices

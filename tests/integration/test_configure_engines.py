@@ -1,4 +1,4 @@
-"""What `gpushare runtime configure` writes, read by the engines themselves. No daemon is started."""
+"""The output of `gpushare runtime configure`, read by the engines themselves. No daemon is started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def configure(root: Path, engine: str, *options: str) -> None:
 
 
 def runtimes(main: Path) -> dict[str, Any]:
-    """The handlers that containerd has with this file."""
+    """The handlers that containerd reads from this file."""
     dump = ["containerd", "-c", str(main), "config", "dump"]
     done = subprocess.run(dump, check=True, capture_output=True, text=True, timeout=60)
     found: dict[str, Any] = tomlkit.parse(done.stdout).unwrap()["plugins"][CRI]["containerd"]["runtimes"]
@@ -45,7 +45,7 @@ def runtimes(main: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder with a short name: podman wants at most 50 characters for its runroot."""
+    """A directory with a short path: podman's runroot has at most 50 characters."""
     path = Path(tempfile.mkdtemp(prefix="gs-"))
     yield path
     shutil.rmtree(path)
@@ -78,7 +78,7 @@ def test_containerd_reads_our_handler_beside_its_own(tmp_path: Path, text: str, 
 
 
 def test_base_spec_equals_containerd_s_default() -> None:
-    """The copy for hosts without ctr: nothing that containerd masks or denies is open."""
+    """Hosts without ctr use this copy: it must not open anything that containerd masks or denies."""
     spec = json.loads(subprocess.run(["ctr", "oci", "spec"], check=True, capture_output=True, timeout=60).stdout)
     written = TREE / "config/engines/containerd-hook-only" / containerd.BASE_SPEC.lstrip("/")
     copy = json.loads(written.read_text())

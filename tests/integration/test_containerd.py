@@ -1,4 +1,4 @@
-"""Pods under containerd, over the CRI socket: what one container alone (test_engines.py) cannot show."""
+"""Pods under containerd over the CRI socket: behaviour that single containers (test_engines.py) cannot show."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def total_bytes(one: PodContainer) -> int:
     return total
 
 
-# Sandboxes, and containers that ask for nothing
+# Sandboxes, and containers without a request
 
 
 def test_pods_without_request_start_no_python(engine: Containerd) -> None:
@@ -47,7 +47,7 @@ def test_pods_without_request_start_no_python(engine: Containerd) -> None:
 def test_sandbox_does_not_get_its_pod_s_request(engine: Containerd) -> None:
     with engine.pod({"main.gpushare.io/memory": "1Gi", "gpushare.io/devices": "all"}) as pod:
         info = pod.info()
-        assert info["runtimeSpec"]["annotations"]["main.gpushare.io/memory"] == "1Gi"  # it was there to be read
+        assert info["runtimeSpec"]["annotations"]["main.gpushare.io/memory"] == "1Gi"  # the annotation was readable
         root = Path(f"/proc/{info['pid']}/root")
         assert not (root / "dev/nvidia0").exists()
         assert not (root / "usr/lib/gpushare").exists()
@@ -100,8 +100,8 @@ def test_annotations_the_handler_does_not_allow_are_not_passed(engine: Container
 
 
 def test_pods_of_other_schedulers_get_their_shares(engine: Containerd) -> None:
-    """Koordinator's annotation, which runtime configure lets through, and the variable that its koordlet adds to every
-    container; Run:ai's, for the container that it names."""
+    """Koordinator's annotation, which runtime configure allows, with the variable that koordlet adds to every
+    container; and Run:ai's, for the container that it names."""
     resources = {"koordinator.sh/gpu-memory": "3Gi", "koordinator.sh/gpu-memory-ratio": "18"}
     allocated = json.dumps({"gpu": [{"minor": 1, "resources": resources}]})
     device = {"NVIDIA_VISIBLE_DEVICES": "1"}
@@ -117,11 +117,11 @@ def test_pods_of_other_schedulers_get_their_shares(engine: Containerd) -> None:
         assert total_bytes(pod.run(Want(SLEEP), "train")) == 4 * GIB
 
 
-# Life
+# Lifecycle
 
 
 def test_next_attempt_gets_the_share_of_the_ended_one(engine: Containerd) -> None:
-    """kubelet keeps a container that ended, for its log; what it held goes to the next attempt all the same."""
+    """kubelet keeps an ended container for its log; the next attempt still gets its share."""
     with engine.pod() as pod:
         first = pod.run(Want(("sh", "-c", "exit 3"), BOTH))
         assert first.wait().code == 3
@@ -166,7 +166,7 @@ def test_share_survives_a_resource_update(engine: Containerd) -> None:
         assert total_bytes(one) == 2 * GIB
 
 
-# The daemon's death. It has a daemon of its own: a test must not end with another daemon than it began with.
+# Death of the daemon. The test has its own daemon, because other tests must end with the daemon that they began with.
 
 
 def test_shares_survive_a_daemon_restart(image_root: Path, way: str) -> None:

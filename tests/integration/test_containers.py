@@ -1,4 +1,4 @@
-"""The test library itself: a container is real, separate, and gone afterwards."""
+"""Test the test library: a container is real, separate, and removed afterwards."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The log of decisions, written by every way in: one line when a share is granted, refused or released, and none when
-nothing was decided."""
+"""The log of decisions from hook, runtime and `run`: one line for each granted, refused or released share, and no line
+without a decision."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_only_shares_are_logged_as_granted_and_released(container: MakeContainer
     assert container(["true"], env={"PASSWORD": "hunter2"}, **node.way(way)).run() == 0
     one.delete()
     lines = node.decisions()
-    granted, released = [line for line in lines if line["decision"] != "ignored"]  # a busy machine: a cut-off search
+    granted, released = [line for line in lines if line["decision"] != "ignored"]  # a search may be cut short
     what = {"id": one.id, "memory": "4294967296", "compute": "30", "dialect": "own", "backend": "shim"}
     for line, outcome in ((granted, "granted"), (released, "released")):
         assert line.items() >= {"decision": outcome, **what}.items()
@@ -54,8 +54,8 @@ def test_only_shares_are_logged_as_granted_and_released(container: MakeContainer
 def test_delete_logs_one_release_when_no_hook_ran(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
 ) -> None:
-    """A low-level runtime that calls no poststop hooks (crun after a failed create, `run --keep`): `delete` says
-    it, once."""
+    """If the low-level runtime calls no poststop hook (crun after a failed create, `run --keep`), `delete` logs the
+    release, once."""
     program = tmp_path / "low-level"
     program.write_text(WITHOUT_POSTSTOP)
     program.chmod(0o755)
@@ -110,7 +110,7 @@ def test_gpushare_run_logs_a_refusal_in_one_line(node: Node) -> None:
 def test_invalid_configuration_is_logged_to_the_journal(
     container: MakeContainer, node: Node, way: str, tmp_path: Path
 ) -> None:
-    """Nobody knows the file then. /dev/log is a link, as systemd makes it, in a mount namespace of its own here."""
+    """The log file is unknown then. /dev/log is a link, as systemd makes it, in the test's own mount namespace."""
     node.config.write_text("version: 1\nnonsense: true\n")
     path = tmp_path / "journal"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
@@ -129,9 +129,9 @@ def test_invalid_configuration_is_logged_to_the_journal(
 def test_journal_records_a_share_from_grant_to_release(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
 ) -> None:
-    """Also of `gpushare run`, which speaks when it has left the host's mount namespace."""
+    """Also for `gpushare run`, which logs after it has left the host's mount namespace."""
     node = make_node(simhost, log={"decisions": "syslog"})
-    assert node.cli("refresh").returncode == 0  # the state directory is mounted outside of that namespace
+    assert node.cli("refresh").returncode == 0  # mounts the state directory outside that namespace
     path = tmp_path / "journal"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
         journal.bind(str(path))
@@ -153,7 +153,7 @@ def test_journal_records_a_share_from_grant_to_release(
 
 
 def own_dev(tmp_path: Path, journal: Path) -> tuple[str, ...]:
-    """The words of a command that runs another with /dev/log of its own."""
+    """The prefix that runs a command with its own /dev/log."""
     upper, work = tmp_path / "dev", tmp_path / "work"
     upper.mkdir()
     work.mkdir()

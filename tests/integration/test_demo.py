@@ -1,4 +1,4 @@
-"""`make demo` as a newcomer runs it, and as somebody who presses Ctrl-C."""
+"""`make demo`, complete and interrupted by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def _no_files_left() -> Iterator[None]:
 
 
 def test_demo_runs_twice() -> None:
-    """For a program that reads it, and on a terminal, where it looks like the picture in README.md."""
+    """As a pipe, and on a terminal, where it looks like the picture in README.md."""
     done = subprocess.run(DEMO, cwd=host.TREE, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "\x1b" not in done.stdout  # colours are for terminals
+    assert "\x1b" not in done.stdout  # only terminals get colours
     for word in ("alice", "bob"):
         assert f"  {word}-" in done.stdout, "gpushare list shows both"
     assert done.stdout.count(" kept") == 2 and "not a byte more" in done.stdout

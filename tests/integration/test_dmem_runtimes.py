@@ -1,5 +1,5 @@
-"""What gpushare-runtime puts into linux.resources.unified for the kernel's dmem controller, as real runtimes take it on
-a real cgroup v2. Few kernels have the controller: for crun its files are plain ones (programs/dmem_mirror.c)."""
+"""linux.resources.unified entries of gpushare-runtime for the kernel's dmem controller, with real runtimes on a real
+cgroup v2. Few kernels have the controller: for crun its files are plain ones (programs/dmem_mirror.c)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SHARE = model.Share(0, device(0, uuid=REAL.uuid), GIB, memory_backend="dmem")
 
 @pytest.fixture
 def limited(tmp_path: Path) -> Iterator[Callable[..., Container]]:
-    """limited(runtime, words before it, whether it is told) -> a container of the edited config.json. (Without device
-    rules: a program for these needs more rights than some machines give to their root.)"""
+    """limited(runtime, prefix, told) -> a container of the edited config.json; with told=False its limit is omitted.
+    (Without device rules: their program needs more rights than some machines give root.)"""
     made: list[Container] = []
     spec, _ = edited(tmp_path, {}, REAL)
 
@@ -55,7 +55,7 @@ def test_missing_controller_or_region_refuses_the_container(limited: Callable[..
 
 
 def test_hook_refuses_a_cgroup_without_the_limit(limited: Callable[..., Container], tmp_path: Path) -> None:
-    """A runtime that does not write it, such as one of before `unified`."""
+    """For a runtime that does not write it, such as a version before `unified`."""
     one = limited("runc", told=False)
     one.start()
     record = tmp_path / dmem.RECORD
@@ -65,7 +65,7 @@ def test_hook_refuses_a_cgroup_without_the_limit(limited: Callable[..., Containe
 
 
 def test_runtime_writes_the_limit_and_limit_set_changes_it(limited: Callable[..., Container], tmp_path: Path) -> None:
-    """Both files, before the hook looks; then what the hook does, and what `gpushare limit set` does."""
+    """Both files have the limit before the hook reads them; then the hook and `gpushare limit set` change them."""
     library, tree = tmp_path / "mirror.so", tmp_path / "tree"
     flags = ("-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
     subprocess.run(["gcc", *flags, "-o", library, MIRROR, "-ldl"], check=True)

@@ -1,4 +1,4 @@
-"""What only docker has, with a daemon of our own: kinds of containers, and their lives."""
+"""Features of docker alone, with the test's own daemon: kinds of containers, and their lifecycle."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_only_granted_devices_are_visible(docker: DockerHost) -> None:
     assert "/dev/nvidia1" in names and "/dev/nvidia0" not in names
 
 
-# Life
+# Lifecycle
 
 
 def test_created_container_holds_no_share_until_start(docker: DockerHost) -> None:
@@ -106,7 +106,7 @@ def test_restart_is_refused_when_the_share_is_taken(docker: DockerHost) -> None:
 
 
 def test_restart_policy_restores_the_share(docker: DockerHost) -> None:
-    """A container that dies is started again by docker itself, without anybody's `docker start`."""
+    """Docker itself restarts a container that dies."""
     with docker.start_with(*TWO_GIB, "--restart", "always", args=SLEEP) as one:
         with Events(docker.daemon, f"container={one.id}", "event=start") as events:
             assert events.next() == "start"
@@ -151,10 +151,10 @@ def test_health_check_sees_the_share(docker: DockerHost) -> None:
 
 @pytest.mark.parametrize("live_restore", [True, False])
 def test_share_follows_the_container_after_a_daemon_restart(image_root: Path, live_restore: bool) -> None:
-    """What the daemon's next life finds running goes on (--live-restore), or is ended by it: the lease likewise."""
+    """The restarted daemon keeps running containers (--live-restore) or ends them; their leases follow."""
     options = ("--live-restore",) if live_restore else ()
     with docker_host(image_root, *options) as docker:
-        # A daemon ends what it finds with the container's own signal, and waits ten seconds for that.
+        # The daemon ends containers with their own stop signal and waits ten seconds.
         with docker.start_with(*TWO_GIB, "--stop-signal", "KILL", args=SLEEP) as one:
             pid = one.pid
             docker.daemon.end(signal.SIGKILL)
@@ -172,7 +172,7 @@ def test_share_follows_the_container_after_a_daemon_restart(image_root: Path, li
 
 
 def test_concurrent_containers_fill_the_devices(docker: DockerHost) -> None:
-    """Two devices of 16 GiB hold eight shares of 4 GiB, in whatever order they come."""
+    """Two devices of 16 GiB hold eight shares of 4 GiB, in any start order."""
     command = docker.daemon.command("run", "--detach", *GPUSHARE, "-e", "GPUSHARE_MEMORY=4Gi", IMAGE, *SLEEP)
     starts = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(10)]
     answers = [start.communicate(timeout=120) for start in starts]

@@ -1,5 +1,5 @@
-"""docker's ways to devices beside ours: --device, --privileged, the host's /dev, MKNOD, NVIDIA's runtime, user
-namespaces. Whatever a container has of them, of the GPUs it can use the granted ones, and within its limit."""
+"""docker's own ways to devices: --device, --privileged, the host's /dev, MKNOD, NVIDIA's runtime, user namespaces. With
+each, a container can use only the granted GPUs, within its limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _made(image_root: Path) -> Iterator[Hosts]:
         nodes["injected"] = Node(directory / "node4", directory / "host")
         for node in nodes.values():
             node.cli("refresh")  # mounts the state directory, which stays
-        hook = directory / "docker" / "bin" / "nvidia-container-runtime-hook"  # its presence makes --gpus possible
+        hook = directory / "docker" / "bin" / "nvidia-container-runtime-hook"  # --gpus works only if this file exists
         hook.parent.mkdir(parents=True)
         _script(hook, "-c", "exit(1)")
         edit = _script(directory / "edit", EDIT_SPEC, "inject", directory / "host")
@@ -47,7 +47,7 @@ def _made(image_root: Path) -> Iterator[Hosts]:
 
 
 def real(hosts: Hosts) -> Path:
-    """Where the device nodes are character devices."""
+    """The driver root whose device nodes are character devices."""
     return hosts.nodes["real"].driver_root / "dev"
 
 
@@ -58,8 +58,8 @@ def _script(path: Path, *words: object) -> Path:
 
 
 def _real(directory: Path) -> Node:
-    """A host whose device nodes are character devices. There is no driver behind them, so an open that the device
-    cgroup allows fails with ENXIO. What NVML knows (sizes) was asked before, of the simulated ones."""
+    """A host whose device nodes are character devices. No driver is behind them, so an open that the device cgroup
+    allows fails with ENXIO. NVML's facts (sizes) were read from the simulated devices before."""
     root = make_simhost(directory / "real", gpus=2, memory_bytes=16 * GIB)
     node = Node(directory / "node2", root)
     node.cli("refresh")
@@ -87,13 +87,13 @@ def hosts(_made: Hosts) -> Iterator[Hosts]:
 
 
 def opened(one: DockerContainer, path: str) -> str:
-    """What the kernel says when a program in the container opens a node for reading and writing."""
+    """The kernel's error when a program in the container opens a node for reading and writing."""
     done = one.exec("sh", "-c", f"exec 3<>{path}")
     return "ok" if done.code == 0 else done.err.strip().rpartition(": ")[2]
 
 
 def assert_only_first_device(one: DockerContainer) -> None:
-    """The granted node reaches the (absent) driver, every other one is out of reach under any name."""
+    """Assert that the granted node reaches the (absent) driver and no other node can be opened under any name."""
     assert opened(one, "/dev/nvidia0") == NO_DRIVER
     assert opened(one, "/dev/nvidiactl") == NO_DRIVER
     one.exec("sh", "-c", "mknod /tmp/made c 195 1; mknod /tmp/mine c 195 0")
@@ -121,7 +121,7 @@ def test_nodes_of_other_gpus_cannot_be_made_and_opened(hosts: Hosts, more: tuple
 
 
 def test_device_flag_is_a_request(hosts: Hosts) -> None:
-    """docker run --device: a request for that device, and all of it where no limit is set."""
+    """docker run --device requests that device, and all of it without a limit."""
     device = ("--device", f"{real(hosts)}/nvidia0:/dev/nvidia0", "--device", f"{real(hosts)}/nvidiactl:/dev/nvidiactl")
     for limit, expected in (((), None), (TWO_GIB, 2 * GIB)):
         with hosts.docker.start_with(*device, *limit, runtime="real", args=SLEEP) as one:
@@ -130,7 +130,7 @@ def test_device_flag_is_a_request(hosts: Hosts) -> None:
 
 
 def test_device_flag_for_another_device_gives_no_access(hosts: Hosts) -> None:
-    """The request in words counts; a device that was not granted does not stay."""
+    """The explicit request counts; an ungranted device is removed."""
     device = ("--device", f"{real(hosts)}/nvidia1:/dev/nvidia1")
     with hosts.docker.start_with(*device, *FIRST, runtime="real", args=SLEEP) as one:
         assert_only_first_device(one)
@@ -143,7 +143,7 @@ def limits_of(node: Node, one: DockerContainer) -> dict[int, int | None]:
 
 
 def test_host_s_dev_as_a_volume_opens_only_granted_gpus(hosts: Hosts, tmp_path: Path) -> None:
-    """All nodes are in sight; the device cgroup knows the difference."""
+    """All nodes are visible; the device cgroup allows only the granted ones."""
     dev = make_nodes(tmp_path / "dev")
     for name, minor in (("null", 3), ("zero", 5)):
         os.mknod(dev / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
@@ -155,7 +155,7 @@ def test_host_s_dev_as_a_volume_opens_only_granted_gpus(hosts: Hosts, tmp_path: 
 
 
 def test_host_s_dev_without_the_nodes_is_refused(hosts: Hosts, tmp_path: Path) -> None:
-    """Nodes would be created in it, so on the host."""
+    """Nodes would be created in that directory, that is on the host."""
     (tmp_path / "dev").mkdir()
     done = hosts.docker.try_run(*FIRST, "-v", f"{tmp_path}/dev:/dev", runtime="real", args=("true",))
     assert done.code == 125 and f'in the volume at "/dev" (on the host: "{tmp_path}/dev")' in done.err
@@ -163,7 +163,7 @@ def test_host_s_dev_without_the_nodes_is_refused(hosts: Hosts, tmp_path: Path) -
 
 
 def test_privileged_container_keeps_its_limit(hosts: Hosts) -> None:
-    """It may do anything to the host; its programs still see what was granted, and no more."""
+    """It may do anything to the host; its programs still see only the granted share."""
     with hosts.docker.start_with("--privileged", *FIRST, runtime="privileged", args=SLEEP) as one:
         answer = one.exec(PROBE).answer()
         assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
@@ -186,12 +186,12 @@ def test_device_rule_alone_opens_no_gpu(hosts: Hosts, rule: str) -> None:
             assert done.code != 0 and DENIED in done.err
 
 
-# Others before us
+# Devices from other software
 
 
 @pytest.mark.parametrize(("gpus", "uuids"), [("all", [0, 1]), ("1", [0]), ("device=1", [1])])
 def test_gpus_flag_gets_a_share(hosts: Hosts, gpus: str, uuids: list[int]) -> None:
-    """docker run --gpus adds NVIDIA's variable, and NVIDIA's hook, which would fail here: ours is what happens."""
+    """docker run --gpus adds NVIDIA's variable and NVIDIA's hook, which would fail here: gpushare replaces it."""
     with hosts.docker.start_with("--gpus", gpus, *TWO_GIB, args=SLEEP) as one:
         answer = one.exec(PROBE).answer()
         assert (answer["devices"], answer["total_bytes"]) == (len(uuids), 2 * GIB)
@@ -199,7 +199,7 @@ def test_gpus_flag_gets_a_share(hosts: Hosts, gpus: str, uuids: list[int]) -> No
 
 
 def test_injection_by_nvidia_s_runtime_is_replaced(hosts: Hosts) -> None:
-    """Its hooks would fail here, its libcuda knows no limit, its node has no lease: all of it is replaced."""
+    """gpushare replaces all of it: its hooks would fail here, its libcuda has no limit, its node has no lease."""
     answer = hosts.docker.try_run(
         *TWO_GIB, "-e", "NVIDIA_VISIBLE_DEVICES=void", runtime="injected", args=(PROBE,)
     ).answer()
@@ -213,7 +213,7 @@ def test_injection_by_nvidia_s_runtime_is_replaced(hosts: Hosts) -> None:
 
 @pytest.fixture
 def subordinate_ids(tmp_path: Path) -> Iterator[str]:
-    """A user and group to whom this mount namespace's /etc/subuid and subgid give numbers."""
+    """A user and group with id ranges in this mount namespace's /etc/subuid and subgid."""
     for name in ("subuid", "subgid"):
         (tmp_path / name).write_text("nobody:300000:65536\n")
         run("mount", "--bind", tmp_path / name, Path("/etc", name))

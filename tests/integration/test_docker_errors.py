@@ -1,4 +1,4 @@
-"""What docker's user reads, and which exit code a script sees, when a container with a share does not start."""
+"""The message and exit code of docker when a container with a share does not start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.engines.docker import IMAGE
 from tests.support.host import Node, write_config
 
 DAEMON_ERROR, NOT_EXECUTABLE, NOT_FOUND = 125, 126, 127  # `docker run --help`, "Exit status"
-# runtime of daemon.json -> the driver root, and further keys of its configuration
+# runtime of daemon.json -> the driver root, and other keys of its configuration
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "policy": ("host", {"policy": {"max_memory": "4Gi"}}),
     "no-runc": ("host", {"runtime": {"path": "/usr/local/bin/no-runc"}}),
@@ -29,7 +29,7 @@ def _made(image_root: Path) -> Iterator[Hosts]:
         (directory / "empty").mkdir()
         for name, (root, config) in CONFIGURATIONS.items():
             nodes[name] = node = Node(directory / name, directory / "host")
-            assert node.cli("refresh").returncode == 0  # it worked once, and its state directory is mounted
+            assert node.cli("refresh").returncode == 0  # it worked before, and its state directory is mounted
             write_config(node.config, directory / root, **config)
         return {name: node.runtime() for name, node in nodes.items()}
 
@@ -44,7 +44,7 @@ def hosts(_made: Hosts) -> Iterator[Hosts]:
     assert _made.docker.daemon.must("ps", "-aq") == "", "docker kept a container"
 
 
-# runtime, options -> what the message has to quote
+# runtime, options -> strings that the message must quote
 REFUSALS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "bad value": ("gpushare", ("-e", "GPUSHARE_MEMORY=lots"), ('GPUSHARE_MEMORY="lots"', "4Gi")),
     "two values": ("gpushare", ("-e", "GPUSHARE_MEMORY=1\n2"), ("GPUSHARE_MEMORY", r"1\x0a2")),
@@ -60,7 +60,7 @@ REFUSALS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusal_is_one_line_with_exit_code_125(hosts: Hosts, name: str) -> None:
-    """One line of ours, whole, below docker's own; 125 is the daemon's "could not start it"."""
+    """One complete line of gpushare below docker's own; 125 is the daemon's "could not start it"."""
     runtime, options, quoted = REFUSALS[name]
     done = hosts.docker.try_run(*options, args=("true",), runtime=runtime)
     assert (done.code, done.out) == (DAEMON_ERROR, ""), done
@@ -110,7 +110,7 @@ def test_inspect_shows_the_last_refusal(hosts: Hosts) -> None:
 
 
 def test_refusal_for_the_image_s_content_is_shown(hosts: Hosts, tmp_path: Path) -> None:
-    """A name that must be a link is a directory in the image: our hook finds out, and runc shows what it said."""
+    """A link's name is a directory in the image: the hook detects it, and runc shows the hook's message."""
     docker = hosts.docker
     (tmp_path / "d").mkdir()
     made = docker.daemon.must("create", IMAGE, "true")

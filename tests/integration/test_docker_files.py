@@ -1,4 +1,4 @@
-"""What docker does with files: commit, cp, volumes, images that ask, builds; and daemon.json while the daemon runs."""
+"""docker and files: commit, cp, volumes, images with a request, builds; and daemon.json while the daemon runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIBDIR = "/usr/lib/x86_64-linux-gnu"
 
 
 def test_committed_image_gets_a_new_share(docker: DockerHost) -> None:
-    """An image of a container that had a share has our empty mount points, links and ld.so.cache in it."""
+    """An image committed from a container with a share has gpushare's empty mount points, links and ld.so.cache."""
     daemon = docker.daemon
     with docker.start_with(*TWO_GIB, args=(PROBE,)) as one:
         assert one.wait() == 0
@@ -41,7 +41,7 @@ def test_committed_image_gets_a_new_share(docker: DockerHost) -> None:
 
 
 def test_copied_limits_file_has_no_effect(docker: DockerHost, tmp_path: Path) -> None:
-    """docker cp writes below our mounts, into the container's own root: nobody sees it there, not in its next life."""
+    """docker cp writes below the mounts, into the container's own root: the file is invisible, also after a restart."""
     daemon = docker.daemon
     (tmp_path / "limits").write_text("everything")
     with docker.start_with(*TWO_GIB, args=SLEEP) as one:
@@ -49,7 +49,7 @@ def test_copied_limits_file_has_no_effect(docker: DockerHost, tmp_path: Path) ->
         assert total(one) == 2 * GIB
         daemon.must("cp", f"{one.id}:/usr/lib/gpushare/limits", str(tmp_path / "back"))
         assert (tmp_path / "back").read_text() == "everything"
-        # Replacing a mount point takes the mount off it; the next start puts it there again.
+        # Replacing a mount point unmounts it; the next start mounts it again.
         daemon.must("cp", f"{tmp_path}/limits", f"{one.id}:{LIBDIR}/libcuda.so.535.261.03")
         daemon.must("restart", "--time", "0", one.id)
         assert total(one) == 2 * GIB
@@ -67,7 +67,7 @@ def test_host_directory_over_usr_is_refused_and_unchanged(docker: DockerHost, im
 
 
 def test_host_directory_over_etc_is_unchanged(docker: DockerHost, image_root: Path, tmp_path: Path) -> None:
-    """The loader's cache there is the host's: it stays as it is, and the share works without it."""
+    """The loader's cache there is the host's: it stays unchanged, and the share works without it."""
     host = tmp_path / "etc"
     run("cp", "-a", image_root / "etc", host)
     before = (host / "ld.so.cache").read_bytes()
@@ -83,7 +83,7 @@ def test_named_volume_over_our_directory_is_covered(docker: DockerHost) -> None:
 
 
 def test_target_in_a_shared_volume_is_refused(docker: DockerHost, tmp_path: Path) -> None:
-    """A mount over a volume with propagation appears on the host, and stays there when the container is gone."""
+    """A mount over a propagating volume would appear on the host, and stay there after the container."""
     run("mount", "-t", "tmpfs", "gpushare-test", tmp_path)
     try:
         run("mount", "--make-shared", tmp_path)
@@ -124,7 +124,7 @@ def test_image_request_for_all_devices_is_granted(docker: DockerHost) -> None:
 
 
 def test_default_runtime_serves_run_and_build(docker: DockerHost, tmp_path: Path) -> None:
-    """Whoever names no runtime: docker run, and the steps of docker build."""
+    """Without a --runtime option: docker run, and the steps of docker build."""
     answer = Result(0, docker.daemon.must("run", "--rm", "--network", "none", *TWO_GIB, IMAGE, PROBE), "").answer()
     assert answer["total_bytes"] == 2 * GIB
     step = f"{PROBE} | grep '\"total_bytes\": {GIB}'"
@@ -138,8 +138,8 @@ def test_default_runtime_serves_run_and_build(docker: DockerHost, tmp_path: Path
 
 
 def test_daemon_reads_our_entry_on_reload(image_root: Path) -> None:
-    """What `gpushare runtime configure` says to do next is enough: a reload. After --undo it takes a restart, since a
-    reload keeps what is gone from the file."""
+    """The next step that `gpushare runtime configure` prints suffices: a reload. After --undo a restart is necessary,
+    because a reload keeps runtimes that were removed from the file."""
     with docker_host(image_root) as docker:
         daemon = docker.daemon
         configure(docker.node, daemon, "--undo")

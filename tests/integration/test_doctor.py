@@ -1,4 +1,4 @@
-"""gpushare doctor on a host with the simulated driver: its check of the library is a real process with a real share."""
+"""gpushare doctor with the simulated driver: its library check runs a real process with a real share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.runc import Container, RuntimeFailed
 from tests.support.tenant import Tenant
 
 MakeNode = Callable[..., Node]
-# What depends on the machine that the tests run on
+# Rows that depend on the machine of the tests
 OF_THE_MACHINE = {"engines", "cgroup drivers", "NVIDIA hooks", "programs"}
 
 
@@ -33,7 +33,7 @@ def found(node: Node) -> dict[str, Any]:
 
 
 def test_healthy_host_passes_all_checks(tenant: Callable[..., Tenant], node: Node, simhost: Path) -> None:
-    """Also while a container has all of the GPU: the share that it tries is nobody's."""
+    """Also while a container uses the whole GPU: the trial share belongs to no container."""
     one = tenant("a", {"GPUSHARE_MEMORY": "16Gi"})
     one.container.start()
     one.expect("seen")
@@ -49,7 +49,7 @@ def test_healthy_host_passes_all_checks(tenant: Callable[..., Tenant], node: Nod
 
 
 def test_trial_share_is_not_logged_as_a_decision(make_node: MakeNode, simhost: Path, tmp_path: Path) -> None:
-    """Also where policy would refuse it: that is not what is asked."""
+    """Also where policy would refuse it: the check does not test policy."""
     node = make_node(simhost, log={"decisions": str(tmp_path / "log")}, policy={"max_memory": "1Mi"})
     assert found(node)["library loads"]["result"] == "ok"
     assert not (tmp_path / "log").exists()
@@ -63,7 +63,7 @@ def test_doctor_creates_no_state_directory(node: Node) -> None:
 
 
 def test_wrong_shim_library_is_reported(make_node: MakeNode, simhost: Path, tmp_path: Path) -> None:
-    """A library that is there and whole, but is none of ours: the driver itself, which holds no limit."""
+    """A complete library that is not the shim: the driver itself, which enforces no limit."""
     for name in ("libcuda.so", "libnvidia-ml.so"):
         source = simhost / "usr/lib/x86_64-linux-gnu" / name
         (tmp_path / "shim").mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ def test_missing_device_node_and_refused_container_are_reported(
 
 
 def test_unprivileged_user_gets_a_report(node: Node) -> None:
-    """Rows that need root are skipped; nothing is an error of ours."""
+    """Rows that need root are skipped, without an internal error."""
     command = [host.BIN / "gpushare", "--config", node.config, "--state", node.state, "doctor", "--format", "json"]
     done = subprocess.run(
         ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", *map(str, command)],

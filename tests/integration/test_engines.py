@@ -1,4 +1,4 @@
-"""The same request gives the same container, whichever engine starts it and whichever way our part gets in."""
+"""The same request gives the same container with every engine, through hook or runtime."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_limit_holds_with_each_option(engine: Engine, want: dict[str, object]) -
 
 
 def test_volume_over_our_directory_is_covered(engine: Engine, tmp_path: Path) -> None:
-    """A user's volume there could hold any limits: ours stand over it, and nothing is created in it."""
+    """A user's volume there could contain any limits: gpushare mounts its own over it and creates nothing in it."""
     (tmp_path / "limits").write_text("all of it")
     want = Want(env=TWO_GIB, mounts=(Mount(tmp_path, "/usr/lib/gpushare", ("rw",)),))
     assert engine.run(want).answer()["total_bytes"] == 2 * GIB

@@ -1,4 +1,4 @@
-"""Starts that may open few files: each ends, in one line when it is refused, and leaves nothing."""
+"""Starts that may open few files: each ends, a refusal is one line, and nothing is left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
 
 
 def outcome(one: Container, command: str, files: int) -> tuple[int, str]:
-    """(exit code, all that was printed) of a start whose limit is `files`. runc alone hangs with 12 and 18."""
+    """(exit code, all output) of a start that may open `files` files. runc alone hangs with 12 and 18."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))

@@ -1,4 +1,4 @@
-"""What looks like a share after the state directory was lost: who could have made it, and what comes of it."""
+"""Directories that resemble a share after the state directory was lost: which ones are accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORGE, FORGE_FROM_TWO = PROGRAMS / "forge.py", PROGRAMS / "forge_from_two.py"
 
 @pytest.fixture
 def limits(container: MakeContainer, node: Node, way: str) -> bytes:
-    """A limits file of the whole device."""
+    """A limits file that grants the whole device."""
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "16Gi"}, **node.way(way)).start()
     data = (node.state / "containers" / one.id / "share" / "limits").read_bytes()
     one.kill()
@@ -60,7 +60,7 @@ def test_forged_share_is_ignored(
 def test_container_with_a_user_namespace_keeps_its_share(
     container: MakeContainer, node: Node, way: str, tmp_path: Path, old: bool
 ) -> None:
-    """Also one of a gpushare that did not mark its shares, after an upgrade."""
+    """Also after an upgrade, with a share of a version that did not mark its shares."""
     open_way(tmp_path)
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "10Gi"}, edit=with_user_namespace, **node.way(way))
     hand_over(one)

@@ -1,4 +1,4 @@
-"""How a start fails: one line where a person sees it, the same line on the host, and nothing left behind."""
+"""Failed starts: one line for the user, the same line on the host, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assert_nothing_left(node: Node) -> None:
 
 
 def changed_hook(tmp_path: Path, change: str) -> Path:
-    """The hook with statements of a test before main()."""
+    """Return a hook that runs a test's statements before main()."""
     site = next((BUILD / "venv" / "lib").glob("python3*/site-packages"))
     program = tmp_path / "changed-hook"
     program.write_text(
@@ -66,7 +66,7 @@ def test_refusal_is_kept_until_the_next_success(container: MakeContainer, node: 
 def test_internal_error_is_one_line_and_its_traceback_stays_on_the_host(
     container: MakeContainer, node: Node, tmp_path: Path
 ) -> None:
-    """Raised after the lease exists: that is undone."""
+    """The error is raised after the lease exists, which is then removed."""
     program = changed_hook(tmp_path, "from gpushare.inject import plan\nplan.make_plan = lambda *a: 1 / 0")
     one = container(["true"], env=SHARE, hook=node.hook()._replace(program=program))
     line = refused(one)
@@ -78,7 +78,7 @@ def test_internal_error_is_one_line_and_its_traceback_stays_on_the_host(
 
 
 def test_hanging_hook_ends_at_its_deadline(container: MakeContainer, node: Node, tmp_path: Path) -> None:
-    """Somebody holds the lease lock for ever: the start fails by itself and leaves nothing."""
+    """A process holds the lease lock forever: the start fails by itself and leaves nothing."""
     assert node.cli("refresh").returncode == 0  # makes the state directory
     program = changed_hook(
         tmp_path, "from gpushare.programs import deadline; deadline.DEADLINE_S = deadline.UNDO_DEADLINE_S = 1"
@@ -95,7 +95,7 @@ def test_hanging_hook_ends_at_its_deadline(container: MakeContainer, node: Node,
 
 
 def test_hook_ignores_python_settings_of_environment_and_directory(tmp_path: Path) -> None:
-    """Modules, startup files and interpreter settings that an image or a bundle could plant are never used."""
+    """Modules, startup files and interpreter settings from an image or a bundle are never used."""
     trap = tmp_path / "trap"
     trap.mkdir()
     for name in ("json", "gpushare", "os", "struct", "sitecustomize", "usercustomize", "startup"):
@@ -151,7 +151,7 @@ def test_exit_code_names_the_cause(
     env, config, quoted = EXIT_CODES[code]
     node = make_node(simhost, f"node{code}", **config)
     one = container(["sleep", "inf"], env=env)
-    one.create()  # without hooks: it is only a process with a mount namespace
+    one.create()  # without hooks it is only a process with a mount namespace
     done = run_hook(node, "prestart", of_bundle(one, one.pid))
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith("gpushare: ") and quoted in done.stderr and done.stderr.count("\n") == 1
@@ -161,7 +161,7 @@ def test_exit_code_names_the_cause(
 
 
 def test_process_without_a_mount_namespace_is_refused(container: MakeContainer, node: Node) -> None:
-    """A wrong pid must never end in mounts on the host."""
+    """A wrong pid must never cause mounts on the host."""
     one = container(["sleep", "inf"], env=SHARE)
     one.create()
     before = rootfs.mount_points()
@@ -188,12 +188,12 @@ def test_damaged_lease_blocks_the_device_until_it_is_removed(container: MakeCont
     assert "gpushare prune --assume-free" in refused(second)
     assert "damaged" in node.cli("list").stdout
     assert "--assume-free" in node.cli("prune").stderr
-    second.id = first.id  # of another runc root; its create fails, and runc calls poststop
+    second.id = first.id  # from another runc root; its create fails, and runc calls poststop
     assert "make sure that it does not run" in refused(second)
     assert node.leases() == [first.id]
     first.kill()
     first.wait()
-    first.delete()  # poststop: the runtime says that it is gone, so no decision is needed
+    first.delete()  # poststop: the runtime reports its end, so the lease is released
     assert second.run() == 0
 
 
@@ -233,4 +233,4 @@ def test_hook_in_two_stages_mounts_driver_files_once(container: MakeContainer, n
 def test_refusal_of_an_id_with_the_traceback_suffix_is_found(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "17Gi"}, hook=node.hook(), id=f".{os.getpid()}.trace")
     refused(one)
-    assert "17Gi asked" in node.cli("inspect", f".{os.getpid()}").stdout  # found by its beginning
+    assert "17Gi asked" in node.cli("inspect", f".{os.getpid()}").stdout  # found by its prefix

@@ -1,5 +1,5 @@
-"""Images of every layout: where the driver goes, that the limit is seen there, and that the image's own copies of the
-driver never get around it."""
+"""Images of every layout: the driver's place, the limit's effect, and that driver files in the image cannot bypass
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RO = ("ro", "nosuid", "nodev")
 
 
 def store_image(root: Path) -> list[str]:
-    """A Nix-like image: no library outside the store, no cache. The command that runs nvidia-smi in it."""
+    """Make a Nix-like image: no library outside the store, no cache. Return the command that runs nvidia-smi in it."""
     ns_util.make_image(root)
     libraries = root / STORE[1:]
     libraries.mkdir(parents=True)
@@ -80,7 +80,7 @@ def test_limit_is_visible_in_each_image_layout(
 
 
 def musl_image(root: Path) -> Path:
-    """No glibc where anybody looks; the shell of the test runs with libraries of its own."""
+    """No glibc in a library directory; the test's shell runs with private libraries."""
     ns_util.make_image(root)
     private = root / "opt/private"
     private.mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_musl_image_gets_devices_and_limits_are_refused(
 
 
 def test_driver_files_baked_into_the_image_are_covered(container: MakeContainer, node: Node, way: str) -> None:
-    """An image made on a host with another driver: files, links and programs of that one are all there."""
+    """An image made on a host with another driver, with all of that driver's files, links and programs."""
     script = f"ldconfig && {PYTHON} /opt/grab.py && nvidia-smi && readlink -f {ns_util.LIBDIR}/libnvidia-nvvm.so.4"
     one = container(["sh", "-c", script], env=LIMIT, mounts=python_mounts(PROGRAM, GRAB), **node.way(way))
     libdir = one.rootfs / ns_util.LIBDIR[1:]
@@ -125,10 +125,10 @@ def test_driver_files_baked_into_the_image_are_covered(container: MakeContainer,
 
 
 def compat(one: Container, directory: str = "compat", version: str = NEWER) -> Path:
-    """A newer driver in the image, as CUDA images have it. Its libcuda works, and can be told from the host's."""
+    """Add a newer driver to the image, as in CUDA images. Its libcuda works and differs from the host's."""
     path = one.rootfs / "usr/local/cuda-12.4" / directory
     path.mkdir(parents=True)
-    link = one.rootfs / "usr/local/cuda"  # of the host, where it has CUDA
+    link = one.rootfs / "usr/local/cuda"  # of the host, if it has CUDA
     link.unlink(missing_ok=True)
     link.symlink_to("cuda-12.4")
     newer = (simhost.BUILT / f"libcuda.so.{V}").read_bytes() + b"from the image"
@@ -155,7 +155,7 @@ ls {ns_util.LIBDIR}
 def test_newer_driver_in_the_image_runs_behind_the_shim(
     container: MakeContainer, node: Node, directory: str, path: str, way: str
 ) -> None:
-    """It is used, through the shim, by whichever way a program finds it, and nothing of the older one beside it."""
+    """The newer driver runs behind the shim however a program finds it, without files of the older one."""
     env = {**LIMIT, **({"LD_LIBRARY_PATH": path} if path else {})}
     script = LOOK if directory == "compat" else f"ln -s lib.real /usr/local/cuda/compat/lib\n{LOOK}"
     one = container(["sh", "-c", script], env=env, mounts=python_mounts(PROGRAM, GRAB), **node.way(way))
@@ -211,7 +211,7 @@ def test_image_file_is_mounted_elsewhere_before_it_is_covered(image: Path, tmp_p
 
 @pytest.mark.parametrize("swap", ["link", "absolute link", "parent", "gone", "fifo", "magic"])
 def test_swapped_source_is_refused(image: Path, swap: str) -> None:
-    """Between the look and the use: whatever it leads to now is never shown, least of all a file of the host."""
+    """A source that changes between check and use is never mounted, least of all a host file."""
     path = image / COMPAT[1:]
     if swap == "parent":
         path.parent.rename(image / "elsewhere")
@@ -241,7 +241,7 @@ def test_covered_source_is_not_used_as_the_image_s_file(image: Path, tmp_path: P
 def test_real_driver_answers_through_the_shim(
     container: MakeContainer, make_host: Callable[..., Path], make_node: Callable[..., Node], userland: Userland
 ) -> None:
-    """Its files as the driver root: everything of every capability is there, and libcuda answers through the shim."""
+    """The driver root has NVIDIA's real files: all capabilities work, and libcuda answers through the shim."""
     root = make_host("real")
     shutil.rmtree(root / "usr")
     for name in ("usr", "etc", "lib"):

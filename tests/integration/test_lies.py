@@ -1,5 +1,5 @@
-"""A tenant that corrupts, all the time, the memory that it can write and its peers and the host read: nobody else
-crashes, hangs or divides by zero, and it gains no more than docs/compute.md says ("Trust")."""
+"""A tenant that constantly corrupts its writable memory, which its peers and the host read: no other process crashes,
+hangs or divides by zero, and the tenant gains no more than docs/compute.md states ("Trust")."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ GRAB = TREE / "tests" / "integration" / "programs" / "grab.py"
 TENANT = TREE / "demo" / "tenant.py"
 SCRIBBLE = TREE / "tests" / "integration" / "programs" / "scribble.c"
 LIMIT = 50
-LOOKS = 3  # of a second each
-# What the honest one has where the liar's work leaves it no moment alone: whose that was, it has to guess.
+LOOKS = 3  # measurements of a second each
+# The intact container's minimum while the corrupting one is always busy: it must guess which time was used by which.
 LEAST = {"garbage": 45, "noise": 35, "idle": 35, "crowd": LIMIT}
 COMMANDS = (["list"], ["devices"], ["inspect"])
 
@@ -41,7 +41,8 @@ def scribble(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(container: MakeContainer, node: Node, scribble: Path) -> Callable[..., Container]:
-    """start(lie="", limit=LIMIT) -> a container that keeps the device busy; with a lie it tells that all the time."""
+    """start(lie="", limit=LIMIT) -> a container that keeps the device busy; with `lie` it constantly corrupts its files
+    so."""
 
     def make(lie: str = "", limit: int = LIMIT, **options: Any) -> Container:
         work = " ".join(["/opt/busy", *words(seconds=1000, kernel=200, **options)])
@@ -59,7 +60,7 @@ def namespace(one: Container) -> int:
 
 
 def run_all_commands(node: Node, simhost: Path, honest: Container, liar: Container) -> None:
-    """As the host does; what it says of the honest one is true."""
+    """Run all host commands; their output about the intact container is correct."""
     for command in (*COMMANDS, ["inspect", liar.id]):
         done = node.cli(*command, *([honest.id] if command == ["inspect"] else []), timeout_s=20)
         assert "Traceback" not in done.stderr and "internal error" not in done.stderr, (command, done.stderr)
@@ -77,7 +78,7 @@ def test_corrupt_activity_files_leave_peers_and_host_working(
     honest, liar = start(), start(lie)
     shares(simhost, (honest, liar))  # until both have a context
     seen: list[tuple[float, float]] = []
-    for _ in range(TRIES):  # while others take the processors, the honest one does not keep the device busy
+    for _ in range(TRIES):  # when other processes use the CPUs, the intact container does not keep the device busy
         run_all_commands(node, simhost, honest, liar)
         got = shares(simhost, (honest, liar))
         seen.append((got.get(namespace(honest), 0.0), got.get(namespace(liar), 0.0)))
@@ -104,7 +105,7 @@ def test_corrupt_activity_files_leave_peers_and_host_working(
 def test_corrupt_activity_files_do_not_change_compute_shares(
     start: Callable[..., Container], simhost: Path, lie: str
 ) -> None:
-    """Each is held to what the host granted, and what of the device the liar has is not theirs to pay."""
+    """Each container is held to the host's limit, and does not pay for the corrupting container's use."""
     limits = (40, 20, 30)
     everybody = (start(limit=40), start(limit=20), start(lie, limit=30))
     shares(simhost, everybody)  # until all have a context

@@ -1,4 +1,4 @@
-"""Real containers on one simulated 16 GiB GPU: limits are seen, reached and kept, whichever way a program comes in."""
+"""Real containers on one simulated 16 GiB GPU: limits are visible, reached and enforced for every kind of program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(json.dumps([n.nvmlDeviceGetMemoryInfo(h).total for h in handles]))
 
 
 def take_all(tenant: Tenant) -> dict[str, Any]:
-    """The tenant takes memory until refused; its report."""
+    """Make the tenant allocate until refused, and return its report."""
     tenant.go()
     return tenant.expect("full")
 
@@ -80,7 +80,7 @@ def test_bypass_attempts_get_no_more_than_the_limit(
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 
-    beside = grab()  # the first process has no more than its context yet
+    beside = grab()  # the first process has only its context yet
     assert beside["total_bytes"] == beside["nvml_total_bytes"] == 2 * GIB
     assert GIB < beside["got_bytes"] < 2 * GIB
     take_all(first)
@@ -130,7 +130,7 @@ def test_hook_works_in_the_create_runtime_stage(container: Callable[..., Contain
 def test_limit_holds_under_crun(
     container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, stage: str
 ) -> None:
-    """By the hook, and (no stage) by gpushare-runtime."""
+    """With the hook, and (no stage) with gpushare-runtime."""
     node = make_node(simhost, runtime={"path": "/usr/bin/crun"})
     way = {"hook": node.hook(stage), "runtime": "crun"} if stage else node.way("runtime")
     one = container(

@@ -1,4 +1,4 @@
-"""Limits that change while four processes allocate and launch, and pauses, in real containers; judged by the simulated
+"""Limit changes and pauses while four processes in real containers allocate and launch, judged by the simulated
 device's own ledger."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def grower() -> Path:
 
 @pytest.fixture
 def grown(container: MakeContainer, node: Node, simhost: Path, grower: Path) -> Callable[..., Grown]:
-    """grown(way, mode, memory, compute) -> the program at work in a container."""
+    """grown(way, mode, memory, compute) -> the program running in a container."""
 
     def start(way: str, mode: str, memory: str = "4Gi", compute: str = "", processes: int = PROCESSES) -> Grown:
         env = {"GPUSHARE_MEMORY": memory, **({"GPUSHARE_COMPUTE": compute} if compute else {})}
@@ -57,7 +57,7 @@ def grown(container: MakeContainer, node: Node, simhost: Path, grower: Path) -> 
 
 
 def test_allocations_stay_within_the_current_limit(grown: Callable[..., Grown], way: str) -> None:
-    """Back and forth while all four allocate and free: what the larger limit granted drains, nothing is added."""
+    """The limit alternates while all four allocate and free: memory above the smaller limit only shrinks."""
     one = grown(way, "churn", "5Gi", "40%")
     for turn in range(12):
         low = turn % 2 == 0
@@ -69,7 +69,7 @@ def test_allocations_stay_within_the_current_limit(grown: Callable[..., Grown], 
         while time.monotonic() < end:
             had = one.group().current_bytes
             assert had <= most, (turn, had, most)
-            most = max(limit, min(most, had + GIB))  # reserved, and not yet taken: less than a piece for each process
+            most = max(limit, min(most, had + GIB))  # reserved but not yet allocated: less than a piece per process
             one.wait(0.005)
     assert 3 * GIB < one.group().peak_bytes <= 5 * GIB
     assert len(one.clients()) == PROCESSES
@@ -90,7 +90,7 @@ def test_limit_below_use_refuses_new_allocations(grown: Callable[..., Grown], no
         (row,) = json.loads(node.cli("devices", "--format", "json").stdout)
         return int(row["free_bytes"])
 
-    assert free_bytes() <= 16 * GIB - had  # what is not given back is not granted to anybody
+    assert free_bytes() <= 16 * GIB - had  # memory not freed is granted to no container
     for client in one.clients():
         os.kill(client.host_pid, signal.SIGUSR1)
     one.until(lambda: one.group().current_bytes <= 4 * GIB)
@@ -104,14 +104,14 @@ def test_limit_below_use_refuses_new_allocations(grown: Callable[..., Grown], no
 def test_freed_memory_is_granted_to_the_next_container(
     grown: Callable[..., Grown], container: MakeContainer, node: Node, way: str
 ) -> None:
-    """And not before: a container that was shrunk below its use leaves the others what is really there."""
+    """Not before: a container whose limit fell below its use still occupies that memory."""
     one = grown(way, "hold", "10Gi")
     one.until(lambda: one.group().current_bytes > 9.9 * GIB)
     one.set("--memory", "4Gi")
     with pytest.raises(RuntimeFailed) as refused:
         container(["true"], env={"GPUSHARE_MEMORY": "12Gi"}, **node.way(way)).create()
     assert "free of 16 GiB" in refused.value.last_line
-    assert node.cli("limit", "set", one.container.id, "--memory", "+6Gi").returncode == 0  # it has not left
+    assert node.cli("limit", "set", one.container.id, "--memory", "+6Gi").returncode == 0  # its memory is not freed yet
     one.set("--memory", "4Gi")
     for client in one.clients():
         os.kill(client.host_pid, signal.SIGUSR1)
@@ -157,7 +157,7 @@ def test_pause_blocks_only_launches(
     soft = container(command, env=env, mounts=[Mount(build(), "/opt/busy")], **node.way(way)).start()
     other = Grown(soft, node, simhost / "dev" / "nvidia0")
     other.until(lambda: any(c.pidns == other.pidns for c in other.clients()))
-    other.until(lambda: other.percent(0.5) > 75)  # the other one's time is free to borrow
+    other.until(lambda: other.percent(0.5) > 75)  # the other container's time is free to borrow
     assert one.group().busy_ns == busy
     assert sum(client.allocations for client in one.clients()) > allocations
     for command in (["prune"], ["refresh"]):
@@ -186,7 +186,7 @@ def test_paused_container_can_be_killed(grown: Callable[..., Grown], node: Node)
 def test_changes_and_pause_survive_a_lost_state_directory(
     grown: Callable[..., Grown], container: MakeContainer, node: Node, way: str
 ) -> None:
-    """Also what was not finished, and there is a way back: limits are set where the container has them."""
+    """Also unfinished changes, and they can be reverted: limits are set in the container's own files."""
     one = grown(way, "churn", "4Gi", "50%")
     one.set("--memory", "8Gi", "--compute", "20", "--priority", "high")
     assert node.cli("pause", one.container.id).returncode == 0
@@ -234,7 +234,7 @@ def test_impossible_change_is_refused_and_changes_nothing(sleeper: Container, no
 
 
 def contents(state: Path) -> dict[Path, bytes]:
-    """Of all files that are not shown a second time."""
+    """Contents of all files, each once."""
     return {path: path.read_bytes() for path in state.rglob("*") if path.is_file() and "idmap" not in path.parts}
 
 
@@ -246,7 +246,7 @@ def test_dry_run_reports_and_changes_nothing(sleeper: Container, node: Node) -> 
 
 
 def killed_cli(node: Node, number: int, *words_: str) -> int:
-    """`gpushare`, killed before the `number`th line that it runs of what changes limits; its exit code."""
+    """Run `gpushare`, killed before its `number`th line of code that changes limits; return its exit code."""
     site = str(TREE / "build" / "venv" / "bin" / "python")
     program = f"""
 import os, signal, sys
@@ -280,7 +280,8 @@ sys.exit(main(sys.argv[1:]))
 def test_killed_command_changes_all_or_nothing(
     grown: Callable[..., Grown], container: MakeContainer, node: Node, then: str
 ) -> None:
-    """Wherever kill -9 meets it, while the container works: what it sees is whole, and what comes next agrees."""
+    """kill -9 at any point, while the container works: it sees a consistent state, and the next command completes
+    it."""
     one = grown("runtime", "churn", "5Gi", "40%")
     both = (5 * GIB, 40), (3 * GIB, 20)
     had, number, code, points = both[0], 0, -9, {}

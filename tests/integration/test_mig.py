@@ -1,4 +1,4 @@
-"""Shares inside of MIG devices, in real containers: limits, NVML, pages and leases, judged by each device's ledger."""
+"""Shares of MIG devices in real containers: limits, NVML, activity files and leases, judged by each device's ledger."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def peaks(part: Path) -> dict[int, int]:
 def test_containers_share_one_mig_device(
     container: MakeContainer, node: Node, simhost: Path, parts: tuple[Path, Path], way: str
 ) -> None:
-    """A percentage is of the MIG device; each sees its own part of it, and nothing of the GPU or its other parts."""
+    """A percentage is of the MIG device; each container sees only its share, not the GPU or its other MIG devices."""
     half = start(container, node, way, "0:1", memory="50%")
     quarter = start(container, node, way, MIG_UUIDS[1], memory="1Gi", compute="20%")
     for one, limit in ((half, 2 * GIB), (quarter, GIB)):
@@ -99,7 +99,7 @@ def test_each_selector_of_a_mig_device_opens_that_device(
 def test_injected_mig_device_is_granted(
     container: MakeContainer, node: Node, simhost: Path, parts: tuple[Path, Path]
 ) -> None:
-    """As NVIDIA's device plugin does with MIG strategy `mixed`: the GPU's node and two capabilities, by CDI."""
+    """As NVIDIA's device plugin does with MIG strategy `mixed`: CDI adds the GPU's node and two capabilities."""
 
     def injected(spec: dict[str, Any]) -> None:
         for name in ("nvidia0", "nvidiactl", "nvidia-caps/nvidia-cap21", "nvidia-caps/nvidia-cap22"):
@@ -120,7 +120,7 @@ def test_injected_mig_device_is_granted(
 def test_mig_device_can_be_oversubscribed(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, parts: tuple[Path, Path]
 ) -> None:
-    """Half of a MIG device, and half as much again on the host, beside one that has the other half, and fills it."""
+    """Half of a MIG device, plus half as much on the host, beside a container that fills the other half."""
     node = make_node(simhost, oversubscription={"host_memory": "3Gi", "scaling": 1.5})
     beside = start(container, node, "runtime", "0:1", memory="50%")
     one = start(container, node, "runtime", "0:1", memory="50%", oversubscribe="true")

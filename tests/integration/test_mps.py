@@ -1,5 +1,5 @@
-"""Containers whose compute MPS holds, over the simulated driver and a simulated daemon: what reaches a client, whatever
-its environment; who does not get it; what is left when the daemon dies. The real daemon: test_mps_daemon.py."""
+"""Containers with compute limits enforced by MPS, with simulated driver and daemon: a client's settings in any
+environment, containers that are refused, and the daemon's death. Real daemon: test_mps_daemon.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_clients_get_their_shares_whatever_their_environment(
     said = client(one, str(3 * GIB), str(1 * GIB), env=RAISED)
     assert (said["cuInit"], said["multiprocessors"], said["PIPE_DIRECTORY"]) == (0, 15, PIPE)  # 30% of 48
     assert (said["ACTIVE_THREAD_PERCENTAGE"], said["PINNED_DEVICE_MEM_LIMIT"]) == ("30", "0=4096M")
-    assert said["allocations"] == [0, OUT_OF_MEMORY]  # a context takes some
+    assert said["allocations"] == [0, OUT_OF_MEMORY]  # a context uses some
     said = client(two, str(GIB), str(2 * GIB))
     assert (said["multiprocessors"], said["PINNED_DEVICE_MEM_LIMIT"]) == (24, "0=2048M")
     assert said["allocations"] == [0, OUT_OF_MEMORY]
@@ -63,7 +63,7 @@ def test_clients_get_their_shares_whatever_their_environment(
 
 
 def test_sum_over_processes_stays_within_the_limit(host: Node, container: Callable[..., Container]) -> None:
-    """MPS limits each process; the container's total stays with the shim."""
+    """MPS limits each process; the shim still enforces the container's total."""
     start(host)
     one = container("runtime", "4Gi").start()
     command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "hold", str(2 * GIB)]
@@ -103,8 +103,8 @@ def test_daemon_death_is_an_error_and_gives_no_unlimited_client(
 
 
 def test_driver_initialised_without_the_daemon_stays_refused(host: Node, container: Callable[..., Container]) -> None:
-    """It dies between the shim's look and the driver's, which goes on without and never looks again. A daemon that is
-    there when the program tries once more changes nothing about that."""
+    """The daemon dies between the shim's check and the driver's. The driver continues without it and never checks
+    again, so a daemon that is there at the next attempt changes nothing."""
     pid = start(host)
     one = container("runtime").start()
     os.kill(pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ def test_driver_initialised_without_the_daemon_stays_refused(host: Node, contain
     control.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(control))
-    listener.listen(0)  # room for the shim, who looks first; the driver waits outside
+    listener.listen(0)  # room for the shim, which checks first; the driver waits outside
     command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "again"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdin and program.stdout
@@ -143,7 +143,7 @@ def test_ambiguous_percentage_is_not_passed_on(host: Node, container: Callable[.
 def test_leftovers_of_tenants_do_not_block_the_daemon_s_start(
     host: Node, container: Callable[..., Container], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they left in the /dev/shm that stays, who they say they are; and a person's shell has the variable, too."""
+    """Leftovers in the /dev/shm that stays, forged identities, and the variable in an administrator's shell."""
     pid, folder = start(host), host.state / "mps" / UUID
     one = container("hook").start()
     assert one.exec("mkdir", "-p", "/dev/shm/a/b", "/dev/shm/empty").returncode == 0
@@ -160,13 +160,13 @@ def test_leftovers_of_tenants_do_not_block_the_daemon_s_start(
         start(host)
         assert liar.poll() is None
         liar.stdin.close()
-        assert liar.wait(30) == 1  # end of file, and not a signal
+        assert liar.wait(30) == 1  # end of file, not a signal
     assert [name for name in os.listdir(folder / "shm") if not name.startswith("cuda.shm.")] == []
     assert client(one)["multiprocessors"] == 15
 
 
 def test_other_users_of_the_host_cannot_connect_to_the_daemon(host: Node, container: Callable[..., Container]) -> None:
-    """Whoever connects can set the daemon's defaults. And a tight umask does not keep a container's user out."""
+    """A user that connects could set the daemon's defaults. A strict umask must not exclude a container's user."""
     folder = host.state / "mps" / UUID
     code = "import socket, sys; socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(sys.argv[1])"
 
@@ -189,7 +189,7 @@ def test_other_users_of_the_host_cannot_connect_to_the_daemon(host: Node, contai
 def test_only_granted_containers_see_the_pipe_directory(
     host: Node, container: Callable[..., Container], way: str
 ) -> None:
-    """The pipe of GPU 0 is nothing to a container of GPU 1; to those that have it, root's socket is nothing either."""
+    """A container of GPU 1 cannot use GPU 0's pipe; containers with a pipe cannot use root's socket."""
     start(host)
     other = {"GPUSHARE_DEVICES": "1", "GPUSHARE_BACKEND": "shim", "CUDA_MPS_PIPE_DIRECTORY": PIPE}
     stranger = container(way, env=other).start()
@@ -203,7 +203,7 @@ def test_only_granted_containers_see_the_pipe_directory(
 
 
 def test_containers_of_a_second_user_are_refused(host: Node, container: Callable[..., Container]) -> None:
-    """Clients of others would wait for this one's to end: they are told so instead."""
+    """Clients of another user would wait for this user's to end, so they get an error instead."""
     start(host, "--uid", "1000")
     with pytest.raises(RuntimeFailed, match="serves one user at a time, uid 1000, and this container runs as uid 0"):
         container("hook").create()
@@ -233,7 +233,7 @@ def test_impossible_request_is_refused_with_its_reason(
 
 
 def test_container_beyond_the_client_limit_is_refused(host: Node, container: Callable[..., Container]) -> None:
-    """48 or 60, by the driver (test_mps.py of unit): made 1 here."""
+    """The limit is 48 or 60, by the driver (tests/unit/test_mps.py): here it is 1."""
     start(host)
     ready = host.state / "mps" / UUID / "ready"
     known = json.loads(ready.read_text())
@@ -250,7 +250,7 @@ def test_stop_with_containers_is_refused_unless_forced(host: Node, container: Ca
     one = container("runtime").start()
     ready = host.state / "mps" / UUID / "ready"
     for text in (ready.read_text(), '{"version": 2}', ""):
-        ready.write_text(text)  # whatever it says: the daemon is there, and serves
+        ready.write_text(text)  # with any content: the daemon runs and serves
         refused = host.cli("mps", "stop")
         assert refused.returncode == 75 and one.id in refused.stderr
         assert client(one)["cuInit"] == 0
@@ -261,7 +261,7 @@ def test_stop_with_containers_is_refused_unless_forced(host: Node, container: Ca
 
 
 def test_changed_limit_applies_to_new_programs(host: Node, container: Callable[..., Container]) -> None:
-    """MPS reads a client's percentage once: programs that begin later have the new one."""
+    """MPS reads a client's percentage once: later programs have the new one."""
     start(host)
     one = container("hook").start()
     command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "child"]

@@ -1,5 +1,5 @@
-"""`gpushare mps` over the driver's own nvidia-cuda-mps-control, which runs without a GPU: what was set is read back
-with its own commands, and its own libcuda is what connects. The rest of the host is simulated."""
+"""`gpushare mps` with the driver's own nvidia-cuda-mps-control, which runs without a GPU: settings are read back with
+its own commands, and its own libcuda connects. The rest of the host is simulated."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Host:
         return done.stderr
 
     def ask(self, command: str, pipe: str = "pipe") -> str:
-        """The daemon's own command, by its own program."""
+        """Send the daemon a command with its own program."""
         env = {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / pipe)}
         done = subprocess.run([self.control], input=command + "\n", env=env, capture_output=True, text=True, timeout=20)
         return done.stdout.strip()
 
     def quit(self) -> None:
-        """Ends the daemons and waits until they are gone, which takes a busy machine seconds."""
+        """End the daemons and wait for their exit, which takes seconds on a busy machine."""
         daemons = [pid for pid, command in processes.children().items() if self.control.name in command]
         self.ask("quit")
         assert daemons and None not in [processes.wait_exit(pid, 30) for pid in daemons]
@@ -85,7 +85,7 @@ class Host:
 
 @pytest.fixture
 def host(node: Node, userland: Userland) -> Iterator[Host]:
-    """State is at a short path: a socket's has 107 bytes at most."""
+    """A node with a short state path: a socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as short:
         node.move(str(node.config), short)
         made = Host(node, userland)
@@ -136,7 +136,7 @@ def test_second_start_keeps_the_running_daemon(host: Host) -> None:
 
 
 def _waits(pid: int, lock: str, events: int) -> bool:
-    """Whether the process has opened the lock, which it takes next; an event of `events` ends the wait for that."""
+    """Whether the process has opened the lock, which it takes next; the wait ends at an event of `events`."""
     with contextlib.suppress(OSError):
         if any(os.readlink(f"/proc/{pid}/fd/{name}") == lock for name in os.listdir(f"/proc/{pid}/fd")):
             return True
@@ -144,7 +144,7 @@ def _waits(pid: int, lock: str, events: int) -> bool:
 
 
 def test_concurrent_starts_make_one_daemon(host: Host) -> None:
-    """The daemon comes up when the others have come as far as they get. One stop was before all of them."""
+    """The daemon becomes available when all starts are as far as they can get. One stop came before all of them."""
     real = host.control.rename(host.control.with_name("real"))
     began, go = (host.folder.parent.parent / name for name in ("began", "go"))
     host.control.write_text(f'#!/bin/sh\ncase $* in *-d) echo >{began}; read line <{go};; esac\nexec {real} "$@"\n')
@@ -196,13 +196,13 @@ def test_start_after_a_daemon_s_death_is_clean(host: Host) -> None:
     assert finding(host.node, "MPS").detail == f"stale {host.folder}/pipe: nobody listens there"
     (again,) = host.mps("start", "--compute", "70")
     assert again["how"] == "started" and again["pid"] != before
-    assert host.ask("get_default_active_thread_percentage", "share") == "70.0"  # where tenants connect, too
+    assert host.ask("get_default_active_thread_percentage", "share") == "70.0"  # where tenants connect
     assert host.ask("get_default_active_thread_percentage") == "70.0"
     assert host.mps("status")[0]["state"] == "running"
 
 
 def test_daemon_of_a_killed_start_is_adopted_and_its_limits_are_set(host: Host) -> None:
-    """Killed before it was offered: it listens, and nobody has set anything."""
+    """Killed before it was offered: the daemon listens without any limits."""
     host.mps("start", "--compute", "40")
     pid = host.pid()
     (host.folder / "ready").unlink()
@@ -216,7 +216,7 @@ def test_daemon_of_a_killed_start_is_adopted_and_its_limits_are_set(host: Host) 
 
 
 def test_foreign_daemon_of_root_is_not_adopted(host: Host) -> None:
-    """Root's own, in our directory, for all devices and with the host's /dev/shm."""
+    """A daemon that root started in our directory, for all devices and with the host's /dev/shm."""
     assert host.node.cli("refresh").returncode == 0
     for name in ("pipe", "log", "shm"):
         (host.folder / name).mkdir(parents=True)
@@ -228,7 +228,7 @@ def test_foreign_daemon_of_root_is_not_adopted(host: Host) -> None:
 
 
 def test_daemon_that_ignores_a_limit_is_not_used(host: Host) -> None:
-    """A program that takes a percentage and says another: no ready file, no socket for containers, no daemon."""
+    """A program that accepts a percentage and reports another: no ready file, no socket for containers, no daemon."""
     real = host.control.rename(host.control.with_name("real"))
     host.control.write_text(f"#!/bin/sh\nif [ $# = 0 ]; then sed 's/_percentage 40/_percentage 90/' | {real}; else exec {real} \"$@\"; fi\n")  # noqa: E501  # fmt: skip
     host.control.chmod(0o755)
@@ -240,14 +240,14 @@ def test_daemon_that_ignores_a_limit_is_not_used(host: Host) -> None:
 
 
 def test_daemon_of_another_user_is_reported_and_kept(host: Host) -> None:
-    """Somebody's own daemon in our directory: its limits are his."""
-    assert host.node.cli("refresh").returncode == 0  # which makes the state directory
+    """A user's own daemon in our directory, with the user's own limits."""
+    assert host.node.cli("refresh").returncode == 0  # creates the state directory
     pipe = host.folder / "pipe"
     (host.folder / "log").mkdir(parents=True)
     pipe.mkdir()
     for path in (pipe, host.folder / "log"):
         os.chown(path, 1000, 1000)
-    program = shutil.copy(host.control, host.folder)  # which he can reach
+    program = shutil.copy(host.control, host.folder)  # at a path that the user can reach
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(host.folder / "log")}
     subprocess.run([program, "-d"], env=env, user=1000, group=1000, check=True, timeout=20)
     said = host.refused("start")
@@ -257,7 +257,7 @@ def test_daemon_of_another_user_is_reported_and_kept(host: Host) -> None:
 
 
 def test_tenants_cannot_end_the_daemon_through_their_socket(host: Host, userland: Userland, tmp_path: Path) -> None:
-    """share/ is what containers have. The driver's own library connects by it, and asks for a server."""
+    """Containers have share/. The driver's own library connects through it and requests a server."""
     host.mps("start")
     assert sorted(path.name for path in (host.folder / "share").iterdir()) == ["control", "log"]
     library = userland.library("libcuda")
@@ -279,7 +279,8 @@ def test_tenants_cannot_end_the_daemon_through_their_socket(host: Host, userland
 
 
 def test_shim_connects_the_real_driver_to_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
-    """All but the GPU is real: the shim says where the daemon is, and the driver goes there, whatever else was said."""
+    """Everything except the GPU is real: the shim names the daemon, and the driver connects to it with any other
+    setting."""
     host.mps("start")
     box = RealBox(tmp_path / "box", userland)
     (box.private / "mps" / UUID).mkdir(parents=True)
@@ -298,7 +299,7 @@ def test_shim_connects_the_real_driver_to_the_daemon(host: Host, userland: Userl
 
 
 def test_daemon_without_its_directory_is_reported(host: Host) -> None:
-    """Its clients live, and it cannot be reached: a second one on the same GPU would be a mistake."""
+    """Its clients live, but it cannot be reached: a second daemon on the same GPU would be an error."""
     host.mps("start")
     pid = host.pid()
     hidden = Path(tempfile.mkdtemp(dir=host.node.state))
@@ -313,7 +314,7 @@ def test_daemon_without_its_directory_is_reported(host: Host) -> None:
 
 
 def test_stop_ends_a_daemon_without_sockets(host: Host) -> None:
-    """Somebody removed its sockets: it is known by its pid and start time."""
+    """Its sockets were removed: its pid and start time identify it."""
     host.mps("start")
     pid = host.pid()
     shutil.rmtree(host.folder / "pipe")
@@ -339,7 +340,7 @@ def test_several_users_need_a_driver_that_supports_them(host: Host) -> None:
 
 
 def test_driver_535_lacks_the_new_protocol(host: Host, tmp_path: Path) -> None:
-    """docs/mps.md says what of it 535 knows: no option, no variable, no named servers. So nothing of it is used."""
+    """docs/mps.md states what 535 lacks: the option, the variable and named servers. So none of it is used."""
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
     for words in (["-p", "3"], ["--protocol", "3"], ["-m"], ["--multiuser"]):
         done = subprocess.run(

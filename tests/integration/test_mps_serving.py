@@ -1,5 +1,5 @@
-"""Whom an MPS daemon serves, and how many, with which /dev/shm; and its limits when it was there before. The daemon is
-simulated."""
+"""The users and the number of clients that an MPS daemon serves, its /dev/shm, and the limits of an adopted daemon. The
+daemon is simulated."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def container(tmp_path: Path, host: Node) -> Iterator[Callable[..., Container]]:
 
 @pytest.fixture
 def host_shm() -> Iterator[Path]:
-    """The host's /dev/shm, as this run has it."""
+    """The host's /dev/shm, in this run's mount namespace."""
     path = Path("/dev/shm")
     run("mount", "-t", "tmpfs", "-o", "mode=1777", "gpushare-test", path)
     yield path
@@ -66,7 +66,7 @@ def test_several_users_are_served_where_the_driver_allows_it(host: Node, contain
 
 
 def test_several_users_are_served_by_the_new_protocol(host: Node, container: Callable[..., Container]) -> None:
-    """A server of that protocol, for all users; on the host nobody but root gets to it."""
+    """A server of that protocol serves all users; on the host only root can reach it."""
     program = mpscontrol.install(host.driver_root, MULTIUSER=True, PROTOCOL_3=True)
     folder = host.state / "mps" / UUID
     pid = start(host, "--uid", "any", "--compute", "40", "--memory", "3Gi")
@@ -100,7 +100,7 @@ def test_several_users_are_served_by_the_new_protocol(host: Node, container: Cal
 
 
 def test_adopted_daemon_s_server_gets_the_limits(host: Node, container: Callable[..., Container]) -> None:
-    """What it has by default counts for the next server only."""
+    """The daemon's default applies only to its next server."""
     pid = start(host)
     one = container("hook").start()
     assert client(one)["multiprocessors"] == 15, "a server is there from now on"
@@ -118,8 +118,8 @@ def test_adopted_daemon_s_server_gets_the_limits(host: Node, container: Callable
 def test_daemon_s_shm_is_mounted_at_dev_shm(
     host: Node, container: Callable[..., Container], way: str, host_shm: Path
 ) -> None:
-    """The daemon's stands over its own. With --shm host nothing does, and who has another one is refused: its programs
-    would find no server."""
+    """The daemon's directory covers the container's own. With --shm host nothing is mounted, and a container with
+    another /dev/shm is refused: its programs would find no server."""
     (host_shm / "the host's").touch()
     theirs = [*MOUNTS, Mount(host_shm, "/dev/shm", ("nosuid", "nodev"))]
 
@@ -147,7 +147,8 @@ def test_daemon_s_shm_is_mounted_at_dev_shm(
 def test_process_beyond_the_server_s_limit_gets_an_error(
     host: Node, container: Callable[..., Container], most: int
 ) -> None:
-    """All of one container, one after the other; that it is 60 from driver 580 on, test_mps.py of unit."""
+    """All in one container, one after another; tests/unit/test_mps.py checks that the limit is 60 from driver 580
+    on."""
     mpscontrol.install(host.driver_root, MAX_CLIENTS=most)
     start(host)
     one = container("hook").start()

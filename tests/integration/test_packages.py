@@ -1,4 +1,4 @@
-"""What .deb and .rpm hold, made of the bundle as it is now. `make test-packages` installs them and builds all twice."""
+"""The contents of .deb and .rpm made of the current bundle. `make test-packages` installs them and builds all twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = version()
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Ending -> package, made with an umask that nobody else could read with."""
+    """Extension -> package, built with a restrictive umask."""
     directory = tmp_path_factory.mktemp("packages")
     packages = directory / "packages"
     packages.mkdir()

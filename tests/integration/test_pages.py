@@ -1,4 +1,4 @@
-"""Pages of containers on one device, in real containers: each sees all, writes its own, and touches nobody else's."""
+"""Activity files of containers on one device: each container reads all, writes its own, and no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.runc import Container
 MakeContainer = Callable[..., Container]
 ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
 PAGES, PEERS = "/usr/lib/gpushare/pages", "/usr/lib/gpushare/peers"
-SECRET = 4096 + 100  # where in a page a test writes; nothing else does
+SECRET = 4096 + 100  # offset in a file where only a test writes
 
 
 def shell(one: Container, script: str) -> str:
@@ -41,7 +41,7 @@ def share_of(node: Node, one: Container) -> dict[str, Any]:
 
 
 def own_page(node: Node, one: Container) -> tuple[str, int]:
-    """(uuid, number) from lease.json; the limits file must say the same."""
+    """(uuid, number) from lease.json; asserts that the limits file agrees."""
     share = share_of(node, one)
     limits = shm_abi.read_limits((node.state / "containers" / one.id / "share" / "limits").read_bytes())
     assert limits.devices[0].page == share["page"]
@@ -57,7 +57,7 @@ def hear(one: Container, uuid: str, number: int) -> str:
 
 
 def used(one: Container, uuid: str) -> int:
-    """The first word of the index, as the container sees it."""
+    """The first word of the index, from inside the container."""
     at = shm_abi.offset("gs_peers", "used")
     return int(shell(one, f"od -An -tu8 -j{at} -N8 {PEERS}/{uuid}/index"))
 
@@ -97,7 +97,7 @@ def test_containers_see_each_other_in_any_start_order(
     assert used(first, uuid) == 1 and shell(first, f"ls {PEERS}/{uuid}").split() == ["0", "index"]
     third = start()
     assert own_page(node, third) == (uuid, mine + 1)
-    assert hear(first, uuid, mine + 1) == "" and used(first, uuid) == 0b11  # nothing of the one before
+    assert hear(first, uuid, mine + 1) == "" and used(first, uuid) == 0b11  # nothing of the previous container
 
 
 def test_root_cannot_write_foreign_activity_files(container: MakeContainer, node: Node, way: str) -> None:
@@ -152,7 +152,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_corrupt_activity_file_affects_no_start_or_release(container: MakeContainer, node: Node, name: str) -> None:
-    """Also of those that come later: there is room for all of them, and the number of the attacker is good again."""
+    """Also for later containers: there is room for all, and the attacker's number can be reused."""
     attacker, other = (container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start() for _ in range(2))
     uuid, number = own_page(node, attacker)
     say(other, uuid, "kept")
@@ -212,7 +212,7 @@ def test_containers_see_each_other_across_a_lost_state_directory(
 
 
 def test_forged_activity_files_are_ignored(container: MakeContainer, node: Node) -> None:
-    """In a user namespace he can mount a tmpfs over his peers; the index in it would be his to truncate."""
+    """In a user namespace a tenant can mount a tmpfs over its peers' files; it could truncate the index there."""
     forge = "read uuid </go && mount -t tmpfs none /usr/lib/gpushare/peers && mkdir /usr/lib/gpushare/peers/$uuid && "
     forge += "mount -t tmpfs -o mode=755 none /usr/lib/gpushare/peers/$uuid && "
     forge += "cat /old >/usr/lib/gpushare/peers/$uuid/index && chown {0}:{0} /usr/lib/gpushare/peers/$uuid/index && "

@@ -1,5 +1,5 @@
-"""More attacks on the paths that we touch as root in a tenant's file system: things that are not files, volumes of the
-user's, and what an image says of itself."""
+"""More attacks on paths that root uses in a tenant's file system: special files, the user's volumes, and the image's
+own metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.integration.scene import LIBDIR, NAME, RO, read, shim
 base, image, source, host = scene.base, scene.image, scene.source, scene.host
 
 
-# Things that are not files
+# Special files
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def test_immutable_directory_is_refused(image: Path, source: Path, host: Path) -
     assert message == f'create "{NAME}": Operation not permitted'
 
 
-# Volumes of the user's
+# The user's volumes
 
 
 def test_file_is_not_created_in_a_volume(image: Path, source: Path, host: Path) -> None:
@@ -158,14 +158,14 @@ def test_mount_in_a_shared_volume_does_not_propagate_to_the_host(image: Path, so
 
 
 def test_runtime_s_own_file_systems_may_be_written(image: Path, source: Path, host: Path) -> None:
-    """/dev and /run are fresh file systems of the container, although they are mounts of their own."""
+    """/dev and /run are the container's own new file systems, although they are separate mounts."""
     with ns_util.sandbox(image, f"mount -t tmpfs none {image}/dev") as box:
         box.apply(Plan("test", (DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False),)))
         assert box.enter(lambda: os.stat("/dev/nvidia0").st_rdev) == os.makedev(195, 0)
 
 
 def test_no_node_is_created_in_the_host_s_dev(image: Path, source: Path, host: Path) -> None:
-    """`-v /dev:/dev`: what we made there would be a file in the host's /dev."""
+    """`-v /dev:/dev`: a node made there would be in the host's /dev."""
     before = sorted(os.listdir("/dev"))
     with ns_util.sandbox(image, f"mount --rbind /dev {image}/dev") as box:
         message = box.refuses(DeviceNode(str(source / "nvidia0"), "/dev/nvidia0-gpushare", 195, 0, False))
@@ -183,7 +183,7 @@ def test_read_only_parent_is_refused(image: Path, source: Path, host: Path) -> N
     )
 
 
-# What the image says of itself
+# The image's own metadata
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_malformed_cache_does_not_prevent_the_share(image: Path, source: Path, h
 
 
 def test_mount_table_does_not_grow(image: Path, source: Path, host: Path) -> None:
-    """Twenty starts and ends of one container leave the host's table as it was (see the fixture) and no process."""
+    """Twenty starts and ends of one container leave the host's table unchanged (see the fixture) and no process."""
     for _ in range(20):
         with ns_util.sandbox(image) as box:
             box.apply(Plan("test", (shim(source),)))

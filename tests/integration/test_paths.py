@@ -1,6 +1,5 @@
-"""Attacks on the paths that we touch as root in a tenant's file system. Each asserts that the host is unchanged, and
-either a refusal that names what is wrong (after which nothing of the plan is left) or a share that is right all the
-same."""
+"""Attacks on paths that root uses in a tenant's file system. Each test asserts that the host is unchanged. It also
+asserts either a refusal that names the cause and leaves nothing of the plan, or a correct share."""
 
 from __future__ import annotations
 
@@ -105,7 +104,7 @@ def test_magic_links_are_refused(image: Path, source: Path, host: Path, where: s
 
 
 def test_link_below_a_dangling_link_is_refused(image: Path, source: Path, host: Path) -> None:
-    """Our own links are names, not places: `Link` writes through no existing link."""
+    """`Link` makes names only: it writes through no existing link."""
     os.symlink("../../../host/lib", image / "usr/lib/there")
     with ns_util.sandbox(image) as box:
         message = box.refuses(Link("/usr/lib/there/libcuda.so.1", f"{host}/passwd", "name"))
@@ -156,7 +155,7 @@ def test_target_with_dots_stays_inside_the_root(image: Path, source: Path, host:
         assert box.enter(read("/host-of-the-container/file")) == "the shim"
 
 
-# Races: a second container that shares the directory swaps components while we work
+# Races: a second container that shares the directory swaps components meanwhile
 
 
 SWAPPER = """
@@ -176,7 +175,7 @@ while True:
 def test_component_swapped_in_a_loop_is_never_followed_out(
     image: Path, source: Path, host: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a moment the directory is a link to the host's, again and again; whatever we see, we never follow it out."""
+    """The directory repeatedly becomes a link to the host's for a moment; no operation follows it out."""
     if where == "walk":
         monkeypatch.setattr(inroot, "_kernel_has_openat2", False)
     directory, name = (image / "usr/lib", "swapped") if where != "parent" else (image / "usr", "lib.swapped")

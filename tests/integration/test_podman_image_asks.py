@@ -1,4 +1,4 @@
-"""Images that ask for a GPU past the variables that policy judges: by a VOLUME at the path of its node."""
+"""Images that request a GPU without the variables that policy checks: by a VOLUME at the path of its node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_volume_at_a_gpu_s_path_gives_no_gpu(podman: Podman, image: str, policy:
 
 
 def test_volume_at_a_gpu_s_path_changes_no_limit(podman: Podman, image: str) -> None:
-    """The hook takes no mount out, so it refuses one where a GPU's node goes."""
+    """The hook removes no mount, so it refuses one at a GPU's node."""
     if podman.way == "hook":
         assert "mount at" in refusal(podman, Want(SLEEP, TWO_GIB), image=image)
         return

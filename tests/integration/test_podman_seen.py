@@ -1,4 +1,4 @@
-"""What a container of podman's may see: devices past us, privileges, user namespaces, volumes; and devices of CDI."""
+"""Devices visible to a podman container: devices from podman itself, privileges, user namespaces, volumes, CDI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.rootfs import run
 
 @pytest.fixture
 def gpus_in_dev(tmp_path: Path) -> Iterator[Path]:
-    """A /dev as on a host with two GPUs, which is what podman looks at; nobody is behind those device numbers."""
+    """A /dev as on a host with two GPUs, which podman reads; no driver is behind the device numbers."""
     copy = tmp_path / "dev"
     copy.mkdir()
     run("mount", "-t", "tmpfs", "gpushare-test", copy)
@@ -44,11 +44,11 @@ def gpus_in_dev(tmp_path: Path) -> Iterator[Path]:
     run("umount", "--lazy", copy)
 
 
-# What a container may see
+# Visible devices
 
 
 def test_privileged_container_sees_only_granted_gpus(podman: Podman, gpus_in_dev: Path) -> None:
-    """podman gives it every device of the host; a hook cannot take them away."""
+    """podman adds every device of the host; a hook cannot remove them."""
     want = Want(("ls", "/dev"), TWO_GIB)
     if podman.way == "hook":
         said = refusal(podman, want, "--privileged")
@@ -62,7 +62,7 @@ def test_privileged_container_sees_only_granted_gpus(podman: Podman, gpus_in_dev
 
 
 def test_device_flag_for_another_gpu_gives_no_access(podman: Podman, gpus_in_dev: Path) -> None:
-    """A GPU beside the share, past us."""
+    """podman adds a GPU beside the share."""
     want = Want(("ls", "/dev"), {**TWO_GIB, "GPUSHARE_DEVICES": "0"})
     if podman.way == "hook":
         assert "/dev/nvidia1" in refusal(podman, want, "--device", "/dev/nvidia1")
@@ -74,9 +74,9 @@ def test_device_flag_for_another_gpu_gives_no_access(podman: Podman, gpus_in_dev
 
 
 def test_host_s_dev_as_a_volume_opens_only_granted_gpus(podman: Podman, gpus_in_dev: Path) -> None:
-    """The nodes are there, so ours stand over them; the other GPU is in sight, and cannot be opened."""
+    """gpushare's nodes cover the existing ones; the other GPU is visible but cannot be opened."""
     granted = [node for node in gpus_in_dev.glob("nvidia*") if node.name != "nvidia1"]
-    for node in granted:  # as the simulated driver's are
+    for node in granted:  # like the simulated driver's
         node.unlink()
         node.touch()
     both = Want(("sh", "-c", f"{PROBE}; cat /dev/nvidia1"), TWO_GIB)
@@ -128,7 +128,7 @@ def test_containers_with_one_volume_have_separate_limits(podman: Podman) -> None
 
 @pytest.fixture
 def etc_cdi() -> Iterator[Path]:
-    """Where podman looks for devices of CDI, empty."""
+    """podman's CDI directory, empty."""
     place = Path("/etc/cdi")
     made = place.exists()
     place.mkdir(exist_ok=True)
@@ -143,7 +143,7 @@ def etc_cdi() -> Iterator[Path]:
 
 @pytest.fixture
 def cdi(podman: Podman, tmp_path: Path, etc_cdi: Path) -> Iterator[Path]:
-    """What `gpushare cdi generate` writes, where podman looks; and nobody has told podman of our hooks."""
+    """The output of `gpushare cdi generate` in podman's directory; podman is not configured to run our hooks."""
     aside = tmp_path / "hooks"
     aside.mkdir()
     for path in podman.hooks_dir.iterdir():
@@ -158,7 +158,7 @@ def cdi(podman: Podman, tmp_path: Path, etc_cdi: Path) -> Iterator[Path]:
 
 
 def test_cdi_device_gets_a_share(podman: Podman, cdi: Path) -> None:
-    """With the file alone podman gives a share, which ends with the container; with our runtime, too, there is one."""
+    """With the CDI file alone podman gives a share, which ends with the container; with our runtime it does as well."""
     (gpu,) = json.loads(podman.node.cli("devices", "--format", "json").stdout)
     for name in ("any", gpu["uuid"]):
         with podman.start(Want(SLEEP, TWO_GIB), "--device", f"gpushare.io/share={name}") as one:
@@ -176,7 +176,7 @@ def test_cdi_device_gets_a_share(podman: Podman, cdi: Path) -> None:
 
 
 def test_nvidia_s_cdi_device_is_limited_or_refused(podman: Podman, etc_cdi: Path) -> None:
-    """Injected by podman itself, libcuda and hooks and all: enforced by the runtime, refused where only the hook is."""
+    """podman itself injects it with libcuda and hooks: the runtime enforces the limit, the hook alone refuses it."""
     root = podman.node.driver_root
     described = with_simulated_nodes(nvidia_cdi(root), root)
     described["devices"] = described["devices"][:1]  # this host has one GPU
@@ -190,7 +190,7 @@ def test_nvidia_s_cdi_device_is_limited_or_refused(podman: Podman, etc_cdi: Path
         answer = one.exec(PROBE).answer()
         assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
         assert podman.node.leases() == [one.id]
-    with podman.start(Want(SLEEP), *words):  # nobody said how much, so it is the whole device
+    with podman.start(Want(SLEEP), *words):  # no memory limit, so the whole device
         assert "held by" in refusal(podman, Want(SLEEP, TWO_GIB))
 
 

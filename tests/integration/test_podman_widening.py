@@ -1,4 +1,4 @@
-"""Images that ask for more beside the limit of their user: what the container has then, as policy says."""
+"""Images that request more beside their user's limit: the container's result under each policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ACCEPT = [("always", False, True), ("privileged", False, False), ("privileged", 
 
 
 class Has(NamedTuple):
-    """What a container can do beyond its limit of memory and compute."""
+    """A container's abilities beyond its limits of memory and compute."""
 
     is_soft: bool
     priority: int
@@ -47,7 +47,7 @@ EVERYTHING = Has(True, 1, True, frozenset(NODES))
 
 @pytest.fixture
 def configure(podman: Podman) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """configure(keys of `policy`) on a host that has what the words ask for, until the end of the test."""
+    """configure(keys of `policy`) on a host that supports the requests, until the end of the test."""
     driverhost.add_features(podman.node.driver_root)
     before = podman.node.config.read_text()
 
@@ -65,12 +65,13 @@ def image(build: Build) -> str:
 
 
 def bundle(podman: Podman, one: PodmanContainer) -> Path:
-    """The directory of its config.json."""
+    """The directory of the container's config.json."""
     return Path(podman.inspect(one.name)["OCIConfigPath"]).parent
 
 
 def has(podman: Podman, one: PodmanContainer) -> Has:
-    """By the limits file that the shim reads, and the nodes in the container. The limit itself is always the user's."""
+    """From the limits file that the shim reads, and the container's nodes. Asserts that the limit itself is the
+    user's."""
     limits = shm_abi.read_limits((podman.node.state / "containers" / one.id / "share" / "limits").read_bytes())
     device = limits.devices[0]
     assert (device.memory_limit_bytes, device.compute_percent) == (2 * GIB, 30)
@@ -82,7 +83,7 @@ def has(podman: Podman, one: PodmanContainer) -> Has:
 
 
 def require_reported(podman: Podman, one: PodmanContainer, ignored: bool) -> None:
-    """`gpushare explain` names each word that was ignored, and no other."""
+    """Assert that `gpushare explain` names exactly the ignored requests."""
     lines = podman.node.cli("explain", str(bundle(podman, one))).stdout.splitlines()
     said = [line for line in lines if line.startswith("ignored") and "policy.accept.widening" in line]
     assert [name for name in WORDS if not any(f" {name}=" in line for line in said)] == ([] if ignored else list(WORDS))
