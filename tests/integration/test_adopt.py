@@ -58,7 +58,7 @@ def same_link(one: Container) -> None:
 
 
 def shifted(spec: dict[str, Any]) -> None:
-    """A user namespace whose root is an unmapped uid here."""
+    """A user namespace whose root is an unused uid here."""
     spec["linux"]["namespaces"].append({"type": "user"})
     spec["linux"]["uidMappings"] = spec["linux"]["gidMappings"] = [{"containerID": 0, "hostID": 100000, "size": 65536}]
 

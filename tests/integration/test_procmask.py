@@ -1,4 +1,4 @@
-"""/proc/driver/nvidia as a container sees it, over a stand-in for the kernel's directory."""
+"""A container's view of /proc/driver/nvidia, with a stand-in for the kernel's directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def image(base: Path, tmp_path: Path) -> Path:
 
 
 def make_driver_proc(proc: Path, gpus: tuple[str, ...] = GPUS) -> None:
-    """What the kernel's driver shows."""
+    """Make the files that the kernel's driver shows."""
     proc.mkdir(parents=True)
     (proc / "params").write_text(PARAMS)
     (proc / "version").write_text(VERSION)
@@ -50,7 +50,7 @@ def make_driver_proc(proc: Path, gpus: tuple[str, ...] = GPUS) -> None:
 
 
 def files(directory: str) -> dict[str, str]:
-    """Path -> content of every file below it."""
+    """Path -> content of every file below the directory."""
     found = {}
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -60,7 +60,7 @@ def files(directory: str) -> dict[str, str]:
 
 
 def seen(box: ns_util.Sandbox) -> dict[str, str]:
-    """What the container finds in /proc/driver/nvidia."""
+    """The files of /proc/driver/nvidia in the container."""
     return dict(box.enter(lambda: files(proc_nvidia_mask.PROC_DIR)))
 
 
@@ -89,7 +89,7 @@ def test_mask_without_granted_gpu_is_empty(image: Path) -> None:
 
 
 def test_mask_shows_only_granted_mig_capabilities(image: Path) -> None:
-    granted = ("gpu0/mig/gi2/access", "gpu0/mig/gi2/ci0/access", "gpu0/mig/gi7/access")  # the last is gone by now
+    granted = ("gpu0/mig/gi2/access", "gpu0/mig/gi2/ci0/access", "gpu0/mig/gi7/access")  # the last one no longer exists
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", (ProcMask(GPUS[:1], granted),)))
         kept = {path: text for path, text in seen(box).items() if path.startswith("capabilities/")}

@@ -1,4 +1,4 @@
-"""Containers that must not start: what they asked for cannot be had, or makes no sense. Nothing is left of them."""
+"""Containers that must not start: their request cannot be granted or is invalid. Nothing is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.tenant import Tenant
 
 NVIDIA = {"NVIDIA_VISIBLE_DEVICES": "all"}
 
-# environment, then what the last line must quote
+# environment, then strings that the last line must quote
 BAD = {
     "no number": ({"GPUSHARE_MEMORY": "banana"}, ("GPUSHARE_MEMORY", "banana")),
     "more than everything": ({"GPUSHARE_MEMORY": "150%"}, ("GPUSHARE_MEMORY", "150%")),
@@ -32,7 +32,7 @@ BAD = {
 
 
 def assert_refused(one: Container, node: Node, quoted: tuple[str, ...]) -> None:
-    """The container does not start, the runtime's last line quotes `quoted`, and no lease is left."""
+    """Assert that the container does not start, the runtime's last line quotes `quoted`, and no lease is left."""
     before = node.leases()
     with pytest.raises(RuntimeFailed) as failed:
         one.start()
@@ -92,10 +92,10 @@ def test_container_beyond_capacity_is_refused(
     first.container.start()
     first.expect("seen")
     second = container(["true"], env={"GPUSHARE_MEMORY": "8Gi"}, **node.way(way))
-    assert_refused(second, node, ("8", "4"))  # what it asked for, what is free
+    assert_refused(second, node, ("8", "4"))  # requested, free
     assert node.leases() == [first.container.id]
 
-    first.go()  # untouched: it still gets its share, to the last block
+    first.go()  # unaffected: it still gets its share, to the last block
     assert first.expect("full")["got_bytes"] > 11 << 30
     first.container.kill()
     first.container.wait()

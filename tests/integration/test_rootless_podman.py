@@ -1,4 +1,4 @@
-"""Podman of an ordinary user: his containers have their limits, and he is told what that is worth."""
+"""Podman of an unprivileged user: containers have their limits, and the user learns that these are cooperative."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ def test_limit_is_visible_reached_and_enforced(podman: RootlessPodman) -> None:
 
 
 def test_cooperative_limit_is_reported(podman: RootlessPodman) -> None:
-    """By the first line of the container's log, where its runtime's words go (a hook's go nowhere), and by doctor.
-    Nobody is told who asks for nothing."""
+    """The first line of the container's log reports it, where the runtime's output goes (a hook's is lost), and so does
+    doctor. A container without a request gets no such line."""
     told = "rootless, so cooperative only: no device cgroup, and shares of other users are not counted"
     for env, expected in ((TWO_GIB, f"gpushare: {told}\n" if podman.way == "runtime" else ""), ({}, "")):
         with podman.start(Want(SLEEP, env)) as one:
-            one.stop()  # then all of it has been written
+            one.stop()  # then all of it is written
             assert podman.podman("logs", one.name).err == expected
     checks = json.loads(gpushare(podman, "doctor", "--format", "json").stdout)["checks"]
     assert [row["detail"] for row in checks if row["name"] == "rights"] == [told]
 
 
 def test_state_is_in_the_user_s_runtime_directory(podman: RootlessPodman) -> None:
-    """In his runtime directory, in sight of his own programs outside podman's namespaces."""
+    """It is in the user's runtime directory, visible to programs outside podman's namespaces."""
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
         assert one.exec("sh", "-c", "echo > /usr/lib/gpushare/limits").code != 0

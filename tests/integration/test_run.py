@@ -1,4 +1,4 @@
-"""gpushare run: a real program of the host gets a share, and nothing of the host or of the program is any different."""
+"""gpushare run: a host program gets a share, and host and program are otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CGROUPS = Path("/sys/fs/cgroup/devices")
 
 @contextlib.contextmanager
 def started(node: Node, *arguments: str, name: str = "held", **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that says "ready" on its output and is killed at the end."""
+    """A program that prints "ready" and is killed at the end."""
     command = words(node, "--name", name, *arguments)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT, **options
@@ -78,7 +78,7 @@ def test_two_programs_have_separate_limits(node: Node, tmp_path: Path) -> None:
             command = words(node, "--memory", f"{gib}Gi", "--name", name, "--", *programs.TENANT, str(channel))
             process = stack.enter_context(subprocess.Popen(command, env=ENVIRONMENT))
             stack.callback(process.kill)
-            ends[name] = [os.open(channel / fifo, os.O_RDWR) for fifo in ("events", "go")]  # waits for nobody
+            ends[name] = [os.open(channel / fifo, os.O_RDWR) for fifo in ("events", "go")]  # opening must not block
             stack.callback(lambda fds: [os.close(fd) for fd in fds], ends[name])
         for step in ("seen", "full"):
             for name, (events, go) in ends.items():
@@ -98,7 +98,7 @@ def test_two_programs_have_separate_limits(node: Node, tmp_path: Path) -> None:
     assert (refused.returncode, refused.stdout) == (75, "") and "0 B free" in refused.stderr
 
 
-# The program is as it would be without us
+# The program's environment is unchanged
 
 
 @pytest.mark.parametrize("directory", ["/", "/usr/lib", "/usr/lib/python3", "/dev/shm", "/etc"])
@@ -129,7 +129,7 @@ def test_program_inherits_everything_unchanged(node: Node, directory: str) -> No
         os.close(writer)
     for dump in dumps:
         dump["files"] = [(n, "pipe" if n in (1, 2) else path) for n, path in dump["files"]]
-        assert dump.pop("parent") == os.getpid()  # no process of ours is in between
+        assert dump.pop("parent") == os.getpid()  # no process of gpushare is in between
         dump.pop("group"), dump.pop("session")
     assert dumps[0] == dumps[1]
 
@@ -210,13 +210,13 @@ def test_list_shows_the_command_and_inspect_the_process(node: Node) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_next_start_cleans_up_after_a_killed_program(node: Node, number: int) -> None:
     with started(node, "--", "sh", "-c", "echo ready; exec sleep 100") as process:
-        assert run(node, "--memory", "1Gi", "--", "true").returncode == 75  # no limit: the device is its own
+        assert run(node, "--memory", "1Gi", "--", "true").returncode == 75  # it has no limit: it uses the whole device
         process.send_signal(number)
         process.wait(30)
     assert listed(node)["held"]["state"] == "ended"
     rows = json.loads(node.cli("doctor", "--format", "json").stdout)["checks"]
     leftovers = next(row for row in rows if row["name"] == "leases")
-    assert leftovers["result"] == "ok", leftovers  # no engine tells of its end: nothing is wrong
+    assert leftovers["result"] == "ok", leftovers  # no engine reports its end: nothing is wrong
     cgroup = (node.state / "containers" / "held" / "cgroup").read_text()
     assert os.path.isdir(cgroup)
     assert run(node, "--memory", "16Gi", "--name", "next", "--", "true").returncode == 0
@@ -226,7 +226,7 @@ def test_next_start_cleans_up_after_a_killed_program(node: Node, number: int) ->
 
 
 def test_background_process_keeps_the_lease(node: Node, tmp_path: Path) -> None:
-    """A program that goes into the background holds its memory on."""
+    """A program that goes into the background keeps its memory."""
     script = f"(exec sleep 100 <&- >&- 2>&-) & echo $! >{tmp_path}/pid; echo ready"
     with started(node, "--memory", "9Gi", "--", "sh", "-c", script) as process:
         assert process.wait(30) == 0
@@ -235,7 +235,7 @@ def test_background_process_keeps_the_lease(node: Node, tmp_path: Path) -> None:
         assert listed(node)["held"]["state"] == "running"
         assert run(node, "--memory", "9Gi", "--", "true").returncode == 75
     finally:
-        processes.kill_and_reap(background)  # an orphan, so it is ours
+        processes.kill_and_reap(background)  # an orphan, so it is our child
     assert run(node, "--memory", "9Gi", "--", "true").returncode == 0
 
 
@@ -285,7 +285,7 @@ def test_options_override_variables(node: Node) -> None:
 
 
 def _host() -> dict[str, tuple[int, ...]]:
-    """Whatever a plan could touch: every name, inode and time in the directories of its targets."""
+    """All that a plan could change: every name, inode and time in the directories of its targets."""
     found = {}
     directories = ("/usr", "/usr/lib", ns_util.LIBDIR, "/usr/bin", "/usr/lib/firmware", "/etc", "/dev")
     for directory in filter(os.path.isdir, directories):
@@ -311,7 +311,7 @@ def test_host_is_unchanged(node: Node) -> None:
     with started(node, "--memory", "4Gi", "--", "sh", "-c", inside):
         assert _host() == before and _digest(cache) == digest
         own = [line for line in ns_util.host_mounts() if line not in mounts]
-        assert all(str(node.state) in line for line in own), own  # our state, and the page that `list` reads
+        assert all(str(node.state) in line for line in own), own  # the state directory and a usage file
     assert _host() == before
     script = f"cd {ns_util.LIBDIR}; touch x; rm libcuda.so.1; touch /dev/x; : >{cache}"
     writing = run(node, "--", "bash", "-c", script)

@@ -1,4 +1,4 @@
-"""gpushare run: devices that were not granted, by every kind of cgroup that a host can have."""
+"""gpushare run: ungranted devices, with each kind of cgroup setup."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_nodes_of_other_gpus_are_hidden(two_gpus: Node) -> None:
 
 
 def test_hidden_nodes_cannot_be_opened(tmp_path: Path) -> None:
-    """On a host whose driver has made its nodes: a node is covered by itself, without the right to be a device."""
+    """If the host's driver made its nodes, each is covered by itself with a nodev mount."""
     node, scratch = tmp_path / "node", tmp_path / "scratch"
     os.mknod(node, 0o666 | 0o020000, os.makedev(1, 5))
     scratch.mkdir()
@@ -75,7 +75,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_limit_holds_with_each_kind_of_cgroup(two_gpus: Node, tmp_path: Path, view: str) -> None:
-    """On v2 an eBPF program says no; where no cgroup can be made, one line says so and the limit holds all the same."""
+    """On v2 an eBPF program denies access. Without a usable cgroup, one line reports it and the limit still holds."""
     inner = f'mknod {tmp_path}/other c 195 1; mknod {tmp_path}/own c 195 0; exec "$@"'
     command = words(two_gpus, "--devices", "0", "--memory", "2Gi", "--", "sh", "-c", inner, "sh", *GRAB)
     assert two_gpus.cli("refresh").returncode == 0  # the state is the host's, not the view's

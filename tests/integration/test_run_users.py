@@ -1,4 +1,4 @@
-"""gpushare run by other users than root: the same share, or, without rights over the host, a cooperative one."""
+"""gpushare run by users other than root: the same share, or, unprivileged, a cooperative one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_another_user_gets_the_same_share(node: Node) -> None:
 
 @pytest.fixture
 def users_node(make_node: Callable[..., Node]) -> Iterator[Node]:
-    """A node whose files an ordinary user can read; its state directory is not used."""
+    """A node whose files an unprivileged user can read; its state directory is not used."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         made = Node(Path(folder) / "node", make_simhost(Path(folder) / "host", gpus=1, memory_bytes=16 * GIB))
@@ -47,7 +47,7 @@ def users_node(make_node: Callable[..., Node]) -> Iterator[Node]:
 
 
 def as_user(node: Node, *arguments: str, runtime: str = "") -> subprocess.CompletedProcess[str]:
-    """`gpushare ARGUMENTS` of user 4711, who has a session."""
+    """Run `gpushare ARGUMENTS` as user 4711, who has a session."""
     program = (str(programs.BUILD / "bin" / "gpushare"), "--config", str(node.config))
     return user(*program, *arguments, node=node, runtime=runtime)
 
@@ -96,7 +96,7 @@ def test_user_can_change_own_limits(users_node: Node) -> None:
 
 
 def test_user_without_session_is_refused(users_node: Node) -> None:
-    """Somebody else's directory is not taken, whatever the variable says."""
+    """A directory of another user is not used, with any value of the variable."""
     done = as_user(users_node, "run", "--memory", "1Gi", "--", "true", runtime="/tmp")
     line = done.stderr.splitlines()[-1]
     assert done.returncode == 71 and "/run/user/4711/gpushare" in line and "set XDG_RUNTIME_DIR" in line

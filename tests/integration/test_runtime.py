@@ -1,4 +1,4 @@
-"""gpushare-runtime in front of a real runc: what it changes in a bundle, and what it leaves alone."""
+"""gpushare-runtime with a real runc: its changes to a bundle, and what stays unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = {"GPUSHARE_MEMORY": "16Gi"}  # the whole device: starts only when nothing 
 ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
 
 
-# One container, from beginning to end
+# One container, from start to end
 
 
 def test_lease_exists_as_long_as_the_container(container: MakeContainer, node: Node) -> None:
@@ -57,7 +57,7 @@ def test_run_in_the_foreground_gets_a_share(container: MakeContainer, node: Node
 
 
 def test_run_with_keep_releases_the_share(container: MakeContainer, node: Node) -> None:
-    """runc calls no poststop hook then: what its program held goes to the next start, or with the delete."""
+    """runc calls no poststop hook then: the share is released at the next start or with the delete."""
     one = container(["sh", "-c", "exit 7"], env=ALL)
     words = [*node.runtime(), "--root", str(one.bundle / "runtime")]
     command = [*words, "run", "--keep", "--bundle", str(one.bundle), one.id]
@@ -102,7 +102,7 @@ def test_driver_files_can_be_requested_without_a_gpu(container: MakeContainer, n
 
 
 def test_container_looks_the_same_as_with_the_hook(container: MakeContainer, node: Node) -> None:
-    """Files, modes, links, mounts and the loader's cache: what a program can find out about us is the same."""
+    """Files, modes, links, mounts and the loader's cache are the same: programs cannot see a difference."""
     look = (
         "find /dev/nvidia* /usr/lib/gpushare /usr/lib/*/libcuda* /usr/lib/*/libnvidia* -printf '%p %y %m %l\\n' | sort;"
         "ldconfig -p | grep -E 'cuda|nvidia' | sort;"
@@ -168,7 +168,7 @@ def test_edit_is_removed_with_the_request(container: MakeContainer, node: Node) 
 
 
 def test_forged_record_is_ignored(container: MakeContainer, node: Node) -> None:
-    """An image's or a pod's annotation must not add mounts, nor take the engine's own out."""
+    """An image's or a pod's annotation must not add mounts, nor remove the engine's own."""
     record = {
         "version": 1, "nonce": "0" * 32, "mounts": [["/proc", "proc"]], "devices": [], "rules": [], "annotations": [],
         "made": {}, "leased": True, "removed": [["mounts", 0, {"destination": "/host", "source": "/"}]], "ops": [],
@@ -185,7 +185,7 @@ def test_forged_record_is_ignored(container: MakeContainer, node: Node) -> None:
 def test_device_access_is_written_into_the_spec(
     container: MakeContainer, make_host: Callable[..., Path], make_node: Callable[..., Node]
 ) -> None:
-    """With nodes that are character devices (of another driver root), access is in linux.resources.devices."""
+    """With nodes that are character devices (of another driver root), linux.resources.devices allows access."""
     root = make_host("real", gpus=1, memory_bytes=16 << 30)
     node = make_node(root)
     (root / ".gpushare-sim").unlink()
@@ -198,7 +198,7 @@ def test_device_access_is_written_into_the_spec(
     assert [(rule["minor"], rule["access"]) for rule in rules] == [(0, "rw"), (255, "rw")]
     one.start()
     assert one.exec("test", "-c", "/dev/nvidia0").returncode == 0
-    other = one.exec("sh", "-c", "mknod /dev/other c 195 1 && : </dev/other")  # its capabilities allow the first half
+    other = one.exec("sh", "-c", "mknod /dev/other c 195 1 && : </dev/other")  # its capabilities allow the mknod
     assert other.returncode != 0 and "Operation not permitted" in other.stderr
 
 
@@ -220,7 +220,7 @@ def test_target_in_a_volume_is_refused_naming_both(
     one = container(["true"], env=ONE_GIB, mounts=[Mount(host, "/usr/bin", ("rw",))], **node.way(way))
     with pytest.raises(RuntimeFailed) as failed:
         one.create()
-    said = failed.value.last_line.replace("\\", "")  # runc quotes what a hook said
+    said = failed.value.last_line.replace("\\", "")  # runc quotes hook output
     assert '"/usr/bin/nvidia-' in said and 'volume at "/usr/bin"' in said
     assert list(host.iterdir()) == []
     assert node.leases() == []
@@ -235,7 +235,7 @@ def test_volume_over_our_directory_is_covered(container: MakeContainer, node: No
 
 
 def test_library_in_a_volume_is_covered(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
-    """A libcuda that LD_LIBRARY_PATH leads to, on a mount whose mount point is not even in the image."""
+    """A libcuda that LD_LIBRARY_PATH names, on a mount whose mount point is missing in the image."""
     host = volume(tmp_path)
     (host / "libcuda.so.1").write_bytes(
         (node.driver_root / "usr/lib/x86_64-linux-gnu/libcuda.so.535.261.03").read_bytes()
@@ -266,7 +266,7 @@ def test_link_out_of_the_library_directories_is_refused(
     assert node.leases() == []
 
 
-# Requests that are half served
+# Requests that other software has partly served
 
 TOTAL = "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0)).total)"
 
@@ -301,7 +301,7 @@ def test_hook_refuses_nvidia_s_hook_by_name(container: MakeContainer, node: Node
         spec["hooks"]["prestart"] = ours["prestart"]
 
     one = container(["true"], env=ONE_GIB, hook=node.hook(), edit=both)
-    with pytest.raises(RuntimeFailed) as failed:  # ours comes first: that other hook is not even on this host
+    with pytest.raises(RuntimeFailed) as failed:  # our hook runs first: the other one is not even on this host
         one.create()
     message = failed.value.message.replace('\\"', '"')
     assert 'config.json already has an NVIDIA createContainer hook "/usr/bin/nvidia-cdi-hook"' in message

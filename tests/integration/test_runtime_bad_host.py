@@ -1,4 +1,4 @@
-"""gpushare-runtime on a host where something is wrong: the low-level runtime, the driver, the disk, our own files."""
+"""gpushare-runtime on a faulty host: the low-level runtime, the driver, the disk, gpushare's own files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_relative_runtime_path_is_refused(container: MakeContainer, make_node: M
 def test_runtime_in_an_unknown_format_is_refused(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path
 ) -> None:
-    """Found and executable, but no format that the kernel knows: noticed only when all is written; taken back."""
+    """Found and executable, but in a format unknown to the kernel: detected after all is written, which is then
+    undone."""
     low = tmp_path / "low"
     low.write_bytes(b"\x7fELFrubbish")
     low.chmod(0o755)
@@ -101,7 +102,7 @@ def libraries(simhost: Path, stem: str) -> list[Path]:
 
 
 def test_mixed_driver_versions_are_refused(container: MakeContainer, node: Node, simhost: Path) -> None:
-    """libcuda of the loaded driver, libnvidia-ml of another: an update that was interrupted."""
+    """libcuda of the loaded driver, libnvidia-ml of another: an interrupted update."""
     for path in libraries(simhost, "libnvidia-ml"):
         path.rename(path.with_name("libnvidia-ml.so.999.99"))
     refused(node, container(["true"], env=ONE_GIB), DEVICE, "libnvidia-ml", version_of(simhost))
@@ -114,7 +115,7 @@ def test_driver_upgrade_applies_at_the_next_start(container: MakeContainer, node
     proc = simhost / "proc/driver/nvidia/version"
     if proc.exists():
         proc.write_text(proc.read_text().replace(old, new))
-    refused(node, container(["true"], env=ONE_GIB), DEVICE, new)  # its libraries are not there yet
+    refused(node, container(["true"], env=ONE_GIB), DEVICE, new)  # its libraries are not installed yet
     for path in [path for path in simhost.rglob(f"*.so.{old}") if not path.is_symlink()]:
         path.rename(path.with_name(path.name.replace(old, new)))
     one = container(["ls", "/usr/lib/x86_64-linux-gnu"], env=ONE_GIB, runtime=node.runtime())
@@ -122,7 +123,7 @@ def test_driver_upgrade_applies_at_the_next_start(container: MakeContainer, node
     assert f"libcuda.so.{new}" in one.stdout.split() and f"libcuda.so.{old}" not in one.stdout.split()
 
 
-# No room, no right to write
+# No space, no write permission
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(directory: Path) -> Path:
-    """Takes all that is left."""
+    """Use all remaining space."""
     path = directory / "filler"
     with path.open("wb", buffering=0) as file:
         try:

@@ -1,4 +1,4 @@
-"""What gpushare-runtime is given and cannot use: one clear line, on stderr and in the engine's log, nothing done."""
+"""Invalid input of gpushare-runtime: one clear line on stderr and in the engine's log, and nothing done."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tests.support.runc import Container
 
 
 def test_second_start_of_a_bundle_keeps_the_first_edit(container: MakeContainer, node: Node) -> None:
-    """The first start's runtime may not have read config.json yet: without our edit the container would get what the
-    engine put there, without a limit."""
+    """The first start's runtime may not have read config.json yet: without the edit it would read the engine's
+    original, without a limit."""
     one = container(["sleep", "inf"], env=ONE_GIB, runtime=node.runtime()).start()
     before = files(one.bundle)
     assert "gpushare.io/applied" in json.loads(before["config.json"])["annotations"]
@@ -47,7 +47,7 @@ def test_second_start_of_a_bundle_keeps_the_first_edit(container: MakeContainer,
     assert node.leases() == [one.id]
 
 
-# config.json, as a file
+# config.json as a file
 
 
 def fifo(path: Path) -> None:
@@ -115,7 +115,7 @@ def test_unreadable_config_is_refused(container: MakeContainer, node: Node, make
     starts(node, container)
 
 
-# config.json, as a value
+# config.json as a value
 
 
 LINES = {
@@ -136,7 +136,7 @@ def test_malformed_variable_is_refused(container: MakeContainer, node: Node, nam
 
 
 def test_long_variable_of_another_name_is_accepted(container: MakeContainer, node: Node) -> None:
-    """The kernel takes 128 KiB in one; here the file counts, not the program."""
+    """The kernel accepts 128 KiB in one variable; here only the file matters."""
     one = container(["true"], env={**ONE_GIB, "OTHER": "x" * (100 << 10)}, runtime=node.runtime())
     assert one.run() == 0, one.stderr
 
@@ -153,7 +153,7 @@ def test_annotation_with_a_path_is_refused(container: MakeContainer, node: Node,
     assert "shadow" in refused(node, one, USAGE, key)
 
 
-# Any value at all in the fields that we read
+# Any value in the fields that gpushare reads
 
 READ = (
     "annotations", "annotations.x", "hooks", "hooks.prestart", "hooks.prestart.0", "hooks.prestart.0.path",
@@ -173,7 +173,7 @@ VALUE = st.recursive(
 
 
 def put(spec: dict[str, Any], path: str, value: Any) -> None:
-    """Sets a field, and what is above it where that is missing."""
+    """Set a field, and create its missing parents."""
     *above, last = path.split(".")
     here: Any = spec
     for step, following in zip(above, [*above[1:], last]):
@@ -190,7 +190,7 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
 
 
 class Tried:
-    """One `create` in a child of this process, so that hundreds take seconds: (exit code, stderr)."""
+    """One `create` in a forked child, so that hundreds take seconds: (exit code, stderr)."""
 
     def __init__(self, node: Node, one: Container) -> None:
         self._words = ["--gpushare-config", str(node.config), "--gpushare-state", str(node.state)]
@@ -238,7 +238,7 @@ def test_arbitrary_config_starts_or_is_refused_in_one_line(
         try:
             put(spec, path, value)
         except (IndexError, ValueError, TypeError, AttributeError):
-            pass  # the first change left no place for the second
+            pass  # the first change removed the second one's parent
     before = json.dumps(spec).encode()
     (one.bundle / "config.json").write_bytes(before)
     code, text = attempt.run()

@@ -1,5 +1,5 @@
-"""Containers as other schedulers describe them, on a host with two GPUs on which index and minor are not the same: the
-share is that of the scheduler's words, by both ways, and the device's own books say so."""
+"""Containers as other schedulers describe them, on a host with two GPUs whose index and minor differ: with hook and
+runtime the share follows the scheduler's variables, and the device's ledger agrees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class Given(NamedTuple):
-    """A container of a scheduler, and what it must get."""
+    """A container of a scheduler, and its expected share."""
 
     env: dict[str, str]
     annotations: dict[str, str]

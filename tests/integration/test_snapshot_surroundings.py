@@ -1,5 +1,5 @@
-"""The snapshot where a process is restricted: as the ordinary program does, it starts with few rights, little memory
-and another layout of its addresses (docs/internals/snapshot.md)."""
+"""The snapshot in a restricted process: like the ordinary program, it starts with few rights, little memory and another
+address layout (docs/internals/snapshot.md)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def create(
     with_snapshot: Callable[[Path | None], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Create:
-    """Runs `create` of a container with a share: create(snapshot or None, words in front, preexec_fn=...). The
-    low-level runtime is `true`, so all that is seen is ours."""
+    """Run `create` of a container with a share: create(snapshot or None, prefix, preexec_fn=...). The low-level runtime
+    is `true`, so all effects are gpushare's."""
     write_config(node.config, node.driver_root, runtime={"path": shutil.which("true")})
     monkeypatch.setattr(host, "BIN", BUILD / "bin")  # the tree's: a bundle's would compile for another shim
     assert node.cli("refresh").returncode == 0
@@ -58,7 +58,7 @@ def create(
 
 
 def least_mib(works: Callable[[int], bool], most: int = 128) -> int:
-    """The least number of MiB that is enough."""
+    """Return the smallest sufficient number of MiB."""
     low, high = 1, most
     assert works(high)
     while low < high:
@@ -78,7 +78,7 @@ def test_address_space_is_close_to_the_ordinary_program_s(create: Create) -> Non
 
 @pytest.fixture
 def limited() -> Iterator[Callable[[int], tuple[str, ...]]]:
-    """What starts a command in a memory cgroup with so many MiB and no swap."""
+    """The prefix that starts a command in a memory cgroup with so many MiB and no swap."""
     second = (CGROUP / "cgroup.controllers").exists()
     group = (CGROUP if second else CGROUP / "memory") / f"gpushare-test-{os.getpid()}"
     group.mkdir()
@@ -88,7 +88,7 @@ def limited() -> Iterator[Callable[[int], tuple[str, ...]]]:
         return "sh", "-c", f'echo 0 >{group}/cgroup.procs; exec "$@"', "sh"
 
     yield front
-    for pid in (group / "cgroup.procs").read_text().split():  # one that waited for a container that does not come
+    for pid in (group / "cgroup.procs").read_text().split():  # a warm-up that waits for a container that never starts
         processes.wait_exit(int(pid), 10)
     group.rmdir()
 
@@ -109,14 +109,14 @@ def used_calls(create: Create, snapshot: Path | None, trace: Path) -> set[str]:
 
 
 def test_system_calls_are_a_subset_of_the_ordinary_program_s(create: Create, tmp_path: Path) -> None:
-    """So a seccomp filter that was made for that one fits."""
+    """A seccomp filter made for the ordinary program therefore fits."""
     create(SNAPSHOT)  # the first mounts the state directory
     ours, theirs = (used_calls(create, one, tmp_path / "trace") for one in (SNAPSHOT, None))
     assert "mmap" in ours and ours - theirs == set()
 
 
 def test_seccomp_filter_may_deny_unused_calls(create: Create) -> None:
-    """The ordinary program calls these, which shows that the filter is in force."""
+    """The ordinary program makes these calls, which proves that the filter works."""
 
     def install() -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -169,8 +169,8 @@ def test_snapshot_behaves_like_the_ordinary_program_in_a_user_namespace(node: No
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["with vDSO", "without vDSO"])
 def test_snapshot_starts_without_vdso(hidden: bool) -> None:
-    """gdb takes AT_SYSINFO_EHDR out of what the kernel gives the process, as vdso=0 does on the kernel's command line.
-    The clock is a system call then."""
+    """gdb removes AT_SYSINFO_EHDR from the process's auxiliary vector, like vdso=0 on the kernel's command line. The
+    clock is a system call then."""
     script = """
 import struct
 memory, at = gdb.selected_inferior(), int(gdb.parse_and_eval("$sp"))

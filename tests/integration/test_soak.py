@@ -1,4 +1,4 @@
-"""A short `make soak`, its end by Ctrl-C, and that it would see what is left behind."""
+"""A short `make soak`, its end by Ctrl-C, and its detection of leaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import rootfs
 from tests.support.host import TREE, Node
 from tests.support.runc import Container
 
-MINUTES = "0.4"  # half a minute with what comes around it
+MINUTES = "0.4"  # half a minute with setup and cleanup
 
 
 def soak(minutes: str, report: Path, *more: str) -> subprocess.Popen[str]:
@@ -47,7 +47,7 @@ def test_full_soak_runs_all_starts_on_a_slow_machine() -> None:
 def test_interrupted_soak_leaves_nothing(tmp_path: Path) -> None:
     running = soak("10", tmp_path / "soak.json", "--only", "churn")
     assert running.stdout is not None
-    assert any("to go" in line for line in running.stdout)  # it is in the middle of it
+    assert any("to go" in line for line in running.stdout)  # it is running
     running.send_signal(signal.SIGINT)
     running.send_signal(signal.SIGINT)
     said, _ = running.communicate(timeout=60)

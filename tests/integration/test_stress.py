@@ -1,4 +1,4 @@
-"""Eight processes in one real container, a million attempts over every family of allocation, at one limit."""
+"""Eight processes in one real container with a million allocations of every kind, at one limit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.runc import Container
 from tests.support.spec import Mount
 
 GIB = 1 << 30
-LIMIT_BYTES = 6 * GIB  # eight contexts take 2.4 GiB of it
+LIMIT_BYTES = 6 * GIB  # eight contexts use 2.4 GiB of it
 
 
 class Run:
-    """`stress` as a container's program; FIFOs stand for its input and output, so that both ends can wait."""
+    """`stress` as a container's program; FIFOs are its input and output, so that both ends can wait."""
 
     def __init__(self, directory: Path, node: Node, arguments: str, make: Callable[..., Container]) -> None:
         channel = directory / "channel"
@@ -39,7 +39,7 @@ class Run:
         self.container.start()
 
     def report(self, timeout_s: float) -> dict[str, Any]:
-        """The line that it prints at the end; its processes go on holding what they have."""
+        """Return the line that it prints at the end; its processes keep their memory."""
         text = b""
         while not text.endswith(b"\n"):
             ready, _, _ = select.select([self._out], [], [], timeout_s)

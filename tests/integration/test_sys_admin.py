@@ -1,4 +1,4 @@
-"""CAP_SYS_ADMIN undoes the `ro` of every mount: what policy says of containers that have it."""
+"""CAP_SYS_ADMIN can undo the `ro` of every mount: policy for containers that have it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENV = {"GPUSHARE_MEMORY": "1Gi"}
 
 
 def admin(spec: dict[str, Any]) -> None:
-    """As `--cap-add SYS_ADMIN`."""
+    """Like `--cap-add SYS_ADMIN`."""
     for name in ("bounding", "effective", "permitted"):
         spec["process"]["capabilities"][name].append("CAP_SYS_ADMIN")
 
@@ -57,7 +57,7 @@ def test_sys_admin_in_a_user_namespace_needs_no_policy_entry(
 def test_sys_admin_in_a_user_namespace_cannot_write_mounted_files(
     container: MakeContainer, node: Node, way: str, tmp_path: Path
 ) -> None:
-    """It made a neighbour's page shorter, and the neighbour's processes died by SIGBUS."""
+    """It once truncated a neighbour's activity file, and the neighbour's processes died by SIGBUS."""
     open_way(tmp_path)
     one, other = (
         container(["sleep", "inf"], env=ENV, edit=admin_apart, mounts=python_mounts(), **node.way(way))

@@ -1,4 +1,4 @@
-"""Our units under a real systemd, with NVIDIA's own MPS control daemon, which runs without a GPU."""
+"""gpushare's units under a real systemd, with NVIDIA's own MPS control daemon, which runs without a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "nvidia-cuda-mps-control"
 
 
 class Machine(Systemd):
-    """With a simulated GPU. `etc`: its /etc/gpushare."""
+    """A systemd with a simulated GPU. `etc`: its /etc/gpushare."""
 
     def __init__(self, directory: Path, driver_root: Path) -> None:
         self.etc = directory / "gpushare"
@@ -31,12 +31,12 @@ class Machine(Systemd):
         self.config = write_config(self.etc / "config.yaml", driver_root, log={"decisions": "/run/decisions"})
         super().__init__(directory / "systemd", self.etc)
         self.run_dir = Path(f"/proc/{self.pid}/root/run")
-        # Only how long it takes, and where errors can be read without a journal
+        # Only shorter delays, and readable errors without a journal
         quick = "[Service]\nRestartSec=50ms\nStandardError=append:/run/said\n"
         self.unit("gpushare-mps@.service.d/test.conf", quick)
 
     def daemon(self) -> tuple[int, str]:
-        """(pid, name) of what systemd watches."""
+        """(pid, name) of the process that systemd watches."""
         unit = BY_UUID if self.show(BY_UUID, "ActiveState") == ("active",) else BY_INDEX
         (pid,) = self.show(unit, "MainPID")
         return int(pid), self.run("cat", f"/proc/{pid}/cmdline").split("\0")[0].rpartition("/")[2]
@@ -84,7 +84,7 @@ def test_unit_follows_the_daemon_from_start_to_stop(machine: Machine) -> None:
 
 
 def test_unit_follows_a_daemon_that_is_already_running(machine: Machine) -> None:
-    """It is in no cgroup of the unit, which names the GPU by its index here."""
+    """The daemon is in no cgroup of the unit, which names the GPU by its index here."""
     machine.run("gpushare", "mps", "start")
     _, pid = machine.status()
     machine.run("systemctl", "start", BY_INDEX)
@@ -116,7 +116,7 @@ def test_failed_start_is_reported_and_retried_only_where_useful(machine: Machine
 
 
 def test_changed_configuration_is_read(machine: Machine) -> None:
-    """Also more often than systemd starts a service by itself. Not before somebody has used gpushare."""
+    """Also more often than systemd's start limit, but not before the first use of gpushare."""
     machine.run("systemctl", "start", "gpushare-refresh.path", "gpushare-refresh.service")
     assert machine.show("gpushare-refresh.service", "ConditionResult") == ("no",)
     assert not (machine.run_dir / "gpushare").exists()

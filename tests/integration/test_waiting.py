@@ -1,4 +1,5 @@
-"""A hook that the runtime of its container leaves waiting: what the ordinary program does, and a snapshot does not."""
+"""A process that the runtime leaves for the hook of its container: the ordinary program does so, a snapshot does
+not."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ MakeOrdinary = Callable[..., tuple[str, ...]]
 
 @pytest.fixture
 def ordinary(node: Node, tmp_path: Path) -> MakeOrdinary:
-    """ordinary(commands) -> gpushare-runtime without a snapshot. Shell commands begin its adopt hook: $pid is the
-    container's, $waiting that of the process that waits for it, which $place/waiting has too. $place/python is there
-    once Python was started for it."""
+    """ordinary(commands) -> gpushare-runtime without a snapshot. Its adopt hook begins with shell commands. $pid is the
+    container's; $waiting, also in $place/waiting, is the waiting process's. $place/python exists once Python was
+    started for the hook."""
 
     def make(commands: str = ":") -> tuple[str, ...]:
         place = tmp_path / "ordinary"
@@ -94,7 +95,7 @@ def test_hook_adopts_without_a_waiting_process(
 def test_death_of_the_waiting_process_refuses_the_container(
     container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path
 ) -> None:
-    """Nobody knows what it did: what runs on would have half a share."""
+    """Its work is unknown: a container that continued would have half a share."""
     listener = tmp_path / "listener"
     listener.write_text(f"""import glob, os, socket
 (address,) = glob.glob("{node.state}/containers/*/{waiting.SOCKET}")
@@ -120,7 +121,7 @@ if os.fork() == 0:
 def test_waiting_process_ends_with_the_low_level_runtime(
     container: MakeContainer, node: Node, ordinary: MakeOrdinary
 ) -> None:
-    """It fails before our hook."""
+    """The runtime fails before our hook."""
     one = container(["true"], env=SHARE, runtime=ordinary())
     use_hook(one, {"prestart": [{"path": "/bin/false"}]})
     with pytest.raises(RuntimeFailed, match="error running hook"):

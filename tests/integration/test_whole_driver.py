@@ -1,4 +1,4 @@
-"""Everything of the driver in real containers: capabilities, sockets, features, IMEX, MIG, what images require."""
+"""All parts of the driver in real containers: capabilities, sockets, features, IMEX, MIG, image requirements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ V = simhost.VERSION
 
 
 def output(container: MakeContainer, node: Node, script: str, env: dict[str, str], way: str = "hook") -> list[str]:
-    """The lines that a shell in the container prints."""
+    """Return the lines that a shell in the container prints."""
     one = container(["sh", "-c", script], env=env, **node.way(way))
     assert one.run() == 0, one.stderr
     lines = one.stdout.splitlines()
@@ -35,7 +35,7 @@ def refused(container: MakeContainer, node: Node, env: dict[str, str], way: str 
     with pytest.raises(RuntimeFailed) as failed:
         container(["true"], env=env, **node.way(way)).create()
     assert node.leases() == []
-    return failed.value.last_line.replace('\\"', '"')  # runc quotes what it quotes
+    return failed.value.last_line.replace('\\"', '"')  # runc quotes again
 
 
 LOOK = f"""
@@ -56,7 +56,7 @@ def test_all_capabilities_give_graphics_and_video(
         assert name in lines
     assert "1" in lines and "/dev/nvidia-modeset" in lines and "gsp_tu10x.bin" in lines
     assert '{"ICD": {"library_path": "libGLX_nvidia.so.0"}}' in "".join(lines)
-    assert "Permission denied" in lines[-1]  # of a file system that hides owners
+    assert "Permission denied" in lines[-1]  # from a file system that hides owners
 
 
 def test_graphics_needs_a_request(container: MakeContainer, simhost: Path, node: Node) -> None:
@@ -67,7 +67,7 @@ def test_graphics_needs_a_request(container: MakeContainer, simhost: Path, node:
 
 
 def test_compat32_gives_32_bit_libraries(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
-    """Into the directory of the image's own 32-bit glibc; libcuda only where there is no limit that it would ignore."""
+    """In the directory of the image's own 32-bit glibc. libcuda only without a limit, which it would ignore."""
     driverhost.add_32_bit(simhost, "libcuda", "libGLX_nvidia", "libnvidia-ml")
     graphics = {"libGLX_nvidia.so.0", "libGLX_indirect.so.0"}
     env = {"NVIDIA_DRIVER_CAPABILITIES": "compat32,graphics,compute,utility"}
@@ -220,7 +220,7 @@ def test_unmet_image_requirement_is_refused(
 
 
 def test_driver_upgrade_is_detected_at_the_next_start(container: MakeContainer, simhost: Path, node: Node) -> None:
-    """Without refresh: the module is new, then its libraries are as well."""
+    """Without refresh: first the module is new, then its libraries as well."""
     look = "ls -l /usr/lib/*/libcuda.so.1"
     assert V in output(container, node, look, SHARE)[0]
     new = "550.54.15"

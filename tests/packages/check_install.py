@@ -1,4 +1,4 @@
-"""A .deb and an .rpm from being installed to being removed, on a Debian of their own, with real containers."""
+"""Installation to removal of a .deb and an .rpm in a fresh Debian, with real containers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .held import GIB, IN_CONTAINER, Held, listed, use_simulated_gpu
 
 HOME = "/usr/libexec/gpushare"
 SHIM = f"{HOME}/shim/libcuda.so"
-AFTER_INSTALLING = ["daemon-reload", "try-restart gpushare-exporter.service"]  # which starts nothing that is not on
+AFTER_INSTALLING = ["daemon-reload", "try-restart gpushare-exporter.service"]  # starts no disabled unit
 
 
 class Kind(NamedTuple):
-    """A package manager's words."""
+    """A package manager's commands."""
 
     pattern: str
     install: tuple[str, ...]
     upgrade: tuple[str, ...]
     remove: tuple[str, ...]
     version: tuple[str, ...]
-    kept: str  # where an edited configuration is after the removal
+    kept: str  # the path of an edited configuration after the removal
 
 
 KINDS = {
@@ -44,7 +44,7 @@ KINDS = {
         ("dpkg-query", "--show", "--showformat", "${db:Status-Status} ${Version}", "gpushare"),
         "/etc/gpushare/config.yaml",
     ),
-    "rpm": Kind(  # nothing there is known to rpm, so nothing can be depended on
+    "rpm": Kind(  # rpm has no other package there, so dependencies cannot be met
         "gpushare-*.x86_64.rpm",
         ("rpm", "--nodeps", "--force-debian", "--install"),
         ("rpm", "--nodeps", "--force-debian", "--upgrade"),
@@ -74,7 +74,7 @@ def held(clean_root: CleanRoot) -> Iterator[Callable[..., Held]]:
 
 
 def use_systemd(root: CleanRoot) -> None:
-    """As if it ran there; what it is told to do is written down."""
+    """Fake a running systemd that writes down its commands."""
     (root.path / "run/systemd/system").mkdir(parents=True)
     (root.path / "usr/bin/systemctl").unlink()
     root.put("/usr/bin/systemctl", '#!/bin/sh\necho "$*" >>/called\n')
@@ -99,7 +99,7 @@ def test_package_is_installed_used_upgraded_and_removed(
     before = root.files("/etc", "/usr/lib/systemd", "/run", "/var/lib/systemd")
     root.run(*kind.install, f"/srv/{package.name}")
 
-    # It has configured nothing: one file of its own, units that nothing starts, no state.
+    # The installation configures nothing: one file of its own, no started unit, no state.
     after = root.files("/etc", "/usr/lib/systemd", "/run", "/var/lib/systemd")
     assert {path: text for path, text in after.items() if path in before} == before
     units = {f"/usr/lib/systemd/system/{path.name}" for path in (TREE / "packaging/systemd").iterdir()}
@@ -111,7 +111,7 @@ def test_package_is_installed_used_upgraded_and_removed(
     assert "_GPUSHARE_COMPLETE" in root.run("cat", "/usr/share/bash-completion/completions/gpushare").upper()
     assert (root.path / "usr/share/man/man1/gpushare.1.gz").is_file()
 
-    # When asked: a profile in place of the file that says nothing, and an engine.
+    # On request: a profile replaces the empty file, and an engine is configured.
     root.put("/etc/docker/daemon.json", '{"debug": false}\n')
     root.run("gpushare", "runtime", "configure", "docker", "--profile", "workstation")
     daemon = json.loads(root.run("cat", "/etc/docker/daemon.json"))
@@ -125,7 +125,7 @@ def test_package_is_installed_used_upgraded_and_removed(
     content = (first.view / IN_CONTAINER).read_bytes()
     assert old.st_ino == os.stat(root.path / SHIM[1:]).st_ino
 
-    # The upgrade leaves it as it is: the same mounts, the same files, the same limit.
+    # The upgrade leaves the container unchanged: the same mounts, files and limit.
     (package,) = newer.packages(tmp_path).glob(kind.pattern)
     shutil.copy(package, root.path / "srv")
     root.run(*kind.upgrade, f"/srv/{package.name}")
@@ -142,14 +142,14 @@ def test_package_is_installed_used_upgraded_and_removed(
     assert json.loads(again.stdout) == {"failed": "cuDevicePrimaryCtxRetain", "code": 2}, again.stdout + again.stderr
     assert listed(root) == ["first"]
 
-    # What starts now has the new one, beside it.
+    # A new container has the new version, beside the old one.
     second = held("second")
     assert second.said["got_bytes"] == first.said["got_bytes"] and listed(root) == ["first", "second"]
     assert (second.view / IN_CONTAINER).read_bytes() == content + newer.VERSION.encode()
     first.end()
     assert listed(root) == ["second"]
 
-    # It does not go while a container needs it, and then it goes whole.
+    # The removal is refused while a container needs the package; then it is complete.
     refused = root.call(*kind.remove)
     assert refused.returncode != 0 and "1 container holds a share: second" in refused.stdout + refused.stderr
     assert root.run(*kind.version).split() == ["installed", newer.VERSION] and listed(root) == ["second"]
@@ -175,7 +175,7 @@ def test_package_is_installed_used_upgraded_and_removed(
 def test_archive_is_unpacked_used_upgraded_and_removed(
     clean_root: CleanRoot, held: Callable[..., Held], tmp_path: Path
 ) -> None:
-    """By the commands of README: a newer one is unpacked beside the old one, which goes after its containers."""
+    """The commands of README: a newer version is unpacked beside the old one, which is removed after its containers."""
     root, link = clean_root, "/usr/local/bin/gpushare"
     (old,) = PACKAGES.glob("gpushare-*-linux-x86_64.tar.gz")
     homes = []

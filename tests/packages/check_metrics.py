@@ -1,4 +1,4 @@
-"""Metrics, alert rules and dashboard, as promtool sees them: names, expressions, and which alert comes when."""
+"""Metrics, alert rules and dashboard, checked by promtool: names, expressions, and the alert of each condition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = {"device": "0", "instance": "n1", "uuid": "GPU-1"}
 HOST = {"instance": "n1"}
 
 
-# A host where nothing is amiss: series, in promtool's notation `START+STEPxTIMES`, a sample a minute
+# A healthy host: series in promtool's notation `START+STEPxTIMES`, a sample a minute
 QUIET = {
     "gpushare_exceeded_total": (SHARE, "0x60"),
     "gpushare_memory_over_bytes": (SHARE, "0x60"),
@@ -36,7 +36,7 @@ QUIET = {
     "gpushare_state_up": (HOST, "1x60"),
     "gpushare_reconcile_timestamp_seconds": (HOST, "0+60x60"),
 }
-# What is amiss there -> the alert that comes of it, and when it is there
+# A fault -> its alert, and the time when it fires
 CASES = {
     "a bypass, as counted": ("GpushareLimitExceeded", "10m", {"gpushare_exceeded_total": "0 0 0 0 0 1x60"}),
     "a bypass, as it is": ("GpushareLimitExceeded", "10m", {"gpushare_memory_over_bytes": "1x60"}),
@@ -69,7 +69,7 @@ def named(name: str, labels: dict[str, str]) -> str:
 
 
 def expected(alert: str, at: str, labels: dict[str, str] | None) -> dict[str, Any]:
-    """The alert with what its templates say of these labels; None: none at all."""
+    """The alert with its templates filled by these labels; None: no alert."""
     rule = rules()[alert]
     if labels is None:
         return {"alertname": alert, "eval_time": at, "exp_alerts": []}
@@ -81,7 +81,7 @@ def expected(alert: str, at: str, labels: dict[str, str] | None) -> dict[str, An
 
 
 def test_each_condition_fires_only_its_alert(tmp_path: Path) -> None:
-    """On a host where one thing is amiss there is the one alert for it; on one where nothing is there is none."""
+    """A host with one fault has only that fault's alert; a healthy host has none."""
     assert {alert for alert, _, _ in CASES.values()} == rules().keys()
     tests = []
     for what, (alert, at, amiss) in {**CASES, "quiet": ("", "55m", {})}.items():
@@ -121,7 +121,7 @@ def test_dashboard_expressions_are_valid_promql(tmp_path: Path) -> None:
 
 
 def test_served_metrics_pass_promtool(simhost: Path, make_node: Callable[..., Node]) -> None:
-    """Every metric there is, of a hundred shares, by promtool's rules."""
+    """All metrics, for a hundred shares, by promtool's rules."""
     node = make_node(simhost)
     scrape.fill(node)
     done = node.cli("export", "--once")

@@ -1,4 +1,4 @@
-"""Print docs/attacks.md, written from the table of attacks. `make docs` puts it in place; a test compares.
+"""Print docs/attacks.md, generated from the table of attacks. `make docs` writes it; a test compares.
 
 python3 -m tests.security.docs
 """
@@ -55,7 +55,7 @@ def _cell(text: str) -> str:
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the whole page."""
     attacks = [
         f"| {_cell(one.name)} | {_words(one.hook)} | {_words(one.runtime)} | {', '.join(one.cves)} |"
         for one in table.ATTACKS

@@ -1,8 +1,8 @@
 """The table of attacks: one row each. `make test-attacks` runs it, `make docs` prints it.
 
-A row of ATTACKS is a function that prepares a container (see scene.py) and what must come of it by each way in; a row of
-RACES is a loop of starts while a second container swaps something; a row of ELSEWHERE names tests of other directories
-that try the attack with the same strength.
+A row of ATTACKS is a function that prepares a container (see scene.py) and its expected outcome for each way; a row of
+RACES is a loop of starts while a second container swaps files; a row of ELSEWHERE names tests of other directories that
+try the attack with the same strength.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, Union
 from . import environment, exhaustion, image, inside, owners, races, rules, spec, volumes
 from .scene import LIBCUDA, LIBDIR, Scene
 
-# What a hook must survive, as the project's collection of facts from the field has it. Each word has a row.
+# Conditions that a hook must survive, from the project's collection of facts. Each has a row.
 FACTS = (
     "leaf link", "parent link", "magic link", "special file", "immutable file", "swapped component", "user mount",
     "read-only user mount", "host's /dev", "LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "GCONV_PATH", "TMPDIR", "PYTHON*",
@@ -33,7 +33,7 @@ FACTS = (
     "image claims a pod",
 )  # fmt: skip
 
-# Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
+# Known CVEs of NVIDIA's toolkit and of runc, by subject.
 LINKS = ("CVE-2024-0132", "CVE-2024-0133", "CVE-2024-0135", "CVE-2024-0136", "CVE-2025-23359")
 LOOP = ("CVE-2024-0132", "CVE-2025-23359", "CVE-2026-24260", "CVE-2021-30465", "CVE-2024-45310")
 CACHE = ("CVE-2025-23267",)
@@ -46,22 +46,22 @@ CVES = tuple(sorted({*LINKS, *LOOP, *CACHE, *PRELOAD, *DESCRIPTORS, *PROC, *BINA
 
 
 class Refused(NamedTuple):
-    """The container does not start; the message has `words`. `by` "runc": by the low-level runtime itself."""
+    """The container does not start; the message has `words`. `by` "runc": the low-level runtime refuses."""
 
     words: tuple[str, ...] = ()
     by: str = "gpushare"
 
 
 class Other(NamedTuple):
-    """It may start, without a share to look at; `words` say what comes of it. The host is looked at as always."""
+    """It may start without a share to check; `words` describe the outcome. The host is checked as always."""
 
     words: str
 
 
 Verdict = Union[Refused, Other, None]
-SHARE = None  # it starts, and has exactly what it asked for
-NO_GPU = Other("starts, no GPU")  # its own files stand in the way of its programs
-ENDS = Other("ends at once")  # its program is none
+SHARE = None  # it starts, and has exactly its request
+NO_GPU = Other("starts, no GPU")  # its own files block its programs
+ENDS = Other("ends at once")  # its program is invalid
 DENIED = Other("starts, opens no GPU")  # without a share
 
 
@@ -101,7 +101,7 @@ class Elsewhere(NamedTuple):
 
 
 def both(name: str, facts: str, prepare: Callable[[Scene], None], gets: Verdict = SHARE, *cves: str) -> Attack:
-    """A row with one outcome for both ways; `facts` separated by semicolons."""
+    """A row with one outcome for hook and runtime; `facts` separated by semicolons."""
     return Attack(name, tuple(facts.split("; ")), prepare, gets, gets, cves)
 
 
@@ -267,7 +267,7 @@ EXHAUSTION = (
 
 ATTACKS = (*IMAGE, *VOLUMES, *ENVIRONMENT, *SPEC, *INSIDE, *BY_RULE, *EXHAUSTION)
 
-# Where the outcome with crun is another one than with runc: (name, way)
+# Where the outcome with crun differs from runc's: (name, way)
 CRUN: dict[tuple[str, str], Verdict] = {
     **{("/dev/null is a link to core_pattern", way): RUNC for way in ("hook", "runtime")},
     **{
@@ -344,7 +344,7 @@ ELSEWHERE = (
     Elsewhere("what stays of a container is used again", ("image raises its limit",), (T + "test_docker_files.py::test_committed_image_gets_a_new_share", T + "test_docker_files.py::test_copied_limits_file_has_no_effect")),
 )  # fmt: skip
 
-# Tests of ELSEWHERE that runs with crun leave out, and why
+# Tests of ELSEWHERE that runs with crun omit, and why
 RUNC_ALONE = {
     **{
         T + f"test_docker_files.py::{test}": "docker has runc below it"
@@ -358,7 +358,7 @@ RUNC_ALONE = {
 
 
 def elsewhere(low_level: str) -> tuple[Elsewhere, ...]:
-    """The rows of ELSEWHERE with their tests for this runtime; without those that have none."""
+    """The rows of ELSEWHERE with their tests for this runtime, without rows that have none."""
     if low_level != "crun":
         return ELSEWHERE
     rows = (row._replace(tests=tuple(test for test in row.tests if test not in RUNC_ALONE)) for row in ELSEWHERE)

@@ -1,4 +1,4 @@
-"""`make soak`: what days of use would bring, in MINUTES (10). Exit code 1 on any leak or mismatch, 130 after Ctrl-C.
+"""`make soak`: simulate days of use in MINUTES (10). Exit code 1 on any leak or mismatch, 130 after Ctrl-C.
 
 python -m tests.soak [--minutes N] [--json FILE] [--seed N] [--only PHASE]...
 """
@@ -26,7 +26,7 @@ from .show import Show
 from .stage import DEVICES, Stage, Stopped
 from .traces import left, look
 
-STARTS, AT_ONCE = 1000, 100  # in FULL_MINUTES, and as much less in fewer
+STARTS, AT_ONCE = 1000, 100  # in FULL_MINUTES, proportionally fewer in less
 FULL_MINUTES = 10.0
 
 
@@ -35,12 +35,12 @@ def scaled(number: int, minutes: float) -> int:
 
 
 def patience_s(minutes: float) -> float:
-    """For the starts in a row: in the whole form all of them are done, however slow the machine is."""
+    """Time limit of the starts in a row: the full soak does all of them, on a machine of any speed."""
     return math.inf if minutes >= FULL_MINUTES else 0.5 * 60 * minutes
 
 
-# Starts are a number and take what they take; the others share what is left of the time, and have a least part of it.
-# (stage, minutes in all, seconds that are left)
+# Starts are a fixed number and take the time they need. The other phases share the rest, with a minimum each.
+# (stage, total minutes, remaining seconds)
 PHASES: dict[str, Callable[[Stage, float, float], dict[str, Any]]] = {
     "starts": lambda stage, minutes, _: starts.in_a_row(stage, scaled(STARTS, minutes), patience_s(minutes)),
     "at_once": lambda stage, minutes, _: starts.at_once(stage, scaled(AT_ONCE, minutes)),
@@ -50,9 +50,9 @@ PHASES: dict[str, Callable[[Stage, float, float], dict[str, Any]]] = {
 
 
 def soak(stage: Stage, minutes: float, phases: Iterable[str]) -> dict[str, Any]:
-    """Those phases; what was left behind and what was wrong is in the result."""
+    """Run those phases; the result has leaks and mismatches."""
     until = time.monotonic() + 60 * minutes
-    for device in range(DEVICES):  # the first start on a device makes what stays
+    for device in range(DEVICES):  # the first start on a device creates files that stay
         with stage.container(["true"], memory="1Gi", way="runtime", device=device) as one:
             one.run()
     stage.cli("list")
@@ -65,10 +65,10 @@ def soak(stage: Stage, minutes: float, phases: Iterable[str]) -> dict[str, Any]:
 
 
 def end_once(stopped: threading.Event) -> None:
-    """Ctrl-C, or a SIGTERM, ends the soak; a second one does not end the cleaning up.
+    """Stop the soak at Ctrl-C or SIGTERM; a second signal does not stop the cleanup.
 
-    A thread that starts processes may be who takes the signal, and then nothing wakes the main thread, where Python
-    would handle it: so the interpreter tells a thread, too, and the workers end, for whom the main thread waits.
+    A thread that starts processes may receive the signal, and then the main thread, where Python would handle it, does
+    not wake. So the interpreter also notifies a thread: the workers end, and the main thread waits for them.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)

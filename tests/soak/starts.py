@@ -1,4 +1,4 @@
-"""Starts: one after the other, and all at once."""
+"""Container starts: one after another, and all at once."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def figures(values_ms: list[float]) -> dict[str, float]:
 
 
 def in_a_row(stage: Stage, count: int, seconds: float) -> dict[str, Any]:
-    """`count` containers, both ways in turn, each deleted before the next; no more of them after `seconds`, which may
-    be infinite. They have one root file system, in which what a start adds would add up."""
+    """Run `count` containers, alternating hook and runtime, each deleted before the next; stop after `seconds`, which
+    may be infinite. They share one root file system, where leftovers of starts would accumulate."""
     stage.show.phase("starts in a row", count)
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def in_a_row(stage: Stage, count: int, seconds: float) -> dict[str, Any]:
 
 
 def at_once(stage: Stage, count: int) -> dict[str, Any]:
-    """`count` containers that begin together, live together, and are deleted together."""
+    """Run `count` containers that start together, run together, and are deleted together."""
     stage.show.phase("starts at once", 2 * count)
     lock = threading.Lock()
     together = threading.Barrier(count)

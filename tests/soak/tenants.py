@@ -1,5 +1,5 @@
-"""One container with 64 processes of 16 threads that allocate, free, launch, fork and are killed, at a memory limit and
-a compute limit; judged by the simulated device's own books."""
+"""One container with 64 processes of 16 threads that allocate, free, launch, fork and are killed, at a memory and a
+compute limit; judged by the simulated device's own ledger."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.support.spec import Mount
 from .stage import GIB, MILL, Stage
 
 PROCESSES, THREADS = 64, 16
-LIMIT_BYTES = 28 * GIB  # their contexts take 19
+LIMIT_BYTES = 28 * GIB  # their contexts use 19
 COMPUTE_PERCENT = 30
-DEVICE = 1  # not where the containers of the other phases are
+DEVICE = 1  # the other phases use device 0
 REPORT_S = 240
 LOOK_S = 5.0
-# What a process has on the device when it is killed is not charged, and one is killed every 50 ms.
+# Use of a process at its death is not charged, and one is killed every 50 ms.
 COMPUTE_POINTS = 15.0
 
 
 def books(stage: Stage) -> dict[str, Any]:
-    """The ledger of the device, read by a process of its own."""
+    """The device's ledger, read by a separate process."""
     program, device = TREE / "simulator/ledger.py", stage.node.driver_root / f"dev/nvidia{DEVICE}"
     command = [sys.executable, str(program), str(device), "--format", "json"]
     said: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -37,7 +37,7 @@ def books(stage: Stage) -> dict[str, Any]:
 
 
 def run(stage: Stage, seconds: float) -> dict[str, Any]:
-    """Lets them work for `seconds`, ends it, and compares who says what."""
+    """Run the load for `seconds`, stop it, and compare all reports."""
     stage.show.phase(f"{PROCESSES} x {THREADS} threads", seconds)
     channel = stage.directory / "channel"
     channel.mkdir()
@@ -74,7 +74,7 @@ def run(stage: Stage, seconds: float) -> dict[str, Any]:
 
 
 def work(stage: Stage, seconds: float, one: Container) -> list[float]:
-    """The container's part of the device's time in each look."""
+    """Return the container's percentage of the device's time in each sample."""
     shares = []
     until = time.monotonic() + seconds
     pidfd = os.pidfd_open(one.pid)
@@ -105,7 +105,7 @@ def hear(fd: int, one: Container) -> dict[str, Any]:
 
 
 def judge(stage: Stage, report: dict[str, Any], shares: list[float]) -> None:
-    """While all hold what they have: the container, the host's list and the device say the same, byte for byte."""
+    """While the processes keep their memory, container, host and device report the same, byte for byte."""
     seen = books(stage)
     listed = json.loads(stage.cli("list", "--format", "json"))
     used = seen["used_bytes"]
