@@ -17,14 +17,14 @@ def with_user_namespace(spec: dict[str, Any]) -> None:
     spec["linux"]["uidMappings"] = spec["linux"]["gidMappings"] = [{"containerID": 0, "hostID": ROOT, "size": 65536}]
 
 
-def open_way(directory: Path) -> None:
+def allow_traversal(directory: Path) -> None:
     """Let the root of a user namespace traverse the path."""
     for path in (directory, *directory.parents):
         if path.stat().st_uid == 0 and len(path.parts) > 2:
             path.chmod(path.stat().st_mode | 0o011)
 
 
-def hand_over(one: Container) -> None:
+def chown_root(one: Container) -> None:
     """Give the root file system to the container's root, as an engine with user namespaces does."""
     libdirs = [f"usr/lib/{libdir.name}" for libdir in (one.rootfs / "usr/lib").glob("*-linux-gnu")]
     for path in ("dev", "opt", "usr/bin", "usr/lib", *libdirs):

@@ -121,7 +121,7 @@ class Stage:
         finally:
             made.close()
 
-    def holder(self, limit: str) -> str:
+    def enforcer(self, limit: str) -> str:
         """Return the enforcer of a limit according to the table; the shim for a limit that the row does not enforce."""
         return self.row.name if limit in self.row.enforces else backends.SHIM
 

@@ -100,13 +100,13 @@ def whole(stage: Stage, device: int) -> int:
     return device * (2 if backends.VIRTUAL in stage.row.enforces else 1)
 
 
-def reached_and_kept(stage: Stage) -> None:
+def reached_and_enforced(stage: Stage) -> None:
     said, size = stage.take(), whole(stage, MEMORY)
     assert (said["cuda_total_bytes"], said["nvml_total_bytes"], said["refusal"]) == (size, size, OUT_OF_MEMORY)
     slack = LAST_BYTES * (2 if size > MEMORY else 1)  # of each part
     assert said["free_bytes"] - slack < said["got_bytes"] <= said["free_bytes"] < size
     assert min(said["got_bytes"], MEMORY - slack) <= stage.peak_bytes() <= MEMORY
-    below = {f"{stage.kernel.regions[0]} {MEMORY}"} if stage.holder(backends.MEMORY) == "dmem" else set()
+    below = {f"{stage.kernel.regions[0]} {MEMORY}"} if stage.enforcer(backends.MEMORY) == "dmem" else set()
     assert stage.kernel.limits(stage.main) == below
 
 
@@ -145,7 +145,7 @@ def in_exec(stage: Stage) -> None:
 def multiprocessors(stage: Stage, percent: int) -> int:
     """Return the visible multiprocessors. A percentage reduces them, except with the shim, which limits time instead
     (test_compute_...)."""
-    by_mps = stage.holder(backends.COMPUTE) == "mps"
+    by_mps = stage.enforcer(backends.COMPUTE) == "mps"
     return math.ceil(MULTIPROCESSORS * percent / 100) if by_mps else MULTIPROCESSORS
 
 
@@ -158,21 +158,21 @@ def live(stage: Stage) -> None:
         beyond = backends.VIRTUAL in stage.row.enforces  # the residency boundary moves, the total stays
         assert said["cuda_total_bytes"] == said["nvml_total_bytes"] == (whole(stage, MEMORY) if beyond else size)
         assert said["free_bytes"] - 2 * LAST_BYTES < said["got_bytes"] < said["cuda_total_bytes"]
-        if stage.holder(backends.MEMORY) == "dmem":
+        if stage.enforcer(backends.MEMORY) == "dmem":
             assert stage.kernel.limits(stage.main) == {f"{stage.kernel.regions[0]} {size}"}
 
 
-def told(stage: Stage) -> None:
+def reported(stage: Stage) -> None:
     """Assert that each limit's enforcer and the reason are reported."""
     said = must(stage.node, "explain", str(stage.main.bundle))
     for limit in backends.LIMITS:
-        name = stage.holder(limit)
+        name = stage.enforcer(limit)
         why = "asked" if name == stage.row.name else f"{stage.row.name} does not hold {limit}"
         why = why if stage.row.name in backends.BACKENDS else "auto, the first allowed one that can"
         assert f"{limit} by {name} ({why}" in said, said
 
 
-def given_back(stage: Stage) -> None:
+def released(stage: Stage) -> None:
     """Assert that poststop releases the limits, that prune does for a lost container, and that the next container gets
     them."""
     before = stage.node.left(), stage.node.leases()
@@ -187,18 +187,18 @@ def given_back(stage: Stage) -> None:
                 one.exit_code = wait_exit(one.pid, 30)
                 must(stage.node, "prune")
             assert (stage.node.left(), stage.node.leases()) == before
-    if stage.holder(backends.COMPUTE) == "mps":
+    if stage.enforcer(backends.COMPUTE) == "mps":
         (row,) = json.loads(must(stage.node, "mps", "status", "--device", "0", "--format", "json"))
         assert row["containers"] == [stage.main.id]
 
 
 KINDS: dict[str, Callable[[Stage], None]] = {
-    "memory": reached_and_kept,
+    "memory": reached_and_enforced,
     "processes": of_all_processes,
     "exec": in_exec,
     "live": live,
-    "explain": told,
-    "end": given_back,
+    "explain": reported,
+    "end": released,
 }
 
 

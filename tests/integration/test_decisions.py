@@ -26,7 +26,7 @@ exec runc "$@"
 HOSTILE = "4Gi\ndecision=granted id=forged devices=all"
 
 
-def told(node: Node, *keys: str) -> list[tuple[str | None, ...]]:
+def decisions(node: Node, *keys: str) -> list[tuple[str | None, ...]]:
     return [tuple(line.get(key) for key in keys) for line in node.decisions()]
 
 
@@ -62,7 +62,7 @@ def test_delete_logs_one_release_when_no_hook_ran(
     node = make_node(simhost, runtime={"path": str(program)})
     one = container(["sleep", "inf"], env=SHARE, **node.way("runtime")).start()
     one.close()
-    assert told(node, "decision", "by", "memory") == [
+    assert decisions(node, "decision", "by", "memory") == [
         ("granted", None, "4294967296"),
         ("released", "delete", "4294967296"),
     ]
@@ -86,14 +86,14 @@ def test_failed_start_after_the_grant_logs_a_release(container: MakeContainer, n
     with pytest.raises(RuntimeFailed):
         one.create()
     one.close()
-    assert [outcome for (outcome,) in told(node, "decision")] == ["granted", "released"]
+    assert [outcome for (outcome,) in decisions(node, "decision")] == ["granted", "released"]
 
 
 def test_release_of_a_dead_share_names_the_command(container: MakeContainer, node: Node, way: str) -> None:
     first, second = (node.cli("run", "--name", name, "--memory", "1Gi", "true") for name in ("first", "second"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert node.cli("prune").returncode == 0
-    assert told(node, "decision", "id", "way", "by") == [
+    assert decisions(node, "decision", "id", "way", "by") == [
         ("granted", "first", "run", None),
         ("released", "first", None, "start"),
         ("granted", "second", "run", None),
@@ -104,7 +104,7 @@ def test_release_of_a_dead_share_names_the_command(container: MakeContainer, nod
 def test_gpushare_run_logs_a_refusal_in_one_line(node: Node) -> None:
     assert node.cli("run", "--name", "web", "--memory", "1000Gi", "true").returncode == 75
     assert node.cli("run", "--name", "web", "/not/there").returncode == 127  # no decision about a share
-    assert told(node, "decision", "id", "way", "reason") == [("refused", "web", "run", "capacity")]
+    assert decisions(node, "decision", "id", "way", "reason") == [("refused", "web", "run", "capacity")]
 
 
 def test_invalid_configuration_is_logged_to_the_journal(

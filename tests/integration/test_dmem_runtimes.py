@@ -28,14 +28,14 @@ SHARE = model.Share(0, device(0, uuid=REAL.uuid), GIB, memory_backend="dmem")
 
 @pytest.fixture
 def limited(tmp_path: Path) -> Iterator[Callable[..., Container]]:
-    """limited(runtime, prefix, told) -> a container of the edited config.json; with told=False its limit is omitted.
-    (Without device rules: their program needs more rights than some machines give root.)"""
+    """limited(runtime, prefix, has_limit) -> a container of the edited config.json, with or without its limit. (It
+    has no device rules: their program needs more rights than some machines give root.)"""
     made: list[Container] = []
     spec, _ = edited(tmp_path, {}, REAL)
 
-    def make(low: str, *words: str, told: bool = True) -> Container:
+    def make(low: str, *words: str, has_limit: bool = True) -> Container:
         def edit(config: dict[str, Any]) -> None:
-            config["linux"]["resources"] = {"unified": spec["linux"]["resources"]["unified"]} if told else {}
+            config["linux"]["resources"] = {"unified": spec["linux"]["resources"]["unified"]} if has_limit else {}
 
         one = Container(tmp_path / "c", ["sleep", "inf"], runtime=low, prefix=(*V2, *words), edit=edit)
         made.append(one)
@@ -56,7 +56,7 @@ def test_missing_controller_or_region_refuses_the_container(limited: Callable[..
 
 def test_hook_refuses_a_cgroup_without_the_limit(limited: Callable[..., Container], tmp_path: Path) -> None:
     """For a runtime that does not write it, such as a version before `unified`."""
-    one = limited("runc", told=False)
+    one = limited("runc", has_limit=False)
     one.start()
     record = tmp_path / dmem.RECORD
     with pytest.raises(GpushareError, match=r"dmem\.max"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gpushare.state import storage
 
-from tests.integration.apart import hand_over, open_way, with_user_namespace
+from tests.integration.apart import allow_traversal, chown_root, with_user_namespace
 from tests.integration.test_host_user import USER
 from tests.integration.test_lost_state import listed, unmounted
 from tests.support.host import PYTHON, TREE, Node, python_mounts
@@ -61,9 +61,9 @@ def test_container_with_a_user_namespace_keeps_its_share(
     container: MakeContainer, node: Node, way: str, tmp_path: Path, old: bool
 ) -> None:
     """Also after an upgrade, with a share of a version that did not mark its shares."""
-    open_way(tmp_path)
+    allow_traversal(tmp_path)
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "10Gi"}, edit=with_user_namespace, **node.way(way))
-    hand_over(one)
+    chown_root(one)
     one.start()
     if old:
         os.removexattr(node.state / "containers" / one.id / "share", storage.SHARE_MARK)

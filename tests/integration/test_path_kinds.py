@@ -26,7 +26,7 @@ base, image, source, host = scene.base, scene.image, scene.source, scene.host
 
 
 @contextlib.contextmanager
-def laid(path: Path, kind: str) -> Iterator[None]:
+def special_file(path: Path, kind: str) -> Iterator[None]:
     if kind == "FIFO":
         os.mkfifo(path)
     elif kind == "directory":
@@ -50,14 +50,14 @@ KINDS = ("FIFO", "directory", "character device", "block device", "socket")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_file_at_a_mount_target_is_refused(image: Path, source: Path, host: Path, kind: str) -> None:
-    with laid(image / NAME[1:], kind), ns_util.sandbox(image) as box:
+    with special_file(image / NAME[1:], kind), ns_util.sandbox(image) as box:
         assert box.refuses(shim(source)) == f'"{NAME}" is a {kind} where a file must be; remove it from the image'
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_file_at_a_link_s_name_is_refused(image: Path, source: Path, host: Path, kind: str) -> None:
     name = f"{LIBDIR}/libcuda.so.1"
-    with laid(image / name[1:], kind), ns_util.sandbox(image) as box:
+    with special_file(image / name[1:], kind), ns_util.sandbox(image) as box:
         message = box.refuses(shim(source), Link(name, "libcuda.so.535.1", "name"))
     assert message == f'"{name}" is a {kind} where a link must be; remove it from the image'
 
@@ -66,13 +66,13 @@ def test_special_file_at_a_link_s_name_is_refused(image: Path, source: Path, hos
 def test_special_file_behind_a_link_s_name_is_refused(image: Path, source: Path, host: Path, kind: str) -> None:
     name = f"{LIBDIR}/libcuda.so.1"
     os.symlink("libodd.so", image / name[1:])
-    with laid(image / LIBDIR[1:] / "libodd.so", kind), ns_util.sandbox(image) as box:
+    with special_file(image / LIBDIR[1:] / "libodd.so", kind), ns_util.sandbox(image) as box:
         assert f"is a {kind} where a " in box.refuses(shim(source), Link(name, "libcuda.so.535.1", "name"))
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "block device"])
 def test_special_file_at_a_device_target_is_refused(image: Path, source: Path, host: Path, kind: str) -> None:
-    with laid(image / "dev/nvidia0", kind), ns_util.sandbox(image) as box:
+    with special_file(image / "dev/nvidia0", kind), ns_util.sandbox(image) as box:
         message = box.refuses(DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False))
     assert message.startswith(f'"/dev/nvidia0" is a {kind} where a file must be')
 

@@ -100,7 +100,7 @@ class Killer:
         self._lock, self._running, self.killed = Lock(), dict[int, subprocess.Popen[bytes]](), 0
         self._seen = 0
 
-    def saw(self, process: subprocess.Popen[bytes]) -> None:
+    def process_started(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
             self._seen += 1
             running = [one for one in self._running.values() if one.poll() is None]
@@ -139,7 +139,7 @@ def test_killed_starts_leave_no_memory_reserved(
     before, killer = set(processes.children()), Killer()
     first = make_many(node, way, container, KILLED_OF, BIG_SHARE)
     with ThreadPoolExecutor(KILLED_OF) as pool:
-        lines = list(pool.map(lambda one: create(one, node, killer.saw), first))
+        lines = list(pool.map(lambda one: create(one, node, killer.process_started), first))
     living = [one for one, line in zip(first, lines) if not line]
     assert killer.killed >= KILLED_OF // 4 and len(living) >= KILLED_OF // 3, lines
     dead = set(first) - set(living)

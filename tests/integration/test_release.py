@@ -25,7 +25,7 @@ def lease_dir(node: Node, one: Container) -> Path:
     return node.state / "containers" / one.id
 
 
-def page_numbers(node: Node) -> list[int]:
+def activity_numbers(node: Node) -> list[int]:
     """Numbers of the activity files of all devices, which other containers read."""
     devices = os.listdir(node.state / "devices")
     files = [name for device in devices for name in os.listdir(node.state / "devices" / device) if name.isdigit()]
@@ -58,13 +58,13 @@ def leftover(node: Node, one: Container) -> None:
     (node.state / "trash" / "1f-4194399" / "share").mkdir(parents=True)
 
 
-def of_a_start_by_an_earlier_version(node: Node, one: Container) -> None:
+def note_of_an_earlier_version(node: Node, one: Container) -> None:
     """Add the launcher's note of an earlier version."""
     (lease_dir(node, one) / "adopt").write_bytes(b"gpushare-adopt-5\0")
 
 
 @pytest.mark.parametrize(
-    "change", [nothing, mounted_over, foreign_name, no_lease, leftover, of_a_start_by_an_earlier_version]
+    "change", [nothing, mounted_over, foreign_name, no_lease, leftover, note_of_an_earlier_version]
 )
 def test_poststop_releases_the_share(
     container: MakeContainer, node: Node, change: Callable[[Node, Container], None]
@@ -72,12 +72,12 @@ def test_poststop_releases_the_share(
     """Nothing is left, and the activity file's number is free."""
     one = container(["true"], env=ALL, runtime=node.runtime())
     assert one.run() == 0, one.stderr
-    assert page_numbers(node) == [0]
+    assert activity_numbers(node) == [0]
     change(node, one)
     one.delete()
     assert node.leases() == []
     if change is not no_lease:  # its number is unknown then: the next start frees it
-        assert node.left() == [] and page_numbers(node) == []
+        assert node.left() == [] and activity_numbers(node) == []
 
 
 def test_delete_returns_the_runtime_s_output_and_exit_code(container: MakeContainer, node: Node) -> None:
@@ -93,7 +93,7 @@ def test_delete_returns_the_runtime_s_output_and_exit_code(container: MakeContai
     assert node.leases() == [one.id]  # the container runs
     done = delete("--force")
     assert (done.returncode, done.stderr) == (0, "")
-    assert node.left() == [] and page_numbers(node) == []
+    assert node.left() == [] and activity_numbers(node) == []
 
 
 def test_delete_without_poststop_hook_releases(container: MakeContainer, node: Node) -> None:
@@ -106,7 +106,7 @@ def test_delete_without_poststop_hook_releases(container: MakeContainer, node: N
     (one.bundle / "runtime" / one.id / "state.json").unlink()
     with pytest.raises(RuntimeFailed):
         one.command("delete", one.id)
-    assert node.left() == [] and page_numbers(node) == []
+    assert node.left() == [] and activity_numbers(node) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
@@ -155,9 +155,9 @@ def test_poststop_killed_at_any_call_is_completed_by_the_next_start(
         kills.left += len(node.left())
         again = container(["true"], env=ALL, name=f"next{at}", runtime=node.runtime())
         assert again.run() == 0, f"call {at} of {total}: {again.stderr}"
-        assert node.leases() == [again.id] and page_numbers(node) == [0]
+        assert node.leases() == [again.id] and activity_numbers(node) == [0]
         again.delete()
-        assert node.left() == [] and page_numbers(node) == [], f"call {at} of {total}"
+        assert node.left() == [] and activity_numbers(node) == [], f"call {at} of {total}"
         for each in (one, again):
             each.close()
     kills.some_left_something()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.soak import __main__
-from tests.soak.traces import CGROUPS, cgroups, left, look
+from tests.soak.traces import CGROUPS, cgroups, count, left
 from tests.support import rootfs
 from tests.support.host import TREE, Node
 from tests.support.runc import Container
@@ -41,7 +41,7 @@ def test_short_soak_passes(tmp_path: Path) -> None:
 def test_full_soak_runs_all_starts_on_a_slow_machine() -> None:
     whole = __main__.FULL_MINUTES
     assert (whole, __main__.scaled(__main__.STARTS, whole), __main__.scaled(__main__.AT_ONCE, whole)) == (10, 1000, 100)
-    assert __main__.patience_s(whole) == float("inf")
+    assert __main__.time_limit_s(whole) == float("inf")
 
 
 def test_interrupted_soak_leaves_nothing(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_each_kind_of_leak_is_detected(container: Callable[..., Container], node
     assert one.run() == 0
     one.delete()
     prefix = f"gpushare-c-{os.getpid()}-"
-    before = look(node, prefix)
-    assert left(before, look(node, prefix)) == []
+    before = count(node, prefix)
+    assert left(before, count(node, prefix)) == []
     group = next(path for path in CGROUPS.iterdir() if (path / "tasks").exists()) / f"{prefix}left"
     point = tmp_path / "point"
     (node.state / "containers" / "left").mkdir()
@@ -74,7 +74,7 @@ def test_each_kind_of_leak_is_detected(container: Callable[..., Container], node
     fd = os.open(point, os.O_RDONLY)
     sleeper = subprocess.Popen(["sleep", "1000"])
     try:
-        seen = left(before, look(node, prefix))
+        seen = left(before, count(node, prefix))
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -94,4 +94,4 @@ def test_each_kind_of_leak_is_detected(container: Callable[..., Container], node
         "processes: sleep 1000",
     ]
     assert all(any(line.startswith(one) for line in seen) for one in expected), seen
-    assert left(before, look(node, prefix)) == []
+    assert left(before, count(node, prefix)) == []

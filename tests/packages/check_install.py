@@ -81,7 +81,7 @@ def use_systemd(root: CleanRoot) -> None:
     (root.path / "usr/bin/systemctl").chmod(0o755)
 
 
-def told(root: CleanRoot) -> list[str]:
+def systemctl_calls(root: CleanRoot) -> list[str]:
     """systemctl's arguments since the last call."""
     called = root.path / "called"
     lines = called.read_text().splitlines() if called.exists() else []
@@ -104,7 +104,7 @@ def test_package_is_installed_used_upgraded_and_removed(
     assert {path: text for path, text in after.items() if path in before} == before
     units = {f"/usr/lib/systemd/system/{path.name}" for path in (TREE / "packaging/systemd").iterdir()}
     assert set(after) - set(before) == {"/etc/gpushare/config.yaml", *units}
-    assert told(root) == AFTER_INSTALLING
+    assert systemctl_calls(root) == AFTER_INSTALLING
     assert root.run("gpushare", "version").startswith(f"gpushare {version()},")
     verified = root.call("systemd-analyze", "verify", "--man=no", *sorted(units))
     assert not [line for line in verified.stderr.splitlines() if "gpushare" in line], verified.stderr
@@ -132,7 +132,7 @@ def test_package_is_installed_used_upgraded_and_removed(
     assert root.run(*kind.version).split() == ["installed", newer.VERSION]
     assert (root.path / "etc/gpushare/config.yaml").read_bytes() == edited
     assert json.loads(root.run("cat", "/etc/docker/daemon.json")) == daemon
-    assert told(root) == AFTER_INSTALLING
+    assert systemctl_calls(root) == AFTER_INSTALLING
     assert root.run("gpushare", "version").startswith(f"gpushare {newer.VERSION},")
     assert first.process.poll() is None and first.mounts() == mounts
     now = os.stat(first.view / IN_CONTAINER)
@@ -153,11 +153,14 @@ def test_package_is_installed_used_upgraded_and_removed(
     refused = root.call(*kind.remove)
     assert refused.returncode != 0 and "1 container holds a share: second" in refused.stdout + refused.stderr
     assert root.run(*kind.version).split() == ["installed", newer.VERSION] and listed(root) == ["second"]
-    assert told(root) in ([], AFTER_INSTALLING)  # dpkg configures what it could not remove; nothing was stopped
+    assert systemctl_calls(root) in (
+        [],
+        AFTER_INSTALLING,
+    )  # dpkg configures it again; nothing was stopped
     assert json.loads(root.run("cat", "/etc/docker/daemon.json")) == daemon
     second.end()
     root.run(*kind.remove)
-    *ended, last = told(root)
+    *ended, last = systemctl_calls(root)
     assert [line.split()[0] for line in ended] == ["disable", "disable", "stop"] and last == "daemon-reload"
     assert {word.partition(".")[0].rstrip("*") for line in ended for word in line.split() if "gpushare" in word} == {
         path.stem.partition(".")[0] for path in (TREE / "packaging/systemd").iterdir()

@@ -25,7 +25,7 @@ VERSION = "535.261.03"
 LIBCUDA = f"{LIBDIR}/libcuda.so.{VERSION}"
 
 
-def lay_sentinel(path: Path) -> Path:
+def make_sentinel(path: Path) -> Path:
     """Make a host directory that attacks aim at: files worth reading, or worth changing."""
     for name in ("lib", "etc", "dev", "share"):
         (path / name).mkdir(parents=True)
@@ -42,7 +42,7 @@ class Scene:
 
     def __init__(self, directory: Path, way: str, node: Node) -> None:
         self.directory, self.way, self.node = directory, way, node
-        self.host = lay_sentinel(directory / "sentinel")
+        self.host = make_sentinel(directory / "sentinel")
         self.env = {"GPUSHARE_MEMORY": proof.LIMIT_WORD}
         self.inside: list[Callable[[Container], object]] = []
         self.after: list[Callable[[], object]] = []  # undoes the attack's own changes to the host

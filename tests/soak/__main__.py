@@ -24,7 +24,7 @@ from tests.support import host, processes
 from . import churn, starts, tenants
 from .show import Show
 from .stage import DEVICES, Stage, Stopped
-from .traces import left, look
+from .traces import count, left
 
 STARTS, AT_ONCE = 1000, 100  # in FULL_MINUTES, proportionally fewer in less
 FULL_MINUTES = 10.0
@@ -34,7 +34,7 @@ def scaled(number: int, minutes: float) -> int:
     return max(8, round(number * min(1.0, minutes / FULL_MINUTES)))
 
 
-def patience_s(minutes: float) -> float:
+def time_limit_s(minutes: float) -> float:
     """Time limit of the starts in a row: the full soak does all of them, on a machine of any speed."""
     return math.inf if minutes >= FULL_MINUTES else 0.5 * 60 * minutes
 
@@ -42,7 +42,7 @@ def patience_s(minutes: float) -> float:
 # Starts are a fixed number and take the time they need. The other phases share the rest, with a minimum each.
 # (stage, total minutes, remaining seconds)
 PHASES: dict[str, Callable[[Stage, float, float], dict[str, Any]]] = {
-    "starts": lambda stage, minutes, _: starts.in_a_row(stage, scaled(STARTS, minutes), patience_s(minutes)),
+    "starts": lambda stage, minutes, _: starts.in_a_row(stage, scaled(STARTS, minutes), time_limit_s(minutes)),
     "at_once": lambda stage, minutes, _: starts.at_once(stage, scaled(AT_ONCE, minutes)),
     "churn": lambda stage, minutes, left_s: churn.run(stage, max(0.25 * 60 * minutes, 0.5 * left_s)),
     "tenants": lambda stage, minutes, left_s: tenants.run(stage, max(0.2 * 60 * minutes, 0.8 * left_s)),
@@ -56,10 +56,10 @@ def soak(stage: Stage, minutes: float, phases: Iterable[str]) -> dict[str, Any]:
         with stage.container(["true"], memory="1Gi", way="runtime", device=device) as one:
             one.run()
     stage.cli("list")
-    before = look(stage.node, stage.prefix)
+    before = count(stage.node, stage.prefix)
     result: dict[str, Any] = {name: PHASES[name](stage, minutes, until - time.monotonic()) for name in phases}
     processes.reap_zombies()
-    result["left"] = left(before, look(stage.node, stage.prefix))
+    result["left"] = left(before, count(stage.node, stage.prefix))
     result["wrong"] = stage.wrong
     return result
 

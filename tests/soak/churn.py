@@ -33,7 +33,7 @@ LET_LIVE = 0.3
 HOOK_ENDS_S = 10.0  # on a busy machine
 
 
-def kind_of(pid: int) -> str:
+def role_of(pid: int) -> str:
     """Return the process's role in a start: hook, launcher, runtime or container; "" for a foreign process."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -49,12 +49,12 @@ def kind_of(pid: int) -> str:
     return "runtime" if os.path.basename(words[0]) == b"runc" else ""
 
 
-def family(pid: int) -> dict[int, str]:
+def descendants(pid: int) -> dict[int, str]:
     """`pid` and its descendants, by role."""
     found, look_at = {}, [pid]
     while look_at:
         one = look_at.pop()
-        if kind := kind_of(one):
+        if kind := role_of(one):
             found[one] = kind
         try:
             for task in Path(f"/proc/{one}/task").iterdir():
@@ -100,7 +100,7 @@ class Churn:
             create.wait(dice.uniform(0, 1.2 * self.create_s))
         except subprocess.TimeoutExpired:
             pass
-        victims = family(create.pid) if create.poll() is None else {}
+        victims = descendants(create.pid) if create.poll() is None else {}
         wanted = dice.choice(sorted(set(victims.values()))) if victims else ""
         for pid in [pid for pid, kind in victims.items() if kind == wanted][:1]:
             try:
@@ -115,7 +115,7 @@ class Churn:
         if code == 0:
             one.pid = int((one.bundle / "pid").read_text())
         elif not wanted:
-            self.stage.say_wrong(f"{one.id}: create ended with {code}, and nobody was killed: {one.stderr}")
+            self.stage.record_error(f"{one.id}: create ended with {code}, without a kill: {one.stderr}")
             return "nobody"
         return wanted
 
@@ -125,10 +125,10 @@ class Churn:
             one.start()
         except RuntimeFailed as error:
             if not victim:
-                self.stage.say_wrong(f"{one.id}: nobody killed it: {error}")
+                self.stage.record_error(f"{one.id}: ended without a kill: {error}")
             return
         if not victim and one.id not in self.stage.node.leases():
-            self.stage.say_wrong(f"{one.id} runs without a lease")
+            self.stage.record_error(f"{one.id} runs without a lease")
         self.stage.stopped.wait(dice.uniform(0, 0.3))
         if dice.random() < 0.5:
             try:
@@ -167,7 +167,7 @@ class Churn:
                 late = True
                 self.count(f"lease lived a moment longer: {held}")
             if time.monotonic() > until:
-                self.stage.say_wrong(f"{one.id} is gone and has a living lease: {held}")
+                self.stage.record_error(f"{one.id} has ended and its lease is alive: {held}")
                 return
             self.stage.stopped.wait(0.02)
 
@@ -194,14 +194,14 @@ class Churn:
             self.counts[what] += 1
 
 
-def look_on(stage: Stage, until: float) -> int:
+def poll(stage: Stage, until: float) -> int:
     """Poll like a monitor: every query succeeds, and grants never exceed the device. Return the number of queries."""
     looks = 0
     while time.monotonic() < until and not stage.stopped.is_set():
         stage.cli("list")
         for device in json.loads(stage.cli("devices", "--format", "json") or "[]"):
             if device["granted_bytes"] > MEMORY_BYTES:
-                stage.say_wrong(f"more is granted than there is: {device}")
+                stage.record_error(f"grants exceed the device: {device}")
         looks += 1
         stage.stopped.wait(0.5)
     return looks
@@ -213,7 +213,7 @@ def run(stage: Stage, seconds: float) -> dict[str, Any]:
     churn = Churn(stage, until)
     with ThreadPoolExecutor(WORKERS + 1) as pool:
         working = [pool.submit(churn.worker, number) for number in range(WORKERS)]
-        looks = pool.submit(look_on, stage, until)
+        looks = pool.submit(poll, stage, until)
         for one in working:
             one.result()
         churn.counts["looks"] = looks.result()
@@ -221,9 +221,9 @@ def run(stage: Stage, seconds: float) -> dict[str, Any]:
     stage.sweep()
     for pid in processes.children():  # hooks whose runtime was killed
         if processes.wait_exit(pid, 60) is None:
-            stage.say_wrong(f"pid {pid} does not end")
+            stage.record_error(f"pid {pid} does not end")
     stage.cli("prune")
     if left := stage.node.left():
-        stage.say_wrong(f"prune left {left}")
+        stage.record_error(f"prune left {left}")
     stage.show.end(", ".join(f"{number} {what}" for what, number in sorted(churn.counts.items())))
     return dict(churn.counts)

@@ -245,7 +245,7 @@ static void churn(unsigned processes, unsigned threads, int kill_ms, unsigned lo
 
 /* One step of each living process; a process without memory never gets this far. */
 static void wait_for_all(unsigned processes, unsigned threads) {
-    unsigned told = 0;
+    unsigned steps = 0;
     struct pollfd some = {.fd = done[0], .events = POLLIN};
     char byte;
     for (int waited = 0; waited < QUIET_MS;) {
@@ -253,17 +253,17 @@ static void wait_for_all(unsigned processes, unsigned threads) {
         replace(processes, threads, 0);
         for (unsigned i = 0; i < processes; i++)
             alive += pids[i] > 0;
-        if (told >= alive)
+        if (steps >= alive)
             return;
         if (poll(&some, 1, 10) == 1)
-            told += read(done[0], &byte, 1) == 1;
+            steps += read(done[0], &byte, 1) == 1;
         else
             waited += 10;
     }
     wrong((CUresult)-1, "stuck", "");
 }
 
-static void say(unsigned processes) {
+static void print_report(unsigned processes) {
     const char *comma = "";
     printf("{\"granted\": %lu, \"refused\": %lu, \"launched\": %lu, \"forks\": %lu, ",
            board->granted, board->refused, board->launched, board->forks);
@@ -302,7 +302,7 @@ int main(int argc, char **argv) {
         if (g < END)
             close(gate[g][1]);
     }
-    say(processes);
+    print_report(processes);
     while (read(0, &byte, 1) > 0)
         ;
     close(gate[END][1]);

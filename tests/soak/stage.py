@@ -51,7 +51,7 @@ class Stage:
             self.directory / "bundles", args, env=env, name="soak", mounts=mounts, **self.node.way(way), **more
         )
 
-    def say_wrong(self, line: str) -> None:
+    def record_error(self, line: str) -> None:
         self.wrong.append(line)
         self.show.note(line)
 
@@ -63,7 +63,7 @@ class Stage:
         """Return the output of `gpushare`; a failure is a mismatch."""
         done = self.node.cli(*words, timeout_s=300)
         if done.returncode or done.stderr:
-            self.say_wrong(f"gpushare {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
+            self.record_error(f"gpushare {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
     def sweep(self, container_id: str = "") -> None:

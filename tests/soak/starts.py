@@ -47,10 +47,10 @@ def in_a_row(stage: Stage, count: int, seconds: float) -> dict[str, Any]:
                 one.create()
                 took[way].append((time.perf_counter() - begin) * 1000)
                 if one.run():
-                    stage.say_wrong(f"{one.id} ({way}) ended with {one.exit_code}: {one.stderr}")
+                    stage.record_error(f"{one.id} ({way}) ended with {one.exit_code}: {one.stderr}")
                 one.delete()
                 if left := stage.node.left():
-                    stage.say_wrong(f"{one.id} ({way}) left {left}")
+                    stage.record_error(f"{one.id} ({way}) left {left}")
             stage.show.advance(f"{number + 1} of {count}")
     result: dict[str, Any] = {"wanted": count, **{way: figures(values) for way, values in took.items()}}
     done = sum(len(values) for values in took.values())
@@ -71,7 +71,7 @@ def at_once(stage: Stage, count: int) -> dict[str, Any]:
         try:
             one.start()
         except RuntimeFailed as error:
-            stage.say_wrong(f"{one.id}: {error}")
+            stage.record_error(f"{one.id}: {error}")
         with lock:
             took.append((time.perf_counter() - begin) * 1000)
             stage.show.advance(f"{len(took)} of {count} run")
@@ -91,10 +91,10 @@ def at_once(stage: Stage, count: int) -> dict[str, Any]:
             list(pool.map(create, several))
             listed = {one["id"]: one["state"] for one in json.loads(stage.cli("list", "--format", "json"))}
             if listed != {one.id: "running" for one in several}:
-                stage.say_wrong(f"{count} containers run, and `gpushare list` says {listed}")
+                stage.record_error(f"{count} containers run, and `gpushare list` reports {listed}")
             numbers = list(stage.node.state.glob("devices/*/[0-9]*"))
             if len(numbers) != count:
-                stage.say_wrong(f"{count} containers have {len(numbers)} pages")
+                stage.record_error(f"{count} containers have {len(numbers)} activity files")
             list(pool.map(delete, several))
     result = {"wanted": count, **figures(took)}
     stage.show.end(str(result))

@@ -60,14 +60,14 @@ def run(stage: Stage, seconds: float) -> dict[str, Any]:
         one.start()
         shares = work(stage, seconds, one)
         os.write(ends["in"], b"\n")
-        report = hear(ends["out"], one)
+        report = read_report(ends["out"], one)
         judge(stage, report, shares)
         one.kill()
         one.wait()
         one.delete()
     for line in books(stage)["clients"]:
         if line["alive"]:
-            stage.say_wrong(f"the device still has a client: {line}")
+            stage.record_error(f"the device still has a client: {line}")
     result = {**{key: value for key, value in report.items() if key != "used"}, "compute_percent": shares}
     stage.show.end(", ".join(f"{value} {key}" for key, value in result.items() if key != "wrong"))
     return result
@@ -94,7 +94,7 @@ def work(stage: Stage, seconds: float, one: Container) -> list[float]:
     return shares
 
 
-def hear(fd: int, one: Container) -> dict[str, Any]:
+def read_report(fd: int, one: Container) -> dict[str, Any]:
     text = b""
     while not text.endswith(b"\n"):
         if not select.select([fd], [], [], REPORT_S)[0]:
@@ -111,15 +111,15 @@ def judge(stage: Stage, report: dict[str, Any], shares: list[float]) -> None:
     used = seen["used_bytes"]
     peak = max(group["peak_bytes"] for group in seen["groups"])
     if report["wrong"]:
-        stage.say_wrong(f"a call failed: {report['wrong']}")
+        stage.record_error(f"a call failed: {report['wrong']}")
     if set(report["used"]) != {used}:
-        stage.say_wrong(f"processes say {sorted(set(report['used']))} bytes, the device {used}")
+        stage.record_error(f"processes report {sorted(set(report['used']))} bytes, the device {used}")
     if [row["shares"][0]["memory_used_bytes"] for row in listed] != [used]:
-        stage.say_wrong(f"`gpushare list` says {listed}, the device {used} bytes")
+        stage.record_error(f"`gpushare list` reports {listed}, the device {used} bytes")
     if peak > LIMIT_BYTES:
-        stage.say_wrong(f"the container had {peak} bytes, its limit is {LIMIT_BYTES}")
+        stage.record_error(f"the container had {peak} bytes, its limit is {LIMIT_BYTES}")
     for what in ("granted", "refused", "launched", "killed", "forks"):
         if not report[what]:
-            stage.say_wrong(f"nothing was {what}, so this shows nothing")
+            stage.record_error(f"nothing was {what}, so this shows nothing")
     if shares and sum(shares) / len(shares) > COMPUTE_PERCENT + COMPUTE_POINTS:
-        stage.say_wrong(f"{shares} % of the device's time, limit {COMPUTE_PERCENT} %")
+        stage.record_error(f"{shares} % of the device's time, limit {COMPUTE_PERCENT} %")

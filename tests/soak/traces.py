@@ -1,6 +1,6 @@
 """Possible leftovers of containers on a host: counted before and after, and compared.
 
-look(node, prefix) -> Traces          `prefix`: the common prefix of our containers' ids
+count(node, prefix) -> Traces         `prefix`: the common prefix of our containers' ids
 left(before, after) -> lines          empty when all counts are back
 """
 
@@ -35,7 +35,7 @@ class Traces(NamedTuple):
     device: Counter[str]  # "nvidia0 bytes": use on the simulated device, also of dead processes
 
 
-def look(node: Node, prefix: str) -> Traces:
+def count(node: Node, prefix: str) -> Traces:
     """Count the host's objects. Remembered refusals are limited in number and are cleared first: no leak."""
     remembered = list((node.state / "errors").glob("*"))
     for path in remembered:
