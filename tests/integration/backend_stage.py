@@ -125,24 +125,24 @@ class Stage:
         """Return the enforcer of a limit according to the table; the shim for a limit that the row does not enforce."""
         return self.row.name if limit in self.row.enforces else backends.SHIM
 
-    def take(self, *words: str, clear: bool = False, **env: str) -> dict[str, Any]:
+    def take(self, *args: str, clear: bool = False, **env: str) -> dict[str, Any]:
         """Return what a new program sees and gets."""
         prefix = ("env", "-i") if clear else ()
         options = tuple(word for pair in env.items() for word in ("--env", "=".join(pair)))
-        done = self.main.exec(*prefix, *TAKER, *words, options=options)
+        done = self.main.exec(*prefix, *TAKER, *args, options=options)
         assert done.returncode == 0, done.stderr
-        said: dict[str, Any] = json.loads(done.stdout)
-        return said
+        report: dict[str, Any] = json.loads(done.stdout)
+        return report
 
     def peak_bytes(self) -> int:
         return peak_bytes(self.root, os.stat(f"/proc/{self.main.pid}/ns/pid").st_ino)
 
-    def site(self, **words: Any) -> Site:
-        """Return the host as a start with the request `words` sees it."""
+    def site(self, **fields: Any) -> Site:
+        """Return the host as a start with these fields of a request sees it."""
         settings = config.load_config(str(self.node.config))._replace(state_dir=str(self.node.state))
         host = model.Node(settings, inventory.read_inventory(str(self.root)))
         request = model.Request(
-            "own", **{"selection": model.Selection("list", names=("0",)), "capabilities": (), **words}
+            "own", **{"selection": model.Selection("list", names=("0",)), "capabilities": (), **fields}
         )
         ledger = placement.ledger_of(leases.view(str(self.node.state)).live, settings.policy)
         return Site(host.inventory.devices[0], request, host, ledger)

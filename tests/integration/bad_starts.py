@@ -33,9 +33,9 @@ def files(directory: Path) -> dict[str, Any]:
     return found
 
 
-def refused(node: Node, one: Container, code: int, *words: str, prefix: tuple[str, ...] = (), id: str = "") -> str:
+def refused(node: Node, one: Container, code: int, *quoted: str, prefix: tuple[str, ...] = (), id: str = "") -> str:
     """Run `create` of a bundle that must fail with `code`, and return its line. Assert that both places have exactly
-    one line, that the line names each of `words`, and that nothing was done."""
+    one line, that the line names each of `quoted`, and that nothing was done."""
     log = one.bundle.parent / f"{one.id}.log"
     flags = ["--log", str(log), "--log-format", "json"]
     before = files(one.bundle)
@@ -45,7 +45,7 @@ def refused(node: Node, one: Container, code: int, *words: str, prefix: tuple[st
     assert (done.returncode, done.stdout) == (code, b""), text
     assert text.startswith("gpushare: ") and text.count("\n") == 1 and text.endswith("\n"), text
     assert text[:-1].isprintable() and len(text) < MAX_LINE, text
-    assert "internal error" not in text and not [word for word in words if word not in text], text
+    assert "internal error" not in text and not [part for part in quoted if part not in text], text
     (entry,) = map(json.loads, log.read_text().splitlines())
     assert (entry["level"], entry["msg"]) == ("error", text[:-1])
     log.unlink()

@@ -55,9 +55,9 @@ def make_mps_containers(tmp_path: Path, host: Node) -> Iterator[Callable[..., Co
         one.close()
 
 
-def start(host: Node, *words: str) -> int:
+def start(host: Node, *args: str) -> int:
     """Start the daemon and return its pid."""
-    done = host.cli("mps", "start", "--device", "0", *words, "--format", "json")
+    done = host.cli("mps", "start", "--device", "0", *args, "--format", "json")
     assert done.returncode == 0, done.stderr
     return int(json.loads(done.stdout)[0]["pid"])
 
@@ -69,11 +69,11 @@ def status(host: Node, code: int = 0) -> dict[str, Any]:
     return row
 
 
-def client(container: Container, *words: str, env: Any = None, user: str = "") -> dict[str, Any]:
+def client(container: Container, *args: str, env: Any = None, user: str = "") -> dict[str, Any]:
     """Start a program in a running container, with its own environment."""
     options = [word for pair in (env or {}).items() for word in ("--env", "=".join(pair))]
     options += ["--user", user] if user else []
-    done = container.exec(*CLIENT, *words, options=tuple(options))
+    done = container.exec(*CLIENT, *args, options=tuple(options))
     assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report

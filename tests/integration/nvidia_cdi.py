@@ -13,8 +13,8 @@ LIBDIR = "usr/lib/x86_64-linux-gnu"
 def cdi(root: Path) -> dict[str, Any]:
     """The output of `nvidia-ctk cdi generate` for two GPUs."""
 
-    def tool(*words: str) -> dict[str, Any]:
-        return {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", *words]}
+    def tool(*args: str) -> dict[str, Any]:
+        return {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", *args]}
 
     def file(path: str) -> dict[str, Any]:
         return {"hostPath": f"{root}/{path}", "containerPath": f"/{path}", "options": ["ro", "nosuid", "nodev", "bind"]}

@@ -107,6 +107,6 @@ def test_gpushare_run_keeps_its_compute_limit(node: Node, simhost: Path) -> None
     command = [str(build()), *words(seconds=4, kernel=200)]
     done = programs.run(node, "--memory", "2Gi", "--compute", "30%", "--", *command)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    percent = 100 * said["done_ns"] / (said["ended_ns"] - said["started_ns"])
-    assert 30 - 2 * POINTS < percent < 30 + POINTS, said
+    report = json.loads(done.stdout)
+    percent = 100 * report["done_ns"] / (report["ended_ns"] - report["started_ns"])
+    assert 30 - 2 * POINTS < percent < 30 + POINTS, report

@@ -33,11 +33,11 @@ def limited(tmp_path: Path) -> Iterator[Callable[..., Container]]:
     made: list[Container] = []
     spec, _ = edited(tmp_path, {}, REAL)
 
-    def make(low: str, *words: str, has_limit: bool = True) -> Container:
+    def make(low: str, *args: str, has_limit: bool = True) -> Container:
         def edit(config: dict[str, Any]) -> None:
             config["linux"]["resources"] = {"unified": spec["linux"]["resources"]["unified"]} if has_limit else {}
 
-        one = Container(tmp_path / "c", ["sleep", "inf"], runtime=low, prefix=(*V2, *words), edit=edit)
+        one = Container(tmp_path / "c", ["sleep", "inf"], runtime=low, prefix=(*V2, *args), edit=edit)
         made.append(one)
         return one
 

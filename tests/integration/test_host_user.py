@@ -76,10 +76,15 @@ def test_another_user_cannot_read_shares_or_block_starts(container: MakeContaine
     command = [*USER, "/usr/bin/python3", "-Ic", GRABBER, str(node.state)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as grabber:
         assert grabber.stdin and grabber.stdout
-        said = json.loads(grabber.stdout.readline())
-        assert "." in said["readable"], "the premise: the state directory is open to him"
-        assert set(said["readable"]) <= {".", "errors", "launcher", "node.json"} and said["writable"] == []
-        assert sorted(path.rpartition("/")[2] for path in said["closed"]) == ["containers", "devices", "idmap", "trash"]
+        report = json.loads(grabber.stdout.readline())
+        assert "." in report["readable"], "the premise: the state directory is open to the user"
+        assert set(report["readable"]) <= {".", "errors", "launcher", "node.json"} and report["writable"] == []
+        assert sorted(path.rpartition("/")[2] for path in report["closed"]) == [
+            "containers",
+            "devices",
+            "idmap",
+            "trash",
+        ]
         node.config.write_text(node.config.read_text() + "\n")  # forces a complete new compilation
         other = container(["true"], env=SHARE, **node.way(way))
         assert other.run() == 0

@@ -36,10 +36,10 @@ def program() -> Path:
 class Plugin:
     """The running program; `lines` are its output so far."""
 
-    def __init__(self, node: Node, folder: Path, *words: str) -> None:
+    def __init__(self, node: Node, folder: Path, *args: str) -> None:
         command = [program(), "--config", node.config, "--state", node.state, "k8s-plugin"]
         self.process = subprocess.Popen(
-            [*map(str, command), "--kubelet", str(folder), "--interval", "0.1", *words],
+            [*map(str, command), "--kubelet", str(folder), "--interval", "0.1", *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -99,8 +99,8 @@ def two(make_host: Callable[..., Path], make_node: Callable[..., Node]) -> Calla
 def plugin(folder: Path) -> Iterator[Callable[..., Plugin]]:
     made: list[Plugin] = []
 
-    def start(node: Node, *words: str) -> Plugin:
-        made.append(Plugin(node, folder, *words))
+    def start(node: Node, *args: str) -> Plugin:
+        made.append(Plugin(node, folder, *args))
         return made[-1]
 
     yield start

@@ -107,12 +107,12 @@ def test_corrupt_activity_files_do_not_change_compute_shares(
 ) -> None:
     """Each container is held to the host's limit, and does not pay for the corrupting container's use."""
     limits = (40, 20, 30)
-    everybody = (start(limit=40), start(limit=20), start(pattern, limit=30))
-    shares(simhost, everybody)  # until all have a context
+    containers = (start(limit=40), start(limit=20), start(pattern, limit=30))
+    shares(simhost, containers)  # until all have a context
     seen: list[list[float]] = []
     for _ in range(TRIES):
-        got = shares(simhost, everybody)
-        seen.append([got.get(namespace(one), 0.0) for one in everybody])
+        got = shares(simhost, containers)
+        seen.append([got.get(namespace(one), 0.0) for one in containers])
         assert all(had < limit + POINTS for had, limit in zip(seen[-1], limits)), seen
         *peers, attacker = (sum(had) / SAMPLES for had in zip(*seen[-SAMPLES:]))
         if len(seen) < SAMPLES:

@@ -270,6 +270,6 @@ def test_changed_limit_applies_to_new_programs(host: Node, container: Callable[.
         assert host.cli("limit", "set", one.id, "--compute", "50").returncode == 0
         parent.stdin.write("\n")
         parent.stdin.close()
-        assert json.loads(parent.stdout.readline())["multiprocessors"] == 24, "what its parent was told is not its own"
+        assert json.loads(parent.stdout.readline())["multiprocessors"] == 24, "a child has its own percentage"
     assert client(one)["multiprocessors"] == 24
     assert host.cli("limit", "set", one.id, "--compute-mode", "soft").returncode != 0

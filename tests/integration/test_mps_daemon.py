@@ -48,13 +48,13 @@ class Host:
         self.control.unlink()
         shutil.copy(userland.root / "usr/bin/nvidia-cuda-mps-control", self.control)
 
-    def mps(self, *words: str, code: int = 0) -> Any:
-        done = self.node.cli("mps", *words, "--format", "json")
+    def mps(self, *args: str, code: int = 0) -> Any:
+        done = self.node.cli("mps", *args, "--format", "json")
         assert done.returncode == code, done.stderr + done.stdout
         return json.loads(done.stdout) if done.stdout else done.stderr
 
-    def refused(self, *words: str) -> str:
-        done = self.node.cli("mps", *words)
+    def refused(self, *args: str) -> str:
+        done = self.node.cli("mps", *args)
         assert done.returncode not in (0, 1) and done.stdout == "" and done.stderr.count("\n") == 1
         return done.stderr
 

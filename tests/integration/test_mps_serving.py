@@ -72,9 +72,9 @@ def test_several_users_are_served_by_the_new_protocol(host: Node, container: Cal
     pid = start(host, "--uid", "any", "--compute", "40", "--memory", "3Gi")
     assert {"--protocol", "3", "--multiuser"} <= set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
 
-    def ask(*words: str) -> str:
+    def ask(*args: str) -> str:
         env = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe")}
-        return subprocess.run([program, *words], env=env, capture_output=True, text=True, timeout=20).stdout.strip()
+        return subprocess.run([program, *args], env=env, capture_output=True, text=True, timeout=20).stdout.strip()
 
     had = [
         ask(*f"namespace get default gpushare {key}".split())
@@ -169,6 +169,6 @@ def test_gpushare_run_is_served_with_either_shm(host: Node, shm: str, host_shm: 
     env = {"PATH": os.environ["PATH"], "GPUSHARE_BACKEND": "mps", **RAISED}
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["cuInit"], said["multiprocessors"], said["PINNED_DEVICE_MEM_LIMIT"]) == (0, 12, "0=2048M")
+    report = json.loads(done.stdout)
+    assert (report["cuInit"], report["multiprocessors"], report["PINNED_DEVICE_MEM_LIMIT"]) == (0, 12, "0=2048M")
     assert len(list(host_shm.glob("cuda.shm.*"))) == (shm == "host")

@@ -202,12 +202,12 @@ def test_share_survives_the_death_of_podman(podman: Podman) -> None:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=podman.environment()
         ) as one:
             assert one.stdout is not None
-            said = json.loads(one.stdout.readline())
+            report = json.loads(one.stdout.readline())
             one.kill()
         found = podman.inspect(name)
         assert found["State"]["Running"]
         assert podman.node.leases() == [found["Id"]]
-        assert GIB < peak_bytes(podman.node.driver_root, said["pidns"]) <= 2 * GIB
+        assert GIB < peak_bytes(podman.node.driver_root, report["pidns"]) <= 2 * GIB
         os.kill(found["State"]["Pid"], signal.SIGKILL)
         podman.wait_conmon(name)  # it ends after its podman has
         assert podman.node.leases() == []

@@ -167,7 +167,7 @@ def test_cdi_device_gets_a_share(podman: Podman, cdi: Path) -> None:
             assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
         assert podman.node.leases() == []
     if podman.way == "hook":
-        assert podman.run(Want(("ls", OURS), TWO_GIB)).code != 0, "without the device nobody looks at the container"
+        assert podman.run(Want(("ls", OURS), TWO_GIB)).code != 0, "without the device no hook runs"
     assert "which CDI has set" in refusal(
         podman, Want(SLEEP, {"GPUSHARE_DEVICES": "0"}), "--device", "gpushare.io/share=any"
     )

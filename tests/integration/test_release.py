@@ -85,8 +85,8 @@ def test_delete_returns_the_runtime_s_output_and_exit_code(container: MakeContai
     one = container(["sleep", "inf"], env=ALL, runtime=node.runtime()).start()
     command = [*node.runtime(), *one._runtime[-2:]]
 
-    def delete(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, "delete", *words, one.id], capture_output=True, text=True, timeout=60)
+    def delete(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, "delete", *args, one.id], capture_output=True, text=True, timeout=60)
 
     refused = delete()
     assert refused.returncode != 0 and refused.stderr and "gpushare" not in refused.stderr.replace(one.id, "")

@@ -89,9 +89,9 @@ def host() -> Iterator[Host]:
 def test_rootless_container_gets_its_share(host: Host, way: str) -> None:
     done = host.run(way, "4Gi")
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["total_bytes"], said["nvml_total_bytes"]) == (4 * GIB, 4 * GIB)
-    assert 3 * GIB < said["got_bytes"] <= judge.peak_bytes(host.node.driver_root, said["pidns"]) <= 4 * GIB
+    report = json.loads(done.stdout)
+    assert (report["total_bytes"], report["nvml_total_bytes"]) == (4 * GIB, 4 * GIB)
+    assert 3 * GIB < report["got_bytes"] <= judge.peak_bytes(host.node.driver_root, report["pidns"]) <= 4 * GIB
     assert list((host.state / "containers").iterdir()) == [] and list((host.state / "trash").iterdir()) == []
     owners = {os.lstat(path).st_uid for path in host.rootfs.rglob("*")}
     assert owners == {UID}  # also of files made in the image

@@ -58,11 +58,11 @@ WAYS["shell"] = ("sh", "-c", 'env -u LD_LIBRARY_PATH LD_PRELOAD= "$@"', "sh", *G
 def test_limit_is_visible_reached_and_enforced(node: Node, way: str) -> None:
     done = run(node, "--memory", "4Gi", "--", *WAYS[way])
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["total_bytes"], said["nvml_total_bytes"]) == (4 * GIB, 4 * GIB)
-    assert 4 * GIB - CONTEXT - 4 * MIB <= said["got_bytes"] <= 4 * GIB
+    report = json.loads(done.stdout)
+    assert (report["total_bytes"], report["nvml_total_bytes"]) == (4 * GIB, 4 * GIB)
+    assert 4 * GIB - CONTEXT - 4 * MIB <= report["got_bytes"] <= 4 * GIB
     peak = judge.peak_bytes(node.driver_root, os.stat("/proc/self/ns/pid").st_ino)
-    assert said["got_bytes"] <= peak <= 4 * GIB
+    assert report["got_bytes"] <= peak <= 4 * GIB
     assert done.stderr == ""
 
 
@@ -83,9 +83,9 @@ def test_two_programs_have_separate_limits(node: Node, tmp_path: Path) -> None:
         for step in ("seen", "full"):
             for name, (events, go) in ends.items():
                 assert select.select([events], [], [], 60)[0], f"{name} is silent before {step!r}"
-                said = json.loads(os.read(events, 4096))
-                assert said["event"] == step
-                got[name] = said.get("got_bytes", 0)
+                report = json.loads(os.read(events, 4096))
+                assert report["event"] == step
+                got[name] = report.get("got_bytes", 0)
                 if step == "seen":
                     os.write(go, b"\n")
         now = judge.taken(node.driver_root, os.stat("/proc/self/ns/pid").st_ino).current_bytes

@@ -47,7 +47,7 @@ def users_node(make_node: Callable[..., Node]) -> Iterator[Node]:
 
 
 def as_user(node: Node, *arguments: str, runtime: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `gpushare ARGUMENTS` as user 4711, who has a session."""
+    """Run `gpushare ARGUMENTS` as user 4711, with a session."""
     program = (str(programs.BUILD / "bin" / "gpushare"), "--config", str(node.config))
     return user(*program, *arguments, node=node, runtime=runtime)
 

@@ -22,11 +22,11 @@ LOOK = ["sh", "-c", "test ! -e /usr/lib/gpushare/limits || exit 7"]
 pytestmark = pytest.mark.usefixtures("no_hybrid_cgroups")
 
 
-def run(one: Container, *words: str, cwd: Path) -> tuple[int, str]:
+def run(one: Container, *args: str, cwd: Path) -> tuple[int, str]:
     """Run `gpushare-runtime run` in the directory `cwd`, as a shell would that entered by that path."""
     environment = {**os.environ, "PWD": str(cwd)}
     done = subprocess.run(
-        [*one._runtime, "run", *words, one.id],
+        [*one._runtime, "run", *args, one.id],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment,
     )  # fmt: skip
     return done.returncode, done.stderr

@@ -52,8 +52,8 @@ def spy(make_node: Callable[..., Node], simhost: Path, tmp_path: Path) -> Callab
     return make
 
 
-def call(node: Node, *words: str, **arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [*node.runtime(), *words]
+def call(node: Node, *args: str, **arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [*node.runtime(), *args]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, **arguments)
 
 

@@ -45,8 +45,8 @@ class Run:
             ready, _, _ = select.select([self._out], [], [], timeout_s)
             assert ready, f"no report after {timeout_s} s\n{self.container.stderr}"
             text += os.read(self._out, 1 << 16)
-        said: dict[str, Any] = json.loads(text)
-        return said
+        report: dict[str, Any] = json.loads(text)
+        return report
 
     def close(self) -> None:
         self.container.close()

@@ -51,8 +51,8 @@ CASES = {
 }
 
 
-def promtool(*words: str | Path, text: str = "") -> tuple[int, str]:
-    return fetched.call(fetched.program("prometheus", "usr/bin/promtool"), *words, text=text)
+def promtool(*args: str | Path, text: str = "") -> tuple[int, str]:
+    return fetched.call(fetched.program("prometheus", "usr/bin/promtool"), *args, text=text)
 
 
 def rules() -> dict[str, Any]:

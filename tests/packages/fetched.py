@@ -26,8 +26,8 @@ def program(package: str, path: str) -> Path:
     return target
 
 
-def call(program: Path, *words: str | Path, text: str = "") -> tuple[int, str]:
+def call(program: Path, *args: str | Path, text: str = "") -> tuple[int, str]:
     """(exit status, all output)"""
-    command = [str(word) for word in (program, *words)]
+    command = [str(word) for word in (program, *args)]
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
     return done.returncode, done.stdout

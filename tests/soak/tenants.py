@@ -32,8 +32,8 @@ def books(stage: Stage) -> dict[str, Any]:
     """The device's ledger, read by a separate process."""
     program, device = TREE / "simulator/ledger.py", stage.node.driver_root / f"dev/nvidia{DEVICE}"
     command = [sys.executable, str(program), str(device), "--format", "json"]
-    said: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return said
+    report: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return report
 
 
 def run(stage: Stage, seconds: float) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def read_report(fd: int, one: Container) -> dict[str, Any]:
         if not select.select([fd], [], [], REPORT_S)[0]:
             raise RuntimeError(f"no report after {REPORT_S} s: {text!r} {one.stderr}")
         text += os.read(fd, 1 << 16)
-    said: dict[str, Any] = json.loads(text)
-    return said
+    report: dict[str, Any] = json.loads(text)
+    return report
 
 
 def judge(stage: Stage, report: dict[str, Any], shares: list[float]) -> None:

@@ -96,7 +96,7 @@ def _tmpfs(node: Node) -> Counter[str]:
     return used
 
 
-def _processes(*words: str) -> Iterable[str]:
+def _processes(*names: str) -> Iterable[str]:
     """Processes that name the state directory or a container, and our own children."""
     found = set(processes.children().values())
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -104,7 +104,7 @@ def _processes(*words: str) -> Iterable[str]:
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue  # ended meanwhile
-        if int(path.parent.name) != os.getpid() and any(word in command for word in words):
+        if int(path.parent.name) != os.getpid() and any(name in command for name in names):
             found.add(command)
     return found
 

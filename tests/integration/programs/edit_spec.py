@@ -45,15 +45,15 @@ def file_of(words: tuple[str, ...]) -> str:
     return words[words.index("--process") + 1] if "exec" in words else ""
 
 
-def main(edit: str, argument: str, following: str, *words: str) -> None:
-    path = file_of(words)
+def main(edit: str, argument: str, following: str, *args: str) -> None:
+    path = file_of(args)
     if path:
         with open(path) as file:
             spec = json.load(file)
         EDITS[edit](spec, argument)
         with open(path, "w") as file:
             json.dump(spec, file)
-    os.execv(following, [following, *words])
+    os.execv(following, [following, *args])
 
 
 if __name__ == "__main__":
