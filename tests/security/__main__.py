@@ -94,7 +94,7 @@ def collected(recorder: Recorder, elsewhere: tuple[table.Elsewhere, ...]) -> lis
 
 def show(rows: list[Row], runtime: str, path: Path) -> None:
     shown = Table(title=f"Attacks on the host, with {runtime}", title_justify="left")
-    for column in ("attack", "way", "outcome", "CVEs and words"):
+    for column in ("attack", "way", "outcome", "CVEs or conditions"):
         shown.add_column(column, overflow="fold")
     for row in rows:
         style = "red" if row.failed else ""
@@ -103,7 +103,7 @@ def show(rows: list[Row], runtime: str, path: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
     console.print(shown)
     bad = sum(row.failed for row in rows)
-    console.print(f"{len(rows)} attacks, {bad} of them not held; build/{path.name} has the words of each refusal")
+    console.print(f"{len(rows)} attacks, {bad} failed or not run; build/{path.name} has the message of each refusal")
 
 
 def main(argv: list[str]) -> int:

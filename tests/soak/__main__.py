@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=FULL_MINUTES)
     parser.add_argument("--json", type=Path, default=host.BUILD / "soak.json")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--only", choices=PHASES, action="append", help="this phase (may be repeated)")
+    parser.add_argument("--only", choices=PHASES, action="append", help="run only this phase (may be repeated)")
     options = parser.parse_args(arguments)
     host.enter_private_mounts()
     processes.become_subreaper()
@@ -110,13 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
                 end_once(stage.stopped)
                 result = soak(stage, options.minutes, options.only or PHASES)
         except (KeyboardInterrupt, Stopped):
-            show.note("ended; what ran is removed")
+            show.note("stopped; all containers are removed")
             return 130
     result = {"minutes": options.minutes, "seed": options.seed, "took_s": round(time.monotonic() - begin), **result}
     options.json.write_text(json.dumps(result, indent=2) + "\n")
     for line in (*result["left"], *result["wrong"]):
         print(f"soak: {line}")
-    verdict = "something was left or wrong" if result["left"] or result["wrong"] else "nothing left, nothing wrong"
+    verdict = "leaks or errors found" if result["left"] or result["wrong"] else "no leaks, no errors"
     print(f"soak: {verdict}; {options.json} (seed {options.seed})")
     return 1 if result["left"] or result["wrong"] else 0
 

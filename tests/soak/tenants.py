@@ -120,6 +120,6 @@ def judge(stage: Stage, report: dict[str, Any], shares: list[float]) -> None:
         stage.record_error(f"the container had {peak} bytes, its limit is {LIMIT_BYTES}")
     for what in ("granted", "refused", "launched", "killed", "forks"):
         if not report[what]:
-            stage.record_error(f"nothing was {what}, so this shows nothing")
+            stage.record_error(f"nothing was {what}, so the run proves nothing")
     if shares and sum(shares) / len(shares) > COMPUTE_PERCENT + COMPUTE_POINTS:
         stage.record_error(f"{shares} % of the device's time, limit {COMPUTE_PERCENT} %")
